@@ -1,1 +1,2 @@
-"""Measurements: each a ratio from one run with both sides in turn, held against a ceiling measured in the same run."""
+"""Benchmarks. Each reports a ratio of both sides measured in turn in one run, and compares it with a limit of the
+machine measured in the same run."""

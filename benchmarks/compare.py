@@ -1,14 +1,14 @@
-"""Side by side with another server on the same checkpoint and the same requests.
+"""Comparison with another server on the same checkpoint and the same requests.
 
     python -m benchmarks.compare [--family nemotron_h|qwen3_5] --peer transformers|vllm|llamacpp [--rounds 3]
                                  [--only decode,prefill,omni] [--weights int8] [--device cuda] [--concurrent 1,8,64]
                                  [--new-tokens 64]
 
-Ours runs behind its gRPC server, the peer in a process of its own. In each round both sides run each workload in
-turn, short ones several times in a row, and what is printed is medians and their ratios. The ceilings are measured in
-the same run, and what a workload cannot do without is counted from the checkpoint's shape (benchmarks/floors.py). Of a
-decode workload its prompts alone are run as well: the time between the two is that of decoding. Run it on an idle
-machine; `--only` and `--concurrent` take it part by part.
+Saccade runs behind its gRPC server, the peer in a process of its own. In each round both sides run each workload in
+turn, short ones several times; the output is medians and their ratios. The machine's limits are measured in the same
+run, and each workload's lower bound is computed from the checkpoint's shapes (benchmarks/floors.py). The prompts of a
+decode workload are also run alone; the difference is the time of decoding. Run it on an idle machine. `--only` and
+`--concurrent` select parts.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from service.commands.cli import ServerProcess
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TURN = 1.0
-"""Seconds that a side's turn lasts at least: one run of a few hundredths would measure the noise."""
+"""Minimum seconds of a side's turn; a single run of some hundredths of a second would be too noisy."""
 SETTLE = 0.5
-"""Seconds before each turn: OpenMP's threads of the other side spin for a while after their work."""
+"""Seconds before each turn, because OpenMP threads of the other side spin for a while after their work."""
 
 
 class Timed(NamedTuple):
-    """Of one run of a workload: seconds, and those from its start to each request's first token."""
+    """Of one run of a workload: its seconds, and the seconds from its start to each request's first token."""
 
     seconds: float
     firsts: list[float]
@@ -80,7 +80,7 @@ class Ours:
         return Timed(time.perf_counter() - started, firsts)
 
     def peak_bytes(self) -> int:
-        """The most memory that the server's processes have held."""
+        """Peak memory of the server's processes, in bytes."""
         return sum(machine.peak_bytes(pid) for pid in machine.family(self._server.pid))
 
     def close(self) -> None:
@@ -90,8 +90,10 @@ class Ours:
 
 
 def peer_command(peer: str, model: Path, kind: str = "bf16", tokens: int = 512) -> list[str]:
-    """How a peer's process is started for that model. Of llama.cpp, `kind` is that of its weights and `tokens` the
-    length of its slots: the longest prompt and answer. `SystemExit` where its environment is not there.
+    """The command line that starts a peer's process for a model.
+
+    For llama.cpp, `kind` is the type of its weights and `tokens` the length of its slots (the longest prompt and
+    answer). `SystemExit` if the peer's environment is missing.
     """
     if peer == "transformers":
         return [sys.executable, "-m", "benchmarks.peer_transformers"]
@@ -109,7 +111,7 @@ def peer_command(peer: str, model: Path, kind: str = "bf16", tokens: int = 512) 
 
 
 class Peer:
-    """The peer process; what it says goes to `log`."""
+    """The peer process; its output goes to `log`."""
 
     def __init__(
         self, peer: str, model: Path, omni: bool, log: Path, device: str = "cpu", kind: str = "bf16", tokens: int = 512
@@ -162,18 +164,18 @@ class Peer:
 
 @dataclass(frozen=True)
 class Sides:
-    """Who is compared: the peer's name, our server's further options, where the peer's words go."""
+    """What is compared: the peer's name, further options of our server, and the file for the peer's output."""
 
     peer: str
     options: tuple[str, ...]
     logs: Path
     device: str = "cpu"
     most: int = 32
-    """Requests at a time at most."""
+    """Maximum number of concurrent requests."""
 
 
 def turn(side: Ours | Peer, load: Workload, times: int) -> list[Timed]:
-    """Some runs in a row, once the other side's threads sleep."""
+    """Several consecutive runs, begun when the other side's threads are idle."""
     time.sleep(SETTLE)
     return [side.run(load) for _ in range(times)]
 
@@ -233,7 +235,8 @@ def row_of(
     memory: tuple[int, int],
     floor: float | None,
 ) -> dict[str, Any]:
-    """A workload's result. `times`: of each run our seconds, ours to the last first token, and the peer's."""
+    """The result of a workload. `times`: for each run our seconds, our seconds to the last first token, and the peer's
+    seconds."""
     mine, first, theirs = (statistics.median(column) for column in zip(*times, strict=True))
     counted = load.prompt_tokens if load.new_tokens == 1 else load.output_tokens
     return {
@@ -255,7 +258,8 @@ def row_of(
 
 
 def decoding(load: Workload, row: dict[str, Any], prompts: list[tuple[float, float]], least: float) -> dict[str, float]:
-    """Of a workload without its prompts, which alone took `prompts` seconds, ours and the peer's, in each round."""
+    """A workload's decode part, without its prompts. `prompts`: the seconds (ours, the peer's) that the prompts alone
+    took in each round."""
     tokens, found = load.output_tokens - len(load.prompts), {}
     for side, alone in zip(("ours", "peer"), zip(*prompts, strict=True), strict=True):
         seconds = row[f"{side}_s"] - statistics.median(alone)
@@ -266,7 +270,8 @@ def decoding(load: Workload, row: dict[str, Any], prompts: list[tuple[float, flo
 
 
 def percentiles(side: str, firsts: Sequence[float]) -> dict[str, float]:
-    """Of the seconds to the first token, over all requests and rounds; nothing where a side does not tell them."""
+    """Percentiles of the seconds to the first token, over all requests and rounds; empty if a side does not report
+    them."""
     shares = {"p50": 0.5, "p99": 0.99}
     return {f"{side}_first_token_{n}_s": machine.percentile(firsts, share) for n, share in shares.items() if firsts}
 
@@ -295,11 +300,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="decode,prefill,omni", help="comma-separated kinds of workload")
     parser.add_argument("--weights", choices=WEIGHT_KINDS, help="quantised weights on our side")
-    parser.add_argument("--device", default="cpu", help="of both sides")
-    parser.add_argument("--concurrent", default="1,8,32", help="requests at a time of the decode workloads")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of a request that is not alone")
+    parser.add_argument("--device", default="cpu", help="device of both sides")
+    parser.add_argument("--concurrent", default="1,8,32", help="concurrent requests of the decode workloads")
+    parser.add_argument("--new-tokens", type=int, default=64, help="output tokens of each concurrent request")
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
-    parser.add_argument("--out", type=Path, help="write the result there")
+    parser.add_argument("--out", type=Path, help="write the result to this file")
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)

@@ -1,18 +1,18 @@
-"""The encoder by itself: how fast, how much of it is padding, how near the machine's limit, and against transformers.
+"""The encoder alone: speed, padding, distance from the machine's limit, and a comparison with transformers.
 
     python -m benchmarks.encoder [--only mixes,operations,peer,packing,preprocess] [--rounds 3] [--images 32] [--write]
 
-`mixes`       images/s, padded over real tokens and the share of the measured GEMM rate, for three mixes of sizes, each
-              run eagerly (compiled, where the machine can), operation by operation, by graphs on doublings, and by
-              graphs on a ladder of as many budgets tuned to the mix
-`operations`  where the time of the compiled tower goes: share, and products as a share of the GEMM rate
-`peer`        16 images of mixed sizes in one call: ours against transformers' tower, same weights, dtype and threads,
-              in one process, both sides in turn; it stops if the two disagree
+`mixes`       images/s, ratio of padded to real tokens and share of the measured GEMM rate, for three mixes of sizes,
+              each run eagerly (compiled code if the machine supports it), operation by operation, by graphs with
+              power-of-two budgets, and by graphs with the same number of budgets tuned to the mix
+`operations`  time of the compiled tower by operation: shares, and the products' share of the GEMM rate
+`peer`        16 images of mixed sizes in one call: ours against transformers' tower with the same weights, dtype and
+              threads, in one process, both sides in turn; it stops if the results disagree
 `packing`     microseconds per image of choosing the batches
-`preprocess`  images/s on one core, decoding and patching apart, by size and format
+`preprocess`  images/s on one core, decoding and patching separately, by size and format
 
-FLOPs are counted for real rows only, so padding lowers the share of the GEMM rate as it should. Everything runs in
-bfloat16 on as many threads as there are cores. Run it on an idle machine; it takes under four minutes there.
+FLOPs count real rows only, so padding lowers the share of the GEMM rate. Everything runs in bfloat16 with one thread
+per core. Run it on an idle machine; it takes less than four minutes there.
 """
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ RESULTS = ROOT / "benchmarks" / "results"
 DTYPE = torch.bfloat16
 PARTS = ("mixes", "operations", "peer", "packing", "preprocess")
 AGREEMENT = 0.02
-"""Relative RMS between ours and the peer's bfloat16 rows, above which no time is worth anything."""
+"""Maximum relative RMS difference between our and the peer's bfloat16 rows; with a larger one, the times mean
+nothing."""
 
 
 # -- images ---------------------------------------------------------------------------------------------------------
 
 
 def uniform(rng: random.Random) -> tuple[int, int]:
-    """Any legal grid of 8 to 32 patches a side."""
+    """Any valid grid of 8 to 32 patches a side."""
     return 2 * rng.randint(4, 16), 2 * rng.randint(4, 16)
 
 
@@ -94,7 +95,8 @@ def random_images(kind: str, count: int, config: RadioVision) -> list[EncoderIte
 
 
 def flops(images: Sequence[EncoderItem], config: RadioVision) -> float:
-    """Of the products that these images need: projections, MLP and attention of each layer, patches, projector."""
+    """FLOPs of the matrix products that these images need: patch embedding, attention and MLP of each layer,
+    projections, projector."""
     width, inner, total = config.hidden_size, config.intermediate_size, 0.0
     mlp = (3 if config.use_swiglu_ffn else 2) * width * inner
     for image in images:
@@ -133,7 +135,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def measure_mixes(path: Path, count: int, rounds: int, rates: list[float]) -> list[dict[str, Any]]:
-    """`rates`: of a large product, FLOP/s; one more is measured in each round, and the best is the ceiling."""
+    """`rates`: measured rates of a large product, in FLOP/s; each round adds one, and the best is the ceiling."""
     rows = []
     eager = make_runner(path, graphs="off")
     config = eager.spec
@@ -187,7 +189,7 @@ def measure_mixes(path: Path, count: int, rounds: int, rates: list[float]) -> li
 
 
 def measure_operations(path: Path, rounds: int, rates: list[float]) -> list[dict[str, Any]]:
-    """`rates` as in `measure_mixes`. Operations run one at a time for this, so that a share is of their sum."""
+    """`rates` as in `measure_mixes`. Operations run one at a time here, so each share is a share of their sum."""
     runner = make_runner(path, graphs="off", native="on")
     config, images = runner.spec, random_images("uniform", 8, runner.spec)
     out = destinations(images, config)
@@ -284,7 +286,7 @@ def measure_tuning(rounds: int) -> list[dict[str, Any]]:
 
 @functools.cache
 def scene(height: int, width: int) -> Image.Image:
-    """Something that compresses like a photograph: smooth gradients with some grain."""
+    """An image that compresses like a photograph: smooth gradients with some grain."""
     rng = np.random.default_rng(height)
     y, x = np.mgrid[0:height, 0:width].astype(np.float32)
     smooth = np.stack([np.sin(x / 97) + np.cos(y / 61), np.sin((x + y) / 131), np.cos(x / 43) * np.sin(y / 89)], -1)
@@ -293,7 +295,7 @@ def scene(height: int, width: int) -> Image.Image:
 
 
 def measure_preprocessing(rounds: int) -> list[dict[str, Any]]:
-    """The released rule: patches of 16, 1024 to 13312 of them. One thread."""
+    """The released preprocessing rule: patches of 16, 1024 to 13312 of them. One thread."""
     config = RadioVision()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -329,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--images", type=int, default=32, help="images in each mix")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
     arguments = parser.parse_args(argv)
@@ -377,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
-    """The last line: what a reader looks for first."""
+    """The last line of the output: the main numbers."""
     short: dict[str, Any] = {"seconds": round(result["seconds"], 1)}
     for row in result.get("mixes", ()):
         numbers = {"images_s": round(row["images_s"], 1), "padding": round(row["padding"], 3)}

@@ -1,11 +1,11 @@
-"""Fetches what benchmarks/peers.txt names into .peers, with pip and from PyPI's own list of files.
+"""Downloads the packages in benchmarks/peers.txt into .peers, with pip and from PyPI's own list of files.
 
     python -m benchmarks.fetch_peers [--to .peers] [--python 3.12] [NAME ...]
     python -m benchmarks.fetch_peers --unpack DIR
 
-Wheels stay packed in `.peers/wheels`, so that what has to travel to a machine without a network stays small;
-`--unpack`, which needs none, puts them into a folder for PYTHONPATH there. Of a source package only the named folder is
-kept, under `.peers/src`.
+Wheels stay packed in `.peers/wheels`, so that little has to be copied to a machine without a network; there, `--unpack`
+(which needs no network) unpacks them into a folder for PYTHONPATH. Of a source package only the named folder is kept,
+under `.peers/src`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Peer:
 
 
 def read(text: str) -> list[Peer]:
-    """The list; `ValueError` with the line that is not one of its two kinds."""
+    """Parses the list. `ValueError` with the line if a line has neither of the two forms."""
     peers = []
     for line in text.splitlines():
         words = line.split()
@@ -56,7 +56,7 @@ def read(text: str) -> list[Peer]:
 
 
 def fetch_wheel(peer: Peer, to: Path, python: str) -> None:
-    """Downloads one wheel, without what it depends on, in place of other versions of it."""
+    """Downloads one wheel without its dependencies, and deletes other versions of it."""
     wheels = to / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=wheels) as folder:
@@ -71,7 +71,7 @@ def fetch_wheel(peer: Peer, to: Path, python: str) -> None:
 
 
 def unpack(peers: Path, to: Path) -> list[str]:
-    """Unpacks the fetched wheels into `to` and returns their names; does nothing where these very wheels lie there."""
+    """Unpacks the fetched wheels into `to` and returns their names. Does nothing if `to` already has these wheels."""
     wheels = sorted((peers / "wheels").glob("*.whl"))
     stamp, names = to / ".unpacked", "\n".join(wheel.name for wheel in wheels)
     if wheels and not (stamp.exists() and stamp.read_text() == names):
@@ -84,7 +84,7 @@ def unpack(peers: Path, to: Path) -> list[str]:
 
 
 def fetch_source(peer: Peer, to: Path) -> None:
-    """Downloads one source package and keeps its folder; nothing of it is run."""
+    """Downloads one source package and keeps its folder. No code of it is run."""
     page = f"{INDEX}/{peer.name}/"
     with urllib.request.urlopen(page, timeout=60) as answer:
         text = answer.read().decode()
@@ -104,10 +104,12 @@ def fetch_source(peer: Peer, to: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of the list; none named: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="packages of the list (default: all)")
     parser.add_argument("--to", type=Path, default=ROOT / ".peers")
     parser.add_argument("--python", default="3.12", help="version of Python that the wheels are for")
-    parser.add_argument("--unpack", type=Path, metavar="DIR", help="unpack the fetched wheels there, and fetch nothing")
+    parser.add_argument(
+        "--unpack", type=Path, metavar="DIR", help="unpack the downloaded wheels into DIR; download nothing"
+    )
     arguments = parser.parse_args(argv)
     if arguments.unpack is not None:
         unpack(arguments.to, arguments.unpack)

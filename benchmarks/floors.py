@@ -1,8 +1,8 @@
-"""The least time that a machine could need for a workload, from what a checkpoint's configuration says of its shape.
+"""Lower bounds of a workload's time on a machine, computed from the shapes in a checkpoint's configuration.
 
-Matrix products cost 2 FLOP a weight and token, at the rate of a large product in bfloat16; a step reads each weight
-once, and reads and writes each request's recurrent state, at the bandwidth of memory. Weights are taken as bfloat16.
-What is left out (attention over pages, recurrences, norms, images' pixels) makes the floor lower, never higher.
+Matrix products cost 2 FLOPs per weight and token, at the measured rate of a large bfloat16 product. A step reads each
+weight once, and reads and writes each request's recurrent state, at the measured memory bandwidth. Weights count as
+bfloat16. Attention over pages, recurrences, norms and image pixels are left out, so the bound can only be too low.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ WEIGHT_BYTES, STATE_BYTES = 2, 4
 @dataclass(frozen=True)
 class Machine:
     flops: float
-    """Of bfloat16 products, a second."""
+    """FLOP/s of bfloat16 products."""
     bandwidth: float
-    """Bytes of memory that are read, a second."""
+    """Bytes per second that are read from memory."""
 
     @classmethod
     def of(cls, ceilings: dict[str, float]) -> Machine:
@@ -35,7 +35,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Floor:
-    """Of one checkpoint."""
+    """Lower bounds for one checkpoint."""
 
     decoder: DecoderConfig
     tower: Tower | None
@@ -46,12 +46,12 @@ class Floor:
         return cls(checkpoint.config.decoder, Tower.of(path))
 
     def prompt(self, machine: Machine, tokens: int, requests: int) -> float:
-        """Seconds of these prompts, first tokens included."""
+        """Seconds for these prompts, first tokens included."""
         flops = 2 * (self._body(1) * tokens + self._head * requests)
         return max(flops / machine.flops, self._step_bytes(requests, tokens) / machine.bandwidth)
 
     def step(self, machine: Machine, requests: int) -> float:
-        """Seconds of one step, a token of each request."""
+        """Seconds of one step with one token per request."""
         flops = 2 * (self._body(1) + self._head) * requests
         return max(flops / machine.flops, self._step_bytes(requests, requests) / machine.bandwidth)
 
@@ -64,7 +64,7 @@ class Floor:
         return WEIGHT_BYTES * (self._body(tokens, read=True) + self._head) + 2 * STATE_BYTES * state * requests
 
     def _body(self, tokens: int, *, read: bool = False) -> float:
-        """Weights of all layers that a token is multiplied with, or that so many tokens read."""
+        """Number of layer weights that one token is multiplied with, or, with `read`, that this many tokens read."""
         return sum(_weights(mixer, tokens, read) for mixer in self.decoder.mixers)
 
 
@@ -83,21 +83,21 @@ def _weights(mixer: MixerSpec, tokens: int, read: bool) -> float:
 
 @dataclass(frozen=True)
 class Tower:
-    """Of a vision tower of equal blocks over patches, and a merger over some patches each."""
+    """A vision tower of equal blocks over patches, and a merger that combines several patches into one token."""
 
     of_patch: int
-    """Weights that a patch is multiplied with."""
+    """Number of weights that a patch is multiplied with."""
     of_token: int
-    """The same for an image token."""
+    """Number of weights that an image token is multiplied with."""
     attention: int
-    """Blocks times width."""
+    """Number of blocks times width."""
     patch: int
     merged: int
-    """Patches of an image token."""
+    """Patches per image token."""
 
     @classmethod
     def of(cls, path: Path) -> Tower | None:
-        """None for a model without a tower, or with one of another kind."""
+        """None for a model without a tower, or with a tower of another kind."""
         vision = json.loads((path / "config.json").read_text()).get("vision_config", {})
         if "spatial_merge_size" not in vision:
             return None
@@ -109,7 +109,7 @@ class Tower:
         return cls(depth * block + embedding, merger, depth * width, vision["patch_size"], merged)
 
     def tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
-        """Image tokens of images of these sizes, multiples of a token's side."""
+        """The number of image tokens of images of these sizes, which are multiples of a token's side."""
         return sum(self._patches(size) // self.merged for size in sizes)
 
     def seconds(self, machine: Machine, sizes: Sequence[tuple[int, int]]) -> float:

@@ -1,10 +1,11 @@
-"""A benchmark's checkpoint -> GGUF in bf16, by llama.cpp's own converter.
+"""Converts a benchmark's checkpoint to GGUF in bf16, with llama.cpp's own converter.
 
     python -m benchmarks.gguf_model CHECKPOINT OUT.gguf LLAMA_CPP_SOURCE
 
-Two things stand in the converter's way: it reads config.json through transformers, which adds the defaults of fields
-that a dense model has not, and it wants a released tokenizer. So the configuration gets the released files' names and
-is read as it is; the vocabulary is a word for each id, since ids are all that is sent.
+The converter does not take the checkpoint as it is: it reads config.json through transformers, which adds defaults for
+fields that a dense model does not have, and it needs a released tokenizer. So the configuration is written with the
+field names of released files and read directly, and the vocabulary is one word per id, because benchmarks send only
+ids.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ MIXTURE = ("expert", "moe", "routed", "n_group", "topk_group", "norm_topk_prob")
 
 
 def converted(model: Path, folder: Path, kind: str = "bf16") -> Path:
-    """The checkpoint's GGUF beside it, made now if need be. `folder`: of setup_llamacpp.sh; `kind`: of llama.cpp's."""
+    """The checkpoint's GGUF file, next to it; converted if it does not exist yet. `folder`: that of setup_llamacpp.sh.
+    `kind`: a llama.cpp weight type."""
     if kind != "bf16":
         plain, out = converted(model, folder), model.with_name(f"{model.name}-{kind}.gguf")
         if not out.exists():
@@ -42,7 +44,7 @@ def converted(model: Path, folder: Path, kind: str = "bf16") -> Path:
 
 
 def released_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields as released files name them."""
+    """The configuration with the field names of released files."""
     kinds = config.pop("layers_block_type", None)
     if kinds is None:
         return config
@@ -55,7 +57,7 @@ def released_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_vocab(model: Any) -> None:
-    """Of a converter's model: a word for each id."""
+    """Sets the vocabulary of a converter's model: one word per id."""
     gguf = importlib.import_module("gguf")
     count, writer = model.hparams["vocab_size"], model.gguf_writer
     writer.add_tokenizer_model("llama")

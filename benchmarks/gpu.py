@@ -1,19 +1,21 @@
-"""What the kernels, both runners and the service reach on a GPU, as shares of what the same GPU can do.
+"""Speed of the kernels, both runners and the service on a GPU, as shares of the same GPU's measured limits.
 
     python -m benchmarks.gpu PART ... [--device cuda] [--scale full] [--seconds 450] [--out DIR]
 
-ceilings  copy bandwidth and bf16 matmul rate: what everything else is held against (measured first with every part)
-kernels   each kernel at the sizes of two decoders and a vision tower; beside torch's attention, and the Triton kernels
-          of mamba-ssm and vLLM (`make peers`), where they do the same
-runners   decode steps of an 8B-class model by batch, with the floor (weights + states + KV over bandwidth) and the time
-          in which no kernel ran; the vision tower at 8,192 rows; its graphs against eager calls at 1 to 16 images
-service   `benchmarks.compare` against transformers on the same GPU at 1, 8 and 64 requests, where it knows this family
-          (`make peers`); a server on the embedded model at 1, 8 and 64 callers: output tokens/s, time to first token
+ceilings  copy bandwidth and bf16 matmul rate, the limits that all parts are compared with (measured first in each part)
+kernels   each kernel at the sizes of three decoders and two vision towers, compared with torch's attention and with the
+          Triton kernels of mamba-ssm and vLLM (`make peers`) where they compute the same
+runners   decode steps of an 8B-class model by batch size, with the lower bound (weights + states + KV over bandwidth)
+          and the time in which no kernel ran; the vision tower at 8,192 rows; its graphs against eager calls at 1 to 16
+          images
+service   `benchmarks.compare` against transformers on the same GPU at 1, 8 and 64 requests, if its version knows this
+          family (`make peers`); a server with the embedded model at 1, 8 and 64 callers: output tokens/s, time to first
+          token
 
-Each part leaves DATE-gpu-PART.json in DIR, written anew after every measurement, and begins nothing once its seconds
-are over: what is left out is named. What failed is there with its error, and the status is 1. The last line on stdout
-is JSON. `--device cpu --scale tiny` proves the
-program on any machine, and its numbers mean nothing.
+Each part writes DATE-gpu-PART.json into DIR, again after each measurement. After `--seconds` it begins no further
+measurement, and the file lists those left out. Failed measurements are stored with their errors, and the exit status is
+1. The last line on stdout is JSON. `--device cpu --scale tiny` tries the program on any machine; its numbers mean
+nothing.
 """
 
 from __future__ import annotations
@@ -45,12 +47,14 @@ PARTS: dict[str, Callable[[Setting, dict[str, float], Record], None]] = {
 
 @torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> int:
-    """1 where a measurement failed."""
+    """Returns 1 if a measurement failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", metavar="PART", choices=list(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument(
+        "parts", nargs="+", metavar="PART", choices=list(PARTS), help=f"parts to run: {', '.join(PARTS)}"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--scale", choices=("full", "tiny"), default="full")
-    parser.add_argument("--seconds", type=float, default=450.0, help="of a part, beyond which nothing is begun")
+    parser.add_argument("--seconds", type=float, default=450.0, help="time after which a part begins no measurement")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build")))
     arguments = parser.parse_args(argv)
     if arguments.device != "cpu" and not torch.cuda.is_available():

@@ -1,14 +1,14 @@
-"""Whether the kernels, both runners and the service are right on a GPU, from a bare checkout.
+"""Checks that the kernels, both runners and the service are correct on a GPU, from a bare checkout.
 
     python -m benchmarks.gpu_check [PART ...] [--device cuda] [--scale full] [--seconds 345] [--out DIR]
 
 Parts: `kernels` (the tests of every Triton kernel, against float64), `layers` (one layer of each kind of two decoders
-and of a vision tower at real sizes: at most twice the error of the torch reference in the same dtype, both held
-against the reference in float32), `graphs` (graph = eager for both runners), `service` (a server on the embedded
-model, asked the shipped questions, one by one and many at once), `e2e` (the end-to-end tests, where `make peers` has
-fetched a transformers that they need). `--device cpu --scale tiny` proves the program.
-Writes gpu-check.json into DIR, anew after each part; the last line on stdout is JSON; status 1 where a part failed or
-had no time left.
+and of a vision tower at real sizes: at most twice the error of the torch reference in the same dtype, both relative to
+the reference in float32), `graphs` (graph = eager for both runners), `service` (a server with the embedded model
+answers the shipped questions, sequentially and concurrently), `e2e` (the end-to-end tests, if `make peers` has
+downloaded the transformers that they need). `--device cpu --scale tiny` tries the program itself.
+Writes gpu-check.json into DIR, again after each part. The last line on stdout is JSON. Status 1 if a part failed or had
+no time left.
 """
 
 from __future__ import annotations
@@ -41,25 +41,26 @@ from kernels.dispatch import forced
 ROOT = Path(__file__).resolve().parent.parent
 FORCED_TOKEN, FORCED_STEPS = 7, 6
 NEEDED_RIGHT = 0.85
-"""Share of the shipped questions that the embedded model must answer as the image was drawn; it answers more."""
+"""Share of the shipped questions that the embedded model must answer correctly; it reaches more."""
 
 
 _deadline = float("inf")
 
 
 def seconds_left() -> float:
-    """Of the whole run."""
+    """Seconds left for the whole run."""
     return _deadline - time.perf_counter()
 
 
 def require(holds: bool, message: str) -> None:
-    """AssertionError with `message`, also where Python leaves assertions out."""
+    """Raises AssertionError with `message` unless `holds`; unlike `assert`, also under `python -O`."""
     if not holds:
         raise AssertionError(message)
 
 
 def check_kernels(device: str, scale: str) -> dict[str, Any]:
-    """pytest over tests/kernels; what needs a transformers with `nemotron_h_omni` is left out where that is absent."""
+    """Runs pytest on tests/kernels, without the tests that need a transformers with `nemotron_h_omni` if it is
+    absent."""
     files = sorted(path for path in (ROOT / "tests/kernels").glob("test_*_triton.py"))
     left_out = [path.name for path in files if "models" in path.name and not _has_oracle()]
     chosen = [path for path in files if path.name not in left_out]
@@ -72,7 +73,7 @@ def check_kernels(device: str, scale: str) -> dict[str, Any]:
 
 
 def run_tests(arguments: Sequence[str]) -> str:
-    """pytest's last line. `AssertionError` with the end of what it said where tests failed or the time was up."""
+    """pytest's last line of output. `AssertionError` with the end of its output if tests failed or time ran out."""
     command = [sys.executable, "-m", "pytest", "-q", "--maxfail=30", "--tb=short", "-p", "no:cacheprovider", *arguments]
     with tempfile.TemporaryFile("w+") as log:
         try:
@@ -99,8 +100,8 @@ def _has_oracle() -> bool:
 
 
 def logprobs(config: DecoderConfig, device: str, dtype: torch.dtype, lengths: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities of one and the same token after prompts of these lengths, and in the steps that follow, in
-    which that token is forced: numbers that two roundings of a model can be compared by."""
+    """Log-probabilities of one fixed token after prompts of these lengths, and in the following steps, in which that
+    token is forced. Used to compare two dtypes or devices."""
     shapes = config.expected_weights()
     options = DecoderOptions(
         dtype=dtype, device=device, max_seqs=len(lengths), max_len=max(lengths) + 16, max_batched_tokens=512,
@@ -124,7 +125,7 @@ def logprobs(config: DecoderConfig, device: str, dtype: torch.dtype, lengths: Se
 
 
 def rows_of(config: RadioVision, device: str, dtype: torch.dtype, grids: Sequence[tuple[int, int]], graphs: str) -> Any:
-    """Rows of images of noise, all together, float64 on the host."""
+    """Encoder rows of noise images in one call, as float64 on the host."""
     weights = gpu_models.weights(config.expected_weights(), device, dtype)
     tokens = sum(rows * columns for rows, columns in grids) // config.merge_size**2
     options = EncoderOptions(
@@ -142,7 +143,7 @@ def rows_of(config: RadioVision, device: str, dtype: torch.dtype, grids: Sequenc
 
 
 def hold(run: Callable[[torch.dtype], torch.Tensor]) -> dict[str, float]:
-    """`run(bfloat16)` on the kernels against the reference: at most twice the reference's own error in bfloat16."""
+    """Compares `run(bfloat16)` on the kernels with the reference: at most twice the reference's own bfloat16 error."""
     found = run(torch.bfloat16)
     with forced("reference"):
         plain, exact = run(torch.bfloat16), run(torch.float32)
@@ -163,7 +164,7 @@ def decoders(scale: str) -> dict[str, DecoderConfig]:
 
 
 def check_layers(device: str, scale: str) -> dict[str, Any]:
-    """Each kind of layer at real sizes."""
+    """Checks each kind of layer at real sizes."""
     full = scale == "full"
     lengths = (1, 17, 130, 700) if full else (1, 5, 19)
     grids = ((32, 32), (30, 40), (68, 120)) if full else ((4, 6), (6, 4))
@@ -179,7 +180,7 @@ def check_layers(device: str, scale: str) -> dict[str, Any]:
 
 
 def answers(config: DecoderConfig, device: str, graphs: str) -> dict[str, list[int]]:
-    """Tokens of greedy and drawn rows that come and go, in float32."""
+    """Tokens of greedy and sampled rows that start and end at different steps, in float32."""
     options = DecoderOptions(
         device=device, max_seqs=4, max_len=160, max_batched_tokens=64, graphs=graphs, max_capture=64, native="off"
     )
@@ -202,7 +203,7 @@ def answers(config: DecoderConfig, device: str, graphs: str) -> dict[str, list[i
 
 
 def check_graphs(device: str, scale: str) -> dict[str, Any]:
-    """graph = eager: tokens of the decoder, rows of the encoder, in float32."""
+    """Checks that graphs equal eager calls: tokens of the decoder, rows of the encoder, in float32."""
     tokens = 0
     for name in ("nemotron-9b", "qwen3.5-35b"):
         config = decoders(scale)[name]
@@ -221,7 +222,7 @@ def check_graphs(device: str, scale: str) -> dict[str, Any]:
 
 
 def check_service(device: str, scale: str) -> dict[str, Any]:
-    """The embedded model behind gRPC: answers right, and the same however many are asked at once."""
+    """Runs the embedded model behind gRPC: answers are correct, and the same at any concurrency."""
     import saccade
     from service.commands.cli import ServerProcess
 
@@ -252,7 +253,7 @@ def check_service(device: str, scale: str) -> dict[str, Any]:
 
 
 def check_e2e(device: str, scale: str) -> dict[str, Any]:
-    """The end-to-end tests of answers, whose servers take the GPU by themselves."""
+    """Runs the end-to-end tests of answers, whose servers choose the GPU by themselves."""
     if scale == "tiny" or not _has_oracle():
         return {"left_out": "needs a whole machine and a transformers with nemotron_h_omni (`make peers`)"}
     files = [f"tests/e2e/test_{name}.py" for name in ("service", "parity", "congruence", "resume", "life")]
@@ -269,7 +270,7 @@ PARTS: dict[str, Callable[[str, str], dict[str, Any]]] = {
 
 
 def run_part(name: str, device: str, scale: str) -> dict[str, Any]:
-    """Never raises: an exception is a failure with its traceback."""
+    """Runs a part. Never raises: an exception becomes a failure with its traceback."""
     started = time.perf_counter()
     try:
         require(seconds_left() > 0, "left out: the time is up")
@@ -284,12 +285,12 @@ def run_part(name: str, device: str, scale: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """1 where a part failed."""
+    """Returns 1 if a part failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; none named: all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"parts to run: {', '.join(PARTS)} (default: all)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--scale", choices=("full", "tiny"), default="full")
-    parser.add_argument("--seconds", type=float, default=345.0, help="of all parts, beyond which nothing is begun")
+    parser.add_argument("--seconds", type=float, default=345.0, help="time after which no further check begins")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build")))
     arguments = parser.parse_args(argv)
     if unknown := sorted(set(arguments.parts) - set(PARTS)):

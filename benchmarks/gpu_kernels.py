@@ -1,4 +1,4 @@
-"""The part `kernels` of `benchmarks.gpu`: each operation at the sizes of three decoders and vision towers."""
+"""The part `kernels` of `benchmarks.gpu`: each operation at the sizes of three decoders and two vision towers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kernels.varlen_attention import varlen_attention
 
 @dataclass(frozen=True)
 class Measure:
-    """One operation: what it moves and computes, and others' calls that do the same, by whose they are."""
+    """One operation: its bytes and FLOPs, our call, and other projects' equivalent calls by project name."""
 
     name: str
     call: Callable[[], object]
@@ -40,7 +40,7 @@ class Measure:
     flops: float = 0.0
     peers: Mapping[str, Callable[[], object]] = field(default_factory=dict)
     changes: tuple[torch.Tensor, ...] = ()
-    """What a call updates in place."""
+    """Tensors that a call updates in place."""
 
 
 def kernel_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
@@ -75,7 +75,7 @@ def kernel_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
 
 
 def update_measures(setting: Setting, shape: ModelShape, batch: int) -> Iterator[Measure]:
-    """One token of each row: its state and its window, read and written."""
+    """One token per row: reads and writes state and window."""
     heads, width = shape.mamba_heads, shape.mamba_head_dim
     slots = torch.randperm(batch, device=setting.device)
     pool = setting.random(batch, heads, width, shape.state, dtype=torch.float32)
@@ -104,7 +104,7 @@ Calls = dict[str, Callable[[], object]]
 
 
 def update_peers(setting: Setting, pool: torch.Tensor, slots: torch.Tensor, given: tuple[torch.Tensor, ...]) -> Calls:
-    """One step size a head is given to them as one a channel, with strides of 0, by which they tell the two apart."""
+    """mamba-ssm and vLLM recognise one step size per head by strides of 0 over the channels."""
     x, dt, decay, b, c, skip, bias = given
     width, state = pool.shape[2:]
     wide_dt, wide_decay = dt[:, :, None].expand_as(x), decay[:, None, None].expand(-1, width, state)
@@ -130,7 +130,7 @@ def update_peers(setting: Setting, pool: torch.Tensor, slots: torch.Tensor, give
 def convolution_peers(
     setting: Setting, windows: torch.Tensor, slots: torch.Tensor, new: torch.Tensor, taps: torch.Tensor
 ) -> Calls:
-    """vLLM's window is ours with the last two dimensions swapped."""
+    """vLLM's convolution window has the last two dimensions swapped."""
     vllm = peer(setting, "vllm", "model_executor.layers.mamba.ops.causal_conv1d", "causal_conv1d_update")
     if vllm is None:
         return {}
@@ -141,7 +141,8 @@ def convolution_peers(
 
 
 def peer(setting: Setting, package: str, module: str, name: str) -> Callable[..., object] | None:
-    """None where it has not been fetched, or this device runs no Triton. What cannot be imported fails when called."""
+    """A fetched peer's function. None if it has not been fetched or this device runs no Triton. Import errors are
+    raised when it is called."""
     if not gpu_peers.runnable(setting.device):
         return None
     try:
@@ -156,7 +157,7 @@ def peer(setting: Setting, package: str, module: str, name: str) -> Callable[...
 
 
 def scan_measure(setting: Setting, shape: ModelShape) -> Measure:
-    """Four sequences, from nothing to a state each."""
+    """Four sequences from an empty state."""
     rows, length, chunk = 4, setting.pick(2048, 24), setting.pick(shape.chunk, 8)
     heads, width, groups, state = shape.mamba_heads, shape.mamba_head_dim, shape.groups, shape.state
     tokens = rows * length
@@ -181,7 +182,8 @@ def scan_measure(setting: Setting, shape: ModelShape) -> Measure:
 
 
 def scan_peers(setting: Setting, pool: torch.Tensor, given: tuple[torch.Tensor, ...], rows: int, chunk: int) -> Calls:
-    """Rows of equal length: mamba-ssm takes them as a batch, vLLM packed, with its tables made beforehand like ours."""
+    """Rows of equal length: mamba-ssm takes them as a batch; vLLM takes them packed, with tables computed before, like
+    ours."""
     x, dt, decay, b, c, skip = given
     tokens, device = x.shape[0], x.device
     apart = [value.view(rows, tokens // rows, *value.shape[1:]) for value in (x, dt, b, c)]
@@ -212,7 +214,8 @@ def scan_peers(setting: Setting, pool: torch.Tensor, given: tuple[torch.Tensor, 
 
 
 def delta_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
-    """The gated delta rule at one token of each row and at four prompts, and the rotation of queries and keys."""
+    """The gated delta rule with one token per row and with four prompts, and the rotary embedding of queries and
+    keys."""
     heads, keys, width = shape.delta_value_heads, shape.delta_key_heads, shape.delta_head_dim
     rate, bias = (-torch.rand(heads, device=setting.device) for _ in range(2))
 
@@ -250,7 +253,7 @@ def delta_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
 
 
 def attention_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
-    """Decode at two lengths, and a prompt beside torch's fused attention."""
+    """Decode at two lengths; a prompt, compared with torch's fused attention."""
     heads, kv_heads, width, scale = shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5
     for rows, length in ((64, 4096), (1, 131072)) if setting.full else ((2, 40),):
         pages = -(-length // 16)
@@ -284,7 +287,7 @@ def fused_attention(dense: list[torch.Tensor], **options: Any) -> torch.Tensor:
 
 
 def expert_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
-    """The mixture at one token, a decode batch and a prompt. Bytes: experts that anybody chose."""
+    """The mixture of experts with one token, a decode batch and a prompt. Bytes: those of the chosen experts."""
     count, width, inner = shape.experts, setting.pick(shape.hidden, 64), setting.pick(shape.intermediate, 48)
     gate = setting.random(count, inner, width) if shape.gated else None
     act, products = ("silu", 3) if shape.gated else ("relu2", 2)
@@ -303,7 +306,7 @@ def expert_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
 
 
 def tower_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
-    """The operations of the vision tower, on images of 1,024 patches and ten prefix rows."""
+    """The operations of a vision tower, on images of 1,024 patches and ten prefix rows."""
     images, patches = setting.pick(8, 2), setting.pick(1024, 16)
     heads, hidden = shape.vit_heads, shape.vit_hidden
     width, length = hidden // heads, patches + 10
@@ -333,7 +336,8 @@ def tower_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
 
 
 def difference(measure: Measure, other: Callable[[], object]) -> float:
-    """Root mean square of what two results differ by, over that of ours; what a call changes is put back in between."""
+    """RMS of the difference of two results, relative to the RMS of ours. What a call changes in place is restored in
+    between."""
     before = [tensor.clone() for tensor in measure.changes]
     found = []
     for call in (measure.call, other):
@@ -347,9 +351,8 @@ def difference(measure: Measure, other: Callable[[], object]) -> float:
 
 
 def result_of(setting: Setting, ceilings: dict[str, float], measure: Measure) -> dict[str, Any]:
-    """Seconds, shares of the ceilings, and for each peer how many times faster than it ours is, and whether both say
-    the same. A peer that cannot run here is a sentence of its own.
-    """
+    """Seconds, shares of the ceilings and, for each peer, our speedup and whether the results agree; a message if a
+    peer cannot run here."""
     seconds = timed(setting, measure.call)
     row: dict[str, Any] = {"seconds": seconds}
     if measure.bytes:
@@ -380,7 +383,7 @@ def shapes(setting: Setting) -> Iterator[ModelShape]:
 
 
 def part_kernels(setting: Setting, ceilings: dict[str, float], record: Record) -> None:
-    """By model, then by operation."""
+    """Measures each operation of each model."""
     for shape in shapes(setting):
         sources = [kernel_measures(setting, shape)]
         if shape.experts:

@@ -1,4 +1,4 @@
-"""Random models for the programs that run on a GPU: real sizes, or tiny ones that prove the programs on a CPU."""
+"""Random models for the GPU benchmarks: real sizes, or tiny ones for trying the programs on a CPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _QWEN_35B: dict[str, MixerSpec] = {
     "attention": Attention(2048, 16, 2, 256, rope=Rope(64, 1e7, _INTERLEAVED), gate=True, qk_norm=1e-6),
     "mlp": Mlp(2048, 6144, **_SHARES),
 }
-"""One layer of each kind of Qwen3.5 35B-A3B, and an MLP as dense models of the family have it."""
+"""One layer of each kind of Qwen3.5 35B-A3B, and an MLP as in dense models of the family."""
 _TINY_QWEN: dict[str, MixerSpec] = {
     "delta": GatedDelta(32, 2, 4, 8, 8, chunk_size=8),
     "experts": Experts(32, 6, 2, 24, 40, routing="softmax", shared_gate=True, **_SHARES),
@@ -83,7 +83,7 @@ def tower(scale: str, *, layers: int | None = None) -> RadioVision:
 
 
 def weights(shapes: dict[str, tuple[int, ...]], device: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Random weights by name, the same for every call on a device, at a scale that keeps activations near 1."""
+    """Random weights by name, the same for each call on a device, scaled so that activations stay near 1."""
     generator = torch.Generator(device).manual_seed(0)
     for name, shape in shapes.items():
         if name.endswith("A_log"):
@@ -99,7 +99,7 @@ def weights(shapes: dict[str, tuple[int, ...]], device: str, dtype: torch.dtype)
 
 
 def noise_image(config: RadioVision, rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> EncoderItem:
-    """Patches of an image of noise."""
+    """Patches of a noise image."""
     generator = torch.Generator().manual_seed(1000 * rows + columns + 7919 * seed)
     patches = torch.randn(rows * columns, config.patch_dim, generator=generator).to(dtype)
     return EncoderItem((rows, columns), patches, merge_size=config.merge_size)

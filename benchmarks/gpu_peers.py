@@ -1,7 +1,8 @@
-"""Other projects' kernels, out of the sources that `make peers` has fetched: imported beside ours, never copied.
+"""Other projects' kernels, imported from the sources that `make peers` has fetched; nothing of them is copied into this
+project.
 
-Their packages' own `__init__`s, which want compiled extensions and half an engine, are left out. What a module of
-vLLM's asks the rest of vLLM for (which GPU this is, a logger, which block means padding) is answered here.
+The `__init__` files of their packages are skipped, because they import compiled extensions and much of an engine. What
+vLLM's modules import from the rest of vLLM (the GPU's kind, a logger, the id of the padding block) is replaced here.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ import torch
 
 SOURCES = Path(__file__).resolve().parent.parent / ".peers" / "src"
 VLLM_NULL_BLOCK = -1
-"""Our padding in the place of vLLM's (0), so that both sides take the same slots."""
+"""vLLM's id for padding (its own default is 0) is set to ours, so that both sides use the same slots."""
 
 
 def runnable(device: str) -> bool:
-    """Whether Triton kernels that know nothing of a CPU run on this device: on a GPU, and in Triton's interpreter."""
+    """Whether plain Triton kernels run on this device: on a GPU, or in Triton's interpreter."""
     return device != "cpu" or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 def function(package: str, module: str, name: str) -> Callable[..., Any] | None:
-    """A function of a fetched source; None where it has not been fetched."""
+    """A function of a fetched source; None if it has not been fetched."""
     top = package.replace("-", "_")
     folder = SOURCES / package / top
     if not folder.is_dir():
@@ -49,7 +50,7 @@ def _module(name: str, **members: Any) -> types.ModuleType:
 
 
 def _vllm() -> Mapping[str, Mapping[str, Any]]:
-    """By module, what vLLM's Mamba operations import from elsewhere in it."""
+    """By module, the names that vLLM's Mamba operations import from elsewhere in vLLM."""
     import triton
     import triton.language as tl
 
@@ -71,12 +72,12 @@ def _logger(name: str) -> Any:
 
 
 def _device_file_name() -> str:
-    """The GPU's name as vLLM's files of tuned configurations spell it."""
+    """The GPU's name as in the file names of vLLM's tuned configurations."""
     return re.sub(r"[\s/]+", "_", torch.cuda.get_device_name()) if torch.cuda.is_available() else "none"
 
 
 class _Platform:
-    """What this GPU is, in vLLM's words."""
+    """The part of vLLM's platform interface that its kernels use."""
 
     def is_cuda(self) -> bool:
         return torch.version.cuda is not None
@@ -91,5 +92,5 @@ class _Platform:
         return torch.cuda.is_available() and divmod(capability, 10) == torch.cuda.get_device_capability()
 
     def is_arch_support_pdl(self) -> bool:
-        """From Hopper on a kernel may begin before the one before it has ended."""
+        """Programmatic dependent launch: from Hopper on, a kernel may begin before the previous one has ended."""
         return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)

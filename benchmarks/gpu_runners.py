@@ -1,4 +1,5 @@
-"""The part `runners` of `benchmarks.gpu`: decode steps over their floor, the tower's rate, graphs and eager calls."""
+"""The part `runners` of `benchmarks.gpu`: decode steps against their lower bound, the tower's rate, graphs against
+eager calls."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from encoder.runner import EncoderOptions, EncoderRunner
 
 
 def part_runners(setting: Setting, ceilings: dict[str, float], record: Record) -> None:
-    """Decode steps, the tower's rate, and graphs against eager calls."""
+    """Measures decode steps, the tower's rate, and graphs against eager calls."""
     decode_steps(setting, ceilings, record)
     if setting.device != "cpu":
         torch.cuda.empty_cache()
@@ -28,7 +29,8 @@ def part_runners(setting: Setting, ceilings: dict[str, float], record: Record) -
 
 
 def decode_steps(setting: Setting, ceilings: dict[str, float], record: Record) -> None:
-    """By batch: milliseconds of a step, its floor, their ratio, and the share in which no kernel ran."""
+    """By batch size: milliseconds per step, the lower bound, their ratio, and the share of time in which no kernel
+    ran."""
     batches = (1, 8, 64, 256) if setting.full else (1, 2)
     made: list[DecoderRunner] = []
     record.take("decode", "start_seconds", lambda: wall(lambda: made.append(decoder(setting, max(batches)))))
@@ -55,7 +57,7 @@ def decoder(setting: Setting, most: int) -> DecoderRunner:
 
 
 def decode_step(setting: Setting, ceilings: dict[str, float], runner: DecoderRunner, batch: int) -> dict[str, Any]:
-    """Steps of `batch` requests that have read their prompts; they are put an end to."""
+    """Times steps of `batch` requests whose prompts have been computed; then cancels them."""
     config, prompt = runner.config, setting.pick(256, 8)
     names = [f"{batch}-{index}" for index in range(batch)]
     for index, name in enumerate(names):
@@ -83,7 +85,7 @@ def decode_step(setting: Setting, ceilings: dict[str, float], runner: DecoderRun
 
 
 def idle_share(setting: Setting, runner: DecoderRunner, steps: int = 4) -> float | None:
-    """Share of the wall time of some steps in which no kernel ran: launch gaps and host work."""
+    """Share of the wall time of a few steps in which no kernel ran: launch gaps and host work."""
     if setting.device == "cpu":
         return None
     from torch.profiler import ProfilerActivity, profile
@@ -96,7 +98,7 @@ def idle_share(setting: Setting, runner: DecoderRunner, steps: int = 4) -> float
 
 
 def tower_rate(setting: Setting, ceilings: dict[str, float]) -> dict[str, float]:
-    """The whole tower over images that make 8,192 rows of patches, in one launch."""
+    """Rate of the whole tower for images with 8,192 rows of patches in one launch."""
     config = gpu_models.tower(setting.scale)
     side, count = setting.pick(32, 4), setting.pick(8, 2)
     runner, images, out = encoder(setting, "off", [(side, side)] * count)
@@ -112,7 +114,7 @@ def tower_rate(setting: Setting, ceilings: dict[str, float]) -> dict[str, float]
 
 
 def encoder(setting: Setting, graphs: str, grids: list[tuple[int, int]]) -> tuple[EncoderRunner, list[Any], list[Any]]:
-    """A runner with one budget for exactly these images, the images, and where their rows go."""
+    """A runner with one budget for exactly these images, the images, and the places of their rows."""
     config = gpu_models.tower(setting.scale)
     tokens = sum(rows * columns for rows, columns in grids) // config.merge_size**2
     options = EncoderOptions(
@@ -127,7 +129,7 @@ def encoder(setting: Setting, graphs: str, grids: list[tuple[int, int]]) -> tupl
 
 
 def images_by_graph(setting: Setting, count: int) -> dict[str, float]:
-    """Mean and 99th percentile, in milliseconds, of encoding so many images, by graph and eagerly in turn."""
+    """Mean and 99th percentile, in milliseconds, of encoding `count` images, alternately by graph and eagerly."""
     grids = [(32, 32) if setting.full else (4, 4)] * count
     sides = {graphs: encoder(setting, graphs, grids) for graphs in ("on", "off")}
     times: dict[str, list[float]] = {graphs: [] for graphs in sides}

@@ -1,4 +1,5 @@
-"""The part `service` of `benchmarks.gpu`: the whole server against transformers, and the embedded model by callers."""
+"""The part `service` of `benchmarks.gpu`: the whole server against transformers, and the embedded model by
+concurrency."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ from service.commands.cli import ServerProcess
 ROOT = Path(__file__).resolve().parent.parent
 IMAGE = ROOT / "demo/pictures/shapes.png"
 RESERVE = 60.0
-"""Seconds that the comparison leaves for what comes after it."""
+"""Seconds that the comparison leaves for the measurements after it."""
 
 
 def part_service(setting: Setting, ceilings: dict[str, float], record: Record) -> None:
-    """The side-by-side first: it is what there is a bound for."""
+    """The comparison runs first, because it has a required result."""
     record.take("", "transformers", lambda: side_by_side(setting, max(RESERVE, record.left - RESERVE)))
     if record.left <= 0:
         record.take("", "demo", dict)
@@ -51,7 +52,7 @@ def ask(client: saccade.Client, setting: Setting, seed: int) -> tuple[float, int
 
 
 def by_callers(client: saccade.Client, setting: Setting, callers: int) -> dict[str, float]:
-    """Output tokens a second, and milliseconds to the first token."""
+    """Output tokens per second, and milliseconds to the first token."""
     rounds = setting.pick(4, 1)
     with ThreadPoolExecutor(callers) as pool:
         started = time.perf_counter()
@@ -66,9 +67,8 @@ def by_callers(client: saccade.Client, setting: Setting, callers: int) -> dict[s
 
 
 def side_by_side(setting: Setting, seconds: float) -> Any:
-    """The rows of `benchmarks.compare` on this device. What it had printed, where a limit of so many `seconds` cut it
-    off; or a sentence that says why nothing was compared.
-    """
+    """The rows of `benchmarks.compare` on this device; if it exceeds `seconds`, the rows it had printed. A message
+    instead if nothing could be compared."""
     try:
         import transformers.models.nemotron_h_omni  # noqa: F401
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What the parts of `benchmarks.gpu` share: where and how large, timing with a cold cache, the record of results."""
+"""What the parts of `benchmarks.gpu` share: device and scale, timing with a cold cache, the record of results."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 CACHE_BYTES = 1 << 30
-"""Written between timed calls, so that nothing is read from the GPU's cache that a real step would not find there, and
-so that the GPU is busy while the host asks for the call: what is timed is the device's work, not Python's."""
+"""Bytes written between timed calls. This evicts data that a real step would not find in the GPU's cache, and keeps the
+GPU busy while the host submits the call, so that device time is measured and not Python's."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how large."""
+    """Device and scale."""
 
     device: str
     scale: str
@@ -65,7 +65,7 @@ def wall(call: Callable[[], object]) -> float:
 
 
 def measure_ceilings(setting: Setting) -> dict[str, float]:
-    """Copy: bytes read and written; matmul: a large square product of random numbers."""
+    """Copy: bytes read and written per second. Matmul: FLOP/s of a large square product of random numbers."""
     size, side = setting.pick(4 << 30, 8 << 20), setting.pick(8192, 256)
     source = torch.empty(size, dtype=torch.uint8, device=setting.device).random_()
     target = torch.empty_like(source)
@@ -76,24 +76,22 @@ def measure_ceilings(setting: Setting) -> dict[str, float]:
 
 
 class Record:
-    """Results of a part. On disk after every entry, so that a limit from outside loses nothing that was measured; and
-    nothing is begun once the part's time is up.
-    """
+    """Results of a part. The file is rewritten after each entry, so that a run that is killed keeps what it has
+    measured. No measurement begins after the part's time is over."""
 
     def __init__(self, path: Path, head: dict[str, Any], seconds: float) -> None:
-        """`seconds`: of the part. `head` stands in the file as it is."""
+        """`seconds`: time limit of the part. `head`: entries copied to the file unchanged."""
         self._path, self._started, self._seconds = path, time.perf_counter(), seconds
         self.result: dict[str, Any] = {**head, "seconds": 0.0, "left_out": [], "errors": {}}
 
     @property
     def left(self) -> float:
-        """Seconds of the part that are left."""
+        """Seconds left for the part."""
         return self._seconds - (time.perf_counter() - self._started)
 
     def take(self, section: str, name: str, measure: Callable[[], Any]) -> None:
-        """Runs a measurement and files what it returns under both names. One that fails is filed with its error, and
-        the next has its turn; one that there is no time for is named under `left_out`.
-        """
+        """Runs a measurement and stores its result under both names. If it fails, its error is stored and the next one
+        runs; if there is no time left, its name is added to `left_out`."""
         label, started = f"{section} {name}".strip(), time.perf_counter()
         if self.left <= 0:
             self.result["left_out"].append(label)

@@ -1,19 +1,19 @@
-"""What encoding elsewhere costs and gains: overlap, gaps in running streams, latency an image, bytes a second.
+"""Cost and gain of encoding in another process: overlap, gaps in running streams, latency per image, bytes per second.
 
     python -m benchmarks.handoff [--only overlap,gaps,latency,bytes] [--rounds N] [--folder DIR] [--write]
 
-Three ways to encode: `turns` (in the engine's process, a launch to a decoder step), `process` (a process of its own,
-shared memory), `remote` (a server of role encoder, gRPC over the loopback interface).
+Three modes: `turns` (in the engine's process, one launch per decoder step), `process` (a process of its own, shared
+memory), `remote` (a server of role encoder, gRPC over the loopback interface).
 
-overlap   time to first token of 512 tokens of text and then an image, in one request, against the same image first
-          and the text when its rows are there (encode-then-prefill, by two calls). Ceiling: the longer of the two
-          parts, where encoder and decoder have cores of their own; on a machine where they share them, no gain.
-gaps      time between two tokens of four running streams, alone and while images arrive one after the other: what
-          the policy of taking turns keeps bounded, and what the system's scheduler makes of two processes.
-latency   of a model that hardly works, an image from being asked for to its rows being there, each way, less the way
-          in the same thread.
-bytes     pixels there and rows back through each transport, of that model, against the same bytes through a plain
-          TCP socket of the loopback interface: the ceiling of `remote`.
+overlap   time to first token of a request with 512 tokens of text and then an image, against encoding the image first
+          and then computing the text (encode-then-prefill, two calls). Limit: the longer of the two parts, if encoder
+          and decoder have their own cores; no gain if they share them.
+gaps      time between two tokens of four running streams, alone and while images arrive one after the other. `turns`
+          bounds it by its policy; for two processes it depends on the operating system's scheduler.
+latency   with a tower that does almost no work: seconds from the request for an image to its rows, in each mode, minus
+          the same in one thread.
+bytes     with the same tower: pixels and rows per second through each transport, against the same bytes through a plain
+          TCP socket on the loopback interface, which is the limit of `remote`.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PARTS = ("overlap", "gaps", "latency", "bytes")
 WAYS = ("turns", "process", "remote")
 SIDE = 32
-"""Patches each way: 256 image tokens."""
+"""Patches per side: 256 image tokens."""
 TEXT_TOKENS = 512
 PIECE = 1 << 20
 _keys = count(1)
 
 
 def noise_image(side: int = SIDE, patch: int = 16) -> PreparedItem:
-    """Noise that no cache has seen, of `side` patches each way; to be placed."""
+    """A noise image that no cache has seen, with `side` patches per side."""
     number = next(_keys)
     generator = torch.Generator().manual_seed(number)
     patches = torch.randn(side * side, 3 * patch * patch, generator=generator).bfloat16()
@@ -80,7 +80,7 @@ def encoder_server(path: Path, threads: int) -> Iterator[str]:
 
 @contextmanager
 def options_of(way: str, path: Path, threads: int, **changes: Any) -> Iterator[EngineOptions]:
-    """The engine's options for a way, with the server that it needs."""
+    """The engine's options for an encoding mode; starts the server that the mode needs."""
     values: dict[str, Any] = {"model": str(path), "threads": threads, "state_cache": "none", **changes}
     with ExitStack() as ends:
         if way == "process":
@@ -91,7 +91,7 @@ def options_of(way: str, path: Path, threads: int, **changes: Any) -> Iterator[E
 
 
 class Asker:
-    """An engine in its process, and when its events came."""
+    """An engine in its process, and the times of its events."""
 
     def __init__(self, options: EngineOptions) -> None:
         self.engine = EngineProcess(options, log_level="error")
@@ -114,7 +114,7 @@ class Asker:
         return name
 
     def times(self, name: str) -> Iterator[float]:
-        """When each event of a request came, until its end."""
+        """The time of each event of a request, until its end."""
         while True:
             moment, event = self._queues[name].get()
             yield moment
@@ -174,8 +174,8 @@ def measure_overlap(path: Path, threads: int, rounds: int) -> list[dict[str, Any
 
 
 def gaps_of(asker: Asker, streams: int, tokens: int, images: int) -> tuple[list[float], float]:
-    """Gaps between the tokens of `streams` requests while `images` images arrive one after the other, and the
-    seconds that one image took."""
+    """Gaps between the tokens of `streams` requests while `images` images arrive one after the other, and the seconds
+    that one image took."""
     rng = random.Random(0)
     prompts = [[rng.randrange(10, models.VOCAB - 10) for _ in range(16)] for _ in range(streams)]
     moments: list[list[float]] = [[] for _ in prompts]
@@ -221,7 +221,7 @@ def measure_gaps(path: Path, threads: int, rounds: int) -> list[dict[str, Any]]:
 
 
 class Bench:
-    """A handoff and one way of encoding, without a decoder."""
+    """A handoff queue and an encoder in one mode, without a decoder."""
 
     def __init__(self, way: str, options: EngineOptions) -> None:
         checkpoint = open_checkpoint(options.model)
@@ -266,7 +266,7 @@ class Bench:
 
 
 def measure_latency(path: Path, threads: int, rounds: int) -> list[dict[str, Any]]:
-    """One thread each: what differs is the way there and back."""
+    """One thread each, so that the difference is the transport."""
     rows = []
     for side in (8, 16, 32):
         base = 0.0
@@ -292,8 +292,8 @@ def measure_latency(path: Path, threads: int, rounds: int) -> list[dict[str, Any
 
 
 def socket_rate(there: int, back: int, repeats: int) -> float:
-    """Bytes per second of `there` bytes one way and `back` bytes the other through a loopback TCP connection, by
-    pieces, as one image after the other would."""
+    """Bytes per second of `there` bytes one way and `back` bytes the other over a loopback TCP connection, piece by
+    piece, one image after the other."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
@@ -345,7 +345,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each engine and encoder")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each engine and encoder"
+    )
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
     arguments = parser.parse_args(argv)
@@ -381,7 +383,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
-    """The last line: what a reader looks for first."""
+    """The last line of the output: the main numbers."""
     short: dict[str, Any] = {"seconds": round(result["seconds"], 1)}
     for row in result.get("overlap", ()):
         short[f"overlap {row['way']}"] = round(row["ratio"], 3)

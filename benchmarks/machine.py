@@ -1,4 +1,4 @@
-"""What this machine can do at best, and what it is: the lines that every result carries."""
+"""The machine and its measured limits, for the header of every result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def describe() -> dict[str, str | int]:
 
 
 def gpu() -> dict[str, str]:
-    """The GPU's name, driver, clocks and memory as `nvidia-smi` tells them, and Triton's version; empty without one."""
+    """The GPU's name, driver, clocks and memory from `nvidia-smi`, and Triton's version; empty without a GPU."""
     if not torch.cuda.is_available():
         return {}
     fields = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "memory.total")
@@ -48,39 +48,40 @@ def gpu() -> dict[str, str]:
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """The least of `values` that so large a share of them does not exceed."""
+    """The smallest of `values` that at least this share of them do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def load() -> float:
-    """Runnable processes over the last minute: above about 0.5 before a run, the numbers are somebody else's too."""
+    """Runnable processes, averaged over the last minute. If it is above 0.5 before a run, other programs disturb the
+    numbers."""
     return os.getloadavg()[0]
 
 
 def read_bandwidth(size: int = 1 << 30, repeats: int = 5, device: str = "cpu") -> float:
-    """Bytes per second at which all cores together read memory that no cache holds: the best of some sums."""
+    """Bytes per second at which all cores together read memory beyond the caches: the best of `repeats` sums."""
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
     best = min(_timed(data.sum, device) for _ in range(repeats + 1))
     return size / best
 
 
 def matmul_rate(dtype: torch.dtype = torch.bfloat16, side: int = 2048, repeats: int = 5, device: str = "cpu") -> float:
-    """FLOP per second of a large square product: the best of some."""
+    """FLOP/s of a large square product: the best of `repeats`."""
     a, b = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
     best = min(_timed(lambda: a @ b, device) for _ in range(repeats + 1))
     return 2 * side**3 / best
 
 
 def ceilings(device: str = "cpu") -> dict[str, float]:
-    """Read bandwidth in GB/s and bf16 products in GFLOP/s; of larger sizes on a GPU, which small ones do not fill."""
+    """Read bandwidth in GB/s and bf16 products in GFLOP/s; with larger sizes on a GPU."""
     size, side = (1 << 30, 2048) if device == "cpu" else (1 << 33, 8192)
     bandwidth, rate = read_bandwidth(size, device=device), matmul_rate(side=side, device=device)
     return {"read_gb_s": bandwidth / 1e9, "bf16_gflop_s": rate / 1e9}
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """A process and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -96,7 +97,7 @@ def family(pid: int) -> list[int]:
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that a process has held (VmHWM)."""
+    """Peak memory of a process (VmHWM), in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
 

@@ -1,4 +1,4 @@
-"""The random checkpoints that comparisons run on: written once, by transformers, into a cache folder."""
+"""The random checkpoints that benchmarks use, written once by transformers into a cache folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VISION: dict[str, Any] = {
     "max_img_size": 2048,
     "video_temporal_patch_size": 2,
 }
-"""A ViT-S of RADIO's kind."""
+"""A ViT-S of the RADIO architecture."""
 IMAGE_RULE = {"patch_size": 16, "min_num_patches": 64, "max_num_patches": 1024}
 
 THIN_PATCH = 64
@@ -50,7 +50,7 @@ def text_model(folder: Path) -> Path:
 
 
 def omni_model(folder: Path) -> Path:
-    """The same decoder under the ViT, in bf16."""
+    """The same decoder with the ViT, in bf16."""
     return _write(folder / "omni-116m-radio-s", vision=True)
 
 
@@ -66,11 +66,12 @@ class Config(PretrainedConfig):
         self.vision_config = PretrainedConfig(**(vision_config or {}))
         super().__init__(**fields)
 """
-"""transformers' own configuration of this model renames the released fields; the peer reads them by their old names."""
+"""transformers' own configuration of this model renames the released fields; the peer reads them by their released
+names."""
 
 
 def released_names(model: Path, folder: Path) -> Path:
-    """The same Omni checkpoint with the configuration that NVIDIA's released files have, which is what vLLM reads."""
+    """The same Omni checkpoint with the configuration of NVIDIA's released files, which vLLM reads."""
     path = folder / f"{model.name}-released"
     path.mkdir(exist_ok=True)
     for file in model.iterdir():
@@ -102,7 +103,7 @@ def released_names(model: Path, folder: Path) -> Path:
 
 
 def _write_tokenizer(path: Path) -> None:
-    """A word for each id, and the words that the peer's image processor looks for at its end."""
+    """One word per id, and at the end the words that the peer's image processor needs."""
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -117,7 +118,8 @@ def _write_tokenizer(path: Path) -> None:
 
 
 def thin_omni_model(folder: Path) -> Path:
-    """A tower whose work is next to nothing beside its pixels, in patches of 64 a side: what is left is transport."""
+    """A model whose tower does almost no work per pixel, with patches of 64 per side: the time that remains is
+    transport."""
     text = {**TEXT, "layers_block_type": [KINDS["M"]], "mamba_num_heads": 4}
     tower = {**VISION, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "patch_size": THIN_PATCH}
     rule = {"patch_size": THIN_PATCH, "min_num_patches": 16, "max_num_patches": 1024}

@@ -1,12 +1,12 @@
-"""Do the tests notice? One-line changes of behaviour, one at a time, each with the tests that should fail.
+"""Mutation tests: one-line changes of behaviour, one at a time, each with the tests that should fail.
 
     python -m benchmarks.mutants [AREA ...] [--only TEXT] [--jobs 1] [--timeout 300] [--seconds S] [--fresh] [--write]
 
-An area is a file of `benchmarks/mutants_lists`; its entries name a file, a text that stands in it exactly once, what
-takes its place, and test files. The checkout is copied to a temporary folder, the named tests must pass there as they
-are, and then each mutant is put in, tested and taken out. Results are kept in `build/mutants.jsonl` under what they
-depend on (the mutant, its file, its tests), so that a run that was ended goes on where it was, and a second run repeats
-only what has changed; `--fresh` forgets them. Status 1 below `--least` percent caught. The last line on stdout is JSON.
+An area is a file of `benchmarks/mutants_lists`. Its entries name a file, a text that occurs in it exactly once, the
+replacement, and test files. The checkout is copied to a temporary folder, where the named tests must first pass without
+a mutant; then each mutant is applied, tested and reverted. Results are kept in `build/mutants.jsonl`, keyed by the
+mutant, its file and its tests, so that an interrupted run continues and a second run repeats only what has changed;
+`--fresh` discards them. Status 1 if fewer than `--least` percent are caught. The last line on stdout is JSON.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 LISTS = Path(__file__).resolve().parent / "mutants_lists"
 RESULTS = Path(__file__).resolve().parent / "results"
 CAUGHT = {"caught", "hung"}
-"""A mutant that makes its tests hang is noticed too: each test has a timeout."""
+"""A mutant that makes its tests hang counts as caught: each test has a timeout."""
 
 
 @dataclass(frozen=True)
 class Mutant:
     area: str
     path: str
-    """Of the file, from the checkout's root."""
+    """Path of the file, relative to the checkout."""
     old: str
     new: str
     tests: tuple[str, ...]
-    """What should fail, as pytest takes it: files, or one test of a file (`file.py::test`)."""
+    """Tests that should fail, as pytest arguments: files, or single tests (`file.py::test`)."""
 
     def applied(self, source: str) -> str:
-        """`ValueError` unless `old` stands in `source` exactly once."""
+        """The source with the mutant. `ValueError` unless `old` occurs in `source` exactly once."""
         if (count := source.count(self.old)) != 1 or self.old == self.new:
             raise ValueError(f"{self.area}: {self.path} holds {count} times {self.old!r}, it must be once")
         return source.replace(self.old, self.new)
 
     def key(self, root: Path) -> str:
-        """Of the mutant and all that its result depends on directly."""
+        """A key of the mutant and everything on which its result directly depends."""
         files = [self.path, *(test.partition("::")[0] for test in self.tests)]
         parts = [repr(self), *((root / file).read_text("utf-8") for file in files)]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
@@ -67,14 +67,14 @@ def areas(lists: Path = LISTS) -> list[str]:
 
 
 def read(area: str, lists: Path = LISTS) -> list[Mutant]:
-    """`KeyError` or `TypeError` for an entry that lacks something."""
+    """The mutants of an area. `KeyError` or `TypeError` for an incomplete entry."""
     content = tomllib.loads((lists / f"{area}.toml").read_text("utf-8"))
     return [Mutant(area, row["path"], row["old"], row["new"], tuple(row["tests"])) for row in content["mutant"]]
 
 
 @contextlib.contextmanager
 def copied(root: Path) -> Iterator[Path]:
-    """A copy of the files that git tracks or would track; of all where there is no repository."""
+    """A temporary copy of the files that git tracks or would track; of all files if there is no repository."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False)
     with tempfile.TemporaryDirectory(prefix="saccade-mutants-") as folder:
@@ -119,7 +119,7 @@ def run_tests(folder: Path, tests: Sequence[str], timeout: float) -> tuple[str, 
 
 
 def try_mutant(folder: Path, mutant: Mutant, timeout: float) -> tuple[str, float]:
-    """(caught, hung, survived or error; seconds). `folder` is as it was afterwards."""
+    """Applies one mutant, runs its tests and restores `folder`. Returns (caught, hung, survived or error; seconds)."""
     file, started = folder / mutant.path, time.perf_counter()
     source = file.read_text("utf-8")
     file.write_text(mutant.applied(source), "utf-8")
@@ -133,7 +133,7 @@ def try_mutant(folder: Path, mutant: Mutant, timeout: float) -> tuple[str, float
 
 
 class Results:
-    """What is known from earlier runs, kept line by line in a file."""
+    """Results of earlier runs, one per line of a file."""
 
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
         self._path = path
@@ -155,7 +155,7 @@ class Results:
 
 
 def check_unmutated(folder: Path, mutants: Sequence[Mutant], timeout: float, results: Results) -> list[str]:
-    """The tests among those of `mutants` that do not pass as they are; what is known to pass is not run again."""
+    """The tests of `mutants` that fail without any mutant. Tests known to pass are not run again."""
     failed = []
     for test in sorted({test for mutant in mutants for test in mutant.tests}):
         sources = {mutant.path for mutant in mutants if test in mutant.tests} | {test.partition("::")[0]}
@@ -176,9 +176,8 @@ def run(
     mutants: Sequence[Mutant], root: Path, results: Results, *, jobs: int = 1, timeout: float = 300,
     seconds: float = float("inf"),
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A row for each mutant that is known or was tried; none is begun after `seconds`. `SystemExit` naming the tests
-    that fail without any mutant, `ValueError` for an entry that does not fit its file.
-    """
+    """One row per mutant that is known or was tried; none is begun after `seconds`. `SystemExit` with the names of
+    tests that fail without any mutant; `ValueError` for an entry that does not fit its file."""
     end = time.monotonic() + seconds
     for mutant in mutants:
         mutant.applied((root / mutant.path).read_text("utf-8"))  # a stale entry is told now, not after an hour
@@ -219,7 +218,7 @@ def run(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each area and one for all, and the survivors by name."""
+    """One line per area, one for all areas, and the names of the survivors."""
     lines = [f"{'area':12} mutants  caught  survived"]
     for area in [*sorted({row["area"] for row in rows}), "all"]:
         counts = Counter(row["outcome"] in CAUGHT for row in rows if area in (row["area"], "all"))
@@ -229,17 +228,17 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """1 where fewer than `--least` percent are caught."""
+    """Returns 1 if fewer than `--least` percent are caught."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("areas", nargs="*", metavar="AREA", help=f"of {', '.join(areas())}; none named: all")
+    parser.add_argument("areas", nargs="*", metavar="AREA", help=f"areas: {', '.join(areas())} (default: all)")
     parser.add_argument("--only", default="", help="mutants whose file or change contains this")
-    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, each in a copy (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants tested concurrently, each in a copy (default: 1)")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for the tests of one mutant (default: 300)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant after this long")
     parser.add_argument("--least", type=float, default=85, help="percent that must be caught (default: 85)")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    parser.add_argument("--fresh", action="store_true", help="discard earlier results")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
-    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
+    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results")
     arguments = parser.parse_args(argv)
     if unknown := sorted(set(arguments.areas) - set(areas())):
         parser.error(f"{', '.join(unknown)}: no such area; there are {', '.join(areas())}")

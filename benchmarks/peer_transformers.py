@@ -5,10 +5,10 @@
      "new_tokens": N}                                            -> {"seconds": s, "firsts": [s, ...], "tokens": n,
                                                                      "peak_bytes": n}
 
-`firsts`: for each request, seconds from the start of them all to its first token. `peak_bytes`: of the process, and of
-the GPU where it runs on one.
+`firsts`: for each request, seconds from the common start to its first token. `peak_bytes`: peak memory of the process,
+and of the GPU if it uses one.
 
-Prompts of one length run as one batch; ragged ones one after another, which is how the library takes them best.
+Prompts of equal length run as one batch, others one after another, which is the library's fastest way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def synchronise(device: torch.device) -> None:
 
 
 class FirstToken:
-    """Asked by `generate` after each token whether to stop: says no, and remembers when it was first asked."""
+    """A stopping criterion for `generate`: never stops, and records the time of its first call."""
 
     def __init__(self, device: torch.device) -> None:
         self.at, self._device = 0.0, device
@@ -62,9 +62,8 @@ class Peer:
 
     @torch.inference_mode()
     def run(self, prompts: list[list[int]], images: list[list[str]], new_tokens: int) -> tuple[float, list[float], int]:
-        """Seconds, those to each first token, and output tokens. Decoding and resizing images is left out, in the
-        peer's favour.
-        """
+        """Seconds, seconds to each first token, and output tokens. Decoding and resizing of images is not timed, in the
+        peer's favour."""
         inputs = [self._inputs(prompt, files) for prompt, files in zip(prompts, images, strict=True)]
         started = time.perf_counter()
         if not any(images) and len({len(prompt) for prompt in prompts}) == 1:
@@ -118,7 +117,7 @@ class Peer:
 
 
 def _kind(qwen: bool, omni: bool) -> Any:
-    """The class of a model."""
+    """transformers' class for a model."""
     if qwen:
         from transformers import Qwen3_5ForConditionalGeneration
 

@@ -1,8 +1,8 @@
 """The peer's side of `benchmarks.compare`: vLLM's CPU build in its own environment (benchmarks/setup_vllm.sh).
 
-The protocol of `benchmarks.peer_transformers`, one JSON command a line on stdin. The engine runs as its offline batches
-do: no server, no tokenizer and no detokenizing, all of which is in vLLM's favour. Nothing here imports ours: the
-environments differ in every library.
+The protocol is that of `benchmarks.peer_transformers`, one JSON command per line on stdin. The engine runs as in
+offline batches: no server, no tokenizer and no detokenizing, all in vLLM's favour. This file imports nothing of
+Saccade, because the two environments have different versions of every library.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Peer:
         )  # fmt: skip
 
     def run(self, prompts: list[list[int]], images: list[list[str]], new_tokens: int) -> tuple[float, int]:
-        """Seconds, and output tokens. Reading the files is left out of the time, in the peer's favour."""
+        """Seconds and output tokens. Reading files is not timed, in the peer's favour."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True, detokenize=False)

@@ -1,7 +1,5 @@
-"""The chart of a comparison: decode tokens/s over concurrency, both sides and the roofline.
-
-Drawn with Pillow, which the project depends on anyway.
-"""
+"""The chart of a comparison: decode tokens/s by concurrency, both sides and the roofline. Drawn with Pillow, which the
+project already depends on."""
 
 from __future__ import annotations
 
@@ -16,7 +14,8 @@ COLOURS = {"floor": "#999999", "ours": "#0b6e4f", "peer": "#c1502e"}
 
 
 def decode_plot(result: dict[str, Any], peer: str, path: Path) -> bool:
-    """Writes a PNG with logarithmic axes. False, and no file, where fewer than two decode workloads were run."""
+    """Writes a PNG with logarithmic axes. Returns False and writes nothing if fewer than two decode workloads were
+    run."""
     rows = [row for row in result["rows"] if row["workload"].startswith("decode ")]
     if len(rows) < 2:
         return False

@@ -1,11 +1,11 @@
-"""What the prefix cache saves: one image with ten questions, and one long system prompt with ten users.
+"""Savings of the prefix cache: one image with ten questions, and one long system prompt with ten users.
 
     python -m benchmarks.prefix_cache [--family qwen3_5] [--state-cache auto] [--folder DIR] [--write]
 
-Both go through `saccade.LocalClient` on a small random model of the family, greedily, one by one. The aim: from the
-second request on, no more prompt tokens are computed than the request's own + 16, and the image is encoded once.
-Where a model has no chat template, which would say where the system prompt ends, the second request shows that, and the
-aim holds from the third. Tokens computed are the engine's own count, not what it reports as cached.
+Both use `saccade.LocalClient` on a small random model of the family, greedily, one request at a time. Target: from the
+second request on, at most 16 prompt tokens more than the request's own are computed, and the image is encoded once.
+Without a chat template, which shows where the system prompt ends, the cache learns that from the second request, and
+the target applies from the third. Computed tokens are counted by the engine, not derived from its cache statistics.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ALLOWANCE = 16
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One request: `own` are the tokens that no earlier request had."""
+    """One request. `own`: its tokens that no earlier request had."""
 
     number: int
     prompt: int
@@ -57,13 +57,13 @@ def noise_image(side: int = 448) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What prompts of a family's model are made of."""
+    """The pieces of prompts for a model family."""
 
     write: Callable[[Path], Path]
     image: tuple[int, ...]
-    """What stands in a prompt for an image."""
+    """Token ids that stand for an image in a prompt."""
     chat: bool = False
-    """Whether it has a chat template, which says where a system prompt ends."""
+    """Whether it has a chat template, which shows where a system prompt ends."""
 
 
 FAMILIES = {
@@ -77,7 +77,7 @@ def words(rng: random.Random, count: int) -> list[int]:
 
 
 def ask(client: saccade.LocalClient, number: int, prompt: Any, own: int, images: Sequence[bytes] = ()) -> Line:
-    """One request and what the engine did for it."""
+    """Sends one request and returns the engine's counts for it."""
     before = client._service.stats()
     started, first = time.perf_counter(), 0.0
     stream = client.stream(prompt, images=list(images), max_tokens=ANSWER, temperature=0, ignore_eos=True)
@@ -90,7 +90,7 @@ def ask(client: saccade.LocalClient, number: int, prompt: Any, own: int, images:
 
 
 def same_image(client: saccade.LocalClient, image_ids: Sequence[int], count: int = 10) -> list[Line]:
-    """An image in front, then a question of its own each time."""
+    """The same image each time, followed by a different question."""
     rng, image = random.Random(1), noise_image()
     lead = [*words(rng, 12), *image_ids]
     lines = []
@@ -101,7 +101,7 @@ def same_image(client: saccade.LocalClient, image_ids: Sequence[int], count: int
 
 
 def system_prompt(client: saccade.LocalClient, *, chat: bool, count: int = 10) -> list[Line]:
-    """1,700 shared tokens, then a user's own; as messages where the model has a template for them."""
+    """1,700 shared tokens, then a user's own; as messages if the model has a template for them."""
     rng = random.Random(2)
     shared = words(rng, SYSTEM_TOKENS)
     lines = []
@@ -123,12 +123,12 @@ def table(title: str, lines: Sequence[Line]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints both tables, then one line of JSON. Returns 1 where an aim is missed under `auto`."""
+    """Prints both tables, then one line of JSON. Returns 1 if a target is missed under `auto`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", default="nemotron_h_omni", choices=sorted(FAMILIES))
     parser.add_argument("--state-cache", default="auto", choices=("none", "align", "all", "auto"))
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
-    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
+    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results")
     arguments = parser.parse_args(argv)
     model = FAMILIES[arguments.family]
     path = model.write(arguments.folder)

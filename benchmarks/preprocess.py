@@ -1,9 +1,9 @@
-"""What an image costs before the encoder sees it: images per second of one core, by size and format.
+"""Cost of preparing an image for the encoder: images per second on one core, by size and format.
 
     python -m benchmarks.preprocess [--family nemotron_h_omni | --model demo] [--seconds 1.0] [--write]
 
-For each size and format: decode, resize and cut in this process, and in a worker of its own (what a server does). The
-two ways run in turn, so that both see the same machine. The last line on stdout is JSON.
+For each size and format: decode, resize and cut into patches, in this process and in a worker process (as a server
+does). The two alternate, so that both run under the same conditions. The last line on stdout is JSON.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FORMATS = ("JPEG", "PNG", "WEBP")
 
 
 def scene(height: int, width: int, form: str) -> bytes:
-    """A file like a photograph's: smooth shapes and a little noise."""
+    """A file with the size of a photograph's: smooth shapes and a little noise."""
     rows, columns = np.mgrid[0:height, 0:width]
     waves = [np.sin(rows / (17 + 9 * c)) * np.cos(columns / (23 + 5 * c)) for c in range(3)]
     noise = np.random.default_rng(0).normal(0, 4, (height, width, 3))
@@ -57,7 +57,7 @@ def scene(height: int, width: int, form: str) -> bytes:
 
 
 def in_turn(ways: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Median seconds of each, over rounds in which each runs once."""
+    """Median seconds of each way, over rounds in which each runs once."""
     for way in ways.values():
         way()
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -111,10 +111,12 @@ def measure(config: VisionSpec, dtype: str, seconds: float) -> list[dict[str, An
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=list(RULES), default="nemotron_h_omni", help="whose released image rule")
-    parser.add_argument("--model", help="whose image rule, instead")
+    parser.add_argument(
+        "--family", choices=list(RULES), default="nemotron_h_omni", help="use the released image rule of this family"
+    )
+    parser.add_argument("--model", help="use the image rule of this model instead")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each size and format")
-    parser.add_argument("--write", action="store_true", help="leave a dated file in benchmarks/results")
+    parser.add_argument("--write", action="store_true", help="write a dated file to benchmarks/results")
     arguments = parser.parse_args(argv)
     config = RULES[arguments.family]
     if arguments.model:

@@ -1,11 +1,11 @@
-"""Where a step's time goes: parts of a decode step and of a prefill, against the least that the machine could need.
+"""Time of the parts of a decode step and of a prefill, compared with the lower bound on this machine.
 
     python -m benchmarks.profile [--family qwen3_5] [--only decode,prefill] [--weights int8] [--threads N] [--write]
 
-Runs the decoder in process on the family's text model of `benchmarks.workloads`, with the operations of the compiled
-step called one at a time, which costs each a few microseconds. The least time of a part is its bytes over the measured
-bandwidth or its FLOPs over the measured rate of a large bf16 product, whichever is more; a state is read and written.
-`--write` makes docs/profile.md, or docs/profile-FAMILY.md. Run it on an idle machine.
+Runs the decoder in this process on the family's text model of `benchmarks.workloads`. The operations of the compiled
+step are called one at a time, which adds a few microseconds to each. The lower bound of a part is the larger of its
+bytes over the measured bandwidth and its FLOPs over the measured rate of a large bf16 product; states are read and
+written. `--write` writes docs/profile.md, or docs/profile-FAMILY.md. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BITS = {Kind.F32: 32, Kind.BF16: 16, Kind.INT8: 8, Kind.INT4: 4}
 
 @dataclass
 class Part:
-    """One kind of work, over all layers of a step."""
+    """One kind of operation, over all layers of a step."""
 
     seconds: float = 0.0
     bytes: float = 0.0
@@ -68,7 +68,7 @@ PRODUCTS = {
 
 
 class Names:
-    """Which part of a model an operation is."""
+    """The part of the model that an operation belongs to."""
 
     def __init__(self, native: NativeStep, layers: Sequence[BuiltLayer]) -> None:
         self._vocab = native.config.vocab_size
@@ -89,9 +89,8 @@ class Names:
 
 
 def cost_of(op: Op, native: NativeStep, tokens: int, rows: int) -> tuple[float, float]:
-    """(bytes, FLOPs) that an operation cannot do without. Reference: decoder.md C6; for the delta rule, two products
-    with the state to read it and two to write it.
-    """
+    """The minimal (bytes, FLOPs) of an operation. Reference: decoder.md C6; for the delta rule, two products that read
+    the state and two that write it."""
     if op.code == Code.LINEAR:
         size = op.weight.n * op.weight.k
         return size * BITS[Kind(op.weight.kind)] / 8, 2.0 * size * tokens
@@ -106,7 +105,7 @@ def cost_of(op: Op, native: NativeStep, tokens: int, rows: int) -> tuple[float, 
 
 
 class Profile:
-    """The parts of one kind of step: the quickest of some."""
+    """The parts of one kind of step: the fastest of several."""
 
     def __init__(self, runner: DecoderRunner) -> None:
         self.runner = runner
@@ -115,7 +114,7 @@ class Profile:
         self.best: tuple[float, dict[str, Part]] | None = None
 
     def step(self, tokens: int, rows: int, drawn: int) -> None:
-        """One step of so many tokens and rows, `drawn` of which get logits."""
+        """One step with this many tokens and rows, of which `drawn` get logits."""
         native, config = self.runner.model.native, self.runner.config
         assert native is not None
         parts: dict[str, Part] = defaultdict(Part)
@@ -154,7 +153,7 @@ def drop(runner: DecoderRunner, count: int) -> None:
 
 
 def decode_profile(runner: DecoderRunner, count: int, steps: int = 30) -> Profile:
-    """`count` requests that generate, each step one token of each."""
+    """`count` requests that generate; each step computes one token of each."""
     profile = Profile(runner)
     requests(runner, count, 128)
     while any(not sequence.decoding for sequence in (*runner.scheduler.waiting, *runner.scheduler.running)):
@@ -166,7 +165,7 @@ def decode_profile(runner: DecoderRunner, count: int, steps: int = 30) -> Profil
 
 
 def prefill_profile(runner: DecoderRunner, count: int, length: int, times: int = 5) -> Profile:
-    """`count` prompts of so many tokens in one step."""
+    """`count` prompts of `length` tokens in one step."""
     profile = Profile(runner)
     for _ in range(times):
         requests(runner, count, length)
@@ -176,7 +175,7 @@ def prefill_profile(runner: DecoderRunner, count: int, length: int, times: int =
 
 
 def table(title: str, profile: Profile, ceilings: dict[str, float]) -> tuple[str, dict[str, float]]:
-    """Markdown, and the fraction of the least time of each part and of the whole."""
+    """Markdown, and the lower bound as a fraction of the measured time, for each part and for the whole."""
     assert profile.best is not None
     total, parts = profile.best
     bandwidth, rate = ceilings["read_gb_s"] * 1e9, ceilings["bf16_gflop_s"] * 1e9
@@ -208,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", choices=list(SUBJECTS), default="nemotron_h")
     parser.add_argument("--only", default="decode,prefill", help="comma-separated kinds of steps")
     parser.add_argument("--concurrent", default="1,8,32", help="requests of the decode steps")
-    parser.add_argument("--steps", type=int, default=30, help="decode steps of which the quickest counts")
+    parser.add_argument("--steps", type=int, default=30, help="decode steps; the fastest counts")
     parser.add_argument("--weights", choices=WEIGHT_KINDS)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())

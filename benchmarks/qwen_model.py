@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 WORDS = 248000
-"""Ids below are words; the released tokenizer's special tokens lie above."""
+"""Ids below this one are words; the released tokenizer's special tokens are above."""
 VOCAB = 248320
 SPECIAL = {
     248044: "<|endoftext|>", 248045: "<|im_start|>", 248046: "<|im_end|>", 248053: "<|vision_start|>",
     248054: "<|vision_end|>", 248055: "<|vision_pad|>", 248056: "<|image_pad|>", 248057: "<|video_pad|>",
 }  # fmt: skip
 IMAGE = (248053, 248056, 248054)
-"""What stands in a prompt for an image."""
+"""Token ids that stand for an image in a prompt."""
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 1024,
@@ -97,7 +97,7 @@ SMALL_VISION: dict[str, Any] = VISION | {
 
 
 def small_qwen_model(folder: Path) -> Path:
-    """In bf16, 63 M parameters, with a tokenizer of a word for each id and a template of turns."""
+    """In bf16, 63 M parameters, with a tokenizer of one word per id and a chat template."""
     path = _write(folder / "qwen3_5-small", SMALL_TEXT, SMALL_VISION, SMALL_IMAGE, 31993)
     if not (path / "tokenizer.json").exists():
         _write_tokenizer(path, 32000, SMALL_SPECIAL)
@@ -124,7 +124,7 @@ def tiny_qwen_model(folder: Path) -> Path:
 
 
 def qwen_model(folder: Path) -> Path:
-    """In bf16, 1.7 GB, with a tokenizer of a word for each id."""
+    """In bf16, 1.7 GB, with a tokenizer of one word per id."""
     path = _write(folder / "qwen3_5-0.8b", TEXT, VISION, IMAGE, 248057)
     if not (path / "tokenizer.json").exists():
         _write_tokenizer(path, VOCAB, SPECIAL)

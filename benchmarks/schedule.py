@@ -1,16 +1,16 @@
-"""What a schedule step costs in Python: 32, 128 and 512 running requests that hold 512 pages each.
+"""Cost of the scheduler's Python code per step: 32, 128 and 512 running requests that hold 512 pages each.
 
     python -m benchmarks.schedule [--requests 32,128,512] [--pages 512] [--steps 64] [--write]
 
-The scheduler alone, without a model. Times are the processor's, so that what else runs on the machine counts little.
+The scheduler alone, without a model. Times are processor times, so that other programs on the machine matter little.
 Three situations, each of `--steps` steps in which every request draws one token:
 
-decode    nobody waits: what each step costs anyway
-blocked   one more request waits that finds no room: what judging its admission adds
-reclaim   all memory is in use or cached, so each new superblock of pages takes an eviction
+decode    no request waits: the base cost of a step
+blocked   one more request waits for which there is no room: the cost of checking its admission
+reclaim   all memory is in use or cached, so each new superblock of pages needs an eviction
 
-The aim: a step stays flat per request, in each situation, from the smallest number of requests to the largest, within
-`GROWTH` times. Returns 1 where it does not.
+Target: in each situation, the time per request at the largest number of requests is at most `GROWTH` times that at the
+smallest. Returns 1 otherwise.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ RESULTS = Path(__file__).resolve().parent / "results"
 SITUATIONS = ("decode", "blocked", "reclaim")
 PAGE, PER_BLOCK, CHUNK = 16, 8, 128
 GROWTH = 2.0
-"""Microseconds per request at the largest number over those at the smallest, at most. Rows are sorted, and what 512
-requests touch leaves the processor's caches; a walk over all that is held would be 16 times."""
+"""Maximum ratio of microseconds per request between the largest and the smallest number of requests. It is above 1
+because rows are sorted and the data of 512 requests exceeds the processor's caches; work proportional to all pages held
+would give a ratio of 16."""
 
 
 def request(name: str, tokens: int, output: int) -> DecoderRequest:
-    """Of a salt of its own, so that it shares nothing with others."""
+    """A request with its own cache salt, so that it shares nothing with others."""
     return DecoderRequest(name, [1] * tokens, SamplingParams(max_tokens=output), salt=name.encode())
 
 
 def advance(scheduler: Scheduler) -> float:
-    """One step as the runner does it; the seconds of processor time that scheduling and committing took."""
+    """One step as the runner does it. Returns the processor seconds of scheduling and committing."""
     started = time.process_time()
     step = scheduler.schedule()
     scheduler.commit(step)
@@ -61,7 +62,7 @@ def advance(scheduler: Scheduler) -> float:
 
 
 def running(requests: int, pages: int, steps: int, situation: str) -> Scheduler:
-    """A scheduler whose requests have just read their prompts of `pages` pages."""
+    """A scheduler whose requests have just finished prompts of `pages` pages."""
     tokens = pages * PAGE
     output = 4 * steps
     own = -(-(tokens + output) // (PAGE * PER_BLOCK)) + 1  # and a slot
@@ -88,7 +89,7 @@ def running(requests: int, pages: int, steps: int, situation: str) -> Scheduler:
 
 
 def hold(scheduler: Scheduler) -> None:
-    """Those that have drawn more than a token meanwhile have not: nobody is to grow before the steps that are timed."""
+    """Resets requests that have drawn more than one token, so that none grows before the timed steps."""
     for sequence in scheduler.running:
         if sequence.output_len:
             del sequence.tokens[sequence.prompt_len + 1 :]
@@ -96,7 +97,7 @@ def hold(scheduler: Scheduler) -> None:
 
 
 def fill(scheduler: Scheduler) -> None:
-    """Short requests come, leave what they have computed to the cache, and end, until no superblock is free."""
+    """Short requests come, leave their pages in the cache and end, until no superblock is free."""
     number = 0
     while scheduler.pool.free_blocks > 2:
         kept = scheduler.add(request(f"cached {number}", CHUNK, 1))
@@ -127,12 +128,12 @@ def measure(requests: int, pages: int, steps: int, situation: str) -> dict[str, 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table, then one line of JSON. Returns 1 where a step is not flat per request."""
+    """Prints a table, then one line of JSON. Returns 1 if the time per request grows by more than `GROWTH`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", default="32,128,512", help="numbers of running requests, rising")
-    parser.add_argument("--pages", type=int, default=512, help="pages that each holds")
+    parser.add_argument("--requests", default="32,128,512", help="numbers of running requests, ascending")
+    parser.add_argument("--pages", type=int, default=512, help="pages per request")
     parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
+    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results")
     arguments = parser.parse_args(argv)
     load = machine.load()
     counts = [int(count) for count in arguments.requests.split(",")]

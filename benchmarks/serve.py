@@ -1,15 +1,15 @@
-"""What the service adds to the engine, and how it behaves under load.
+"""Cost of the service on top of the engine, and its behaviour under load.
 
     python -m benchmarks.serve [--only PART,...] [--model demo] [--scale 0.01] [--write]
 
-overhead   the same requests through LocalClient and through gRPC, in turn: what a request and a streamed token cost
-ceiling    streamed tokens/s of one frontend over an engine that has no model, read by clients in processes of their own
-closed     a fixed number of callers with mixed images, each asking again as soon as it is answered
-open       callers that arrive by chance at a given rate, whether or not the others have been answered
-memory     resident memory of both processes over many requests, which has to stay where it is
-health     health probes while every place of the engine is taken: the 99th percentile has to stay below 100 ms
-pages      72 requests of four scanned pages each at once, to a tiny random model of the Qwen3.5 family: how long the
-           frontend takes to admit them, and its event loop's longest pause; nothing may fail. `--model` says nothing
+overhead   the same requests through LocalClient and through gRPC, in turn: cost of a request and of a streamed token
+ceiling    streamed tokens/s of one frontend over an engine without a model, read by clients in other processes
+closed     a fixed number of callers with mixed images; each sends its next request when the last one is answered
+open       requests that arrive at random times at a given rate, independently of answers
+memory     resident memory of both processes over many requests, which must not grow
+health     health probes while the engine is full: the 99th percentile must stay below 100 ms
+pages      72 concurrent requests of four scanned pages each, to a tiny random model of the Qwen3.5 family: the time
+           until the frontend has admitted them, and its event loop's longest pause; none may fail. Ignores `--model`
 
 Run it on an idle machine. The last line on stdout is JSON.
 """
@@ -46,7 +46,7 @@ SERVER = ["--log-level", "error", "--max-seqs", "32"]
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Milliseconds."""
+    """Percentiles in milliseconds."""
     ordered = sorted(seconds)
     at = lambda share: round(1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 2)  # noqa: E731
     return {"p50": at(0.5), "p90": at(0.9), "p99": at(0.99), "max": at(1.0)} if ordered else {}
@@ -56,7 +56,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def overhead(model: str, scale: float) -> dict[str, Any]:
-    """Medians of turns; one caller."""
+    """Medians over alternating runs, with one caller."""
     turns, tokens = max(5, round(200 * scale)), 100
     options = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
 
@@ -159,7 +159,7 @@ def ceiling(model: str, scale: float) -> dict[str, Any]:
 
 
 class Measured:
-    """What a load's requests saw."""
+    """Latencies and counts of a load's requests."""
 
     def __init__(self) -> None:
         self.first: list[float] = []
@@ -169,7 +169,7 @@ class Measured:
         self.errors: dict[str, int] = {}
 
     async def ask(self, client: saccade.AsyncClient, seed: int) -> None:
-        """One to three images, or none, and 8 to 64 tokens."""
+        """One request with up to three images and 8 to 64 tokens."""
         rng = random.Random(seed)
         images = [IMAGES[rng.randrange(len(IMAGES))] for _ in range(rng.choice([0, 1, 1, 2, 3]))]
         started = previous = time.perf_counter()
@@ -197,7 +197,7 @@ class Measured:
 
 
 def closed(model: str, scale: float) -> dict[str, Any]:
-    """At 1, 8 and 32 callers."""
+    """With 1, 8 and 32 callers."""
     found: dict[str, Any] = {}
     with ServerProcess([model, *SERVER]) as server:
         for callers in (1, 8, 32):
@@ -220,7 +220,7 @@ def closed(model: str, scale: float) -> dict[str, Any]:
 
 
 def open_loop(model: str, scale: float) -> dict[str, Any]:
-    """At half of what 32 callers get, and at nine tenths: arrivals do not wait for answers."""
+    """At 50 % and 90 % of the rate that 32 callers get. Arrivals do not wait for answers."""
     found: dict[str, Any] = {}
     with ServerProcess([model, *SERVER]) as server:
 
@@ -255,7 +255,7 @@ def resident(pid: int) -> int:
 
 
 def _engine_of(pid: int) -> int:
-    """The engine among the server's children."""
+    """The process id of the engine among the server's children."""
     children = [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
     (engine,) = [c for c in children if b"service.servers.engine_process" in Path(f"/proc/{c}/cmdline").read_bytes()]
     return engine
@@ -284,7 +284,7 @@ def memory(model: str, scale: float) -> dict[str, Any]:
 
 
 def health(model: str, scale: float) -> dict[str, Any]:
-    """A probe every 10 ms, on a connection of its own, while 64 streams want the 32 places."""
+    """A probe every 10 ms on its own connection, while 64 streams compete for 32 sequences."""
     seconds = max(2.0, 60 * scale)
     with ServerProcess([model, *SERVER]) as server, saccade.Client(server.address) as client:
         over = threading.Event()
@@ -343,11 +343,11 @@ asyncio.run(main())
 """
 PAGE = (1786, 2526)
 PAGES = 16
-"""Different ones, so that every request has other pages than its neighbours, and the tiny tower works on each once."""
+"""Number of different pages: neighbouring requests have different ones, and the tiny tower encodes each only once."""
 
 
 def pages(model: str, scale: float) -> dict[str, Any]:
-    """`admission_ms`: from a request's arrival until a decoder step takes it, images decoded and encoded by then."""
+    """`admission_ms`: from a request's arrival until a decoder step takes it, with its images decoded and encoded."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     from running import RunningServer
 
@@ -384,7 +384,7 @@ def pages(model: str, scale: float) -> dict[str, Any]:
 
 
 async def _pauses(found: list[float]) -> None:
-    """How much later than asked for an event loop comes back, every 2 ms."""
+    """Measures every 2 ms how late an event loop resumes."""
     while True:
         started = time.perf_counter()
         await asyncio.sleep(0.002)
@@ -392,7 +392,7 @@ async def _pauses(found: list[float]) -> None:
 
 
 def _page(number: int) -> Any:
-    """Lines of dark marks on paper, as a scanner gives them."""
+    """Lines of dark marks on paper, like a scanned page."""
     import numpy as np
     from PIL import Image
 
@@ -413,10 +413,10 @@ PARTS: dict[str, Callable[[str, float], dict[str, Any]]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(PARTS), metavar="PART,...", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--only", default=",".join(PARTS), metavar="PART,...", help=f"parts to run: {', '.join(PARTS)}")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--scale", type=float, default=1.0, help="share of the whole length (default: 1)")
-    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the full length (default: 1)")
+    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results")
     arguments = parser.parse_args(argv)
     names = arguments.only.split(",")
     if unknown := sorted(set(names) - set(PARTS)):

@@ -1,10 +1,10 @@
-"""Long runs that have to end well: random programs, whole products of options, faults under load.
+"""Long tests: random programs, all combinations of options, faults under load.
 
     python -m benchmarks.soak [PART ...] [--scale 0.01] [--family qwen3_5] [--write]
 
-Each part is a module of `benchmarks.soak_parts` with a function `run(scale) -> Outcome`, where `scale` shrinks whatever
-takes its time: steps, cases, minutes. A part fails by an outcome that did not pass or by raising; the others still run.
-Each prints a line and, with `--write`, leaves a dated file in benchmarks/results. The last line on stdout is JSON.
+Each part is a module of `benchmarks.soak_parts` with a function `run(scale) -> Outcome`; `scale` reduces its number of
+steps, cases or minutes. A part fails by returning an outcome that did not pass or by raising; the others still run.
+Each prints a line and, with `--write`, writes a dated file to benchmarks/results. The last line on stdout is JSON.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from benchmarks import machine, soak_parts
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DEFAULT_FAMILY = "nemotron_h"
-"""Which the files of results do not name."""
+"""The family that result file names do not mention."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a part ended; `numbers` go to the result file as they are."""
+    """The result of a part; `numbers` are written to the result file unchanged."""
 
     passed: bool
     numbers: dict[str, Any] = field(default_factory=dict)
 
 
 def parts() -> list[str]:
-    """Names of all parts: the modules there are."""
+    """Names of all parts: the modules of `benchmarks.soak_parts`."""
     return sorted(module.name for module in pkgutil.iter_modules(soak_parts.__path__))
 
 
 def run_part(name: str, scale: float, family: str | None = None) -> dict[str, Any]:
-    """Runs one part, on the models of `family` where one is named, and never raises: an exception is a failure with its
+    """Runs one part, on the models of `family` if given. Never raises: an exception becomes a failure with its
     traceback."""
     print(f"{name}:", file=sys.stderr, flush=True)
     load, started = machine.load(), time.perf_counter()
@@ -65,7 +65,7 @@ def run_part(name: str, scale: float, family: str | None = None) -> dict[str, An
 
 
 def write(result: dict[str, Any]) -> Path:
-    """Keeps a result as a dated file; one of a shrunk run says so in its name."""
+    """Writes a result to a dated file, whose name shows if the run was shortened."""
     scale = "" if result["scale"] == 1 else f"-x{result['scale']:g}"
     family = f"-{result['family']}" if result.get("family", DEFAULT_FAMILY) != DEFAULT_FAMILY else ""
     RESULTS.mkdir(exist_ok=True)
@@ -75,12 +75,12 @@ def write(result: dict[str, Any]) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """1 where a part failed."""
+    """Returns 1 if a part failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts())}; none named: all")
-    parser.add_argument("--scale", type=float, default=1.0, help="share of the whole length (default: 1)")
-    parser.add_argument("--family", help="whose models the parts that take a family run on (product)")
-    parser.add_argument("--write", action="store_true", help="keep the results in benchmarks/results")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"parts to run: {', '.join(parts())} (default: all)")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the full length (default: 1)")
+    parser.add_argument("--family", help="model family, for the parts that take one (product)")
+    parser.add_argument("--write", action="store_true", help="write the results to benchmarks/results")
     arguments = parser.parse_args(argv)
     if unknown := sorted(set(arguments.parts) - set(parts())):
         parser.error(f"{', '.join(unknown)}: no such part; there are {', '.join(parts())}")

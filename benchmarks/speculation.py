@@ -1,13 +1,12 @@
-"""What drafting gains and what it costs: tokens a second against plain decoding, acceptance, memory of states.
+"""Gain and cost of drafting: tokens per second against plain decoding, acceptance, memory of states.
 
     python -m benchmarks.speculation [--model demo] [--rounds 15] [--requests 16] [--write]
 
-Each comparison runs both sides in turn, round after round, on the same requests through `saccade.LocalClient`; the
-ratio is the median over the rounds, `decoder_ratio` that of the decoder's steps alone over all rounds. Prompts are
-cached on both sides after the first round, which is not counted. `captions` are held-out images of the embedded
-model; `again` asks for the same caption a second time in one conversation; `noise` is drawn at a temperature at which
-nothing repeats, so that all that drafting does there is to cost. Answers of both sides are compared, too: they must be
-the same.
+Each comparison alternates both sides on the same requests through `saccade.LocalClient`. The ratio is the median over
+the rounds; `decoder_ratio` is that of the decoder's steps alone, over all rounds. Prompts are cached on both sides
+after the first round, which is not counted. Workloads: `captions`, held-out images of the embedded model; `again`, the
+same caption a second time in one conversation; `noise`, sampled at a temperature at which nothing repeats, which shows
+the pure cost of drafting. The answers of both sides must be equal.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ NANO_12B = NemotronHConfig(
 ).decoder  # fmt: skip
 NOISE_TOKENS = 96
 SLOWEST = 0.97
-"""Of plain speed, where drafting can gain nothing."""
+"""Minimum share of the plain speed where drafting cannot help."""
 
 Ask = Callable[[saccade.LocalClient], saccade.Generation]
 
@@ -62,13 +61,13 @@ class Line:
     plain_tokens_s: float
     tokens_s: float
     first_draft: float
-    """Share of first drafts that were accepted; nan where none was made."""
+    """Share of first drafts that were accepted; nan if there were none."""
     tokens_a_step: float
     same_answers: bool
 
 
 def captions(count: int, again: bool) -> list[Ask]:
-    """Held-out images to describe; `again`: after they have been described once."""
+    """Held-out images to describe; `again`: a second time in the same conversation."""
     asks: list[Ask] = []
     for seed in range(count):
         example = data.question_example(seed, "caption")
@@ -88,7 +87,7 @@ def captions(count: int, again: bool) -> list[Ask]:
 
 
 def noise(count: int) -> list[Ask]:
-    """Token ids at random, before and after."""
+    """Random token ids."""
     draw = random.Random(1)
     asks: list[Ask] = []
     for seed in range(count):
@@ -104,7 +103,7 @@ def noise(count: int) -> list[Ask]:
 
 
 def timed(client: saccade.LocalClient, asks: Sequence[Ask], batch: int) -> tuple[float, list[list[int]]]:
-    """Tokens a second of all requests, `batch` at a time; and their answers."""
+    """Tokens per second of all requests, `batch` at a time, and their answers."""
     started = time.perf_counter()
     if batch == 1:
         found = [ask(client) for ask in asks]
@@ -117,7 +116,7 @@ def timed(client: saccade.LocalClient, asks: Sequence[Ask], batch: int) -> tuple
 
 
 def decoder_seconds(client: saccade.LocalClient) -> float:
-    """Spent in the decoder's steps since the start, prompts included."""
+    """Seconds spent in decoder steps since the start, prompts included."""
     return float(client._service.stats()["decode_seconds"])
 
 
@@ -125,7 +124,7 @@ def compare(
     text: str, asks: Sequence[Ask], plain: saccade.LocalClient, other: saccade.LocalClient, drafts: str, batch: int,
     rounds: int,
 ) -> Line:  # fmt: skip
-    """Both sides in turn; a first round of each is thrown away."""
+    """Runs both sides in turn; the first round of each is not counted."""
     same = timed(plain, asks, batch)[1] == timed(other, asks, batch)[1]
     sides = (plain, other)
     before, spent = other._service.stats()["decoder"], [decoder_seconds(side) for side in sides]
@@ -149,7 +148,7 @@ def compare(
 
 
 def memory(config: DecoderConfig, draft_tokens: int = 3) -> dict[str, int]:
-    """Bytes of states of one running request: `replay` with the checkpoints that `auto` leaves, and `slots`."""
+    """State bytes of one running request: `replay` with the checkpoints that `auto` keeps, and `slots`."""
     base = DecoderOptions(dtype=torch.bfloat16, speculative="ngram", draft_tokens=draft_tokens)
     replay = ArenaLayout.of(config, base)
     slots = ArenaLayout.of(config, dataclasses.replace(base, spec_state="slots"))
@@ -168,14 +167,14 @@ def show(rows: Sequence[Sequence[str]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the tables, then one line of JSON. Returns 1 where an aim is missed or answers differ."""
+    """Prints the tables, then one line of JSON. Returns 1 if a target is missed or answers differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--draft-tokens", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
+    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results")
     arguments = parser.parse_args(argv)
     options: dict[str, Any] = {
         "model": arguments.model, "threads": arguments.threads, "max_seqs": 8, "max_len": 1024, "dtype": "bfloat16",

@@ -1,11 +1,11 @@
-"""What the kinds of weights cost: our server with each of them, in turn, in one run.
+"""Speed by kind of weights: our server with each of them, in turn, in one run.
 
     python -m benchmarks.weights [--family nemotron_h|qwen3_5] [--kinds bfloat16,fp8,nvfp4,int8,int4]
                                  [--peers q8_0,q4_0] [--concurrent 1,32] [--new-tokens 64] [--rounds 3] [--write]
 
-One server for each kind behind gRPC, all of them there from the beginning; in each round each runs each workload in
-turn. What is printed is medians, and how much faster than bfloat16 a kind is. `--peers` are llama.cpp's types of the
-same checkpoint, beside ours. Run it on an idle machine.
+One gRPC server per kind, all started at the beginning; in each round each runs each workload in turn. The output is
+medians, and the speedup of each kind over bfloat16. `--peers` adds llama.cpp's types of the same checkpoint. Run it on
+an idle machine.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ KINDS = ("bfloat16", "fp8", "nvfp4", "int8", "int4")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=list(SUBJECTS), default="nemotron_h")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated; the first is the measure")
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help="comma-separated; the others are compared with the first"
+    )
     parser.add_argument("--peers", default="", help="llama.cpp's types, comma-separated")
-    parser.add_argument("--concurrent", default="1,32", help="requests at a time")
+    parser.add_argument("--concurrent", default="1,32", help="concurrent requests")
     parser.add_argument("--only", default="decode,prefill", help="comma-separated kinds of workload")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of a request that is not alone")
+    parser.add_argument("--new-tokens", type=int, default=64, help="output tokens of each concurrent request")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")

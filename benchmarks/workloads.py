@@ -1,4 +1,4 @@
-"""What comparisons ask for: checkpoints, and requests that start together."""
+"""The workloads of comparisons: checkpoints, and requests that start together."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from benchmarks import models, qwen_model
 from benchmarks.floors import Floor, Machine
 
 PROMPT = 128
-"""Tokens of a prompt, where it is not what is measured."""
+"""Tokens of a prompt, in workloads that do not measure prompts."""
 TEXT_BEHIND = 32
-"""Tokens behind an image."""
+"""Tokens after an image."""
 MIXED = ((224, 224), (512, 512), (320, 240), (256, 384), (448, 448), (224, 320), (384, 512), (336, 336))
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The checkpoints of a family, and what is asked of them."""
+    """The checkpoints of a family, and its requests."""
 
     text: Callable[[Path], Path]
-    """Writes the checkpoint that answers prompts of text, unless it is there: folder -> its path."""
+    """Writes the checkpoint for text prompts unless it exists: folder -> its path."""
     omni: Callable[[Path], Path]
     """The same for prompts with images."""
     words: int
     """Ids from 3 to below this one are text."""
     image: tuple[int, ...]
-    """What stands in a prompt for an image."""
+    """Token ids that stand for an image in a prompt."""
     prompts: tuple[tuple[int, int], ...]
-    """Requests and tokens of each, of the prompts that are measured."""
+    """(number of requests, tokens of each) of the prompt workloads."""
     single: tuple[int, int]
-    """Width and height of the image that comes alone."""
+    """(width, height) of the image of the single-image workload."""
     several: tuple[tuple[int, int], ...]
-    """The same of those that come together."""
+    """(width, height) of the images of the workload with several images."""
 
 
 SUBJECTS = {
@@ -73,7 +73,7 @@ class Workload:
         return sum(map(len, self.prompts))
 
     def floor(self, floor: Floor, machine: Machine) -> float | None:
-        """The least seconds; None for images under a tower that nobody has counted."""
+        """Lower bound in seconds; None for images if the tower's work is not known."""
         tokens, requests, tower = self.prompt_tokens, len(self.prompts), floor.tower
         seconds = (self.new_tokens - 1) * floor.step(machine, requests)
         if self.sizes:

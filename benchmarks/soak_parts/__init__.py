@@ -1,1 +1,1 @@
-"""Parts of `benchmarks.soak`, one module each; the frame says what a part is."""
+"""Parts of `benchmarks.soak`, one module each; benchmarks/soak.py documents what a part is."""

@@ -1,4 +1,4 @@
-"""A batch of 20,000 rows, every tenth with an image, whose server is killed three times and its journal torn."""
+"""A batch of 20,000 rows, every tenth with an image. The server is killed three times and its journal damaged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ ROWS, KILLS = 20_000, 3
 
 
 def run(scale: float) -> Outcome:
-    """Each row is answered once. `peak_bytes_of_each_run`: resident memory of the server, which rows must not fill."""
+    """Checks that each row is answered once. `peak_bytes_of_each_run`: resident memory of the server, which must not
+    grow with the rows."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
     import faults
     from served import make_served

@@ -1,8 +1,9 @@
-"""Encoders that are killed, stopped and left, under load, with every answer held against a server of one piece.
+"""Encoders that are killed, paused or disconnected under load; every answer must equal that of a server with a built-in
+encoder.
 
-A thousand requests for one image at once; then rounds of eight requests with images of their own, in each of which
-one of two encoders is killed over an image, or stopped past its lease and woken, or a client leaves. After all of it
-nothing is leased, quarantined or left in shared memory.
+First a thousand concurrent requests for one image. Then rounds of eight requests with images of their own; in each, one
+of two encoders is killed while encoding, or paused beyond its lease and resumed, or a client disconnects. In the end
+nothing may be leased, quarantined or left in shared memory.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def free_port() -> int:
 
 
 def noise_image(number: int) -> bytes:
-    """A PNG of noise that no other number has."""
+    """A PNG of noise, different for each number."""
     rng = random.Random(number)
     width, height = rng.randint(16, 200), rng.randint(16, 200)
     buffer = io.BytesIO()
@@ -61,7 +62,7 @@ def metrics(port: int) -> dict[str, float]:
 
 
 class Encoder:
-    """One that always comes back on its port."""
+    """An encoder that can be restarted on the same port."""
 
     def __init__(self) -> None:
         self.port, self.metrics_port = free_port(), free_port()
@@ -79,7 +80,7 @@ class Encoder:
 def one_round(
     number: int, fault: str, encoder: Encoder, pool: ThreadPoolExecutor, apart: saccade.Client, port: int
 ) -> list[Any]:
-    """Eight requests with one fault in their midst; their answers."""
+    """Sends eight requests with one fault among them; returns their answers."""
     numbers = [1000 + number * CROWD + i for i in range(CROWD)]
     given = metrics(port)["saccade_encoder_given_total"]
     if fault in ("kill", "stall"):
@@ -155,7 +156,7 @@ def run(scale: float) -> Outcome:
 
 
 def settle(port: int, tries: int = 600) -> list[str]:
-    """Waits until a server holds nothing but its cache; what it still holds in the end."""
+    """Waits until a server holds nothing but its cache. Returns what it still holds in the end."""
     left: list[str] = []
     for _ in range(tries):
         seen = metrics(port)

@@ -1,5 +1,6 @@
-"""The service's faults at their full counts: engine and server killed under streams, SIGTERM under load, clients that
-vanish or do not read, a full disk, a jumping clock, certificates that are replaced. The suite runs a few of each."""
+"""The service's faults at full counts: engine and server killed under streams, SIGTERM under load, clients that
+disconnect or do not read, a full disk, a clock that jumps, certificates that are replaced. The test suite runs a few of
+each."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from benchmarks.soak import Outcome
 
 
 def run(scale: float) -> Outcome:
-    """Each fault on a random tiny model of its own; the first that is not outlived ends the part."""
+    """Each fault runs on its own random tiny model; the first failure ends the part."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
     import faults
     from running import RunningServer

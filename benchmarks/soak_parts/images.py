@@ -1,7 +1,5 @@
-"""1,000 broken and hostile image files against a real server, beside a caller whose answers must not change.
-
-The suite sends 18.
-"""
+"""1,000 broken and hostile image files against a real server, with a concurrent caller whose answers must not change.
+The test suite sends 18."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ FILES = 1000
 
 
 def run(scale: float) -> Outcome:
-    """A failure raises, and names the seed and the file."""
+    """A failure raises, with the seed and the file."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
     from mutants import run_mutants
     from running import RunningServer

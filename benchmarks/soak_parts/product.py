@@ -1,9 +1,10 @@
-"""Every combination of what must not change an answer: 32 tokens of six requests, greedy and sampled, with images.
+"""All combinations of options that must not change an answer: 32 tokens of six requests, greedy and sampled, with
+images.
 
-The axes are those of `tests/support/speculation.py`, whose pairs the suite covers; each combination runs on a random
-tiny model of the family (`nemotron_h` unless `--family` says), of its own pattern and seed, and is held against the
-plain run of that model. A token that differs is excused where its choice hung on less than ten times what the two
-paths' logits differ by; such cases are listed, and more than one request in a hundred is a failure.
+The axes are those of `tests/support/speculation.py`; the test suite covers all pairs. Each combination runs on its own
+random tiny model of the family (default: `nemotron_h`), with its own layer pattern and seed, and is compared with the
+plain run of that model. A different token is accepted if the decision margin was less than ten times the difference of
+the two paths' logits. Such cases are listed; more than one request in a hundred is a failure.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from benchmarks.soak import Outcome
 from decoder.config import DecoderConfig
 
 PATTERNS = {"nemotron_h": ("M-*EM*", "MM", "*E*-"), "qwen3_5": ("G-G-*-G-", "G-G-", "*EGE*E")}
-"""Of layers: M Mamba-2, G gated delta rule, * attention, - MLP, E experts."""
+"""Layer patterns: M Mamba-2, G gated delta rule, * attention, - MLP, E experts."""
 SEEDS = (0, 1)
 ROPE = {"rope_theta": 100.0, "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]}
 RARE = 0.01
 TOLERANCE = 1e-4
-"""Of log-probabilities, natural."""
+"""Maximum difference of log-probabilities (natural logarithm)."""
 
 
 def qwen_config(pattern: str) -> DecoderConfig:
-    """A tiny decoder of that family, with its head that predicts further tokens."""
+    """A tiny decoder of that family, with its multi-token prediction head."""
     from qwen_checkpoint import random_text
 
     from families.qwen3_5.config import decoder_config
@@ -46,12 +47,12 @@ def qwen_config(pattern: str) -> DecoderConfig:
 
 
 def model_of(family: str, pattern: str) -> dict[str, Any]:
-    """Which model `answers` is to run."""
+    """The arguments of `answers` that select the model."""
     return {"pattern": pattern} if family == "nemotron_h" else {"config": qwen_config(pattern)}
 
 
 def combinations(scale: float, family: str) -> list[dict[str, Any]]:
-    """All of them; a smaller `scale` draws so large a share."""
+    """All combinations, or a random share of this size if `scale` is below 1."""
     from speculation import AXES
 
     axes = {**AXES, "pattern": PATTERNS[family]}
@@ -60,7 +61,7 @@ def combinations(scale: float, family: str) -> list[dict[str, Any]]:
 
 
 def run(scale: float, family: str = "nemotron_h") -> Outcome:
-    """Combinations that failed are in the numbers, each with what differed. `ValueError` for an unknown family."""
+    """The outcome's numbers list the failed combinations with their differences. `ValueError` for an unknown family."""
     if family not in PATTERNS:
         raise ValueError(f"family {family!r} is not one of {', '.join(PATTERNS)}")
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))

@@ -1,4 +1,4 @@
-"""100,000 random and damaged requests; the suite sends 300."""
+"""100,000 random and damaged requests; the test suite sends 300."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REQUESTS = 100_000
 
 
 def run(scale: float) -> Outcome:
-    """Each ends with a status that is about the request, and the server answers as before."""
+    """Each must end with a status that describes the request; afterwards the server must answer as before."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
     import faults
     from running import RunningServer
