@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.host_memory import in_huge_pages
-from kernels.linear.quantised import Quantised
+from kernels.linear.quantised import NVFP4_GROUP, Quantised
 from kernels.native import Kind, NativeUnavailable
 from kernels.native.structs import GROUP, PANEL
 
@@ -34,7 +34,6 @@ class Layout:
     """The form of the rows that it is multiplied with."""
     data: Tensor
     scale: Tensor | None = None
-    small_scale: Tensor | None = None
     zeros: Tensor | None = None
     outer: Tensor | None = None
     group: int = 0
@@ -42,7 +41,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.data, self.scale, self.small_scale, self.zeros, self.outer)
+        tensors = (self.data, self.scale, self.zeros, self.outer)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
@@ -63,7 +62,7 @@ def _lay_out(weight: Tensor | Quantised, dtype: torch.dtype) -> Layout:
         if weight.dtype == torch.bfloat16:
             return Layout(Kind.BF16, Kind.BF16, _panels(weight.detach(), STEPS[Kind.BF16], 2))
         return Layout(Kind.F32, Kind.F32, weight.detach().contiguous())
-    if not _is_scaled(weight):
+    if not _is_scaled(weight, dtype):
         if weight.in_features > MOST_INPUTS:
             raise NativeUnavailable(f"{weight.in_features} inputs are more than the {MOST_INPUTS} that 32 bits can sum")
         kind, pack = (Kind.INT8, _pack_int8) if weight.kind == "int8" else (Kind.INT4, _pack_int4)
@@ -72,16 +71,13 @@ def _lay_out(weight: Tensor | Quantised, dtype: torch.dtype) -> Layout:
     _check_scaled(weight, STEPS[kind], dtype)
     rows, group = Kind.F32 if dtype == torch.float32 else Kind.BF16, weight.scale_group
     if weight.kind == "fp8":
-        data, uncommon = _pack_fp8(weight)
-        return Layout(kind, rows, data, _group_panels(weight.scale), uncommon, group=group)
-    data = _pack_nibbles(weight)
+        return Layout(kind, rows, _pack_fp8(weight), _group_panels(weight.scale), group=group)
     if weight.kind == "nvfp4":
         assert weight.outer is not None
         outer = F.pad(1 / weight.outer if weight.divided else weight.outer, (0, -weight.shape[0] % PANEL)).contiguous()
-        small = _group_panels(weight.scale.contiguous().view(torch.uint8))
-        return Layout(kind, rows, data, small_scale=small, outer=outer, group=group)
+        return Layout(kind, rows, _pack_nvfp4(weight), outer=outer, group=group)
     zeros = None if weight.zeros is None else _group_panels(weight.zeros.float())
-    return Layout(kind, rows, data, _group_panels(weight.scale), zeros=zeros, group=group)
+    return Layout(kind, rows, _pack_nibbles(weight), _group_panels(weight.scale), zeros=zeros, group=group)
 
 
 def _panels(weight: Tensor, step: int, together: int) -> Tensor:
@@ -106,11 +102,14 @@ def _pack_int4(weight: Quantised) -> tuple[Tensor, Tensor]:
     return data.contiguous(), scale
 
 
-def _is_scaled(weight: Quantised) -> bool:
-    """Whether it is multiplied with plain rows, group by group; others with rows of integers."""
-    return weight.kind in ("fp8", "nvfp4") or (
-        weight.kind == "int4" and (weight.zeros is not None or weight.group != GROUP)
-    )
+def _is_scaled(weight: Quantised, dtype: torch.dtype) -> bool:
+    """Whether it is multiplied with plain rows; others are with rows of integers. int4 can be either: plain rows of
+    bfloat16 are a third faster where they are many; integers take any number of inputs.
+    """
+    if weight.kind != "int4":
+        return weight.kind in ("fp8", "nvfp4")
+    plain = dtype == torch.bfloat16 and weight.in_features % STEPS[Kind.UINT4] == 0
+    return plain or weight.zeros is not None or weight.group != GROUP or weight.order is not None
 
 
 def _check_scaled(weight: Quantised, step: int, dtype: torch.dtype) -> None:
@@ -130,19 +129,46 @@ def _check_scaled(weight: Quantised, step: int, dtype: torch.dtype) -> None:
         raise NativeUnavailable("a scale is negative")
 
 
-def _pack_fp8(weight: Quantised) -> tuple[Tensor, Tensor]:
-    """`[panels, k / 4, 4, 64]` bytes, and which `[panels, k / 8]` of them hold numbers without a leading one."""
-    octets = F.pad(weight.values.contiguous().view(torch.uint8), (0, 0, 0, -weight.shape[0] % PANEL), value=0x38)
+def _pack_fp8(weight: Quantised) -> Tensor:
+    """`[panels, k / 4, 4, 64]` bytes."""
+    return _in_fours(F.pad(weight.values.contiguous().view(torch.uint8), (0, 0, 0, -weight.shape[0] % PANEL)))
+
+
+def _in_fours(octets: Tensor) -> Tensor:
+    """`[n, k]` -> `[panels, k / 4, 4, 64]`: 4 inputs of 16 outputs, in the order that they are unpacked in."""
     panels = octets.view(-1, 4, 4, 4, octets.shape[1] // 4, 2, 2)  # panel, vector, lane, output, chunk, pair, parity
-    data = panels.permute(0, 4, 1, 2, 5, 3, 6).contiguous()
-    uncommon = (octets & 0x78 == 0).view(-1, PANEL, octets.shape[1] // 8, 8).any(-1).any(1)
-    return data, uncommon.to(torch.uint8).contiguous()
+    return panels.permute(0, 4, 1, 2, 5, 3, 6).reshape(-1, octets.shape[1] // 4, 4, PANEL)
+
+
+def _pack_nvfp4(weight: Quantised) -> Tensor:
+    """`[panels, k / 16, 576]` bytes: 64 scales, then of 8 inputs twice 4 in the low halves and 4 in the high ones."""
+    below = -weight.shape[0] % PANEL
+    octets = weight.scale.contiguous().view(torch.uint8)
+    codes = _codes(weight).view(*octets.shape, NVFP4_GROUP) * (octets != 0)[..., None]
+    fours = _in_fours(F.pad(codes.flatten(1), (0, 0, 0, below)))
+    numbers = (fours[:, 0::2] | fours[:, 1::2] << 4).view(fours.shape[0], octets.shape[1], -1)
+    scales = _group_panels(_scale_bytes()[octets.long()])
+    return torch.cat((scales, numbers), 2)
+
+
+def _scale_bytes() -> Tensor:
+    """Of each e4m3 byte without a sign, the byte that the compiled code reads: of (1 + m / 8) * 2^(8 - d), m in bits 4
+    to 6, the lowest bit of d in bit 7, the others in bits 0 to 3; 0 of a zero and of NaN.
+    """
+    values = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    fraction, exponent = torch.frexp(values)
+    m, d = (fraction * 16 - 8).to(torch.uint8), (9 - exponent).to(torch.uint8)
+    return torch.where(values > 0, m << 4 | (d & 1) << 7 | d >> 1, 0)
+
+
+def _codes(weight: Quantised) -> Tensor:
+    """uint8 `[n, k]`, of four bits each."""
+    return torch.stack((weight.values & 15, weight.values >> 4), -1).flatten(-2)[:, : weight.in_features]
 
 
 def _pack_nibbles(weight: Quantised) -> Tensor:
     """`[panels, k / 8, 4, 16, 2]` words as pairs of bytes: of 16 outputs, even and odd inputs, four numbers each."""
-    codes = torch.stack((weight.values & 15, weight.values >> 4), -1).flatten(-2)[:, : weight.in_features]
-    codes = F.pad(codes, (0, 0, 0, -codes.shape[0] % PANEL))
+    codes = F.pad(_codes(weight), (0, 0, 0, -weight.shape[0] % PANEL))
     panels = codes.view(-1, 4, 16, codes.shape[1] // 8, 4, 2)  # panel, vector, output, chunk, pair, parity
     words = panels.permute(0, 3, 1, 2, 5, 4)
     return (words[..., 0::2] | words[..., 1::2] << 4).contiguous()

@@ -40,8 +40,7 @@ class Packed:
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self.descriptor = Weight(
             layout.stored, weight.shape[0], self.k, self.kpad, layout.data.data_ptr(), _address(layout.scale),
-            _address(self._bias), gated, layout.rows, layout.group, _address(layout.small_scale),
-            _address(layout.zeros), _address(layout.outer),
+            _address(self._bias), gated, layout.rows, layout.group, _address(layout.zeros), _address(layout.outer),
         )  # fmt: skip
 
     @property

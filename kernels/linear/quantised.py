@@ -101,6 +101,11 @@ class Quantised:
         of = place, parts, groups
         return self._each(lambda tensor, has_rows: row_part(tensor, *of, row - tensor.dim()) if has_rows else tensor)
 
+    def in_shape(self, rows: Sequence[int]) -> Quantised:
+        """A weight `[n, k]` without an order of inputs as one of `[*rows, k]`."""
+        assert self.order is None
+        return self._each(lambda tensor, _: tensor.unflatten(0, tuple(rows)))
+
     def to(self, device: torch.device | str) -> Quantised:
         return self._each(lambda tensor, _: tensor.to(device))
 

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear.quantised import E2M1, KINDS, NVFP4_GROUP, Quantised
+from kernels.linear.quantised import E2M1, KINDS, NVFP4_GROUP, Quantised, concatenate
 from kernels.native.structs import GROUP
 
 SCALES = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Fractions of the largest scale that are tried for four bits."""
+PIECE = 1 << 20
+"""Numbers that are rounded at a time: what they take in float32 on the way is many times what stays of them."""
 LARGEST_E4M3 = 448.0
 LARGEST_E2M1 = E2M1[-1]
 
@@ -23,13 +25,18 @@ def quantise(weight: Tensor, kind: str) -> Quantised:
     """
     if kind not in KINDS:
         raise ValueError(f"weights {kind!r} is not one of {', '.join(KINDS)}")
-    weight = weight.detach().float()
-    if not bool(torch.isfinite(weight).all()):
-        raise ValueError(f"a weight of shape {tuple(weight.shape)} holds values that are not finite")
     rounders: dict[str, Callable[[Tensor], Quantised]] = {
         "int8": _int8, "int4": _int4, "fp8": _fp8, "nvfp4": _nvfp4,
     }  # fmt: skip
-    return rounders[kind](weight)
+    pieces: list[Tensor | Quantised] = []
+    for rows in weight.detach().flatten(0, -2).split(max(1, PIECE // weight.shape[-1])):
+        piece = rows.float()
+        if not bool(torch.isfinite(piece).all()):
+            raise ValueError(f"a weight of shape {tuple(weight.shape)} holds values that are not finite")
+        pieces.append(rounders[kind](piece))
+    whole = concatenate(pieces)
+    assert isinstance(whole, Quantised)
+    return whole.in_shape(weight.shape[:-1])
 
 
 def _int8(weight: Tensor) -> Quantised:

@@ -34,7 +34,7 @@ FLAGS = [
     "-fPIC",
     "-shared",
 ]
-FEATURES = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"}
+FEATURES = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "avx512vbmi"}
 
 
 class NativeUnavailable(RuntimeError):

@@ -41,6 +41,7 @@ inline int64_t in_table(int64_t row, int64_t i, int64_t width, int64_t kpad) {
 }
 
 inline int64_t panel_bytes(const Weight& w) {
+    if (w.kind == NVFP4) return w.kpad / 16 * 9 * PANEL;  // numbers of half a byte, and a byte for each 16 of them
     return w.kpad * PANEL * 2 / (w.kind == BF16 ? 1 : w.kind == INT8 || w.kind == FP8 ? 2 : 4);
 }
 
@@ -270,6 +271,8 @@ struct Product {
     float scale = 1.0f;                // ADD: of what is added ...
     const float* row_scale = nullptr;  // ... and of each row's
     const Weight* next = nullptr;      // what is multiplied after this, if that is known
+    uint32_t* unpacked = nullptr;      // scaled.h: the first tile of rows stores the panel here in bfloat16 for the others
+    bool first_rows = false;           // whether this is the first tile
 };
 
 // Stores R rows of sums, V * 16 wide (the last columns may not be outputs): + bias, the activation, then stored or added.
@@ -326,8 +329,10 @@ void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
 }
 
 // scaled.h
-template <int R, int V>
-void tile_scaled(const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, int64_t first, Ahead ahead, float* out);
+uint32_t* unpacked_panel(const Weight& w);
+template <int R>
+void tile_scaled(
+    const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, uint32_t* unpacked, bool first_rows, Ahead ahead, float* out);
 
 template <int R, int V>
 void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Ahead ahead) {
@@ -340,7 +345,8 @@ void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Ahead a
     const uint16_t* a = static_cast<const uint16_t*>(job.a) + row * job.lda;
     if (w.kind == BF16) tile_bf16<R, V>(a, job.lda, w, panel, first, ahead, out);
     if (w.kind == F32) tile_f32<R>(static_cast<const float*>(job.a) + row * job.lda, job.lda, w, panel, out);
-    if (w.kind >= FP8) tile_scaled<R, V>(job.a, row, job.lda, w, panel, first, ahead, out);
+    if constexpr (V == 4)
+        if (w.kind >= FP8) tile_scaled<R>(job.a, row, job.lda, w, panel, job.unpacked, job.first_rows, ahead, out);
     if constexpr (R <= INT_ROWS) {
         const int8_t* bytes = reinterpret_cast<const int8_t*>(a);
         if (w.kind == INT8) tile_int8<R, V>(bytes, 2 * job.lda, job.scales + row, w, panel, first, ahead, out);
@@ -362,12 +368,15 @@ void tile_of(int64_t rows, const Product& job, int64_t row, int64_t panel, int64
 
 // Rows [begin, end) in tiles of nearly equal height. `next`: a panel to prefetch during the last tiles; a single tile does
 // not prefetch.
-void tiles(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next) {
+void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next) {
+    Product job = product;
     const Weight& w = *job.weight;
     const bool bytes_or_less = w.kind == INT8 || w.kind == INT4;
     const int64_t height = bytes_or_less ? INT_ROWS : ROWS, pieces = (end - begin + height - 1) / height;
     const int64_t looks = w.kpad / (bytes_or_less ? 4 : 2) / STRIDE + 1, spread = std::min(pieces, SPREAD), bytes = panel_bytes(w);
+    if (w.kind >= FP8 && pieces > 1) job.unpacked = unpacked_panel(w);
     for (int64_t i = 0; i < pieces; i++) {
+        job.first_rows = i == 0;
         const int64_t from = begin + (end - begin) * i / pieces, to = begin + (end - begin) * (i + 1) / pieces;
         Ahead ahead{nullptr, nullptr, 0};
         if (const int64_t share = i - (pieces - spread); next && pieces > 1 && share >= 0) {

@@ -1,80 +1,149 @@
 // Products of plain rows with weights of 8 and 4 bits: fp8, nvfp4, int4 in groups.
 //
-// A weight's small number is exactly a bfloat16 (e4m3 has 4 significant bits, e2m1 two, int4 less its zero point five), so
-// it is converted in registers. The sums equal those of the same rows times the unpacked numbers; a group's sum is then
-// multiplied by its scale in float32. Rows are pairs of bfloat16, or float32: the numbers are then widened by a shift.
+// A weight's small number is exactly a bfloat16: e4m3 has 4 significant bits, e2m1 times its e4m3 scale 6, int4 less its
+// zero point 5. The sums equal those of the same rows times the unpacked numbers. The other scales are float32: the sum of a
+// row or of a group is multiplied by its scale. Rows are pairs of bfloat16, or float32: the numbers are then widened by a
+// shift.
+//
+// The first tile of rows unpacks numbers in registers, in parallel with its products. If there are more tiles, it stores
+// them as pairs of bfloat16, [k / 2][64][2], which the other tiles multiply. All tiles add in the same order.
 //
 // Layouts, in panels of 64 outputs. fp8 [k / 4][4][64] bytes: 16 outputs and 4 inputs, in an order that two instructions
-// unpack to two vectors of pairs. Four bits [k / 8][4][16][2] words: 16 outputs, even and odd inputs, four inputs two
-// apart, the first in the lowest bits.
+// unpack to two vectors of pairs. nvfp4 [k / 16] of 64 bytes of scales (see Nvfp4), then [2][4][64] bytes: 16 outputs, 4
+// inputs as in fp8 in the low halves, and the next 4 in the high halves. int4 [k / 8][4][16][2] words: 16 outputs, even
+// and odd inputs, four inputs two apart, the first in the lowest bits.
 
 #pragma once
 
 #include <immintrin.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 #include "products.h"
 
 namespace {
 
-constexpr int64_t CHUNK = 8;        // inputs that are unpacked together
-constexpr int64_t SCALED_WIDE = 3;  // rows up to which all 64 outputs are summed at once; more leave too few registers
+constexpr int64_t CHUNK = 8;         // inputs that are unpacked together
+constexpr int64_t E4M3_GROUP = 16;   // inputs that share a scale in nvfp4
+constexpr int LARGEST_EXPONENT = 8;  // of e4m3
 
-inline __m512i in_all_lanes(__m128i table) { return _mm512_broadcast_i32x4(table); }
+// The bits of a bfloat16; `value` is exactly one.
+inline uint16_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return uint16_t(bits >> 16);
+}
 
-// e4m3 bytes -> bfloat16. The upper byte depends on sign and upper exponent bits, the lower one on the rest: a table of 16
-// bytes each. That is wrong for subnormal numbers (exponent bits 0), which use words and a separate table. NaN is rejected
-// when the weight is packed.
+// A table of 128 bfloat16, as a table of upper bytes and one of lower bytes.
+struct ByteTables {
+    __m512i upper[2], lower[2];
+    template <class F>
+    explicit ByteTables(const F& word) {
+        alignas(64) uint8_t high[128], low[128];
+        for (int i = 0; i < 128; i++) high[i] = uint8_t(word(i) >> 8), low[i] = uint8_t(word(i));
+        for (int i = 0; i < 2; i++) upper[i] = _mm512_load_si512(high + 64 * i), lower[i] = _mm512_load_si512(low + 64 * i);
+    }
+    // Bit 7 of an index is ignored.
+    __m512i high(__m512i index) const { return _mm512_permutex2var_epi8(upper[0], index, upper[1]); }
+    __m512i low(__m512i index) const { return _mm512_permutex2var_epi8(lower[0], index, lower[1]); }
+};
+
+// Unpackers, one for each kind. begin() prepares the scales or zero points of a group for 16 outputs; unpack() returns two
+// vectors of pairs: half a chunk of inputs for 16 outputs.
+
+// e4m3 bytes. NaN is rejected when the weight is packed.
 struct Fp8 {
-    __m512i upper, lower;
-    Fp8() {
-        alignas(16) uint8_t high[16], low[16];
-        for (int i = 0; i < 16; i++) high[i] = uint8_t((i & 8) << 4 | (60 + (i & 7))), low[i] = uint8_t((i & 8) << 4 | (i & 7) << 4);
-        upper = in_all_lanes(_mm_load_si128(reinterpret_cast<const __m128i*>(high)));
-        lower = in_all_lanes(_mm_load_si128(reinterpret_cast<const __m128i*>(low)));
+    static constexpr int64_t KIND = FP8;
+    struct Group {};
+    const ByteTables tables = made();
+    static ByteTables made() {
+        static const ByteTables all([](int i) {
+            return bits_of(i < 8 ? std::ldexp(i / 8.0f, -6) : std::ldexp(1.0f + (i & 7) / 8.0f, (i >> 3) - 7));
+        });
+        return all;
     }
-    void plain(__m512i bytes, __m512i& one, __m512i& two) const {
-        const __m512i nibble = _mm512_set1_epi8(15);
-        const __m512i high = _mm512_shuffle_epi8(upper, _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble));
-        const __m512i low = _mm512_shuffle_epi8(lower, _mm512_and_si512(bytes, nibble));
-        one = _mm512_unpacklo_epi8(low, high), two = _mm512_unpackhi_epi8(low, high);
-    }
-    static __m512i any(__m512i w) {
-        const __m512i small = _mm512_castsi128_si512(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
-        const __m512i size = _mm512_and_si512(_mm512_slli_epi16(w, 4), _mm512_set1_epi16(0x07f0));
-        const __m512i whole = _mm512_add_epi16(size, _mm512_set1_epi16(120 << 7));
-        const __mmask32 without = _mm512_testn_epi16_mask(w, _mm512_set1_epi16(0x78));
-        const __m512i found = _mm512_mask_permutexvar_epi16(whole, without, w, small);
-        return _mm512_or_si512(_mm512_and_si512(_mm512_slli_epi16(w, 8), _mm512_set1_epi16(int16_t(0x8000))), found);
-    }
-    static void any(__m512i bytes, __m512i& one, __m512i& two) {
-        one = any(_mm512_unpacklo_epi8(bytes, _mm512_setzero_si512())), two = any(_mm512_unpackhi_epi8(bytes, _mm512_setzero_si512()));
+    static const uint8_t* chunk(const uint8_t* panel, int64_t i) { return panel + i * PANEL; }
+    Group begin(const Weight&, const uint8_t*, int64_t, int64_t, int64_t) const { return {}; }
+    void unpack(const uint8_t* from, int half, const Group&, __m512i (&words)[2]) const {
+        const __m512i bytes = _mm512_loadu_si512(from + half * 4 * PANEL), low = tables.low(bytes);
+        const __m512i sign = _mm512_set1_epi8(int8_t(0x80));
+        const __m512i high = _mm512_ternarylogic_epi32(tables.high(bytes), bytes, sign, 0xf8);  // a | (b & c)
+        words[0] = _mm512_unpacklo_epi8(low, high), words[1] = _mm512_unpackhi_epi8(low, high);
     }
 };
 
-// Numbers in the lowest 4 bits of words -> bfloat16, by a table of 32 words. Bit 4 is arbitrary, so e2m1 and int4 with a
-// zero point of 8 have every entry twice; with other zero points, the index is number - zero point + 16.
-struct Nibbles {
+// e2m1 numbers times the scale of their group, (1 + m / 8) * 2^(8 - d). The byte of a scale has m in bits 4 to 6, the lowest
+// bit of d in bit 7 and its other bits in bits 0 to 3. The table is indexed by m and the number and has the product for
+// d = 0; d is then subtracted from the exponent. Zero is stored as 0x8000 (-0), the only word that a saturating subtraction
+// leaves unchanged; in a group whose scale is zero, all numbers are packed as zeros.
+struct Nvfp4 {
+    static constexpr int64_t KIND = NVFP4;
+    struct Group {
+        __m512i scale, exponent;  // the scale of each byte's output; d of each word's output
+    };
+    const ByteTables tables = made();
+    static ByteTables made() {
+        static const ByteTables all([](int i) {
+            const float e2m1[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f}, size = e2m1[i & 7] * (1.0f + (i >> 4) / 8.0f);
+            return size == 0.0f ? uint16_t(0x8000) : bits_of(std::ldexp(i & 8 ? -size : size, LARGEST_EXPONENT));
+        });
+        return all;
+    }
+    static const uint8_t* chunk(const uint8_t* panel, int64_t i) {
+        return panel + i / E4M3_GROUP * (E4M3_GROUP / 2 + 1) * PANEL + PANEL + i % E4M3_GROUP * (PANEL / 2);
+    }
+    Group begin(const Weight&, const uint8_t* panel, int64_t, int64_t input, int64_t vector) const {
+        const uint8_t* scales = chunk(panel, input) - PANEL + vector * 16;
+        const __m512i each = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales)));
+        const __m512i order = _mm512_set_epi64(  // for each lane's 4 outputs, the scale in all four bytes of the output
+            0x0f0f0e0e0d0d0c0c, 0x0f0f0e0e0d0d0c0c, 0x0b0b0a0a09090808, 0x0b0b0a0a09090808, 0x0707060605050404, 0x0707060605050404,
+            0x0303020201010000, 0x0303020201010000);
+        const __m512i bytes = _mm512_shuffle_epi8(each, order);
+        return {bytes, _mm512_and_si512(_mm512_unpacklo_epi8(bytes, bytes), _mm512_set1_epi16(0x0f80))};
+    }
+    void unpack(const uint8_t* from, int half, const Group& group, __m512i (&words)[2]) const {
+        const __m512i bytes = _mm512_loadu_si512(from), code = half ? _mm512_srli_epi16(bytes, 4) : bytes;
+        const __m512i index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), code, group.scale, 0xca);  // a ? b : c, bit by bit
+        const __m512i low = tables.low(index), high = tables.high(index);
+        words[0] = _mm512_subs_epi16(_mm512_unpacklo_epi8(low, high), group.exponent);
+        words[1] = _mm512_subs_epi16(_mm512_unpackhi_epi8(low, high), group.exponent);
+    }
+};
+
+// Four bits less 8, or less a zero point, in the lowest bits of words, by a table of 32 words. Bit 4 of an index is undefined, so
+// the table repeats itself; with zero points the index is number - zero point + 16.
+template <bool ZEROS>
+struct Uint4 {
+    static constexpr int64_t KIND = UINT4;
+    struct Group {
+        __m512i shift;  // of even and odd inputs
+    };
     __m512i table;
-    Nibbles(int64_t kind, bool zeros) {
+    Uint4() {
         alignas(64) uint16_t words[32];
-        const float e2m1[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-        for (int i = 0; i < 32; i++) {
-            const int code = i & 15;
-            const float value = kind == NVFP4 ? (code & 8 ? -e2m1[code & 7] : e2m1[code & 7]) : float(zeros ? i - 16 : code - 8);
-            uint32_t bits;
-            std::memcpy(&bits, &value, 4);
-            words[i] = uint16_t(bits >> 16);
-        }
+        for (int i = 0; i < 32; i++) words[i] = bits_of(float(ZEROS ? i - 16 : (i & 15) - 8));
         table = _mm512_load_si512(words);
     }
-    __m512i operator()(__m512i w) const { return _mm512_permutexvar_epi16(w, table); }
-    __m512i operator()(__m512i w, __m512i shift) const {
-        return (*this)(_mm512_add_epi16(_mm512_and_si512(w, _mm512_set1_epi16(15)), shift));
+    static const uint8_t* chunk(const uint8_t* panel, int64_t i) { return panel + i * (PANEL / 2); }
+    Group begin(const Weight& w, const uint8_t*, int64_t scales, int64_t, int64_t vector) const {
+        if (!ZEROS) return {_mm512_setzero_si512()};
+        const __m512i zeros = _mm512_cvtps_epi32(_mm512_loadu_ps(w.zeros + scales + vector * 16));
+        const __m512i shift = _mm512_sub_epi32(_mm512_set1_epi32(16), zeros);
+        return {_mm512_or_si512(shift, _mm512_slli_epi32(shift, 16))};
+    }
+    void unpack(const uint8_t* from, int half, const Group& group, __m512i (&words)[2]) const {
+        const __m512i four = _mm512_loadu_si512(from);
+        for (int pair = 0; pair < 2; pair++) {
+            const int shift = 8 * half + 4 * pair;
+            __m512i index = shift ? _mm512_srli_epi16(four, shift) : four;
+            if constexpr (ZEROS) index = _mm512_add_epi16(_mm512_and_si512(index, _mm512_set1_epi16(15)), group.shift);
+            words[pair] = _mm512_permutexvar_epi16(index, table);
+        }
     }
 };
 
@@ -109,111 +178,176 @@ struct PairsOfF32 {
     }
 };
 
-// Scales of 16 outputs: float32, or unsigned e4m3 bytes, whose bits are a float32 2^120 times too small.
-inline __m512 scales_of(const Weight& w, int64_t at) {
-    if (w.kind != NVFP4) return _mm512_loadu_ps(w.scale + at);
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w.small_scale + at));
-    return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 20)), _mm512_set1_ps(0x1p120f));
+// Groups of inputs whose sums are scaled separately; 1 if the scales are part of the numbers, or belong to whole rows.
+inline int64_t summed_groups(const Weight& w) { return w.kind == NVFP4 ? 1 : (w.kpad + w.group - 1) / w.group; }
+
+// Sums of R rows and V vectors of outputs.
+template <int R, int V>
+inline __attribute__((always_inline)) void set_zero(__m512 (&sum)[R][V]) {
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) sum[r][v] = _mm512_setzero_ps();
 }
 
-// One pair of inputs: R rows times V vectors of outputs.
-template <class Rows, int R, int V>
-inline __attribute__((always_inline)) void multiply_pair(
-    const typename Rows::Element* a, int64_t lda, const __m512i (&words)[V], __m512 (&sum)[R][V]
+// Stores sums times the scales of their outputs, or totals of groups, which are scaled already.
+template <bool GROUPED, int R, int V>
+inline __attribute__((always_inline)) void store_sums(
+    const Weight& w, int64_t panel, int64_t first, const __m512 (&sum)[R][V], float* out
 ) {
-    typename Rows::Column column[V];
-    for (int v = 0; v < V; v++) column[v] = typename Rows::Column(words[v]);
-    for (int r = 0; r < R; r++) {
-        const auto x = Rows::cell(a + r * lda);
-        for (int v = 0; v < V; v++) sum[r][v] = Rows::add(sum[r][v], x, column[v]);
+    const float* scales = w.kind == NVFP4 ? w.outer : w.scale;
+    for (int v = 0; v < V; v++) {
+        for (int r = 0; r < R; r++) {
+            const auto* scale = scales + panel * PANEL + (first + v) * 16;
+            _mm512_storeu_ps(out + r * PANEL + v * 16, GROUPED ? sum[r][v] : _mm512_mul_ps(sum[r][v], _mm512_loadu_ps(scale)));
+        }
     }
 }
 
-// Zero points of 16 outputs -> the index offsets of their numbers, for even and odd inputs.
-inline __m512i shifts_of(const float* zeros) {
-    const __m512i shift = _mm512_sub_epi32(_mm512_set1_epi32(16), _mm512_cvtps_epi32(_mm512_loadu_ps(zeros)));
-    return _mm512_or_si512(shift, _mm512_slli_epi32(shift, 16));
+// total += sum * scale, of group g.
+template <int R, int V>
+inline __attribute__((always_inline)) void add_group(
+    const Weight& w, int64_t scales, int64_t first, const __m512 (&sum)[R][V], __m512 (&total)[R][V]
+) {
+    for (int v = 0; v < V; v++) {
+        const __m512 scale = _mm512_loadu_ps(w.scale + scales + (first + v) * 16);
+        for (int r = 0; r < R; r++) total[r][v] = _mm512_fmadd_ps(sum[r][v], scale, total[r][v]);
+    }
 }
 
-// R rows times 16 * V outputs from output 16 * first of a panel, group by group.
-template <class Rows, int64_t KIND, bool ZEROS, int R, int V>
-__attribute__((noinline)) void tile_scaled(
-    const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Ahead ahead, float* out
+// R rows times V vectors of outputs, from vector `first` of a panel on. Numbers are unpacked in registers, and stored in
+// `keep` for other rows unless it is null.
+template <class Rows, class Numbers, bool GROUPED, int R, int V>
+__attribute__((noinline)) void tile_packed(
+    const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, uint32_t* keep, Ahead ahead, float* out
 ) {
+    const Numbers numbers;
+    const uint8_t* const data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
     const int64_t groups = (w.kpad + w.group - 1) / w.group;
-    const uint8_t* const data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w) + first * 64;
-    const uint8_t* const uncommon = KIND == FP8 ? w.small_scale + panel * (w.kpad / CHUNK) : nullptr;
-    const Fp8 fp8;
-    const Nibbles nibbles(KIND, ZEROS);
-    __m512 total[R][V];
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) total[r][v] = _mm512_setzero_ps();
+    if (keep) keep += first * 16;
+    __m512 sum[R][V], total[R][V];
+    set_zero(sum);
+    if constexpr (GROUPED) set_zero(total);
     for (int64_t g = 0; g < groups; g++) {
-        __m512 sum[R][V];
-        for (int r = 0; r < R; r++)
-            for (int v = 0; v < V; v++) sum[r][v] = _mm512_setzero_ps();
-        __m512i shift[V];
-        if constexpr (ZEROS)
-            for (int v = 0; v < V; v++) shift[v] = shifts_of(w.zeros + (panel * groups + g) * PANEL + (first + v) * 16);
-        const int64_t end = std::min(w.kpad, (g + 1) * w.group);
+        const int64_t end = std::min(w.kpad, (g + 1) * w.group), scales = (panel * groups + g) * PANEL;
+        typename Numbers::Group group[V];
+        for (int v = 0; v < V; v++) group[v] = numbers.begin(w, data, scales, g * w.group, first + v);
         for (int64_t i = g * w.group; i < end; i += CHUNK) {
+            const uint8_t* const chunk = Numbers::chunk(data, i) + first * 64;
             ahead.step();
-            __m512i words[V];
-            if constexpr (KIND == FP8) {
-                for (int half = 0; half < 2; half++) {
-                    const uint8_t* b = data + (i + 4 * half) * PANEL;
-                    __m512i behind[V];
-                    if (__builtin_expect(uncommon[i / CHUNK], 0)) {
-                        for (int v = 0; v < V; v++) Fp8::any(_mm512_loadu_si512(b + v * 64), words[v], behind[v]);
-                    } else {
-                        for (int v = 0; v < V; v++) fp8.plain(_mm512_loadu_si512(b + v * 64), words[v], behind[v]);
+            for (int half = 0; half < 2; half++) {
+                __m512i words[V][2];
+                for (int v = 0; v < V; v++) numbers.unpack(chunk + v * 64, half, group[v], words[v]);
+                for (int pair = 0; pair < 2; pair++) {
+                    const int64_t at = 2 * half + pair;
+                    if (keep)
+                        for (int v = 0; v < V; v++) _mm512_storeu_si512(keep + at * PANEL + v * 16, words[v][pair]);
+                    typename Rows::Column column[V];
+                    for (int v = 0; v < V; v++) column[v] = typename Rows::Column(words[v][pair]);
+                    for (int r = 0; r < R; r++) {
+                        const auto x = Rows::cell(a + r * lda + i + 2 * at);
+                        for (int v = 0; v < V; v++) sum[r][v] = Rows::add(sum[r][v], x, column[v]);
                     }
-                    multiply_pair<Rows, R, V>(a + i + 4 * half, lda, words, sum);
-                    multiply_pair<Rows, R, V>(a + i + 4 * half + 2, lda, behind, sum);
                 }
-            } else {
-                __m512i four[V];
-                for (int v = 0; v < V; v++) four[v] = _mm512_loadu_si512(data + i * PANEL / 2 + v * 64);
-                for (int pair = 0; pair < 4; pair++) {
-                    for (int v = 0; v < V; v++) {
-                        if constexpr (ZEROS) words[v] = nibbles(four[v], shift[v]);
-                        else words[v] = nibbles(four[v]);
-                        four[v] = _mm512_srli_epi16(four[v], 4);
-                    }
-                    multiply_pair<Rows, R, V>(a + i + 2 * pair, lda, words, sum);
+            }
+            if (keep) keep += 4 * PANEL;
+        }
+        if constexpr (GROUPED) {
+            add_group(w, scales, first, sum, total);
+            set_zero(sum);
+        }
+    }
+    if constexpr (GROUPED) store_sums<true>(w, panel, first, total, out);
+    else store_sums<false>(w, panel, first, sum, out);
+}
+
+// R rows times V vectors of outputs, from vector `first` of an unpacked panel on. The sums of a group need all registers, so
+// totals are kept in `out`.
+template <class Rows, bool GROUPED, int R, int V>
+__attribute__((noinline)) void tile_unpacked(
+    const typename Rows::Element* a, int64_t lda, const Weight& w, const uint32_t* unpacked, int64_t panel, int64_t first,
+    Ahead ahead, float* out
+) {
+    const int64_t groups = summed_groups(w), width = GROUPED ? w.group : w.kpad;
+    const uint32_t* b = unpacked + first * 16;
+    __m512 sum[R][V];
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t end = std::min(w.kpad, (g + 1) * width);
+        set_zero(sum);
+        for (int64_t i = g * width; i < end;) {
+            const int64_t stop = ahead.step() ? std::min(end, i + 2 * STRIDE) : end;
+            for (; i < stop; i += 2, b += PANEL) {
+                typename Rows::Column column[V];
+                for (int v = 0; v < V; v++) column[v] = typename Rows::Column(_mm512_loadu_si512(b + v * 16));
+                for (int r = 0; r < R; r++) {
+                    const auto x = Rows::cell(a + r * lda + i);
+                    for (int v = 0; v < V; v++) sum[r][v] = Rows::add(sum[r][v], x, column[v]);
                 }
             }
         }
-        for (int v = 0; v < V; v++) {
-            const __m512 scale = scales_of(w, (panel * groups + g) * PANEL + (first + v) * 16);
-            for (int r = 0; r < R; r++) total[r][v] = _mm512_fmadd_ps(sum[r][v], scale, total[r][v]);
+        if constexpr (GROUPED) {
+            for (int v = 0; v < V; v++) {
+                const __m512 scale = _mm512_loadu_ps(w.scale + (panel * groups + g) * PANEL + (first + v) * 16);
+                for (int r = 0; r < R; r++) {
+                    float* total = out + r * PANEL + v * 16;
+                    _mm512_storeu_ps(total, _mm512_fmadd_ps(sum[r][v], scale, g ? _mm512_loadu_ps(total) : _mm512_setzero_ps()));
+                }
+            }
         }
     }
-    for (int v = 0; v < V; v++) {
-        const __m512 outer = w.outer ? _mm512_loadu_ps(w.outer + panel * PANEL + (first + v) * 16) : _mm512_set1_ps(1.0f);
-        for (int r = 0; r < R; r++) _mm512_storeu_ps(out + r * PANEL + v * 16, _mm512_mul_ps(total[r][v], outer));
-    }
+    if constexpr (!GROUPED) store_sums<false>(w, panel, first, sum, out);
 }
 
-// The tile of R rows from column 16 * first, which has V vectors.
-template <int R, int V>
-void tile_scaled(const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, int64_t first, Ahead ahead, float* out) {
+// Calls work(Type<...>()) with the unpacker of a weight.
+template <class T>
+struct Type {
+    using type = T;
+};
+template <class F>
+void with_numbers(const Weight& w, const F& work) {
+    if (w.kind == FP8) work(Type<Fp8>());
+    else if (w.kind == NVFP4) work(Type<Nvfp4>());
+    else if (w.zeros) work(Type<Uint4<true>>());
+    else work(Type<Uint4<false>>());
+}
+
+// This thread's memory for an unpacked panel.
+uint32_t* unpacked_panel(const Weight& w) {
+    static thread_local std::vector<uint32_t> memory;
+    if (int64_t(memory.size()) < w.kpad / 2 * PANEL + 16) memory.resize(w.kpad / 2 * PANEL + 16);
+    return reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+}
+
+// R rows times a panel. `unpacked`: null if there is only one tile; else the first tile stores the panel there for the others.
+template <int R>
+void tile_scaled(
+    const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, uint32_t* unpacked, bool first_rows, Ahead ahead, float* out
+) {
+    const bool grouped = summed_groups(w) > 1;
     const auto run = [&](auto kind) {
         using Rows = decltype(kind);
         const auto* a = static_cast<const typename Rows::Element*>(rows) + row * lda;
-        const auto part = [&]<int W>(std::integral_constant<int, W>, int64_t from, Ahead reads) {
-            float* to = out + (from - first) * 16;
-            if (w.kind == FP8) tile_scaled<Rows, FP8, false, R, W>(a, lda, w, panel, from, reads, to);
-            else if (w.kind == NVFP4) tile_scaled<Rows, NVFP4, false, R, W>(a, lda, w, panel, from, reads, to);
-            else if (w.zeros) tile_scaled<Rows, UINT4, true, R, W>(a, lda, w, panel, from, reads, to);
-            else tile_scaled<Rows, UINT4, false, R, W>(a, lda, w, panel, from, reads, to);
+        constexpr bool IS_BF16 = std::is_same_v<Rows, PairsOfBf16>;
+        const auto packed = [&](auto numbers, auto has_groups) {
+            constexpr int V = R <= 3 ? 4 : 2;
+            for (int64_t first = 0; first < 4; first += V)
+                tile_packed<Rows, typename decltype(numbers)::type, decltype(has_groups)::value, R, V>(
+                    a, lda, w, panel, first, unpacked, first + V < 4 ? Ahead{nullptr, nullptr, 0} : ahead, out + first * 16);
         };
-        if constexpr (V <= 2 || R <= SCALED_WIDE) {
-            part(std::integral_constant<int, V>(), first, ahead);
-        } else {
-            part(std::integral_constant<int, 2>(), first, Ahead{nullptr, nullptr, 0});
-            part(std::integral_constant<int, 2>(), first + 2, ahead);
+        const auto plain = [&](auto has_groups) {
+            constexpr int V = IS_BF16 ? 4 : 2;  // of float32 a pair takes two registers
+            for (int64_t first = 0; first < 4; first += V)
+                tile_unpacked<Rows, decltype(has_groups)::value, R, V>(
+                    a, lda, w, unpacked, panel, first, first + V < 4 ? Ahead{nullptr, nullptr, 0} : ahead, out + first * 16);
+        };
+        if (unpacked && !first_rows) {
+            if (grouped) plain(std::true_type());
+            else plain(std::false_type());
+            return;
         }
+        with_numbers(w, [&](auto numbers) {
+            if constexpr (decltype(numbers)::type::KIND != NVFP4)
+                if (grouped) return packed(numbers, std::true_type());
+            packed(numbers, std::false_type());
+        });
     };
     if (w.operand == BF16) run(PairsOfBf16());
     else run(PairsOfF32());

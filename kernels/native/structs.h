@@ -26,11 +26,9 @@ struct Weight {  // [n, k]; kpad: k as it is stored; scale: int8 [panels * 64], 
     const float* bias;
     int64_t gated;  // of each 32 outputs 16 are gates, and the others what f(gate) is multiplied with; n is a multiple of 32
     int64_t operand;  // the kind of the rows that it is multiplied with: F32, BF16, INT8 or INT4
-    // FP8, NVFP4, UINT4: inputs that share a scale; of NVFP4 e4m3 bytes [panels, groups, 64] instead of `scale`, of FP8
-    // [panels, k / 8], where there are numbers without a leading one; of UINT4 zero points like `scale`, or null for 8; of NVFP4
-    // [panels * 64], what a sum is multiplied with in the end
+    // FP8, NVFP4, UINT4: inputs that share a scale, which of NVFP4 lies in `data`; of UINT4 zero points like `scale`, or null for 8;
+    // of NVFP4 [panels * 64], what a sum is multiplied with in the end
     int64_t group;
-    const uint8_t* small_scale;
     const float *zeros, *outer;
 };
 

@@ -1,0 +1,141 @@
+"""Compiled products with fp8, nvfp4 and grouped int4 weights: every number that they can hold, any number of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.linear import Linear, Packed, Quantised, quantise
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+HEIGHTS = (*range(1, 20), 32, 191, 193, 200)
+"""Of one tile, of several, of more than one block of rows."""
+
+
+def e4m3(octets: Tensor) -> Tensor:
+    return octets.to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def every_fp8() -> Quantised:
+    """Rows of all numbers but NaN, in another order in each."""
+    octets = torch.tensor([octet for octet in range(256) if octet & 127 != 127] + [0, 128])
+    rows = torch.stack([octets.roll(shift) for shift in range(70)])
+    return Quantised("fp8", e4m3(rows), torch.full((70, 1), 0.5), 256, group=256)
+
+
+def every_nvfp4() -> Quantised:
+    """All numbers in groups of every scale: of row r and group g, 16 numbers times scale (r + g) % 127."""
+    codes = torch.arange(16).repeat(127, 8)
+    scales = (torch.arange(127)[:, None] + torch.arange(8)) % 127
+    return Quantised(
+        "nvfp4", (codes[:, 0::2] | codes[:, 1::2] << 4).byte(), e4m3(scales), 128, outer=torch.full((127,), 0.5)
+    )
+
+
+def every_int4(*, zeros: bool) -> Quantised:
+    """All numbers, less every zero point."""
+    codes = torch.arange(16).repeat(70, 16)
+    points = (torch.arange(70)[:, None] + torch.arange(8)) % 17 if zeros else None
+    packed = (codes[:, 0::2] | codes[:, 1::2] << 4).byte()
+    return Quantised(
+        "int4", packed, torch.full((70, 8), 0.5), 256, group=32, zeros=None if points is None else points.byte()
+    )
+
+
+EVERY = {
+    "fp8": every_fp8,
+    "nvfp4": every_nvfp4,
+    "int4": lambda: every_int4(zeros=False),
+    "int4 zeros": lambda: every_int4(zeros=True),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", EVERY)
+def test_every_number_is_multiplied_as_it_is(kind: str, dtype: torch.dtype) -> None:
+    """Rows with a single one take a weight's numbers out of it: exactly those, alone and in company."""
+    weight = EVERY[kind]()
+    linear, rows = Linear(weight, dtype=dtype), torch.eye(weight.in_features, dtype=dtype)
+    expected = weight.dequantise().t()
+    assert torch.equal(linear(rows).float(), expected.to(dtype).float())
+    assert torch.equal(torch.cat([linear(row[None]) for row in rows]).float(), expected.to(dtype).float())
+
+
+def grouped(kind: str, inner: int) -> Quantised:
+    generator = torch.Generator().manual_seed(inner)
+    weight = torch.randn(100, inner, generator=generator)
+    if kind in ("fp8", "nvfp4", "int4"):
+        return quantise(weight, kind)
+    groups = -(-inner // 32)
+    scale = torch.rand(100, groups, generator=generator) + 0.5
+    if kind == "fp8 blocks":
+        return Quantised("fp8", weight.to(torch.float8_e4m3fn), scale, inner, group=32)
+    values = torch.randint(0, 256, (100, inner // 2), dtype=torch.uint8, generator=generator)
+    zeros = torch.randint(0, 17, (100, groups), dtype=torch.uint8, generator=generator)
+    return Quantised("int4", values, scale, inner, group=32, zeros=zeros)
+
+
+@DTYPES
+@pytest.mark.parametrize("inner", [16, 80, 1104])
+@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "nvfp4", "int4", "int4 zeros"])
+def test_a_row_is_the_same_in_any_company_and_with_any_threads(kind: str, inner: int, dtype: torch.dtype) -> None:
+    weight = grouped(kind, inner)
+    linear = Linear(weight, dtype=dtype)
+    x = torch.randn(max(HEIGHTS), inner, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([linear(row[None]) for row in x])
+        exact = F.linear(x.double(), weight.dequantise(torch.float64))
+        torch.testing.assert_close(alone.double(), exact, rtol=0.01, atol=1e-3 * float(exact.abs().max()))
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for rows in HEIGHTS:
+                assert torch.equal(linear(x[:rows]), alone[:rows]), rows
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_is_beyond_a_sum_stays_in_its_row() -> None:
+    """Rows of infinities and NaN, whichever tile they are in."""
+    for kind in ("fp8", "nvfp4", "int4"):
+        linear = Linear(grouped(kind, 80), dtype=torch.bfloat16)
+        x = torch.randn(20, 80).bfloat16()
+        x[3, 7], x[15, 9] = float("inf"), float("nan")
+        y, others = linear(x), [row for row in range(20) if row not in (3, 15)]
+        assert not bool(torch.isfinite(y[[3, 15]]).any())
+        assert torch.equal(y[others], linear(x[others]))
+
+
+@DTYPES
+def test_int4_without_zero_points_takes_its_inputs_in_their_order(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    plain = quantise(torch.randn(70, 256, generator=generator), "int4")
+    order = torch.randperm(256, generator=generator)
+    weight = Quantised("int4", plain.values, plain.scale, 256, order=order)
+    x = torch.randn(9, 256, generator=generator).to(dtype)
+    exact = F.linear(x.double(), weight.dequantise(torch.float64))
+    torch.testing.assert_close(Linear(weight, dtype=dtype)(x).double(), exact, rtol=0.02, atol=0.2)
+
+
+def test_rounding_takes_a_weight_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is rounded is the same, whatever the pieces; a piece is of rows, however long they are."""
+    import kernels.linear.rounding as rounding
+
+    weight = torch.randn(3, 21, 144, generator=torch.Generator().manual_seed(2)).bfloat16()
+    for kind in ("int8", "int4", "fp8", "nvfp4"):
+        whole = quantise(weight, kind)
+        for size in (1, 1000):
+            monkeypatch.setattr(rounding, "PIECE", size)
+            assert torch.equal(quantise(weight, kind).dequantise(), whole.dequantise())
+        monkeypatch.undo()
+        assert whole.shape == weight.shape
+    with pytest.raises(ValueError, match=r"\(3, 21, 144\) holds values that are not finite"):
+        quantise(torch.where(torch.arange(144) == 143, float("inf"), weight.float()), "nvfp4")
+
+
+def test_packed_nvfp4_takes_a_scale_for_each_16_numbers_and_no_more() -> None:
+    packed = Packed(quantise(torch.randn(128, 256), "nvfp4"), None, torch.bfloat16)
+    assert packed.nbytes == 128 * 256 // 2 + 128 * 16 + 4 * 128
