@@ -76,13 +76,13 @@ def running(requests: int, pages: int, steps: int, situation: str) -> Scheduler:
     cache = PrefixCache(pool, Placement("auto", CHUNK, CHUNK, PAGE), **sizes)
     scheduler = Scheduler(options, pool, cache=cache, **sizes)
     for number in range(requests):
-        scheduler.add(request(f"r{number}", tokens - number % PAGE, output))  # a page more in any step for some
+        scheduler.queues.add(request(f"r{number}", tokens - number % PAGE, output))  # a page more in any step for some
     while any(not sequence.decoding for sequence in scheduler.queues):
         advance(scheduler)
         hold(scheduler)
     cache.clear()
     if situation == "blocked":
-        scheduler.add(request("late", blocks * PER_BLOCK * PAGE, 1))
+        scheduler.queues.add(request("late", blocks * PER_BLOCK * PAGE, 1))
     elif situation == "reclaim":
         fill(scheduler)
     return scheduler
@@ -100,7 +100,7 @@ def fill(scheduler: Scheduler) -> None:
     """Short requests come, leave their pages in the cache and end, until no superblock is free."""
     number = 0
     while scheduler.pool.free_blocks > 2:
-        kept = scheduler.add(request(f"cached {number}", CHUNK, 1))
+        kept = scheduler.queues.add(request(f"cached {number}", CHUNK, 1))
         scheduler.commit(scheduler.schedule())
         scheduler.keep(kept)
         scheduler.finish(kept)

@@ -22,7 +22,7 @@ from decoder.positions import positions_of
 from decoder.sequence import Sequence
 from decoder.singles import singles
 from decoder.slot_tables import PageTables, SlotStates
-from decoder.step import Row
+from decoder.step import Row, Step
 from kernels.chunk_scan import Chunk, plan_chunks
 from kernels.dispatch import Implementation, implementation
 from kernels.scan_tables import ScanTables
@@ -181,19 +181,18 @@ class BatchBuilder:
     def build(
         self,
         rows: SequenceOf[Row],
-        images: Mapping[str, list[tuple[int, Tensor]]],
         checkpoints: Mapping[int, list[tuple[int, int]]] | None = None,
         *,
         scan_all: bool = False,
         unread: Unread | None = None,
     ) -> Batch:
-        """Rows in the scheduler's order. `images[request_id]`: result of `image_rows` for the row.
+        """Rows in the scheduler's order; the images among their tokens have been read (`read_images`).
 
         `checkpoints[arrival]`: (position, slot) of states to save; those at a row's end are saved elsewhere.
         `scan_all`: rows of one token are scanned like the others, as in a graph of mixed rows. `unread`: source of ids
         that the host does not know.
         """
-        single = None if scan_all or any(images.values()) else self._single(rows)
+        single = None if scan_all else self._single(rows)
         if single is not None:
             return single if unread is None else self._filled(single, rows, unread)
         alone = 0 if scan_all else sum(1 for row in rows if row.alone)
@@ -202,8 +201,7 @@ class BatchBuilder:
         splices: list[tuple[int, Tensor]] = []
         samples: list[int] = []
         for row in rows:
-            found = images.get(row.sequence.request_id, ())
-            splices += [(len(ids) + first, embeddings) for first, embeddings in found]
+            splices += [(len(ids) + first, embeddings) for first, embeddings in row.images]
             ids += row.ids
             if row.samples:
                 samples += range(len(ids) - 1 - row.drafts, len(ids))
@@ -384,11 +382,23 @@ class BatchBuilder:
         )
 
 
-def image_rows(row: Row, hidden_size: int) -> list[tuple[int, Tensor]]:
-    """Embeddings for this row's tokens, as (token of the row, `[n, hidden]`). Reads the sources.
+def read_images(step: Step, hidden_size: int) -> None:
+    """Reads the rows of images that the step computes from their sources, into `Row.images`. If a source raises an
+    error, or has not the rows that its place in the prompt needs, its request fails and its row is removed from the
+    step."""
+    for row in list(step.rows):
+        sequence = row.sequence
+        if sequence.next_span == len(sequence.request.spans):
+            continue
+        try:
+            row.images.extend(_image_rows(row, hidden_size))
+        except Exception as error:  # a source's error ends its own request only
+            step.rows.remove(row)
+            step.failed.append((sequence, error))
 
-    Raises `ValueError` if a source's rows do not match its span in the prompt.
-    """
+
+def _image_rows(row: Row, hidden_size: int) -> list[tuple[int, Tensor]]:
+    """As `Row.images`. Raises `ValueError` if a source has not the rows that its place in the prompt needs."""
     found = []
     for span in row.sequence.request.spans[row.sequence.next_span :]:
         begin, end = max(span.start, row.start), min(span.end, row.end)

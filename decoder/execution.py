@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, int64
 
-from decoder.batch import Unread, image_rows
+from decoder.batch import Unread, read_images
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.flight import Flight, accepted_drafts
 from decoder.graphs import Forward
@@ -57,38 +57,23 @@ class Execution:
     def run(self, step: Step, started: float, before: Flight | None = None) -> Flight:
         """`started`: when the step was scheduled. `before`: the in-flight step, whose tokens have not been read."""
         self.states.move(step)
-        images = self._images(step)
+        read_images(step, self._hidden_size)
         flight = Flight(step, started)
         if step.rows:
             self.counters["steps"] += 1
             self.counters["batched_tokens"] += step.tokens
             self.counters["overlapped_steps"] += before is not None
-            self._compute(flight, images, before)
+            self._compute(flight, before)
         return flight
 
-    def _images(self, step: Step) -> dict[str, list[tuple[int, Tensor]]]:
-        """Image rows of the step. If a source raises an error, its request fails and its row is removed from the
-        step."""
-        found: dict[str, list[tuple[int, Tensor]]] = {}
-        for row in list(step.rows):
-            sequence = row.sequence
-            if sequence.next_span == len(sequence.request.spans):
-                continue
-            try:
-                found[sequence.request_id] = image_rows(row, self._hidden_size)
-            except Exception as error:  # a source's error ends its own request only
-                step.rows.remove(row)
-                step.failed.append((sequence, error))
-        return found
-
-    def _compute(self, flight: Flight, images: dict[str, list[tuple[int, Tensor]]], before: Flight | None) -> None:
+    def _compute(self, flight: Flight, before: Flight | None) -> None:
         step, unread = flight.step, None
         if before is not None and before.tokens_L is not None:
             unread = Unread(before.tokens_L, before.ended_L)
         drafter = self.drafter if self.drafter is not None and self.drafter.awake else None
         if drafter is not None and self.speculation is not None:
             self.speculation.draft(step.rows)
-        computed = self.forward(step.rows, images, step.checkpoints, unread)
+        computed = self.forward(step.rows, step.checkpoints, unread)
         if drafter is not None:
             drafter.observe(step.rows, computed)
         self.pools.add(step.rows, computed.hidden_TD)

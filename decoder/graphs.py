@@ -50,7 +50,6 @@ log = logging.getLogger(__name__)
 PROGRESS = 16
 """Captures between two log lines on a GPU, where each takes part of a second."""
 
-Images = Mapping[str, list[tuple[int, Tensor]]]
 Checkpoints = Mapping[int, list[tuple[int, int]]]
 
 
@@ -303,21 +302,19 @@ class Forward:
             self._reason = "capture_failed"
             log.warning("decoder graphs cannot be captured here; every step runs eagerly", exc_info=error)
 
-    def __call__(
-        self, rows: SequenceOf[Row], images: Images, checkpoints: Checkpoints, unread: Unread | None = None
-    ) -> Computed:
-        if self._native is not None and len(rows) <= self._native.max_singles and not (unread or any(images.values())):
+    def __call__(self, rows: SequenceOf[Row], checkpoints: Checkpoints, unread: Unread | None = None) -> Computed:
+        if self._native is not None and len(rows) <= self._native.max_singles and not unread:
             tables, axes = self.builder.tables, self.builder.config.position_axes
             if (found := singles(rows, tables, self.builder.options.page_size, axes)) is not None:
                 self._eager += 1
                 return Computed(self._native.single(found, None if tables is None else tables.table))
         alone = sum(1 for row in rows if row.alone)
         if self.graphs is None or alone == len(rows) or not any(row.verified for row in rows[:alone]):
-            batch, hidden = self._part(rows, images, checkpoints, unread)
+            batch, hidden = self._part(rows, checkpoints, unread)
             return Computed(hidden, batch.samples, batch)
-        first, hidden = self._part(rows[:alone], images, checkpoints, unread)
+        first, hidden = self._part(rows[:alone], checkpoints, unread)
         hidden = hidden.clone()  # the second part may be computed in the same memory
-        second, more = self._part(rows[alone:], images, checkpoints, unread)
+        second, more = self._part(rows[alone:], checkpoints, unread)
         behind = torch.arange(more.shape[0], device=more.device) if second.samples is None else second.samples
         before = torch.arange(hidden.shape[0], device=more.device) if first.samples is None else first.samples
         samples = torch.cat((before, behind + hidden.shape[0]))
@@ -332,13 +329,11 @@ class Forward:
         )
         return Computed(torch.cat((hidden, more)), samples, whole)
 
-    def _part(
-        self, rows: SequenceOf[Row], images: Images, checkpoints: Checkpoints, unread: Unread | None
-    ) -> tuple[Batch, Tensor]:
+    def _part(self, rows: SequenceOf[Row], checkpoints: Checkpoints, unread: Unread | None) -> tuple[Batch, Tensor]:
         """Computes rows by one graph, or eagerly."""
         bucket = None if self.graphs is None else self.graphs.choose(rows, checkpoints)
         scan_all = bucket is not None and bucket.kind == "mixed"
-        batch = self.builder.build(rows, images, checkpoints, scan_all=scan_all, unread=unread)
+        batch = self.builder.build(rows, checkpoints, scan_all=scan_all, unread=unread)
         x_TD = self.model.embed(batch)
         if bucket is None or self.graphs is None:
             self._eager += self.graphs is None

@@ -116,7 +116,7 @@ class DecoderRunner:
         added: list[Sequence] = []
         try:
             for sample in samples:
-                added.append(self.scheduler.add(sample, added[0] if added else None))
+                added.append(self.scheduler.queues.add(sample, added[0] if added else None))
             self._check_positions(added)
             if request.timeout is not None:
                 self._check_deadline(added[0], request.timeout)

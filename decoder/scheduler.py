@@ -24,7 +24,6 @@ from decoder.memory import SequenceMemory
 from decoder.preemption import Preemption
 from decoder.prefix_cache import PrefixCache
 from decoder.queues import Queues
-from decoder.request import DecoderRequest
 from decoder.sequence import Sequence, Status
 from decoder.step import Fork, Row, Step
 
@@ -125,10 +124,6 @@ class Scheduler:
         self.pool.release_pages(step.held_pages)
 
     # -- requests come and go ------------------------------------------------------------------------------------------
-
-    def add(self, request: DecoderRequest, leader: Sequence | None = None) -> Sequence:
-        """As `Queues.add`."""
-        return self.queues.add(request, leader)
 
     def fork(self, row: Row, step: Step) -> list[Fork]:
         """As `Forks.fork`."""

@@ -44,7 +44,7 @@ def singles(rows: SequenceOf[Row], tables: PageTables | None, page_size: int, ax
     for row in rows:
         sequence, start = row.sequence, row.start
         held = sequence.held
-        if row.count != 1 or start == 0 or not row.samples or held.replayed:
+        if row.count != 1 or start == 0 or not row.samples or held.replayed or row.images:
             return None
         ids.append(sequence.tokens[start])
         slots.append(sequence.slot)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from decoder.sequence import Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,9 @@ class Row:
     """Number of drafts at its end."""
     samples: bool = field(init=False)
     """Whether the row reaches the sequence's last token, so that the next one can be drawn."""
+    images: list[tuple[int, Tensor]] = field(default_factory=list, init=False, compare=False, repr=False)
+    """Embeddings of images among its tokens, as (token of the row, `[n, hidden]`), once `decoder.batch.read_images` has
+    read them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "samples", self.end - self.drafts == len(self.sequence.tokens))

@@ -117,7 +117,7 @@ def test_every_request_ends(
     for index, (length, output, images, priority) in enumerate(wanted):
         own = tuple(span(3 + 8 * i, 5, False) for i in range(images) if 8 + 8 * i <= length)
         spans += own
-        scheduler.add(request(str(index), length, output, own, priority))
+        scheduler.queues.add(request(str(index), length, output, own, priority))
     ended: list[str] = []
     for _ in range(3000):
         if len(ended) == len(wanted):
@@ -135,11 +135,11 @@ def test_rows_of_a_mixed_step() -> None:
     """Decode rows come first, in order of their slots; then the end of a prompt, then new prompts."""
     scheduler = make(blocks=16, max_batched_tokens=40)
     for name, length in (("a", 3), ("b", 3)):
-        scheduler.add(request(name, length))
+        scheduler.queues.add(request(name, length))
     advance(scheduler)
-    scheduler.add(request("c", 46, 2))
+    scheduler.queues.add(request("c", 46, 2))
     advance(scheduler)
-    scheduler.add(request("d", 5))
+    scheduler.queues.add(request("d", 5))
     step, _ = advance(scheduler)
     assert [(row.sequence.request_id, row.kind, row.count) for row in step.rows] == [
         ("a", 0, 1),
@@ -160,7 +160,7 @@ def test_a_first_chunk_of_one_token_is_a_prefill() -> None:
 def test_an_image_may_be_split_over_chunks() -> None:
     scheduler = make(max_chunk=3)
     item = span(2, 7, True)
-    scheduler.add(request("a", 12, 1, (item,)))
+    scheduler.queues.add(request("a", 12, 1, (item,)))
     counts, releases = [], []
     for _ in range(4):
         step, _ = advance(scheduler)
@@ -173,8 +173,8 @@ def test_an_image_may_be_split_over_chunks() -> None:
 def test_the_most_urgent_keeps_its_memory() -> None:
     """With memory for one and a half requests, the earlier one is never preempted for the later one."""
     scheduler = make(blocks=8, per_block=2, max_seqs=2, host_bytes=0)
-    scheduler.add(request("first", 20, 20))
-    scheduler.add(request("second", 16, 20))
+    scheduler.queues.add(request("first", 20, 20))
+    scheduler.queues.add(request("second", 16, 20))
     order: list[str] = []
     while len(order) < 2:
         step, ended = advance(scheduler)
@@ -186,9 +186,9 @@ def test_the_most_urgent_keeps_its_memory() -> None:
 
 def test_one_that_waits_for_an_image_is_preempted_first() -> None:
     scheduler = make(blocks=8, per_block=2, max_seqs=4, host_bytes=0)
-    scheduler.add(request("stuck", 20, 4, (span(8, 4, False),), priority=5))
+    scheduler.queues.add(request("stuck", 20, 4, (span(8, 4, False),), priority=5))
     advance(scheduler)
-    scheduler.add(request("a", 30, 4))
+    scheduler.queues.add(request("a", 30, 4))
     step, _ = advance(scheduler)
     assert [row.sequence.request_id for row in step.rows] == ["a"]
     assert [sequence.request_id for sequence in scheduler.waiting] == ["stuck"]
@@ -198,10 +198,10 @@ def test_consumed_images_survive_preemption_in_host_memory() -> None:
     """Released rows cannot be computed again: the state is saved although host memory is full."""
     scheduler = make(blocks=8, per_block=2, max_seqs=2, host_bytes=0)
     first, second = span(2, 4, True), span(10, 4, False)
-    scheduler.add(request("images", 20, 4, (first, second)))
+    scheduler.queues.add(request("images", 20, 4, (first, second)))
     advance(scheduler)
     assert source(first).releases == 1
-    scheduler.add(request("text", 40, 4))
+    scheduler.queues.add(request("text", 40, 4))
     step, _ = advance(scheduler)
     assert [save.sequence.request_id for save in step.saves] == ["images"]
     source(second).ready = True
@@ -218,7 +218,7 @@ def test_consumed_images_survive_preemption_in_host_memory() -> None:
 def test_budget_smaller_than_rows_starves_nobody(host_bytes: int) -> None:
     scheduler = make(max_seqs=4, max_batched_tokens=2, host_bytes=host_bytes)
     for name in "abcd":
-        scheduler.add(request(name, 2, 8))
+        scheduler.queues.add(request(name, 2, 8))
     served: dict[str, int] = dict.fromkeys("abcd", 0)
     for _ in range(16):
         step, _ = advance(scheduler)
@@ -231,7 +231,7 @@ def test_requests_that_cannot_be_computed_again_never_block_each_other() -> None
     """Both have released their image rows, both need a page, host memory is full: one is swapped anyway."""
     scheduler = make(blocks=5, per_block=1, has_slots=False, max_seqs=2, max_len=16, host_bytes=0)
     for name in ("first", "second"):
-        scheduler.add(request(name, 8, 8, (span(1, 3, True),)))
+        scheduler.queues.add(request(name, 8, 8, (span(1, 3, True),)))
     ended: list[str] = []
     for _ in range(60):
         ended += advance(scheduler)[1]
@@ -250,25 +250,25 @@ def test_a_level_of_priority_is_worth_so_many_steps() -> None:
     for step, priority in ((0, 0), (2, 1), (3, 1), (4, 1)):
         while scheduler.queues.step_number < step:
             scheduler.schedule()
-        ranks[step] = scheduler.add(request(str(step), 4, priority=priority))
+        ranks[step] = scheduler.queues.add(request(str(step), 4, priority=priority))
     assert ranks[2].order < ranks[0].order < ranks[3].order < ranks[4].order
 
 
 def test_priorities_are_bounded() -> None:
     scheduler = make(ageing=1)
-    high, higher = (scheduler.add(request(str(p), 4, priority=p)) for p in (100, 2**31 - 1))
+    high, higher = (scheduler.queues.add(request(str(p), 4, priority=p)) for p in (100, 2**31 - 1))
     assert high.rank == higher.rank
 
 
 def test_priorities_are_bounded_from_below_too() -> None:
     scheduler = make(ageing=1)
-    low, lower, above = (scheduler.add(request(str(p), 4, priority=p)) for p in (-100, -(2**31), -99))
+    low, lower, above = (scheduler.queues.add(request(str(p), 4, priority=p)) for p in (-100, -(2**31), -99))
     assert low.rank == lower.rank == 100 and above.rank == 99
 
 
 def decoding(scheduler: Scheduler, count: int, output: int = 20, length: int = 3) -> list[Sequence]:
     """Requests that have each drawn a token."""
-    found = [scheduler.add(request(f"r{number}", length, output)) for number in range(count)]
+    found = [scheduler.queues.add(request(f"r{number}", length, output)) for number in range(count)]
     advance(scheduler)
     assert all(sequence.decoding for sequence in found)
     return found
@@ -323,7 +323,7 @@ def test_one_that_waits_for_an_image_is_preempted_before_less_urgent_ones_that_r
     preempted. If none waits, the least urgent one after it is preempted, never one before it."""
     scheduler = make(blocks=4 + 16, per_block=1, host_bytes=0, max_batched_tokens=32)
     stuck, *others = (
-        scheduler.add(item)
+        scheduler.queues.add(item)
         for item in (request("stuck", 16, 4, (span(12, 4, False),)), *(request(n, 3, 9) for n in "abc"))
     )
     advance(scheduler)
@@ -338,9 +338,9 @@ def test_one_that_waits_for_an_image_is_preempted_before_less_urgent_ones_that_r
 
 def test_of_two_that_wait_for_images_the_less_urgent_is_preempted() -> None:
     scheduler = make(blocks=20, per_block=1, host_bytes=0, max_batched_tokens=32)
-    first = scheduler.add(request("first", 16, 4, (span(8, 4, False),)))
-    second = scheduler.add(request("second", 16, 4, (span(8, 4, False),)))
-    runs = scheduler.add(request("runs", 3, 9))
+    first = scheduler.queues.add(request("first", 16, 4, (span(8, 4, False),)))
+    second = scheduler.queues.add(request("second", 16, 4, (span(8, 4, False),)))
+    runs = scheduler.queues.add(request("runs", 3, 9))
     advance(scheduler)
     assert scheduler.preemption.victim(runs) is second
     scheduler.schedule([second])
@@ -350,9 +350,9 @@ def test_of_two_that_wait_for_images_the_less_urgent_is_preempted() -> None:
 def test_a_stream_of_urgent_requests_starves_nobody() -> None:
     """One batch slot, and in each step a new request of a higher level: the other one still ends."""
     scheduler = make(max_seqs=1, ageing=6)
-    scheduler.add(request("patient", 4, 2))
+    scheduler.queues.add(request("patient", 4, 2))
     for number in range(100):
-        scheduler.add(request(f"urgent {number}", 4, 2, priority=1))
+        scheduler.queues.add(request(f"urgent {number}", 4, 2, priority=1))
         if "patient" in advance(scheduler)[1]:
             assert number > 6
             return
@@ -362,8 +362,8 @@ def test_a_stream_of_urgent_requests_starves_nobody() -> None:
 def test_a_request_enters_only_with_room_for_those_that_run_to_grow() -> None:
     """Memory for both prompts and not a page more: the second waits for the end of the first, and none is preempted."""
     scheduler = make(blocks=2 + 5, per_block=1, max_seqs=2, max_len=20, host_bytes=0)
-    scheduler.add(request("first", 12, 8))
-    scheduler.add(request("second", 8, 4))
+    scheduler.queues.add(request("first", 12, 8))
+    scheduler.queues.add(request("second", 8, 4))
     ended: list[str] = []
     while len(ended) < 2:
         step, finished = advance(scheduler)
@@ -386,7 +386,8 @@ def test_a_step_costs_the_same_however_many_pages_are_held(cache: bool, stuck: b
         for number in range(8):
             late = (span(2 * pages - 3, 2, False),) if stuck and number % 4 == 3 else ()
             wanted = request(str(number), 2 * pages - 1, 900, late)
-            scheduler.add(dataclasses.replace(wanted, salt=bytes([number])))  # which keeps them from sharing pages
+            # The salt keeps them from sharing pages.
+            scheduler.queues.add(dataclasses.replace(wanted, salt=bytes([number])))
 
         def step() -> None:
             scheduler.commit(done := scheduler.schedule())
@@ -397,7 +398,7 @@ def test_a_step_costs_the_same_however_many_pages_are_held(cache: bool, stuck: b
             step()
         if kept is not None:
             kept.clear()
-        scheduler.add(request("large", 12 * pages, 4))
+        scheduler.queues.add(request("large", 12 * pages, 4))
         step()
         found = lines_run(step)
         assert len(scheduler.running) == 8
@@ -411,8 +412,8 @@ def test_a_step_costs_the_same_however_many_pages_are_held(cache: bool, stuck: b
 def test_the_first_in_order_is_never_preempted_for_want_of_a_place_in_host_memory() -> None:
     """The other one's image rows are consumed and host memory is full: it is swapped above the limit."""
     scheduler = make(blocks=2 + 9, per_block=1, max_seqs=2, max_len=36, host_bytes=0)
-    scheduler.add(request("first", 12, 20))
-    scheduler.add(request("second", 16, 12, (span(1, 3, True),)))
+    scheduler.queues.add(request("first", 12, 20))
+    scheduler.queues.add(request("second", 16, 12, (span(1, 3, True),)))
     while [*scheduler.queues]:
         step, _ = advance(scheduler)
         assert 0 not in step.preempted
@@ -423,7 +424,7 @@ def test_the_first_in_order_is_never_preempted_for_want_of_a_place_in_host_memor
 def test_host_memory_holds_exactly_what_fits(host_bytes: int | None, saved: bool) -> None:
     """A state of 20 bytes and three pages of 10."""
     scheduler = make(blocks=20, host_bytes=host_bytes)
-    first, second = (scheduler.add(request(name, 12, 4)) for name in ("first", "second"))
+    first, second = (scheduler.queues.add(request(name, 12, 4)) for name in ("first", "second"))
     scheduler.options = dataclasses.replace(scheduler.options, max_batched_tokens=24)
     advance(scheduler)
     step = scheduler.schedule([first, second])
@@ -436,7 +437,7 @@ def test_host_memory_holds_exactly_what_fits(host_bytes: int | None, saved: bool
 
 def test_preempted_twice_at_once_is_preempted_once() -> None:
     scheduler = make()
-    sequence = scheduler.add(request("a", 4))
+    sequence = scheduler.queues.add(request("a", 4))
     scheduler.commit(scheduler.schedule([sequence]))
     assert scheduler.preemption.preemptions == 0, "it did not run"
     scheduler.schedule([sequence, sequence])
@@ -459,14 +460,14 @@ def test_what_can_never_be_served_is_refused_with_the_numbers(
     wanted = dataclasses.replace(request("a", prompt, max_tokens), output_ids=[1] * output)
     scheduler = make()
     with pytest.raises(ValueError, match=message):
-        scheduler.add(wanted)
+        scheduler.queues.add(wanted)
     assert not [*scheduler.queues]
 
 
 @pytest.mark.parametrize(("prompt", "output", "max_tokens", "limit"), [(47, 0, 9, 1), (43, 4, 9, 5), (10, 3, 4, 4)])
 def test_what_can_just_be_served_is_taken(prompt: int, output: int, max_tokens: int, limit: int) -> None:
     wanted = dataclasses.replace(request("a", prompt, max_tokens), output_ids=[1] * output)
-    assert make().add(wanted).limit == limit
+    assert make().queues.add(wanted).limit == limit
 
 
 @pytest.mark.parametrize(
@@ -483,10 +484,10 @@ def test_what_can_just_be_served_is_taken(prompt: int, output: int, max_tokens: 
 def test_image_rows_lie_in_the_prompt_in_order_and_apart(spans: list[tuple[int, int]], ok: bool) -> None:
     wanted = request("a", 8, 4, tuple(span(start, length, False) for start, length in spans))
     if ok:
-        make().add(wanted)
+        make().queues.add(wanted)
         return
     with pytest.raises(ValueError, match="do not lie in the prompt of 8 tokens"):
-        make().add(wanted)
+        make().queues.add(wanted)
 
 
 @pytest.mark.parametrize(("output", "kept"), [(4, [8]), (5, [8, 12])])
@@ -495,7 +496,7 @@ def test_an_answer_is_kept_where_it_saves_a_page(output: int, kept: list[int]) -
     scheduler = cached(blocks=40, state_block=4)
     assert scheduler.cache is not None
     scheduler.cache.placement = dataclasses.replace(scheduler.cache.placement, mode="auto", chunk=4)
-    sequence = scheduler.add(request("a", 9, 9))
+    sequence = scheduler.queues.add(request("a", 9, 9))
     while sequence.computed < 8 + output - 1:
         step = scheduler.schedule()
         scheduler.commit(step)
@@ -530,7 +531,7 @@ def test_two_images_in_less_room_than_both_take() -> None:
     second can be encoded; the next chunk ends on the grid again."""
     scheduler = cached(state_block=8, max_batched_tokens=8, page_size=8)
     first, second = span(0, 5, True), span(6, 5, False)
-    scheduler.add(request("a", 24, 1, (first, second)))
+    scheduler.queues.add(request("a", 24, 1, (first, second)))
     rows: list[tuple[int, int]] = []
     while len(rows) < 4:
         room = 6 - 5 * (not source(first).releases) - 5 * (source(second).ready and not source(second).releases)
@@ -549,7 +550,7 @@ def test_two_images_of_11844_tokens_against_16384() -> None:
         blocks=4000, per_block=64, max_len=32_768, max_batched_tokens=8192, page_size=16, state_block=528
     )
     spans = (span(10, size, True), span(20 + size, size, False))
-    scheduler.add(request("a", 2 * size + 64, 1, spans))
+    scheduler.queues.add(request("a", 2 * size + 64, 1, spans))
     for _ in range(12):
         held = sum(item.length for item in spans if source(item).ready and not source(item).releases)
         if held + size <= bound:
@@ -574,7 +575,7 @@ def cached(blocks: int = 12, per_block: int = 2, **options: Any) -> Scheduler:
 
 def test_nothing_is_evicted_for_what_would_not_fit_anyway() -> None:
     scheduler = cached(blocks=12, per_block=2, state_block=4)
-    scheduler.add(request("a", 17, 2))
+    scheduler.queues.add(request("a", 17, 2))
     while [*scheduler.queues]:
         advance(scheduler)
     assert scheduler.cache is not None and scheduler.cache.lengths()
@@ -592,7 +593,7 @@ def test_no_more_is_evicted_than_room_takes() -> None:
     scheduler = cached(blocks=12, per_block=2, state_block=4)
     for name in "ab":
         wanted = dataclasses.replace(request(name, 9, 1), salt=name.encode())
-        scheduler.add(wanted)
+        scheduler.queues.add(wanted)
         advance(scheduler)
     assert scheduler.cache is not None and scheduler.cache.lengths() == [8, 8]
     free = scheduler.pool.free_blocks
@@ -617,10 +618,10 @@ def test_pace_is_the_best_of_the_last_steps() -> None:
 
 def test_prompts_before_it_count_and_what_is_computed_does_not() -> None:
     scheduler = make(max_batched_tokens=4, max_seqs=1)
-    scheduler.add(request("running", 12, 4))
+    scheduler.queues.add(request("running", 12, 4))
     advance(scheduler)
-    later = scheduler.add(request("later", 10, 4))
-    scheduler.add(request("after", 20, 4))
+    later = scheduler.queues.add(request("later", 10, 4))
+    scheduler.queues.add(request("after", 20, 4))
     assert scheduler.tokens_ahead(later) == 8 + 10
-    urgent = scheduler.add(request("urgent", 5, 4, priority=1))
+    urgent = scheduler.queues.add(request("urgent", 5, 4, priority=1))
     assert scheduler.tokens_ahead(urgent) == 5

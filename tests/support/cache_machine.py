@@ -224,7 +224,7 @@ class CacheMachine(RuleBasedStateMachine):
                 str(self.names), prompt, SamplingParams(max_tokens=output), spans, priority=priority,
                 checkpoint_at=(hint,), salt=b"salt" if prefix == 2 else b"", positions=positions,
             )  # fmt: skip
-            sequence = self.scheduler.add(item, leader)
+            sequence = self.scheduler.queues.add(item, leader)
             leader = leader or sequence
             self.alive[item.request_id] = sequence
             self.waits[item.request_id] = Wait(extra=int(self.overlap))
