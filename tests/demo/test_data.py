@@ -1,4 +1,4 @@
-"""The demo model's world: determinism, what is held out, and that training renders what the chat template renders."""
+"""The demo model's data: determinism, the held-out part, and agreement of training text with the chat template."""
 
 import itertools
 import random

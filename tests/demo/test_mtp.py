@@ -1,4 +1,5 @@
-"""The embedded model's own head, through the whole service: the same answers with and without it, and it is good."""
+"""The embedded model's own prediction head, through the whole service: same answers with and without it, and a good
+acceptance rate."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from service.model.cache import resolve_model
 
 
 def asked(client: saccade.LocalClient, seeds: range, **sampling: Any) -> list[tuple[str, list[int], str]]:
-    """(text, tokens, why it ended) of captions of held-out images."""
+    """(text, tokens, finish reason) of captions of held-out images."""
     found = []
     for seed in seeds:
         example, out = data.question_example(seed, "caption"), io.BytesIO()

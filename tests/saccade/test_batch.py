@@ -1,4 +1,4 @@
-"""Batch jobs against a scripted server: whole, in part, killed, torn, twice, and against others' files."""
+"""Batch jobs against a scripted server: complete, partial, killed, damaged, run twice, and with other jobs' files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def expected(count: int) -> dict[str, str]:
 
 @pytest.fixture(params=["sync", "async"])
 def run(request: pytest.FixtureRequest, address: str) -> Run:
-    """`run(source, output, **options)`, by either client."""
+    """`run(source, output, **options)`, with either client."""
 
     def sync(*arguments: Any, **options: Any) -> saccade.BatchSummary:
         with saccade.Client(address, timeout=20) as client:
@@ -254,7 +254,7 @@ def test_one_process_at_a_time(run: Run, script: Script, tmp_path: Path, address
 
 
 def image_rows(path: Path, names: list[str]) -> Path:
-    """A row for each name of a file or URL."""
+    """A file with a row for each name of a file or URL."""
     with open(path, "w") as file:
         for i, name in enumerate(names):
             content = [{"type": "image_url", "image_url": {"url": name}}, {"type": "text", "text": f"row {i}"}]
@@ -352,7 +352,7 @@ def test_a_file_that_changes_underneath_is_its_rows_error(
 
 
 def test_a_job_that_is_copied_elsewhere_goes_on_there(run: Run, script: Script, tmp_path: Path) -> None:
-    """Neither the folder nor the dates of the files are part of what was asked."""
+    """The folder and modification times of the files are not part of the job's identity."""
     script.answer = echo
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
@@ -392,7 +392,7 @@ def start(*arguments: Any) -> subprocess.Popen[str]:
 def test_killed_again_and_again_it_ends_with_each_row_once(
     address: str, script: Script, tmp_path: Path, ordered: bool
 ) -> None:
-    """kill -9 when the n-th request of each run arrives: before the first answer, between commits, behind one."""
+    """kill -9 when the n-th request of each run arrives: before the first answer, between commits, after a commit."""
     source, output = write_input(tmp_path / "in.jsonl", 400), tmp_path / "out.jsonl"
     victim: list[subprocess.Popen[str]] = []
     moments = [1, 2, 30, 70, 131]
@@ -460,7 +460,7 @@ DAMAGES = ["cut", "cut-journal", "lost-journal", "noise-journal", "zeros", "dele
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("seed", range(3))
 def test_torn_files(client: saccade.Client, script: Script, tmp_path: Path, damage: str, seed: int) -> None:
-    """Whatever has become of output and journal, the next run ends with each row once and the right answer."""
+    """Whatever the damage to output and journal, the next run ends with each row once and the right answer."""
     rng = random.Random(f"{damage} {seed}")
     source, output = write_input(tmp_path / "in.jsonl", 200), tmp_path / "out.jsonl"
     journal = Path(f"{output}.journal")
@@ -499,7 +499,8 @@ def test_torn_files(client: saccade.Client, script: Script, tmp_path: Path, dama
 
 
 def test_a_crash_while_the_output_is_rewritten(client: saccade.Client, script: Script, tmp_path: Path) -> None:
-    """Between the renaming of the new output and the journal's word on it: the journal must not be believed."""
+    """A crash between the renaming of the new output and the journal's record of it: the journal must not be
+    trusted."""
     script.answer = echo
     source, output = write_input(tmp_path / "in.jsonl", 60), tmp_path / "out.jsonl"
     client.run_batch(source, output)
@@ -516,7 +517,7 @@ def test_a_crash_while_the_output_is_rewritten(client: saccade.Client, script: S
 
 
 def test_a_full_disk_leaves_whole_lines(address: str, script: Script, tmp_path: Path) -> None:
-    """A limit on the size of files stands for the disk: the write that meets it is cut short."""
+    """A limit on file sizes simulates a full disk: the write that reaches it is cut short."""
     script.answer = echo
     source, output = write_input(tmp_path / "in.jsonl", 300), tmp_path / "out.jsonl"
     program = (

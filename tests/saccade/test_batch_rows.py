@@ -1,4 +1,4 @@
-"""What a line of a batch file may hold, and what is said of one that may not."""
+"""Valid lines of a batch file, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ BODIES = st.dictionaries(FIELDS, JSON, max_size=4) | st.fixed_dictionaries(
     st.one_of(st.binary(max_size=60), JSON.map(lambda v: json.dumps(v).encode()), BODIES.map(lambda b: line(body=b)))
 )
 def test_any_line_is_a_request_or_an_invalid_argument(content: bytes) -> None:
-    """What passes the check can be sent: nothing is left to fail after the start."""
+    """A line that passes the check can be sent: nothing fails later."""
     try:
         row = parse_line(content, 0, HERE)
     except errors.InvalidArgument as error:
@@ -202,7 +202,7 @@ def test_any_line_is_a_request_or_an_invalid_argument(content: bytes) -> None:
 
 @st.composite
 def files(draw: st.DrawFn) -> tuple[bytes, list[int], int]:
-    """A file of lines, which of them are wrong (by number from 1), and how many are right."""
+    """The lines of a file, the numbers of the invalid ones (from 1), and the number of valid ones."""
     content, wrong, used, right = b"", [], set(), 0
     for number in range(1, draw(st.integers(1, 25)) + 1):
         kind = draw(st.sampled_from(["good", "good", "good", "blank", "duplicate", "bad"]))
@@ -260,7 +260,7 @@ def test_a_duplicate_names_both_lines(tmp_path: Path) -> None:
 
 
 def test_the_check_keeps_little_of_a_file(tmp_path: Path) -> None:
-    """Peak memory of a file with large rows is that of one row, not of the file."""
+    """Peak memory for a file with large rows is that of one row, not of the file."""
     import tracemalloc
 
     path = tmp_path / "in.jsonl"

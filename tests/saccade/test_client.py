@@ -168,7 +168,8 @@ def test_details_reach_the_error(address: str, script: Script) -> None:
 
 
 def test_what_a_pushback_says_of_retries(address: str, script: Script) -> None:
-    """gRPC's rule: a number, 0 among them, is a time to wait; anything else forbids it. RetryInfo is more exact."""
+    """gRPC's rule: a number, including 0, is a time to wait; any other value forbids retries. RetryInfo is more
+    exact."""
     for pushback, retried in (("0", True), ("20", True), ("-1", False), ("soon", False), ("", False)):
         script.requests.clear()
         script.failures = [Failure(Code.UNAVAILABLE, pushback=pushback)]

@@ -1,4 +1,4 @@
-"""Images in every form that the client takes."""
+"""Images in every form that the client accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `import saccade` costs, in a fresh interpreter."""
+"""Cost of `import saccade` in a fresh interpreter."""
 
 from __future__ import annotations
 

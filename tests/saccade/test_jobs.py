@@ -1,4 +1,4 @@
-"""`client.batches` against a scripted server: streams that break off and are opened anew."""
+"""`client.batches` against a scripted server: streams that break and are reopened."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def batches() -> Iterator[tuple[Batches, str]]:
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_download_goes_on_where_it_broke_off(batches: tuple[Batches, str], tmp_path: Path, kind: str) -> None:
-    """More often than any count of retries: each piece is progress."""
+    """More breaks than any retry count, because each piece is progress."""
     servicer, address = batches
     target = tmp_path / "out"
 
@@ -109,7 +109,7 @@ def test_watching_goes_on_until_the_batch_is_over(batches: tuple[Batches, str], 
 
 def test_without_progress_it_ends() -> None:
     def read(messages: Messages, arrive: list[Any]) -> list[float]:
-        """What is waited for until there is a message, each attempt ending as `arrive` says."""
+        """The waits until there is a message; each attempt ends as given in `arrive`."""
         waits = []
         actions = messages.read()
         action = next(actions)

@@ -1,5 +1,5 @@
-"""The journal of a batch's output by itself: crashes at each step of a rewrite, and outputs that are not the journaled
-ones."""
+"""The journal of a batch's output alone: crashes at each step of a rewrite, and outputs that the journal does not
+describe."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ids(output: Path) -> list[int]:
 
 
 def shuffled(output: Path, fill: int = 0) -> list[int]:
-    """With `fill` all lines are equally long, and the last one is that of the last row in either order."""
+    """With `fill`, all lines have the same length, and the last row comes last in both orders."""
     order = [(7 * i) % ROWS for i in range(ROWS)]
     if fill:
         order.append(order.pop(order.index(ROWS - 1)))
@@ -78,8 +78,8 @@ CRASHES = {
 @pytest.mark.parametrize("crash", CRASHES)
 @pytest.mark.parametrize("fill", [0, 30])
 def test_a_crash_in_a_rewrite_loses_and_mixes_up_nothing(tmp_path: Path, crash: str, fill: int) -> None:
-    """Where lines have different lengths, places in the old output are none in the new one; where they are equal, they
-    are places of other lines, and nothing about size or end gives it away."""
+    """With lines of different lengths, offsets in the old output are invalid in the new one. With equal lengths, they
+    are offsets of other lines, and neither size nor end shows it."""
     output = tmp_path / "out.jsonl"
     order = shuffled(output, fill)
     if fill:
@@ -128,7 +128,7 @@ def test_each_line_is_found_where_the_journal_says(tmp_path: Path) -> None:
 
 
 def test_an_output_of_equal_size_with_another_last_line_is_read_again(tmp_path: Path) -> None:
-    """Of another request, and of the same length: its row is asked again, and the others are not."""
+    """Its last line is of another request with the same length: that row is requested again, and no other."""
     output = tmp_path / "out.jsonl"
     with opened(output) as journal:
         for position in range(5):
@@ -155,7 +155,7 @@ def test_another_jobs_output_of_equal_size_is_foreign(tmp_path: Path) -> None:
 
 
 def test_lines_that_have_changed_places_are_found(tmp_path: Path) -> None:
-    """The size is the same and the last line too; the difference shows when the lines are moved, and is mended."""
+    """Size and last line are unchanged; the difference is noticed and repaired when the lines are moved."""
     output = tmp_path / "out.jsonl"
     with opened(output) as journal:
         for position in (3, 1, 2, 0, 4):

@@ -1,4 +1,4 @@
-"""How the SDK is built: façade -> core <- transport, and a synchronous façade that is generated."""
+"""Structure of the SDK: façade -> core <- transport, and a generated synchronous façade."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NEVER = {
 
 
 def modules(path: Path) -> Iterator[str]:
-    """All that a file imports, inside functions and for type checkers too."""
+    """All imports of a file, including those inside functions and for type checkers."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -118,7 +118,7 @@ def test_what_the_generator_makes(source: str, expected: str) -> None:
 
 
 def test_no_method_is_missing_on_either_side() -> None:
-    """Their arguments: tests/saccade/test_requests.py."""
+    """Their arguments are compared in tests/saccade/test_requests.py."""
     import saccade
 
     sync, by_asyncio = ({n for n in dir(kind) if n[0] != "_"} for kind in (saccade.Client, saccade.AsyncClient))
@@ -126,14 +126,14 @@ def test_no_method_is_missing_on_either_side() -> None:
 
 
 def test_the_stubs_compare_no_versions() -> None:
-    """What they need is said in saccade/pyproject.toml and tried out by `make test-floors`."""
+    """The required versions are in saccade/pyproject.toml and tested by `make test-floors`."""
     for path in (SACCADE / "v1").glob("*_pb2*.py"):
         text = path.read_text("utf-8")
         assert "runtime_version" not in text and "GRPC_GENERATED_VERSION" not in text, path.name
 
 
 def test_no_name_of_typing_is_newer_than_python_3_10() -> None:
-    """Where such names are needed, they come from typing_extensions, for type checkers alone."""
+    """Where newer names are needed, they come from typing_extensions, for type checkers only."""
     newer = {"Self", "Unpack", "Required", "NotRequired", "Never", "assert_never", "LiteralString", "override"}
     wrong = [
         f"{path.name}: {module}"

@@ -1,5 +1,4 @@
-"""LocalClient without a model: its errors, and what it says where the engine is not installed. (With one:
-tests/e2e.)"""
+"""LocalClient without a model: its errors, also where the engine is not installed. (With a model: tests/e2e.)"""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def test_an_unknown_engine_option_is_an_error() -> None:
 
 
 def test_what_only_a_server_keeps_is_said_at_once() -> None:
-    """Before anything is called, and without an engine: a client that has none is one that was never loaded."""
+    """The errors are raised before any call and without an engine."""
     client = saccade.LocalClient.__new__(saccade.LocalClient)
     for name, instead in (("media", "images="), ("batches", "run_batch")):
         with pytest.raises(errors.Unimplemented, match=instead) as caught:

@@ -1,4 +1,4 @@
-"""Many requests at once: `map` of the synchronous and of the asyncio client, on the same tests."""
+"""Many concurrent requests: `map` of the synchronous and of the asyncio client, with the same tests."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_refusal_is_tried_again(mapped: Mapped, script: Script) -> None:
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_requests_are_taken_as_there_is_room(mapped: Mapped, script: Script, ordered: bool) -> None:
-    """Never more than `concurrency` requests are at the server, and the source is never read far ahead of it."""
+    """Never more than `concurrency` requests are at the server, and the source is not read far ahead."""
     lock, now, most, taken, furthest, answered = threading.Lock(), 0, 0, 0, 0, 0
 
     def source() -> Iterator[dict[str, Any]]:
@@ -187,7 +187,7 @@ def test_an_async_source(address: str) -> None:
 
 @pytest.fixture(params=["sync", "async"])
 def followed(request: pytest.FixtureRequest, address: str) -> Callable[..., list[saccade.Outcome]]:
-    """`followed(requests, seen, **options)`: all outcomes, each of which `seen` is told of as it comes."""
+    """`followed(requests, seen, **options)`: all outcomes; `seen` is called with each one as it arrives."""
 
     def sync(requests: Iterable[Any], seen: Callable[[Any], None], **options: Any) -> list[saccade.Outcome]:
         with saccade.Client(address, timeout=20) as client:
@@ -205,7 +205,7 @@ def followed(request: pytest.FixtureRequest, address: str) -> Callable[..., list
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_source_may_depend_on_the_outcomes(followed: Any, script: Script, ordered: bool) -> None:
-    """Each request but the first is made of an answer; there is room for more all the time."""
+    """Each request but the first depends on an answer, while there is always room for more."""
     script.answer = echo
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
 

@@ -1,4 +1,4 @@
-"""The client takes exactly the sampling parameters that the server takes."""
+"""The client accepts exactly the sampling parameters that the server accepts."""
 
 from __future__ import annotations
 

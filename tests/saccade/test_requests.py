@@ -1,4 +1,4 @@
-"""What the arguments of `generate` become on the wire."""
+"""The messages that the arguments of `generate` become."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams that break and go on, and readers that lose patience: the synchronous and the asyncio client on the same
+"""Streams that break and continue, and readers' timeouts: the synchronous and the asyncio client with the same
 tests."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORDS = [f"word{i} " for i in range(14)]
 
 @pytest.fixture(params=["sync", "async"])
 def streamed(request: pytest.FixtureRequest, address: str, script: Script) -> Streamed:
-    """`streamed(prompt, settings of the client, **options)` -> the whole answer and its deltas."""
+    """`streamed(prompt, client settings, **options)` -> the whole answer and its deltas."""
     script.words = WORDS
 
     def sync(prompt: str, settings: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -257,7 +257,7 @@ def test_patience_that_suffices(streamed: Streamed) -> None:
 
 
 def test_only_the_reader_loses_patience(address: str, script: Script) -> None:
-    """Time that the caller takes between pieces is not the server's."""
+    """Time that the caller spends between deltas does not count towards the timeout."""
     now_idle = 0.15
     with saccade.Client(address, timeout=20) as client:
         with client.stream("?", idle_timeout=now_idle) as stream:

@@ -1,4 +1,4 @@
-"""When a call is tried again: by its deadline, with what the server wishes, and what the caller sees in the end."""
+"""When a call is retried: its deadline, the server's pushback, and the error that the caller sees in the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Ask = Callable[..., saccade.Generation]
 
 @pytest.fixture(params=["generate", "stream", "async generate", "async stream"])
 def ask(request: pytest.FixtureRequest, address: str) -> Ask:
-    """`ask(**options)`: one answer, each way that there is; `settings` are the client's."""
+    """`ask(**options)`: one answer, in each way of calling; `settings` are the client's."""
 
     def by_thread(settings: dict[str, Any] | None = None, **options: Any) -> saccade.Generation:
         with saccade.Client(address, **(settings or {})) as client:
@@ -83,7 +83,7 @@ class Clock:
 @pytest.mark.parametrize("asked", [None, 1.0])
 @pytest.mark.parametrize("timeout", [4.0, 30.0, 600.0])
 def test_attempts_reach_to_the_end_of_the_deadline(unit: float, asked: float | None, timeout: float) -> None:
-    """However long the server stays away: the last attempt is made when little is left, and the waits are bounded."""
+    """However long the server is away: the last attempt is made when little time is left, and the waits are bounded."""
     clock = Clock()
     retries = Retries(None, Deadline(timeout, clock), random_unit=lambda: unit)
     error = errors.Unavailable("gone", retryable=True, retry_after=asked)
@@ -251,7 +251,7 @@ def test_each_further_piece_has_its_own_time() -> None:
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_server_that_stays_away_ends_the_wait_for_the_first_piece(address: str, script: Script, kind: str) -> None:
-    """Failures without end do not outlast the reader's patience, whatever the deadline allows."""
+    """Endless failures end with the reader's timeout, whatever the deadline allows."""
     script.failures = [Failure(Code.UNAVAILABLE, reason="ENGINE_DIED", retry_after=0.02)] * 10_000
 
     async def by_asyncio() -> None:
@@ -272,7 +272,7 @@ def test_a_server_that_stays_away_ends_the_wait_for_the_first_piece(address: str
 
 
 class Attempt:
-    """Stands where a client's own call stands. It ends when it is cancelled, and else would never."""
+    """Replaces a call of the client. It ends when it is cancelled, and never otherwise."""
 
     def __init__(self) -> None:
         self.cancelled = False

@@ -1,4 +1,4 @@
-"""Files that the client uploads by itself, where the server that is asked next has forgotten them or never had them."""
+"""Files that the client uploads automatically, when the next server has dropped them or never had them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ ROUND_ROBIN = {"grpc.lb_policy_name": "round_robin"}
 
 
 class Replica(media_pb2_grpc.MediaServiceServicer):
-    """A server with uploads of its own. It refuses requests that name others, and files over `inline_bytes`."""
+    """A server with its own uploads. It refuses requests that name other uploads, and files larger than
+    `inline_bytes`."""
 
     def __init__(self) -> None:
         self.held: dict[str, bytes] = {}
         self.script = Script()
         self.seen: list[list[str]] = []
-        """Of each request, how its files came: "data", "media_id"."""
+        """For each request, how its files arrived: "data", "media_id"."""
         self.inline_bytes = 10_000
         self.full = False
         self.uploads = self.refused = 0
@@ -82,7 +83,7 @@ def served(replica: Replica, ends: ExitStack) -> str:
 
 @pytest.fixture
 def replicas() -> Iterator[tuple[list[Replica], str]]:
-    """Two replicas, and a target that stands for both."""
+    """Two replicas, and one target for both."""
     with ExitStack() as ends:
         both = [Replica(), Replica()]
         yield both, "ipv4:" + ",".join(served(replica, ends) for replica in both)
@@ -93,7 +94,7 @@ Ask = Callable[..., list[saccade.Generation]]
 
 @pytest.fixture(params=["generate", "stream", "map", "async generate", "async stream", "async map"])
 def ask(request: pytest.FixtureRequest) -> Ask:
-    """`ask(address, times, **options)`: the answers, one after the other, uploading what is over 20 bytes."""
+    """`ask(address, times, **options)`: the answers, sequentially; uploads what is larger than 20 bytes."""
     options: dict[str, Any] = {"timeout": 20, "channel_options": ROUND_ROBIN}
 
     def by_thread(address: str, times: int, **given: Any) -> list[saccade.Generation]:
@@ -165,7 +166,7 @@ def test_a_full_spool_is_not_waited_for(ask: Ask, replicas: tuple[list[Replica],
 
 
 def test_what_a_server_says_to_an_upload_that_it_stops_reading_is_told() -> None:
-    """grpc.aio at times puts INTERNAL in place of the server's status where a message is being written meanwhile."""
+    """While a message is being written, grpc.aio sometimes reports INTERNAL instead of the server's status."""
 
     async def refusals(address: str) -> set[str]:
         async with saccade.AsyncClient(address, timeout=60, max_retries=0) as client:
@@ -189,7 +190,7 @@ def test_what_a_server_says_to_an_upload_that_it_stops_reading_is_told() -> None
 
 def test_an_upload_whose_status_is_lost_is_tried_again() -> None:
     class Ended:
-        """A call that has told its callbacks of no status but that of the failed write."""
+        """A call that has reported to its callbacks only the status of the failed write."""
 
         def add_done_callback(self, callback: Callable[[Any], None]) -> None:
             callback(self)
@@ -250,7 +251,7 @@ def uploaded(above: int | None = 20, refuse: Exception | None = None) -> tuple[U
 
 
 def drive(steps: Steps[None], make: Callable[[Call], Any]) -> None:
-    """Answers each attempt with what `make` says of its call."""
+    """Answers each attempt with the result of `make` for its call."""
     actions = with_retries(steps, 0, Deadline(None))
     try:
         action = next(actions)
@@ -317,7 +318,7 @@ def test_what_is_too_large_is_uploaded_again_without_asking_and_not_for_ever() -
 
 
 def test_what_upload_does_not_take(client: saccade.Client, address: str, script: Script) -> None:
-    """Each of these has no bytes of its own; an upload of nothing would answer about something else."""
+    """None of these has bytes of its own, so there would be nothing to upload."""
     media = saccade.Media("f" * 64, 1, 1, 1, "PNG", 0.0)
     for wrong, message in (
         ("https://example.org/a.png", "fetched by the server"), ("HTTP://example.org/a.png", "fetched by the server"),

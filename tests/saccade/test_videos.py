@@ -1,4 +1,4 @@
-"""The forms in which clips come, and what they are on the wire."""
+"""The forms in which clips are accepted, and their messages."""
 
 from __future__ import annotations
 

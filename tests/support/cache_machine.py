@@ -1,8 +1,8 @@
-"""Arena, cache and scheduler together, at random: every row finds exactly the state and the keys that it should.
+"""Random programs over arena, cache and scheduler together: every row must find exactly its own states and keys.
 
-The memory is played by dictionaries that hold, for each slot and each place of a page, which prefix was computed there;
-so a stale, shared or lost piece of memory is seen at the step that reads it, without a model. In half of the programs a
-step is scheduled before the tokens of the one before it are known.
+Memory is simulated by dictionaries that record, for each slot and each place of a page, which prefix was computed
+there. So a stale, shared or lost piece of memory is detected in the step that reads it, without a model. In half of the
+programs, a step is scheduled before the tokens of the previous one are known.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from decoder.step import Fork, Step
 
 PAGE, MAX_LEN = 4, 40
 PROGRAM = 35
-"""Rules of one program at most."""
+"""Maximum number of rules per program."""
 END = 63
 """A token that ends its request."""
 Prefix = tuple[Any, ...]
 
 
 class Memory:
-    """What a step does to slots and pages, in the runner's order."""
+    """The effect of a step on slots and pages, in the runner's order."""
 
     def __init__(self) -> None:
         self.slots: dict[int, Prefix] = {}
@@ -99,12 +99,12 @@ class Memory:
 
 
 def drawn(sequence: Sequence, at: int) -> int:
-    """The token that is drawn for a place."""
+    """The token that is drawn for a position."""
     return END if sequence.arrival % 4 == 1 and at == sequence.prompt_len + 1 else sequence.arrival % 3 + 60
 
 
 def contents(sequence: Sequence) -> Prefix:
-    """What each token is: its salt, its id or its row of an image, and its positions."""
+    """The identity of each token: its salt, its id or image row, and its positions."""
     units: list[Any] = [drawn(sequence, at) if id_ == UNREAD else id_ for at, id_ in enumerate(sequence.tokens)]
     for span in sequence.request.spans:
         for row in range(span.end - span.start):
@@ -114,17 +114,17 @@ def contents(sequence: Sequence) -> Prefix:
 
 
 class Wait:
-    """How long a request may take, by the formula of `decoder.scheduler`, and how long it has."""
+    """How many steps a request may wait, by the formula of `decoder.scheduler`, and how many are left."""
 
     def __init__(self, extra: int) -> None:
-        """`extra`: steps of each request that compute nothing: what it has drawn last is known a step later."""
+        """`extra`: steps of each request that compute nothing, because its last token is known one step later."""
         self.counted: set[str] = set()
         self.extra = extra
         self.tokens = 0
         self.steps = 0
 
     def count(self, others: Iterable[Sequence]) -> None:
-        """Requests that it may have to wait for: all that they still have to compute."""
+        """Adds requests that it may have to wait for, with all that they still have to compute."""
         for other in others:
             if other.request_id not in self.counted:
                 self.counted.add(other.request_id)
@@ -132,7 +132,8 @@ class Wait:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Requests with few different prefixes come, go on, are cut off and end, in memory for two or three."""
+    """Requests with few different prefixes arrive, generate, are cancelled and end, in memory for two or three of
+    them."""
 
     rules_applied: ClassVar[int] = 0
 
@@ -207,7 +208,7 @@ class CacheMachine(RuleBasedStateMachine):
         hint: int,
         samples: int,
     ) -> None:
-        """One request, or several samples of one prompt."""
+        """Adds one request, or several samples of one prompt."""
         if len(self.alive) >= 8:
             return
         prompt = [prefix] * (length - 1) + [50 + end]
@@ -263,7 +264,7 @@ class CacheMachine(RuleBasedStateMachine):
         return bool(step.rows)
 
     def collect(self) -> None:
-        """What the last step has drawn becomes known."""
+        """The tokens drawn by the last step become known."""
         flight, self.flight = self.flight or [], None
         for sequence, end, samples in flight:
             if self.alive.get(sequence.request_id) is not sequence:
@@ -287,7 +288,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.end(sequence)
 
     def expect(self) -> None:
-        """Whom each request may have to wait for, before a step."""
+        """Before a step: records which requests each request may have to wait for."""
         alive = self.alive.values()
         for name, sequence in self.alive.items():
             group = [sequence] if sequence.leader is None else [sequence, sequence.leader]
@@ -299,7 +300,7 @@ class CacheMachine(RuleBasedStateMachine):
             wait.steps += ready
 
     def hold_to(self, step: Step, before: dict[str, int]) -> None:
-        """What is computed again is added, and nobody has waited longer than that."""
+        """After a step: adds what is computed again, and checks that no request has waited longer than allowed."""
         lost = {name: before[name] - s.computed + 1 for name, s in self.alive.items() if s.arrival in step.preempted}
         for wait in self.waits.values():
             wait.tokens += sum(tokens for name, tokens in lost.items() if name in wait.counted)
@@ -336,13 +337,13 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_cached_is_what_it_says(self) -> None:
-        """Each state's prefix length is the one that it is found under."""
+        """Each state's prefix length is the one under which it is found."""
         if hasattr(self, "scheduler") and self.cache is not None and self.has_slots:
             for checkpoint in self.cache.order:
                 assert len(self.memory.slots[checkpoint.slot]) == checkpoint.tokens
 
     def teardown(self) -> None:
-        """Everything ends, each step of a scheduler that calls itself runnable leads on, and nothing is left."""
+        """Ends all requests; while the scheduler reports work, each step must make progress; nothing may be left."""
         if not hasattr(self, "scheduler"):
             return
         idle = 0
@@ -361,9 +362,8 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 def run_machine(steps: int, *, seed: int, derandomize: bool = False) -> int:
-    """Runs random programs until so many rules have been applied: how many they were. Raises what a rule raises, after
-    hypothesis has found the shortest program that does.
-    """
+    """Runs random programs until `steps` rules have been applied; returns their number. Raises what a rule raises,
+    after hypothesis has found the shortest failing program."""
     CacheMachine.rules_applied = 0
     while CacheMachine.rules_applied < steps:
         examples = max(1, -(-(steps - CacheMachine.rules_applied) // PROGRAM))

@@ -1,4 +1,4 @@
-"""Throw-away certificates, made by openssl: an authority, and leaves that it vouches for."""
+"""Temporary certificates, made by openssl: an authority, and certificates that it signs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Authority:
         return self.folder / "ca.pem"
 
     def issue(self, name: str) -> tuple[Path, Path]:
-        """(certificate, key) for 127.0.0.1, localhost and site.test, which no name server knows."""
+        """(certificate, key) for 127.0.0.1, localhost and site.test, which no name server resolves."""
         certificate, key, request = (self.folder / f"{name}.{kind}" for kind in ("pem", "key", "csr"))
         extensions = self.folder / f"{name}.cnf"
         extensions.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost,DNS:site.test\n")

@@ -1,4 +1,4 @@
-"""Clips to send, and transformers' own processor for what they become."""
+"""Video clips to send, and transformers' own processor as the reference for their preparation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def moving_frames(count: int, height: int, width: int, seed: int = 0) -> list[to
 
 
 def animation(frames: list[torch.Tensor], form: str) -> bytes:
-    """A GIF, APNG ("PNG") or lossless WebP of them, at `FPS`."""
+    """The frames as GIF, APNG ("PNG") or lossless WebP at `FPS`."""
     images = [Image.fromarray(frame.numpy()) for frame in frames]
     buffer = io.BytesIO()
     options: dict[str, Any] = {"lossless": True} if form == "WEBP" else {}
@@ -42,7 +42,7 @@ def animation(frames: list[torch.Tensor], form: str) -> bytes:
 
 
 def film(container: str, codec: str, frames: int = 10, height: int = 32, width: int = 48, ramp: int = 0) -> bytes:
-    """A film whose frame i is about grey 20 i, and `ramp` more at its right edge."""
+    """A video whose frame i has a grey of about 20 i, and `ramp` more at its right edge."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=container) as file:
         stream = file.add_stream(codec, rate=Fraction(5))
@@ -58,7 +58,7 @@ def film(container: str, codec: str, frames: int = 10, height: int = 32, width: 
 
 
 def released_processor(config: RadioVision) -> Any:
-    """transformers' own video processor on the numbers of `config`."""
+    """transformers' own video processor with the settings of `config`."""
     made: Any = object.__new__(NemotronH_Omni_Reasoning_V3VideoProcessor)  # its constructor wants torchvision
     made.norm_mean, made.norm_std = list(config.image_mean), list(config.image_std)
     made.patch_size, made.downsample_ratio = config.patch_size, 1 / config.merge_size
@@ -68,12 +68,12 @@ def released_processor(config: RadioVision) -> Any:
 
 
 def released_pixels(config: RadioVision, frames: list[torch.Tensor]) -> torch.Tensor:
-    """`[F, C, H, W]` as the released processor hands them to the model."""
+    """`[F, C, H, W]`: the input of the model from the released processor."""
     return released_processor(config)._preprocess([torch.stack(frames).permute(0, 3, 1, 2)])["pixel_values_videos"]
 
 
 def released_words(frames: int, *, tokens: int, fps: float | None, indices: list[int] | None = None) -> str:
-    """What the released processor puts in the place of a clip of that many frames."""
+    """The text that the released processor inserts for a clip of that many frames."""
     made: Any = object.__new__(NemotronH_Omni_Reasoning_V3Processor)
     made.image_start_token, made.image_token, made.image_end_token = "<img>", "<image>", "</img>"
     made.video_temporal_patch_dim = 2

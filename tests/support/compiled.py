@@ -1,4 +1,4 @@
-"""Which machines can run the compiled code, for the tests that have nothing to test without it."""
+"""The skip marker for tests that need the compiled code."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ except NativeUnavailable as reason:
     UNAVAILABLE = str(reason)
 
 needs_compiled = pytest.mark.skipif(bool(UNAVAILABLE), reason=f"no compiled code on this machine: {UNAVAILABLE}")
-"""Marks a test, or as `pytestmark` a whole file, that needs AVX-512 BF16 and a C++ compiler."""
+"""For a test, or as `pytestmark` for a file, that needs AVX-512 BF16 and a C++ compiler."""

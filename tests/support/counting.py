@@ -1,4 +1,4 @@
-"""Work counted instead of timed: the same on every machine, however busy."""
+"""Counts work instead of time, so that the result is the same on every machine and under any load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 
 def lines_run(function: Callable[..., object], *arguments: Any, **named: Any) -> int:
-    """Python lines that the call executes, its callees' among them. C functions such as `sorted` count as one."""
+    """The number of Python lines that the call executes, its callees included. C functions such as `sorted` count as
+    one."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:

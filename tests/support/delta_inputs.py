@@ -1,4 +1,4 @@
-"""Random inputs of the gated delta rule, and what they give by the definition, in float64."""
+"""Random inputs of the gated delta rule, and their results by the definition, in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels.gated_delta import delta_gates, gated_delta_scan
 
 
 class Inputs:
-    """Random tokens of `key_heads` keys of `key` numbers and `heads` values of `value` numbers."""
+    """Random tokens with `key_heads` keys of size `key` and `heads` values of size `value`."""
 
     def __init__(self, tokens: int, key_heads: int = 2, heads: int = 4, key: int = 8, value: int = 6, seed: int = 0):
         self.draw = torch.Generator().manual_seed(seed)
@@ -33,7 +33,7 @@ class Inputs:
         return self.randn(slots, self.heads, self.key, self.value)
 
     def recurrence(self, part: slice, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs and the last state by the definition, float64."""
+        """Outputs and the final state by the definition, float64."""
         q, k, v, a, b = (x[part].double() for x in (self.q, self.k, self.v, self.a, self.b))
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
         each = self.heads // q.shape[1]

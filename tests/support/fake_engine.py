@@ -1,4 +1,4 @@
-"""An engine without a model: every live request gets a token in each step, as fast as the frontend takes them."""
+"""An engine without a model: every live request gets one token per step, as fast as the frontend takes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class FakeEngine:
         self._wake, self._closing = threading.Event(), False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._paused = threading.Semaphore(4)
-        """Steps that may be ahead of the frontend: without a bound, memory and not the frontend would be measured."""
+        """Steps that may be ahead of the frontend; without a bound, memory would be measured instead of the
+        frontend."""
 
     @property
     def alive(self) -> bool:
@@ -57,7 +58,7 @@ class FakeEngine:
             self._release_when_taken()
 
     def _release_when_taken(self) -> None:
-        """The frontend's loop runs callbacks in order: when this one runs, the step before it has been taken."""
+        """The frontend's loop runs callbacks in order, so when this one runs, the previous step has been taken."""
         loop = getattr(self, "loop", None)
         if loop is None:
             self._paused.release()

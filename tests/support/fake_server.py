@@ -1,4 +1,4 @@
-"""A real gRPC server with a servicer that answers by script: what the client's tests talk to."""
+"""A real gRPC server with scripted answers, for the client's tests."""
 
 from __future__ import annotations
 
@@ -66,28 +66,29 @@ class Failure(Exception):
 
 @dataclass
 class Script:
-    """What the servicer does, and what it has seen. A request takes the next of `failures` first, if there is one."""
+    """What the servicer answers, and what it has received. A request consumes the next of `failures` first, if there is
+    one."""
 
     words: list[str] = field(default_factory=lambda: ["a ", "red ", "square"])
     failures: list[Failure] = field(default_factory=list)
     fail_after: int | None = None
-    """Streams break with the next failure after this many deltas instead of before the first message."""
+    """Streams break with the next failure after this many deltas, instead of before the first message."""
     hang_after: int | None = None
     """Streams wait for cancellation after this many deltas; unary calls do so at once."""
     idle_after: int | None = None
-    """Streams are silent after this many deltas, alive until they are cancelled."""
+    """Streams send nothing after this many deltas, but stay open until they are cancelled."""
     break_after: list[int] = field(default_factory=list)
     """The next streams break with ENGINE_DIED after this many new deltas each."""
     answer: Callable[[inference_pb2.GenerateRequest], list[str]] | None = None
     """The words for a request, instead of `words`; may raise a Failure."""
     version: str = "1"
-    """Of the model."""
+    """Version of the model."""
     gate: threading.Semaphore | None = None
-    """Unary calls are answered only as this is released."""
+    """Each unary call waits until this is released once."""
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
     ended: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    """Released once for each call that was to hang and is over."""
+    """Released once for each hanging call that has ended."""
 
     def words_for(self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> list[str]:
         if self.answer is None:
@@ -221,7 +222,7 @@ class Servicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
-    """Two models, a page each."""
+    """Two models, one per page."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -253,7 +254,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Counts how often it is asked."""
+    """Counts its calls."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -276,7 +277,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 def serve(
     script: Script, *, options: tuple[tuple[str, Any], ...] = (), add_port: Callable[[grpc.Server], int] | None = None
 ) -> Iterator[str]:
-    """Runs the servicer on a free port of 127.0.0.1 and gives its address."""
+    """Runs the servicer on a free port of 127.0.0.1; yields its address."""
     server = grpc.server(futures.ThreadPoolExecutor(40), options=[("grpc.so_reuseport", 0), *options])
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(Servicer(script), server)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(), server)

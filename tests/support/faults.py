@@ -1,6 +1,6 @@
-"""The faults that a served model has to outlive, each a real run with a count: small in the suite, whole in the soak.
+"""Faults that a served model must survive. Each is a real run with a count: small in the test suite, large in the soak.
 
-Every function raises AssertionError where something was lost, differed or stayed behind, and returns its counts.
+Every function raises AssertionError if something was lost, differed or leaked, and returns its counts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PLAIN = ("--dtype", "float32", "--threads", "1", "--log-level", "error", "--max-
 
 
 def long_requests(count: int, image_token: int | None = None) -> list[dict[str, Any]]:
-    """Answers of 100 tokens and more, of every kind."""
+    """Requests of all kinds with answers of 100 tokens and more."""
     made: list[dict[str, Any]] = []
     for i in range(count):
         request: dict[str, Any] = {"prompt": f"go on {i}", "max_tokens": 100 + i % 50, "ignore_eos": True, "seed": i}
@@ -66,7 +66,7 @@ def open_stream(client: Any, request: dict[str, Any]) -> Any:
 
 
 def check_same(found: list[saccade.Generation], wanted: list[saccade.Generation]) -> None:
-    """Equal but for the rounding of log-probabilities, which depends on what else was in the batch."""
+    """Equal except for the rounding of log-probabilities, which depends on the rest of the batch."""
     for one, other in zip(found, wanted, strict=True):
         for sample, expected in zip(one.samples, other.samples, strict=True):
             assert sample.token_ids == expected.token_ids
@@ -79,7 +79,7 @@ def check_same(found: list[saccade.Generation], wanted: list[saccade.Generation]
 def streams_over(
     client: saccade.Client, requests: list[dict[str, Any]], strike: Callable[[], None]
 ) -> list[saccade.Generation]:
-    """Reads all streams at once; `strike` is called when each has had its first piece."""
+    """Reads all streams concurrently; calls `strike` when each has had its first delta."""
     begun = threading.Barrier(len(requests) + 1)
 
     def read(request: dict[str, Any]) -> saccade.Generation:
@@ -97,7 +97,7 @@ def streams_over(
 
 
 def engine_killed(model: str, streams: int, *, image_token: int | None = None) -> Numbers:
-    """kill -9 of the engine under `streams` streams that the client resumes."""
+    """kill -9 of the engine under `streams` streams, which the client resumes."""
     options: dict[str, Any] = {"max_seqs": streams, "max_len": 600, "dtype": "float32", "threads": 1}
     engine = SupervisedEngine(ServerOptions(model=model, **options), log_level="critical")
     requests = long_requests(streams, image_token)
@@ -112,7 +112,7 @@ def engine_killed(model: str, streams: int, *, image_token: int | None = None) -
 
 
 def frontend_killed(model: str, streams: int) -> Numbers:
-    """kill -9 of the whole server under streams that the client resumes on the next one at the same address."""
+    """kill -9 of the whole server under streams, which the client resumes on the next server at the same address."""
     arguments = [model, *PLAIN, "--max-seqs", str(streams)]
     requests = long_requests(streams)
     started: list[ServerProcess] = []
@@ -136,7 +136,7 @@ def frontend_killed(model: str, streams: int) -> Numbers:
 
 
 def sigterm_under_load(model: str, clients: int) -> Numbers:
-    """Answers in progress are finished; later callers are told that the server is stopping."""
+    """Answers in progress are finished; later calls get an error that the server is stopping."""
     with ServerProcess([model, *PLAIN, "--max-seqs", str(clients), "--grace", "120"]) as server:
         with saccade.Client(server.address, max_retries=0) as client:
             requests = [{"prompt": f"{i}", "max_tokens": 300, "ignore_eos": True, "seed": i} for i in range(clients)]
@@ -167,7 +167,7 @@ os.kill(os.getpid(), 9)
 
 
 def vanishing_clients(server: RunningServer, processes: int) -> Numbers:
-    """Ten streams of each process that dies. Somebody else's answer stays the same throughout."""
+    """Client processes die with ten streams each. Another client's answers must stay the same throughout."""
     arguments = [sys.executable, "-c", VANISHING, server.address]
     with saccade.Client(server.address) as client:
         steady = client.generate("steady", max_tokens=20, temperature=0, ignore_eos=True)
@@ -186,7 +186,7 @@ def vanishing_clients(server: RunningServer, processes: int) -> Numbers:
 
 
 def slow_readers(model: str, readers: int) -> Numbers:
-    """Streams that nobody reads hold nothing for long, and hold up nobody."""
+    """Streams that are not read hold no resources for long and do not delay others."""
     with RunningServer(model, max_seqs=readers + 1, max_len=900, stall_timeout=0.2) as server:
         options = [
             ("grpc.use_local_subchannel_pool", 1),
@@ -233,7 +233,7 @@ def outcome(call: Any, *arguments: Any) -> str:
 
 
 def check_outcomes(requests: list[tuple[Any, Any]]) -> Counter[str]:
-    """Makes the calls: each must end with a status that is about the request. Returns how many had which."""
+    """Makes the calls; each must end with a status that describes the request. Returns the number of each status."""
     with ThreadPoolExecutor(4) as pool:
         outcomes = list(pool.map(lambda pair: outcome(*pair), requests))
     strange = {
@@ -244,7 +244,7 @@ def check_outcomes(requests: list[tuple[Any, Any]]) -> Counter[str]:
 
 
 def random_generate(rng: random.Random) -> inference_pb2.GenerateRequest:
-    """Any request; half of them with a chance to pass."""
+    """Any request; about half of them are valid."""
     request: inference_pb2.GenerateRequest = fill(rng, inference_pb2.GenerateRequest())
     if rng.random() < 0.5:
         request.model = ""
@@ -267,7 +267,7 @@ def damaged_message(rng: random.Random) -> bytes:
 
 
 def random_requests(server: RunningServer, count: int, seed: int) -> Numbers:
-    """Questions that nobody meant, and messages that are none. Afterwards the server answers as before."""
+    """Random requests and damaged messages. Afterwards the server must answer as before."""
     rng = random.Random(seed)
     seen: Counter[str] = Counter()
     with connect(server.address) as stubs:
@@ -299,7 +299,8 @@ def random_requests(server: RunningServer, count: int, seed: int) -> Numbers:
 
 
 def disk_full(model: str, folder: Path, uploads: int) -> Numbers:
-    """No file of the server can grow past 100 kB: uploads and batches are refused in words, answers go on."""
+    """No file of the server can grow beyond 100 kB: uploads and batches get an explanatory error, and answers
+    continue."""
     data = png(1, (300, 300))
     assert len(data) > 200_000
     places = ["--media-dir", str(folder / "media"), "--batch-dir", str(folder / "batches")]
@@ -339,8 +340,10 @@ sys.exit(main(sys.argv[1:]))
 
 
 def clock_jump(model: str, folder: Path, jumps: int) -> Numbers:
-    """The wall clock goes back a day and forward: answers and rates do not notice, uploads expire by it. Calls have no
-    deadlines here: gRPC's own clock does not jump along, and it is by that clock that a deadline arrives."""
+    """The wall clock jumps back a day and forward: answers and rates are unaffected, and uploads expire by it.
+
+    Calls have no deadlines here, because gRPC computes deadlines by its own clock, which does not jump.
+    """
     offset = folder / "offset"
     offset.write_text("0")
     arguments = [sys.executable, "-c", JUMPING, str(offset), "serve", model, *PLAIN, "--port", "0"]
@@ -376,7 +379,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def certificate_rotated(model: str, folder: Path, rotations: int) -> Numbers:
-    """Certificates are replaced while four threads make new connections all the time: none of them fails."""
+    """Certificates are replaced while four threads keep opening connections; none of them may fail."""
     authority = Authority.create(folder / "authority")
     certificate, key = folder / "server.pem", folder / "server.key"
 
@@ -430,13 +433,13 @@ def batch_rows(count: int) -> Iterator[bytes]:
 
 
 def _peak(pid: int) -> int:
-    """Bytes that the process has held at most."""
+    """Peak memory of the process in bytes."""
     (line,) = [x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
 
 
 def batch_killed(model: str, folder: Path, rows: int, kills: int, *, tear: bool = True) -> Numbers:
-    """A batch whose server is killed again and again, its journal torn meanwhile: each row is answered once."""
+    """A batch whose server is killed repeatedly and whose journal is damaged in between: each row is answered once."""
     source = folder / "in.jsonl"
     with source.open("wb") as file:
         file.writelines(batch_rows(rows))
@@ -474,7 +477,7 @@ def _check_answers(found: list[Any], rows: int, client: saccade.Client) -> None:
 
 
 def _tear(folder: Path, rng: random.Random) -> None:
-    """What a machine that lost its power may leave: half a line at the end of the output, noise in the journal."""
+    """What may remain after a power failure: half a line at the end of the output, random bytes in the journal."""
     output, journal = folder / "output.jsonl", folder / "output.jsonl.journal"
     with output.open("ab") as file:
         file.write(b'{"id": "batch_req_')

@@ -1,4 +1,4 @@
-"""Random messages of any type, from its descriptor: mostly small, often at a boundary, sometimes sensible."""
+"""Random messages of any type, from its descriptor: mostly small, often at a boundary, sometimes valid."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def scalar(rng: random.Random, field: Any) -> Any:
 
 
 def fill(rng: random.Random, message: Any, density: float = 0.4, depth: int = 0) -> Any:
-    """Sets random fields of `message`, which is returned."""
+    """Sets random fields of `message` and returns it."""
     for field in message.DESCRIPTOR.fields:
         if rng.random() > (density if depth else 0.8) or depth > 5:
             continue
@@ -79,7 +79,7 @@ _PARAMETERS = (
 
 
 def json_value(rng: random.Random, depth: int = 0) -> Any:
-    """Of any kind, often of one that a chat has."""
+    """A value of any JSON type, often one that occurs in chats."""
     if depth > 3 or rng.random() < 0.4:
         return rng.choice(_JSON)
     kind = rng.randrange(4)
@@ -93,7 +93,7 @@ def json_value(rng: random.Random, depth: int = 0) -> Any:
 
 
 def kserve_request(rng: random.Random, model: str = "m") -> Any:
-    """A ModelInferRequest that is one step away from a sensible one, or several."""
+    """A ModelInferRequest that is one or a few changes away from a valid one."""
     request = message("ModelInferRequest")(model_name=model)
     wanted = {rng.choice(["text_input", "messages"]): b""}
     wanted |= {rng.choice(INPUTS)[0]: b"" for _ in range(rng.choice([0, 0, 1, 2]))}

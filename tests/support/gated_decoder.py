@@ -1,4 +1,5 @@
-"""Decoders of gated, normed attention with rotary positions on several axes, and positions of prompts with images."""
+"""Decoders with gated, normalised attention and rotary positions on several axes, and positions of prompts with
+images."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from kernels.rope import Rope
 
 
 def interleaved(section: Sequence[int]) -> tuple[int, ...]:
-    """Axis of each frequency, as Qwen interleaves them: `section` frequencies of time, height and width."""
+    """The axis of each frequency, interleaved as in Qwen; `section`: numbers of frequencies of time, height and
+    width."""
     axes = [0] * sum(section)
     for axis in (1, 2):
         for index in range(axis, 3 * section[axis], 3):
@@ -29,7 +31,7 @@ def interleaved(section: Sequence[int]) -> tuple[int, ...]:
 
 
 def gated(spec: MixerSpec, **changes: Any) -> MixerSpec:
-    """An attention of this shape with all that an attention may have; anything else as it is."""
+    """An attention of this shape with every optional feature; other mixers unchanged."""
     if not isinstance(spec, Attention):
         return spec
     fields: dict[str, Any] = {"rope": Rope(6, 100.0, interleaved((1, 1, 1))), "gate": True, "qk_norm": 1e-6}
@@ -37,10 +39,10 @@ def gated(spec: MixerSpec, **changes: Any) -> MixerSpec:
 
 
 def gated_config(pattern: str = "M*-M", *, head_dim: int = 12, mtp: bool = False, **changes: Any) -> DecoderConfig:
-    """As `delta_config`, every attention with rotary positions on three axes, a gate and norms; `changes`: of these.
+    """As `delta_config`; every attention has rotary positions on three axes, a gate and norms.
 
-    G in the pattern is a layer of the gated delta rule. `mtp`: a head of such an attention, of another shape than the
-    layers', and a gated MLP.
+    G in the pattern is a layer of the gated delta rule. `mtp`: with a multi-token prediction head whose attention has
+    another shape than the layers', and a gated MLP. `changes`: fields of the configuration.
     """
     config = delta_config(pattern, head_dim=head_dim)
     layers = tuple(
@@ -55,8 +57,10 @@ def gated_config(pattern: str = "M*-M", *, head_dim: int = 12, mtp: bool = False
 
 
 def grid_positions(length: int, *images: tuple[int, int, int]) -> Positions:
-    """Of a prompt of `length` tokens with images of (first token, rows, columns), as Qwen counts: a token of row y and
-    column x of an image at p has (p, p + y, p + x), and what follows it goes on from p + max(rows, columns).
+    """The positions of a prompt of `length` tokens with images given as (first token, rows, columns).
+
+    As in Qwen: a token in row y and column x of an image at p has (p, p + y, p + x), and the text after it continues at
+    p + max(rows, columns).
     """
     found: list[tuple[int, ...]] = []
     at = 0
@@ -73,9 +77,8 @@ def grid_positions(length: int, *images: tuple[int, int, int]) -> Positions:
 
 
 def published_attention(spec: Attention, weights: Mapping[str, Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """transformers' attention with our weights: normalised rows `[T, d]` of a whole sequence and their positions
-    `[T, 3]` -> `[T, d]`.
-    """
+    """transformers' attention with our weights: normalised rows `[T, d]` of a whole sequence and their positions `[T,
+    3]` -> `[T, d]`."""
     assert spec.rope is not None and spec.qk_norm is not None
     published = Qwen3_5TextConfig(
         hidden_size=spec.hidden_size, num_attention_heads=spec.num_attention_heads, num_key_value_heads=spec.kv_heads,

@@ -1,8 +1,8 @@
-"""What the host does to tensors while it should not wait for the device. The tests' device is a CPU, where nothing
-would be seen to wait; so every call that would on a GPU is noted with the line of ours that makes it.
+"""Finds host operations that would wait for the device.
 
-A GPU runs a kernel where a CPU runs `kernels/*/reference.py`, which may read what it likes; calls from there do not
-count. Neither do those of `kernels/transfer.py`, whose copies wait for nothing.
+The tests' device is a CPU, where no such wait would show; so every call that would wait on a GPU is recorded with the
+line of our code that makes it. A GPU runs a kernel where a CPU runs `kernels/*/reference.py`, so calls from there do
+not count; nor do those of `kernels/transfer.py`, whose copies do not wait.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ READING_OPS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equ
 
 
 def _line() -> str | None:
-    """The innermost line of ours that makes the call; None where a kernel would run in its place, or in a test."""
+    """The innermost line of our code that makes the call; None inside a kernel's reference or in a test."""
     frame = sys._getframe(1)
     innermost = None
     while frame is not None:
@@ -81,7 +81,7 @@ class HostReads(TorchFunctionMode):
 
 
 class _Ops(TorchDispatchMode):
-    """What reaches torch's own operations without one of the names above, indexing by a mask for one."""
+    """torch operations that are reached without one of the names above, for example indexing by a mask."""
 
     def __init__(self, reads: HostReads) -> None:
         super().__init__()

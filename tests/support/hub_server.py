@@ -1,4 +1,4 @@
-"""A small hub on a real port: the part of the Hugging Face hub's HTTP interface that downloads use."""
+"""A small server with the part of the Hugging Face hub's HTTP interface that downloads use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Repository:
     revisions: dict[str, str] = field(default_factory=lambda: {"main": "a" * 40})
     """Branch or tag -> commit."""
     token: str | None = None
-    """What a private repository asks for."""
+    """The token that a private repository requires."""
     gated: bool = False
 
 
@@ -30,18 +30,18 @@ class HubServer:
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         """(method, path, headers in lower case) of each request, in order."""
         self.cut_after: int | None = None
-        """Bytes of a weight file's body after which the connection is closed."""
+        """The connection is closed after this many bytes of a weight file's body."""
         self.hold_after: int | None = None
-        """Bytes of a weight file's body after which the rest is kept back until `go` is set."""
+        """A weight file's body pauses after this many bytes until `go` is set."""
         self.hold_only = ""
-        """Only of files of this ending."""
+        """Limits this to files with this suffix."""
         self.go = threading.Event()
         self.ranges = True
-        """False: a server that sends whole files only."""
+        """False: a server that ignores range requests."""
         self.elsewhere: HubServer | None = None
-        """Where weight files redirect to, as the hub sends clients to its CDN."""
+        """Where weight files are redirected to, as the hub redirects to its CDN."""
         self.status: int | None = None
-        """What every request is answered with, whatever it asks."""
+        """The status of every response."""
         hub = self
 
         class Handler(_Handler):
@@ -54,13 +54,13 @@ class HubServer:
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def add(self, model: str, folder: Path, **settings: Any) -> Repository:
-        """A folder's files as a repository."""
+        """Adds a folder's files as a repository."""
         files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
         self.repositories[model] = Repository(files, **settings)
         return self.repositories[model]
 
     def fetched(self, ending: str = "") -> list[str]:
-        """Paths of the files that were sent, those with that ending."""
+        """Paths of the sent files, optionally only those with a suffix."""
         return [path for method, path, _ in self.requests if method == "GET" and path.endswith(ending)]
 
     def close(self) -> None:

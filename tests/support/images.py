@@ -1,4 +1,4 @@
-"""Images to send. Light: test programs that are killed import it too."""
+"""Images to send. A module of its own without heavy imports, because test programs that are killed import it too."""
 
 from __future__ import annotations
 

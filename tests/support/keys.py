@@ -1,4 +1,4 @@
-"""A key file for tests, and calls that are to be refused."""
+"""A key file for tests, and calls that must be refused."""
 
 from __future__ import annotations
 

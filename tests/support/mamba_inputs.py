@@ -1,4 +1,4 @@
-"""Random inputs of a Mamba-2 layer, and what they give by the definitions, in float64."""
+"""Random inputs of a Mamba-2 layer, and their results by the definitions, in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_LIMIT = (0.0, float("inf"))
 
 @dataclass
 class Inputs:
-    """Random inputs of `tokens` tokens; decays from almost none to almost all."""
+    """Random inputs of `tokens` tokens, with decays from almost none to almost complete."""
 
     tokens: int
     heads: int = 6
@@ -38,7 +38,7 @@ class Inputs:
         return self
 
     def pool(self, slots: int = 9) -> Tensor:
-        """A pool whose slots lie apart in memory, as in the arena."""
+        """A pool whose slots are not contiguous, as in the arena."""
         size = self.heads * self.width * self.state
         flat = torch.randn(slots, size + 64, device=self.x.device)
         return flat[:, :size].unflatten(1, (self.heads, self.width, self.state))

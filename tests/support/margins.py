@@ -1,4 +1,5 @@
-"""Was it rounding? A token may differ between two exact paths only where its choice hung on no more than they do."""
+"""Decides whether a different token is explained by rounding: only if its margin was about as small as the difference
+of the paths' logits."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from decoder.sequence import Sequence as Running
 
 TRIES = 200
 FACTOR = 10.0
-"""Margin below so many times the difference of the two paths' logits: excused."""
+"""A difference is accepted if the margin is below this many times the difference of the two paths' logits."""
 
 
 def excused(
     name: str, output: Sequence[int], token: int, plain: Callable[[], Any], other: Callable[[], Any]
 ) -> tuple[bool, float]:
-    """Can `token` be drawn for request `name` behind `output` when the plain path's logits move by `FACTOR` times what
-    the two paths differ by there? And that difference. `plain` and `other` run the whole workload either way.
-    """
+    """Whether `token` could be drawn for request `name` after `output` if the plain path's logits change by `FACTOR`
+    times the difference of the two paths there; and that difference. `plain` and `other` run the whole workload in the
+    two ways."""
     drawn: set[int] = set()
     (theirs,) = _at(name, output, other, lambda sampler, logits, given: logits[0].clone())
     mine: list[Tensor] = []
@@ -41,7 +42,7 @@ def excused(
 
 
 def _at(name: str, output: Sequence[int], runs: Callable[[], Any], see: Callable[..., Tensor]) -> list[Tensor]:
-    """What `see` gives for the row in which the token behind `output` is drawn; the first one, should there be more."""
+    """The first result of `see` for the row in which the token after `output` is drawn."""
     original, found = Sampler.sample, list[Tensor]()
 
     def sample(self: Sampler, logits: Tensor, sequences: Sequence[Running], ahead: Any = None) -> list[Choice]:

@@ -1,4 +1,4 @@
-"""Random tiny MiniCPM-V checkpoints with a tokenizer, and transformers' own model and processor as the oracle."""
+"""Random tiny MiniCPM-V checkpoints with a tokenizer; transformers' own model and processor are the oracle."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Bytes, some pairs of them, and the special tokens."""
+    """Bytes, some merged pairs of them, and the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
     merges = [("i", "n"), ("t", "h"), ("th", "e"), ("0", "<"), ("Ċ", "<")]
@@ -56,7 +56,7 @@ def byte_tokenizer() -> Tokenizer:
 
 @dataclass(frozen=True)
 class TinyMiniCPM:
-    """A directory and the oracle that wrote it, in float32 and eval mode."""
+    """A model directory, and the transformers model that wrote it, in float32 and eval mode."""
 
     path: Path
     model: Any
@@ -68,7 +68,7 @@ class TinyMiniCPM:
         return str(self.model.config.downsample_mode)
 
     def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
-        """What the released processor makes of a prompt with one image token for each image."""
+        """The output of the released processor for a prompt with one image token per image."""
         found: dict[str, Any] = {}
         if images:
             found, words = self.processor._process_images(images, return_tensors="pt", downsample_mode=self.mode)
@@ -92,7 +92,8 @@ class TinyMiniCPM:
 
 
 def released_processor(tokenizer: Tokenizer, numbers: dict[str, Any]) -> Any:
-    """transformers' own, without its constructor, which wants a video processor, and that torchvision."""
+    """transformers' own processor, built without its constructor, which needs a video processor and thereby
+    torchvision."""
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     made: Any = object.__new__(MiniCPMV4_6Processor)
     made.tokenizer, made.image_processor = fast, MiniCPMV4_6ImageProcessorPil(**numbers)
@@ -104,7 +105,8 @@ def released_processor(tokenizer: Tokenizer, numbers: dict[str, Any]) -> Any:
 
 
 def make_minicpm(path: Path, seed: int, **processor: Any) -> TinyMiniCPM:
-    """Writes a random tiny model. `processor`: fields of `preprocessor_config.json` that are not drawn."""
+    """Writes a random tiny model. `processor`: fields of `preprocessor_config.json` that are fixed instead of
+    random."""
     rng = random.Random(seed)
     tokenizer = byte_tokenizer()
     heads, layers, mode = rng.choice([1, 2, 4]), rng.randint(1, 3), rng.choice(["16x", "16x", "16x", "4x"])
@@ -149,7 +151,7 @@ def make_minicpm(path: Path, seed: int, **processor: Any) -> TinyMiniCPM:
 
 
 def random_image(rng: random.Random, most: int = 90) -> Image.Image:
-    """Smooth enough for a resize to matter, of any shape."""
+    """An image of any shape, smooth enough for a resize to matter."""
     height, width = rng.randint(3, most), rng.randint(3, most)
     noise = np.random.default_rng(rng.randrange(2**32)).integers(0, 256, (height // 3 + 1, width // 3 + 1, 3), np.uint8)
     return Image.fromarray(noise).resize((width, height), Image.Resampling.BILINEAR)

@@ -1,4 +1,4 @@
-"""Broken and hostile image files, sent to a real server beside good ones."""
+"""Broken and hostile image files, sent to a real server among valid ones."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import saccade
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 REFUSALS = {"IMAGE_DECODE_FAILED", "INVALID_ARGUMENT"}
-"""What a broken image may be told: it cannot be decoded, or its size suits no grid."""
+"""Allowed errors for a broken image: it cannot be decoded, or its size fits no grid."""
 
 
 def original(rng: random.Random) -> bytes:
-    """A sound file of a random format, with metadata where the format has it."""
+    """A valid file of a random format, with metadata if the format has it."""
     form = rng.choice(FORMATS)
     width, height = rng.randint(1, 90), rng.randint(1, 90)
     mode = rng.choice(("RGB", "L")) if form == "PPM" else rng.choice(("RGB", "L", "P", "RGBA", "1"))
@@ -74,7 +74,7 @@ def _noise(data: bytearray, rng: random.Random) -> bytes:
 
 
 def _bomb(data: bytearray, rng: random.Random) -> bytes:
-    """A PNG that says it is huge, with little or a lot behind it."""
+    """A PNG that claims to be huge, with few or many bytes of data."""
     width, height = rng.choice(((60_000, 60_000), (2**31 - 1, 1), (30_000, 3), (7_000, 9_000), (0, 5)))
     rows = zlib.compress(bytes(rng.choice((10, 10_000_000))))
     header = struct.pack(">IIBBBBB", width, height, rng.choice((1, 8, 16)), rng.choice((0, 2, 3, 6)), 0, 0, 0)
@@ -105,7 +105,7 @@ MUTATIONS: tuple[Callable[[bytearray, random.Random], bytes], ...] = (
 
 
 def mutants(count: int, seed: int) -> Iterator[tuple[str, bytes]]:
-    """(what was done to it, file), the same for the same seed."""
+    """(kind of damage, file); the same for the same seed."""
     for number in range(count):
         rng = random.Random(seed * 1_000_003 + number)
         mutate = rng.choice(MUTATIONS) if number >= len(MUTATIONS) else MUTATIONS[number]
@@ -113,8 +113,10 @@ def mutants(count: int, seed: int) -> Iterator[tuple[str, bytes]]:
 
 
 def run_mutants(server: RunningServer, count: int, seed: int) -> dict[str, Any]:
-    """Sends `count` of them while another caller asks about a sound image over and over, whose answers must not
-    change. Raises AssertionError with the file's number; returns what was seen."""
+    """Sends `count` of them while another caller keeps asking about a valid image; its answers must not change.
+
+    Raises AssertionError with the file's number; returns counts.
+    """
     ask: dict[str, Any] = {"max_tokens": 2, "temperature": 0}
     sound = original(random.Random(seed))
     ended = threading.Event()

@@ -1,4 +1,5 @@
-"""Known bugs, put back into the real code one line at a time, to see that the check that is meant for them fails."""
+"""Puts known bugs back into the real code, one line at a time, to verify that the check meant for each of them
+fails."""
 
 from __future__ import annotations
 
@@ -12,10 +13,8 @@ from typing import Any
 
 @contextlib.contextmanager
 def planted(function: Callable[..., Any], line: str, bug: str) -> Iterator[None]:
-    """Within the context `function` has `bug` where its source has `line`, for everybody who has imported it.
-
-    `AssertionError` unless the line is there exactly once: a plant must not outlive the code that it was made for.
-    """
+    """Within the context, `function` has `bug` where its source has `line`, also for modules that have already imported
+    it. `AssertionError` unless the line occurs exactly once, so that a planted bug cannot outlive its code."""
     assert isinstance(function, FunctionType) and not function.__code__.co_freevars
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(line) == 1, f"{function.__qualname__} has {source.count(line)} times {line!r}"

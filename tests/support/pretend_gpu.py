@@ -1,15 +1,17 @@
-"""A GPU that is not there: tensors that say they are on one, and graphs that are captured and replayed.
+"""A simulated GPU: tensors that report a CUDA device, and graphs that are captured and replayed.
 
-Inside `pretended()` a tensor made on "cuda" is a `GpuTensor`: it has that device, and its values lie in host memory.
-What a real GPU would refuse is refused: an operation over tensors of both devices, a kernel that is given a tensor of
-the host; and in a capture everything that waits for the device, copies between it and pageable memory, or depends on a
-value. A captured graph is the list of operations and launches that were made: a replay makes them again on the very
-same memory, whatever the caller's Python has become meanwhile, which is how addresses and numbers are baked into a real
-one. Memory that a capture allocated is filled with NaN before each replay, since a pool's memory belongs to other
-graphs in between. A copy to the host that does not wait arrives when somebody waits. Kernels run in Triton's
-interpreter. Work is done in the order of the calls, and yet two streams are in no order unless an event or a wait puts
-them in one: what uses memory that another stream has written, or was the last to write or to be given, is refused
-otherwise. One thread only.
+Inside `pretended()`, a tensor made on "cuda" is a `GpuTensor`: it reports that device, and its values are in host
+memory. What a real GPU refuses is refused: an operation on tensors of both devices, a kernel with a host tensor; and,
+during a capture, everything that waits for the device, copies between it and pageable memory, or depends on a value.
+
+A captured graph is the list of operations and launches that were made. A replay makes them again on the same memory,
+whatever has changed in the caller's Python, as a real graph keeps addresses and numbers. Memory that a capture
+allocated is filled with NaN before each replay, because between replays a pool's memory belongs to other graphs.
+
+A non-blocking copy to the host arrives only when the host waits. Kernels run in Triton's interpreter.
+
+Work is done in the order of the calls, but two streams count as unordered unless an event or a wait orders them: an
+operation that uses memory last written, used or allocated by an unordered stream is refused. One thread only.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ from triton.runtime import interpreter
 
 GPU = torch.device("cuda:0")
 CUDA, META = 1, 14
-"""Numbers of the two kinds of device in torch's table of guards."""
+"""Numbers of the two device types in torch's table of guards."""
 aten = torch.ops.aten
 CROSSES = {aten.copy_.default, aten._to_copy.default}
-"""Operations that may have a tensor of either side."""
+"""Operations that accept tensors of both devices."""
 WAITS = {
     aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
     aten.item.default, aten._unique2.default, aten.is_nonzero.default,
@@ -90,30 +92,32 @@ def _places(index: Any) -> Any:
 
 
 Clock = dict[int, int]
-"""Stream -> how many of its operations are over."""
+"""Stream -> number of its operations that are known to be finished."""
 
 
 def _later(one: Clock, other: Clock) -> None:
-    """`one` knows what `other` knows."""
+    """`one` also knows what `other` knows."""
     for stream, count in other.items():
         one[stream] = max(one.get(stream, 0), count)
 
 
 class Order:
-    """Who has used which memory, by streams' clocks. A use must know of all writes before it, a write of all uses."""
+    """Who has used which memory, as vector clocks of streams. A use must be ordered after all writes, a write after all
+    uses."""
 
     def __init__(self) -> None:
         self.host: Clock = {}
         self.current: list[_Stream] = [_Stream()]
         self.writes: dict[int, Clock] = {}
-        """Address of a storage -> what a use of it must know. Memory that is given out has been written: who had it
-        before may not be done with it."""
+        """Address of a storage -> the clock that a use must include. Allocation counts as a write, because the previous
+        owner may still be using the memory."""
         self.uses: dict[int, Clock] = {}
         self.recorded: set[tuple[int, int]] = set()
-        """(address, stream) for which the allocator was told."""
+        """(address, stream) pairs reported to the allocator (`record_stream`)."""
 
     def use(self, read: Iterable[Tensor], written: Iterable[Tensor], fresh: Iterable[Tensor]) -> None:
-        """An operation of the current stream. Raises RuntimeError for one that other streams' are not ordered with."""
+        """Records an operation of the current stream. Raises RuntimeError if it is not ordered after operations of
+        other streams."""
         stream = self.current[-1]
         _later(stream.clock, self.host)
         stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
@@ -146,7 +150,7 @@ class Order:
 
 
 class Capture:
-    """What a graph holds: calls on the memory that they were made on, in order."""
+    """A captured graph: calls, in order, on the memory that they were made on."""
 
     running: ClassVar[Capture | None] = None
 
@@ -185,7 +189,7 @@ def is_gpu(device: Any) -> bool:
 
 
 def perform(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operation on the values, with the refusals of a GPU."""
+    """Performs an operation on the values, with a GPU's refusals."""
     tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
     ours = [value for value in tensors if isinstance(value, GpuTensor)]
     goal = kwargs.get("device")
@@ -227,7 +231,7 @@ def perform(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def follow(func: Any, args: Any, kwargs: Any, ours: list[GpuTensor], result: Any) -> None:
-    """The operation's place among those of other streams."""
+    """Orders the operation among those of other streams."""
     given = [value.inner for value in ours]
     if Capture.running is not None:
         Capture.running.touch(given)
@@ -252,7 +256,7 @@ _arriving: list[tuple[Tensor, Tensor]] = []
 
 
 def arrive_later(target: Tensor, source: GpuTensor) -> Tensor:
-    """What a copy that does not wait has done by the time it returns: nothing that may be relied upon."""
+    """A non-blocking copy to the host: until the host waits, the target's contents are undefined."""
     _order.use((source.inner,), (), ())
     _arriving.append((target, source.inner.clone()))
     scramble(target)
@@ -260,7 +264,7 @@ def arrive_later(target: Tensor, source: GpuTensor) -> Tensor:
 
 
 def record(capture: Capture, func: Any, args: Any, kwargs: Any, result: Any, given: set[int]) -> None:
-    """A replay computes into the memory of the first time; views are what they were."""
+    """Records a call. A replay writes to the same memory as the first time; views stay views."""
     made = [value for value in tree_flatten(result)[0] if isinstance(value, Tensor)]
     spans = {t.untyped_storage().data_ptr() for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)}
     fresh = [value for value in made if value.untyped_storage().data_ptr() not in spans]
@@ -279,7 +283,7 @@ def record(capture: Capture, func: Any, args: Any, kwargs: Any, result: Any, giv
 
 
 class _Mode(TorchDispatchMode):
-    """Sees operations without tensors as well: those that make some."""
+    """Also sees operations without tensor arguments, such as factories."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -318,7 +322,7 @@ def _graph(graph: Capture, **_: Any) -> Iterator[None]:
 
 
 def _to(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`Tensor.to` between and on both sides."""
+    """`Tensor.to` between the devices and on either one."""
 
     def to(self: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
         if args and isinstance(args[0], Tensor):
@@ -396,7 +400,7 @@ _order = Order()
 
 
 def recorded() -> set[tuple[int, int]]:
-    """(address, stream's number) of all memory that the allocator keeps until that stream is done with it."""
+    """(address, stream number) of all memory that the allocator keeps until that stream is done with it."""
     return _order.recorded
 
 
@@ -411,9 +415,8 @@ def _streamed(stream: _Stream) -> Iterator[None]:
 
 @contextmanager
 def _guarded() -> Iterator[None]:
-    """Torch asks a device's guard which device is current, and a build for CPUs has none for CUDA: that of "meta",
-    which does nothing, stands in for it.
-    """
+    """Torch asks a device guard which device is current, and a CPU build has none for CUDA; the guard of "meta", which
+    does nothing, is used instead."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 64).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     before, guards[CUDA] = guards[CUDA], guards[META]

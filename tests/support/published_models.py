@@ -1,4 +1,4 @@
-"""`config.json` of published checkpoints of each family, as far as their values are known here."""
+"""`config.json` of published checkpoints of each family, with the values that are known here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bamba() -> dict[str, Any]:
 
 
 def nemotron(pattern: str, **fields: Any) -> dict[str, Any]:
-    """A NemotronH decoder, by the letters of its layers."""
+    """A NemotronH decoder with this layer pattern."""
     return {
         "model_type": "nemotron_h", "hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern),
         "vocab_size": 131072, "head_dim": 128, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4,
@@ -68,7 +68,7 @@ def omni() -> dict[str, Any]:
 
 
 def models() -> dict[str, dict[str, Any]]:
-    """By the name that docs/models.md has."""
+    """By the name used in docs/models.md."""
     qwen = {f"Qwen3.5-{name}": published(name) for name in PUBLISHED}
     others = {"Nemotron-Nano-9B-v2": NANO_9B, "Nemotron-3-Nano-30B-A3B": NANO_30B, "Bamba-9B": bamba()}
     return {**qwen, "MiniCPM-V-4.6": minicpm(), "Nemotron-3-Nano-Omni-30B-A3B": omni(), **others}
@@ -81,4 +81,4 @@ HUB_IDS = {
     "Nemotron-3-Nano-30B-A3B": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     "Bamba-9B": "ibm-ai-platform/Bamba-9B",
 }
-"""What the hub calls them, as far as it is known here."""
+"""Their names on the hub, if known."""

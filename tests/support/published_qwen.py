@@ -1,4 +1,4 @@
-"""`config.json` of published Qwen3.5 checkpoints, in their nesting and with the fields that the files hold."""
+"""`config.json` of published Qwen3.5 checkpoints, with the nesting and the fields of the files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOWERS = {
 
 
 def published(name: str) -> dict[str, Any]:
-    """A new object each time, for tests that change it."""
+    """A new object for each call, so that tests may change it."""
     hidden, layers, heads, kv, inner, values, tied = PUBLISHED[name]
     depth, width, vision_heads, vision_inner = TOWERS[name]
     moe = not isinstance(inner, int)

@@ -1,4 +1,4 @@
-"""A checkpoint with linear layers in a published format, and the oracle with the same numbers in float32."""
+"""A checkpoint with linear layers in a published quantised format, and an oracle with the same values in float32."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ PLAIN = (
     "mtp.fc",
     "lm_head",
 )
-"""Parts of names of matrices that published files leave in 16 bits."""
+"""Parts of the names of matrices that published files keep in 16 bits."""
 
 
 def is_quantised(name: str, tensor: Tensor) -> bool:
-    """Whether published files store this matrix in fewer bits."""
+    """Whether published files quantise this matrix."""
     router = name.endswith((".gate.weight", ".router.layer.weight"))
     return tensor.dim() == 2 and name.endswith(".weight") and not router and not any(part in name for part in PLAIN)
 
 
 def quantise_files(tiny: TinyCheckpoint, out: Path, form: str) -> TinyCheckpoint:
-    """Writes `out`, its matrices in one of `FORMATS`; the oracle's weights, in place, become what they mean."""
+    """Writes `out` with its matrices in one of `FORMATS`; sets the oracle's weights to the dequantised values, in
+    place."""
     write, config = FORMATS[form]
     out.mkdir()
     for file in tiny.path.iterdir():
@@ -65,7 +66,7 @@ def edit_config(path: Path, **changes: Any) -> None:
 
 
 def _matrices(model: torch.nn.Module) -> Iterator[Tensor]:
-    """Views of all matrices, those of stacks one by one, whole and by halves of their rows."""
+    """Views of all matrices: those of stacks one by one, whole and by halves of their rows."""
     for parameter in model.parameters():
         if parameter.dim() == 2:
             yield parameter

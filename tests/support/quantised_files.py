@@ -1,7 +1,7 @@
-"""Quantised tensors written from the formats' own descriptions, in numpy, with what they mean in float32.
+"""Quantised tensors written in numpy from the formats' specifications, with their values in float32.
 
-Each function takes a module's name and a float32 matrix `[outputs, inputs]`, and returns the tensors that a published
-file would hold for it and the dequantised matrix, computed here and not by the code under test.
+Each function takes a module's name and a float32 matrix `[outputs, inputs]`. It returns the tensors that a published
+file would contain, and the dequantised matrix, computed here and not by the code under test.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fp8(octets: Floats) -> Tensor:
 
 
 def bf16(values: Floats) -> tuple[Tensor, Floats]:
-    """The tensor, and the float32 numbers that it holds."""
+    """The tensor, and its values as float32."""
     rounded = torch.from_numpy(np.ascontiguousarray(values, np.float32)).bfloat16()
     return rounded, rounded.float().numpy()
 
@@ -58,7 +58,7 @@ def f32(values: Floats | float) -> Tensor:
 
 
 def block_fp8(name: str, w: Floats, block: tuple[int, int] = (128, 128)) -> Written:
-    """Qwen's and DeepSeek's: w * scale_inv, a multiplier for each block; the last blocks may be short."""
+    """Qwen's and DeepSeek's format: w * scale_inv, one scale per block; the last blocks may be partial."""
     rows, inner = w.shape
     scale = np.zeros((-(-rows // block[0]), -(-inner // block[1])), np.float32)
     for i in range(scale.shape[0]):
@@ -86,14 +86,14 @@ def modelopt_fp8_blocks(name: str, w: Floats) -> Written:
 
 
 def channel_fp8(name: str, w: Floats) -> Written:
-    """compressed-tensors' float-quantized: a scale for each row."""
+    """compressed-tensors' float-quantized: one scale per row."""
     stored, scale = bf16(np.abs(w).max(1, keepdims=True) / 448)
     octets = to_e4m3(w / scale)
     return {f"{name}.weight": fp8(octets), f"{name}.weight_scale": stored}, E4M3[octets] * scale
 
 
 def _nvfp4(w: Floats, outer: np.float32) -> tuple[Floats, Floats, Floats]:
-    """Packed nibbles, e4m3 bytes of scales, and e2m1 * scale without the outer one."""
+    """Packed nibbles, e4m3 bytes of scales, and e2m1 * scale without the outer scale."""
     rows, inner = w.shape
     groups = (w / outer).reshape(rows, inner // 16, 16)
     scale = to_e4m3(np.abs(groups).max(-1) / 6)
@@ -124,7 +124,7 @@ def modelopt_nvfp4(name: str, w: Floats, *, input_scale: bool = True) -> Written
 
 
 def packed_nvfp4(name: str, w: Floats) -> Written:
-    """compressed-tensors': divided by its global scale."""
+    """compressed-tensors' nvfp4: divided by its global scale."""
     divisor = np.float32(6 * 448 / np.abs(w).max())
     packed, scale, inner = _nvfp4(w, np.float32(1) / divisor)
     tensors = {
@@ -144,7 +144,7 @@ def words(nibbles: Floats, axis: int, order: tuple[int, ...] = tuple(range(8))) 
 
 
 def packed_int4(name: str, w: Floats, group: int = 32, *, zeros: bool = False) -> Written:
-    """compressed-tensors' pack-quantized: value + 8 along the inputs; zero points, if any, along the rows."""
+    """compressed-tensors' pack-quantized: value + 8 along the inputs; optional zero points along the rows."""
     rows, inner = w.shape
     groups = w.reshape(rows, inner // group, group)
     low, high = groups.min(-1), groups.max(-1)
@@ -162,7 +162,7 @@ def packed_int4(name: str, w: Floats, group: int = 32, *, zeros: bool = False) -
 
 
 def gptq(name: str, w: Floats, group: int = 32, *, act_order: bool = False, version: int = 1) -> Written:
-    """(q - zero) * scale of the input's group; the file stores zero - 1 in version 1. Inputs by outputs."""
+    """(q - zero) * scale of the input's group; version 1 stores zero - 1. Shape: inputs x outputs."""
     rows, inner = w.shape
     group_of = np.arange(inner) // group
     if act_order:
@@ -185,7 +185,7 @@ def gptq(name: str, w: Floats, group: int = 32, *, act_order: bool = False, vers
 
 
 def awq(name: str, w: Floats, group: int = 32) -> Written:
-    """(q - zero) * scale; eight neighbouring outputs in a word in the order 0 2 4 6 1 3 5 7."""
+    """(q - zero) * scale; eight neighbouring outputs per word in the order 0 2 4 6 1 3 5 7."""
     rows, inner = w.shape
     groups = w.T.reshape(inner // group, group, rows)
     low, high = groups.min(1), groups.max(1)
@@ -252,4 +252,5 @@ FORMATS: Mapping[str, tuple[Callable[[str, Floats], Written], dict[str, object]]
     ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
 }  # fmt: skip
-"""Name -> how a module is written, and `quantization_config` for a model in which every listed module is."""
+"""Name -> the function that writes a module, and the `quantization_config` of a model in which every listed module is
+quantised."""

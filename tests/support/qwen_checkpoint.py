@@ -1,4 +1,4 @@
-"""Random tiny Qwen3.5 checkpoints, made and judged by transformers, under any of the names that files have."""
+"""Random tiny Qwen3.5 checkpoints, written by transformers (the oracle), under any of the names that files use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config, Qwe
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
 
 NAMINGS = ("model.language_model.", "model.", "language_model.model.", "language_model.")
-"""What stands before `layers.0`."""
+"""Prefixes of `layers.0`."""
 IDS = {"image_token_id": 96, "video_token_id": 95, "vision_start_token_id": 94, "vision_end_token_id": 93}
 
 
@@ -64,9 +64,10 @@ def make_qwen(
     mtp: bool = False, one_by_one: bool | None = None, vision: dict[str, Any] | None = None,
     text: dict[str, Any] | None = None, ids: dict[str, int] = IDS,
 ) -> TinyCheckpoint:  # fmt: skip
-    """Writes a random tiny model; what is None is drawn. `vision`: fields of its tower, None for a text-only model.
-    `naming`: one of `NAMINGS`. `mtp`: with a head that predicts further tokens. `one_by_one`: experts are.
-    `ids`: of the tokens about images and clips.
+    """Writes a random tiny model; arguments that are None are random.
+
+    `vision`: fields of its tower, None for a text-only model. `naming`: one of `NAMINGS`. `mtp`: with a multi-token
+    prediction head. `one_by_one`: experts as separate tensors. `ids`: of the special tokens for images and clips.
     """
     rng = random.Random(seed)
     moe = rng.random() < 0.5 if moe is None else moe
@@ -115,7 +116,7 @@ def _vision_model(fields: dict[str, Any], vision: dict[str, Any], moe: bool, tie
 
 
 def _named(model: Any, naming: str, one_by_one: bool) -> dict[str, torch.Tensor]:
-    """The model's tensors under the names of files."""
+    """The model's tensors under the names used in files."""
     found: dict[str, torch.Tensor] = {}
     tied = model.config.tie_word_embeddings
     for name, tensor in model.state_dict().items():
@@ -140,7 +141,7 @@ def _experts(name: str, tensor: torch.Tensor, one_by_one: bool) -> dict[str, tor
 
 
 def _mtp_weights(model: Any, seed: int, moe: bool, one_by_one: bool) -> dict[str, torch.Tensor]:
-    """Of a random head, whose layer has the shapes of a full-attention layer."""
+    """Weights of a random prediction head, whose layer has the shapes of a full-attention layer."""
     config = model.config.get_text_config()
     layer = type(model)(one_layer(model.config)).state_dict()
     generator = torch.Generator().manual_seed(seed + 1)

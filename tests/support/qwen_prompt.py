@@ -1,4 +1,4 @@
-"""A Qwen3.5 directory without weights, with a small tokenizer and a chat template, and transformers' processor."""
+"""A Qwen3.5 directory without weights, with a small tokenizer and a chat template; and transformers' processor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPECIAL = (
     "<|video_pad|>",
 )  # fmt: skip
 ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>", "</tool_response>")
-"""Tokens of their own that are text."""
+"""Added tokens that are text, not special."""
 CORPUS = (
     "what is in the image? describe the video at 1.5 seconds. <0.5 seconds><12.0 seconds> you are a helpful assistant",
     '# Tools {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}',
@@ -82,7 +82,8 @@ TEMPLATE = r"""
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '\n</think>\n\n' }}{%- endif %}
 {%- endif %}
 """
-"""Of the structure that released ones have: media in turns, tools as JSON, thoughts of earlier turns left out."""
+"""A template with the structure of released ones: media in turns, tools as JSON, reasoning of earlier turns left
+out."""
 
 
 def write_prompting(path: Path) -> Qwen3_5Tokenizer:
@@ -105,7 +106,7 @@ def write_prompting(path: Path) -> Qwen3_5Tokenizer:
 
 
 def processor(tokenizer: Qwen3_5Tokenizer, *, merge_size: int = 2, temporal_patch_size: int = 2) -> Any:
-    """transformers' own, without its constructor, whose video processor wants torchvision."""
+    """transformers' own processor, built without its constructor, whose video processor needs torchvision."""
     made: Any = object.__new__(Qwen3VLProcessor)
     made.tokenizer = tokenizer
     made.image_token, made.video_token = "<|image_pad|>", "<|video_pad|>"
@@ -118,9 +119,8 @@ def processor(tokenizer: Qwen3_5Tokenizer, *, merge_size: int = 2, temporal_patc
 def processor_ids(
     made: Any, text: str, images: Sequence[tuple[int, int]], clips: Sequence[Mapping[str, Any]]
 ) -> list[int]:
-    """What the processor makes of a rendered template. `images`: grids of patches; `clips`: `grid` (t, h, w), `fps`,
-    and `indices` of the frames.
-    """
+    """The processor's token ids for a rendered template. `images`: grids of patches; `clips`: `grid` (t, h, w), `fps`,
+    and `indices` of the frames."""
     grids = torch.tensor([(1, *grid) for grid in images]).reshape(-1, 3)
     videos = torch.tensor([clip["grid"] for clip in clips]).reshape(-1, 3)
     told = [SimpleNamespace(fps=clip["fps"], frames_indices=list(clip["indices"])) for clip in clips]

@@ -1,4 +1,4 @@
-"""Random tiny Qwen towers, with transformers' own model and processors as the oracle."""
+"""Random tiny Qwen towers; transformers' own model and processors are the oracle."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from families.qwen3_5.vision_config import Resizing, vision_fields
 
 @dataclass(frozen=True)
 class TinyQwen:
-    """The oracle, and what our runner is given for the same weights."""
+    """The oracle, and our runner's inputs for the same weights."""
 
     oracle: Any
     config: QwenVision
@@ -42,7 +42,7 @@ class TinyQwen:
 
 
 def oracle_patches(config: QwenVision, item: EncoderItem) -> Tensor:
-    """Float patches as transformers takes them: an image's frame twice."""
+    """Float patches in transformers' layout: an image's frame appears twice."""
     patches = item.patches.float()
     if item.kind == VIDEO:
         return patches
@@ -76,7 +76,7 @@ def tiny_qwen(seed: int = 0, *, dtype: torch.dtype = torch.float32, text_hidden:
 
 
 def random_item(config: QwenVision, grid: tuple[int, int], seed: int = 0, *, pairs: int = 0) -> EncoderItem:
-    """Of normal noise, as float32; a clip of so many temporal patches, or an image."""
+    """Normal noise, float32: a clip of `pairs` temporal patches, or an image."""
     kind = "video" if pairs else "image"
     generator = torch.Generator().manual_seed(seed)
     count = max(pairs, 1) * grid[0] * grid[1]
@@ -88,7 +88,7 @@ def random_item(config: QwenVision, grid: tuple[int, int], seed: int = 0, *, pai
 
 
 def image_processor(config: QwenVision) -> Qwen2VLImageProcessorPil:
-    """transformers' own, on Pillow."""
+    """transformers' own image processor, with Pillow."""
     numbers = config.image
     return Qwen2VLImageProcessorPil(
         size={"shortest_edge": numbers.min_pixels, "longest_edge": numbers.max_pixels}, image_mean=list(numbers.mean),
@@ -98,8 +98,8 @@ def image_processor(config: QwenVision) -> Qwen2VLImageProcessorPil:
 
 
 def video_processor(config: QwenVision) -> Any:
-    """transformers' own, without its constructor, which wants torchvision, and with torchvision's resize of bytes: it
-    hands them to torch as they are."""
+    """transformers' own video processor, built without its constructor, which needs torchvision, and with torchvision's
+    resize of uint8 images in torch."""
     made: Any = object.__new__(Qwen3VLVideoProcessor)
     made.patch_size, made.merge_size = config.patch_size, config.merge_size
     made.temporal_patch_size = config.temporal_patch_size
@@ -139,7 +139,7 @@ def random_grids(rng: random.Random, count: int, most: int = 6, merge: int = 2) 
 
 
 def random_tower(rng: random.Random) -> dict[str, Any]:
-    """Fields of a tower of a random shape, heads of 64 and 72 among them."""
+    """Fields of a tower of a random shape, including heads of 64 and 72."""
     heads, width = rng.choice([(1, 64), (2, 72), (2, 16), (3, 8), (4, 12)])
     return {
         "hidden_size": heads * width, "num_heads": heads, "depth": rng.randint(1, 3),
@@ -150,7 +150,7 @@ def random_tower(rng: random.Random) -> dict[str, Any]:
 
 
 def write_rules(path: Path, tower: dict[str, Any]) -> None:
-    """Sizes that leave images few tokens; in one file or in two, as released models have them."""
+    """Writes size limits that give images few tokens; in one file or in two, as released models have them."""
     shared = {"patch_size": tower["patch_size"], "merge_size": 2, "temporal_patch_size": 2, "image_mean": [0.5] * 3,
               "image_std": [0.5] * 3}  # fmt: skip
     image = {**shared, "size": {"shortest_edge": 256, "longest_edge": 1536 * tower["patch_size"] // 4}}

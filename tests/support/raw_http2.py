@@ -15,7 +15,7 @@ def frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
 
 
 def header(name: str, value: str) -> bytes:
-    """HPACK's literal without indexing, neither part compressed (RFC 7541, 6.2.2). Up to 126 bytes each."""
+    """An uncompressed HPACK literal without indexing (RFC 7541, 6.2.2). Up to 126 bytes each."""
     return b"\0" + b"".join(bytes([len(part)]) + part for part in (name.encode(), value.encode()))
 
 
@@ -29,7 +29,8 @@ class RawClient:
         self._stream = -1
 
     def begin(self, method: str, size: int, data: bytes = b"", key: str | None = None) -> int:
-        """A call whose message is to have `size` bytes, with the first ones of it. Returns the stream's number."""
+        """Begins a call whose message claims `size` bytes and sends the first ones of it. Returns the stream's
+        number."""
         self._stream += 2
         fields = [(":method", "POST"), (":scheme", "http"), (":path", method), (":authority", "test"),
                   ("content-type", "application/grpc"), ("te", "trailers")]  # fmt: skip
@@ -43,7 +44,7 @@ class RawClient:
         return self._stream
 
     def answers(self, count: int) -> list[int]:
-        """Numbers of the streams that have ended, in order, once there are `count`."""
+        """Numbers of ended streams in order, once there are `count`."""
         ended: list[int] = []
         while len(ended) < count:
             length, kind, flags, stream = self._head()

@@ -1,4 +1,4 @@
-"""Calls by the generated stubs: what any gRPC client sees, without the SDK's help."""
+"""Calls through the generated stubs, as any gRPC client without the SDK makes them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def connect(address: str, credentials: grpc.ChannelCredentials | None = None) ->
 
 
 def ask(text: str = "x", *, max_tokens: int = 8, images: Any = (), **fields: Any) -> inference_pb2.GenerateRequest:
-    """A greedy request that goes on to `max_tokens`."""
+    """A greedy request that generates `max_tokens` tokens."""
     request = inference_pb2.GenerateRequest(**fields)
     request.prompt.text = text
     for image in images:

@@ -1,4 +1,4 @@
-"""A real server in this process: its own event loop in a thread, its engine in a process of its own."""
+"""A real server in this process: its event loop in a thread, its engine in a process of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class RunningServer:
-    """Listens on a free port of the loopback. A context manager; leaving it checks that nothing is left behind."""
+    """Listens on a free port of the loopback interface. A context manager; leaving it checks that nothing leaked."""
 
     def __init__(self, model: str, *, engine: EngineHandle | None = None, **options: Any) -> None:
         values = {"dtype": "float32", "threads": 1, "log_level": "warning", "warmup": False, **options}
@@ -46,7 +46,7 @@ class RunningServer:
         return self.engine.query("stats").result(timeout=60)
 
     def drained(self, timeout: float = 60.0) -> dict[str, Any]:
-        """Waits until no request is live in front and engine and no image is being encoded, then checks every pool.
+        """Waits until no request is live in frontend and engine and no image is being encoded; then checks every pool.
         Returns the counters."""
 
         async def busy() -> bool:
@@ -63,7 +63,7 @@ class RunningServer:
         return self.engine.query("integrity").result(timeout=60)
 
     def until(self, condition: Callable[[dict[str, Any]], bool], timeout: float = 60.0) -> dict[str, Any]:
-        """Waits until the engine's counters are so. Returns them."""
+        """Waits until the engine's counters fulfil the condition. Returns them."""
 
         async def wait() -> dict[str, Any]:
             async with asyncio.timeout(timeout):
@@ -91,7 +91,7 @@ class RunningServer:
 
 
 class RunningEncoder:
-    """A server of role `encoder` in this process. A context manager; leaving it checks that nothing is left behind."""
+    """A server of role `encoder` in this process. A context manager; leaving it checks that nothing leaked."""
 
     def __init__(self, model: str, **options: Any) -> None:
         values = {"dtype": "float32", "threads": 1, "log_level": "warning", "warmup": False, **options}
@@ -131,7 +131,7 @@ def children(pid: int, module: str) -> list[int]:
 
 
 def _read(path: Path) -> bytes:
-    """Nothing of a thread or a process that has ended meanwhile."""
+    """The file's bytes; empty if its thread or process has ended meanwhile."""
     try:
         return path.read_bytes()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""A random tiny model that can be talked to: checkpoint, byte-level tokenizer, chat template."""
+"""A random tiny model that can be served: checkpoint, byte-level tokenizer, chat template."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEMPLATE = (
 
 
 def save_byte_tokenizer(path: Path) -> None:
-    """One token per byte after the special tokens, so that characters are split in every possible way."""
+    """One token per byte after the special tokens, so that characters can be split in every way."""
     vocabulary = {token: i for i, token in enumerate(SPECIAL)}
     for character in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocabulary[character] = len(vocabulary)
@@ -36,7 +36,7 @@ def save_byte_tokenizer(path: Path) -> None:
 def make_served(
     path: Path, seed: int = 11, *, vision: bool = True, text: dict[str, Any] | None = None
 ) -> TinyCheckpoint:
-    """A directory that `saccade serve` takes."""
+    """Writes a model directory for `saccade serve`."""
     shape = {"vocab_size": VOCAB, "pattern": "ME*-M", "max_position_embeddings": 1024, **(text or {})}
     tiny = make_checkpoint(path, seed, vision=vision, text=shape, image_token=IMAGE_TOKEN)
     save_byte_tokenizer(path / "tokenizer.json")

@@ -1,7 +1,7 @@
-"""One workload under any options of the decoder: what it draws, and what was seen on the way.
+"""One workload under any options of the decoder, its tokens and its counters.
 
-`answers` is what tests and long runs compare: the same requests, with and without speculation, caches, chunks, pressure
-on memory, graphs.
+Tests and soaks compare results of `answers`: the same requests with and without speculation, caches, chunks, memory
+pressure and graphs.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ AXES: dict[str, tuple[Any, ...]] = {
     "native": ("auto", "off"),
     "overlap": ("off", "on"),
 }
-"""What of `answers` may be combined with what."""
+"""Options of `answers` that may be combined, with their values."""
 
 
 def pairwise(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Few combinations in which every two values of different axes meet."""
+    """Few combinations that contain every pair of values of different axes."""
     draw, names = random.Random(seed), sorted(axes)
     open_pairs = {
         ((one, a), (two, b)) for one, two in combinations(names, 2) for a in axes[one] for b in axes[two]
@@ -56,7 +56,7 @@ def pairwise(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str,
 
 @dataclass(frozen=True)
 class Answers:
-    """Of each request: its tokens, log-probabilities and how it ended; and the runner's counters in the end."""
+    """For each request: its tokens, log-probabilities and end reason; and the runner's counters at the end."""
 
     drawn: dict[str, tuple[list[int], str | None]]
     logprobs: dict[str, list[float]]
@@ -64,7 +64,7 @@ class Answers:
 
 
 def sampling(kind: int, output: int) -> SamplingParams:
-    """Greedy and sampled, with everything that looks at the tokens so far."""
+    """Greedy and sampled, with every parameter that depends on the tokens so far."""
     ends = frozenset({5, 11})
     return (
         SamplingParams(max_tokens=output, temperature=0.0, logprobs=2),
@@ -81,11 +81,11 @@ def sampling(kind: int, output: int) -> SamplingParams:
 
 
 GRIDS = {5: [(1, 5), (5, 1)], 9: [(3, 3), (1, 9), (9, 1)]}
-"""Rows and columns that images of so many tokens come in, where a model reads positions: equal content, other grids."""
+"""(rows, columns) of images with this many tokens, for models that read positions: equal content, different grids."""
 
 
 def workload(config: DecoderConfig, seed: int, count: int, output: int) -> list[DecoderRequest]:
-    """Prompts of few tokens in runs that come again, some with the same images, some that begin alike."""
+    """Prompts with few different tokens in repeated runs, some with the same images, some with a common prefix."""
     draw = random.Random(seed)
     runs = [[draw.randrange(12, config.vocab_size) for _ in range(draw.randrange(2, 7))] for _ in range(3)]
     images = [
@@ -127,7 +127,7 @@ def _inside(spans: list[FakeSource], prompt: list[int]) -> tuple[FakeSource, ...
 
 
 class Prompter:
-    """Drafts what is known to come, with a wrong token now and then: a random model hardly repeats itself."""
+    """Drafts the known continuation with an occasional wrong token, because a random model hardly repeats itself."""
 
     def __init__(self, whole: list[int], seed: int) -> None:
         self.whole, self.draw = whole, random.Random(seed)
@@ -149,11 +149,11 @@ def answers(
     constrained: Sequence[str | None] = (),
     **options: Any,
 ) -> Answers:
-    """Runs the workload of `seed` on a random tiny model, of the pattern or of `config`.
+    """Runs the workload of `seed` on a random tiny model with this pattern or `config`.
 
-    `preempted`: memory for little more than one request; with graphs, which want a slot for each, one after the other
-    is preempted instead. `known`: what the requests will draw, from which `ngram` then
-    drafts instead of from their own tokens. `constrained`: kinds of constraint that the requests have, in turn.
+    `preempted`: memory for little more than one request; with graphs, which need a slot for each request, one after the
+    other is preempted explicitly instead. `known`: the tokens that the requests will draw, which `ngram` then uses for
+    its drafts instead of their own tokens. `constrained`: kinds of constraint, assigned to the requests in turn.
     """
     config = config or tiny_config(pattern, num_nextn_predict_layers=1)
     chosen = DecoderOptions(

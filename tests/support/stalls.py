@@ -1,7 +1,7 @@
-"""How long one step of an event loop keeps all others waiting, told so that a loaded machine changes nothing.
+"""Measures how long one step of an event loop blocks all others, independently of the machine's load.
 
-What is measured is the processor time that the loop's thread spends in one callback: while it waits for a core, or for
-the interpreter, its clock stands still. So a callback is charged with its own work alone.
+It measures the processor time that the loop's thread spends in one callback. That clock stands still while the thread
+waits for a core or for the interpreter, so a callback is charged with its own work alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Pauses:
-    """Of the callbacks of one loop."""
+    """Pauses by the callbacks of one loop."""
 
     longest: float = 0.0
     """Seconds."""
@@ -27,8 +27,8 @@ class Pauses:
 
 @contextmanager
 def watched(loop: asyncio.AbstractEventLoop) -> Iterator[Pauses]:
-    """Counts while the context lasts. Old objects of this process are kept from the collector, which would otherwise
-    look at all that the tests before have imported, in the middle of some callback."""
+    """Measures while the context lasts. Existing objects are frozen for the garbage collector, which would otherwise
+    scan everything that earlier tests have imported, inside some callback."""
     pauses, original = Pauses(), asyncio.Handle._run  # type: ignore[attr-defined]
     thread = getattr(loop, "_thread_id", None)
     assert thread is not None, "the loop does not run"

@@ -1,4 +1,4 @@
-"""Random tiny checkpoints of text-only families, made and judged by transformers."""
+"""Random tiny checkpoints of text-only families, written by transformers, which is the oracle."""
 
 from __future__ import annotations
 

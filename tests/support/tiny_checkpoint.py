@@ -1,4 +1,4 @@
-"""Random tiny checkpoints on disk, made and judged by transformers: the oracle of the end-to-end tests."""
+"""Random tiny checkpoints on disk, written by transformers, the oracle of the end-to-end tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 @dataclass(frozen=True)
 class TinyCheckpoint:
-    """A directory and the oracle that wrote it, in fp32 and eval mode."""
+    """A model directory, and the transformers model that wrote it, in fp32 and eval mode."""
 
     path: Path
     model: Any
@@ -36,7 +36,7 @@ class TinyCheckpoint:
 
     @torch.no_grad()
     def logits(self, ids: list[int], images: list[tuple[tuple[int, int], torch.Tensor]] = ()) -> torch.Tensor:
-        """`[len(ids), V]` of one whole forward pass; `images` are (grid, patches)."""
+        """`[len(ids), V]` of one forward pass over the whole sequence; `images` are (grid, patches)."""
         inputs: dict[str, Any] = {"input_ids": torch.tensor([ids])}
         if images:
             inputs["pixel_values"] = torch.cat([patches.float() for _, patches in images])
@@ -44,7 +44,7 @@ class TinyCheckpoint:
         return self.model(**inputs, use_cache=False).logits[0].float()
 
     def greedy(self, ids: list[int], images: list[Any], count: int) -> tuple[list[int], torch.Tensor]:
-        """`count` greedy tokens by whole forward passes, and the logits `[count, V]` they were taken from."""
+        """`count` greedy tokens by full forward passes, and their logits `[count, V]`."""
         sequence, rows = list(ids), []
         for _ in range(count):
             rows.append(self.logits(sequence, images)[-1])
@@ -53,14 +53,14 @@ class TinyCheckpoint:
 
 
 def oracle_images(path: Path, files: list[bytes]) -> list[EncoderItem]:
-    """Patches by our image rule, which has tests of its own against worked rows; towers are compared by who asks."""
+    """Patches by our own image rule, which has its own tests; tests of towers compare the encoder's output."""
     vision = Checkpoint(path).config.vision
     assert vision is not None
     return [vision.image_rule.patchify(decode_image(file), torch.float32) for file in files]
 
 
 def random_text_config(rng: random.Random, **fixed: Any) -> dict[str, Any]:
-    """A text configuration of a random shape: pattern, groups, heads, experts."""
+    """A text configuration with a random shape: pattern, groups, heads, experts."""
     pattern = fixed.pop("pattern", None) or "".join(rng.choice("MM*-E") for _ in range(rng.randint(1, 6)))
     groups = rng.choice([1, 2, 4])
     heads = groups * rng.choice([1, 2, 3])
@@ -106,7 +106,7 @@ def random_text_config(rng: random.Random, **fixed: Any) -> dict[str, Any]:
 
 
 def random_vision_config(rng: random.Random) -> dict[str, Any]:
-    """A RADIO tower of a random shape."""
+    """A RADIO tower with a random shape."""
     heads = rng.choice([1, 2, 4])
     return {
         "hidden_size": heads * rng.choice([8, 16]),
@@ -124,7 +124,7 @@ def random_vision_config(rng: random.Random) -> dict[str, Any]:
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Weights large enough for every part to matter: fresh models are close to the identity."""
+    """Weights large enough for every part to matter; freshly initialised models are close to the identity."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:

@@ -1,4 +1,4 @@
-"""Builders for decoder tests: random tiny models of transformers, their weights, and runners of ours on them."""
+"""For decoder tests: random tiny models of transformers, their weights, and our runners on them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ TINY_DELTA: dict[str, Any] = {
 
 
 def delta_config(pattern: str = "G-*G-", delta: dict[str, Any] | None = None, **changes: Any) -> DecoderConfig:
-    """The same, G in the pattern being a layer of the gated delta rule; `delta` changes its shape."""
+    """The same with layers of the gated delta rule (G in the pattern); `delta` changes their shape."""
     plain = tiny_config(pattern.replace("G", "M"), **changes)
     mixer = GatedDelta(plain.hidden_size, **(TINY_DELTA | (delta or {})))
     layers = [
@@ -71,7 +71,7 @@ def delta_config(pattern: str = "G-*G-", delta: dict[str, Any] | None = None, **
 
 
 def oracle(decoder: DecoderConfig, seed: int = 0) -> NemotronHForCausalLM:
-    """The shape of a `tiny_config` in transformers, with random weights that make every term count."""
+    """transformers' model of the shape of a `tiny_config`, with random weights that make every term matter."""
     config = _PUBLISHED[decoder]
     names = NemotronHConfig.__dataclass_fields__
     fields = {name: getattr(config, name) for name in vars(config) if name in names}
@@ -96,7 +96,7 @@ def oracle(decoder: DecoderConfig, seed: int = 0) -> NemotronHForCausalLM:
 
 
 def weights_of(model: NemotronHForCausalLM, config: DecoderConfig) -> dict[str, Tensor]:
-    """Native names, as the checkpoint reader hands them over."""
+    """Weights by native names, as the checkpoint reader returns them."""
     state = model.state_dict()
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
@@ -106,7 +106,7 @@ def weights_of(model: NemotronHForCausalLM, config: DecoderConfig) -> dict[str, 
 def random_weights(
     config: DecoderConfig, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, Tensor]]:
-    """Random weights without transformers, at a scale that keeps activations near 1."""
+    """Random weights without transformers, scaled so that activations stay near 1."""
     generator = torch.Generator().manual_seed(seed)
     for name, shape in config.expected_weights().items():
         if name.endswith(("norm.weight", "norm_f.weight", ".D")):
@@ -144,7 +144,7 @@ def request(
 
 
 class FakeSource:
-    """Image rows that become ready, fail, and are given back when the test says so."""
+    """Image rows that become ready, fail, or are released when the test says so."""
 
     complete = True
 
@@ -163,21 +163,21 @@ class FakeSource:
         self.releases += 1
 
     def again(self) -> FakeSource:
-        """Another of the same rows, which are ready."""
+        """Another source of the same rows, which are ready."""
         return FakeSource(self.start, self.length, self.key, self._rows)
 
 
 def image(start: int, rows: Tensor, *, ready: bool = True) -> FakeSource:
-    """`rows` with a content key of their own."""
+    """A source of `rows` with a content key of its own."""
     return FakeSource(start, rows.shape[0], rows.numpy().tobytes()[:32], rows, ready=ready)
 
 
 def run(
     runner: DecoderRunner, *requests: DecoderRequest, limit: int = 2000, preempt_every: int = 0
 ) -> dict[str, list[TokenEvent]]:
-    """Adds the requests and steps until all have ended; events by request. Fails when nothing advances.
+    """Adds the requests and steps until all have ended; returns events by request. Fails if nothing advances.
 
-    `preempt_every`: after so many steps one of the running requests, each in turn, gives its memory up.
+    `preempt_every`: after this many steps, one of the running requests, each in turn, is preempted.
     """
     for item in requests:
         runner.add(item)
@@ -195,13 +195,13 @@ def run(
 
 
 def preempt(runner: DecoderRunner, request_id: str) -> None:
-    """In the next step a running request gives its memory up; it goes on later as if it had not."""
+    """Preempts a running request in the next step; it continues later with the same result."""
     scheduler = runner.scheduler
     schedule = scheduler.schedule
     sequence = next(sequence for sequence in scheduler.running if sequence.request_id == request_id)
 
     def once(preempt: Iterable[Running] = ()) -> Step:
-        scheduler.schedule = schedule  # type: ignore[method-assign]
+        scheduler.schedule = schedule  # The events without the time at which the request was first scheduled.
         return schedule([*preempt, sequence])
 
     scheduler.schedule = once  # type: ignore[method-assign]
@@ -212,5 +212,5 @@ def tokens(events: Sequence[TokenEvent]) -> list[int]:
 
 
 def timeless(events: Sequence[TokenEvent]) -> list[TokenEvent]:
-    """The events without the moment at which the request was first scheduled."""
+    """The events without the time at which the request was first scheduled."""
     return [event._replace(scheduled=None) for event in events]

@@ -1,4 +1,4 @@
-"""Random tiny towers: transformers' own model as the oracle, and its weights under the names the runner takes."""
+"""Random tiny towers: transformers' own model as the oracle, and its weights under the names that our runner uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VISION_PREFIXES = (
 
 @dataclass(frozen=True)
 class TinyTower:
-    """The oracle and what our runner is given for the same weights."""
+    """The oracle, and our runner's inputs for the same weights."""
 
     oracle: NemotronH_Omni_Reasoning_V3
     config: RadioVision
@@ -40,7 +40,7 @@ class TinyTower:
 
 
 def tiny_tower(seed: int = 0, *, dtype: torch.dtype = torch.float32, **changes: Any) -> TinyTower:
-    """A tower of a few layers whose every weight is random, norms and layer scales included.
+    """A tower of a few layers in which every weight is random, including norms and layer scales.
 
     `changes`: RadioConfig fields, and `final_layernorm`, `projector_hidden_size`, `text_hidden_size`.
     """
@@ -111,6 +111,6 @@ def random_image(config: RadioVision, rows: int, columns: int, seed: int = 0) ->
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Largest deviation over the largest value."""
+    """Largest absolute difference divided by the largest value."""
     scale = expected.double().abs().max()
     return float((got.double() - expected.double()).abs().max() / scale)

@@ -1,9 +1,9 @@
-"""What the tests of Triton kernels share: memory that shows what was not written, and the bound on errors.
+"""Shared by the tests of Triton kernels: memory that reveals unwritten results, and the error bound.
 
-Without a GPU the kernels run in Triton's interpreter (tests/conftest.py says so before Triton is imported), on CPU
-tensors; with one they run on it. The interpreter of Triton 3.6 cuts bfloat16 off where hardware rounds, multiplies the
-bits of bfloat16 matrices as if they were integers, and cannot count up to a number that was loaded (NumPy from 2.4 on
-takes no array of one element for an integer); `_mend` puts this right.
+Without a GPU, kernels run in Triton's interpreter on CPU tensors (tests/conftest.py selects it before Triton is
+imported). The interpreter of Triton 3.6 truncates bfloat16 where hardware rounds, multiplies the bits of bfloat16
+matrices as integers, and cannot loop up to a loaded number (NumPy from 2.4 on does not convert an array of one element
+to an integer); `_mend` corrects this.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def _mend() -> None:
     patch_language, running = interpreter._patch_lang, []
 
     def patch_lang(function: Any) -> Any:
-        """A kernel's call of another would patch the whole language once more, and never take that back."""
+        """Prevents a kernel's call of another one from patching the language module a second time, which would never be
+        undone."""
         seen = {name for name, value in function.__globals__.items() if value is tl or value is tl.core}
         if not running:
             scope = patch_language(function)
@@ -76,9 +77,8 @@ _mend()
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside, `torch.empty` and `empty_like` give NaN (the least integer for integers): what a kernel leaves out
-    is seen.
-    """
+    """Inside, `torch.empty` and `empty_like` return NaN (the least integer for integers), so that elements a kernel
+    does not write are detected."""
     empty, empty_like = torch.empty, torch.empty_like
 
     def fill(tensor: Tensor) -> Tensor:
@@ -94,15 +94,14 @@ def poisoned() -> Iterator[None]:
 
 
 def error(found: Tensor, exact: Tensor) -> float:
-    """Root mean square of the difference over that of `exact`."""
+    """RMS of the difference divided by the RMS of `exact`."""
     difference = found.detach().cpu().double() - exact.detach().cpu().double()
     return float(difference.square().mean().sqrt() / exact.detach().cpu().double().square().mean().sqrt())
 
 
 def assert_as_good(found: Tensor, exact: Tensor, plain: Tensor, name: str = "output") -> None:
-    """A kernel's result may be at most twice as far from the float64 result as `plain`, the same maths in torch at the
-    kernel's dtype. 4 units of the result's own precision are allowed where `plain` happens to be closer than that.
-    """
+    """A kernel's result may differ from the float64 result at most twice as much as `plain`, the same maths in torch in
+    the kernel's dtype, plus a relative error of 4 * 2^-24."""
     assert found.isfinite().all(), f"{name} has values that are not finite"
     bound = 2 * error(plain, exact) + 4 * 2.0**-24
     assert error(found, exact) <= bound, f"{name}: error {error(found, exact):.3g}, allowed {bound:.3g}"

@@ -1,4 +1,4 @@
-"""Waiting for what other processes do, by looking."""
+"""Waits for other processes by polling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def sent_to(worker: Any, timeout: float = 30.0) -> None:
-    """Until a command has been written to an image worker that does not read: then it is the worker's to lose."""
+    """Waits until a command has been written to an image worker that does not read, so that the worker owns it."""
     deadline = time.monotonic() + timeout
     unread = array.array("i", [0])
     while not unread[0]:

@@ -1,4 +1,4 @@
-"""A connection of a synchronous client whose attempts the test makes itself."""
+"""A connection of a synchronous client with attempts made by the test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from saccade._transport.exchange import Exchange
 
 
 class Wire:
-    """`begin` makes the attempts of calls with one answer, `open` those of streams, from what is sent."""
+    """`begin` makes the attempts of calls with one answer, `open` those of streams, from the request."""
 
     def __init__(self, begin: Callable[[Call], Any] | None = None, open: Callable[[Any], Any] | None = None) -> None:
         self._begin, self._open = begin, open
