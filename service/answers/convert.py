@@ -18,6 +18,7 @@ from service.answers.bounds import (
     MAX_TEMPLATE_JSON,
     FrontendLimits,
 )
+from service.answers.formats import constraint_from_proto
 from service.answers.unserved import refuse_unserved
 from service.common import errors
 from service.common.config import ServerOptions
@@ -78,6 +79,7 @@ def spec_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:
         n=sampling.n if sampling.HasField("n") else 1,
         continued=tuple(request.continued_token_ids),
         priority=request.priority,
+        constraint=constraint_from_proto(sampling),
     )
 
 

@@ -220,6 +220,7 @@ class Frontend:
 
     async def _sampling(self, spec: GenerateSpec, prompt_tokens: int) -> SamplingParams:
         size = sum(len(spec.sampling.get(name, ())) for name in ("logit_bias", "stop_token_ids"))
+        size += len((spec.constraint and spec.constraint.allowed_token_ids) or ())
         return await self._quick(size, self._make_sampling, spec, prompt_tokens)
 
     def _make_sampling(self, spec: GenerateSpec, prompt_tokens: int) -> SamplingParams:
@@ -227,8 +228,12 @@ class Frontend:
         seed = secrets.randbits(63) if seed is None else int(seed)
         values = {**self.assets.sampling_defaults, **spec.sampling, "seed": seed}
         vocabulary = self.assets.config.decoder.vocab_size
-        for name in ("logit_bias", "stop_token_ids"):
-            if bad := [i for i in values.get(name, ()) if not 0 <= i < vocabulary]:
+        allowed = spec.constraint and spec.constraint.allowed_token_ids
+        for name, ids in (
+            *((name, values.get(name, ())) for name in ("logit_bias", "stop_token_ids")),
+            ("allowed_token_ids", allowed or ()),
+        ):
+            if bad := [i for i in ids if not 0 <= i < vocabulary]:
                 raise errors.InvalidArgument(
                     f"{name}: token id {bad[0]} is not below the vocabulary size of {vocabulary}",
                     field=f"sampling.{name}",
@@ -292,6 +297,7 @@ class Frontend:
             timeout=None if timeout is None else timeout - (time.monotonic() - arrived),
             checkpoint_at=(prompt.system_end,) if prompt.system_end else (),
             siblings=tuple(names[1:]),
+            constraint=spec.constraint,
         )
         self._mail.update(dict.fromkeys(names, call.mail))
         try:

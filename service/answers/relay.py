@@ -76,7 +76,7 @@ def read_prompt_scores(event: EngineEvent) -> list[PromptLogprob]:
 
 def engine_error(event: EngineEvent) -> errors.StatusError:
     if event.error == "invalid":
-        return errors.InvalidArgument(event.message)
+        return errors.InvalidArgument(event.message, field=event.field or None)
     if event.error == "deadline":
         return errors.DeadlineExceeded(event.message, reason="DEADLINE_UNREACHABLE", metadata={"phase": "admission"})
     if event.error == "unavailable":

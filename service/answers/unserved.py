@@ -9,7 +9,7 @@ from service.common import errors
 UNSERVED: dict[str, frozenset[str]] = {
     "ChatInput": frozenset({"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "enable_thinking"}),
     "ChatMessage": frozenset({"tool_calls", "tool_call_id", "reasoning"}),
-    "SamplingParams": frozenset({"response_format", "allowed_token_ids", "bad_words", "max_reasoning_tokens"}),
+    "SamplingParams": frozenset({"max_reasoning_tokens"}),
 }
 """Message -> its unsupported fields."""
 

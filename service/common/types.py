@@ -85,6 +85,30 @@ class TokensInput:
     ids: tuple[int, ...]
 
 
+FormatKind = Literal["json_schema", "json_object", "regex", "lark", "choice", "structural_tags"]
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """What the text of an answer must be."""
+
+    kind: FormatKind
+    source: str = ""
+    """A JSON schema, a regular expression or a Lark grammar; for `choice` a JSON list of strings, for `structural_tags`
+    JSON `{"tags": [{"begin", "kind", "content", "end"}], "triggers": [...]}`."""
+
+
+@dataclass(frozen=True)
+class ConstraintSpec:
+    """What an answer is held to, as the engine makes a constraint of it."""
+
+    format: TextFormat | None = None
+    allowed_token_ids: frozenset[int] | None = None
+    """Ids that may be drawn besides the ends of the text; `None`: all."""
+    bad_words: tuple[str, ...] = ()
+    """Strings that the text does not contain."""
+
+
 @dataclass(frozen=True)
 class GenerateSpec:
     """A request. `sampling` holds only the fields that the caller set."""
@@ -99,6 +123,7 @@ class GenerateSpec:
     n: int = 1
     continued: tuple[int, ...] = ()
     priority: int = 0
+    constraint: ConstraintSpec | None = None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from service.encoding.encoder import TURN_SECONDS, Encoding, LocalEncoder, WorkS
 from service.encoding.encoder_pool import EncoderPool
 from service.encoding.handoff import Handoff
 from service.encoding.partner import Partner, partner_of
+from service.engine.constraining import Constraining
 from service.engine.engine import Engine
 from service.engine.types import EngineInfo
 from service.model.checkpoint import Checkpoint, Progress, open_checkpoint
@@ -127,7 +128,10 @@ def build_engine(options: EngineOptions) -> Engine:
         info.model, info.dtype, info.revision, checkpoint.parameters() / 1e6, decoder.options.device, options.max_seqs,
         info.max_len,
     )  # fmt: skip
-    return Engine(info, decoder, handoff, encoding, vision)
+    constraining = Constraining(
+        checkpoint.path / "tokenizer.json", checkpoint.config.decoder.vocab_size, checkpoint.config.eos_token_ids
+    )
+    return Engine(info, decoder, constraining, handoff, encoding, vision)
 
 
 def local_encoder(

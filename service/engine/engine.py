@@ -30,6 +30,7 @@ from decoder.runner import DecoderRunner
 from families import VisionSpec
 from service.encoding.encoder import Encoding
 from service.encoding.handoff import Handoff
+from service.engine.constraining import Constraining
 from service.engine.requests import Requests
 from service.engine.types import EngineInfo, EngineRequest, EventSink, Query
 
@@ -40,14 +41,17 @@ class Engine:
     """The parts of one model's engine; text-only models have no `handoff`, `encoding` and `vision`."""
 
     def __init__(
-        self, info: EngineInfo, decoder: DecoderRunner, handoff: Handoff | None = None,
+        self, info: EngineInfo, decoder: DecoderRunner, constraining: Constraining, handoff: Handoff | None = None,
         encoding: Encoding | None = None, vision: VisionSpec | None = None,
     ) -> None:  # fmt: skip
         self.info = info
         self._decoder, self._handoff, self._encoding = decoder, handoff, encoding
+        self._constraining = constraining
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = threading.Event()
-        self._requests = Requests(info.model, decoder, handoff, vision, lambda events: self._emit(events))
+        self._requests = Requests(
+            info.model, decoder, handoff, vision, constraining, lambda events: self._emit(events), self._wake.set
+        )
         self._emit: EventSink = lambda events: None
         self._closing = threading.Event()
         self._fatal: BaseException | None = None
@@ -127,6 +131,7 @@ class Engine:
         self._closing.set()
         if self._encoding is not None:
             self._encoding.close()
+        self._constraining.close()
         self._decoder.close()
 
     # -- the loop ------------------------------------------------------------------------------------------------------

@@ -11,10 +11,12 @@ clip has been encoded for the first time.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 
 import torch
 
+from decoder.constraints import Constraint, ConstraintError
 from decoder.pace import DeadlineError
 from decoder.positions import Positions
 from decoder.request import DecoderRequest, TokenEvent
@@ -23,7 +25,8 @@ from encoder.item import Grid
 from families import VisionSpec
 from service.encoding.entries import EncoderUnavailable, Lease, Run
 from service.encoding.handoff import Handoff
-from service.engine.types import EngineEvent, EngineRequest, ErrorKind, EventSink
+from service.engine.constraining import Constraining
+from service.engine.types import ConstraintFailed, EngineEvent, EngineRequest, ErrorKind, EventSink
 from service.media.prepared import PreparedItem
 
 
@@ -31,25 +34,31 @@ class Requests:
     """All requests that have not ended. Used only by the engine's thread."""
 
     def __init__(
-        self, model: str, decoder: DecoderRunner, handoff: Handoff | None, vision: VisionSpec | None, emit: EventSink
-    ) -> None:
-        """`handoff` and `vision`: None for text-only models. `emit` gets the events of requests, in order."""
+        self, model: str, decoder: DecoderRunner, handoff: Handoff | None, vision: VisionSpec | None,
+        constraining: Constraining, emit: EventSink, wake: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`handoff` and `vision`: None for text-only models. `emit` gets the events of requests, in order. `wake` is
+        called from any thread when `advance` has work."""
         self._model, self._decoder, self._handoff, self._emit = model, decoder, handoff, emit
-        self._vision = vision
+        self._vision, self._constraining, self._wake = vision, constraining, wake
         self.live: set[str] = set()
         self._leases: dict[str, list[Lease]] = {}
         self._embedded: dict[str, Lease] = {}
         """Requests for the embedding of an image."""
         self._unsettled: dict[str, EngineRequest] = {}
-        """Requests with a pruned clip that has not been encoded, so that their prompt is not complete."""
+        """Requests with a pruned clip that has not been encoded, so that their prompt is not complete, and those whose
+        constraint is being made."""
+        self._constraints: dict[str, Future[Constraint]] = {}
+        """By request id, until it is submitted to the decoder or ends."""
 
     @property
     def waiting(self) -> bool:
-        """Whether a request waits for rows before it can be submitted to the decoder."""
+        """Whether a request waits for rows or its constraint before it can be submitted to the decoder."""
         return bool(self._unsettled or self._embedded)
 
     def advance(self) -> None:
-        """Answers embedding requests whose rows are ready, and submits requests whose clips have been encoded."""
+        """Answers embedding requests whose rows are ready, and submits requests whose clips have been encoded and whose
+        constraints have been made."""
         self._give_images()
         self._settle()
 
@@ -63,6 +72,7 @@ class Requests:
         """`AssertionError` if anything is held while no request is live."""
         if not self.live:
             assert not self._leases and not self._unsettled, "leases of requests that have ended"
+            assert not self._constraints, "constraints of requests that have ended"
             assert not self._decoder.has_work, "the decoder still has work"
 
     def add(self, request: EngineRequest) -> None:
@@ -74,12 +84,28 @@ class Requests:
             for name in request.names:
                 self.live.add(name)
                 self._lease(request, name)
-            if _is_settled(request, self._leases[request.request_id]):
+            self._begin_constraint(request)
+            if self._ready(request, request.request_id):
                 self._admit(request, request.names)
             else:
                 self._unsettled[request.request_id] = request
-        except (ValueError, DeadlineError) as error:
+        except (ValueError, DeadlineError, ConstraintFailed) as error:
             self._give_up(request, error)
+
+    def _begin_constraint(self, request: EngineRequest) -> None:
+        """Begins to make the request's constraint, if it has one."""
+        if request.constraint is None:
+            return
+        future = self._constraining.begin(
+            request.constraint, request.eos_token_ids, request.sampling.stop_token_ids, request.output_ids
+        )
+        self._constraints[request.request_id] = future
+        future.add_done_callback(lambda _: self._wake())
+
+    def _ready(self, request: EngineRequest, name: str) -> bool:
+        """Whether a request can be submitted to the decoder. `name`: one of its samples that is live."""
+        constraint = self._constraints.get(request.request_id)
+        return (constraint is None or constraint.done()) and _is_settled(request, self._leases[name])
 
     def _lease(self, request: EngineRequest, name: str) -> None:
         """Takes leases on all images for one sample; samples share the pixels. Raises ValueError."""
@@ -95,7 +121,8 @@ class Requests:
         names = [name for name in request.names if name in self.live]
         for name in names:
             self._forget(name)
-        self.refuse(names, _kind(error), str(error))
+        self._constraints.pop(request.request_id, None)
+        self.refuse(names, _kind(error), str(error), getattr(error, "field", ""))
 
     def _embed_image(self, request: EngineRequest) -> None:
         """Starts a request for an image's rows. Raises ValueError."""
@@ -117,21 +144,22 @@ class Requests:
             self._emit([event])
 
     def _settle(self) -> None:
-        """Submits requests whose pruned clips have been encoded."""
+        """Submits requests whose pruned clips have been encoded and whose constraints have been made."""
         for request_id, request in list(self._unsettled.items()):
             names = [name for name in request.names if name in self.live]
-            if names and not _is_settled(request, self._leases[names[0]]):
+            if names and not self._ready(request, names[0]):
                 continue
             del self._unsettled[request_id]
             try:
                 self._admit(request, names)
-            except (ValueError, DeadlineError) as error:
+            except (ValueError, DeadlineError, ConstraintFailed) as error:
                 self._give_up(request, error)
 
     def _admit(self, request: EngineRequest, names: Iterable[str]) -> None:
         """Submits these samples of a request to the decoder. Raises ValueError if the decoder cannot run it,
         DeadlineError if not in time."""
         made: list[DecoderRequest] = []
+        constraint = self._take_constraint(request)
         for name in names:
             leases = self._leases[name]
             prompt_ids, runs = _lay_out(request, leases)
@@ -155,10 +183,16 @@ class Requests:
                     timeout=request.timeout,
                     checkpoint_at=request.checkpoint_at,
                     positions=positions,
+                    constraint=constraint.copy() if made and constraint is not None else constraint,
                 )
             )
         if made:
             self._decoder.add(*made)
+
+    def _take_constraint(self, request: EngineRequest) -> Constraint | None:
+        """What `_begin_constraint` has asked for. Raises ValueError for what cannot be served, ConstraintFailed."""
+        future = self._constraints.pop(request.request_id, None)
+        return None if future is None else future.result()
 
     def _positions(self, request: EngineRequest, leases: list[Lease], length: int) -> Positions | None:
         """The positions that the model's family gives a prompt with images. Raises ValueError for images that overlap
@@ -167,9 +201,10 @@ class Requests:
             return None
         return self._vision.positions(length, _blocks(request, leases))
 
-    def refuse(self, names: Iterable[str], kind: ErrorKind, message: str) -> None:
+    def refuse(self, names: Iterable[str], kind: ErrorKind, message: str, field: str = "") -> None:
         """Sends each of the samples an error event."""
-        self._emit([EngineEvent(name, finish_reason="error", error=kind, message=message) for name in names])
+        events = [EngineEvent(name, finish_reason="error", error=kind, message=message, field=field) for name in names]
+        self._emit(events)
 
     def abort(self, request_id: str) -> None:
         """Frees everything that the request holds, without an event."""
@@ -178,6 +213,7 @@ class Requests:
             self._forget(request_id)
             waiting = self._unsettled.items()
             self._unsettled = {i: r for i, r in waiting if not self.live.isdisjoint(r.names)}
+            self._constraints = {i: future for i, future in self._constraints.items() if i in self._unsettled}
 
     def _forget(self, request_id: str) -> None:
         self.live.discard(request_id)
@@ -203,7 +239,7 @@ class Requests:
                     event.request_id, event.token_id, event.logprob, event.top, event.finish_reason, event.stop_token,
                     event.cached_tokens, kind, message,
                     () if event.pooled is None else (_bytes(event.pooled.last), _bytes(event.pooled.mean)),
-                    event.prompt_scores, event.scheduled,
+                    event.prompt_scores, event.scheduled, getattr(event.error, "field", ""),
                 )
             )  # fmt: skip
         if out:
@@ -216,8 +252,8 @@ def _bytes(values: torch.Tensor) -> bytes:
 
 
 def _kind(error: Exception) -> ErrorKind:
-    if isinstance(error, ValueError):
-        return "invalid"
+    if isinstance(error, ValueError) or (isinstance(error, ConstraintError) and error.__cause__ is None):
+        return "invalid"  # also where what a request asks for leaves no token that could follow
     if isinstance(error, DeadlineError):
         return "deadline"
     return "unavailable" if isinstance(error, EncoderUnavailable) else "internal"

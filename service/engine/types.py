@@ -7,8 +7,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
+from decoder.constraints import ConstraintError
 from decoder.request import PromptScore
 from decoder.sampling import SamplingParams
+from service.common.types import ConstraintSpec
 from service.media.prepared import PreparedItem
 
 ErrorKind = Literal["invalid", "deadline", "internal", "unavailable", "full", "died"]
@@ -16,6 +18,18 @@ Query = Literal["stats", "integrity", "flush", "histogram", "beat"]
 Embedding = Literal["hidden", "image"]
 """What to embed. `hidden`: a prompt's last and mean hidden state. `image`: an image's rows, as the decoder reads
 them."""
+
+
+class UnusableConstraint(ConstraintError, ValueError):
+    """A constraint that cannot be served, or tokens that do not keep to it. `field`: path in the request."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(f"{field.rpartition('.')[2]}: {message}")
+        self.message, self.field = message, field
+
+
+class ConstraintFailed(RuntimeError):
+    """The server failed to make a constraint; its log says why."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,7 @@ class EngineRequest:
     """Prompt positions, before the first image, where other prompts are likely to differ from this one."""
     siblings: tuple[str, ...] = ()
     """Ids of further samples, whose indices follow `sample_index`. Each sample runs and ends by itself."""
+    constraint: ConstraintSpec | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,6 +92,8 @@ class EngineEvent(NamedTuple):
     scheduled: float | None = None
     """With a first token: when the decoder scheduled its first step, by `time.monotonic`, which is the same in all
     processes of a host."""
+    field: str = ""
+    """With an `invalid` request: the path of the field at fault, where it is known."""
 
 
 @dataclass(frozen=True)

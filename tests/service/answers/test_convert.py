@@ -181,9 +181,6 @@ def test_how_long_a_delta_may_be_held_back(seconds: int, nanos: int, expected: A
 @pytest.mark.parametrize(
     ("fields", "where"),
     [
-        ({"sampling": {"response_format": {"json_object": {}}}}, "sampling.response_format"),
-        ({"sampling": {"allowed_token_ids": [1]}}, "sampling.allowed_token_ids"),
-        ({"sampling": {"bad_words": ["a"]}}, "sampling.bad_words"),
         ({"sampling": {"max_reasoning_tokens": 0}}, "sampling.max_reasoning_tokens"),
         ({"chat": {"tools": [{"name": "f"}]}}, "chat.tools"),
         ({"chat": {"tool_choice": {"mode": "TOOL_MODE_NONE"}}}, "chat.tool_choice"),
@@ -204,3 +201,71 @@ def test_a_field_that_is_not_served_is_refused_by_its_name(fields: dict[str, Any
     with pytest.raises(errors.Unimplemented, match="is not served") as error:
         convert.spec_from_proto(request)
     assert error.value.field == where
+
+
+TAG = {"begin": "<a>", "regex": "b", "end": "</a>"}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field", "words"),
+    [
+        ({"response_format": {}}, "sampling.response_format", "is empty"),
+        ({"response_format": {"json_schema": ""}}, "sampling.response_format.json_schema", "0 characters"),
+        ({"response_format": {"json_schema": "{"}}, "sampling.response_format.json_schema", "cannot be read"),
+        ({"response_format": {"json_schema": "[]"}}, "sampling.response_format.json_schema", "not a list"),
+        ({"response_format": {"json_schema": '{"const": NaN}'}}, "sampling.response_format.json_schema", "NaN"),
+        (
+            {"response_format": {"json_schema": '{"items":' * 101 + "{}" + "}" * 101}},
+            "sampling.response_format.json_schema", "nested 102 deep; at most 100",
+        ),
+        (
+            {"response_format": {"json_schema": '{"x-guidance": {"lenient": true}}'}},
+            "sampling.response_format.json_schema", "x-guidance",
+        ),
+        ({"response_format": {"regex": "a" * 131073}}, "sampling.response_format.regex", "131073 .* to 131072"),
+        ({"response_format": {"lark": ""}}, "sampling.response_format.lark", "0 characters"),
+        ({"response_format": {"choice": {}}}, "sampling.response_format.choice", "holds 0; .* from 1 to 4096"),
+        ({"response_format": {"choice": {"choices": ["a", ""]}}}, "sampling.response_format.choice", r"\[1\] is empty"),
+        (
+            {"response_format": {"choice": {"choices": ["a" * 70000] * 2}}},
+            "sampling.response_format.choice", "140000 characters",
+        ),
+        ({"response_format": {"structural_tags": {}}}, "sampling.response_format.structural_tags", "tags holds 0"),
+        (
+            {"response_format": {"structural_tags": {"tags": [{"begin": "a"}]}}},
+            "sampling.response_format.structural_tags", "none of json_schema, regex, lark",
+        ),
+        (
+            {"response_format": {"structural_tags": {"tags": [TAG], "triggers": ["<b"]}}},
+            "sampling.response_format.structural_tags", "none of the triggers",
+        ),
+        (
+            {"response_format": {"structural_tags": {"tags": [{**TAG, "begin": ""}]}}},
+            "sampling.response_format.structural_tags", "begin is empty",
+        ),
+        ({"response_format": {"json_object": {}}, "ignore_eos": True}, "sampling.ignore_eos", "exclude each other"),
+        ({"bad_words": ["a", ""]}, "sampling.bad_words[1]", "0 characters"),
+        ({"bad_words": ["a"] * 257}, "sampling.bad_words", "holds 257; .* to 256"),
+    ],
+)  # fmt: skip
+def test_constraints_that_no_engine_could_make(sampling: dict[str, Any], field: str, words: str) -> None:
+    request = prompt()
+    json_format.ParseDict(sampling, request.sampling)
+    with pytest.raises(errors.InvalidArgument, match=words) as error:
+        convert.spec_from_proto(request)
+    assert error.value.field is not None and error.value.field.startswith(field)
+
+
+def test_constraints_as_the_engine_gets_them() -> None:
+    request = prompt()
+    assert convert.spec_from_proto(request).constraint is None
+    tags = {"tags": [{"begin": "<a>", "regex": "b", "end": "</a>"}], "triggers": ["<"]}
+    json_format.ParseDict(
+        {"response_format": {"structural_tags": tags}, "allowed_token_ids": [7, 7, 3], "bad_words": ["x", "y"]},
+        request.sampling,
+    )
+    made = convert.spec_from_proto(request).constraint
+    assert made is not None and made.format is not None and made.format.kind == "structural_tags"
+    content = [{"begin": "<a>", "kind": "regex", "content": "b", "end": "</a>"}]
+    assert json.loads(made.format.source) == {"tags": content, "triggers": ["<"]}
+    assert made.allowed_token_ids == {3, 7} and made.bad_words == ("x", "y")

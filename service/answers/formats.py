@@ -1,0 +1,142 @@
+"""What a request holds its answers to: messages -> `ConstraintSpec`. What is cheap is checked here, before anything is
+allocated; the rest when the engine compiles it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from saccade.v1 import types_pb2
+from service.common import errors
+from service.common.types import ConstraintSpec, TextFormat
+
+MAX_FORMAT = 2**17
+"""Characters of a format, all of its parts together."""
+MAX_NESTING = 100
+"""Of a JSON schema's objects and arrays."""
+MAX_CHOICES = 4096
+MAX_TAGS = 256
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LENGTH = 256
+_FORMAT = "sampling.response_format"
+
+
+def constraint_from_proto(sampling: types_pb2.SamplingParams) -> ConstraintSpec | None:
+    """None where the answer may be any text. Raises InvalidArgument."""
+    text_format = _format(sampling.response_format) if sampling.HasField("response_format") else None
+    if text_format is not None and sampling.ignore_eos:
+        raise errors.InvalidArgument(
+            "ignore_eos and response_format exclude each other: the end of a text belongs to its format",
+            field="sampling.ignore_eos",
+        )
+    for i, word in enumerate(sampling.bad_words):
+        _check_length(f"sampling.bad_words[{i}]", word, MAX_BAD_WORD_LENGTH)
+    _check_count("sampling.bad_words", len(sampling.bad_words), MAX_BAD_WORDS)
+    allowed = frozenset(sampling.allowed_token_ids) or None
+    if text_format is None and allowed is None and not sampling.bad_words:
+        return None
+    return ConstraintSpec(text_format, allowed, tuple(sampling.bad_words))
+
+
+def _format(message: types_pb2.ResponseFormat) -> TextFormat:
+    kind = message.WhichOneof("kind")
+    match kind:
+        case "json_schema":
+            _check_schema(f"{_FORMAT}.json_schema", message.json_schema)
+            return TextFormat("json_schema", message.json_schema)
+        case "json_object":
+            return TextFormat("json_object")
+        case "regex":
+            _check_length(f"{_FORMAT}.regex", message.regex, MAX_FORMAT)
+            return TextFormat("regex", message.regex)
+        case "lark":
+            _check_length(f"{_FORMAT}.lark", message.lark, MAX_FORMAT)
+            return TextFormat("lark", message.lark)
+        case "choice":
+            return _choice(message.choice)
+        case "structural_tags":
+            return _tags(message.structural_tags)
+    raise errors.InvalidArgument(f"{_FORMAT} is empty", field=_FORMAT)
+
+
+def _choice(message: types_pb2.Choice) -> TextFormat:
+    field = f"{_FORMAT}.choice"
+    choices = list(message.choices)
+    _check_count(field, len(choices), MAX_CHOICES, least=1)
+    _check_total(field, choices)
+    if "" in choices:
+        raise errors.InvalidArgument(f"{field}.choices[{choices.index('')}] is empty", field=field)
+    return TextFormat("choice", json.dumps(choices))
+
+
+def _tags(message: types_pb2.StructuralTags) -> TextFormat:
+    field = f"{_FORMAT}.structural_tags"
+    triggers = list(message.triggers)
+    _check_count(f"{field}.tags", len(message.tags), MAX_TAGS, least=1)
+    _check_count(f"{field}.triggers", len(triggers), MAX_TAGS)
+    tags = [_tag(tag, f"{field}.tags[{i}]", triggers) for i, tag in enumerate(message.tags)]
+    _check_total(field, [*triggers, *(text for tag in tags for text in tag.values())])
+    if "" in triggers:
+        raise errors.InvalidArgument(f"{field}.triggers[{triggers.index('')}] is empty", field=field)
+    return TextFormat("structural_tags", json.dumps({"tags": tags, "triggers": triggers}))
+
+
+def _tag(tag: types_pb2.StructuralTag, field: str, triggers: list[str]) -> Mapping[str, str]:
+    kind = tag.WhichOneof("content")
+    if kind is None:
+        raise errors.InvalidArgument(f"{field} has none of json_schema, regex, lark", field=field)
+    if not tag.begin:
+        raise errors.InvalidArgument(f"{field}.begin is empty", field=f"{field}.begin")
+    if triggers and not any(tag.begin.startswith(trigger) for trigger in triggers):
+        raise errors.InvalidArgument(
+            f"{field}.begin is {tag.begin[:100]!r}, which starts with none of the triggers", field=f"{field}.begin"
+        )
+    content: str = getattr(tag, kind)
+    if kind == "json_schema":
+        _check_schema(f"{field}.json_schema", content)
+    else:
+        _check_length(f"{field}.{kind}", content, MAX_FORMAT)
+    return {"begin": tag.begin, "kind": kind, "content": content, "end": tag.end}
+
+
+def _check_schema(field: str, text: str) -> None:
+    _check_length(field, text, MAX_FORMAT)
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        schema = json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise errors.InvalidArgument(f"{field} cannot be read: {error}", field=field) from None
+    if not isinstance(schema, dict | bool):
+        raise errors.InvalidArgument(f"{field} must be a JSON object, not a {type(schema).__name__}", field=field)
+    if (depth := _nesting(schema)) > MAX_NESTING:
+        raise errors.InvalidArgument(f"{field} is nested {depth} deep; at most {MAX_NESTING} are allowed", field=field)
+    if isinstance(schema, dict) and "x-guidance" in schema:
+        raise errors.InvalidArgument(f"{field}: x-guidance cannot be set", field=field)
+
+
+def _nesting(value: Any) -> int:
+    depth, level = 0, [value] if isinstance(value, dict | list) else []
+    while level:
+        depth += 1
+        inner = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [item for item in inner if isinstance(item, dict | list)]
+    return depth
+
+
+def _check_length(field: str, text: str, most: int) -> None:
+    if not 1 <= len(text) <= most:
+        raise errors.InvalidArgument(f"{field} has {len(text)} characters; it must have from 1 to {most}", field=field)
+
+
+def _check_total(field: str, texts: Iterable[str]) -> None:
+    if (total := sum(map(len, texts))) > MAX_FORMAT:
+        raise errors.InvalidArgument(f"{field} has {total} characters; at most {MAX_FORMAT} are allowed", field=field)
+
+
+def _check_count(field: str, count: int, most: int, *, least: int = 0) -> None:
+    if not least <= count <= most:
+        raise errors.InvalidArgument(f"{field} holds {count}; it must hold from {least} to {most}", field=field)

@@ -1,0 +1,133 @@
+"""Strings that an answer does not contain, whatever tokens they would be written with.
+
+The strings are one automaton over bytes (Aho and Corasick, 1975). A token is banned in a state from which its bytes
+lead through the end of a string; the banned tokens of a state are found for the whole vocabulary at once, when it is
+first reached.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+_MAX_MASKS = 64
+"""Masks that are kept, of one bit for each token: most of an answer is in few states."""
+
+
+class TokenText:
+    """The bytes of a vocabulary's tokens, for steps of all of them at once."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        """`tokens`: by id; empty for tokens that are no text."""
+        self.tokens = tokens
+        lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
+        self._order = np.argsort(-lengths, kind="stable")
+        """Ids, those of the longest tokens first."""
+        flat = np.frombuffer(b"".join(tokens), np.uint8)
+        starts = np.cumsum(lengths) - lengths
+        ordered = lengths[self._order]
+        self._columns = [
+            flat[starts[self._order[: np.count_nonzero(ordered > place)]] + place]
+            for place in range(int(lengths.max(initial=0)))
+        ]
+        """By place in a token: the bytes there of all tokens that are long enough, in that order."""
+
+    def allowed(self, steps: np.ndarray, ending: np.ndarray, state: int) -> np.ndarray:
+        """Bits of the tokens whose bytes lead from `state` through no state that is `ending`: uint32
+        `[ceil(vocabulary / 32)]`. `steps`: `[states, 256]` int32."""
+        states = np.full(len(self.tokens), state, np.int32)
+        banned = np.zeros(len(self.tokens), bool)
+        for column in self._columns:
+            states = steps[states[: len(column)], column]
+            banned[: len(column)] |= ending[states]
+        bits = np.zeros(-(-len(self.tokens) // 32) * 32, bool)
+        bits[self._order] = ~banned
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+class _Automaton:
+    """The strings of one request, and the masks of the states that its samples have been in."""
+
+    def __init__(self, text: TokenText, words: Sequence[bytes]) -> None:
+        self._text = text
+        following: list[dict[int, int]] = [{}]
+        ending = [False]
+        for word in words:
+            state = 0
+            for byte in word:
+                if byte not in following[state]:
+                    following[state][byte] = len(following)
+                    following.append({})
+                    ending.append(False)
+                state = following[state][byte]
+            ending[state] = True
+        self.steps = np.zeros((len(following), 256), np.int32)
+        fallback = [0] * len(following)
+        queue = [0]
+        for state in queue:
+            self.steps[state] = self.steps[fallback[state]] if state else 0
+            ending[state] |= ending[fallback[state]]
+            for byte, target in following[state].items():
+                fallback[target] = int(self.steps[fallback[state], byte]) if state else 0
+                self.steps[state, byte] = target
+                queue.append(target)
+        self.ending = np.array(ending)
+        self._masks: OrderedDict[int, np.ndarray] = OrderedDict()
+
+    def mask(self, state: int) -> np.ndarray:
+        if state not in self._masks:
+            self._masks[state] = self._text.allowed(self.steps, self.ending, state)
+            if len(self._masks) > _MAX_MASKS:
+                self._masks.popitem(last=False)
+        self._masks.move_to_end(state)
+        return self._masks[state]
+
+    def after(self, state: int, token: int) -> int | None:
+        """The state after a token; None for one that is banned."""
+        for byte in self._text.tokens[token]:
+            state = int(self.steps[state, byte])
+            if self.ending[state]:
+                return None
+        return state
+
+
+class BadWords:
+    """A `decoder.constraints.Constraint`: none of some strings is in the text of the output."""
+
+    def __init__(self, text: TokenText, words: Sequence[str]) -> None:
+        """`words`: none is empty."""
+        self._automaton = _Automaton(text, [word.encode() for word in words])
+        self._states = [0]
+        self._automaton.mask(0)
+
+    def copy(self) -> BadWords:
+        made = BadWords.__new__(BadWords)
+        made._automaton, made._states = self._automaton, list(self._states)
+        return made
+
+    def fill_mask(self, words: torch.Tensor) -> None:
+        words.numpy().view(np.uint32)[:] = self._automaton.mask(self._states[-1])
+
+    def accept(self, token: int) -> None:
+        state = self._automaton.after(self._states[-1], token)
+        assert state is not None, f"token {token} ends a bad word"
+        self._states.append(state)
+
+    def rollback(self, count: int) -> None:
+        assert count < len(self._states)
+        del self._states[len(self._states) - count :]
+
+    def valid_prefix(self, tokens: Sequence[int]) -> int:
+        state = self._states[-1]
+        for place, token in enumerate(tokens):
+            following = self._automaton.after(state, token)
+            if following is None:
+                return place
+            state = following
+        return len(tokens)
+
+    def forced(self) -> list[int]:
+        return []

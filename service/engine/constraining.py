@@ -1,0 +1,124 @@
+"""Makes the constraints of requests, in a thread of its own.
+
+The vocabulary is read, and the library loaded, when the first request asks for a constraint: a server without such
+requests pays nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+
+from decoder.constraints import Constraint
+from decoder.token_constraints import AllOf, AllowedTokens
+from families import CheckpointError
+from service.common.types import ConstraintSpec
+from service.engine.bad_words import BadWords, TokenText
+from service.engine.grammars import Grammars
+from service.engine.types import ConstraintFailed, UnusableConstraint
+from service.model.token_bytes import ByteVocabulary
+
+log = logging.getLogger(__name__)
+
+_STACK = 512 * 2**20
+"""Bytes of address space, not of memory, for the recursion of llguidance's compiler: a chain of rules as long as the
+longest source overflows the usual stack and would end the process."""
+
+
+class Constraining:
+    """Makes constraints for one model. `begin` and `close` may be called from any thread."""
+
+    def __init__(self, tokenizer: Path, vocab_size: int, ends: frozenset[int]) -> None:
+        """`tokenizer`: of `tokenizer.json`, which need not exist. `ends`: the model's end-of-sequence ids."""
+        self._path, self._vocab_size, self._ends = tokenizer, vocab_size, ends
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def begin(
+        self, spec: ConstraintSpec, ends: frozenset[int], stops: frozenset[int], output_ids: Sequence[int]
+    ) -> Future[Constraint]:
+        """A constraint for one sample that has accepted `output_ids`. `ends`: the request's end-of-sequence ids;
+        `stops`: its further stop ids. The future's exception is a UnusableConstraint for what cannot be served, or a
+        ConstraintFailed."""
+        with self._lock:
+            return self._started_pool().submit(self._make, spec, ends, stops, output_ids)
+
+    def close(self) -> None:
+        """Cancels what has not begun. Idempotent."""
+        with self._lock:
+            if self._pool is not None:
+                self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _started_pool(self) -> ThreadPoolExecutor:
+        """One thread: making a constraint takes a millisecond, and the cores have requests to run beside it."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="saccade-constraints")
+            previous = threading.stack_size(_STACK)
+            try:
+                self._pool.submit(int)  # the thread starts with the first task
+            finally:
+                threading.stack_size(previous)
+        return self._pool
+
+    # -- in the pool's thread ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _vocabulary(self) -> ByteVocabulary:
+        """Raises UnusableConstraint for a model without one."""
+        field = "sampling.response_format"
+        if not self._path.exists():
+            raise UnusableConstraint("the model has no tokenizer, which tells tokens from text", field)
+        try:
+            return ByteVocabulary(self._path, self._vocab_size)
+        except CheckpointError as error:
+            raise UnusableConstraint(str(error), field) from None
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self._vocabulary, self._ends)
+
+    @cached_property
+    def _text(self) -> TokenText:
+        silent = self._vocabulary.special.keys() | self._ends
+        return TokenText([b"" if i in silent else token for i, token in enumerate(self._vocabulary.tokens)])
+
+    def _make(
+        self, spec: ConstraintSpec, ends: frozenset[int], stops: frozenset[int], output_ids: Sequence[int]
+    ) -> Constraint:
+        try:
+            made = self._parts(spec, ends, stops)
+            constraint = made[0] if len(made) == 1 else AllOf(*made)
+            if (valid := constraint.valid_prefix(output_ids)) < len(output_ids):
+                raise UnusableConstraint(
+                    f"of the {len(output_ids)} ids only the first {valid} keep to the request's constraints",
+                    "continued_token_ids",
+                )
+            for token in output_ids:
+                constraint.accept(token)
+            return constraint
+        except ValueError:
+            raise
+        except Exception as error:
+            log.exception("a constraint could not be made")
+            raise ConstraintFailed(f"a constraint could not be made: {error}") from error
+
+    def _parts(self, spec: ConstraintSpec, ends: frozenset[int], stops: frozenset[int]) -> list[Constraint]:
+        made: list[Constraint] = []
+        if spec.format is not None:
+            # A stop id that stands for text is text to the grammar; where it is drawn the answer is cut short.
+            ends_of_text = ends | {i for i in stops if i in self._vocabulary.special or not self._vocabulary.tokens[i]}
+            if not ends_of_text:
+                raise UnusableConstraint(
+                    "the model has no end-of-sequence id; stop_token_ids could give one", "sampling.response_format"
+                )
+            made.append(self._grammars.grammar(spec.format).start(ends_of_text))
+        if spec.allowed_token_ids is not None:
+            made.append(AllowedTokens(spec.allowed_token_ids | ends))
+        if spec.bad_words:
+            made.append(BadWords(self._text, spec.bad_words))
+        assert made, "a constraint without a part"
+        return made

@@ -1,0 +1,93 @@
+"""Formats of text as sources of llguidance: Lark, or JSON with several grammars."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from typing import Any
+
+from service.common.types import TextFormat
+from service.engine.types import UnusableConstraint
+
+JSON_OPTIONS: dict[str, Any] = {
+    "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "whitespace_pattern": None,
+    "coerce_one_of": False, "lenient": False,
+}  # fmt: skip
+"""JSON is written in one way, that of Python's `json.dumps`: a model that may put white space anywhere can do so
+without end, and hardly a token would be certain beforehand. Keywords that are not implemented are refused."""
+
+
+def grammar_source(format: TextFormat, specials: Collection[str]) -> str:
+    """What `LLMatcher` takes. `specials`: names of the vocabulary's special tokens. Raises UnusableConstraint."""
+    from llguidance import LLMatcher
+
+    try:
+        match format.kind:
+            case "json_schema":
+                return json_grammar(format.source)
+            case "json_object":
+                return json_grammar('{"type": "object"}')
+            case "regex":
+                return str(LLMatcher.grammar_from_regex(format.source))
+            case "choice":
+                return f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, json.loads(format.source)))}"
+            case "structural_tags":
+                return _structural_tags(json.loads(format.source), specials)
+    except ValueError as error:
+        raise UnusableConstraint(str(error), f"sampling.response_format.{format.kind}") from None
+    return format.source
+
+
+def json_grammar(schema: str) -> str:
+    """Raises ValueError for what is not JSON or nested too deeply."""
+    from llguidance import LLMatcher
+
+    value = json.loads(schema)
+    if isinstance(value, bool):
+        return json.dumps({"grammars": [{"json_schema": {"x-guidance": JSON_OPTIONS} if value else value}]})
+    return str(LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _literal(text: str, specials: Collection[str]) -> str:
+    """A fixed text, in which the names of special tokens stand for these tokens."""
+    names = [name for name in specials if name in text]
+    pieces = re.split(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})", text) if names else [text]
+    return " ".join(piece if piece in names else _quoted(piece) for piece in pieces if piece)
+
+
+def _structural_tags(tags: dict[str, Any], specials: Collection[str]) -> str:
+    """`{"tags": [{"begin", "kind", "content", "end"}], "triggers": [...]}`: free text, in which a trigger is always
+    followed by the rest of a tag that begins with it."""
+    triggers = tags["triggers"] or [tag["begin"] for tag in tags["tags"]]
+    grammars: list[dict[str, Any]] = [{"name": "tags", "lark_grammar": ""}]
+    names = [f"tag_{i}" for i in range(len(tags["tags"]))]
+    lines = [f"start: ({' | '.join(names)})* TEXT", "TEXT: /(.|\\n)*/"]
+    for name, tag in zip(names, tags["tags"], strict=True):
+        trigger = max((t for t in triggers if tag["begin"].startswith(t)), key=len, default=None)
+        if trigger is None:
+            raise ValueError(f"tag {tag['begin']!r} begins with none of the triggers {triggers}")
+        trigger = next((name for name in specials if tag["begin"].startswith(name)), trigger)
+        rest = [_literal(tag["begin"][len(trigger) :], specials), f"@{name}_content", _literal(tag["end"], specials)]
+        if trigger in specials:
+            lines.append(f"{name}: TEXT {trigger} {' '.join(rest)}")
+        else:
+            lines.append(f"{name}_trigger[lazy]: TEXT {_quoted(trigger)}")
+            lines.append(f"{name}: {name}_trigger {' '.join(rest)}")
+        grammars.append({"name": f"{name}_content", **_content(tag["kind"], tag["content"])})
+    grammars[0]["lark_grammar"] = "\n".join(lines)
+    return json.dumps({"grammars": grammars})
+
+
+def _content(kind: str, source: str) -> dict[str, Any]:
+    from llguidance import LLMatcher
+
+    if kind == "lark":
+        return {"lark_grammar": source}
+    made = json_grammar(source) if kind == "json_schema" else LLMatcher.grammar_from_regex(source)
+    (grammar,) = json.loads(made)["grammars"]
+    return {key: value for key, value in grammar.items() if key != "name" and value is not None}

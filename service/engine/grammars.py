@@ -1,0 +1,209 @@
+"""Formats of text -> grammars -> constraints, by llguidance.
+
+A format is compiled once and cached; each sample gets a copy of the compiled matcher. What the library does not
+implement it refuses, and so does this module: a `UnusableConstraint` names the field and carries the library's message.
+
+Hostile formats. Size and nesting of the source are bounded before it is compiled, `LIMITS` bound what the compiler and
+each mask may build, and a grammar whose compilation or whose mask takes more than its share of processor time is
+refused from then on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from service.common.types import TextFormat
+from service.engine.grammar_sources import grammar_source
+from service.engine.types import UnusableConstraint
+from service.model.token_bytes import ByteVocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MAX_CACHED = 256
+MAX_CACHED_BYTES = 128 * 2**20
+"""Of the cached matchers, by `_cost`."""
+COMPILE_SECONDS = 3.0
+"""Processor time of one compilation, its first mask included."""
+MASK_SECONDS = 0.5
+"""Processor time of one mask: all other requests of the batch wait for it."""
+LIMITS = {
+    "max_items_in_row": 1000, "initial_lexer_fuel": 500_000, "step_lexer_fuel": 100_000, "step_max_items": 50_000,
+    "max_lexer_states": 50_000, "max_grammar_size": 100_000, "verbose_errors": False,
+}  # fmt: skip
+"""Of `llguidance.LLParserLimits`, where its units are."""
+_MAX_MESSAGE = 300
+
+
+class Grammar:
+    """A compiled format."""
+
+    def __init__(self, matcher: LLMatcher, field: str, placeholder: int) -> None:
+        """`matcher`: in its first state. `field`: of the request, for errors. `placeholder`: the id that the matcher
+        takes for the only end of a text."""
+        self._matcher, self.field, self.placeholder = matcher, field, placeholder
+        self._refused = ""
+
+    def start(self, ends: Collection[int]) -> GrammarConstraint:
+        """A constraint that has accepted nothing. `ends`: the ids that end the text; they stand for no text
+        themselves. Raises UnusableConstraint."""
+        if self._refused:
+            raise UnusableConstraint(self._refused, self.field)
+        return GrammarConstraint(self, self._matcher.deep_copy(), frozenset(ends))
+
+    def refuse(self, why: str) -> UnusableConstraint:
+        """The error for this use; further ones end with the same."""
+        self._refused = why
+        return UnusableConstraint(why, self.field)
+
+
+class GrammarConstraint:
+    """What a grammar allows next: a `decoder.constraints.Constraint`."""
+
+    def __init__(self, grammar: Grammar, matcher: LLMatcher, ends: frozenset[int], ended: int = 0) -> None:
+        self._grammar, self._matcher, self._ends = grammar, matcher, ends
+        self._ended = ended
+        """Accepted tokens that end the text. The matcher is not told of them."""
+
+    def copy(self) -> GrammarConstraint:
+        return GrammarConstraint(self._grammar, self._matcher.deep_copy(), self._ends, self._ended)
+
+    def fill_mask(self, words: torch.Tensor) -> None:
+        """Raises UnusableConstraint where the library reaches one of its limits."""
+        if self._ended:
+            words.zero_()
+            return
+        started = time.thread_time()
+        self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.nbytes)
+        self._check()
+        if (took := time.thread_time() - started) > MASK_SECONDS:
+            raise self._grammar.refuse(f"one step of this grammar takes {took:.2g} s; at most {MASK_SECONDS} are given")
+        view = words.numpy().view("uint32")
+        placeholder = self._grammar.placeholder
+        view[placeholder // 32] &= ~(1 << placeholder % 32) & 0xFFFFFFFF
+        if self._matcher.is_accepting():
+            for end in self._ends:
+                view[end // 32] |= 1 << end % 32
+
+    def accept(self, token: int) -> None:
+        assert not self._ended, "the text has ended"
+        if token in self._ends:
+            assert self._matcher.is_accepting(), "the text cannot end here"
+            self._ended += 1
+        elif not self._matcher.consume_token(token):
+            raise UnusableConstraint(_short(self._matcher.get_error()), self._grammar.field)
+
+    def rollback(self, count: int) -> None:
+        ended = min(count, self._ended)
+        self._ended -= ended
+        if count > ended:
+            assert self._matcher.rollback(count - ended), "more tokens than were accepted"
+
+    def valid_prefix(self, tokens: Sequence[int]) -> int:
+        if self._ended:
+            return 0
+        at = next((i for i, token in enumerate(tokens) if token in self._ends), len(tokens))
+        body = list(tokens[:at])
+        valid: int = self._matcher.validate_tokens(body) if body else 0
+        if valid < at or at == len(tokens):
+            return valid
+        return at + self._may_end(body)
+
+    def _may_end(self, body: list[int]) -> bool:
+        """Whether the text may end after these tokens, which are allowed."""
+        if not body:
+            return bool(self._matcher.is_accepting())
+        probe = self._matcher.deep_copy()
+        return bool(probe.consume_tokens(body) and probe.is_accepting())
+
+    def forced(self) -> list[int]:
+        if self._ended:
+            return []
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        return tokens[: self._matcher.validate_tokens(tokens)]
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise UnusableConstraint(_short(self._matcher.get_error()), self._grammar.field)
+
+
+class Grammars:
+    """Compiles formats for one model and caches the results. Used by one thread."""
+
+    def __init__(self, vocabulary: ByteVocabulary, ends: Collection[int]) -> None:
+        """`ends`: the model's end-of-sequence ids; they are no text in any grammar."""
+        from llguidance import LLTokenizer
+
+        textless = set(ends) | vocabulary.special.keys() | {i for i, t in enumerate(vocabulary.tokens) if not t}
+        if not textless:
+            raise UnusableConstraint(
+                "the model's vocabulary has no token that could end a text", "sampling.response_format"
+            )
+        self._placeholder = min(ends or textless)
+        self._specials = frozenset(vocabulary.special.values())
+        special = sorted({*ends, *vocabulary.special})
+        self._tokenizer = LLTokenizer(_Wrapper(vocabulary, self._placeholder, special))
+        self._cached: OrderedDict[TextFormat, Grammar | UnusableConstraint] = OrderedDict()
+        self._bytes = 0
+
+    def grammar(self, format: TextFormat) -> Grammar:
+        """The compiled format. Raises UnusableConstraint."""
+        found = self._cached.get(format)
+        if found is None:
+            try:
+                found = self._compile(format)
+            except UnusableConstraint as error:
+                found = error
+            self._cached[format] = found
+            self._bytes += _cost(format)
+            while len(self._cached) > MAX_CACHED or (self._bytes > MAX_CACHED_BYTES and len(self._cached) > 1):
+                self._bytes -= _cost(self._cached.popitem(last=False)[0])
+        self._cached.move_to_end(format)
+        if isinstance(found, UnusableConstraint):
+            raise UnusableConstraint(found.message, found.field)
+        return found
+
+    def _compile(self, format: TextFormat) -> Grammar:
+        from llguidance import LLMatcher, LLParserLimits
+
+        field = f"sampling.response_format.{format.kind}"
+        source = grammar_source(format, self._specials)
+        started = time.thread_time()
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
+        if not matcher.is_error():  # what comes first is the dearest, and an unusable grammar often fails there
+            matcher.compute_bitmask()
+            matcher.compute_ff_tokens()
+        if matcher.is_error():
+            raise UnusableConstraint(_short(matcher.get_error()), field)
+        if (took := time.thread_time() - started) > COMPILE_SECONDS:
+            raise UnusableConstraint(f"compiling took {took:.2g} s; at most {COMPILE_SECONDS} are given", field)
+        return Grammar(matcher, field, self._placeholder)
+
+
+class _Wrapper:
+    """A vocabulary in the form that `llguidance.LLTokenizer` reads."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: ByteVocabulary, end: int, special: list[int]) -> None:
+        self.eos_token_id, self.tokens, self.special_token_ids = end, vocabulary.tokens, special
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
+
+
+def _cost(format: TextFormat) -> int:
+    """An estimate of a matcher's bytes."""
+    return 2**16 + 64 * len(format.source)
+
+
+def _short(message: str) -> str:
+    lines = " ".join(message.partition("<non-verbose/>")[0].split())
+    return lines if len(lines) <= _MAX_MESSAGE else f"{lines[: _MAX_MESSAGE - 3]}..."

@@ -1,0 +1,98 @@
+"""The bytes that the tokens of a `tokenizer.json` stand for: one token may end within a character."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tokenizers import Tokenizer as _Tokenizer
+
+from families import CheckpointError
+
+ToBytes = Callable[[str], bytes]
+
+
+def to_bytes(tokenizer: _Tokenizer) -> ToBytes | None:
+    """What turns an entry of the vocabulary into its bytes: for byte-level vocabularies, and for those of SentencePiece
+    with or without a fallback to single bytes. None for others, whose entries have no bytes of their own."""
+    if tokenizer.decoder is None:
+        return None
+    decoder = json.loads(tokenizer.decoder.__getstate__())
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = {step["type"] for step in steps}
+    if "ByteLevel" in kinds:
+        return _byte_level
+    replaced: list[tuple[str, str]] = []
+    for step in steps:
+        if step["type"] == "Metaspace":
+            replaced.append((step["replacement"], " "))
+        elif step["type"] == "Replace" and "String" in step["pattern"]:
+            replaced.append((step["pattern"]["String"], step["content"]))
+        elif step["type"] not in ("ByteFallback", "Fuse", "Strip"):
+            return None
+    if not replaced:
+        return None
+    return lambda entry: _pieces(entry, replaced, fallback="ByteFallback" in kinds)
+
+
+def _pieces(entry: str, replaced: list[tuple[str, str]], *, fallback: bool) -> bytes:
+    if fallback and len(entry) == 6 and entry.startswith("<0x") and entry.endswith(">"):
+        try:
+            return bytes([int(entry[3:5], 16)])
+        except ValueError:
+            pass
+    for old, new in replaced:
+        entry = entry.replace(old, new)
+    return entry.encode()
+
+
+def _alphabet() -> dict[str, int]:
+    """GPT-2's characters for bytes: itself where a byte is printable, and one from U+0100 on where it is not."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_ALPHABET = _alphabet()
+
+
+def _byte_level(entry: str) -> bytes:
+    """An entry with a character outside of the alphabet, as an added token may have, is plain text: the decoder of
+    `tokenizers` has the same rule."""
+    try:
+        return bytes(_ALPHABET[character] for character in entry)
+    except KeyError:
+        return entry.encode()
+
+
+class ByteVocabulary:
+    """A vocabulary as grammars read it."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        """`path`: of `tokenizer.json`. `size`: number of the model's ids. Raises CheckpointError where the file cannot
+        be read or its tokens have no bytes."""
+        try:
+            self._tokenizer = _Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises a bare Exception for every malformed file
+            raise CheckpointError(f"{path} is not a tokenizer file: {error}") from None
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        read = to_bytes(self._tokenizer)
+        if read is None:
+            raise CheckpointError(f"{path}: its tokens are not made of bytes, so no grammar can follow them")
+        self.special = {i: t.content for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
+        """Id -> name of each token that is not text."""
+        entries = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.tokens = [b""] * size
+        """By id; empty for ids without an entry. Special tokens have their names."""
+        for entry, token in entries.items():
+            if token < size:
+                self.tokens[token] = entry.encode() if token in self.special else read(entry)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, in which the names of special tokens are ordinary characters. Empty where the tokenizer
+        writes other text than it was given, for instance a space before it."""
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids if b"".join(self.tokens[i] for i in ids) == text.encode() else []

@@ -1,0 +1,334 @@
+"""Formats as constraints: what they allow, from the vocabulary of the embedded model and from random choices."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+
+from service.common.types import ConstraintSpec, TextFormat
+from service.engine.constraining import Constraining
+from service.engine.grammars import GrammarConstraint
+from service.engine.types import UnusableConstraint
+from service.model.tokenizer import Tokenizer
+
+TOKENIZER = Path(__file__).resolve().parents[3] / "demo" / "model" / "tokenizer.json"
+VOCABULARY, END = 1024, 4
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 3, "maximum": 999}, "b": {"enum": ["x", "é\n"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(TOKENIZER)
+
+
+@pytest.fixture(scope="module")
+def constraining() -> Iterator[Constraining]:
+    made = Constraining(TOKENIZER, VOCABULARY, frozenset({END}))
+    yield made
+    made.close()
+
+
+def begun(constraining: Constraining, format: TextFormat, output: Sequence[int] = (), **options: Any) -> Any:
+    ends = options.get("ends", frozenset({END}))
+    stops = options.get("stops", frozenset())
+    return constraining.begin(ConstraintSpec(format), ends, stops, output).result(timeout=60)
+
+
+def schema(value: Any) -> TextFormat:
+    return TextFormat("json_schema", json.dumps(value))
+
+
+def allowed(constraint: Any) -> set[int]:
+    words = torch.full((VOCABULARY // 32,), -1, dtype=torch.int32)
+    constraint.fill_mask(words)
+    return set(np.flatnonzero(np.unpackbits(words.numpy().view(np.uint8), bitorder="little")).tolist())
+
+
+def walk(constraint: Any, rng: random.Random, most: int = 300, end: float = 0.3) -> list[int]:
+    """Random tokens until the end of the text, which is chosen with this probability where it may be."""
+    drawn: list[int] = []
+    while len(drawn) < most:
+        choices = allowed(constraint)
+        token = END if END in choices and rng.random() < end else rng.choice(sorted(choices))
+        constraint.accept(token)
+        drawn.append(token)
+        if token == END:
+            break
+    return drawn
+
+
+TAGS = TextFormat(
+    "structural_tags",
+    json.dumps(
+        {
+            "tags": [
+                {"begin": "<f=one>", "kind": "json_schema", "content": '{"type": "integer"}', "end": "</f>"},
+                {"begin": "<f=two>", "kind": "regex", "content": "[xy]+", "end": "</f>"},
+                {"begin": "<f=three>", "kind": "lark", "content": 'start: "p" | "q"', "end": "</f>"},
+            ],
+            "triggers": ["<f="],
+        }
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("format", "pattern"),
+    [
+        (schema(SCHEMA), r'\{"a": \d+, "b": ("x"|"é\\(n|u000[aA])")\}'),
+        (TextFormat("json_object"), r"\{.*\}"),
+        (TextFormat("regex", "[ab]{3}/x"), "[ab]{3}/x"),
+        (TextFormat("regex", "^(é|😀){1,4}$"), "(é|😀){1,4}"),
+        (TextFormat("lark", 'start: "a" b+\nb: "c" | "d"'), "a[cd]+"),
+        (TextFormat("choice", json.dumps(["a", "ab", 'é"\\\n', "a b/c"])), 'a|ab|é"\\\\\n|a b/c'),
+        (TAGS, r"((?!<f=).|\n|<f=one>-?\d+</f>|<f=two>[xy]+</f>|<f=three>[pq]</f>)*"),
+    ],
+    ids=["schema", "object", "regex", "characters", "lark", "choice", "tags"],
+)
+def test_what_ends_by_itself_keeps_to_its_format(
+    format: TextFormat, pattern: str, constraining: Constraining, tokenizer: Tokenizer
+) -> None:
+    rng, ended = random.Random(format.source), 0
+    first = begun(constraining, format)
+    for _ in range(20):
+        drawn = walk(first.copy(), rng)
+        if drawn[-1] == END:
+            ended += 1
+            assert re.fullmatch(pattern, tokenizer.decode(drawn), re.DOTALL), tokenizer.decode(drawn)
+    assert ended >= 3
+
+
+def test_a_trigger_is_followed_by_the_rest_of_a_tag(constraining: Constraining, tokenizer: Tokenizer) -> None:
+    made = begun(constraining, TAGS, tokenizer.encode("before "))
+    assert len(allowed(made)) > 800
+    made.accept(*tokenizer.encode("<"))
+    assert len(allowed(made)) > 800
+    for token in tokenizer.encode("f="):
+        made.accept(token)
+    assert {tokenizer.decode([token])[0] for token in allowed(made)} == {"o", "t"}
+    for token in tokenizer.encode("two>xyx"):
+        made.accept(token)
+    assert {tokenizer.decode([token])[0] for token in allowed(made)} <= {"x", "y", "<"}
+    assert tokenizer.decode(made.forced()) == ""
+    made.accept(*tokenizer.encode("<"))
+    assert tokenizer.decode(made.forced()) == "/f>"
+
+
+def test_a_special_token_can_begin_a_tag(constraining: Constraining, tokenizer: Tokenizer) -> None:
+    tag = {"begin": "<|im_start|>a", "kind": "regex", "content": "[pq]", "end": "<s>"}
+    made = begun(constraining, TextFormat("structural_tags", json.dumps({"tags": [tag], "triggers": []})))
+    start = tokenizer.token_id("<|im_start|>")
+    assert start in allowed(made)
+    made.accept(start)
+    for text in ("a", "q"):
+        (token,) = tokenizer.encode(text)
+        made.accept(token)
+    assert allowed(made) == {tokenizer.token_id("<s>")}
+
+
+@pytest.mark.parametrize(
+    "format", [schema(SCHEMA), TextFormat("regex", "[ab]+(c|dd)"), TAGS], ids=["json", "re", "tags"]
+)
+def test_a_constraint_is_a_function_of_its_tokens_alone(format: TextFormat, constraining: Constraining) -> None:
+    """However they were accepted, taken back, copied or looked ahead at."""
+    rng = random.Random(5)
+    for _ in range(15):
+        made = begun(constraining, format)
+        drawn = walk(made.copy(), rng, most=25)
+        states, plain = [allowed(made)], made.copy()
+        for token in drawn:
+            plain.accept(token)
+            states.append(allowed(plain))
+        assert made.valid_prefix([*drawn, END, END][: len(drawn) + 2]) >= len(drawn)
+        at = 0
+        for _ in range(12):
+            to = rng.randrange(len(drawn) + 1)
+            if to < at:
+                made.rollback(at - to)
+            for token in drawn[at:to]:
+                made.accept(token)
+            at = to
+            if rng.random() < 0.3:
+                made = made.copy()
+            assert allowed(made) == states[at]
+            assert begun(constraining, format, drawn[:at]).valid_prefix(drawn[at:]) == len(drawn) - at
+            forced = made.forced()
+            assert made.valid_prefix(forced) == len(forced) and allowed(made) == states[at]
+            wrong = next((t for t in range(VOCABULARY) if t not in states[at]), None)
+            if wrong is not None and drawn[-1:] != [END]:
+                assert made.valid_prefix([*drawn[at:][:0], wrong]) == 0
+
+
+def test_look_ahead_counts_the_end_of_the_text(constraining: Constraining, tokenizer: Tokenizer) -> None:
+    a, b, c = (tokenizer.encode(letter)[0] for letter in "abc")
+    made = begun(constraining, TextFormat("regex", "a+b?"))
+    assert made.valid_prefix([END]) == 0
+    assert made.valid_prefix([a, END, a]) == 2
+    assert made.valid_prefix([a, b, END]) == 3 and made.valid_prefix([a, b, a]) == 2 and made.valid_prefix([a, c]) == 1
+    made.accept(a)
+    assert made.valid_prefix([END]) == 1 and END in allowed(made)
+    made.accept(b)
+    assert allowed(made) == {END}
+    made.accept(END)
+    assert allowed(made) == set() and made.valid_prefix([a]) == 0 and made.forced() == []
+    made.rollback(2)
+    assert {a, b, END} <= allowed(made)
+
+
+def test_ids_without_text_are_not_allowed(constraining: Constraining, tokenizer: Tokenizer) -> None:
+    made = begun(constraining, TextFormat("regex", "(.|\n)*"))
+    known = {i for i in range(VOCABULARY) if tokenizer.token(i) is not None and not tokenizer.silent(i)}
+    assert allowed(made) - {END} <= known and END in allowed(made)
+    assert len(allowed(made)) > 800
+
+
+def test_several_ends_and_stop_ids(constraining: Constraining, tokenizer: Tokenizer) -> None:
+    """A stop id that is no text ends a text where it may end; one that is text is a part of it."""
+    (a,) = tokenizer.encode("a")
+    special = tokenizer.token_id("<pad>")
+    assert special is not None
+    made = begun(constraining, TextFormat("regex", "a"), ends=frozenset({END, 1023}), stops=frozenset({special, a}))
+    assert allowed(made) == {a}
+    made.accept(a)
+    assert allowed(made) == {END, 1023, special}
+    made.accept(1023)
+    made.rollback(2)
+    assert allowed(made) == {a}
+    with pytest.raises(UnusableConstraint, match="no end-of-sequence id"):
+        begun(constraining, TextFormat("regex", "a"), ends=frozenset())
+    begun(constraining, TextFormat("regex", "a"), ends=frozenset(), stops=frozenset({special}))
+
+
+def test_output_that_exists_is_accepted_first(constraining: Constraining, tokenizer: Tokenizer) -> None:
+    made = begun(constraining, schema(SCHEMA), tokenizer.encode('{"a": 12'))
+    assert tokenizer.encode("3")[0] in allowed(made)
+    with pytest.raises(UnusableConstraint, match="of the 4 ids only the first 2 keep") as error:
+        begun(constraining, schema(SCHEMA), [*tokenizer.encode('{"'), *tokenizer.encode("bb")])
+    assert error.value.field == "continued_token_ids"
+
+
+@pytest.mark.parametrize(
+    ("format", "words"),
+    [
+        (schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (schema({"not": {"type": "string"}}), "not"),
+        (schema({"type": "string", "format": "nonsense"}), "nonsense"),
+        (schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
+        (schema({"$ref": "http://elsewhere/schema"}), "elsewhere"),
+        (schema({"type": "array", "items": {"type": "object", "x-guidance": {"lenient": True}, "not": {}}}), "not"),
+        (schema(False), "nsatisfiable"),
+        (TextFormat("json_schema", "[" * 200 + "]" * 200), "recursion"),
+        (TextFormat("regex", "[ab"), "unclosed"),
+        (TextFormat("regex", "(?=a)b"), "look-around"),
+        (TextFormat("regex", "(" * 20000 + "a" + ")" * 20000), "regex"),
+        (TextFormat("lark", "start: foo"), "foo"),
+        (TextFormat("lark", "start: " + "(" * 20000 + '"a"' + ")" * 20000), "nested"),
+    ],
+    ids=lambda value: value.source[:40] if isinstance(value, TextFormat) else "",
+)
+def test_what_cannot_be_served_is_refused(format: TextFormat, words: str, constraining: Constraining) -> None:
+    for _ in range(2):  # the second time from the cache
+        with pytest.raises(UnusableConstraint, match=words) as error:
+            begun(constraining, format)
+        assert error.value.field == f"sampling.response_format.{format.kind}"
+        assert len(str(error.value)) < 400
+
+
+def chain(length: int) -> str:
+    rules = [f"r{i}: r{i + 1}" for i in range(length)]
+    return "\n".join(["start: r0", *rules, f'r{length}: "a"'])
+
+
+def test_a_grammar_as_deep_as_a_request_can_be_does_not_overflow_the_stack(constraining: Constraining) -> None:
+    """It ended the whole process on a stack of the usual size."""
+    made = begun(constraining, TextFormat("lark", chain(10_000)))
+    assert isinstance(made, GrammarConstraint)
+
+
+def test_equal_formats_are_compiled_once_and_old_ones_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    from service.engine import grammars
+    from service.model.token_bytes import ByteVocabulary
+
+    made = grammars.Grammars(ByteVocabulary(TOKENIZER, VOCABULARY), {END})
+    monkeypatch.setattr(grammars, "MAX_CACHED", 3)
+    first = made.grammar(TextFormat("regex", "0"))
+    assert made.grammar(TextFormat("regex", "0")) is first
+    for i in range(1, 4):
+        made.grammar(TextFormat("regex", str(i)))
+    assert made.grammar(TextFormat("regex", "0")) is not first
+
+
+def test_bad_words_are_not_written_with_any_tokens(constraining: Constraining, tokenizer: Tokenizer) -> None:
+    """Random text over few letters holds every short string soon, where nothing forbids it."""
+    letters = [token for letter in "abc" for token in tokenizer.encode(letter)]
+    letters += [i for i in range(VOCABULARY) if set(tokenizer.decode([i])) and set(tokenizer.decode([i])) <= set("abc")]
+    bad = ("ab", "cac", "bbb")
+    for words in ((), bad):
+        spec = ConstraintSpec(None, frozenset(letters), words)
+        made = constraining.begin(spec, frozenset({END}), frozenset(), ()).result(timeout=60)
+        rng, drawn = random.Random(1), list[int]()
+        for _ in range(400):
+            token = rng.choice(sorted(allowed(made) - {END}))
+            assert made.valid_prefix([token]) == 1
+            made.accept(token)
+            drawn.append(token)
+        text = tokenizer.decode(drawn)
+        assert [word for word in bad if word in text] == ([] if words else list(bad))
+    twin = made.copy()
+    made.rollback(37)
+    for token in drawn[-37:]:
+        made.accept(token)
+    assert allowed(made) == allowed(twin)
+
+
+def test_bad_words_of_many_bytes(constraining: Constraining, tokenizer: Tokenizer) -> None:
+    """Written byte by byte, the last byte is the one that is not allowed; tokens without text change nothing."""
+    spec = ConstraintSpec(None, None, ("€uro",))
+    made = constraining.begin(spec, frozenset({END}), frozenset(), ()).result(timeout=60)
+    ids = tokenizer.encode("€uro")
+    assert made.valid_prefix(ids) == len(ids) - 1
+    special = tokenizer.token_id("<pad>")
+    assert special is not None
+    assert made.valid_prefix([*ids[:-1], special, 1000, ids[-1]]) == len(ids) + 1
+    assert {special, END, 1000} <= allowed(made)
+    for token in ids[:-1]:
+        made.accept(token)
+    assert ids[-1] not in allowed(made)
+
+
+def test_a_sample_of_schemas(constraining: Constraining, tokenizer: Tokenizer) -> None:
+    """Random walks through schemas of every kind of keyword, judged by another implementation."""
+    schemas: list[dict[str, Any]] = [
+        {"type": "array", "items": {"type": "number", "minimum": -2.5, "exclusiveMaximum": 7}, "maxItems": 3},
+        {"type": "array", "prefixItems": [{"type": "boolean"}, {"type": "null"}], "items": False, "minItems": 2},
+        {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "integer", "multipleOf": 7}]},
+        {"type": "string", "pattern": "^[a-c]{2,5}-\\d$"},
+        {"type": "string", "format": "date"},
+        {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 2}}, "$ref": "#/$defs/n"},
+        {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]},
+        {"type": "object", "patternProperties": {"^k": {"const": 1}}, "additionalProperties": False},
+        {"type": "object", "properties": {"a": {"type": ["integer", "null"]}}, "minProperties": 1, "required": ["a"]},
+    ]
+    rng, ended = random.Random(2), 0
+    for value, _ in itertools.product(schemas, range(6)):
+        drawn = walk(begun(constraining, schema(value)), rng, most=400)
+        if drawn[-1] == END:
+            ended += 1
+            found = json.loads(tokenizer.decode(drawn))
+            jsonschema.validate(found, value, format_checker=jsonschema.FormatChecker())
+    assert ended > 40
