@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from constrained import END, KINDS, VOCAB, Machine, branching, constraints, spelled
+from gated_decoder import gated_config
 from speculation import AXES, Answers, answers, pairwise
 from tiny_decoder import (
     delta_config,
@@ -26,6 +28,7 @@ from tiny_decoder import (
 from decoder.arena import ArenaLayout
 from decoder.config import DecoderOptions
 from decoder.constraints import ConstraintError
+from decoder.guide import Guide
 from decoder.request import DecoderRequest
 from decoder.sampling import SamplingParams
 from decoder.token_constraints import AllowedTokens
@@ -35,24 +38,42 @@ CONFIG = tiny_config("M-*EM*", num_nextn_predict_layers=1)
 WEIGHTS = dict(random_weights(CONFIG))
 EOS = frozenset({END})
 SPREAD = [*KINDS, None, "branching", None]
-CONFIGS = {"M-*EM*": CONFIG, "G-*G-": delta_config("G-*G-", num_nextn_predict_layers=1), "*E*-": None}
-PATTERNS = ("M-*EM*", "G-*G-", "*E*-")
-CASES = pairwise(AXES | {"pattern": PATTERNS, "forced_tokens": ("on", "off"), "draft_tokens": (2, 7)})
+CONFIGS = {
+    "M-*EM*": CONFIG,
+    "G-*G-": delta_config("G-*G-", num_nextn_predict_layers=1),
+    "*E*-": tiny_config("*E*-", num_nextn_predict_layers=1),
+    "gated": gated_config("G*-M", mtp=True),
+}
+CASES = pairwise(
+    AXES
+    | {
+        "pattern": tuple(CONFIGS),
+        "max_chunk": (7, None),
+        "forced_tokens": ("on", "off"),
+        "draft_tokens": (2, 7),
+        "first": (0, 1),
+    }
+)
+"""`first`: which kind of constraint the first request has: those of even ones are greedy, the others are drawn."""
 
 
-def constrained(pattern: str, **options: Any) -> Answers:
-    given: dict[str, Any] = {"count": len(SPREAD), "output": 20, "constrained": SPREAD} | options
-    return answers(pattern, config=CONFIGS[pattern], **given)
+def constrained(pattern: str, first: int, **options: Any) -> Answers:
+    kinds = SPREAD[first:] + SPREAD[:first]
+    return answers(config=CONFIGS[pattern], count=len(kinds), output=14, constrained=kinds, **options)
+
+
+Plain = Callable[[str, int], Answers]
 
 
 @pytest.fixture(scope="module")
-def plain() -> Mapping[str, Answers]:
-    return {pattern: constrained(pattern, native="off") for pattern in PATTERNS}
+def plain() -> Plain:
+    """What is compared with, computed operation by operation, without drafts, when it is first asked for."""
+    return cache(lambda pattern, first: constrained(pattern, first, native="off"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(case[name]) for name in sorted(case)))
-def test_no_option_changes_a_constrained_answer(case: dict[str, Any], plain: Mapping[str, Answers]) -> None:
-    expected = plain[case["pattern"]]
+def test_no_option_changes_a_constrained_answer(case: dict[str, Any], plain: Plain) -> None:
+    expected = plain(case["pattern"], case["first"])
     found = constrained(known=expected.drawn, **case)
     assert found.drawn == expected.drawn
     for name, logprobs in expected.logprobs.items():
@@ -61,15 +82,17 @@ def test_no_option_changes_a_constrained_answer(case: dict[str, Any], plain: Map
         assert 0 < found.stats["forced_accepted"] < found.stats["forced_drafted"]
 
 
-def test_the_answers_compared_are_of_all_sorts(plain: Mapping[str, Answers]) -> None:
+def test_the_answers_compared_are_of_all_sorts(plain: Plain) -> None:
     """Some have ended by themselves, one has come to where nothing is allowed, and each satisfies its constraint."""
-    assert {reason for of in plain.values() for _, reason in of.drawn.values()} == {"stop", "length", "error"}
-    for of in plain.values():
-        for name, (drawn, reason) in of.drawn.items():
-            kind = SPREAD[int(name)]
+    reasons = set()
+    for first in (0, 1):
+        for name, (drawn, reason) in plain("M-*EM*", first).drawn.items():
+            kind = SPREAD[(int(name) + first) % len(SPREAD)]
             assert reason != "error" or kind == "both"
             text = drawn[:-1] if reason == "stop" else drawn
             assert kind is None or constraints(kind).valid_prefix(text) == len(text)
+            reasons.add(reason)
+    assert reasons == {"stop", "length", "error"}
 
 
 # -- against a model that masks its logits token by token --------------------------------------------------------------
@@ -281,6 +304,36 @@ def test_memory_for_forced_tokens_is_planned() -> None:
     assert not DecoderOptions(speculative="ngram", forced_tokens="off").forced_on
     with pytest.raises(ValueError, match="forced_tokens 'yes' is not one of auto, on, off"):
         DecoderOptions(forced_tokens="yes")
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_a_head_has_entries_of_forced_tokens_too(native: str) -> None:
+    """The keys of a drafting head are those that it has when it drafts everything itself."""
+
+    def entries(forced: str) -> torch.Tensor:
+        runner = make_runner(
+            CONFIG, WEIGHTS, speculative="mtp", forced_tokens=forced, draft_policy="fixed", page_size=4, native=native
+        )
+        runner.arena.buffer.fill_(255)
+        runner.add(request("a", [3, 4, 5, 6, 7], greedy_params(40), constraint=chain(30), eos_token_ids=EOS))
+        while not runner.scheduler.running or runner.scheduler.running[0].computed < 21:
+            runner.step()
+        assert runner.drafter is not None and bool(runner.stats()["forced_accepted"]) == (forced == "on")
+        runner.drafter.flush()
+        return runner.arena.kv[len(CONFIG.pages)][runner.scheduler.running[0].held.pages[:5]]
+
+    torch.testing.assert_close(entries("on"), entries("off"), rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def test_drafts_end_before_what_cannot_follow_and_before_an_end() -> None:
+    constraint = Machine([{10: 1, 11: 0}, {12: 2}, {}], frozenset({1, 2}))
+    guide = Guide(
+        request("a", [3], greedy_params(stop_token_ids=frozenset({11})), constraint=constraint, eos_token_ids=EOS)
+    )
+    assert guide.cut([10, 12, 12]) == [10, 12] and guide.cut([10, END, 12]) == [10] and guide.cut([11, 10]) == []
+    assert guide.cut([12]) == guide.forced() == []
+    guide.accept(10)
+    assert guide.cut([12]) == [12] and guide.cut([10]) == [] and constraint.path == [0]
 
 
 def test_only_constrained_rows_wait_when_steps_overlap() -> None:
