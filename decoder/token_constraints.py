@@ -1,4 +1,4 @@
-"""Constraints over token ids that need no grammar, and how constraints are put together."""
+"""Constraints over token ids that need no grammar, and combinations of constraints."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from torch import Tensor
 from decoder.constraints import Constraint
 
 FULL = -1
-"""A word of a mask that allows each of its tokens."""
+"""A word of a mask that allows all of its tokens."""
 
 
 class AllowedTokens:
-    """Only these tokens, at every position. An end-of-sequence id can be drawn only if it is one of them: beside a
-    grammar, which decides by itself where the text ends, it has to be.
-    """
+    """Only these tokens, at every position. An end-of-sequence id can be drawn only if it is among them; combined with
+    a grammar, which decides where the text may end, the end-of-sequence ids must be among them."""
 
     def __init__(self, allowed: Collection[int]) -> None:
-        """`ValueError` for none at all, or for ids below 0."""
+        """`ValueError` for an empty collection, or for negative ids."""
         if not allowed or min(allowed) < 0:
             raise ValueError(f"allowed tokens are {sorted(allowed)[:5]}: at least one, and none below 0")
         self.allowed = frozenset(allowed)
@@ -49,16 +48,16 @@ class AllowedTokens:
 
 
 class BadWords:
-    """The text never contains one of these runs of tokens. Only tokens of the output count."""
+    """The text never contains one of these token sequences. Only tokens of the output count."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
-        """`ValueError` for an empty run, or for ids below 0."""
+        """`ValueError` for an empty sequence, or for negative ids."""
         for word in words:
             if not word or min(word) < 0:
                 raise ValueError(f"a bad word has the tokens {list(word)[:5]}: at least one, and none below 0")
         self._single = frozenset(word[0] for word in words if len(word) == 1)
         self._endings: dict[int, list[tuple[int, ...]]] = {}
-        """Last token of a run -> what comes before it."""
+        """Last token of a forbidden sequence -> the tokens before it."""
         for word in words:
             if len(word) > 1:
                 self._endings.setdefault(word[-1], []).append(tuple(word[:-1]))
@@ -102,7 +101,7 @@ class BadWords:
 
 
 class AllOf:
-    """What every one of several constraints allows."""
+    """Allows what all of several constraints allow."""
 
     def __init__(self, *parts: Constraint) -> None:
         assert parts
@@ -139,10 +138,8 @@ class AllOf:
 
 
 class ReasoningBudget:
-    """Free text up to a closing marker, which is forced after `limit` tokens; then what `inner` allows.
-
-    The text before the marker is free but for `ends`. `inner` sees the tokens after the marker alone.
-    """
+    """Free text up to a closing marker, which is forced after `limit` tokens; then what `inner` allows. Before the
+    marker, only `ends` are forbidden. `inner` sees only the tokens after the marker."""
 
     def __init__(
         self,
@@ -153,10 +150,12 @@ class ReasoningBudget:
         opening: Sequence[int] = (),
         ends: Collection[int] = (),
     ) -> None:
-        """`close`: the marker that ends reasoning. `limit`: tokens before it at most, those of `opening` not counted;
-        `None`: any number. `opening`: the marker that the output itself has to begin with for there to be reasoning;
+        """`close`: the marker that ends reasoning. `limit`: maximum number of tokens before it, without those of
+        `opening`; None: unlimited. `opening`: the marker with which the output must begin for there to be reasoning;
         empty: the prompt has opened it. `ends`: tokens that may not be drawn before the marker, such as end-of-sequence
-        ids where `inner` is a grammar. `ValueError` for an empty marker or a negative limit.
+        ids if `inner` is a grammar.
+
+        `ValueError` for an empty marker or a negative limit.
         """
         if not close or min((*close, *opening)) < 0:
             raise ValueError(f"the closing marker is {list(close)}: at least one token, and none below 0")
@@ -165,12 +164,12 @@ class ReasoningBudget:
         self._close, self._opening = tuple(close), tuple(opening)
         self._limit, self._inner, self._ends = limit, inner, frozenset(ends)
         self._matched = [-len(opening)]
-        """After each token that `inner` has not got: of the opening marker how many are missing, below 0; then how much
-        of the closing one has just been drawn."""
+        """The state after each token that did not go to `inner`: while the opening marker is incomplete, minus the
+        number of its missing tokens; then the number of tokens of the closing marker that the text ends with."""
         self._inside = 0
-        """Tokens that `inner` has got."""
+        """Number of tokens passed to `inner`."""
         self._absent = False
-        """Whether the output has begun without the opening marker, so that there is no reasoning in it."""
+        """Whether the output began without the opening marker, so that it contains no reasoning."""
 
     def copy(self) -> ReasoningBudget:
         inner = None if self._inner is None else self._inner.copy()
@@ -180,11 +179,12 @@ class ReasoningBudget:
 
     @property
     def reasoning(self) -> bool:
-        """Whether the output is still before the closing marker, or its opening one is not complete."""
+        """Whether the output is still before the end of the closing marker, or its opening marker is incomplete."""
         return not self._absent and self._matched[-1] < len(self._close)
 
     def _must(self, matched: int, drawn: int) -> int | None:
-        """The token that has to follow in a part of the text before `inner`'s, if one has to. `drawn`: its tokens."""
+        """The token that must follow in the part before `inner`'s, or None. `drawn`: the number of tokens in that
+        part."""
         if -len(self._opening) < matched < 0:
             return self._opening[matched]
         if matched >= 0 and self._limit is not None and drawn - len(self._opening) >= self._limit:
@@ -192,7 +192,7 @@ class ReasoningBudget:
         return None
 
     def _after(self, matched: int, token: int) -> int:
-        """How much of the marker has been drawn with this token."""
+        """How many tokens of the marker the text ends with after `token`."""
         if matched < 0:
             return matched + 1
         while matched and self._close[matched] != token:
@@ -200,7 +200,7 @@ class ReasoningBudget:
         return matched + 1 if self._close[matched] == token else 0
 
     def _border(self, matched: int) -> int:
-        """The longest proper beginning of the marker that ends its first `matched` tokens."""
+        """Length of the longest proper prefix of the marker that is a suffix of its first `matched` tokens."""
         seen = self._close[:matched]
         return next(size for size in range(matched - 1, -1, -1) if seen[matched - size :] == seen[:size])
 
@@ -226,7 +226,7 @@ class ReasoningBudget:
             _set(words, [must])
 
     def _outside(self, token: int) -> bool:
-        """Whether this next token belongs to the text before `inner`'s."""
+        """Whether the next token belongs to the part before `inner`'s."""
         return token == self._opening[0] if self._unopened else self.reasoning
 
     def accept(self, token: int) -> None:
@@ -276,7 +276,7 @@ class ReasoningBudget:
 
 
 def _set(words: Tensor, tokens: Collection[int]) -> None:
-    """Sets the bits of tokens; those beyond the mask have none."""
+    """Sets the bits of tokens; ids beyond the mask are ignored."""
     np.bitwise_or.at(words.numpy().view(np.uint32), *_bits(words, tokens))
 
 
@@ -287,7 +287,7 @@ def _clear(words: Tensor, tokens: Collection[int]) -> None:
 
 
 def _bits(words: Tensor, tokens: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Of each token its word, and its bit there."""
+    """For each token its word and its bit in the word."""
     ids = np.fromiter(tokens, np.int64, len(tokens))
     ids = ids[ids < 32 * words.shape[0]]
     return ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32)

@@ -1,4 +1,5 @@
-"""Decisions about the whole tree, held by a test each: who may import whom, and that generated files are fresh."""
+"""Rules about the whole tree, one test each: which package may import which, and that generated files are up to
+date."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def test_imports_follow_the_arrows(package: str) -> None:
 
 @pytest.mark.parametrize("package", ["service", "encoder", "families", "kernels"])
 def test_no_two_files_import_each_other(package: str) -> None:
-    """By whatever way, imports for type checkers included."""
+    """By any kind of import, including those for type checkers."""
     files = {
         ".".join(path.relative_to(CHECKOUT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in sources(package)
@@ -218,7 +219,8 @@ def test_transformers_does_not_take_our_kernels_for_the_package_of_that_name() -
 
 
 def test_what_a_machine_cannot_run_is_skipped_with_a_reason() -> None:
-    """A file that is not collected, or a test that returns, counts as nothing or as passed: neither is told."""
+    """A file that is not collected counts as nothing, and a test that returns counts as passed; neither shows that
+    something was skipped."""
     found = []
     for path in sorted((CHECKOUT / "tests").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -235,7 +237,7 @@ def test_what_a_machine_cannot_run_is_skipped_with_a_reason() -> None:
 
 @pytest.mark.parametrize("module", ["service.servers.run", "service.servers.frontend_process"])
 def test_a_frontend_imports_no_torch(module: str) -> None:
-    """Only processes with tensors pay for it: the engine, the encoder, and the workers that make patches."""
+    """Only processes with tensors import it: the engine, the encoder, and the workers that make patches."""
     program = f"import sys, {module}; print(sorted({{'torch', 'triton', 'safetensors'}} & set(sys.modules)))"
     told = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, check=True)
     assert told.stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""What benchmarks count by themselves: the least that a workload costs."""
+"""What benchmarks compute themselves: the lower bound of a workload's time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MACHINE = Machine(flops=1e12, bandwidth=1e10)
 
 
 def matrices(config: DecoderConfig) -> int:
-    """Weights of all products but the vocabulary's, counted from what a checkpoint holds."""
+    """Number of weights in all products except the output projection, counted from the checkpoint's shapes."""
     return sum(
         shape[0] * shape[1]
         for name, shape in config.expected_weights().items()

@@ -1,4 +1,4 @@
-"""The files under deploy/ hold together: what they name exists, what they say to the server is what it takes."""
+"""The files under deploy/ are consistent: what they name exists, and their options are accepted by the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs for a GPU machine prove themselves on a CPU: every part runs, leaves its file and says how it ended."""
+"""The GPU programs run on a CPU: every part runs, writes its file and reports its status."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_wrong_result_fails_the_check(
     honest, calls = gpu_check.logprobs, []
 
     def off(*given: Any) -> torch.Tensor:
-        """The first of three calls, which is that of the kernels, is two hundredths off."""
+        """Makes the first of three calls, the kernels' one, wrong by 0.02."""
         calls.append(given)
         return honest(*given) * (1.02 if len(calls) % 3 == 1 else 1.0)
 

@@ -1,4 +1,4 @@
-"""What `make lint` looks at: the sources, and nothing that an installation leaves in the checkout."""
+"""`make lint` checks the sources, and nothing that an installation leaves in the checkout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WRONG = "import os\ndef f( x ):\n  return x + undefined\n"
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with this one's configuration and next to nothing in it."""
+    """A checkout with this one's configuration and almost nothing else."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for package in ("saccade", "service", "encoder", "decoder", "kernels", "families"):
         (tmp_path / package).mkdir()

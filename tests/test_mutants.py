@@ -1,4 +1,4 @@
-"""The list of mutants is fresh, and the program that plants them tells a caught one from a survivor."""
+"""The lists of mutants are up to date, and the program that applies them tells caught mutants from survivors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_each_mutant_changes_what_is_there_and_names_tests_that_are_there() -> N
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a function of two decisions and a test that looks at one of them."""
+    """A folder with a function of two decisions and a test that checks one of them."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which the tests of this folder do without
     root = tmp_path / "checkout"
     root.mkdir()

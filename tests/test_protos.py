@@ -1,4 +1,4 @@
-"""The wire contract: buf's rules, and no change that breaks a client which was built on the last release."""
+"""The wire contract: buf's rules, and no change that breaks a client built for the last release."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _drop_service(files: Any, name: str) -> None:
 
 
 def _move(files: Any, name: str) -> None:
-    """To another file: its Python module is another one then."""
+    """Moves it to another file, which changes its Python module."""
     (source,) = [file for file in files.file if any(m.name == name for m in file.message_type)]
     message = _find(files, name)
     next(file for file in files.file if file is not source).message_type.append(message)

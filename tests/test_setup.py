@@ -1,7 +1,7 @@
-"""`make setup` where only torch's default build can be had, under each Python of this machine that is served.
+"""`make setup` where only torch's default build is available, with each supported Python of this machine.
 
-The index is a folder of wheels that hold a name, a version and what they ask for, and the two projects are stand-ins
-that ask for torch and triton alone, so that nothing is fetched and little is installed.
+The index is a folder of wheels with only a name, a version and requirements, and stand-ins for the two projects require
+only torch and triton. So nothing is downloaded and little is installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parent.parent
 PINNED = dict(re.findall(r"^([\w-]+)==(\S+)$", (CHECKOUT / "constraints.txt").read_text(), re.MULTILINE))
 OWN_TRITON = "99.8.0"
-"""Which the stand-in for torch's default build asks for; the real one asks for another than the pinned one too."""
+"""The version that the stand-in for torch's default build requires; the real one also requires another version than the
+pinned one."""
 
 PROJECT = """
 [project]
@@ -54,7 +55,7 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
 
 
 def interpreter(version: str) -> str | None:
-    """The program of that version: this one, one of pyenv's, or one on the path."""
+    """The executable of that version: the current one, one of pyenv's, or one on PATH."""
     if version == f"{sys.version_info.major}.{sys.version_info.minor}":
         return sys.executable
     kept = sorted(Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/python"))
@@ -76,7 +77,8 @@ def wheel(folder: Path, name: str, version: str, *requires: str) -> None:
 
 
 def make_setup(folder: Path, python: str) -> str:
-    """What `make setup` says in a checkout of stand-ins, on a machine without a GPU that reaches `folder / "index"`."""
+    """The output of `make setup` in a checkout of stand-ins, on a machine without a GPU whose index is `folder /
+    "index"`."""
     for name in ("Makefile", "constraints.txt"):
         shutil.copy(CHECKOUT / name, folder / name)
     for path, name, dependencies in ((folder, "saccade-server", ["torch>=2.11"]), (folder / "saccade", "saccade", [])):

@@ -1,4 +1,4 @@
-"""The frame of the long runs: a part that fails is reported and the others still run."""
+"""The soak runner: a part that fails is reported, and the others still run."""
 
 from __future__ import annotations
 

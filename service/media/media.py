@@ -174,11 +174,11 @@ class Spool:
                 os.utime(self._path((tenant, media_id)), (now, now))
 
     def size(self, tenant: str, media_id: str) -> int:
-        """The content of a file. Raises NotFound."""
+        """Size of a file in bytes. Raises NotFound."""
         return self.get(tenant, media_id).size
 
     def read(self, tenant: str, media_id: str) -> bytes:
-        """The path of a file. Raises NotFound."""
+        """The content of a file. Raises NotFound."""
         self.size(tenant, media_id)
         try:
             return self._path((tenant, media_id)).read_bytes()
@@ -234,7 +234,7 @@ class SharedSpool(Spool):
         return super().get(tenant, media_id)
 
     def size(self, tenant: str, media_id: str) -> int:
-        """The content of a file, unchecked. Raises NotFound."""
+        """Size of a file in bytes; the content is not checked. Raises NotFound."""
         try:
             if not _ID.fullmatch(media_id):
                 raise FileNotFoundError

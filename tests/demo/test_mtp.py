@@ -62,7 +62,7 @@ def test_answers_are_the_same_and_drafts_are_mostly_right(
 
 
 def test_transformers_passes_the_head_over() -> None:
-    """And it is one of the trunk that it lies beside."""
+    """The head is that of the trunk in the same checkpoint."""
     path = resolve_model("demo")
     _, info = NemotronH_Omni_Reasoning_V3.from_pretrained(path, output_loading_info=True)
     assert not info["missing_keys"] - {"vision_final_layernorm.weight", "vision_final_layernorm.bias"}
