@@ -41,7 +41,7 @@ needs = @test -e '$(1)' || { echo "make $@: this checkout has no $(1) yet" >&2; 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-setup: $(STAMP)  ## make .venv with everything in it (a no-op when nothing changed)
+setup: $(STAMP)  ## make .venv with all dependencies (does nothing if nothing changed)
 
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Saccade needs Python 3.11 or newer; say make PYTHON=python3.11 ...")'
@@ -94,19 +94,19 @@ protos: setup  ## regenerate saccade/v1 from protos/
 sdk: setup  ## regenerate the synchronous client from the asyncio one
 	@$(PY) saccade/tools/async_to_sync.py
 
-test-floors: setup  ## run the client's tests with the oldest and the newest versions of what it needs (from the index)
+test-floors: setup  ## run the client's tests with the oldest and the newest supported versions of its dependencies (from the index)
 	@$(PY) saccade/tools/floors.py
 
 demo-model: setup  ## train the embedded model (resumes where it stopped)
 	$(call needs,demo/train.py)
 	@$(PY) -m demo.train $(ARGS)
 
-bench: setup  ## compare with transformers, or PEER=vllm or llamacpp, on this machine, both sides in turn
+bench: setup  ## compare with transformers, or PEER=vllm or llamacpp, on this machine
 	$(call needs,benchmarks/compare.py)
 	@case $(PEER) in vllm|llamacpp) benchmarks/setup_$(PEER).sh;; esac
 	@$(PY) -m benchmarks.compare --peer $(PEER) $(ARGS)
 
-aot: setup  ## compile the Triton kernels for GPUs that this machine need not have
+aot: setup  ## compile the Triton kernels for GPUs, which this machine need not have
 	$(call needs,kernels/aot.py)
 	@$(PY) -m kernels.aot $(ARGS)
 
@@ -124,5 +124,5 @@ gpu-bench:  ## the measurements that need an NVIDIA GPU: make gpu-bench PART="ce
 	@$(PYTHON) -m benchmarks.fetch_peers --unpack $(PEERS)
 	@$(GPU_PY) -m benchmarks.gpu $(PART) --out $(OUT) $(ARGS)
 
-peers:  ## fetch what gpu-check and gpu-bench compare with, into .peers
+peers:  ## download the packages that gpu-check and gpu-bench compare with into .peers
 	@$(PYTHON) -m benchmarks.fetch_peers $(ARGS)

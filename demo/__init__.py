@@ -1,1 +1,1 @@
-"""The embedded demo model: its world, its training and its evaluation."""
+"""The embedded demo model: its data, its training and its evaluation."""

@@ -64,7 +64,7 @@ def _novel_combinations() -> frozenset[Combination]:
 
 
 NOVEL = _novel_combinations()
-"""Never in a training picture."""
+"""Combinations that are in no training picture."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Thing:
 
     @property
     def novel(self) -> bool:
-        """True if this combination is never trained on."""
+        """True if this combination is not in the training data."""
         return (self.colour, self.glyph, self.place) in NOVEL
 
     @property
@@ -98,7 +98,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Turn:
-    """One question, its exact answer and the things that the answer is about."""
+    """One question, its exact answer and the things that it is about."""
 
     kind: str
     question: str
@@ -107,16 +107,16 @@ class Turn:
     one_by_one: bool = False
     """The answer names the things one after the other."""
     empty_place: str | None = None
-    """Where there is nothing, if that is the answer."""
+    """The empty place, if that is the answer."""
 
     @property
     def novel(self) -> bool:
-        """True if the answer rests on a combination that is never trained on."""
+        """True if the answer depends on a combination that is not in the training data."""
         return any(thing.novel for thing in self.about)
 
     @property
     def counts(self) -> bool:
-        """True if the answer rests on how many things it is about, not on what they are."""
+        """True if the answer depends on the number of things it is about, not on what they are."""
         return self.kind == "count"
 
     def focus(self) -> list[tuple[int, int, tuple[Thing, ...]]]:
@@ -142,7 +142,7 @@ class Example:
 
 
 def place_box(place: str, image: Image.Image) -> Box:
-    """The ninth of `image` that is called `place`."""
+    """The ninth of `image` named `place`."""
     row, column = divmod(PLACES.index(place), 3)
     width, height = image.width / 3, image.height / 3
     return column * width, row * height, (column + 1) * width, (row + 1) * height
@@ -219,7 +219,7 @@ def _draw_scene(rng: random.Random, size: tuple[int, int], cast: Sequence[Combin
 def _print_number(
     rng: random.Random, image: Image.Image, box: Box, digits: str, background: Colour, smallest: int
 ) -> list[Thing]:
-    """Prints `digits` somewhere in `box` of `image`, at `smallest` points at least where they fit."""
+    """Prints `digits` somewhere in `box` of `image`, in a size of at least `smallest` points if they fit."""
     draw = ImageDraw.Draw(image)
     width, height = box[2] - box[0], box[3] - box[1]
     largest = max(8, min(96, int(0.9 * height), int(0.9 * width / (0.6 * len(digits)))))
@@ -275,10 +275,8 @@ def _draw_handwritten(rng: random.Random, size: tuple[int, int], index: int) -> 
 
 
 def practice_sheet(rng: random.Random, size: tuple[int, int]) -> Picture:
-    """A training picture of `size` = (height, width) packed with shapes, numbers and handwritten digits, none novel.
-
-    Nothing is asked about it: it gives the auxiliary loss many things to name at once.
-    """
+    """A training picture of `size` = (height, width) with many shapes, numbers and handwritten digits, none novel. It
+    has no questions; it is for the auxiliary loss, which names every object."""
     height, width = size
     background = _background(rng)
     image = Image.new("RGB", (width, height), background)
@@ -327,7 +325,7 @@ SENTENCE = ("{} Answer in a sentence.", "{} Answer with a full sentence.", "{} R
 
 
 def _pose(rng: random.Random, questions: Sequence[str], answer: str, sentence: str) -> tuple[str, str]:
-    """A wording and the answer that it asks for: `sentence` if the wording asks for a sentence, else `answer`."""
+    """A wording and the answer for it: `sentence` if the wording requests a sentence, else `answer`."""
     question = rng.choice(questions)
     if rng.random() < 0.35:
         return rng.choice(SENTENCE).format(question), sentence
@@ -650,7 +648,7 @@ def question_example(seed: int, kind: str) -> Example:
 
 
 def sentences(count: int = 4000) -> Iterator[str]:
-    """Questions, answers and small talk of the world, for training the tokenizer."""
+    """Questions, answers and small talk of the data, for training the tokenizer."""
     rng = random.Random(7)
     for text in (*itertools.chain(*CHAT), *SYSTEM_PROMPTS, "system", "user", "assistant"):
         yield from [text] * 20

@@ -31,7 +31,7 @@ MODEL = Path(__file__).parent / "model"
 MAX_TOKENS = 64
 """The longest right answer has about 30 tokens."""
 CHANCE_MARGIN = 0.12
-"""How far above the blind guess a blanked or swapped score may lie: over three standard errors of 200 questions."""
+"""How far a blanked or swapped score may be above the blind guess: over three standard errors of 200 questions."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Score:
     blanked: float
     swapped: float
     blind: float
-    """What the best blind guess scores: chance."""
+    """The score of the best blind guess: chance."""
 
 
 def held_out(kind: str, count: int) -> list[Question]:
@@ -74,7 +74,8 @@ def swapped(questions: Sequence[Question]) -> list[Question]:
 
 
 def blind_guess(kind: str, questions: Sequence[Question], draws: int = 4000) -> float:
-    """Exact match of answering each wording with the answer most often right for it in `draws` other examples."""
+    """Exact match of a guesser that answers each wording with the answer that was most often right for it in `draws`
+    other examples."""
     answers: dict[str, Counter[str]] = defaultdict(Counter)
     for seed in range(draws):
         turn = data.question_example(-1 - seed, kind).turns[0]
@@ -143,7 +144,7 @@ def table(scores: dict[str, Score]) -> str:
 
 
 def shortcomings(scores: dict[str, Score], min_overall: float, min_kind: float) -> list[str]:
-    """What misses its threshold, in words."""
+    """The scores below their thresholds, as messages."""
     missed = []
     if (mean := overall(scores, lambda s: s.right)) < min_overall:
         missed.append(f"overall {mean:.1%} is under {min_overall:.0%}")

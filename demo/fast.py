@@ -13,7 +13,7 @@ import transformers.models.nemotron_h.modeling_nemotron_h as nemotron_h
 
 
 def install() -> None:
-    """Puts the functions below in the place of `transformers`' own."""
+    """Replaces `transformers`' functions with those below."""
     nemotron_h.mamba2_chunk_scan = chunk_scan
     nemotron_h.causal_conv1d_fn = causal_conv
     nemotron_h.NemotronHExperts.forward = experts  # type: ignore[method-assign]

@@ -40,7 +40,7 @@ WARMUP_STEPS = 50
 
 
 class Head(nn.Module):
-    """One step of prediction. Names of parameters are those of released checkpoints, less `mtp.`."""
+    """One prediction step. Parameter names are those of released checkpoints, without `mtp.`."""
 
     def __init__(self, config: NemotronHConfig) -> None:
         super().__init__()
@@ -65,11 +65,9 @@ class Head(nn.Module):
             first.eh_proj.weight[:, hidden:].add_(torch.eye(hidden))
 
     def forward(self, embedded: list[Tensor], hidden: Tensor) -> list[Tensor]:
-        """`embedded[j]`: `[B, L, d]` of the token j after each place; `hidden`: the trunk's, of the token before it.
-
-        Returns what stands for the trunk's hidden state `[B, L, d]` of each of these tokens. Entries of a place are its
-        own; what the trunk says of earlier places is there for all.
-        """
+        """`embedded[j]`: `[B, L, d]`, the embedding of the token j after each position; `hidden`: the trunk's hidden
+        states of the token before it. Returns the head's hidden states `[B, L, d]` for each of these tokens. Entries of
+        later tokens are visible only at their own position; those of the first tokens at all later positions."""
         first, second = self.layers
         outs: list[Tensor] = []
         keys: list[Tensor] = []
@@ -89,7 +87,8 @@ class Head(nn.Module):
         return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
 
     def _attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """All first entries up to the place, and the place's own later ones. The first place has no token before it."""
+        """Attends to all first entries up to the position, and to the position's own later ones. The first position has
+        no token before it."""
         length, scale = q.shape[2], self.width**-0.5
         mask = torch.ones(length, length, dtype=torch.bool).tril()
         mask[1:, 0] = False
@@ -123,12 +122,12 @@ class Trunk:
 
 
 def _ahead(x: Tensor, steps: int) -> Tensor:
-    """`[B, L, ...]` moved so that place t holds what was at t + steps; zeros behind the end."""
+    """`[B, L, ...]` shifted so that position t has the value of t + steps; zeros at the end."""
     return F.pad(x, (0, 0, 0, steps))[:, steps:] if x.ndim == 3 else F.pad(x, (0, steps), value=IGNORE)[:, steps:]
 
 
 def predictions(trunk: Trunk, head: Head, batch: Batch) -> list[tuple[Tensor, Tensor]]:
-    """For each depth: logits `[n, vocabulary]` of the head and of the trunk, at the answers' tokens but their first."""
+    """For each depth: logits `[n, vocabulary]` of head and trunk, at all but the first token of the answers."""
     embedded, hidden = trunk.read(batch)
     before = F.pad(hidden, (0, 0, 1, 0))[:, :-1]
     outs = head([_ahead(embedded, depth) for depth in range(DEPTH)], before)
@@ -141,7 +140,7 @@ def predictions(trunk: Trunk, head: Head, batch: Batch) -> list[tuple[Tensor, Te
 
 
 class Run:
-    """A training run: everything that a checkpoint holds."""
+    """A training run: everything in a checkpoint."""
 
     def __init__(self, work: Path, model: Path, start: Path | None, seed: int) -> None:
         self.path = work / "mtp.pt"
@@ -225,7 +224,7 @@ class Run:
 
 
 def trunk_digest(model: Path) -> str:
-    """Of all weights but the head's own."""
+    """Digest of all weights except the head's."""
     weights = load_file(model / "model.safetensors")
     digest = hashlib.sha256()
     for name in sorted(name for name in weights if not name.startswith(PREFIX)):
@@ -234,7 +233,7 @@ def trunk_digest(model: Path) -> str:
 
 
 def export(head: Head, model: Path) -> None:
-    """Writes the head in bf16 into the model's weights, in the place of one that is there."""
+    """Writes the head in bf16 into the model's weights, replacing an existing one."""
     weights = {
         name: tensor for name, tensor in load_file(model / "model.safetensors").items() if not name.startswith(PREFIX)
     }

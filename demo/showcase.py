@@ -73,7 +73,7 @@ def held_out_example(name: str, seed: int) -> data.Example:
 
 
 def _suits(name: str, example: data.Example) -> bool:
-    """True if `example` shows what the picture called `name` is there to show."""
+    """True if `example` shows what the picture called `name` is meant to show."""
     image = example.pictures[0].image
     things = example.pictures[0].things
     if name == "shapes":

@@ -42,16 +42,17 @@ SCENES, SCENE_TURNS = 8, 4
 GLYPHS = 10
 PAIRS, PAIR_TURNS = 12, 3
 SHEETS = 4
-"""Practice sheets a step: pictures for the auxiliary loss alone."""
+"""Practice sheets per step: pictures for the auxiliary loss only."""
 MUON_RATE, ADAM_RATE = 0.008, 1e-3
 WARMUP_STEPS = 100
 SMALL_SIDE = 104
-"""Most batches show pictures with sides of at most so many pixels, because they cost less; fewer do in the end."""
+"""Most batches have pictures with sides of at most this many pixels, because they cost less; their share decreases
+towards the end."""
 DECAY_SHARE = 0.6
 """Share of the training time, at its end, over which the learning rate falls to zero."""
 EMA_DECAY = 0.99
 FOCUS_HEADS = 2
-"""Heads of the last attention layer that are taught where to look."""
+"""Heads of the last attention layer that get the focus loss."""
 EVALUATION_QUESTIONS = 40
 """Questions of each kind in the evaluations during training."""
 
@@ -67,12 +68,14 @@ class Conversation:
     answer: list[bool]
     pictures: tuple[data.Picture, ...]
     focus: list[tuple[int, list[int], bool]]
-    """(position, positions of the tokens that show what the next token is about, whether to look at all alike)."""
+    """(position, positions of the tokens that show what the next token is about, whether attention should be equal on
+    all)."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded conversations `[B, L]`; `labels` are `IGNORE` but on answers; pictures in order of their tokens."""
+    """Right-padded conversations `[B, L]`; `labels` are `IGNORE` except on answers; pictures in the order of their
+    tokens."""
 
     ids: torch.Tensor
     labels: torch.Tensor
@@ -80,9 +83,9 @@ class Batch:
     focus_at: torch.Tensor
     """`[F, 2]`: row and position of each `focus` of a conversation."""
     focus_on: torch.Tensor
-    """`[F, L]` bool: the tokens to look at from there."""
+    """`[F, L]` bool: the tokens to attend to from there."""
     focus_alike: torch.Tensor
-    """`[F]` bool: whether to look at each of these tokens alike."""
+    """`[F]` bool: whether attention should be equal on these tokens."""
 
 
 class Renderer:
@@ -116,7 +119,7 @@ class Renderer:
     def _answer(
         self, conversation: Conversation, turn: data.Turn, grids: list[tuple[int, int]], starts: list[int]
     ) -> None:
-        """Appends the answer of `turn` and what it is about."""
+        """Appends the answer of `turn` and its focus."""
         places: dict[int, list[int]] = {}
         for picture, grid, start in zip(conversation.pictures, grids, starts, strict=True):
             for thing in picture.things:
@@ -195,14 +198,14 @@ class Generator:
         self.renderer = renderer
         self.rng = random.Random(seed)
         self.progress = 0.0
-        """Share of the training that is over, set by the run."""
+        """Share of the training that is done, set by the run."""
         self.sizes: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         for _ in range(20_000):
             size = data.any_size(self.rng)
             self.sizes[patch_grid(*size)].append(size)
 
     def _one_grid(self) -> data.Sizes:
-        """A source of picture sizes that all have one patch grid, itself drawn as `any_size` draws it."""
+        """A source of picture sizes with one common patch grid, which is drawn like `any_size`."""
         small = self.rng.random() < (0.8 if self.progress < 0.8 else 0.3)
         size = data.any_size(self.rng)
         while small and max(size) > SMALL_SIDE:
@@ -237,10 +240,8 @@ class Generator:
 
 
 class AuxiliaryHead(nn.Module):
-    """Names what covers each of a token's four patches, the token's place, and whether a thing's centre is on it.
-
-    The last makes things countable, whatever their size. Used in training only.
-    """
+    """Predicts, for each image token, the objects on its four patches, its place, and whether the centre of an object
+    is on it (which makes objects countable, whatever their size). Used only in training."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -301,18 +302,15 @@ class Trainee(nn.Module):
         layers = text_config.layers_block_type
         last_attention = max(index for index, kind in enumerate(layers) if kind == "full_attention")
         self.attention: torch.Tensor | None = None
-        """`[B, heads, L, L]` of the last attention layer in the last forward pass, where it is kept."""
+        """`[B, heads, L, L]` of the last attention layer in the last forward pass, if it was kept."""
         self.model.language_model.model.layers[last_attention].mixer.register_forward_hook(self._keep_attention)
 
     def _keep_attention(self, _: nn.Module, __: object, output: tuple[torch.Tensor, torch.Tensor | None]) -> None:
         self.attention = output[1]
 
     def focus_loss(self, batch: Batch) -> torch.Tensor:
-        """How far the first `FOCUS_HEADS` heads are from looking at what each answer is about.
-
-        The mean -log of the share of attention they pay to it; for counts, of the geometric mean over the things, which
-        is highest when each gets the same.
-        """
+        """Loss of the first `FOCUS_HEADS` heads: the mean -log of their attention to what each answer is about. For
+        counts, of the geometric mean of the attention to the objects, which is largest if all get the same."""
         assert self.attention is not None, "only eager attention returns its weights"
         row, position = batch.focus_at.unbind(1)
         shares_FHL = self.attention[row, :FOCUS_HEADS, position].float()
@@ -353,7 +351,7 @@ class Trainee(nn.Module):
 
 
 class Balance:
-    """Keeps the experts evenly used without a loss: the routing bias of one rises while it is used too little."""
+    """Balances the use of experts without a loss: the routing bias of an expert rises while it is used too little."""
 
     RATE = 1e-3
 
@@ -431,7 +429,7 @@ def _tokenizer(path: Path) -> Tokenizer:
 
 
 class Run:
-    """A training run: everything that a checkpoint holds."""
+    """A training run: everything in a checkpoint."""
 
     def __init__(self, work: Path, seed: int, start: Path | None = None) -> None:
         self.path = work / "checkpoint.pt"
@@ -572,7 +570,7 @@ def _log_accuracy(run: Run, questions: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to reuse freed memory, not to hand it back: fresh pages cost a third of the time on some machines."""
+    """Makes glibc reuse freed memory instead of returning it: fresh pages cost a third of the time on some machines."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         trim_threshold, mmap_threshold, arena_max = -1, -3, -8
