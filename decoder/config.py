@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 GRAPH_MODES = ("auto", "on", "off")
 OVERLAP_MODES = ("auto", "on", "off")
 WEIGHT_KINDS = ("int8", "int4", "fp8", "nvfp4")
+ACTIVATION_KINDS = ("fp8",)
 NATIVE_MODES = ("auto", "on", "off")
 SPECULATIVE = ("none", "ngram", "mtp")
 SPEC_STATES = ("replay", "slots")
@@ -169,6 +170,10 @@ class DecoderOptions:
     """Weights of the linear layers: `None` in `dtype`, `int8` (a scale for each output) or `int4` (one for each 128
     inputs), quantised as they are read where the checkpoint has not done it.
     """
+    activations: str | None = None
+    """Rows before products with fp8 weights: `None` in `dtype`, or `fp8`, on GPUs that multiply fp8 numbers. It changes
+    answers.
+    """
     native: str = "auto"
     """Compiled code for whole decode steps on a CPU: `auto` where it can be built, `on` (a `ValueError` with the reason
     where it cannot), `off`.
@@ -241,6 +246,10 @@ class DecoderOptions:
         )
         require(
             self.weights in (None, *WEIGHT_KINDS), f"weights {self.weights!r} is not one of {', '.join(WEIGHT_KINDS)}"
+        )
+        require(
+            self.activations in (None, *ACTIVATION_KINDS),
+            f"activations {self.activations!r} is not {' or '.join(ACTIVATION_KINDS)}",
         )
         require(self.native in NATIVE_MODES, f"native {self.native!r} is not one of {', '.join(NATIVE_MODES)}")
         block = self.state_block

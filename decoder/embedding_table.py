@@ -17,9 +17,7 @@ class EmbeddingTable:
         """`tied`: the projection with the same weight."""
         packed = None if tied is None else tied.packed
         self.dtype = rows_VD.dtype
-        self._packed: Packed | None = packed if packed is not None and packed.kind is Kind.BF16 else None
-        if self._packed is not None and self._packed.descriptor.kind != Kind.BF16:
-            self._packed = None  # quantised
+        self._packed: Packed | None = packed if packed is not None and packed.stored is Kind.BF16 else None
         self._rows = None if self._packed is not None else rows_VD
 
     @property

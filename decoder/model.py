@@ -20,7 +20,7 @@ from decoder.layers.build import BuiltLayer, Recurrent, build_layers
 from decoder.layers.linear import float_vector, stored_linear
 from decoder.native import native_step
 from decoder.trunk import Trunk
-from kernels.linear import Quantised
+from kernels.linear import Quantised, check_fp8_products
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.transfer import upload
 
@@ -36,8 +36,10 @@ class HybridModel:
         weights: Iterable[tuple[str, Tensor | Quantised]],
     ) -> None:
         """Copies, casts and lays out every tensor. `ValueError` lists names that are missing, unknown or of a wrong
-        shape."""
+        shape; or gives the reason why `activations` are not available."""
         self.config, self.options = config, options
+        if options.activations is not None:
+            check_fp8_products(torch.device(options.device), options.dtype)
         arriving = ArrivingWeights(config, weights)
         table = arriving.take(["model.embeddings.weight"])["model.embeddings.weight"]
         table = table.dequantise() if isinstance(table, Quantised) else table

@@ -21,6 +21,7 @@ def tower_linear(
     rows."""
     if isinstance(weight, Quantised) and compiled:
         linear = Linear(weight, bias, dtype=dtype)
-        if linear.packed is not None and linear.packed.kind in (Kind.BF16, Kind.F32):
+        packed = linear.packed
+        if packed is not None and packed.kind in (Kind.BF16, Kind.F32) and packed.order is None:
             return linear
     return Linear(plain(weight).to(device, dtype), bias, compiled=compiled)

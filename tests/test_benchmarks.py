@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_decoder import tiny_config
+from tiny_decoder import greedy_params, request, run, tiny_config, tokens
 
+from benchmarks import large_checkpoint
 from benchmarks.floors import Floor, Machine, Tower
 from benchmarks.workloads import Workload
-from decoder.config import DecoderConfig
+from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mlp
 from decoder.layers.spec import Layer
+from decoder.runner import DecoderRunner
+from kernels.linear import Quantised
+from service.model.checkpoint import Checkpoint
 
 MACHINE = Machine(flops=1e12, bandwidth=1e10)
 
@@ -68,3 +72,32 @@ def test_an_image_costs_its_patches_and_its_tokens() -> None:
     expected = floor.prompt(MACHINE, 4, 1) + tower.seconds(MACHINE, [(64, 32)])
     assert load.floor(floor, MACHINE) == pytest.approx(expected)
     assert load.floor(Floor(config, None), MACHINE) is None
+
+
+def test_a_large_checkpoint_in_small(tmp_path: Path) -> None:
+    """As many layers as fit, in the formats of the release, and a model that runs."""
+    other = {
+        "model": {"projector_hidden_size": 64},
+        "text": {"vocab_size": 97, "hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16, "n_groups": 2,
+                 "moe_shared_expert_intermediate_size": 48, "num_attention_heads": 4, "ssm_state_size": 8,
+                 "mamba_num_heads": 8, "mamba_head_dim": 8},
+        "vision": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "max_img_size": 64},
+    }  # fmt: skip
+    layers = large_checkpoint.write_checkpoint(tmp_path / "large", 0.0, 8, other)
+    assert layers == 6, "up to the first with attention, whatever the limit"
+    smallest = sum(file.stat().st_size for file in (tmp_path / "large").glob("*.safetensors"))
+    more = large_checkpoint.write_checkpoint(tmp_path / "more", 2 * smallest / 1e9, 8, other)
+    assert 6 < more < 52
+    checkpoint = Checkpoint(tmp_path / "more")
+    assert smallest < sum(checkpoint.stored_as.values()) <= 2 * smallest
+    assert set(checkpoint.stored_as) == {"plain", "nvfp4", "fp8-tensor"}
+    kinds = {name: weight.kind for name, weight in checkpoint.decoder_weights() if isinstance(weight, Quantised)}
+    assert kinds["model.layers.1.mixer.experts.up_proj"] == "nvfp4"
+    assert kinds["model.layers.1.mixer.shared_experts.up_proj.weight"] == "fp8"
+    one = large_checkpoint.bytes_of_a_token(checkpoint)
+    assert one < sum(checkpoint.weight_bytes(name, 2) for name in checkpoint.config.decoder.expected_weights())
+    options = DecoderOptions(max_seqs=1, max_len=32, max_batched_tokens=16)
+    runner = DecoderRunner(checkpoint.config.decoder, options, checkpoint.decoder_weights())
+    found = run(runner, request("one", [5, 7, 11], greedy_params(4, logprobs=1)))["one"]
+    assert len(tokens(found)) == 4 and all(-20 < event.logprob <= 0 for event in found)
+    assert large_checkpoint.write_checkpoint(tmp_path / "more", 99.0, 8, other) == more, "what is there is kept"

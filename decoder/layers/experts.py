@@ -11,12 +11,11 @@ from torch import Tensor
 from decoder.batch import Batch
 from decoder.config import DecoderOptions
 from decoder.layers.descriptions import Experts
-from decoder.layers.linear import float_vector, named_linear
+from decoder.layers.linear import float_vector, named_linear, stored_stack
 from decoder.layers.mlp import mlp_of
 from decoder.layers.spec import Weights
 from kernels.dispatch import implementation
 from kernels.gates import add_gated
-from kernels.linear import Quantised
 from kernels.moe import Experts as StackedExperts
 from kernels.moe import route, route_softmax, run_experts
 
@@ -34,11 +33,7 @@ def _experts(
             mlp_of(spec.expert, options, {f"{name}.weight": stack[e] for name, stack in stacks.items()})
             for e in range(spec.n_routed_experts)
         ]
-    if options.weights is not None or any(isinstance(stack, Quantised) for stack in stacks.values()):
-        raise ValueError(
-            f"quantised experts run on a CPU alone, and the device is {device.type}: leave `weights` unset"
-        )
-    stacked = {name: stack.to(device, options.dtype) for name, stack in stacks.items()}
+    stacked = {name: stored_stack(stack, options) for name, stack in stacks.items()}
     return StackedExperts(stacked["up_proj"], stacked["down_proj"], stacked.get("gate_proj"), spec.mlp_hidden_act)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from decoder.layers import descriptions
 from decoder.layers.spec import Weights
 from kernels.gates import swiglu
 from kernels.linear import GatedLinear, Linear, LinearParts, Quantised, alike, concatenate, quantise
+from kernels.linear import stack as join_stack
 from kernels.native import Activation
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -41,6 +43,13 @@ def _stored(weight: Tensor | Quantised, options: DecoderOptions) -> Tensor | Qua
     return weight.to(options.device) if isinstance(weight, Quantised) else weight.to(options.device, options.dtype)
 
 
+def stored_stack(stack: Tensor | Quantised, options: DecoderOptions) -> Tensor | Quantised:
+    """The same for weights `[experts, out, in]`, which are quantised one by one."""
+    if options.weights is None or (isinstance(stack, Quantised) and stack.kind == options.weights):
+        return _stored(stack, options)
+    return join_stack([_stored(stack[index], options) for index in range(stack.shape[0])])
+
+
 def _placed(bias: Tensor | None, options: DecoderOptions) -> Tensor | None:
     return None if bias is None else bias.to(options.device, options.dtype)
 
@@ -52,19 +61,36 @@ def stored_linear(
 
     `owned`: the weight may be kept instead of copied.
     """
-    return Linear(_stored(weight, options), _placed(bias, options), owned=owned, dtype=options.dtype)
+    return Linear(
+        _stored(weight, options),
+        _placed(bias, options),
+        owned=owned,
+        dtype=options.dtype,
+        activations=options.activations,
+    )
 
 
 def fused_linear(
-    weights: Sequence[Tensor | Quantised], bias: Tensor | None, options: DecoderOptions
+    weights: Sequence[Tensor | Quantised], bias: Tensor | None, options: DecoderOptions, *, kept: int = 0
 ) -> Linear | LinearParts:
-    """Weights of the same input, concatenated along their outputs: one product if they are stored in the same
-    format."""
-    stored, bias = [_stored(weight, options) for weight in weights], _placed(bias, options)
-    if alike(stored):
-        return Linear(concatenate(stored), bias, owned=True, dtype=options.dtype)
-    biases = [None] * len(stored) if bias is None else bias.split([weight.shape[0] for weight in stored])
-    return LinearParts([Linear(weight, part, dtype=options.dtype) for weight, part in zip(stored, biases, strict=True)])
+    """Weights of the same input, concatenated along their outputs: one product for adjacent ones that are stored in the
+    same format. `kept`: this many of the last are not quantised by the options."""
+    count = len(weights) - kept
+    stored = [_stored(weight, options) for weight in weights[:count]]
+    stored += [_stored(weight, replace(options, weights=None)) for weight in weights[count:]]
+    runs: list[list[Tensor | Quantised]] = []
+    for weight in stored:
+        if runs and alike([runs[-1][-1], weight]):
+            runs[-1].append(weight)
+        else:
+            runs.append([weight])
+    joined, placed = [concatenate(run) if len(run) > 1 else run[0] for run in runs], _placed(bias, options)
+    biases = [None] * len(joined) if placed is None else placed.split([weight.shape[0] for weight in joined])
+    parts = [
+        Linear(weight, part, owned=len(run) > 1, dtype=options.dtype, activations=options.activations)
+        for run, weight, part in zip(runs, joined, biases, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else LinearParts(parts)
 
 
 def gated_linear(
@@ -74,7 +100,9 @@ def gated_linear(
     product = swiglu if act == "silu" else _product(act)
     stored, bias = (_stored(gate, options), _stored(up, options)), _placed(bias, options)
     if alike(stored):
-        return GatedLinear(concatenate(stored), bias, product, COMPILED[act], dtype=options.dtype)
+        return GatedLinear(
+            concatenate(stored), bias, product, COMPILED[act], dtype=options.dtype, activations=options.activations
+        )
     return GatedLinear(fused_linear([gate, up], bias, options), None, product, COMPILED[act])
 
 

@@ -7,6 +7,7 @@ from kernels.linear.quantised import KINDS, AnyWeight, Quantised, alike, concate
 from kernels.linear.reference import Linear
 from kernels.linear.reference import run_quantised as quantised_linear
 from kernels.linear.rounding import quantise
+from kernels.linear.scaled import check_fp8_products
 
 __all__ = [
     "GatedLinear",
@@ -17,6 +18,7 @@ __all__ = [
     "Packed",
     "Quantised",
     "alike",
+    "check_fp8_products",
     "concatenate",
     "quantise",
     "quantised_bytes",

@@ -30,9 +30,10 @@ class GatedLinear:
         activation: Activation,
         *,
         dtype: torch.dtype = torch.float32,
+        activations: str | None = None,
     ) -> None:
         """`product`: `[rows, 2 * out]`, gates and what they are for -> f(gate) * other; `activation`: f in compiled
-        code; `dtype`: of the rows, which a quantised weight does not say. The weight may be kept instead of copied. A
+        code; `dtype` and `activations` as of `Linear`. The weight may be kept instead of copied. A
         product that is there already is taken as it is, without `bias`.
         """
         self.product, self.activation = product, activation
@@ -45,7 +46,7 @@ class GatedLinear:
             if isinstance(weight, Quantised) or weight.dtype.itemsize == 2:
                 self.packed = Packed(weight, bias, dtype, gated=True)
         if self.packed is None:
-            self.plain = Linear(weight, bias, owned=True, compiled=False, dtype=dtype)
+            self.plain = Linear(weight, bias, owned=True, compiled=False, dtype=dtype, activations=activations)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[rows, in]` -> `[rows, out]` in x's dtype, which must be the weight's unless that is quantised."""

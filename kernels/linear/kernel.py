@@ -8,6 +8,9 @@ change every 16 inputs and are multiplied into the numbers, which stay exact.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -57,6 +60,73 @@ def _nibbles(b_codes, p_scale, p_zeros, m_n, o_group, m_group, KIND: tl.constexp
 
 
 @triton.jit
+def block_product(
+    p_x,  # pointers [M, 1] to the first input of rows
+    p_values,  # pointers [N, 1] to the first byte of outputs
+    p_scale,
+    p_zeros,
+    p_order,  # int64: which input a column stands for; with ORDERED
+    m_m,
+    m_n,
+    o_groups,  # [N]: of an output's first group among the scales
+    k,
+    k_count,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ORDERED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """`[M, N]` float32: the part of the product that inputs `k` to `k + BLOCK_K` make, scaled where scales belong to
+    groups of inputs.
+    """
+    element = p_x.dtype.element_ty
+    o_scale = o_groups + (k // GROUP if GROUP > 0 else 0)
+    if KIND == INT8 or KIND == FP8:
+        o_k = k + tl.arange(0, BLOCK_K)
+        m_k = o_k < k_count
+        b_x = tl.load(p_x + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
+        b_values = tl.load(p_values + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0)
+        if KIND == FP8:
+            b_w = _e4m3(b_values).to(element)
+        else:
+            b_w = b_values.to(tl.float32).to(element)
+        b_sum = tl.dot(b_x, tl.trans(b_w), input_precision="ieee")
+    else:
+        o_pair = k // 2 + tl.arange(0, BLOCK_K // 2)
+        m_pair, m_odd = 2 * o_pair < k_count, 2 * o_pair + 1 < k_count
+        b_bytes = tl.load(p_values + o_pair[None, :], mask=m_n[:, None] & m_pair[None, :], other=0).to(tl.int32)
+        o_group = o_groups[:, None] + (o_pair[None, :] // 8)
+        m_group = m_n[:, None] & m_pair[None, :]
+        m_x = m_m[:, None] & m_pair[None, :]
+        if ORDERED:
+            o_even = tl.load(p_order + 2 * o_pair, mask=m_pair, other=0)
+            o_odd = tl.load(p_order + 2 * o_pair + 1, mask=m_odd, other=0)
+        else:
+            o_even, o_odd = 2 * o_pair, 2 * o_pair + 1
+        b_even = tl.load(p_x + o_even[None, :], mask=m_x, other=0.0)
+        b_odd = tl.load(p_x + o_odd[None, :], mask=m_x & m_odd[None, :], other=0.0)
+        b_low = _nibbles(b_bytes & 15, p_scale, p_zeros + o_scale, m_n, o_group, m_group, KIND, ZEROS).to(element)
+        b_high = _nibbles(b_bytes >> 4, p_scale, p_zeros + o_scale, m_n, o_group, m_group, KIND, ZEROS).to(element)
+        b_sum = tl.dot(b_even, tl.trans(b_low), input_precision="ieee")
+        b_sum = tl.dot(b_odd, tl.trans(b_high), b_sum, input_precision="ieee")
+    if (KIND == INT4 or KIND == FP8) and GROUP > 0:
+        b_sum = b_sum * tl.load(p_scale + o_scale, mask=m_n, other=0.0)[None, :]
+    return b_sum
+
+
+@triton.jit
+def row_scaled(total, p_scale, p_outer, o_n, m_n, KIND: tl.constexpr, GROUP: tl.constexpr, DIVIDED: tl.constexpr):
+    """Sums `[M, N]` by what belongs to a whole output: nvfp4's outer scales, or one scale for all inputs."""
+    if KIND == NVFP4:
+        b_outer = tl.load(p_outer + o_n, mask=m_n, other=1.0)
+        total = total / b_outer[None, :] if DIVIDED else total * b_outer[None, :]
+    elif GROUP == 0:
+        total = total * tl.load(p_scale + o_n, mask=m_n, other=0.0)[None, :]
+    return total
+
+
+@triton.jit
 def _linear_kernel(
     p_x,  # [M, K]
     p_values,  # [N, K] bytes, or [N, K / 2]
@@ -85,93 +155,88 @@ def _linear_kernel(
     m_m, m_n = o_m < m_count, o_n < n_count
     p_x += o_m[:, None].to(tl.int64) * x_stride
     p_values += o_n[:, None].to(tl.int64) * values_stride
-    element = p_x.dtype.element_ty
+    o_groups = o_n.to(tl.int64) * groups
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, k_count, BLOCK_K):
-        i_group = k // GROUP if GROUP > 0 else 0
-        o_scale = o_n.to(tl.int64) * groups + i_group
-        if KIND == INT8 or KIND == FP8:
-            o_k = k + tl.arange(0, BLOCK_K)
-            m_k = o_k < k_count
-            b_x = tl.load(p_x + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
-            b_values = tl.load(p_values + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0)
-            if KIND == FP8:
-                b_w = _e4m3(b_values).to(element)
-            else:
-                b_w = b_values.to(tl.float32).to(element)
-            b_sum = tl.dot(b_x, tl.trans(b_w), input_precision="ieee")
-        else:
-            o_pair = k // 2 + tl.arange(0, BLOCK_K // 2)
-            m_pair = 2 * o_pair < k_count
-            b_bytes = tl.load(p_values + o_pair[None, :], mask=m_n[:, None] & m_pair[None, :], other=0).to(tl.int32)
-            o_group = o_n[:, None].to(tl.int64) * groups + (o_pair[None, :] // 8)
-            m_group = m_n[:, None] & m_pair[None, :]
-            m_x = m_m[:, None] & m_pair[None, :]
-            b_even = tl.load(p_x + 2 * o_pair[None, :], mask=m_x, other=0.0)
-            b_odd = tl.load(p_x + 2 * o_pair[None, :] + 1, mask=m_x & (2 * o_pair[None, :] + 1 < k_count), other=0.0)
-            b_low = _nibbles(b_bytes & 15, p_scale, p_zeros + o_scale, m_n, o_group, m_group, KIND, ZEROS).to(element)
-            b_high = _nibbles(b_bytes >> 4, p_scale, p_zeros + o_scale, m_n, o_group, m_group, KIND, ZEROS).to(element)
-            b_sum = tl.dot(b_even, tl.trans(b_low), input_precision="ieee")
-            b_sum = tl.dot(b_odd, tl.trans(b_high), b_sum, input_precision="ieee")
-        if (KIND == INT4 or KIND == FP8) and GROUP > 0:
-            b_scale = tl.load(p_scale + o_scale, mask=m_n, other=0.0)
-            total += b_sum * b_scale[None, :]
-        else:
-            total += b_sum
-    if KIND == NVFP4:
-        b_outer = tl.load(p_outer + o_n, mask=m_n, other=1.0)
-        total = total / b_outer[None, :] if DIVIDED else total * b_outer[None, :]
-    elif GROUP == 0:
-        total *= tl.load(p_scale + o_n, mask=m_n, other=0.0)[None, :]
+        total += block_product(
+            p_x, p_values, p_scale, p_zeros, p_x, m_m, m_n, o_groups, k, k_count, KIND, GROUP, ZEROS, False, BLOCK_K
+        )  # fmt: skip
+    total = row_scaled(total, p_scale, p_outer, o_n, m_n, KIND, GROUP, DIVIDED)
     if BIAS:
         total += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
     p_out += o_m[:, None].to(tl.int64) * n_count + o_n[None, :]
     tl.store(p_out, total.to(p_out.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
 
 
+@dataclass(frozen=True)
+class Form:
+    """How a kernel is to read a weight, as its constants say it."""
+
+    arguments: dict[str, Any]
+    """KIND, GROUP, ZEROS, DIVIDED."""
+    block: int
+    """Inputs of a block."""
+    outputs: int
+    """Of a tile."""
+    tallest: int
+    """Rows of a tile at most: more would spill on sm_80."""
+
+    @classmethod
+    def of(cls, weight: Quantised, dtype: torch.dtype) -> Form:
+        """`dtype`: of the rows. `ValueError` for groups that no power of two from 16 on divides."""
+        group, exact = weight.scale_group, dtype == torch.float32  # without tensor cores: smaller tiles
+        whole = weight.kind == "int8" or group >= weight.in_features
+        outputs, block = (16, 32) if exact else (OUTPUTS, INPUTS)
+        if not whole and weight.kind != "nvfp4":
+            block = min(block, group & -group)
+            if block < 16:
+                raise ValueError(f"groups of {group} inputs have no kernel: they are multiples of 16 at least")
+        arguments = {
+            "KIND": CODES[weight.kind], "GROUP": NVFP4_GROUP if weight.kind == "nvfp4" else 0 if whole else group,
+            "ZEROS": weight.zeros is not None, "DIVIDED": weight.divided,
+        }  # fmt: skip
+        tallest = 16 if exact else 32 if weight.kind in ("int4", "nvfp4") else 64
+        return cls(arguments, block, outputs, tallest)
+
+
+def pointers(weight: Quantised) -> dict[str, Tensor]:
+    """The tensors of a weight as the kernels take them; those that it does not have are any tensor."""
+    as_bytes = weight.values if weight.kind == "int8" else weight.values.view(torch.uint8)
+    return {
+        "p_values": as_bytes,
+        "p_scale": weight.scale.view(torch.uint8) if weight.kind == "nvfp4" else weight.scale,
+        "p_zeros": as_bytes if weight.zeros is None else weight.zeros,
+        "p_outer": weight.scale if weight.outer is None else weight.outer,
+    }
+
+
 def quantised_linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
     """Like the reference. No host sync. `ValueError` for groups that no power of two from 16 on divides."""
     rows, inner = x.shape
-    outputs, group = weight.shape[0], weight.scale_group
-    whole = weight.kind == "int8" or group >= inner
-    exact = x.dtype == torch.float32  # without tensor cores: smaller tiles, or registers do not suffice
-    outputs_of_tile, block = (16, 32) if exact else (OUTPUTS, INPUTS)
-    if not whole and weight.kind != "nvfp4":
-        block = min(block, group & -group)
-        if block < 16:
-            raise ValueError(f"groups of {group} inputs have no kernel: they are multiples of 16 at least")
+    outputs, form, tensors = weight.shape[0], Form.of(weight, x.dtype), pointers(weight)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     if weight.order is not None:
         x = x.index_select(1, weight.order)
     x = x if x.stride(1) == 1 else x.contiguous()
-    as_bytes = weight.values if weight.kind == "int8" else weight.values.view(torch.uint8)
-    scale = weight.scale.view(torch.uint8) if weight.kind == "nvfp4" else weight.scale
-    tallest = 16 if exact else 32 if weight.kind in ("int4", "nvfp4") else 64  # more would spill on sm_80
-    tall = max(16, min(tallest, triton.next_power_of_2(max(1, rows))))
+    tall = max(16, min(form.tallest, triton.next_power_of_2(max(1, rows))))
     launch(
         _linear_kernel,
-        (triton.cdiv(outputs, outputs_of_tile), triton.cdiv(rows, tall)),
+        (triton.cdiv(outputs, form.outputs), triton.cdiv(rows, tall)),
         p_x=x,
-        p_values=as_bytes,
-        p_scale=scale,
-        p_zeros=as_bytes if weight.zeros is None else weight.zeros,
-        p_outer=x if weight.outer is None else weight.outer,
+        **tensors,
         p_bias=x if bias is None else bias,
         p_out=out,
         x_stride=x.stride(0),
-        values_stride=as_bytes.stride(0),
-        groups=1 if weight.kind == "int8" else scale.shape[1],
+        values_stride=tensors["p_values"].stride(0),
+        groups=1 if weight.kind == "int8" else weight.scale.shape[1],
         m_count=rows,
         n_count=outputs,
         k_count=inner,
-        KIND=CODES[weight.kind],
-        GROUP=NVFP4_GROUP if weight.kind == "nvfp4" else 0 if whole else group,
-        ZEROS=weight.zeros is not None,
-        DIVIDED=weight.divided,
+        **form.arguments,
         BIAS=bias is not None,
         BLOCK_M=tall,
-        BLOCK_N=outputs_of_tile,
-        BLOCK_K=block,
+        BLOCK_N=form.outputs,
+        BLOCK_K=form.block,
         num_warps=4,
         num_stages=2,
     )

@@ -46,8 +46,9 @@ class Layout:
 
 
 def lay_out(weight: Tensor | Quantised, dtype: torch.dtype) -> Layout:
-    """`dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16. float32
-    is shared, all else copied, to huge pages where it is large. Raises NativeUnavailable where the compiled code has no
+    """`dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16. Columns
+    stay as they are stored: inputs in another order are the caller's to permute. float32 is shared, all else copied, to
+    huge pages where it is large. Raises NativeUnavailable where the compiled code has no
     product for it.
     """
     layout = _lay_out(weight, dtype)
@@ -113,8 +114,6 @@ def _is_scaled(weight: Quantised, dtype: torch.dtype) -> bool:
 
 
 def _check_scaled(weight: Quantised, step: int, dtype: torch.dtype) -> None:
-    if weight.order is not None:
-        raise NativeUnavailable("no compiled product takes inputs in another order")
     if dtype not in MULTIPLIED:
         raise NativeUnavailable(f"no compiled product with {weight.kind} has rows of {dtype}")
     group, inner = weight.scale_group, weight.in_features

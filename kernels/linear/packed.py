@@ -9,14 +9,16 @@ from torch import Tensor
 
 from kernels.linear.layouts import MOST_INPUTS, MULTIPLIED, STEPS, interleaved, lay_out
 from kernels.linear.quantised import Quantised
-from kernels.native import Activation, Kind, Weight, library
+from kernels.native import Activation, Kind, NativeUnavailable, Weight, library
 from kernels.native.structs import GROUP, PANEL
 
 __all__ = ["MOST_INPUTS", "Packed"]
 
 
 class Packed:
-    """One weight; float32 is shared, all else copied. Holds what `descriptor` points to."""
+    """One weight; float32 is shared, all else copied. Holds what `descriptor` points to. Rows are permuted before the
+    product where the weight's columns stand for inputs in another order.
+    """
 
     def __init__(
         self, weight: Tensor | Quantised, bias: Tensor | None, dtype: torch.dtype = torch.float32, *,
@@ -33,15 +35,26 @@ class Packed:
             assert isinstance(weight, Quantised) or weight.dtype == torch.bfloat16
             self.n //= 2
             weight, bias = interleaved(weight, bias)
+        self.order = None if isinstance(weight, Tensor) else weight.order
+        """Which input each column stands for, where that is not its own."""
         self._layout = layout = lay_out(weight, dtype)
         self.kind = layout.rows
         """The form of the rows that it is multiplied with."""
         self.kpad = -(-self.k // STEPS[layout.stored]) * STEPS[layout.stored]
         self._bias = None if bias is None else bias.detach().float().contiguous()
-        self.descriptor = Weight(
+        self._descriptor = Weight(
             layout.stored, weight.shape[0], self.k, self.kpad, layout.data.data_ptr(), _address(layout.scale),
             _address(self._bias), gated, layout.rows, layout.group, _address(layout.zeros), _address(layout.outer),
         )  # fmt: skip
+
+    @property
+    def descriptor(self) -> Weight:
+        """For compiled code that runs more than this product. Raises NativeUnavailable where rows would have to be
+        permuted before it.
+        """
+        if self.order is not None:
+            raise NativeUnavailable("no compiled step permutes the inputs of a product")
+        return self._descriptor
 
     @property
     def operand_elements(self) -> int:
@@ -50,8 +63,13 @@ class Packed:
 
     def rows(self, ids_T: Tensor) -> Tensor:
         """`[T, k]`: these rows of a weight that is stored in bfloat16."""
-        assert self._layout.stored is Kind.BF16 and not self.descriptor.gated
+        assert self._layout.stored is Kind.BF16 and not self._descriptor.gated
         return self._layout.data[ids_T // PANEL, :, ids_T % PANEL].flatten(1)[:, : self.k]
+
+    @property
+    def stored(self) -> Kind:
+        """How the weight is stored."""
+        return self._layout.stored
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +82,9 @@ class Packed:
         if x.dtype not in MULTIPLIED:
             return self(x.float(), activation).to(x.dtype)
         rows = x.reshape(-1, self.k)
-        if rows.stride(1) != 1:
+        if self.order is not None:
+            rows = rows.index_select(1, self.order)
+        elif rows.stride(1) != 1:
             rows = rows.contiguous()
         out = torch.empty(rows.shape[0], self.n, dtype=x.dtype)
         if rows.shape[0]:
@@ -74,7 +94,7 @@ class Packed:
             )
             scales = torch.empty(rows.shape[0])
             self._library.saccade_linear(
-                ctypes.byref(self.descriptor), rows.data_ptr(), rows.stride(0), int(x.dtype == torch.bfloat16),
+                ctypes.byref(self._descriptor), rows.data_ptr(), rows.stride(0), int(x.dtype == torch.bfloat16),
                 out.data_ptr(), self.n, rows.shape[0], activation, torch.get_num_threads(),
                 operand.data_ptr(), self.operand_elements, scales.data_ptr(),
             )  # fmt: skip

@@ -109,6 +109,9 @@ class Quantised:
     def to(self, device: torch.device | str) -> Quantised:
         return self._each(lambda tensor, _: tensor.to(device))
 
+    def contiguous(self) -> Quantised:
+        return self._each(lambda tensor, _: tensor.contiguous())
+
     def _each(self, change: Callable[[Tensor, bool], Tensor]) -> Quantised:
         """`change` is told whether the tensor has a dimension of rows."""
         tensors = {name: getattr(self, name) for name in TENSORS}

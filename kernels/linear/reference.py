@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from kernels.dispatch import dispatched
 from kernels.linear.packed import Packed
 from kernels.linear.quantised import Quantised
+from kernels.linear.scaled import ScaledProduct, has_product
 from kernels.native import Activation, NativeUnavailable
 
 
@@ -32,12 +33,13 @@ class Linear:
 
     def __init__(
         self, weight: Tensor | Quantised, bias: Tensor | None = None, *, owned: bool = False, compiled: bool = True,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype = torch.float32, activations: str | None = None,
     ) -> None:  # fmt: skip
-        """`dtype`: of the rows, which a quantised weight does not say. `owned`: the weight may be kept instead of
-        copied. `compiled`: whether the compiled product may run it. Its threads and those of torch's operations take
-        each other's cores where the two alternate, as in a tower that is not compiled as a whole. `ValueError` when the
-        bias does not fit the weight.
+        """`dtype`: of the rows, which a quantised weight does not say. `activations`: `fp8` rounds rows to fp8 before
+        products with weights that `kernels.linear.scaled` has such products for. `owned`: the weight may be kept
+        instead of copied. `compiled`: whether the compiled product may run it. Its threads and those of torch's
+        operations take each other's cores where the two alternate, as in a tower that is not compiled as a whole.
+        `ValueError` when the bias does not fit the weight.
         """
         self.out_features, self.in_features = weight.shape
         if bias is not None and bias.shape != (self.out_features,):
@@ -46,6 +48,10 @@ class Linear:
         self.packed: Packed | None = None
         self.blocked: Tensor | None = None
         self.weight: Tensor | Quantised | None = None
+        self.scaled: ScaledProduct | None = None
+        if activations == "fp8" and isinstance(weight, Quantised) and has_product(weight):
+            self.scaled = ScaledProduct(weight)
+            return
         if compiled and (isinstance(weight, Quantised) or weight.dtype == torch.bfloat16):
             with contextlib.suppress(NativeUnavailable):
                 self.packed = Packed(weight, self.bias, dtype)
@@ -58,6 +64,9 @@ class Linear:
         """`[rows, in]` -> `[rows, out]` in x's dtype, which must be the weight's unless that is quantised."""
         if self.packed is not None:
             return self.packed(x)
+        if self.scaled is not None:
+            product = self.scaled(x)
+            return product if self.bias is None else product + self.bias
         if self.blocked is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")  # type: ignore[no-any-return]
         assert self.weight is not None

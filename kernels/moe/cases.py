@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from kernels.linear.quantised import Quantised
 from kernels.moe.experts import Experts
 from kernels.moe.kernel import route, route_softmax, run_experts
 from kernels.shapes import Case, ModelShape, meta
@@ -33,3 +34,44 @@ def cases(shape: ModelShape) -> Iterator[Case]:
             weights = meta(tokens, shape.experts_per_token)
             x = meta(tokens, shape.hidden, dtype=dtype)
             yield Case(f"experts {tokens} {name}", partial(run_experts, x, ids, weights, experts))
+        x, ids, weights = (
+            meta(4096, shape.hidden, dtype=dtype), meta(4096, shape.experts_per_token, dtype=torch.int64),
+            meta(4096, shape.experts_per_token),
+        )  # fmt: skip
+        for kind in KINDS.get(shape.name, ()):
+            first, last = _quantised(kind, *size), _quantised(kind, size[0], size[2], size[1])
+            experts = Experts(first, last, first if shape.gated else None, "silu" if shape.gated else "relu2")
+            for tokens in (4, 4096) if dtype != torch.float32 else (4,):  # in float32 tiles are the same
+                given = x[:tokens], ids[:tokens], weights[:tokens]
+                yield Case(f"{kind} experts {tokens} {name}", partial(run_experts, *given, experts))
+
+
+KINDS = {
+    "nano-3-omni": ("nvfp4", "fp8", "fp8 blocks", "int8", "int4", "int4 zeros"),
+    "qwen3.5-35b-a3b": ("nvfp4", "fp8 blocks"),
+    "demo": ("nvfp4", "int4 ordered"),
+}
+"""What each model's experts are compiled in: all kinds of one, and the published kinds of another that is gated."""
+
+
+def _quantised(kind: str, count: int, outputs: int, inner: int) -> Quantised:
+    rows, group = (count, outputs), 64 if inner % 64 == 0 else 32
+    octets, halves = meta(*rows, inner, dtype=torch.uint8), meta(*rows, inner // 2, dtype=torch.uint8)
+    scale, e4m3 = meta(*rows, -(-inner // group)), torch.float8_e4m3fn
+    match kind:
+        case "nvfp4":
+            inner_scale = meta(*rows, -(-inner // 16), dtype=e4m3)
+            return Quantised("nvfp4", halves, inner_scale, inner, outer=meta(*rows))
+        case "fp8":
+            return Quantised("fp8", octets.view(e4m3), meta(*rows, 1), inner, inner)
+        case "fp8 blocks":
+            return Quantised("fp8", octets.view(e4m3), scale, inner, group)
+        case "int8":
+            return Quantised("int8", octets.view(torch.int8), meta(*rows), inner)
+        case "int4":
+            return Quantised("int4", halves, scale, inner, group)
+        case "int4 zeros":
+            return Quantised("int4", halves, scale, inner, group, zeros=scale.to(torch.uint8))
+        case "int4 ordered":
+            return Quantised("int4", halves, scale, inner, group, order=meta(count, inner, dtype=torch.int64))
+    raise AssertionError(kind)

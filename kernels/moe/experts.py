@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.linear.quantised import AnyWeight, Quantised
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: torch.square(F.relu(x)),
     "relu": F.relu,
@@ -24,9 +26,10 @@ class Experts(Sequence[Callable[[Tensor], Tensor]]):
     a function of rows."""
 
     def __init__(
-        self, up_EID: Tensor, down_EDI: Tensor, gate_EID: Tensor | None = None, activation: str = "relu2"
+        self, up_EID: AnyWeight, down_EDI: AnyWeight, gate_EID: AnyWeight | None = None, activation: str = "relu2"
     ) -> None:
-        """Raises `ValueError` for shapes that do not fit, or an activation that is not in `ACTIVATIONS`."""
+        """Raises `ValueError` for shapes that do not fit, for a gate and an up projection of which one is quantised and
+        the other is not, or for an activation that is not in `ACTIVATIONS`."""
         count, self.inner, width = up_EID.shape
         if down_EDI.shape != (count, width, self.inner):
             raise ValueError(f"experts of {tuple(up_EID.shape)} do not fit {tuple(down_EDI.shape)} behind them")
@@ -34,16 +37,29 @@ class Experts(Sequence[Callable[[Tensor], Tensor]]):
             raise ValueError(f"gates of {tuple(gate_EID.shape)} do not fit experts of {tuple(up_EID.shape)}")
         if activation not in ACTIVATIONS:
             raise ValueError(f"experts have one of {', '.join(ACTIVATIONS)} as their activation, not {activation}")
+        if gate_EID is not None and isinstance(gate_EID, Quantised) != isinstance(up_EID, Quantised):
+            plain, other = ("up", "gate") if isinstance(gate_EID, Quantised) else ("gate", "up")
+            raise ValueError(f"experts whose {other} projection is quantised and whose {plain} projection is not")
         self.up_EID, self.down_EDI = up_EID.contiguous(), down_EDI.contiguous()
         self.gate_EID = None if gate_EID is None else gate_EID.contiguous()
         self.activation = activation
 
+    @property
+    def plain(self) -> bool:
+        """Whether no weight is quantised."""
+        return not isinstance(self.up_EID, Quantised) and not isinstance(self.down_EDI, Quantised)
+
     def __len__(self) -> int:
-        return self.up_EID.shape[0]
+        return int(self.up_EID.shape[0])
 
     def __getitem__(self, expert: int) -> Callable[[Tensor], Tensor]:  # type: ignore[override]
-        act, up, down = ACTIVATIONS[self.activation], self.up_EID[expert], self.down_EDI[expert]
+        act, up, down = ACTIVATIONS[self.activation], _product(self.up_EID[expert]), _product(self.down_EDI[expert])
         if self.gate_EID is None:
-            return lambda x: F.linear(act(F.linear(x, up)), down)
-        gate = self.gate_EID[expert]
-        return lambda x: F.linear(act(F.linear(x, gate)) * F.linear(x, up), down)
+            return lambda x: down(act(up(x)))
+        gate = _product(self.gate_EID[expert])
+        return lambda x: down(act(gate(x)) * up(x))
+
+
+def _product(weight: AnyWeight) -> Callable[[Tensor], Tensor]:
+    """Rows times one expert's weight, which is expanded for each call where it is quantised."""
+    return lambda x: F.linear(x, weight.dequantise(x.dtype) if isinstance(weight, Quantised) else weight)

@@ -14,7 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import by_architecture, launch
+from kernels.linear.quantised import Quantised
+from kernels.moe.activation_kernel import activated
 from kernels.moe.experts import Experts
+from kernels.moe.quantised_kernel import Grouping, grouped_quantised
 from kernels.moe.route_kernel import route, route_softmax
 from kernels.varlen_attention.kernel import find_segment
 
@@ -46,24 +49,6 @@ TILES = {
     "gfx942": (Tile(16, 64, 64, 4, 2), Tile(64, 64, 32, 4, 2)),
 }
 TILES_FLOAT32 = (Tile(16, 32, 32, 4, 2), Tile(32, 32, 32, 4, 2))
-
-
-@triton.jit
-def _activated(x, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The activation of that name, in float32."""
-    if ACT == "relu2":
-        y = tl.maximum(x, 0.0)
-        y = y * y
-    elif ACT == "relu":
-        y = tl.maximum(x, 0.0)
-    elif ACT == "silu":
-        y = x * tl.sigmoid(x)
-    elif ACT == "gelu":
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    else:
-        tl.static_assert(ACT == "gelu_pytorch_tanh")
-        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh(z)) / 2 = sigmoid(2 z)
-    return y
 
 
 @triton.jit
@@ -99,9 +84,9 @@ def _few_up(  # type: ignore[no-untyped-def]
             acc_gate += tl.load(p_gate + o_wk, mask=m_w, other=0.0).to(tl.float32) * x[None, :]
     hidden = tl.sum(acc, 1)
     if GATED:
-        hidden = hidden * _activated(tl.sum(acc_gate, 1), ACT)
+        hidden = hidden * activated(tl.sum(acc_gate, 1), ACT)
     else:
-        hidden = _activated(hidden, ACT)
+        hidden = activated(hidden, ACT)
     tl.store(p_hidden + i_pair * I + o_n, hidden.to(p_hidden.dtype.element_ty), mask=m_n)
 
 
@@ -184,9 +169,9 @@ def _grouped(  # type: ignore[no-untyped-def]
         if GATED:
             acc_gate = tl.dot(x, tl.load(p_gate + o_wk, mask=m_w, other=0.0), acc_gate, input_precision="ieee")
     if GATED:
-        acc = acc * _activated(acc_gate, ACT)
+        acc = acc * activated(acc_gate, ACT)
     elif UP:
-        acc = _activated(acc, ACT)
+        acc = activated(acc, ACT)
     else:
         acc = acc * tl.load(p_scales + pair, mask=m_m, other=0.0)[:, None]
     m_out = m_m[:, None] & m_n[None, :]
@@ -213,7 +198,7 @@ def _sum_pairs(  # type: ignore[no-untyped-def]
 def run_experts(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
     """Like the reference, for stacked experts. No host sync: which experts have work is read on the device."""
     x_TD = x_TD.contiguous()
-    if x_TD.shape[0] <= FEW_TOKENS:
+    if x_TD.shape[0] <= FEW_TOKENS and experts.plain:
         return _run_few(x_TD, experts_TK, weights_TK, experts)
     return _run_many(x_TD, experts_TK, weights_TK, experts)
 
@@ -224,14 +209,14 @@ def _run_few(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Expe
     out = torch.empty_like(x_TD)
     hidden = torch.empty(tokens * chosen, inner, dtype=x_TD.dtype, device=x_TD.device)
     sizes = {"K": chosen, "D": width, "I": inner, "BLOCK_N": FEW.n, "BLOCK_K": FEW.k}
-    gate = experts.gate_EID
+    up, gate, down = experts.up_EID, experts.gate_EID, experts.down_EDI
     options = {"num_warps": FEW.warps, "num_stages": FEW.stages}
     launch(
         _few_up,
         (tokens * chosen, triton.cdiv(inner, FEW.n)),
         p_x=x_TD,
-        p_up=experts.up_EID,
-        p_gate=experts.up_EID if gate is None else gate,
+        p_up=up,
+        p_gate=up if gate is None else gate,
         p_experts=experts_TK,
         p_hidden=hidden,
         ACT=experts.activation,
@@ -243,7 +228,7 @@ def _run_few(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Expe
         _few_down,
         (tokens, triton.cdiv(width, FEW.n)),
         p_hidden=hidden,
-        p_down=experts.down_EDI,
+        p_down=down,
         p_experts=experts_TK,
         p_weights=weights_TK,
         p_out=out,
@@ -254,43 +239,29 @@ def _run_few(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Expe
 
 
 def _run_many(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
-    """Sorts pairs by expert, then two grouped products, and a sum over each token's pairs in a fixed order."""
+    """Pairs sorted by expert, grouped products, and a sum over each token's pairs in a fixed order."""
     (tokens, width), chosen, inner = x_TD.shape, experts_TK.shape[1], experts.inner
     pairs, count = tokens * chosen, len(experts)
     by_expert, order = experts_TK.reshape(-1).sort(stable=True)
     starts = torch.searchsorted(by_expert, torch.arange(count + 1, device=x_TD.device))
-    table = TILES_FLOAT32 if x_TD.dtype == torch.float32 else by_architecture(TILES, x_TD.device)
-    tile = table[pairs > MANY_PAIRS * count]
+    grouping = Grouping(order, starts, weights_TK)
     hidden = torch.empty(pairs, inner, dtype=x_TD.dtype, device=x_TD.device)
     weighted = torch.empty(pairs, width, dtype=torch.float32, device=x_TD.device)
-    steps = (
-        (x_TD, experts.up_EID, experts.gate_EID, hidden, True),
-        (hidden, experts.down_EDI, None, weighted, False),
-    )
-    for given, weight, gate, result, up in steps:
-        launch(
-            _grouped,
-            (triton.cdiv(result.shape[1], tile.n), pairs // tile.m + count),
-            p_in=given,
-            p_weight=weight,
-            p_gate=weight if gate is None else gate,
-            p_order=order,
-            p_starts=starts,
-            p_scales=weights_TK,
-            p_out=result,
-            experts=count,
-            K=chosen,
-            IN=given.shape[1],
-            OUT=result.shape[1],
-            BLOCK_M=tile.m,
-            BLOCK_N=tile.n,
-            BLOCK_K=tile.k,
-            UP=up,
-            ACT=experts.activation,
-            GATED=gate is not None,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+    up, gate, down = experts.up_EID, experts.gate_EID, experts.down_EDI
+    if isinstance(up, Quantised):
+        gates = None
+        if gate is not None:
+            assert isinstance(gate, Quantised)
+            gates = torch.empty(pairs, inner, dtype=torch.float32, device=x_TD.device)
+            grouped_quantised(x_TD, gate, grouping, gates, up=True)
+        grouped_quantised(x_TD, up, grouping, hidden, up=True, activation=experts.activation, gate=gates)
+    else:
+        assert not isinstance(gate, Quantised)
+        _product(x_TD, up, gate, grouping, hidden, up=True, activation=experts.activation)
+    if isinstance(down, Quantised):
+        grouped_quantised(hidden, down, grouping, weighted, up=False)
+    else:
+        _product(hidden, down, None, grouping, weighted, up=False, activation=experts.activation)
     out = torch.empty_like(x_TD)
     launch(
         _sum_pairs,
@@ -303,3 +274,35 @@ def _run_many(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Exp
         num_warps=4,
     )
     return out
+
+
+def _product(
+    given: Tensor, weight: Tensor, gate: Tensor | None, grouping: Grouping, result: Tensor, *, up: bool, activation: str
+) -> None:  # fmt: skip
+    """A grouped product with plain weights."""
+    pairs, count = result.shape[0], grouping.experts
+    table = TILES_FLOAT32 if given.dtype == torch.float32 else by_architecture(TILES, given.device)
+    tile = table[pairs > MANY_PAIRS * count]
+    launch(
+        _grouped,
+        (triton.cdiv(result.shape[1], tile.n), pairs // tile.m + count),
+        p_in=given,
+        p_weight=weight,
+        p_gate=weight if gate is None else gate,
+        p_order=grouping.order,
+        p_starts=grouping.starts,
+        p_scales=grouping.shares,
+        p_out=result,
+        experts=count,
+        K=grouping.chosen,
+        IN=given.shape[1],
+        OUT=result.shape[1],
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        BLOCK_K=tile.k,
+        UP=up,
+        ACT=activation,
+        GATED=gate is not None,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

@@ -17,6 +17,7 @@ from encoder.plan import describe
 from kernels.linear import quantised_bytes
 from service.common.config import EngineOptions
 from service.engine.build import (
+    check_activations,
     check_handoff,
     check_role,
     decoder_options,
@@ -70,6 +71,7 @@ def plan(options: EngineOptions) -> list[Table]:
     options = fetched(options, weights=False)
     checkpoint = open_checkpoint(options.model, options.revision, outline=True)
     check_role(options, checkpoint)
+    check_activations(options, checkpoint)
     if options.role == "encoder":
         return [memory_table(options, checkpoint), encoder_table(options, checkpoint)]
     if options.speculative == "mtp":

@@ -35,6 +35,10 @@ class EngineOptions:
         "weights of the decoder's linear layers, quantised as they are read; unset: in dtype",
         choices=("int8", "int4", "fp8", "nvfp4"),
     )
+    activations: str | None = _option(
+        None, "rows before products with fp8 weights, on a GPU that multiplies fp8; changes answers; unset: in dtype",
+        choices=("fp8",),
+    )  # fmt: skip
     native: str = _option(
         "auto", "compiled decoder and vision tower on a CPU; on refuses to start without", choices=("auto", "on", "off")
     )

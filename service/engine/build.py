@@ -64,6 +64,7 @@ def decoder_options(options: EngineOptions, checkpoint: Checkpoint) -> DecoderOp
         max_capture=options.max_capture,
         overlap=options.overlap,
         weights=options.weights,
+        activations=options.activations,
         native=options.native,
     )
 
@@ -97,9 +98,10 @@ def build_engine(options: EngineOptions) -> Engine:
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     checkpoint = open_checkpoint(options.model, options.revision)
     check_role(options, checkpoint)
+    check_activations(options, checkpoint)
     dtype = resolve_dtype(options, checkpoint)
     vision = resolve_vision(options, checkpoint)
-    with _progress("decoder") as progress:
+    with weights_progress("decoder") as progress:
         decoder = DecoderRunner(
             checkpoint.config.decoder, decoder_options(options, checkpoint), checkpoint.decoder_weights(progress)
         )
@@ -150,7 +152,7 @@ def local_encoder(
 
 
 def _encoder_runner(options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec) -> EncoderRunner:
-    with _progress("encoder") as progress:
+    with weights_progress("encoder") as progress:
         return EncoderRunner(vision, encoder_options(options, checkpoint), checkpoint.vision_weights(progress))
 
 
@@ -206,6 +208,22 @@ def check_role(options: EngineOptions, checkpoint: Checkpoint) -> None:
         raise ConfigError(f"role: {checkpoint.config.name} takes no images, so there is nothing {nothing}")
 
 
+def check_activations(options: EngineOptions, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError where no weight would be multiplied with rows in fp8, or on a CPU."""
+    if options.activations is None:
+        return
+    rows = {"fp8-tensor", "fp8-channel"} | ({"own"} if checkpoint.config.weights == "fp8" else set())
+    stored = options.weights is None and rows & checkpoint.stored_as.keys()
+    if options.weights != "fp8" and not stored:
+        kinds = options.weights or ", ".join(checkpoint.formats) or "16 or 32 bits"
+        raise ConfigError(
+            f"activations: {options.activations} would have no effect: linear layers are in {kinds}, not in fp8 with a "
+            "scale a row or weight; --weights fp8 would do that"
+        )
+    if (device := resolve_device(options)).startswith("cpu"):
+        raise ConfigError(f"activations: {options.activations} needs a GPU, and the device is {device}")
+
+
 def build_encoder(options: EngineOptions) -> tuple[LocalEncoder, Handoff, Partner]:
     """The encoder's half of a model, for `--role encoder`. Raises ConfigError or CheckpointError."""
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
@@ -221,7 +239,7 @@ def build_encoder(options: EngineOptions) -> tuple[LocalEncoder, Handoff, Partne
 
 
 @contextlib.contextmanager
-def _progress(what: str) -> Iterator[Progress | None]:
+def weights_progress(what: str) -> Iterator[Progress | None]:
     """Shows a progress bar on stderr while weights are read, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield None

@@ -31,12 +31,14 @@ from service.model.modelconfig import WEIGHTS_FORMAT, WEIGHTS_KEY
 
 SHARD_BYTES = 2 * 2**30
 _LINEAR = re.compile(
-    r"(in_proj(_qkv|_[zba])?|out_proj|[qkvo]_proj|gate_proj|up_proj|down_proj|fc[12]_latent_proj|^lm_head)(\.weight)?$"
+    r"(in_proj(_qkv|_z)?|out_proj|[qkvo]_proj|gate_proj|up_proj|down_proj|fc[12]_latent_proj|^lm_head)(\.weight)?$"
 )
 
 
 def quantised_name(native: str) -> bool:
-    """Whether a decoder weight of this native name belongs to a linear layer that is quantised."""
+    """Whether a decoder weight of this native name belongs to a linear layer that is quantised. The gates of the gated
+    delta rule (`in_proj_a`, `in_proj_b`) are not: in published files they are plain, and they are small.
+    """
     return (native.startswith("model.layers.") or native == "lm_head.weight") and bool(_LINEAR.search(native))
 
 

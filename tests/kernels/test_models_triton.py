@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from qwen_vision import random_item, tiny_qwen
-from tiny_decoder import TINY, make_runner, random_weights, request, run, tiny_config, tokens
+from tiny_decoder import TINY, make_runner, request, run, tiny_config, tokens
 from tiny_encoder import random_image, relative_error, tiny_tower
 from triton_kernels import DEVICE
 
-from decoder.config import DecoderOptions
+from decoder.config import WEIGHT_KINDS, DecoderOptions
 from decoder.layers.descriptions import Experts
 from decoder.layers.experts import ExpertsMixer
 from decoder.sampling import SamplingParams
@@ -75,14 +75,17 @@ def test_encoder_that_rotates(graphs: str) -> None:
         assert relative_error(got.cpu(), expected) < 1e-5
 
 
-def test_quantised_experts_are_refused() -> None:
-    config = tiny_config("E")
-    prefix = "model.layers.0.mixer."
-    weights = {name.removeprefix(prefix): w for name, w in random_weights(config) if name.startswith(prefix)}
-    [spec] = config.mixers
-    assert isinstance(spec, Experts)
-    with forced("triton"), pytest.raises(ValueError, match="quantised experts run on a CPU alone"):
-        ExpertsMixer(spec, DecoderOptions(weights="int8"), weights)
+@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+def test_a_layer_of_quantised_experts(kind: str) -> None:
+    """Quantised as they are read, in each kind."""
+    spec = Experts(32, 6, 2, 48, 40, gated=True, mlp_hidden_act="silu", routing="softmax")
+    weights = {name: torch.randn(size, device=DEVICE) / size[-1] ** 0.5 for name, size in spec.weights().items()}
+    x = torch.randn(5, 32, device=DEVICE)
+    options = DecoderOptions(device=str(DEVICE), dtype=torch.float32, weights=kind)
+    with forced("reference"):
+        expected = ExpertsMixer(spec, options, weights)(x)
+    with forced("triton"):
+        torch.testing.assert_close(ExpertsMixer(spec, options, weights)(x), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("tokens", [2, 40])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from triton_kernels import DEVICE, assert_as_good, poisoned
 
 from kernels.dispatch import forced
+from kernels.linear import KINDS, Quantised, quantise
 from kernels.moe import Experts, reference, route, route_softmax, run_experts
 from kernels.moe.experts import ACTIVATIONS
 
@@ -84,6 +86,60 @@ def test_run_experts(tokens: int, gated: bool, activation: str, dtype: torch.dty
     out = run_experts(x, ids, weights, Experts(up, down, gate, activation))
     exact, plain = (mixed(x, ids, weights, up, down, kind, gate, activation) for kind in (torch.float64, dtype))
     assert_as_good(out, exact, plain)
+
+
+def quantised(count: int, outputs: int, inner: int, kind: str) -> Quantised:
+    """Experts' weights in each layout that published files have."""
+    if kind in KINDS:
+        weight = quantise(torch.randn(count, outputs, inner) / 6, kind)
+        if kind != "fp8":
+            return weight
+    if kind.startswith("fp8"):
+        values = torch.randn(count, outputs, inner).to(torch.float8_e4m3fn)
+        group = 32 if kind == "fp8 blocks" else inner
+        return Quantised("fp8", values, torch.rand(count, outputs, -(-inner // group)) / 6, inner, group)
+    if kind == "nvfp4 divided":
+        weight = quantise(torch.randn(count, outputs, inner) / 6, "nvfp4")
+        assert weight.outer is not None
+        return replace(weight, outer=1 / weight.outer, divided=True)
+    groups = count, outputs, -(-inner // 16)
+    octets = torch.randint(0, 256, (count, outputs, -(-inner // 2)), dtype=torch.uint8)
+    scale, zeros, order = torch.randn(groups) / 40, None, None
+    if "zeros" in kind:
+        zeros = torch.randint(0, 17, groups, dtype=torch.uint8)
+    if "ordered" in kind:
+        order = torch.stack([torch.randperm(inner) for _ in range(count)])
+    return Quantised("int4", octets, scale, inner, 16, zeros, order=order)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "gated"), [(1, True), (9, False), (41, True)])
+@pytest.mark.parametrize("kind", [*KINDS, "fp8 blocks", "nvfp4 divided", "int4 groups zeros", "int4 groups ordered"])
+def test_quantised_experts(kind: str, tokens: int, gated: bool, dtype: torch.dtype) -> None:
+    """Of few and many tokens, against loops over the expanded weights; sizes that are no multiples of a block."""
+    count, width, inner = 6, 80, 52
+    x = torch.randn(tokens, width).to(dtype)
+    up, down = quantised(count, inner, width, kind), quantised(count, width, inner, kind)
+    gate = quantised(count, inner, width, kind) if gated else None
+    ids = torch.stack([torch.cat((torch.tensor([3]), torch.randperm(3)[:2])) for _ in range(tokens)])
+    weights = torch.rand(tokens, 3)
+    out = run_experts(x, ids, weights, Experts(up, down, gate, "silu"))
+    wide = [None if weight is None else weight.dequantise() for weight in (up, down, gate)]
+    assert wide[0] is not None and wide[1] is not None
+    exact, plain = (mixed(x, ids, weights, wide[0], wide[1], kind, wide[2], "silu") for kind in (torch.float64, dtype))
+    assert_as_good(out, exact, plain)
+
+
+def test_plain_and_quantised_projections_mix() -> None:
+    """As where a file's groups do not divide the inputs of one of them."""
+    x, ids, weights = torch.randn(5, 32), torch.tensor([[0, 3], [3, 1], [1, 0], [2, 3], [0, 1]]), torch.rand(5, 2)
+    up, down = quantised(4, 24, 32, "int8"), torch.randn(4, 32, 24)
+    found = run_experts(x, ids, weights, Experts(up, down))
+    torch.testing.assert_close(
+        found, run_experts(x, ids, weights, Experts(up.dequantise(), down)), rtol=1e-4, atol=1e-5
+    )
+    with pytest.raises(ValueError, match="whose gate projection is quantised and whose up projection is not"):
+        Experts(up.dequantise(), down, up)
 
 
 def test_experts_that_do_not_fit_are_refused() -> None:

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from kernels.linear import Linear, Packed, Quantised, concatenate, quantise, row_part, stack
+from kernels.linear import GatedLinear, Linear, Packed, Quantised, concatenate, quantise, row_part, stack
 from kernels.linear.packed import MOST_INPUTS
-from kernels.native import NativeUnavailable
+from kernels.native import Activation, NativeUnavailable
 
 SHAPES = st.tuples(st.integers(1, 20), st.integers(1, 300), st.integers(1, 140))
 
@@ -102,6 +102,33 @@ def test_parts_are_joined_as_they_are() -> None:
         assert torch.equal(stacked[1].dequantise(), quantise(weights[1], kind).dequantise())
     with pytest.raises(ValueError, match="not all quantised in the same way"):
         concatenate([weights[0], quantise(weights[1], "int8")])
+
+
+def ordered(outputs: int, inner: int, group: int, zeros: bool) -> Quantised:
+    """As GPTQ's act-order and compressed-tensors' `weight_g_idx` store a weight."""
+    groups = outputs, inner // group
+    points = torch.randint(0, 17, groups, dtype=torch.uint8) if zeros else None
+    octets = torch.randint(0, 256, (outputs, inner // 2), dtype=torch.uint8)
+    return Quantised("int4", octets, torch.rand(groups), inner, group, points, order=torch.randperm(inner))
+
+
+@pytest.mark.parametrize(("group", "zeros"), [(32, True), (32, False), (128, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_in_another_order_stay_packed(group: int, zeros: bool, dtype: torch.dtype) -> None:
+    """Groups of 128 without zero points have a product of their own."""
+    weight, x = ordered(72, 256, group, zeros), torch.randn(5, 256).to(dtype)
+    exact = x.double() @ weight.dequantise().double().T
+    linear = Linear(weight, dtype=dtype)
+    bound = 1e-3 if dtype == torch.float32 else 2**-7
+    assert float((linear(x).double() - exact).abs().max()) <= bound * float(exact.abs().max())
+    gated = GatedLinear(weight, None, lambda rows: F.silu(rows[:, :36]) * rows[:, 36:], Activation.SILU, dtype=dtype)
+    expected = F.silu(exact[:, :36]) * exact[:, 36:]
+    assert float((gated(x).double() - expected).abs().max()) <= 2 * bound * float(expected.abs().max())
+    if linear.packed is None:
+        pytest.skip("this machine has no compiled products")
+    assert linear.packed.nbytes <= 0.4 * 2 * 128 * 256, "72 outputs take the memory of two panels of 64"
+    with pytest.raises(NativeUnavailable, match="permutes"):
+        linear.packed.descriptor  # noqa: B018
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

@@ -20,6 +20,8 @@ PLAIN = (
     "norm",
     "visual",
     "vision",
+    "mlp1",
+    "multi_modal_projector",
     "in_proj_a",
     "in_proj_b",
     "shared_expert_gate",

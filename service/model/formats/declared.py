@@ -18,6 +18,8 @@ MODELOPT = {
     "NVFP4": ("nvfp4",), "W4A16_NVFP4": ("nvfp4",), "NVFP4_AWQ": (),
 }  # fmt: skip
 """Schemes of the tensors that each of modelopt's algorithms writes; empty for those that are not supported."""
+NAMES = {"groups": "g_idx, the groups of its inputs", "zeros": "zero points"}
+"""Of tensors that a configuration may ask for."""
 Listed = Literal["table", "default", "excluded"]
 
 
@@ -29,6 +31,10 @@ class Said(NamedTuple):
     how: Listed
     """By its own entry, by a rule for all modules, or as an exception."""
     group: int | None = None
+    needed: tuple[str, ...] = ()
+    """What else has to be among its tensors, as `StoredWeight.parts` has it: without it other numbers would come out,
+    and nothing in the tensors would show it.
+    """
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,9 @@ def _compressed_group(name: str, form: str, weights: Mapping[str, Any], where: s
     if (mixed or form == "nvfp4-pack-quantized") and (bits, kind, group) == (4, "float", 16):
         return Said(("nvfp4",), "default")
     if (mixed or form == "pack-quantized") and (bits, kind) == (4, "int"):
-        return Said(("int4",), "default", group if isinstance(group, int) and group > 0 else None)
+        ordered = weights.get("actorder") in (True, "group", "dynamic")
+        needed = ("groups",) * ordered + ("zeros",) * (weights.get("symmetric") is False)
+        return Said(("int4",), "default", group if isinstance(group, int) and group > 0 else None, needed)
     if form in ("int-quantized", "naive-quantized", "mixed-precision") and (bits, kind, strategy) == (
         8,
         "int",
@@ -226,8 +234,10 @@ def _gptq(entry: Mapping[str, Any], where: str) -> Declared:
             if pattern.match(module):
                 if negative:
                     return Said((), "excluded")
-                return Said(("gptq",), "table", (changes or {}).get("group_size", group))
-        return Said(("gptq",), "default", group)
+                ordered = (changes or {}).get("desc_act", entry.get("desc_act"))
+                needed = ("groups",) if ordered else ()
+                return Said(("gptq",), "table", (changes or {}).get("group_size", group), needed)
+        return Said(("gptq",), "default", group, ("groups",) if entry.get("desc_act") else ())
 
     return Declared("gptq", where, say, gptq_offset=1 if form == "gptq" else 0)
 
@@ -265,6 +275,11 @@ def disagreements(declared: Declared | None, found: Mapping[str, StoredWeight]) 
             problems.append(f"{module} is stored as {weight.scheme}, and {declared.where} says {meant}")
         elif said.group is not None and weight.group and not _group_fits(said.group, weight):
             problems.append(f"{module} has groups of {weight.group}, and {declared.where} says {said.group}")
+        problems += [
+            f"{module} has no {NAMES[role]}, and {declared.where} asks for them"
+            for role in said.needed
+            if role not in weight.parts
+        ]
     modules = {weight.module for weight in found.values()}
     for name in sorted(declared.listed):
         below = [module for module in modules if _below(module, name)]

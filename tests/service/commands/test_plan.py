@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from quantised_checkpoint import quantise_files
+from quantised_files import FORMATS
 from tiny_checkpoint import make_checkpoint
 
 from decoder.arena import Arena
@@ -47,6 +49,30 @@ def test_quantised_weights_are_counted_as_they_are_held(tmp_path: Path, kind: st
     assert weight_bytes(saved, open_checkpoint(saved.model)) == made.after
     assert f"decoder in {kind}" in plan(at_load)[0].rows[1][2]
     assert f"as they are stored: {kind}" in plan(saved)[0].rows[1][2]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_published_formats_are_counted_as_they_are_stored(tmp_path: Path, form: str) -> None:
+    text = {"pattern": "M-", "hidden_size": 64, "intermediate_size": 96, "mamba_num_heads": 8, "mamba_head_dim": 8}
+    plain = make_checkpoint(tmp_path / "plain", 3, vision=False, text=text)
+    small = quantise_files(plain, tmp_path / "small", form).path
+    checkpoint = open_checkpoint(str(small))
+    assert checkpoint.formats
+    row = plan(EngineOptions(model=str(small)))[0].rows[1]
+    assert f"as they are stored: {', '.join(checkpoint.formats)}" in row[2]
+    # Numbers that are plain are counted in float32, which the checkpoint declares and stores.
+    stored = sum(entry.nbytes for entry in checkpoint.files.table.values())
+    assert weight_bytes(EngineOptions(model=str(small)), checkpoint) == stored
+
+
+def test_activations_in_fp8_need_weights_in_fp8_and_a_gpu(tmp_path: Path) -> None:
+    path = str(make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M"}).path)
+    for weights, kinds in ((None, "16 or 32 bits"), ("int8", "int8")):
+        with pytest.raises(ConfigError, match=f"activations: fp8 would have no effect: linear layers are in {kinds}"):
+            plan(EngineOptions(model=path, activations="fp8", weights=weights))
+    for run in (plan, build_engine):
+        with pytest.raises(ConfigError, match="activations: fp8 needs a GPU, and the device is cpu"):
+            run(EngineOptions(model=path, activations="fp8", weights="fp8", device="cpu"))
 
 
 def test_graphs_are_in_the_plan_and_refused_as_the_server_would(tmp_path: Path) -> None:

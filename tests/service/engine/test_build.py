@@ -19,6 +19,7 @@ FIXED = {"page_size", "state_dtype"}
 OTHERS: dict[str, Any] = {
     "dtype": "bfloat16", "device": "cpu", "max_seqs": 3, "max_len": 99, "max_batched_tokens": 77, "max_chunk": 5,
     "memory_bytes": 10**9, "memory_share": 0.25, "host_bytes": 12345, "weights": "int8", "native": "off",
+    "activations": "fp8",
     "state_cache": "align", "state_block": 64, "ageing": 7, "graphs": "off", "overlap": "off", "max_capture": 9,
     "speculative": "ngram", "draft_tokens": 2, "spec_state": "slots", "draft_policy": "fixed",
     "forced_tokens": "off", "checkpoint_bytes": 10**7,

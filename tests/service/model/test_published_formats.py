@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from images import png
 from quantised_checkpoint import edit_config, quantise_files
 from quantised_files import FORMATS, block_fp8
 from qwen_checkpoint import make_qwen
 from safetensors.torch import load_file, save_file
-from tiny_checkpoint import TinyCheckpoint, make_checkpoint
+from text_families import FAMILIES, make_text_checkpoint
+from tiny_checkpoint import IMAGE_TOKEN, TinyCheckpoint, make_checkpoint, oracle_images
 from tiny_decoder import greedy_params, request, run, tokens
 
+import saccade
 from decoder.config import DecoderOptions
 from decoder.runner import DecoderRunner
 from families import CheckpointError
@@ -92,13 +96,15 @@ def test_compiled_products_keep_weights_packed() -> None:
         assert packed.nbytes <= share * 2 * 256 * 512
 
 
+TEXT: dict[str, Any] = {
+    "pattern": "M*-ME", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 64, "moe_latent_size": None, "mamba_num_heads": 8, "mamba_head_dim": 8,
+    "n_groups": 2, "ssm_state_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+
+
 def tiny_nemotron(path: Path) -> TinyCheckpoint:
-    text = {
-        "pattern": "M*-ME", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
-        "moe_shared_expert_intermediate_size": 64, "moe_latent_size": None, "mamba_num_heads": 8, "mamba_head_dim": 8,
-        "n_groups": 2, "ssm_state_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    }  # fmt: skip
-    return make_checkpoint(path, 5, vision=False, text=text)
+    return make_checkpoint(path, 5, vision=False, text=TEXT)
 
 
 def tiny_qwen(path: Path, *, moe: bool) -> TinyCheckpoint:
@@ -120,12 +126,52 @@ MODELS: dict[str, Callable[[Path], TinyCheckpoint]] = {
 }
 
 
+TEXT_FAMILIES = [
+    *((family, form) for family in FAMILIES for form in ("block-fp8", "channel-fp8", "modelopt-fp8")),
+    ("bamba", "modelopt-fp8-blocks"),
+]
+"""Random sizes, which fp8 alone takes all of."""
+
+
+@pytest.mark.parametrize(("family", "form"), TEXT_FAMILIES)
+def test_answers_of_text_families(tmp_path: Path, family: str, form: str) -> None:
+    plain = make_text_checkpoint(tmp_path / "plain", family, len(form))
+    check_answers(quantise_files(plain, tmp_path / "out", form), "auto")
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("form", FORMATS)
 def test_answers_are_those_of_the_dequantised_model(tmp_path: Path, form: str, model: str) -> None:
     tiny = quantise_files(MODELS[model](tmp_path / "plain"), tmp_path / form, form)
+    check_answers(tiny, ("auto", "off")[(len(form) + len(model)) % 2])
+
+
+@pytest.mark.parametrize("form", ["modelopt-nvfp4", "packed-int4", "gptq-act-order"])
+def test_answers_about_images(tmp_path: Path, form: str) -> None:
+    """The whole path, from files to log-probabilities."""
+    plain = make_checkpoint(tmp_path / "plain", 5, naming="released", text=TEXT)
+    tiny, files = quantise_files(plain, tmp_path / form, form), [png(3), png(4)]
+    ids = [7, 11, IMAGE_TOKEN, 5, 3, IMAGE_TOKEN, 31]
+    with saccade.LocalClient(tiny.path, dtype="float32", max_seqs=2, max_len=512, threads=1) as client:
+        answer = client.generate(
+            ids, images=files, max_tokens=STEPS, temperature=0, ignore_eos=True, logprobs=2,
+            logit_bias={IMAGE_TOKEN: -1e9},
+        )  # fmt: skip
+    images = oracle_images(tiny.path, files)
+    sizes = iter(images)
+    widened = [i for token in ids for i in ([token] * next(sizes).tokens if token == IMAGE_TOKEN else [token])]
+    rows = tiny.logits(widened + answer.token_ids[:-1], [(i.grid, i.patches) for i in images])[len(widened) - 1 :]
+    assert answer.logprobs is not None
+    for row, token, entry in zip(torch.log_softmax(rows, -1), answer.token_ids, answer.logprobs, strict=True):
+        assert abs(float(row[token]) - entry.logprob) < 1e-3
+        row[IMAGE_TOKEN] = -torch.inf
+        assert float(row.max() - row[token]) < 1e-4
+
+
+def check_answers(tiny: TinyCheckpoint, native: str) -> None:
+    """Greedy answers to a prompt, against the oracle's."""
     checkpoint = Checkpoint(tiny.path)
-    native = ("auto", "off")[(len(form) + len(model)) % 2]
+    assert any(scheme != "plain" for scheme in checkpoint.stored_as)
     options = DecoderOptions(max_seqs=2, max_len=64, max_batched_tokens=32, native=native)
     runner = DecoderRunner(checkpoint.config.decoder, options, checkpoint.decoder_weights())
     ids = [7, 11, 5, 3, 29, 31, 8]

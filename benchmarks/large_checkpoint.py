@@ -1,0 +1,355 @@
+"""A random checkpoint of Nemotron 3 Nano Omni's shape in NVIDIA's mixed NVFP4, as large as memory allows.
+
+    python -m benchmarks.large_checkpoint FOLDER [--gigabytes 16] [--experts 128] [--new-tokens 32] [--write]
+
+Writes FOLDER tensor by tensor, unless it is there: the first layers of the released pattern, as many as so many GB
+hold, under the whole tower. Routed experts are NVFP4, shared experts and attention outputs FP8, all else bfloat16, as
+in the release. Then it is served, and what is measured is the time until the server is ready, the most memory that it
+took against what stays, tokens a second of one request against the time that reading a token's weights takes, and the
+answer to an image through gRPC. `--experts`: fewer of them make a small checkpoint. Run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import io
+import json
+import math
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+import saccade
+from benchmarks import machine
+from decoder.layers.descriptions import Experts
+from service.commands.cli import ServerProcess
+from service.model.checkpoint import Checkpoint
+from service.model.modelconfig import ModelConfig, load_config
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+TEXT: dict[str, Any] = {
+    "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 2688, "num_attention_heads": 32,
+    "num_key_value_heads": 2, "head_dim": 128, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4,
+    "mamba_num_heads": 64, "mamba_head_dim": 64, "intermediate_size": 1856, "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712, "num_experts_per_tok": 6, "routed_scaling_factor": 2.5,
+    "eos_token_id": 2, "dtype": "bfloat16", "max_position_embeddings": 262144,
+}  # fmt: skip
+IMAGE_TOKEN = 18
+CONFIG: dict[str, Any] = {
+    "model_type": "nemotron_h_omni", "projector_hidden_size": 20480, "image_token_id": IMAGE_TOKEN, "dtype": "bfloat16",
+    "vision_config": {"model_type": "radio", "hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16},
+}  # fmt: skip
+IMAGES = {"patch_size": 16, "min_num_patches": 1024, "max_num_patches": 13312}
+SHARD = 4 * 10**9
+POOL = 1 << 26
+"""Bytes of random numbers, which tensors take pieces of."""
+PROMPT = 64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the checkpoint."""
+
+    name: str
+    dtype: str
+    """As safetensors writes it."""
+    shape: tuple[int, ...]
+    content: str
+    """`codes`, `scales` and `fp8`: random bytes without what is not a number; `normal`: of variance 1 / inputs; or a
+    number, for all of it."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * {"F32": 4, "BF16": 2}.get(self.dtype, 1)
+
+
+def configuration(layers: int, experts: int, other: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """`other`: fields of the `model`, its `text` and its `vision` that are not as released."""
+    pattern = PATTERN[:layers]
+    vision = {**CONFIG["vision_config"], **other.get("vision", {})}
+    text = {**TEXT, **other.get("text", {})} | {
+        "hybrid_override_pattern": pattern,
+        "num_hidden_layers": layers,
+        "n_routed_experts": experts,
+    }
+    table: dict[str, dict[str, Any]] = {}
+    for index, letter in enumerate(pattern):
+        mixer = f"language_model.backbone.layers.{index}.mixer"
+        if letter == "E":
+            table[f"{mixer}.experts"] = {"quant_algo": "NVFP4", "group_size": 16}
+            table[f"{mixer}.shared_experts"] = {"quant_algo": "FP8"}
+        elif letter == "*":
+            table[f"{mixer}.o_proj"] = {"quant_algo": "FP8"}
+    quantised = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": table}
+    return CONFIG | {
+        **other.get("model", {}),
+        "text_config": text,
+        "vision_config": vision,
+        "quantization_config": quantised,
+    }
+
+
+def pieces(config: ModelConfig) -> Iterator[Piece]:
+    """Tensors of the checkpoint, layer by layer, under published names."""
+    for name, shape in config.decoder.expected_weights().items():
+        name = "language_model." + ("backbone." + name.removeprefix("model.") if name.startswith("model.") else name)
+        if ".mixer.experts." in name:
+            stack, _, last = name.rpartition(".")
+            for expert in range(shape[0]):
+                yield from nvfp4(f"{stack}.{expert}.{last}", shape[1:])
+        elif ".shared_experts." in name or name.endswith(".o_proj.weight"):
+            yield from fp8(name.removesuffix(".weight"), shape)
+        else:
+            yield plain(name, shape)
+    assert config.vision is not None
+    for name, shape in config.vision.expected_weights().items():
+        yield plain(name, shape)
+
+
+def plain(name: str, shape: tuple[int, ...]) -> Piece:
+    constants = {
+        "norm": "1",
+        "layer_norm": "1",
+        "D": "1",
+        "A_log": "1",
+        "dt_bias": "-3",
+        "e_score_correction_bias": "0",
+    }
+    last = name.removesuffix(".weight").rpartition(".")[2]
+    content = next((value for part, value in constants.items() if last == part or last.startswith("norm")), "normal")
+    if name.endswith(".bias") and "dt_bias" not in name:
+        content = "0"
+    return Piece(name, "F32" if name.endswith("gate.weight") else "BF16", shape, content)
+
+
+def nvfp4(name: str, shape: tuple[int, ...]) -> Iterator[Piece]:
+    rows, inner = shape
+    yield Piece(f"{name}.weight", "U8", (rows, inner // 2), "codes")
+    yield Piece(f"{name}.weight_scale", "F8_E4M3", (rows, inner // 16), "scales")
+    yield Piece(f"{name}.weight_scale_2", "F32", (), str(1 / (3 * math.sqrt(inner))))
+    yield Piece(f"{name}.input_scale", "F32", (), "0.01")
+
+
+def fp8(name: str, shape: tuple[int, ...]) -> Iterator[Piece]:
+    yield Piece(f"{name}.weight", "F8_E4M3", shape, "fp8")
+    yield Piece(f"{name}.weight_scale", "F32", (), str(2 / math.sqrt(shape[1])))
+    yield Piece(f"{name}.input_scale", "F32", (), "0.01")
+
+
+class Source:
+    """Random bytes of tensors, from one pool that each begins elsewhere in."""
+
+    def __init__(self) -> None:
+        random = np.random.default_rng(0)
+        octets = random.integers(0, 256, POOL, np.uint8)
+        normal = random.standard_normal(POOL // 4, np.float32)
+        self._pools = {
+            "codes": octets,
+            "scales": octets & 0x0F | 0x30,  # 0.5 to 1.875
+            "fp8": octets & 0xBF,  # -1.875 to 1.875
+            "normal": normal,
+        }
+        self._place = 0
+
+    def write(self, piece: Piece, to: BinaryIO) -> None:
+        left = math.prod(piece.shape)
+        if piece.content not in self._pools:
+            to.write(_stored(np.full(left, float(piece.content), np.float32), piece.dtype))
+            return
+        pool = self._pools[piece.content]
+        while left:
+            part = pool[self._place : self._place + left]
+            left -= len(part)
+            if piece.content == "normal":
+                scale = np.float32(1 / math.sqrt(piece.shape[-1]))
+                to.write(_stored(part * scale, piece.dtype))
+            else:
+                to.write(part.tobytes())
+            self._place = (self._place + len(part) + 4097) % (len(self._pools["normal"]) // 2)
+
+
+def _stored(values: np.ndarray[Any, np.dtype[np.float32]], dtype: str) -> bytes:
+    if dtype == "F32":
+        return values.tobytes()
+    assert dtype == "BF16"
+    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()  # cut off: these are random numbers
+
+
+def write_checkpoint(
+    folder: Path, gigabytes: float, experts: int, other: Mapping[str, Mapping[str, Any]] | None = None
+) -> int:
+    """Writes the checkpoint with as many of the first layers as fit, at least the first with attention, and returns
+    their number. One that is there already is kept, whatever its size. `other` as of `configuration`.
+    """
+    if (folder / "complete").exists():
+        return int((folder / "complete").read_text())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "preprocessor_config.json").write_text(json.dumps(IMAGES))
+    least = PATTERN.index("*") + 1
+    for layers in range(len(PATTERN), least - 1, -1):
+        (folder / "config.json").write_text(json.dumps(configuration(layers, experts, other or {}), indent=1))
+        parts = list(pieces(load_config(folder)))
+        if sum(part.nbytes for part in parts) <= gigabytes * 1e9 or layers == least:
+            break
+    _write_shards(folder, parts)
+    (folder / "complete").write_text(str(layers))
+    return layers
+
+
+def _write_shards(folder: Path, parts: list[Piece]) -> None:
+    shards: list[list[Piece]] = [[]]
+    filled = 0
+    for part in parts:
+        if shards[-1] and filled + part.nbytes > SHARD:
+            shards.append([])
+            filled = 0
+        shards[-1].append(part)
+        filled += part.nbytes
+    source, places = Source(), {}
+    for number, shard in enumerate(shards, 1):
+        name, begin = f"model-{number:05d}.safetensors", 0
+        table = {}
+        for part in shard:
+            table[part.name] = {
+                "dtype": part.dtype, "shape": part.shape, "data_offsets": [begin, begin + part.nbytes],
+            }  # fmt: skip
+            begin += part.nbytes
+            places[part.name] = name
+        header = json.dumps(table).encode()
+        header += b" " * (-len(header) % 8)
+        with (folder / name).open("wb", buffering=io.DEFAULT_BUFFER_SIZE * 16) as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            for part in shard:
+                source.write(part, file)
+    index = {"metadata": {"total_size": _size(parts)}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _size(parts: Sequence[Piece]) -> int:
+    return sum(part.nbytes for part in parts)
+
+
+def bytes_of_a_token(checkpoint: Checkpoint) -> float:
+    """Bytes of the decoder's weights, as they are stored, that one token is multiplied with."""
+    config, found = checkpoint.config.decoder, 0.0
+    share = {
+        f"model.layers.{index}.": spec.num_experts_per_tok / spec.n_routed_experts
+        for index, layer in enumerate(config.layers)
+        for _, spec in layer.mixers
+        if isinstance(spec, Experts)
+    }
+    for name in config.expected_weights():
+        if name != "model.embeddings.weight":
+            part = share.get(name.partition("mixer.")[0], 1.0) if ".experts." in name else 1.0
+            found += part * checkpoint.weight_bytes(name, 2)
+    return found
+
+
+def memory(pid: int) -> tuple[int, int]:
+    """Bytes of a server's processes: the most that each has held, together, and what they hold of their own now."""
+    peak = now = 0
+    for member in machine.family(pid):
+        peak += machine.peak_bytes(member)
+        lines = Path(f"/proc/{member}/status").read_text().splitlines()
+        fields = {name: value for name, _, value in (line.partition(":") for line in lines)}
+        now += sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem") if name in fields)
+    return peak, now
+
+
+def picture() -> bytes:
+    from PIL import Image
+
+    shades = np.random.default_rng(1).integers(0, 256, (512, 768, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(shades).save(file, "PNG")
+    return file.getvalue()
+
+
+def measure(folder: Path, new_tokens: int) -> dict[str, Any]:
+    """Serves the checkpoint: seconds until it is ready, memory, tokens a second, and the ids of answers."""
+    started = time.perf_counter()
+    options = [
+        "--dtype",
+        "bfloat16",
+        "--max-seqs",
+        "2",
+        "--max-len",
+        "4096",
+        "--state-cache",
+        "none",
+        "--log-level",
+        "warning",
+    ]
+    server = ServerProcess([str(folder), *options])
+    try:
+        result: dict[str, Any] = {"seconds_to_ready": time.perf_counter() - started}
+        result["peak_bytes"], result["resident_bytes"] = memory(server.pid)
+        with saccade.Client(server.address) as client:
+            prompt = list(range(100, 100 + PROMPT))
+            fixed = {"temperature": 0, "ignore_eos": True}
+            client.generate(prompt, max_tokens=2, **fixed)
+            started = time.perf_counter()
+            client.generate(prompt, max_tokens=1, **fixed)
+            first = time.perf_counter() - started
+            answer = client.generate(prompt, max_tokens=1 + new_tokens, **fixed)
+            result["prompt_seconds"] = first
+            result["tokens_s"] = new_tokens / (time.perf_counter() - started - 2 * first)
+            result["answer"] = list(answer.token_ids)
+            started = time.perf_counter()
+            seen = client.generate([*prompt, IMAGE_TOKEN], images=[picture()], max_tokens=8, **fixed)
+            result["image_seconds"] = time.perf_counter() - started
+            result["image_answer"] = list(seen.token_ids)
+            result["image_prompt_tokens"] = seen.usage.prompt_tokens
+        result["peak_bytes_served"], _ = memory(server.pid)
+    finally:
+        server.stop()
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--gigabytes", type=float, default=16.0, help="of the weights, at most")
+    parser.add_argument("--experts", type=int, default=128, help="of each layer")
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--only-write", action="store_true", help="make the checkpoint, and measure nothing")
+    parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
+    arguments = parser.parse_args(argv)
+    started = time.perf_counter()
+    layers = write_checkpoint(arguments.folder, arguments.gigabytes, arguments.experts)
+    checkpoint = Checkpoint(arguments.folder)
+    stored = checkpoint.stored_as
+    print(f"{layers} of {len(PATTERN)} layers, {sum(stored.values()) / 1e9:.2f} GB {stored}, written in "
+          f"{time.perf_counter() - started:.0f} s", flush=True)  # fmt: skip
+    if arguments.only_write:
+        return 0
+    before, read = machine.ceilings(), bytes_of_a_token(checkpoint)
+    found = measure(arguments.folder, arguments.new_tokens)
+    after = machine.ceilings()
+    ceilings = {name: max(before[name], after[name]) for name in before}
+    floor = ceilings["read_gb_s"] * 1e9 / read
+    result = {
+        "machine": machine.describe(), "ceilings": ceilings, "layers": layers, "experts": arguments.experts,
+        "stored_bytes": stored, "bytes_of_a_token": read, "floor_tokens_s": floor, **found,
+    }  # fmt: skip
+    print(f"ready after {found['seconds_to_ready']:.1f} s; peak {found['peak_bytes'] / 1e9:.2f} GB, of which stay "
+          f"{found['resident_bytes'] / 1e9:.2f} GB ({found['peak_bytes'] / found['resident_bytes']:.2f}x)")  # fmt: skip
+    print(f"{found['tokens_s']:.1f} tokens/s; {read / 1e9:.2f} GB a token allow {floor:.1f}; an image of "
+          f"{found['image_prompt_tokens']} tokens answered in {found['image_seconds']:.1f} s")  # fmt: skip
+    if arguments.write:
+        file = RESULTS / f"{datetime.date.today()}-large-checkpoint.json"
+        file.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written to {file}")
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,156 @@
+"""Grouped products of experts whose weights stay quantised, in Triton; kernels/linear/README.md has the layouts.
+
+One program makes a tile of one expert's pairs and outputs, as the plain grouped product does, and makes numbers of the
+weight's bytes as the product of a linear layer does. A gate is a product of its own, whose sums stay in float32 until
+the up product is multiplied with its activation. Letters as in `kernel`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.launch import launch
+from kernels.linear.kernel import Form, block_product, pointers, row_scaled
+from kernels.linear.quantised import Quantised
+from kernels.moe.activation_kernel import activated
+from kernels.varlen_attention.kernel import find_segment
+
+
+@triton.jit
+def _grouped_quantised(  # type: ignore[no-untyped-def]
+    p_in,  # [T or X, IN]
+    p_values,  # [E, OUT, bytes of a row]
+    p_scale,  # [E, OUT, groups]; int8: [E, OUT]
+    p_zeros,  # int4: [E, OUT, groups] uint8
+    p_outer,  # nvfp4: [E, OUT] float32
+    p_columns,  # [E, IN] int64: which input a column stands for; with ORDERED
+    p_gate,  # [X, OUT] float32: sums of the gates; with GATED
+    p_order,  # [X]: pairs by expert
+    p_starts,  # [E + 1]: each expert's first in that order
+    p_shares,  # [X] float32: weight of each pair
+    p_out,  # [X, OUT]
+    experts,
+    row_bytes,
+    groups,
+    n_count,
+    k_count,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    DIVIDED: tl.constexpr,
+    ORDERED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UP: tl.constexpr,  # rows are tokens, not pairs
+    ACT: tl.constexpr,  # of UP; "": none
+    GATED: tl.constexpr,
+):
+    i_block = tl.program_id(1)
+    i_expert = find_segment(p_starts, experts, i_block, BLOCK_M)
+    begin = tl.load(p_starts + i_expert).to(tl.int32)
+    count = tl.load(p_starts + i_expert + 1).to(tl.int32) - begin
+    first = (i_block - begin // BLOCK_M - i_expert) * BLOCK_M
+    if first >= count:
+        return
+    o_m = first + tl.arange(0, BLOCK_M)
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_m, m_n = o_m < count, o_n < n_count
+    pair = tl.load(p_order + begin + o_m, mask=m_m, other=0).to(tl.int64)
+    p_x = p_in + ((pair // K) * k_count if UP else pair * k_count)[:, None]
+    # Inside an expert 32 bits address everything; 64 would need more registers than there are.
+    p_values += i_expert.to(tl.int64) * n_count * row_bytes
+    p_values += (o_n * row_bytes)[:, None]
+    p_scale += i_expert.to(tl.int64) * n_count * groups
+    p_zeros += i_expert.to(tl.int64) * n_count * groups
+    p_outer += i_expert.to(tl.int64) * n_count
+    p_columns += i_expert.to(tl.int64) * k_count
+    o_groups = o_n * groups
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, k_count, BLOCK_K):
+        total += block_product(
+            p_x, p_values, p_scale, p_zeros, p_columns, m_m, m_n, o_groups, k, k_count, KIND, GROUP, ZEROS, ORDERED,
+            BLOCK_K,
+        )  # fmt: skip
+    total = row_scaled(total, p_scale, p_outer, o_n, m_n, KIND, GROUP, DIVIDED)
+    o_out = (pair * n_count)[:, None] + o_n[None, :]
+    m_out = m_m[:, None] & m_n[None, :]
+    if GATED:
+        total = total * activated(tl.load(p_gate + o_out, mask=m_out, other=0.0), ACT)
+    elif ACT != "":
+        total = activated(total, ACT)
+    if not UP:
+        total = total * tl.load(p_shares + pair, mask=m_m, other=0.0)[:, None]
+    tl.store(p_out + o_out, total.to(p_out.dtype.element_ty), mask=m_out)
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Pairs of a step by their expert."""
+
+    order: Tensor
+    """`[X]` pairs, sorted by expert."""
+    starts: Tensor
+    """`[E + 1]`."""
+    shares: Tensor
+    """`[T, K]` float32: the weight of each pair."""
+
+    @property
+    def chosen(self) -> int:
+        return self.shares.shape[1]
+
+    @property
+    def experts(self) -> int:
+        return self.starts.shape[0] - 1
+
+
+def grouped_quantised(
+    rows: Tensor, weight: Quantised, grouping: Grouping, out: Tensor, *, up: bool, activation: str = "",
+    gate: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Fills `out` `[X, OUT]` with each pair's product with its expert's weight `[E, OUT, IN]`, and returns it. `up`:
+    rows are `[T, IN]`, and `activation` of the sums, or of `gate` `[X, OUT]` float32 times the sums, is what is stored;
+    else they are `[X, IN]`, and products are multiplied by the pairs' shares. No host sync. `ValueError` as of a linear
+    layer's kernel.
+    """
+    _, outputs, inner = weight.shape
+    form, pairs = Form.of(weight, rows.dtype), out.shape[0]
+    assert outputs * inner < 2**31
+    average = triton.next_power_of_2(max(1, pairs // grouping.experts))
+    tall = max(16, min(32 if weight.kind == "int8" else form.tallest, average))
+    launch(
+        _grouped_quantised,
+        (triton.cdiv(outputs, form.outputs), pairs // tall + grouping.experts),
+        p_in=rows,
+        **pointers(weight),
+        p_columns=grouping.order if weight.order is None else weight.order,
+        p_gate=out if gate is None else gate,
+        p_order=grouping.order,
+        p_starts=grouping.starts,
+        p_shares=grouping.shares,
+        p_out=out,
+        experts=grouping.experts,
+        row_bytes=weight.values.shape[-1],
+        groups=1 if weight.kind == "int8" else weight.scale.shape[-1],
+        n_count=outputs,
+        k_count=inner,
+        K=grouping.chosen,
+        **form.arguments,
+        ORDERED=weight.order is not None,
+        BLOCK_M=tall,
+        BLOCK_N=form.outputs,
+        # Larger blocks, rows in float32 on fewer warps, and tiles of 64 rows in int8 would spill.
+        BLOCK_K=min(form.block, 64) if weight.kind == "nvfp4" else form.block,
+        UP=up,
+        ACT=activation,
+        GATED=gate is not None,
+        num_warps=8 if rows.dtype == torch.float32 else 4,
+        num_stages=2,
+    )
+    return out

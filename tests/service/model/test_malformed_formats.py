@@ -1,0 +1,170 @@
+"""Each format, spoiled in every way that a file can be: refused, with the module's name, and never loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantised_checkpoint import quantise_files
+from quantised_files import FORMATS
+from safetensors.torch import load_file, save_file
+from tiny_checkpoint import make_checkpoint
+from torch import Tensor
+
+from families import CheckpointError
+from service.model.checkpoint import Checkpoint
+
+MODULE = "backbone.layers.1.mixer.up_proj"
+NAMED = "layers.1.mixer.up_proj"
+"""In whatever way the module's names begin."""
+OPTIONAL = (".input_scale", ".input_global_scale")
+VALUES = (".weight", ".weight_packed", ".qweight")
+SCALES = (".weight_scale", ".weight_scale_inv", ".scales")
+Tensors = dict[str, Tensor]
+
+
+def octets(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """A change of shape, of dtypes that torch moves no elements of."""
+    if tensor.dtype != torch.float8_e4m3fn:
+        return change(tensor).contiguous()
+    return change(tensor.view(torch.uint8)).contiguous().view(tensor.dtype)
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """As GPUs read scales: tiles of 128 rows and 4 groups."""
+    rows, groups = scale.shape
+    padded = torch.zeros(-(-rows // 128) * 128, -(-groups // 4) * 4, dtype=torch.uint8)
+    padded[:rows, :groups] = scale.view(torch.uint8)
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(padded.shape).contiguous().view(scale.dtype)
+
+
+def variants(own: Tensors) -> Iterator[tuple[str, Tensors]]:
+    """Names of what is wrong, and the module's tensors with it. `own`: by suffix."""
+    for suffix in own:
+        if suffix not in (*OPTIONAL, ".g_idx"):
+            yield f"without {suffix}", {name: tensor for name, tensor in own.items() if name != suffix}
+    values = next(suffix for suffix in VALUES if suffix in own)
+    yield "values transposed", own | {values: octets(own[values], torch.Tensor.t)}
+    yield "values cut", own | {values: octets(own[values], lambda t: t[:-8])}
+    yield "values of another dtype", own | {values: own[values].to(torch.float16)}
+    scale = next(suffix for suffix in SCALES if suffix in own)
+    numbers = own[scale]
+    if numbers.dim() > 1 and numbers.shape[0] != numbers.shape[1]:
+        if min(numbers.shape[:2]) > 1 or scale != ".weight_scale":  # a column of rows may lie as a row
+            yield "scales transposed", own | {scale: octets(numbers, lambda t: t.transpose(0, 1))}
+    yield "too many scales", own | {scale: octets(numbers, lambda t: torch.cat((t.reshape(-1),) * 3))}
+    if numbers.dim() > 1:
+        yield "a scale too few", own | {scale: octets(numbers, lambda t: t[:-1])}
+        yield "blocks of another size", own | {scale: octets(numbers, lambda t: t.repeat_interleave(2, 0))}
+    yield "scales of integers", own | {scale: torch.ones(numbers.shape, dtype=torch.int32)}
+    broken = octets(numbers, lambda t: t.clone())
+    (broken.view(torch.uint8) if broken.dtype == torch.float8_e4m3fn else broken).view(-1)[0] = (
+        127 if broken.dtype == torch.float8_e4m3fn else float("nan")
+    )
+    yield "a scale that is not a number", own | {scale: broken}
+    if numbers.dtype == torch.float8_e4m3fn:
+        yield "scales swizzled", own | {scale: swizzled(numbers)}
+    foreign = next(suffix for suffix in (".weight_scale_2", ".weight_scale_inv") if suffix not in own)
+    yield "a tensor of another format", own | {foreign: torch.ones(1)}
+    yield "a tensor of nothing", own | {".shadow.weight_scale": torch.ones(1)}
+
+
+def other(form: str) -> dict[str, Any]:
+    """The configuration of a format that stores weights otherwise."""
+    return FORMATS["gptq" if form == "awq" else "awq"][1]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    form, folder = str(request.param), tmp_path_factory.mktemp("formats")
+    text = {
+        "pattern": "M-", "hidden_size": 64, "intermediate_size": 288, "mamba_num_heads": 8, "mamba_head_dim": 8,
+        "n_groups": 2, "ssm_state_size": 12,
+    }  # fmt: skip
+    plain = make_checkpoint(folder / "plain", 5, vision=False, text=text)
+    return form, quantise_files(plain, folder / "out", form).path
+
+
+def read(path: Path) -> int:
+    return sum(1 for _ in Checkpoint(path).decoder_weights())
+
+
+def test_what_is_spoiled_is_refused_by_name(written: tuple[str, Path]) -> None:
+    form, path = written
+    file = path / "model.safetensors"
+    whole = load_file(file)
+    own = {name.removeprefix(MODULE): tensor for name, tensor in whole.items() if name.startswith(MODULE)}
+    others = {name: tensor for name, tensor in whole.items() if not name.startswith(MODULE)}
+    count, loaded, unnamed = 0, [], []
+    assert read(path) > 5
+    try:
+        for what, tensors in variants(own):
+            count += 1
+            save_file(others | {MODULE + suffix: tensor for suffix, tensor in tensors.items()}, file)
+            try:
+                read(path)
+                loaded.append(what)
+            except CheckpointError as error:
+                if NAMED not in str(error):
+                    unnamed.append(f"{what}: {error}")
+    finally:
+        save_file(whole, file)
+    assert count >= 8
+    assert (loaded, unnamed) == ([], []), form
+
+
+def test_a_configuration_that_says_otherwise_is_refused_by_name(written: tuple[str, Path]) -> None:
+    form, path = written
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    name = "quantization_config"
+    found = config[name]
+    excluded = {**found, "modules_to_not_convert": [NAMED], "exclude_modules": [NAMED], "ignore": [NAMED]}
+    if found["quant_method"] == "gptq":
+        excluded = {**found, "dynamic": {f"-:.*{NAMED}": {}}}
+    try:
+        for changed in (None, other(form), excluded):
+            file.write_text(json.dumps({**config, name: changed}))
+            with pytest.raises(CheckpointError, match=r"layers\.\d\.mixer"):
+                Checkpoint(path)
+    finally:
+        file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("form", "suffix", "changes", "message"),
+    [
+        ("gptq-act-order", ".g_idx", {}, "no g_idx"),
+        ("gptq", ".g_idx", {"desc_act": True}, "no g_idx"),
+        ("gptq", ".g_idx", {"dynamic": {"+:.*": {"desc_act": True}}}, "no g_idx"),
+        ("packed-int4", "", {"actorder": "group"}, "no g_idx"),
+        ("packed-int4", "", {"symmetric": False}, "no zero points"),
+    ],
+)
+def test_what_a_configuration_asks_for_has_to_be_there(
+    tmp_path: Path, form: str, suffix: str, changes: dict[str, Any], message: str
+) -> None:
+    """Inputs in another order, or zero points, whose absence the other tensors do not show."""
+    plain = make_checkpoint(
+        tmp_path / "plain", 5, vision=False, text={"pattern": "-", "hidden_size": 64, "intermediate_size": 96}
+    )
+    path = quantise_files(plain, tmp_path / "out", form).path
+    tensors = load_file(path / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not suffix or not name.endswith(suffix)}
+    save_file(kept, path / "model.safetensors")
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    stored = config["quantization_config"]
+    if form == "packed-int4":
+        stored["config_groups"]["group_0"]["weights"] |= changes
+    else:
+        stored |= changes
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message) as refused:
+        Checkpoint(path)
+    assert "mixer.up_proj" in str(refused.value)
