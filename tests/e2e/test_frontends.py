@@ -32,7 +32,7 @@ from service.servers.frontends import Hub, check, reserved_port, share
 
 ROOT = Path(__file__).resolve().parents[2]
 FRONTENDS = 2
-ARGUMENTS = ["--dtype", "float32", "--threads", "1", "--log-level", "error", "--max-len", "600"]
+ARGUMENTS = ["--dtype", "float32", "--threads", "1", "--log-level", "error", "--max-len", "600", "--no-warmup"]
 
 
 @pytest.fixture(scope="module")

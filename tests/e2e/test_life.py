@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from images import png
+from raw_http2 import RawClient
 from rpc import ask, connect
 from running import RunningServer, children
 
@@ -30,6 +30,7 @@ from service.servers.exposure import channel_options
 from service.servers.health import LIVENESS
 
 ROOT = Path(__file__).resolve().parents[2]
+PLAIN = ("--dtype", "float32", "--threads", "1", "--log-level", "error")
 
 
 @contextlib.contextmanager
@@ -75,7 +76,7 @@ def test_a_killed_engine_ends_streams_with_what_they_had_and_new_calls_at_once(m
 
 def test_a_killed_engine_comes_back_and_health_follows(model: Path) -> None:
     """Streams and calls of a client with default settings continue without intervention."""
-    with ServerProcess([str(model), "--dtype", "float32", "--threads", "1", "--log-level", "error"]) as server:
+    with ServerProcess([str(model), *PLAIN]) as server:
         with saccade.Client(server.address) as client, grpc.insecure_channel(server.address) as channel:
             before = client.generate("x", max_tokens=5, temperature=0)
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
@@ -179,13 +180,9 @@ def test_liveness_ends_with_the_last_attempt_to_start_an_engine(
 def test_connections_have_an_age_and_running_calls_outlive_it(model: Path) -> None:
     """Otherwise clients of a headless service would never use servers that are added later."""
     with RunningServer(str(model), max_seqs=4, max_len=9000, max_connection_age=1.0) as running:
-        host, _, port = running.address.partition(":")
-        with socket.create_connection((host, int(port))) as idle, saccade.Client(running.address) as client:
-            idle.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))  # empty SETTINGS
+        with RawClient(running.address) as idle, saccade.Client(running.address) as client:
             with client.stream("x", max_tokens=8000, ignore_eos=True) as stream:
-                idle.settimeout(60)
-                while idle.recv(4096):  # to its end
-                    pass
+                idle.until_closed()
                 seen = len(stream.token_ids)
                 for _ in range(20):
                     next(stream)
@@ -196,7 +193,7 @@ def test_connections_have_an_age_and_running_calls_outlive_it(model: Path) -> No
 
 
 def test_sigterm_lets_a_running_call_finish(model: Path) -> None:
-    with ServerProcess([str(model), "--dtype", "float32", "--threads", "1", "--log-level", "error"]) as server:
+    with ServerProcess([str(model), *PLAIN, "--no-warmup"]) as server:
         with saccade.Client(server.address, max_retries=0) as client:
             with client.stream("x", max_tokens=200, ignore_eos=True) as stream:
                 next(stream)
@@ -206,7 +203,7 @@ def test_sigterm_lets_a_running_call_finish(model: Path) -> None:
 
 
 def test_a_second_sigterm_stops_now(model: Path) -> None:
-    with ServerProcess([str(model), "--max-len", "9000", "--threads", "1", "--log-level", "error"]) as server:
+    with ServerProcess([str(model), *PLAIN, "--no-warmup", "--max-len", "9000"]) as server:
         with saccade.Client(server.address, max_retries=0) as client:
             with client.stream("x", max_tokens=8900, ignore_eos=True) as stream:
                 next(stream)
@@ -270,7 +267,9 @@ def test_the_server_starts_from_another_folder(model: Path, tmp_path: Path) -> N
     """Helper processes find the checkout by themselves."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport saccade\n"
     code += "from service.commands.cli import ServerProcess\n"
-    code += f"with ServerProcess([{str(model)!r}, '--threads', '1']) as s, saccade.Client(s.address) as c: "
+    code += (
+        f"with ServerProcess([{str(model)!r}, '--threads', '1', '--no-warmup']) as s, saccade.Client(s.address) as c: "
+    )
     code += "print(c.generate('a', max_tokens=2).usage)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert "completion_tokens=2" in done.stdout, done.stderr

@@ -37,7 +37,19 @@ LEASE = 2.0
 
 def process(model: Path, *arguments: str) -> ServerProcess:
     return ServerProcess(
-        [str(model), "--role", "encoder", "--dtype", "float32", "--threads", "1", "--log-level", "error", *arguments]
+        [
+            str(model),
+            "--role",
+            "encoder",
+            "--dtype",
+            "float32",
+            "--threads",
+            "1",
+            "--log-level",
+            "error",
+            "--no-warmup",
+            *arguments,
+        ]
     )
 
 

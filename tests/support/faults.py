@@ -38,7 +38,10 @@ from service.engine.engine_client import SupervisedEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 Numbers = dict[str, Any]
-PLAIN = ("--dtype", "float32", "--threads", "1", "--log-level", "error", "--max-len", "600")
+PLAIN = (
+    "--dtype", "float32", "--threads", "1", "--log-level", "error", "--max-len", "600", "--no-warmup",
+    "--image-workers", "1",
+)  # fmt: skip
 
 
 # -- streams over deaths -----------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ import socket
 import struct
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, SETTINGS = 0, 1, 4
-END_HEADERS = 4
+DATA, HEADERS, SETTINGS, PING = 0, 1, 4, 6
+ACK, END_HEADERS = 1, 4
 
 
 def frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
@@ -53,16 +53,30 @@ class RawClient:
                 ended.append(stream)
         return ended
 
+    def until_closed(self) -> None:
+        """Waits for the server's end of the connection, which comes as soon as its pings are answered."""
+        while (head := self._taken(9)) is not None:
+            body = self._taken(int.from_bytes(head[:3], "big"))
+            if head[3] == PING and not head[4] & ACK and body is not None:
+                self.socket.sendall(frame(PING, ACK, 0, body))
+
     def _head(self) -> tuple[int, int, int, int]:
         data = self._take(9)
         kind, flags, stream = struct.unpack(">BBI", data[3:])
         return int.from_bytes(data[:3], "big"), kind, flags, stream
 
     def _take(self, count: int) -> bytes:
+        data = self._taken(count)
+        assert data is not None, "the connection was closed"
+        return data
+
+    def _taken(self, count: int) -> bytes | None:
+        """So many bytes; None where the connection was closed before."""
         data = b""
         while len(data) < count:
             part = self.socket.recv(count - len(data))
-            assert part, "the connection was closed"
+            if not part:
+                return None
             data += part
         return data
 

@@ -19,10 +19,18 @@ T = TypeVar("T")
 
 
 class RunningServer:
-    """Listens on a free port of the loopback interface. A context manager; leaving it checks that nothing leaked."""
+    """Listens on a free port of the loopback interface. A context manager; leaving it checks that nothing leaked.
+
+    By default one image is decoded at a time: each process that decodes images takes over a second to start."""
 
     def __init__(self, model: str, *, engine: EngineHandle | None = None, **options: Any) -> None:
-        values = {"dtype": "float32", "threads": 1, "log_level": "warning", "warmup": False, **options}
+        values = {
+            "dtype": "float32",
+            "threads": 1,
+            "log_level": "warning",
+            "warmup": False,
+            "image_workers": 1,
+        } | options
         self.options = ServerOptions(model=model, port=0, **values)
         self.engine = engine or EngineProcess(self.options, log_level="warning")
         self.loop = asyncio.new_event_loop()

@@ -162,13 +162,13 @@ def test_slices_cross_between_processes(tmp_path: Path, where: str) -> None:
     common = {"max_tokens": 8, "temperature": 0.0, "images": images}
     with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1) as client:
         expected = client.generate("what?", **common)
-    arguments = [str(tmp_path), "--max-len", "2048", "--threads", "1", "--dtype", "float32"]
+    arguments = [str(tmp_path), "--max-len", "2048", "--threads", "1", "--dtype", "float32", "--no-warmup"]
     with ExitStack() as stack:
         more = ["--encoder-process"] if where == "process" else None
         if more is None:
             encoder = stack.enter_context(ServerProcess([*arguments, "--role", "encoder"]))
             more = ["--role", "decoder", "--encoders", encoder.address]
-        server = stack.enter_context(ServerProcess([*arguments, "--max-seqs", "2", *more]))
+        server = stack.enter_context(ServerProcess([*arguments, "--max-seqs", "2", "--image-workers", "1", *more]))
         remote = stack.enter_context(saccade.Client(server.address))
         answer = remote.generate("what?", **common)
     assert answer.token_ids == expected.token_ids and answer.usage.image_tokens == expected.usage.image_tokens
