@@ -15,6 +15,8 @@ from saccade._sync.client import Client
 from saccade.v1 import admin_pb2
 
 BAR = 30
+ANSWER_SECONDS = 10.0
+"""How long a look may take, all attempts together."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -60,7 +62,7 @@ def run(options: argparse.Namespace, stream: TextIO | None = None, pause: Callab
     terminal = out.isatty()
     tls = TLSConfig(ca=options.ca) if options.ca else options.tls
     shown = 0
-    with Client(options.server, tls=tls, timeout=10.0) as client:
+    with Client(options.server, tls=tls, timeout=ANSWER_SECONDS) as client:
         title = f"{options.server}  {client.get_model().name}"
         while True:
             loads: Any = client._run(one_call(Call("admin", "GetLoads", admin_pb2.GetLoadsRequest())), None)

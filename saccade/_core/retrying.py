@@ -115,7 +115,7 @@ class Retries:
         """
         judged = seen = error
         if self._registers and self._last is not None and isinstance(error, AlreadyExists):
-            judged, seen = Unavailable(error.message, retryable=True), self._last
+            judged, seen = Unavailable(error.message, retryable=True, retry_after=error.retry_after), self._last
         elif isinstance(error, DeadlineExceeded) and self._last is not None:
             note = f"the last of {self._failures} failed attempts before it: {self._last}"
             if hasattr(error, "add_note"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -130,7 +131,7 @@ def test_shared_memory_that_is_full_is_one_images_error(options: EngineOptions) 
 
     def settle(*leases: Any) -> None:
         while not all(entry.ready or entry.error for entry in leases):
-            pass
+            time.sleep(0.001)
 
     large = (1 << 16) // (vision.patch_dim * 4) // 2 * 2  # columns of an image that takes the whole bound
     with largest_file(1 << 16):

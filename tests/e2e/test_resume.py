@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,7 +112,7 @@ def test_a_local_client_closed_at_any_moment_leaves_no_task(model: Path) -> None
             running = threading.Thread(target=_expect_cancelled, args=(client,))
             running.start()
             while client._service.stats()["live"] < 4:
-                pass
+                time.sleep(0.001)
             client.close()
             running.join(timeout=60)
             assert not running.is_alive()

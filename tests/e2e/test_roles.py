@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -225,7 +226,7 @@ class Pool:
     @staticmethod
     def settled(leases: list[Lease]) -> None:
         while not all(lease.ready or lease.error for lease in leases):
-            pass
+            time.sleep(0.001)
 
     def __enter__(self) -> Pool:
         return self
@@ -272,7 +273,7 @@ def test_images_go_where_least_is_in_progress_and_stay_when_one_stops(model: Pat
     with RunningEncoder(str(model)) as other, Pool(model, near, other) as pool:
         leases = [pool.lease(i, pool.image(i)) for i in range(60)]
         while pool.encoders.stats()["given"] < 2:
-            pass
+            time.sleep(0.001)
         other.run(other.server.stop(grace=60))
         pool.settled(leases)
         assert not [lease.error for lease in leases if lease.error]

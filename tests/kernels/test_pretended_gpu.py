@@ -20,7 +20,7 @@ from kernels.rms_norm.kernel import rms_norm
 from kernels.streams import behind, mark, on, side_stream
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter, not a GPU")
-SMALL: dict[str, Any] = {"count": 2, "output": 5, "max_seqs": 2, "max_batched_tokens": 16, "native": "off"}
+SMALL: dict[str, Any] = {"count": 2, "output": 5, "max_seqs": 2, "max_batched_tokens": 8, "native": "off"}
 MODELS: dict[str, dict[str, Any]] = {"plain": {"pattern": "M*E"}, "delta": {"config": gated_config("G*-", mtp=True)}}
 """With the gated delta rule, attention is gated, normalised and uses image positions."""
 
@@ -63,7 +63,7 @@ def test_decoder(model: str, options: dict[str, Any], replayed: set[str]) -> Non
     expected = on_the_host(model)
     with pretended():
         found = answers(
-            **SMALL, **MODELS[model], **options, graphs="on", max_capture=16, device="cuda", known=expected.drawn
+            **SMALL, **MODELS[model], **options, graphs="on", max_capture=8, device="cuda", known=expected.drawn
         )
     assert found.drawn == expected.drawn
     assert replayed <= {name.rpartition("_")[0] for name, count in found.stats.items() if count}

@@ -140,7 +140,7 @@ def test_an_attempt_that_the_server_thinks_is_running_is_waited_for(streamed: St
 
     def answer(request: Any) -> list[str]:
         if len(script.requests) == 2:
-            raise Failure(Code.ALREADY_EXISTS, "still running")
+            raise Failure(Code.ALREADY_EXISTS, "still running", retry_after=0.001)
         return WORDS
 
     script.answer, script.break_after = answer, [2]

@@ -122,7 +122,10 @@ def test_the_second_side_of_each_limit() -> None:
 
 
 def test_an_id_that_only_the_failed_attempt_holds_is_waited_for(ask: Ask, script: Script) -> None:
-    script.failures = [Failure(Code.UNAVAILABLE, retry_after=0.001), Failure(Code.ALREADY_EXISTS, "running")]
+    script.failures = [
+        Failure(Code.UNAVAILABLE, retry_after=0.001),
+        Failure(Code.ALREADY_EXISTS, "running", retry_after=0.001),
+    ]
     assert ask(request_id="mine").text == "a red square"
     assert len(script.requests) == 3
 
@@ -136,11 +139,18 @@ def test_an_id_that_somebody_else_holds_is_an_error_at_once(ask: Ask, script: Sc
 
 def test_who_gives_up_hears_of_the_failure_and_not_of_his_own_id(ask: Ask, script: Script) -> None:
     failure = Failure(Code.UNAVAILABLE, reason="ENGINE_DIED", retry_after=0.001)
-    script.failures = [failure, *[Failure(Code.ALREADY_EXISTS, "running")] * 9]
+    script.failures = [failure, *[Failure(Code.ALREADY_EXISTS, "running", retry_after=0.001)] * 9]
     with pytest.raises(errors.Unavailable) as caught:
         ask({"max_retries": 2})
     assert caught.value.reason == "ENGINE_DIED" and isinstance(caught.value.__cause__, grpc.RpcError)
     assert len(script.requests) == 3
+
+
+def test_the_wait_for_an_id_is_what_the_server_asks_for() -> None:
+    retries = Retries(None, Deadline(None), registers=True, random_unit=lambda: 1.0)
+    assert retries.delay_after(GONE) == 0.5
+    asked = errors.AlreadyExists("running", retry_after=0.1)
+    assert retries.delay_after(asked) == pytest.approx(0.1 + 0.2 * 1.0)
 
 
 def test_calls_that_register_no_id_are_not_tried_again_for_one() -> None:

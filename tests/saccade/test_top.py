@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from saccade import cli
+from saccade import cli, top
 from saccade.top import run, size
 
 
@@ -38,7 +38,8 @@ def test_a_view_that_is_redrawn_on_a_terminal(address: str) -> None:
     assert "1.5 KiB of 1.0 MiB" in views[0]
 
 
-def test_nobody_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nobody_to_ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "ANSWER_SECONDS", 0.5)
     assert cli.main(["top", "--server", "127.0.0.1:1", "--count", "1", "--interval", "0"]) == 1
     assert "saccade:" in capsys.readouterr().err
 

@@ -8,6 +8,8 @@ to an integer); `_mend` corrects this.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,6 +70,36 @@ def _mend() -> None:
             known |= seen
         return interpreter._LangPatchScope()
 
+    def tensor_init(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shape_of(tuple(type.shape) if type.is_block() else ())
+
+    @functools.cache
+    def shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        return tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
+
+    block_init, np_type = tl.core.block_type.__init__, interpreter._get_np_dtype
+    blocks: dict[Any, dict[str, Any]] = {}
+
+    def block_type_init(self: Any, element_ty: Any, shape: Any) -> None:
+        given = shape.value if isinstance(shape, tl.constexpr) else shape
+        sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in given])
+        key = (sizes, element_ty) if type(element_ty) is tl.dtype else None
+        if key not in blocks:
+            block_init(self, element_ty, list(sizes))
+            if key is not None:  # pointers have no hash
+                blocks[key] = dict(vars(self))
+            return
+        vars(self).update(blocks[key])
+
+    np_types = functools.cache(np_type)
+
+    def get_np_dtype(of: Any) -> Any:
+        return np_types(of) if type(of) is tl.dtype else np_type(of) if of.scalar.is_ptr() else np_types(of.scalar)
+
+    # Types and shapes are values, and most of the interpreter's time went into making equal ones.
+    tl.tensor.__init__, tl.core.block_type.__init__ = tensor_init, block_type_init
+    interpreter._get_np_dtype = get_np_dtype
     interpreter._convert_float, builder.create_dot = convert_float, create_dot
     interpreter._patch_lang_tensor, interpreter._patch_lang = patch_lang_tensor, patch_lang
 
