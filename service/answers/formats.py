@@ -1,5 +1,5 @@
-"""What a request holds its answers to: messages -> `ConstraintSpec`. What is cheap is checked here, before anything is
-allocated; the rest when the engine compiles it."""
+"""Converts the constraints of a request from messages to `ConstraintSpec`. Cheap checks are made here, before anything
+is allocated; the others when the engine compiles the format."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from service.common import errors
 from service.common.types import ConstraintSpec, TextFormat
 
 MAX_FORMAT = 2**17
-"""Characters of a format, all of its parts together."""
+"""Largest number of characters of a format, all its parts together."""
 MAX_NESTING = 100
-"""Of a JSON schema's objects and arrays."""
+"""Maximum nesting of objects and arrays in a JSON schema."""
 MAX_CHOICES = 4096
 MAX_TAGS = 256
 MAX_BAD_WORDS = 256
@@ -23,7 +23,7 @@ _FORMAT = "sampling.response_format"
 
 
 def constraint_from_proto(sampling: types_pb2.SamplingParams) -> ConstraintSpec | None:
-    """None where the answer may be any text. Raises InvalidArgument."""
+    """The request's constraint; None if the answer may be any text. Raises InvalidArgument."""
     text_format = _format(sampling.response_format) if sampling.HasField("response_format") else None
     if text_format is not None and sampling.ignore_eos:
         raise errors.InvalidArgument(

@@ -1,8 +1,8 @@
-"""Strings that an answer does not contain, whatever tokens they would be written with.
+"""A constraint that forbids strings in an answer, however they are tokenised.
 
-The strings are one automaton over bytes (Aho and Corasick, 1975). A token is banned in a state from which its bytes
-lead through the end of a string; the banned tokens of a state are found for the whole vocabulary at once, when it is
-first reached.
+All strings form one automaton over bytes (Aho and Corasick, 1975). In each state, a token is forbidden if its bytes
+reach the end of a string. The forbidden tokens of a state are computed for the whole vocabulary at once, when the state
+is first reached.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import numpy as np
 import torch
 
 _MAX_MASKS = 64
-"""Masks that are kept, of one bit for each token: most of an answer is in few states."""
+"""Number of cached masks, each with one bit per token. Most of an answer visits few states."""
 
 
 class TokenText:
-    """The bytes of a vocabulary's tokens, for steps of all of them at once."""
+    """The bytes of a vocabulary's tokens, arranged for automaton steps of all tokens at once."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         """`tokens`: by id; empty for tokens that are no text."""
         self.tokens = tokens
         lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
         self._order = np.argsort(-lengths, kind="stable")
-        """Ids, those of the longest tokens first."""
+        """Token ids, longest tokens first."""
         flat = np.frombuffer(b"".join(tokens), np.uint8)
         starts = np.cumsum(lengths) - lengths
         ordered = lengths[self._order]
@@ -33,11 +33,11 @@ class TokenText:
             flat[starts[self._order[: np.count_nonzero(ordered > place)]] + place]
             for place in range(int(lengths.max(initial=0)))
         ]
-        """By place in a token: the bytes there of all tokens that are long enough, in that order."""
+        """For each byte position, the bytes of all tokens that are long enough, in that order."""
 
     def allowed(self, steps: np.ndarray, ending: np.ndarray, state: int) -> np.ndarray:
-        """Bits of the tokens whose bytes lead from `state` through no state that is `ending`: uint32
-        `[ceil(vocabulary / 32)]`. `steps`: `[states, 256]` int32."""
+        """Bits of the tokens whose bytes lead from `state` through no state that is `ending`: uint32 `[ceil(vocabulary
+        / 32)]`. `steps`: transition table, int32 `[states, 256]`."""
         states = np.full(len(self.tokens), state, np.int32)
         banned = np.zeros(len(self.tokens), bool)
         for column in self._columns:
@@ -49,7 +49,7 @@ class TokenText:
 
 
 class _Automaton:
-    """The strings of one request, and the masks of the states that its samples have been in."""
+    """The automaton of one request, with the masks of the states that its samples have visited."""
 
     def __init__(self, text: TokenText, words: Sequence[bytes]) -> None:
         self._text = text
@@ -86,7 +86,7 @@ class _Automaton:
         return self._masks[state]
 
     def after(self, state: int, token: int) -> int | None:
-        """The state after a token; None for one that is banned."""
+        """The state after a token; None if the token is forbidden."""
         for byte in self._text.tokens[token]:
             state = int(self.steps[state, byte])
             if self.ending[state]:
@@ -95,10 +95,10 @@ class _Automaton:
 
 
 class BadWords:
-    """A `decoder.constraints.Constraint`: none of some strings is in the text of the output."""
+    """A `decoder.constraints.Constraint`: the output's text contains none of some strings."""
 
     def __init__(self, text: TokenText, words: Sequence[str]) -> None:
-        """`words`: none is empty."""
+        """`words`: non-empty strings."""
         self._automaton = _Automaton(text, [word.encode() for word in words])
         self._states = [0]
         self._automaton.mask(0)

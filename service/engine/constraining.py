@@ -1,8 +1,5 @@
-"""Makes the constraints of requests, in a thread of its own.
-
-The vocabulary is read, and the library loaded, when the first request asks for a constraint: a server without such
-requests pays nothing.
-"""
+"""Builds the constraints of requests, in a separate thread. The vocabulary is read and the library loaded when the
+first request needs a constraint, so a server without such requests pays nothing."""
 
 from __future__ import annotations
 
@@ -25,15 +22,15 @@ from service.model.token_bytes import ByteVocabulary
 log = logging.getLogger(__name__)
 
 _STACK = 512 * 2**20
-"""Bytes of address space, not of memory, for the recursion of llguidance's compiler: a chain of rules as long as the
-longest source overflows the usual stack and would end the process."""
+"""Stack size in bytes (of address space, not memory) for the recursion of llguidance's compiler: a chain of rules of
+the maximum length would overflow the default stack and end the process."""
 
 
 class Constraining:
-    """Makes constraints for one model. `begin` and `close` may be called from any thread."""
+    """Builds constraints for one model. `begin` and `close` may be called from any thread."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, ends: frozenset[int]) -> None:
-        """`tokenizer`: of `tokenizer.json`, which need not exist. `ends`: the model's end-of-sequence ids."""
+        """`tokenizer`: path of `tokenizer.json`, which need not exist. `ends`: the model's end-of-sequence ids."""
         self._path, self._vocab_size, self._ends = tokenizer, vocab_size, ends
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -41,9 +38,9 @@ class Constraining:
     def begin(
         self, spec: ConstraintSpec, ends: frozenset[int], stops: frozenset[int], output_ids: Sequence[int]
     ) -> Future[Constraint]:
-        """A constraint for one sample that has accepted `output_ids`. `ends`: the request's end-of-sequence ids;
-        `stops`: its further stop ids. The future's exception is a UnusableConstraint for what cannot be served, or a
-        ConstraintFailed."""
+        """Starts to build a constraint for one sample that has accepted `output_ids`. `ends`: the request's
+        end-of-sequence ids; `stops`: its other stop ids. The future's exception is an UnusableConstraint if the
+        constraint cannot be served, or a ConstraintFailed."""
         with self._lock:
             return self._started_pool().submit(self._make, spec, ends, stops, output_ids)
 
@@ -54,7 +51,7 @@ class Constraining:
                 self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _started_pool(self) -> ThreadPoolExecutor:
-        """One thread: making a constraint takes a millisecond, and the cores have requests to run beside it."""
+        """A pool of one thread: a constraint takes about a millisecond, and the cores are needed for the engine."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="saccade-constraints")
             previous = threading.stack_size(_STACK)

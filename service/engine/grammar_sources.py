@@ -1,4 +1,4 @@
-"""Formats of text as sources of llguidance: Lark, or JSON with several grammars."""
+"""Converts text formats to sources for llguidance: Lark, or JSON with several grammars."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ JSON_OPTIONS: dict[str, Any] = {
     "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "whitespace_pattern": None,
     "coerce_one_of": False, "lenient": False,
 }  # fmt: skip
-"""JSON is written in one way, that of Python's `json.dumps`: a model that may put white space anywhere can do so
-without end, and hardly a token would be certain beforehand. Keywords that are not implemented are refused."""
+"""JSON has a fixed layout, that of Python's `json.dumps`: with free white space, a model could write it without end,
+and hardly any token would be forced. Schema keywords that are not implemented are rejected."""
 
 
 def grammar_source(format: TextFormat, specials: Collection[str]) -> str:
-    """What `LLMatcher` takes. `specials`: names of the vocabulary's special tokens. Raises UnusableConstraint."""
+    """The source for `LLMatcher`. `specials`: names of the vocabulary's special tokens. Raises UnusableConstraint."""
     from llguidance import LLMatcher
 
     try:
@@ -40,7 +40,7 @@ def grammar_source(format: TextFormat, specials: Collection[str]) -> str:
 
 
 def json_grammar(schema: str) -> str:
-    """Raises ValueError for what is not JSON or nested too deeply."""
+    """The source for a JSON schema. Raises ValueError if it is not JSON or nested too deeply."""
     from llguidance import LLMatcher
 
     value = json.loads(schema)
@@ -54,14 +54,14 @@ def _quoted(text: str) -> str:
 
 
 def _literal(text: str, specials: Collection[str]) -> str:
-    """A fixed text, in which the names of special tokens stand for these tokens."""
+    """A fixed text, in which names of special tokens mean these tokens."""
     names = [name for name in specials if name in text]
     pieces = re.split(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})", text) if names else [text]
     return " ".join(piece if piece in names else _quoted(piece) for piece in pieces if piece)
 
 
 def _structural_tags(tags: dict[str, Any], specials: Collection[str]) -> str:
-    """`{"tags": [{"begin", "kind", "content", "end"}], "triggers": [...]}`: free text, in which a trigger is always
+    """`{"tags": [{"begin", "kind", "content", "end"}], "triggers": [...]}`: free text in which each trigger must be
     followed by the rest of a tag that begins with it."""
     triggers = tags["triggers"] or [tag["begin"] for tag in tags["tags"]]
     grammars: list[dict[str, Any]] = [{"name": "tags", "lark_grammar": ""}]

@@ -1,11 +1,10 @@
-"""Formats of text -> grammars -> constraints, by llguidance.
+"""Compiles text formats to grammars and constraints, with llguidance. A format is compiled once and cached; each sample
+gets a copy of the compiled matcher. What the library does not implement is rejected: an `UnusableConstraint` names the
+field and has the library's message.
 
-A format is compiled once and cached; each sample gets a copy of the compiled matcher. What the library does not
-implement it refuses, and so does this module: a `UnusableConstraint` names the field and carries the library's message.
-
-Hostile formats. Size and nesting of the source are bounded before it is compiled, `LIMITS` bound what the compiler and
-each mask may build, and a grammar whose compilation or whose mask takes more than its share of processor time is
-refused from then on.
+Hostile formats: size and nesting of the source are limited before compilation, and `LIMITS` bounds what the compiler
+and each mask may build. A grammar that exceeds its processor time for compilation or for a mask is rejected from then
+on.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ if TYPE_CHECKING:
 
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 128 * 2**20
-"""Of the cached matchers, by `_cost`."""
+"""Limit on the cached matchers, by `_cost`."""
 COMPILE_SECONDS = 3.0
-"""Processor time of one compilation, its first mask included."""
+"""Limit on the processor time of a compilation, including the first mask."""
 MASK_SECONDS = 0.5
-"""Processor time of one mask: all other requests of the batch wait for it."""
+"""Limit on the processor time of one mask, for which all other requests of the batch wait."""
 LIMITS = {
     "max_items_in_row": 1000, "initial_lexer_fuel": 500_000, "step_lexer_fuel": 100_000, "step_max_items": 50_000,
     "max_lexer_states": 50_000, "max_grammar_size": 100_000, "verbose_errors": False,
 }  # fmt: skip
-"""Of `llguidance.LLParserLimits`, where its units are."""
+"""Arguments of `llguidance.LLParserLimits`, which documents their units."""
 _MAX_MESSAGE = 300
 
 
@@ -44,37 +43,37 @@ class Grammar:
     """A compiled format."""
 
     def __init__(self, matcher: LLMatcher, field: str, placeholder: int) -> None:
-        """`matcher`: in its first state. `field`: of the request, for errors. `placeholder`: the id that the matcher
-        takes for the only end of a text."""
+        """`matcher`: in its initial state. `field`: of the request, for errors. `placeholder`: the id that the matcher
+        treats as the only end of text."""
         self._matcher, self.field, self.placeholder = matcher, field, placeholder
         self._refused = ""
 
     def start(self, ends: Collection[int]) -> GrammarConstraint:
-        """A constraint that has accepted nothing. `ends`: the ids that end the text; they stand for no text
-        themselves. Raises UnusableConstraint."""
+        """A constraint that has accepted nothing. `ends`: the ids that end the text; none of them is text. Raises
+        UnusableConstraint."""
         if self._refused:
             raise UnusableConstraint(self._refused, self.field)
         return GrammarConstraint(self, self._matcher.deep_copy(), frozenset(ends))
 
     def refuse(self, why: str) -> UnusableConstraint:
-        """The error for this use; further ones end with the same."""
+        """The error for this request; later uses of the grammar get the same error."""
         self._refused = why
         return UnusableConstraint(why, self.field)
 
 
 class GrammarConstraint:
-    """What a grammar allows next: a `decoder.constraints.Constraint`."""
+    """A `decoder.constraints.Constraint` that allows what a grammar allows."""
 
     def __init__(self, grammar: Grammar, matcher: LLMatcher, ends: frozenset[int], ended: int = 0) -> None:
         self._grammar, self._matcher, self._ends = grammar, matcher, ends
         self._ended = ended
-        """Accepted tokens that end the text. The matcher is not told of them."""
+        """Number of accepted tokens that end the text; the matcher does not get them."""
 
     def copy(self) -> GrammarConstraint:
         return GrammarConstraint(self._grammar, self._matcher.deep_copy(), self._ends, self._ended)
 
     def fill_mask(self, words: torch.Tensor) -> None:
-        """Raises UnusableConstraint where the library reaches one of its limits."""
+        """As in `Constraint`. Raises UnusableConstraint if the library reaches one of its limits."""
         if self._ended:
             words.zero_()
             return
@@ -136,7 +135,7 @@ class Grammars:
     """Compiles formats for one model and caches the results. Used by one thread."""
 
     def __init__(self, vocabulary: ByteVocabulary, ends: Collection[int]) -> None:
-        """`ends`: the model's end-of-sequence ids; they are no text in any grammar."""
+        """`ends`: the model's end-of-sequence ids, which are not text in any grammar."""
         from llguidance import LLTokenizer
 
         textless = set(ends) | vocabulary.special.keys() | {i for i, t in enumerate(vocabulary.tokens) if not t}
@@ -186,7 +185,7 @@ class Grammars:
 
 
 class _Wrapper:
-    """A vocabulary in the form that `llguidance.LLTokenizer` reads."""
+    """A vocabulary with the interface that `llguidance.LLTokenizer` needs."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

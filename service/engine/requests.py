@@ -46,10 +46,10 @@ class Requests:
         self._embedded: dict[str, Lease] = {}
         """Requests for the embedding of an image."""
         self._unsettled: dict[str, EngineRequest] = {}
-        """Requests with a pruned clip that has not been encoded, so that their prompt is not complete, and those whose
-        constraint is being made."""
+        """Requests with a pruned clip that has not been encoded, so that their prompt is not complete, and requests
+        whose constraint is not ready."""
         self._constraints: dict[str, Future[Constraint]] = {}
-        """By request id, until it is submitted to the decoder or ends."""
+        """By request id, until the request is submitted to the decoder or ends."""
 
     @property
     def waiting(self) -> bool:
@@ -58,7 +58,7 @@ class Requests:
 
     def advance(self) -> None:
         """Answers embedding requests whose rows are ready, and submits requests whose clips have been encoded and whose
-        constraints have been made."""
+        constraints are ready."""
         self._give_images()
         self._settle()
 
@@ -93,7 +93,7 @@ class Requests:
             self._give_up(request, error)
 
     def _begin_constraint(self, request: EngineRequest) -> None:
-        """Begins to make the request's constraint, if it has one."""
+        """Starts to build the request's constraint, if it has one."""
         if request.constraint is None:
             return
         future = self._constraining.begin(
@@ -144,7 +144,7 @@ class Requests:
             self._emit([event])
 
     def _settle(self) -> None:
-        """Submits requests whose pruned clips have been encoded and whose constraints have been made."""
+        """Submits requests whose pruned clips have been encoded and whose constraints are ready."""
         for request_id, request in list(self._unsettled.items()):
             names = [name for name in request.names if name in self.live]
             if names and not self._ready(request, names[0]):
@@ -190,7 +190,7 @@ class Requests:
             self._decoder.add(*made)
 
     def _take_constraint(self, request: EngineRequest) -> Constraint | None:
-        """What `_begin_constraint` has asked for. Raises ValueError for what cannot be served, ConstraintFailed."""
+        """The result of `_begin_constraint`. Raises ValueError if it cannot be served, ConstraintFailed."""
         future = self._constraints.pop(request.request_id, None)
         return None if future is None else future.result()
 

@@ -1,4 +1,4 @@
-"""The bytes that the tokens of a `tokenizer.json` stand for: one token may end within a character."""
+"""The bytes of the tokens of a `tokenizer.json`. A token may end within a character."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ToBytes = Callable[[str], bytes]
 
 
 def to_bytes(tokenizer: _Tokenizer) -> ToBytes | None:
-    """What turns an entry of the vocabulary into its bytes: for byte-level vocabularies, and for those of SentencePiece
-    with or without a fallback to single bytes. None for others, whose entries have no bytes of their own."""
+    """A function from vocabulary entries to their bytes, for byte-level vocabularies and for those of SentencePiece
+    with or without byte fallback. None for other vocabularies, whose entries have no bytes of their own."""
     if tokenizer.decoder is None:
         return None
     decoder = json.loads(tokenizer.decoder.__getstate__())
@@ -48,7 +48,7 @@ def _pieces(entry: str, replaced: list[tuple[str, str]], *, fallback: bool) -> b
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes: itself where a byte is printable, and one from U+0100 on where it is not."""
+    """GPT-2's characters for bytes: the byte's own character if it is printable, otherwise one from U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -58,8 +58,8 @@ _ALPHABET = _alphabet()
 
 
 def _byte_level(entry: str) -> bytes:
-    """An entry with a character outside of the alphabet, as an added token may have, is plain text: the decoder of
-    `tokenizers` has the same rule."""
+    """The bytes of an entry. An entry with a character outside of the alphabet, such as an added token, is plain text,
+    as in the decoder of `tokenizers`."""
     try:
         return bytes(_ALPHABET[character] for character in entry)
     except KeyError:
@@ -67,11 +67,11 @@ def _byte_level(entry: str) -> bytes:
 
 
 class ByteVocabulary:
-    """A vocabulary as grammars read it."""
+    """A vocabulary with the bytes of its tokens."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """`path`: of `tokenizer.json`. `size`: number of the model's ids. Raises CheckpointError where the file cannot
-        be read or its tokens have no bytes."""
+        """`path`: of `tokenizer.json`. `size`: number of the model's ids. Raises CheckpointError if the file cannot be
+        read or its tokens have no bytes."""
         try:
             self._tokenizer = _Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception for every malformed file
@@ -92,7 +92,7 @@ class ByteVocabulary:
                 self.tokens[token] = entry.encode() if token in self.special else read(entry)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, in which the names of special tokens are ordinary characters. Empty where the tokenizer
-        writes other text than it was given, for instance a space before it."""
+        """The ids of `text`; names of special tokens are ordinary characters. Empty if the tokenizer would encode
+        another text, for example with a space before it."""
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids if b"".join(self.tokens[i] for i in ids) == text.encode() else []

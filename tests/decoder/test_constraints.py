@@ -1,4 +1,4 @@
-"""Constrained answers: what plain masked decoding gives, under any options; errors end their own request alone."""
+"""Constrained answers equal those of plain masked decoding under any options; an error ends its own request only."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def test_the_answers_compared_are_of_all_sorts(plain: Plain) -> None:
 @pytest.mark.parametrize("native", ["auto", "off"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_answers_are_those_of_masked_logits_of_a_plain_model(temperature: float, native: str) -> None:
-    """transformers, one forward pass of the whole text for each token; log-probabilities are of unmasked logits."""
+    """The reference is transformers with one forward pass of the whole text for each token; log-probabilities are of
+    unmasked logits."""
     config = tiny_config("M*-E")
     model = oracle(config)
     runner = make_runner(config, weights_of(model, config), native=native)
@@ -152,7 +153,7 @@ def chain(length: int) -> Machine:
     "changes", [{"min_tokens": 9}, {"ignore_eos": True}, {"min_tokens": 12, "ignore_eos": True}], ids=str
 )
 def test_a_constraint_that_can_only_end_ends(changes: dict[str, Any], native: str) -> None:
-    """Before `min_tokens` and under `ignore_eos` too, where it must; where it may go on, it goes on."""
+    """Also before `min_tokens` and under `ignore_eos`, if it must end; where it may continue, it continues."""
     may_end = Machine([{10: 0, 11: 0}], frozenset({0}))
     certain = {"logit_bias": {END: 100.0}, "stop_token_ids": frozenset({11})}
     runner = make_runner(CONFIG, WEIGHTS, native=native)
@@ -186,7 +187,7 @@ LOOPS = [
 
 @pytest.mark.parametrize("options", LOOPS)
 def test_an_error_of_a_constraint_ends_its_request_alone(options: dict[str, Any]) -> None:
-    """One that raises, one that allows nothing, one whose mask is not what it accepts."""
+    """One that raises, one that allows nothing, one whose mask disagrees with what it accepts."""
 
     class Liar(Machine):
         def copy(self) -> Liar:
@@ -231,7 +232,7 @@ def test_an_error_of_a_constraint_ends_its_request_alone(options: dict[str, Any]
 
 @pytest.mark.parametrize("options", LOOPS)
 def test_samples_of_a_prompt_follow_copies(options: dict[str, Any]) -> None:
-    """One object for all samples: each is as if it were alone."""
+    """One constraint object for all samples; each behaves as if it were alone."""
     shared = branching(5)
 
     def sample(index: int) -> DecoderRequest:
@@ -280,7 +281,7 @@ def test_forced_tokens_save_steps_and_are_refused_where_the_model_spells_otherwi
 
 
 def test_forced_tokens_that_are_refused_are_not_proposed_for_long() -> None:
-    """Of a model that spells everything in single letters."""
+    """A model that writes everything in single letters."""
     letters = spelled(1, 200)
     single = {token: 50.0 for of in letters.moves[:-1] for token in list(of)[:1]}
     twos = {token for of in letters.moves[:-1] for token in list(of)[1:]} - single.keys()
@@ -291,7 +292,7 @@ def test_forced_tokens_that_are_refused_are_not_proposed_for_long() -> None:
 
 
 def test_memory_for_forced_tokens_is_planned() -> None:
-    """`on` takes what n-gram drafts take; `auto` nothing where nothing drafts."""
+    """`on` plans as much as for n-gram drafts; `auto` plans nothing if nothing drafts."""
 
     def planned(**options: Any) -> tuple[int, int]:
         layout = ArenaLayout.of(CONFIG, DecoderOptions(**options))
@@ -349,7 +350,7 @@ def test_only_constrained_rows_wait_when_steps_overlap() -> None:
 
 
 def test_a_batch_without_constraints_makes_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither does one whose constrained requests have ended."""
+    """The same for a batch whose constrained requests have ended."""
     runner = make_runner(CONFIG, WEIGHTS, native="off")
     run(runner, request("held", [5, 6], greedy_params(3), constraint=chain(9)))
     filled = runner.sampler._masks.fill

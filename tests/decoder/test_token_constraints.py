@@ -1,4 +1,4 @@
-"""Constraints over token ids: at every step of random walks they allow what their definition allows."""
+"""Constraints over token ids: at each step of random walks they allow what their definition allows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from decoder.token_constraints import AllOf, AllowedTokens, BadWords, ReasoningB
 
 VOCAB = 12
 Allowed = Callable[[list[int]], set[int]]
-"""By definition: which tokens may follow an output."""
+"""By definition: the tokens that may follow an output."""
 
 
 def mask_of(constraint: Constraint) -> set[int]:

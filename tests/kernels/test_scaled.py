@@ -1,4 +1,4 @@
-"""Compiled products with fp8, nvfp4 and grouped int4 weights: every number that they can hold, any number of rows."""
+"""Compiled products with fp8, nvfp4 and grouped int4 weights: every number of the formats, any number of rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.linear import Linear, Packed, Quantised, quantise
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 HEIGHTS = (*range(1, 20), 32, 191, 193, 200)
-"""Of one tile, of several, of more than one block of rows."""
+"""Numbers of rows for one tile, several tiles, and more than one block of rows."""
 
 
 def e4m3(octets: Tensor) -> Tensor:
@@ -19,14 +19,14 @@ def e4m3(octets: Tensor) -> Tensor:
 
 
 def every_fp8() -> Quantised:
-    """Rows of all numbers but NaN, in another order in each."""
+    """Rows with all numbers except NaN, in a different order in each."""
     octets = torch.tensor([octet for octet in range(256) if octet & 127 != 127] + [0, 128])
     rows = torch.stack([octets.roll(shift) for shift in range(70)])
     return Quantised("fp8", e4m3(rows), torch.full((70, 1), 0.5), 256, group=256)
 
 
 def every_nvfp4() -> Quantised:
-    """All numbers in groups of every scale: of row r and group g, 16 numbers times scale (r + g) % 127."""
+    """All numbers in groups with every scale: row r and group g have 16 numbers with scale (r + g) % 127."""
     codes = torch.arange(16).repeat(127, 8)
     scales = (torch.arange(127)[:, None] + torch.arange(8)) % 127
     return Quantised(
@@ -35,7 +35,7 @@ def every_nvfp4() -> Quantised:
 
 
 def every_int4(*, zeros: bool) -> Quantised:
-    """All numbers, less every zero point."""
+    """All numbers, with every zero point."""
     codes = torch.arange(16).repeat(70, 16)
     points = (torch.arange(70)[:, None] + torch.arange(8)) % 17 if zeros else None
     packed = (codes[:, 0::2] | codes[:, 1::2] << 4).byte()
@@ -55,7 +55,7 @@ EVERY = {
 @DTYPES
 @pytest.mark.parametrize("kind", EVERY)
 def test_every_number_is_multiplied_as_it_is(kind: str, dtype: torch.dtype) -> None:
-    """Rows with a single one take a weight's numbers out of it: exactly those, alone and in company."""
+    """Rows with a single one return the weight's numbers exactly, alone and in a batch."""
     weight = EVERY[kind]()
     linear, rows = Linear(weight, dtype=dtype), torch.eye(weight.in_features, dtype=dtype)
     expected = weight.dequantise().t()
@@ -99,7 +99,7 @@ def test_a_row_is_the_same_in_any_company_and_with_any_threads(kind: str, inner:
 
 
 def test_what_is_beyond_a_sum_stays_in_its_row() -> None:
-    """Rows of infinities and NaN, whichever tile they are in."""
+    """Rows with infinities and NaN, in any tile."""
     for kind in ("fp8", "nvfp4", "int4"):
         linear = Linear(grouped(kind, 80), dtype=torch.bfloat16)
         x = torch.randn(20, 80).bfloat16()
@@ -121,7 +121,7 @@ def test_int4_without_zero_points_takes_its_inputs_in_their_order(dtype: torch.d
 
 
 def test_rounding_takes_a_weight_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is rounded is the same, whatever the pieces; a piece is of rows, however long they are."""
+    """The result is the same for any pieces; a piece has whole rows, however long they are."""
     import kernels.linear.rounding as rounding
 
     weight = torch.randn(3, 21, 144, generator=torch.Generator().manual_seed(2)).bfloat16()

@@ -1,4 +1,4 @@
-"""Small constraints over token ids for tests: machines of states, of all the kinds that grammars are."""
+"""Small constraints over token ids for tests: state machines of the kinds that occur as grammars."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from decoder.constraints import Constraint
 from decoder.token_constraints import AllOf, AllowedTokens, BadWords, ReasoningBudget
 
 VOCAB, END = 97, 5
-"""Vocabulary of `tiny_decoder`'s models, and the end-of-sequence id of these machines."""
+"""Vocabulary size of `tiny_decoder`'s models, and the end-of-sequence id of these machines."""
 
 
 @dataclass
 class Machine:
-    """A deterministic automaton over token ids. In a state of `accepting` the text may end, by `END`."""
+    """A deterministic automaton over token ids. In the states of `accepting` the text may end, by `END`."""
 
     moves: Sequence[Mapping[int, int]]
-    """Of each state: token -> next state."""
+    """For each state: token -> next state."""
     accepting: frozenset[int] = frozenset()
     preferred: Mapping[int, int] = field(default_factory=dict)
-    """State -> the token that is proposed there although there are others (other spellings of a forced text)."""
+    """State -> the token that `forced` proposes although there are alternatives (other spellings of a forced text)."""
     path: list[int] = field(default_factory=lambda: [0])
     """The states so far."""
     fails_after: int | None = None
-    """The method that is to raise, once so many tokens have been accepted."""
+    """The method that raises after this many accepted tokens."""
 
     def copy(self) -> Machine:
         return Machine(self.moves, self.accepting, self.preferred, list(self.path), self.fails_after)
@@ -78,7 +78,7 @@ def tokens_of(draw: random.Random, count: int) -> list[int]:
 
 
 def branching(seed: int = 0, states: int = 24) -> Machine:
-    """Some choice in every third state, none in the others; may end in one of six."""
+    """A choice in every third state, none in the others; the text may end in one of six states."""
     draw = random.Random(seed)
     moves = [
         {token: draw.randrange(states) for token in tokens_of(draw, draw.choice([2, 7, 40]) if at % 3 == 0 else 1)}
@@ -88,8 +88,7 @@ def branching(seed: int = 0, states: int = 24) -> Machine:
 
 
 def spelled(seed: int = 0, length: int = 60) -> Machine:
-    """One text of `length` letters, each of which has a token and each two a token of their own: the longer ones are
-    preferred."""
+    """One text of `length` letters. Each letter and each pair of letters has a token; the pairs are preferred."""
     draw = random.Random(seed)
     moves = []
     for at in range(length):
@@ -116,4 +115,4 @@ KINDS = {
     "budget": lambda: ReasoningBudget([20, 21], 9, branching(1), ends=[END]),
     "opened": lambda: ReasoningBudget([20, 21, 22], 5, spelled(1), opening=[30, 31], ends=[END]),
 }
-"""By name: the kinds of constraint that answers are compared with."""
+"""By name: the kinds of constraint that answers are tested with."""

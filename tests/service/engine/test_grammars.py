@@ -1,4 +1,4 @@
-"""Formats as constraints: what they allow, from the vocabulary of the embedded model and from random choices."""
+"""Formats as constraints: what they allow with the vocabulary of the embedded model and with random choices."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def allowed(constraint: Any) -> set[int]:
 
 
 def walk(constraint: Any, rng: random.Random, most: int = 300, end: float = 0.3) -> list[int]:
-    """Random tokens until the end of the text, which is chosen with this probability where it may be."""
+    """Random tokens until the end of the text, which is chosen with probability `end` where it is allowed."""
     drawn: list[int] = []
     while len(drawn) < most:
         choices = allowed(constraint)
@@ -145,7 +145,7 @@ def test_a_special_token_can_begin_a_tag(constraining: Constraining, tokenizer: 
     "format", [schema(SCHEMA), TextFormat("regex", "[ab]+(c|dd)"), TAGS], ids=["json", "re", "tags"]
 )
 def test_a_constraint_is_a_function_of_its_tokens_alone(format: TextFormat, constraining: Constraining) -> None:
-    """However they were accepted, taken back, copied or looked ahead at."""
+    """However they were accepted, rolled back, copied or checked ahead."""
     rng = random.Random(5)
     for _ in range(15):
         made = begun(constraining, format)
@@ -198,7 +198,7 @@ def test_ids_without_text_are_not_allowed(constraining: Constraining, tokenizer:
 
 
 def test_several_ends_and_stop_ids(constraining: Constraining, tokenizer: Tokenizer) -> None:
-    """A stop id that is no text ends a text where it may end; one that is text is a part of it."""
+    """A stop id that is not text ends a text where it may end; one that is text is a part of it."""
     (a,) = tokenizer.encode("a")
     special = tokenizer.token_id("<pad>")
     assert special is not None
@@ -255,7 +255,7 @@ def chain(length: int) -> str:
 
 
 def test_a_grammar_as_deep_as_a_request_can_be_does_not_overflow_the_stack(constraining: Constraining) -> None:
-    """It ended the whole process on a stack of the usual size."""
+    """On a stack of the default size, this ended the whole process."""
     made = begun(constraining, TextFormat("lark", chain(10_000)))
     assert isinstance(made, GrammarConstraint)
 
@@ -274,7 +274,7 @@ def test_equal_formats_are_compiled_once_and_old_ones_dropped(monkeypatch: pytes
 
 
 def test_bad_words_are_not_written_with_any_tokens(constraining: Constraining, tokenizer: Tokenizer) -> None:
-    """Random text over few letters holds every short string soon, where nothing forbids it."""
+    """Without the constraint, random text over few letters soon contains every short string."""
     letters = [token for letter in "abc" for token in tokenizer.encode(letter)]
     letters += [i for i in range(VOCABULARY) if set(tokenizer.decode([i])) and set(tokenizer.decode([i])) <= set("abc")]
     bad = ("ab", "cac", "bbb")
@@ -312,7 +312,7 @@ def test_bad_words_of_many_bytes(constraining: Constraining, tokenizer: Tokenize
 
 
 def test_a_sample_of_schemas(constraining: Constraining, tokenizer: Tokenizer) -> None:
-    """Random walks through schemas of every kind of keyword, judged by another implementation."""
+    """Random walks through schemas with every kind of keyword, validated by another implementation."""
     schemas: list[dict[str, Any]] = [
         {"type": "array", "items": {"type": "number", "minimum": -2.5, "exclusiveMaximum": 7}, "maxItems": 3},
         {"type": "array", "prefixItems": [{"type": "boolean"}, {"type": "null"}], "items": False, "minItems": 2},
