@@ -34,6 +34,7 @@ from decoder.config import DecoderConfig, DecoderOptions
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
+from decoder.token_constraints import AllowedTokens
 from encoder.runner import EncoderOptions, EncoderRunner
 from families.nemotron_h_omni.vision import RadioVision
 from kernels.dispatch import forced
@@ -179,8 +180,12 @@ def check_layers(device: str, scale: str) -> dict[str, Any]:
 # -- graphs ------------------------------------------------------------------------------------------------------------
 
 
+CONSTRAINED = (1, 2)
+"""Requests that may draw every third token only: one is sampled, one greedy."""
+
+
 def answers(config: DecoderConfig, device: str, graphs: str) -> dict[str, list[int]]:
-    """Tokens of greedy and sampled rows that start and end at different steps, in float32."""
+    """Tokens of greedy, sampled and constrained rows that start and end at different steps, in float32."""
     options = DecoderOptions(
         device=device, max_seqs=4, max_len=160, max_batched_tokens=64, graphs=graphs, max_capture=64, native="off"
     )
@@ -189,11 +194,14 @@ def answers(config: DecoderConfig, device: str, graphs: str) -> dict[str, list[i
     for index in range(7):
         prompt = torch.randint(0, config.vocab_size, (1 + 13 * index,), generator=generator).tolist()
         params = SamplingParams(max_tokens=3 + 2 * index, temperature=float(index % 2), seed=index, ignore_eos=True)
-        runner.add(DecoderRequest(str(index), prompt, params))
+        constraint = AllowedTokens(range(index, config.vocab_size, 3)) if index in CONSTRAINED else None
+        runner.add(DecoderRequest(str(index), prompt, params, constraint=constraint))
     found: dict[str, list[int]] = {}
     while runner.has_work:
         for event in runner.step():
             require(event.error is None and event.token_id is not None, f"{event}")
+            allowed = int(event.request_id) not in CONSTRAINED or (event.token_id or 0) % 3 == int(event.request_id) % 3
+            require(allowed, f"a token that the constraint does not allow: {event}")
             found.setdefault(event.request_id, []).append(event.token_id or 0)
     replays = [value for name, value in runner.stats().items() if name.startswith("replays_")]
     require((sum(replays) > 0) == (graphs == "on"), f"graphs {graphs}: {runner.stats()}")
