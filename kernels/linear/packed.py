@@ -64,7 +64,8 @@ class Packed:
     def rows(self, ids_T: Tensor) -> Tensor:
         """`[T, k]`: these rows of a weight that is stored in bfloat16."""
         assert self._layout.stored is Kind.BF16 and not self._descriptor.gated
-        return self._layout.data[ids_T // PANEL, :, ids_T % PANEL].flatten(1)[:, : self.k]
+        pairs = self._layout.data.view(torch.int32).squeeze(-1)  # [panels, k / 2, 64]: half as many gathers
+        return pairs[ids_T // PANEL, :, ids_T % PANEL].view(torch.bfloat16)[:, : self.k]
 
     @property
     def stored(self) -> Kind:
