@@ -26,6 +26,8 @@
 
 namespace {
 
+constexpr int64_t TOGETHER = 4;  // rows of a unit of an operation that is little work for each row
+
 void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
     const float* from = (op.code == NORM ? m.x : op.code == CONVERT ? m.mid : m.wide) + row * (op.code == NORM ? m.hidden : m.ld);
     const int64_t width = op.width;
@@ -80,12 +82,14 @@ int64_t units_of(const Model& m, const Op& op, const Step& step) {
         case DELTA: return step.rows * groups_of(m, op);
         case ATTENTION: return AttentionUnits(m, *op.attention, step).count;
         case GROUP_PICKS: return 1;
+        case ROUTE:
+        case COMBINE: return step.tokens;
         case EMBED: return step.ids ? step.tokens : 0;
         case LARGEST: return step.largest ? step.tokens : 0;
         case GATHER:
         case PICKED_ACTIVATE: return step.tokens * op.experts->chosen;
         case EXPERTS: return most_experts(op, step) * Units(op.weight, 1, m.threads, most_experts(op, step)).count;
-        default: return step.tokens;
+        default: return (step.tokens + TOGETHER - 1) / TOGETHER;
     }
 }
 
@@ -107,7 +111,6 @@ class StepJob : public Job {
                 if (m_.stored_bf16) attention<uint16_t>(m_, op, step_, unit, scratch);
                 else attention<float>(m_, op, step_, unit, scratch);
                 break;
-            case HEADS: prepare_heads(m_, *op.attention, step_, unit, scratch.data()); break;
             case ROUTE: route(m_, op, unit, scratch.data()); break;
             case GROUP_PICKS: group_picks(m_, op, step_.tokens); break;
             case GATHER: gather(m_, op, unit); break;
@@ -119,7 +122,10 @@ class StepJob : public Job {
             case COMBINE: combine(m_, op, unit, scratch.data()); break;
             case EMBED: embed(op, unit); break;
             case LARGEST: step_.largest[unit] = first_largest(step_.logits + unit * m_.vocab, m_.vocab); break;
-            default: make_row(m_, op, unit, scratch.data());
+            default:
+                for (int64_t row = TOGETHER * unit; row < std::min(step_.tokens, TOGETHER * (unit + 1)); row++)
+                    if (op.code == HEADS) prepare_heads(m_, *op.attention, step_, row, scratch.data());
+                    else make_row(m_, op, row, scratch.data());
         }
     }
 

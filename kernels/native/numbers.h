@@ -27,9 +27,6 @@ inline uint16_t float_to_bf16(float f) {  // round to nearest even; NaN stays Na
 
 inline __mmask16 first_lanes(int64_t left) { return left >= 16 ? __mmask16(0xffff) : __mmask16((1 << left) - 1); }
 
-// Sixteen numbers at once: like float_to_bf16, but subnormal results are zero, as products treat them.
-inline void store_bf16(uint16_t* to, __mmask16 m, __m512 v) { _mm256_mask_storeu_epi16(to, m, (__m256i)_mm512_cvtneps_pbh(v)); }
-
 // exp within 2 ulp on [-87, 88], clamped outside: 2^n times a polynomial of the remainder (Cephes' coefficients).
 inline float fast_exp(float x) {
     x = std::min(std::max(x, -87.0f), 88.0f);

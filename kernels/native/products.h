@@ -24,6 +24,8 @@ constexpr int64_t ROW_BLOCK = 192;  // rows that a unit of work covers
 constexpr int64_t LINE = 64;        // bytes that are read from memory together
 constexpr int64_t STRIDE = 4;       // steps through the inputs between two looks at what is needed next
 constexpr int64_t SPREAD = 4;       // tiles of rows over which reading the next panel is spread
+constexpr int64_t SLICE = 1024;     // inputs of a bfloat16 panel that all tiles meet before they meet the next ones ...
+constexpr int64_t SLICED = 8;       // ... where there are at most so many tiles
 constexpr int64_t DIVISIBLE = 1024; // inputs from which on a panel may be divided among threads
 constexpr float LIMIT = 32639.0f;   // 127 * 256 + 127: the largest number that two signed bytes make
 
@@ -93,7 +95,7 @@ void make_operand(const float* values, int64_t k, int64_t kind, void* operand, i
     }
     for (int64_t i = 0; i < k; i += 16) {
         const __mmask16 m = first_lanes(k - i);
-        store_bf16(out + i, m, _mm512_maskz_loadu_ps(m, values + i));
+        store16(out + i, m, _mm512_maskz_loadu_ps(m, values + i));
     }
     std::fill(out + k, out + padded_inputs(k, kind), 0);
 }
@@ -125,16 +127,22 @@ struct Ahead {
     }
 };
 
-// R rows times 16 * V columns, from column 16 * first of a panel. Never inlined: the loop needs most of the registers.
+struct Inputs {  // [begin, end) of a product's, begin a multiple of 2
+    int64_t begin, end;
+};
+
+// R rows times 16 * V columns, from column 16 * first of a panel: the sums of some inputs are added to `sums`. Never inlined:
+// the loop needs most of the registers.
 template <int R, int V>
 __attribute__((noinline)) void tile_bf16(
-    const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Ahead ahead, float* out
+    const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, Ahead ahead, float* sums
 ) {
-    const uint16_t* b = static_cast<const uint16_t*>(w.data) + panel * w.kpad * PANEL + first * 32;
-    const uint16_t* const a_end = a + w.kpad;
+    const uint16_t* b = static_cast<const uint16_t*>(w.data) + (panel * w.kpad + inputs.begin) * PANEL + first * 32;
+    const uint16_t* const a_end = a + inputs.end;
+    a += inputs.begin;
     __m512 sum[R][V];
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) sum[r][v] = _mm512_setzero_ps();
+        for (int v = 0; v < V; v++) sum[r][v] = _mm512_loadu_ps(sums + r * PANEL + v * 16);
     while (a < a_end) {
         const uint16_t* const stop = ahead.step() ? std::min(a_end, a + 2 * STRIDE) : a_end;
         for (; a < stop; a += 2, b += 2 * PANEL) {
@@ -147,7 +155,7 @@ __attribute__((noinline)) void tile_bf16(
         }
     }
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) _mm512_storeu_ps(out + r * PANEL + v * 16, sum[r][v]);
+        for (int v = 0; v < V; v++) _mm512_storeu_ps(sums + r * PANEL + v * 16, sum[r][v]);
 }
 
 // Sums of low and high bytes -> sums of 256 high + low.
@@ -301,7 +309,7 @@ void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
             for (int v = 0; v < OUT; v++) y[v] = _mm512_mul_ps(y[v], sum[2 * v + 1]);
         if constexpr (STORED == STORE_BF16) {
             uint16_t* to = static_cast<uint16_t*>(job.out) + place;
-            for (int v = 0; v < OUT; v++) store_bf16(to + v * 16, m[v], y[v]);
+            for (int v = 0; v < OUT; v++) store16(to + v * 16, WHOLE ? __mmask16(0xffff) : m[v], y[v]);
         } else {
             float* to = static_cast<float*>(job.out) + place;
             if constexpr (STORED == ADD) {
@@ -334,59 +342,80 @@ template <int R>
 void tile_scaled(
     const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, uint32_t* unpacked, bool first_rows, Ahead ahead, float* out);
 
+// `sums`: [R, PANEL], which keep what the inputs before these gave. The last inputs finish them.
 template <int R, int V>
-void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Ahead ahead) {
-    alignas(64) float out[R * PANEL];
+void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Inputs inputs, Ahead ahead, float* sums) {
     const Weight& w = *job.weight;
     const int64_t begin = panel * PANEL + first * 16;
-    if (job.store == ADD)  // by the time that there are sums to add, it is there
+    const bool last = inputs.end == w.kpad;
+    if (last && job.store == ADD)  // by the time that there are sums to add, it is there
         for (int r = 0; r < R; r++)
             for (int v = 0; v < V; v++) _mm_prefetch(static_cast<const float*>(job.out) + (row + r) * job.ldo + begin + v * 16, _MM_HINT_T0);
     const uint16_t* a = static_cast<const uint16_t*>(job.a) + row * job.lda;
-    if (w.kind == BF16) tile_bf16<R, V>(a, job.lda, w, panel, first, ahead, out);
-    if (w.kind == F32) tile_f32<R>(static_cast<const float*>(job.a) + row * job.lda, job.lda, w, panel, out);
+    if (w.kind == BF16) {
+        if (!inputs.begin) std::fill_n(sums, R * PANEL, 0.0f);
+        tile_bf16<R, V>(a, job.lda, w, panel, first, inputs, ahead, sums);
+    }
+    if (w.kind == F32) tile_f32<R>(static_cast<const float*>(job.a) + row * job.lda, job.lda, w, panel, sums);
     if constexpr (V == 4)
-        if (w.kind >= FP8) tile_scaled<R>(job.a, row, job.lda, w, panel, job.unpacked, job.first_rows, ahead, out);
+        if (w.kind >= FP8) tile_scaled<R>(job.a, row, job.lda, w, panel, job.unpacked, job.first_rows, ahead, sums);
     if constexpr (R <= INT_ROWS) {
         const int8_t* bytes = reinterpret_cast<const int8_t*>(a);
-        if (w.kind == INT8) tile_int8<R, V>(bytes, 2 * job.lda, job.scales + row, w, panel, first, ahead, out);
-        if (w.kind == INT4) tile_int4<R>(bytes, 2 * job.lda, job.scales + row, w, panel, ahead, out);
+        if (w.kind == INT8) tile_int8<R, V>(bytes, 2 * job.lda, job.scales + row, w, panel, first, ahead, sums);
+        if (w.kind == INT4) tile_int4<R>(bytes, 2 * job.lda, job.scales + row, w, panel, ahead, sums);
     }
-    if (job.store == STORE_BF16) finish<STORE_BF16, R, V>(job, out, row, begin);
-    else if (job.store == ADD) finish<ADD, R, V>(job, out, row, begin);
-    else finish<STORE, R, V>(job, out, row, begin);
+    if (!last) return;
+    if (job.store == STORE_BF16) finish<STORE_BF16, R, V>(job, sums, row, begin);
+    else if (job.store == ADD) finish<ADD, R, V>(job, sums, row, begin);
+    else finish<STORE, R, V>(job, sums, row, begin);
 }
 
 // tile<rows, V>.
 template <int V, int R = 1>
-void tile_of(int64_t rows, const Product& job, int64_t row, int64_t panel, int64_t first, Ahead ahead) {
+void tile_of(int64_t rows, const Product& job, int64_t row, int64_t panel, int64_t first, Inputs inputs, Ahead ahead, float* sums) {
     if constexpr (R < ROWS) {
-        if (rows > R) return tile_of<V, R + 1>(rows, job, row, panel, first, ahead);
+        if (rows > R) return tile_of<V, R + 1>(rows, job, row, panel, first, inputs, ahead, sums);
     }
-    tile<R, V>(job, row, panel, first, ahead);
+    tile<R, V>(job, row, panel, first, inputs, ahead, sums);
 }
 
-// Rows [begin, end) in tiles of nearly equal height. `next`: a panel to prefetch during the last tiles; a single tile does
-// not prefetch.
+// What tile `tile` of `pieces` reads ahead of `bytes` at `next`: nothing, but for the last tiles. `looks`: how often it asks.
+Ahead ahead_of(int64_t tile, int64_t pieces, const char* next, int64_t bytes, int64_t looks) {
+    const int64_t spread = std::min(pieces, SPREAD), share = tile - (pieces - spread);
+    if (!next || share < 0) return {nullptr, nullptr, 0};
+    Ahead ahead{next + bytes * share / spread / LINE * LINE, next + bytes * (share + 1) / spread / LINE * LINE, 0};
+    ahead.bytes = (ahead.end - ahead.at + looks * LINE - 1) / (looks * LINE) * LINE;
+    return ahead;
+}
+
+// Rows [begin, end) in tiles of nearly equal height. A few tiles meet a slice of the inputs before the next one: a long
+// panel and the one that is prefetched would not both fit in the second-level cache. A row's sums go through the inputs in
+// order all the same. `next`: a panel to prefetch during the last tiles; a single tile does not prefetch.
 void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next) {
     Product job = product;
     const Weight& w = *job.weight;
     const bool bytes_or_less = w.kind == INT8 || w.kind == INT4;
     const int64_t height = bytes_or_less ? INT_ROWS : ROWS, pieces = (end - begin + height - 1) / height;
-    const int64_t looks = w.kpad / (bytes_or_less ? 4 : 2) / STRIDE + 1, spread = std::min(pieces, SPREAD), bytes = panel_bytes(w);
+    const bool sliced = w.kind == BF16 && w.kpad > SLICE && pieces > 1 && pieces <= SLICED;
+    const int64_t slices = sliced ? (w.kpad + SLICE - 1) / SLICE : 1;
     if (w.kind >= FP8 && pieces > 1) job.unpacked = unpacked_panel(w);
-    for (int64_t i = 0; i < pieces; i++) {
-        job.first_rows = i == 0;
-        const int64_t from = begin + (end - begin) * i / pieces, to = begin + (end - begin) * (i + 1) / pieces;
-        Ahead ahead{nullptr, nullptr, 0};
-        if (const int64_t share = i - (pieces - spread); next && pieces > 1 && share >= 0) {
-            ahead.at = next + bytes * share / spread / LINE * LINE;
-            ahead.end = next + bytes * (share + 1) / spread / LINE * LINE;
-            ahead.bytes = (ahead.end - ahead.at + looks * LINE - 1) / (looks * LINE) * LINE;
+    alignas(64) float sums[SLICED * ROWS * PANEL];
+    for (int64_t slice = 0; slice < slices; slice++) {
+        const auto bound = [&](int64_t i) { return i == slices ? w.kpad : w.kpad * i / slices / 16 * 16; };
+        const Inputs inputs{bound(slice), bound(slice + 1)};
+        const int64_t length = inputs.end - inputs.begin, bytes = sliced ? 2 * PANEL * length : panel_bytes(w);
+        const int64_t looks = length / (bytes_or_less ? 4 : 2) / STRIDE + 1;
+        const char* soon = next;
+        if (count == 4 && inputs.end < w.kpad) soon = static_cast<const char*>(w.data) + 2 * PANEL * (panel * w.kpad + inputs.end);
+        for (int64_t i = 0; i < pieces; i++) {
+            job.first_rows = i == 0;
+            const int64_t from = begin + (end - begin) * i / pieces, to = begin + (end - begin) * (i + 1) / pieces;
+            const Ahead ahead = ahead_of(i, pieces, pieces > 1 ? soon : nullptr, bytes, looks);
+            float* const kept = sums + (sliced ? (from - begin) * PANEL : 0);
+            if (count == 4) tile_of<4>(to - from, job, from, panel, first, inputs, ahead, kept);
+            else if (count == 2) tile_of<2>(to - from, job, from, panel, first, inputs, ahead, kept);
+            else tile_of<1>(to - from, job, from, panel, first, inputs, ahead, kept);
         }
-        if (count == 4) tile_of<4>(to - from, job, from, panel, first, ahead);
-        else if (count == 2) tile_of<2>(to - from, job, from, panel, first, ahead);
-        else tile_of<1>(to - from, job, from, panel, first, ahead);
     }
 }
 
