@@ -5,10 +5,11 @@
                                  [--new-tokens 64]
 
 Saccade runs behind its gRPC server, the peer in a process of its own. In each round both sides run each workload in
-turn, short ones several times; the output is medians and their ratios. The machine's limits are measured in the same
-run, and each workload's lower bound is computed from the checkpoint's shapes (benchmarks/floors.py). The prompts of a
-decode workload are also run alone; the difference is the time of decoding. Run it on an idle machine. `--only` and
-`--concurrent` select parts.
+turn, short ones several times; the output is medians and their ratios. The machine's limits are measured with each
+workload in each round, because the memory bandwidth of a shared host changes with time; the lower bound of a workload
+is computed from their medians and the checkpoint's shapes (benchmarks/floors.py). The prompts of a decode workload are
+also run alone; the difference is the time of decoding. Run it on an idle machine. `--only` and `--concurrent` select
+parts.
 """
 
 from __future__ import annotations
@@ -180,14 +181,17 @@ def turn(side: Ours | Peer, load: Workload, times: int) -> list[Timed]:
     return [side.run(load) for _ in range(times)]
 
 
-def measure(
-    sides: Sides, side_by_side: list[tuple[Path, bool, list[Workload]]], rounds: int, ceilings: dict[str, float]
-) -> list[dict[str, Any]]:
+def typical(measured: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The median of each number."""
+    return {name: statistics.median(each[name] for each in measured) for name in measured[0]}
+
+
+def measure(sides: Sides, side_by_side: list[tuple[Path, bool, list[Workload]]], rounds: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for model, omni, loads in side_by_side:
         if not loads:
             continue
-        floor, limits = Floor.of(model), Machine.of(ceilings)
+        floor = Floor.of(model)
         ours = Ours(model, sides.options, sides.most)
         try:
             log = sides.logs / f"{sides.peer}{'-omni' if omni else ''}.log"
@@ -204,9 +208,12 @@ def measure(
             times: dict[str, list[tuple[float, float, float]]] = {load.name: [] for load in loads}
             prompts: dict[str, list[tuple[float, float]]] = {load.name: [] for load in loads}
             firsts: dict[str, tuple[list[float], list[float]]] = {load.name: ([], []) for load in loads}
+            ceilings: dict[str, list[dict[str, float]]] = {load.name: [] for load in loads}
             for _ in range(rounds):
                 for load in loads:
                     mine, theirs = (turn(side, load, repeats[load.name]) for side in (ours, peer))
+                    time.sleep(SETTLE)
+                    ceilings[load.name].append(machine.ceilings(sides.device))
                     for pair in zip(mine, theirs, strict=True):
                         times[load.name].append((pair[0].seconds, max(pair[0].firsts), pair[1].seconds))
                         for known, timed in zip(firsts[load.name], pair, strict=True):
@@ -219,7 +226,10 @@ def measure(
             ours.close()
             peer.close()
         for load in loads:
+            bounds = typical(ceilings[load.name])
+            limits = Machine.of(bounds)
             row = row_of(load, times[load.name], firsts[load.name], memory, load.floor(floor, limits))
+            row["ceilings"] = bounds
             if prompts[load.name]:
                 least = floor.step(limits, len(load.prompts)) * (load.new_tokens - 1)
                 row |= decoding(load, row, prompts[load.name], least)
@@ -326,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ]
         options = ("--device", arguments.device, *(("--weights", arguments.weights) if arguments.weights else ()))
         how = Sides(arguments.peer, options, arguments.folder, arguments.device, max(32, *concurrent))
-        rows = measure(how, sides, arguments.rounds, ceilings)
+        rows = measure(how, sides, arguments.rounds)
     result = {
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python -m benchmarks.compare", *(sys.argv[1:] if argv is None else argv)]),

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from kernels.host_memory import use_huge_pages
+
 
 def describe() -> dict[str, str | int]:
     """Processor, cores, memory and versions."""
@@ -60,16 +62,20 @@ def load() -> float:
 
 
 def read_bandwidth(size: int = 1 << 30, repeats: int = 5, device: str = "cpu") -> float:
-    """Bytes per second at which all cores together read memory beyond the caches: the best of `repeats` sums."""
-    data = torch.ones(size // 4, dtype=torch.float32, device=device)
+    """Bytes per second at which all cores together read memory beyond the caches: the best of `repeats` sums. On a
+    CPU the memory is in huge pages, as weights and states are, if the system provides them.
+    """
+    data = torch.empty(size // 4, dtype=torch.float32, device=device)
+    use_huge_pages(data)
+    data.fill_(1)
     best = min(_timed(data.sum, device) for _ in range(repeats + 1))
     return size / best
 
 
 def matmul_rate(dtype: torch.dtype = torch.bfloat16, side: int = 2048, repeats: int = 5, device: str = "cpu") -> float:
-    """FLOP/s of a large square product: the best of `repeats`."""
+    """FLOP/s of a large square product: the best of `repeats`, of `a @ b` and of `a @ b.T`."""
     a, b = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
-    best = min(_timed(lambda: a @ b, device) for _ in range(repeats + 1))
+    best = min(_timed(lambda other=other: a @ other, device) for other in (b, b.T) for _ in range(repeats + 1))
     return 2 * side**3 / best
 
 
