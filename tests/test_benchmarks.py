@@ -8,6 +8,7 @@ import pytest
 from tiny_decoder import greedy_params, request, run, tiny_config, tokens
 
 from benchmarks import large_checkpoint
+from benchmarks.compare import typical
 from benchmarks.floors import Floor, Machine, Tower
 from benchmarks.workloads import Workload
 from decoder.config import DecoderConfig, DecoderOptions
@@ -101,3 +102,8 @@ def test_a_large_checkpoint_in_small(tmp_path: Path) -> None:
     found = run(runner, request("one", [5, 7, 11], greedy_params(4, logprobs=1)))["one"]
     assert len(tokens(found)) == 4 and all(-20 < event.logprob <= 0 for event in found)
     assert large_checkpoint.write_checkpoint(tmp_path / "more", 99.0, 8, other) == more, "what is there is kept"
+
+
+def test_the_limits_of_a_workload_are_medians_of_those_beside_its_rounds() -> None:
+    measured = [{"read_gb_s": gigabytes, "bf16_gflop_s": 400.0} for gigabytes in (57.0, 35.0, 36.0)]
+    assert typical(measured) == {"read_gb_s": 36.0, "bf16_gflop_s": 400.0}
