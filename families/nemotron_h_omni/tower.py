@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from encoder.item import IMAGE, VIDEO, Grid
 from encoder.native import NativeViT, runs_compiled
-from encoder.pieces import Pieces, finish
+from encoder.pieces import finish
 from encoder.preprocess import as_floats
 from encoder.tower import PackedBatch
 from encoder.vit import Block, Norm, ViT
@@ -48,6 +48,8 @@ class RadioTower:
         table_1ND = reader.take(_EMBEDDINGS + "position_embedding").to(torch.float32, copy=True)
         self._table_1DSS = table_1ND.view(1, spec.table_side, spec.table_side, -1).permute(0, 3, 1, 2)
         self.native = NativeViT(self.vit, max_rows) if compiled else None
+        self.pieces = self.vit.pieces if self.native is None else self.native.pieces
+        """`forward` as a generator that yields after each layer."""
 
     @property
     def scratch_bytes(self) -> int:
@@ -65,10 +67,6 @@ class RadioTower:
     def forward(self, batch: PackedBatch, *, kind: str = IMAGE) -> Tensor:
         """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory."""
         return finish(self.pieces(batch, kind=kind))
-
-    def pieces(self, batch: PackedBatch, *, kind: str = IMAGE) -> Pieces[Tensor]:
-        """`forward` as a generator that yields after each layer."""
-        return self.vit.pieces(batch, kind=kind) if self.native is None else self.native.pieces(batch, kind=kind)
 
 
 def interpolate_positions(table_1DSS: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:

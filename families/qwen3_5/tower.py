@@ -12,7 +12,7 @@ from torch import Tensor
 
 from encoder.item import IMAGE, VIDEO, Grid
 from encoder.native import NativeViT, runs_compiled
-from encoder.pieces import Pieces, finish
+from encoder.pieces import finish
 from encoder.tower import PackedBatch
 from encoder.vit import Block, Norm, ViT
 from encoder.weights import plain, tower_linear
@@ -42,6 +42,8 @@ class QwenTower:
         exponents = torch.arange(0, half, 2, dtype=torch.float32, device=device) / half
         self._frequencies = 1.0 / (spec.rope_theta**exponents)
         self.native = NativeViT(self.vit, max_rows) if compiled else None
+        self.pieces = self.vit.pieces if self.native is None else self.native.pieces
+        """`forward` as a generator that yields after each layer."""
 
     @property
     def scratch_bytes(self) -> int:
@@ -80,10 +82,6 @@ class QwenTower:
     def forward(self, batch: PackedBatch, *, kind: str = IMAGE) -> Tensor:
         """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory."""
         return finish(self.pieces(batch, kind=kind))
-
-    def pieces(self, batch: PackedBatch, *, kind: str = IMAGE) -> Pieces[Tensor]:
-        """`forward` as a generator that yields after each layer."""
-        return self.vit.pieces(batch, kind=kind) if self.native is None else self.native.pieces(batch, kind=kind)
 
 
 def _places(grid: Grid, merge: int) -> tuple[Tensor, Tensor]:
