@@ -13,7 +13,7 @@ from torch import Tensor
 from decoder.guide import MaskBuffer
 from decoder.sampling import Choice, SamplingParams
 from decoder.sequence import Sequence
-from kernels.sample.compiled import Drawing, DrawRow, Wish, packed
+from kernels.sample.compiled import Drawing, DrawRow, SampleParams, packed
 
 Largest = Callable[[Tensor], list[int] | None]
 """Returns the ids of the largest logits of rows, if they are known."""
@@ -24,11 +24,11 @@ class _SlotState:
     """Sampling data of the sequence in one batch slot."""
 
     admission: int
-    wish: Wish
+    params: SampleParams
     address: int
-    """Address of `wish`."""
+    """Address of `params`."""
     kept: tuple[object, ...]
-    """Objects that `wish` points to."""
+    """Objects that `params` points to."""
     tokens: array[int] = field(default_factory=lambda: array("q"))
     """The sequence's tokens, if penalties count them."""
 
@@ -92,14 +92,14 @@ class CompiledSampler:
 
 def _state(sequence: Sequence, vocab_size: int) -> _SlotState:
     request = sequence.request
-    params: SamplingParams = request.sampling
-    known = {token: bias for token, bias in params.logit_bias.items() if token < vocab_size}
-    ends = sorted(token for token in request.eos_token_ids | params.stop_token_ids if token < vocab_size)
+    sampling: SamplingParams = request.sampling
+    known = {token: bias for token, bias in sampling.logit_bias.items() if token < vocab_size}
+    ends = sorted(token for token in request.eos_token_ids | sampling.stop_token_ids if token < vocab_size)
     kept = array("q", known), array("q", ends), array("f", known.values())
     ids, stops, biases = (values.buffer_info()[0] for values in kept)
-    wish = Wish(
-        params.temperature, params.top_p, params.min_p, params.repetition_penalty, params.presence_penalty,
-        params.frequency_penalty, params.top_k, request.sample_index, params.seed,
-        -1 if params.logprobs is None else params.logprobs, len(known), len(ends), ids, stops, biases,
+    params = SampleParams(
+        sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty, sampling.presence_penalty,
+        sampling.frequency_penalty, sampling.top_k, request.sample_index, sampling.seed,
+        -1 if sampling.logprobs is None else sampling.logprobs, len(known), len(ends), ids, stops, biases,
     )  # fmt: skip
-    return _SlotState(sequence.held.admission, wish, ctypes.addressof(wish), kept)
+    return _SlotState(sequence.held.admission, params, ctypes.addressof(params), kept)

@@ -20,7 +20,7 @@ from decoder.sampling import Choice
 from decoder.sequence import Sequence
 from kernels.dispatch import implementation
 from kernels.native import NativeUnavailable
-from kernels.sample import Masks, Wishes, greedy, logprobs, penalise, sample
+from kernels.sample import Masks, RowParams, greedy, logprobs, penalise, sample
 from kernels.transfer import send, upload
 
 __all__ = ["Choice", "Sampler"]
@@ -122,7 +122,7 @@ class Sampler:
         ahead = ahead or [()] * len(sequences)
         raw = logits_LV.float()
         adjusted = self._adjust(raw, sequences, ahead)
-        tokens = sample(adjusted, self._wishes(sequences, ahead))
+        tokens = sample(adjusted, self._row_params(sequences, ahead))
         return self._scored(raw, tokens, sequences)
 
     def steady(self, sequences: SequenceOf[Sequence]) -> bytes | None:
@@ -231,7 +231,7 @@ class Sampler:
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
-    def _wishes(self, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]) -> Wishes:
+    def _row_params(self, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]) -> RowParams:
         """The parameters of all rows, on the device in two copies."""
         params = [sequence.request.sampling for sequence in sequences]
         reals = self._floats([[p.temperature, p.top_p, p.min_p] for p in params], torch.float64).t().contiguous()
@@ -248,7 +248,7 @@ class Sampler:
         )
         top_k, seeds, samples, positions = whole.t().contiguous()
         masks = self._masks_of(sequences, ahead)
-        return Wishes(reals[0].float(), top_k, reals[1], reals[2], seeds, samples, positions, masks)
+        return RowParams(reals[0].float(), top_k, reals[1], reals[2], seeds, samples, positions, masks)
 
     def _masks_of(self, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]) -> Masks | None:
         """What constraints allow, on the device."""

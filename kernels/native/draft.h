@@ -77,10 +77,10 @@ void draft(const Model& m, const Drafting& d, Step& step, Run&& run) {
     if (!d.rows) return;
     std::vector<int64_t> ids(d.ids + d.due, d.ids + d.due + d.rows);
     std::vector<Draw> draws(d.draws, d.draws + d.rows);
-    std::vector<Wish> wishes(d.rows);
-    for (int64_t r = 0; r < d.rows; r++) {  // a draft's probability is nobody's business
-        wishes[r] = *draws[r].wish, wishes[r].logprobs = -1;
-        draws[r].wish = &wishes[r];
+    std::vector<SampleParams> params(d.rows);
+    for (int64_t r = 0; r < d.rows; r++) {  // log-probabilities of drafts are not reported
+        params[r] = *draws[r].params, params[r].logprobs = -1;
+        draws[r].params = &params[r];
     }
     Sampling sampling;
     int64_t* places = d.places + d.due;

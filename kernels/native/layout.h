@@ -102,16 +102,18 @@ void add_varlen_attention(Layout& layout) {
     FIELD(VarlenAttention, bounds); FIELD(VarlenAttention, scale);
 }
 
-void add_wish(Layout& layout) {
-    STRUCT(Wish);
-    FIELD(Wish, temperature); FIELD(Wish, top_p); FIELD(Wish, min_p); FIELD(Wish, repetition); FIELD(Wish, presence);
-    FIELD(Wish, frequency); FIELD(Wish, top_k); FIELD(Wish, sample); FIELD(Wish, seed); FIELD(Wish, logprobs);
-    FIELD(Wish, bias_count); FIELD(Wish, end_count); FIELD(Wish, bias_ids); FIELD(Wish, ends); FIELD(Wish, bias);
+void add_sample_params(Layout& layout) {
+    STRUCT(SampleParams);
+    FIELD(SampleParams, temperature); FIELD(SampleParams, top_p); FIELD(SampleParams, min_p);
+    FIELD(SampleParams, repetition); FIELD(SampleParams, presence); FIELD(SampleParams, frequency);
+    FIELD(SampleParams, top_k); FIELD(SampleParams, sample); FIELD(SampleParams, seed); FIELD(SampleParams, logprobs);
+    FIELD(SampleParams, bias_count); FIELD(SampleParams, end_count); FIELD(SampleParams, bias_ids);
+    FIELD(SampleParams, ends); FIELD(SampleParams, bias);
 }
 
 void add_draw(Layout& layout) {
     STRUCT(Draw);
-    FIELD(Draw, wish); FIELD(Draw, position); FIELD(Draw, masked); FIELD(Draw, prompt); FIELD(Draw, known);
+    FIELD(Draw, params); FIELD(Draw, position); FIELD(Draw, masked); FIELD(Draw, prompt); FIELD(Draw, known);
     FIELD(Draw, tokens); FIELD(Draw, mask);
 }
 
@@ -183,7 +185,8 @@ const char* layout_lines() {
     static const std::string lines = [] {
         Layout layout;
         for (auto* add : {add_weight, add_experts, add_attention_shape, add_delta_shape, add_op, add_model, add_step,
-                          add_varlen_attention, add_wish, add_draw, add_drafting, add_tower_op, add_tower, add_tower_step, add_numbers})
+                          add_varlen_attention, add_sample_params, add_draw, add_drafting, add_tower_op, add_tower,
+                          add_tower_step, add_numbers})
             add(layout);
         return layout.lines();
     }();

@@ -10,8 +10,8 @@ from kernels.native import structs, tower
 
 STRUCTS: tuple[type[Structure], ...] = (
     structs.Weight, structs.Experts, structs.AttentionShape, structs.DeltaShape, structs.Op, structs.Model,
-    structs.Step, structs.VarlenAttention, structs.Wish, structs.Draw, structs.Drafting, tower.TowerOp, tower.Tower,
-    tower.TowerStep,
+    structs.Step, structs.VarlenAttention, structs.SampleParams, structs.Draw, structs.Drafting, tower.TowerOp,
+    tower.Tower, tower.TowerStep,
 )  # fmt: skip
 ENUMS: Mapping[str, type[IntEnum]] = {
     "Kind": structs.Kind, "Code": structs.Code, "Target": structs.Target, "Activation": structs.Activation,

@@ -15,7 +15,7 @@
 
 extern "C" {
 
-struct Wish {  // what a sequence asks for; structs.py mirrors this and Draw
+struct SampleParams {  // of a sequence; structs.py mirrors this and Draw
     double temperature, top_p, min_p, repetition, presence, frequency;  // temperature 0: the largest; 1, 0, 1, 0, 0: off
     int64_t top_k, sample;                                             // top_k 0: off
     uint64_t seed;
@@ -26,12 +26,12 @@ struct Wish {  // what a sequence asks for; structs.py mirrors this and Draw
 };
 
 struct Draw {  // a row of logits
-    const Wish* wish;       // null: the largest, and nothing else
-    int64_t position;       // that is drawn
-    int64_t masked;         // none of `ends` may be drawn
-    int64_t prompt, known;  // for penalties: `known` tokens, of which the first `prompt` are not output
+    const SampleParams* params;  // null: the largest logit, without log-probabilities
+    int64_t position;            // of the drawn token
+    int64_t masked;              // none of `ends` may be drawn
+    int64_t prompt, known;       // for penalties: `known` tokens, of which the first `prompt` are not output
     const int64_t* tokens;
-    const uint32_t* mask;  // a bit for each token that may be drawn, [vocab / 32, rounded up]; null: any may
+    const uint32_t* mask;        // a bit for each token that may be drawn, [vocab / 32, rounded up]; null: all may
 };
 }
 
@@ -120,57 +120,57 @@ bool within(const int64_t* ids, int64_t count, int64_t size) {
 const char* why_not(const Draw* draws, int64_t rows, int64_t vocab, int64_t width) {
     for (int64_t row = 0; draws && row < rows; row++) {
         const Draw& draw = draws[row];
-        if (!draw.wish) continue;
-        const Wish& wish = *draw.wish;
-        if (!within(wish.bias_ids, wish.bias_count, vocab)) return "a biased token is not in the vocabulary";
-        if (!within(wish.ends, wish.end_count, vocab)) return "an end token is not in the vocabulary";
+        if (!draw.params) continue;
+        const SampleParams& params = *draw.params;
+        if (!within(params.bias_ids, params.bias_count, vocab)) return "a biased token is not in the vocabulary";
+        if (!within(params.ends, params.end_count, vocab)) return "an end token is not in the vocabulary";
         if (!within(draw.tokens, draw.known, vocab)) return "a penalised token is not in the vocabulary";
         if (draw.prompt < 0 || draw.prompt > draw.known) return "there are more prompt tokens than tokens";
-        if (wish.logprobs >= 0 && std::min(wish.logprobs, vocab) > width) return "there is no room for the log-probabilities";
+        if (params.logprobs >= 0 && std::min(params.logprobs, vocab) > width) return "there is no room for the log-probabilities";
     }
     return nullptr;
 }
 
 class Sampling {  // of one thread; what it keeps is memory
   public:
-    // The token of a row. With `wish.logprobs` k >= 0 also its log-probability, and the ids and log-probabilities of the k
+    // The token of a row. With `params.logprobs` k >= 0 also its log-probability, and the ids and log-probabilities of the k
     // likeliest.
     int64_t draw(const float* logits, int64_t n, const Draw& job, float* logprob, int64_t* top_ids, float* top) {
-        if (!job.wish) return first_largest(logits, n);
+        if (!job.params) return first_largest(logits, n);
         const int64_t token = choose(logits, n, job);
-        if (job.wish->logprobs >= 0) report(logits, n, token, job.wish->logprobs, logprob, top_ids, top);
+        if (job.params->logprobs >= 0) report(logits, n, token, job.params->logprobs, logprob, top_ids, top);
         return token;
     }
 
   private:
     int64_t choose(const float* logits, int64_t n, const Draw& job) {
-        const Wish& wish = *job.wish;
-        const bool adjusted = wish.bias_count || job.masked || job.known;
-        if (wish.temperature == 0 && !adjusted && !job.mask) return first_largest(logits, n);
+        const SampleParams& params = *job.params;
+        const bool adjusted = params.bias_count || job.masked || job.known;
+        if (params.temperature == 0 && !adjusted && !job.mask) return first_largest(logits, n);
         row_.resize(n);
         float* x = row_.data();
         if (adjusted || !job.mask) std::copy(logits, logits + n, x);
         if (adjusted) adjust(x, n, job);
         const int64_t possible = job.mask ? keep_allowed(adjusted ? x : logits, job.mask, n, x) : n;
-        if (wish.temperature == 0 || !possible) return first_largest(x, n);
-        const float divisor = float(wish.temperature);
+        if (params.temperature == 0 || !possible) return first_largest(x, n);
+        const float divisor = float(params.temperature);
 #pragma omp simd
         for (int64_t i = 0; i < n; i++) x[i] = x[i] == x[i] ? x[i] / divisor : IMPOSSIBLE;
-        const double uniform = uniform_of(wish.seed, job.position, wish.sample);
-        const bool filtered = wish.top_k > 0 || wish.top_p < 1 || wish.min_p > 0;
-        return filtered ? among_likeliest(x, n, possible, wish, uniform) : among_all(x, n, uniform);
+        const double uniform = uniform_of(params.seed, job.position, params.sample);
+        const bool filtered = params.top_k > 0 || params.top_p < 1 || params.min_p > 0;
+        return filtered ? among_likeliest(x, n, possible, params, uniform) : among_all(x, n, uniform);
     }
 
     // Products are rounded before they are subtracted, as in the reference: through double, whose 53 bits hold them
     // exactly.
     void adjust(float* x, int64_t n, const Draw& job) {
-        const Wish& wish = *job.wish;
-        for (int64_t i = 0; i < wish.bias_count; i++) x[wish.bias_ids[i]] += wish.bias[i];
+        const SampleParams& params = *job.params;
+        for (int64_t i = 0; i < params.bias_count; i++) x[params.bias_ids[i]] += params.bias[i];
         if (seen_.size() < size_t(n)) seen_.resize(n);
         const auto each = [&](int64_t begin, auto&& visit) {
             for (int64_t i = begin; i < job.known; i++) visit(x[job.tokens[i]], seen_[job.tokens[i]]);
         };
-        const float factor = float(wish.repetition), often = float(wish.frequency), present = float(wish.presence);
+        const float factor = float(params.repetition), often = float(params.frequency), present = float(params.presence);
         each(job.prompt, [](float&, int32_t& count) { count++; });
         each(0, [&](float& value, int32_t& count) {
             if (count < 0) return;
@@ -181,7 +181,7 @@ class Sampling {  // of one thread; what it keeps is memory
         });
         each(0, [](float&, int32_t& count) { count = 0; });
         if (job.masked)
-            for (int64_t i = 0; i < wish.end_count; i++) x[wish.ends[i]] = IMPOSSIBLE;
+            for (int64_t i = 0; i < params.end_count; i++) x[params.ends[i]] = IMPOSSIBLE;
     }
 
     // In the order of ids: the first whose cumulative weight exceeds the share.
@@ -204,8 +204,8 @@ class Sampling {  // of one thread; what it keeps is memory
     }
 
     // In the order of falling values: a prefix that all filters keep. `possible`: how many are above IMPOSSIBLE, at most.
-    int64_t among_likeliest(const float* x, int64_t n, int64_t possible, const Wish& wish, double share) {
-        const int64_t most = wish.top_k > 0 ? std::min(wish.top_k, possible) : possible;
+    int64_t among_likeliest(const float* x, int64_t n, int64_t possible, const SampleParams& params, double share) {
+        const int64_t most = params.top_k > 0 ? std::min(params.top_k, possible) : possible;
         const int64_t width = std::min(most, FIRST_CANDIDATES);
         take_likeliest(x, n, width, possible < n ? FINITE : IMPOSSIBLE);
         sums_.clear();
@@ -213,23 +213,23 @@ class Sampling {  // of one thread; what it keeps is memory
         int64_t above = 0;  // that min_p keeps
         for (const Candidate& candidate : found_) {
             const double weight = std::exp(double(candidate.value - found_[0].value));
-            above += weight >= wish.min_p;
+            above += weight >= params.min_p;
             sums_.push_back(sum += weight);
         }
         int64_t kept = width;
         bool known = most == width;
-        if (wish.top_p < 1) {
-            if (!known && most < possible) return among_many(x, n, possible, wish, share, most);  // what it is a share of lies further down
+        if (params.top_p < 1) {
+            if (!known && most < possible) return among_many(x, n, possible, params, share, most);  // what it is a share of lies further down
             const double mass = most < possible ? sum : weight_of_all(x, n, found_[0].value);
-            const auto reached = std::lower_bound(sums_.begin(), sums_.end(), wish.top_p * mass);
+            const auto reached = std::lower_bound(sums_.begin(), sums_.end(), params.top_p * mass);
             known |= reached != sums_.end();
             kept = std::min(kept, int64_t(reached - sums_.begin()) + 1);
         }
-        if (wish.min_p > 0) {
+        if (params.min_p > 0) {
             known |= above < width;
             kept = std::min(kept, above);
         }
-        if (!known) return among_many(x, n, possible, wish, share, most);
+        if (!known) return among_many(x, n, possible, params, share, most);
         kept = std::max(int64_t(1), kept);
         const auto end = sums_.begin() + kept;
         const int64_t place = std::upper_bound(sums_.begin(), end, share * end[-1]) - sums_.begin();
@@ -243,7 +243,7 @@ class Sampling {  // of one thread; what it keeps is memory
     };
 
     // The same if filters keep many: counted and summed by steps of value, and sorted within one step only.
-    int64_t among_many(const float* x, int64_t n, int64_t possible, const Wish& wish, double share, int64_t most) {
+    int64_t among_many(const float* x, int64_t n, int64_t possible, const SampleParams& params, double share, int64_t most) {
         const float top = maximum(x, n);
         std::fill(steps_.begin(), steps_.end(), Step{0, 0});
         step_of_.resize(n), weights_.resize(n);
@@ -257,15 +257,15 @@ class Sampling {  // of one thread; what it keeps is memory
         for (int64_t i = 0; i < n; i++) {
             Step& step = steps_[step_of_[i]];
             step.count++, step.mass += weights_[i], mass += weights_[i];
-            above += weights_[i] >= wish.min_p;
+            above += weights_[i] >= params.min_p;
         }
         int64_t kept = most;
         if (most < possible) mass = first_place(x, n, [&](int64_t count, double) { return count >= most; }).mass;
-        if (wish.top_p < 1) {
-            const double goal = wish.top_p * mass;
+        if (params.top_p < 1) {
+            const double goal = params.top_p * mass;
             kept = std::min(kept, first_place(x, n, [&](int64_t, double mass) { return mass >= goal; }).count);
         }
-        if (wish.min_p > 0) kept = std::max(int64_t(1), std::min(kept, above));
+        if (params.min_p > 0) kept = std::max(int64_t(1), std::min(kept, above));
         const double target = share * first_place(x, n, [&](int64_t count, double) { return count >= kept; }).mass;
         const auto passed = [&](int64_t count, double mass) { return mass > target || count >= kept; };
         return first_place(x, n, passed).id;

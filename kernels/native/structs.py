@@ -148,7 +148,7 @@ class VarlenAttention(Structure):
     ]  # fmt: skip
 
 
-class Wish(Structure):
+class SampleParams(Structure):
     """Sampling parameters of a sequence."""
 
     _fields_ = [
@@ -163,7 +163,7 @@ class Draw(Structure):
     """One row of logits to draw from."""
 
     _fields_ = [
-        ("wish", c_void_p), ("position", c_int64), ("masked", c_int64), ("prompt", c_int64), ("known", c_int64),
+        ("params", c_void_p), ("position", c_int64), ("masked", c_int64), ("prompt", c_int64), ("known", c_int64),
         ("tokens", c_void_p), ("mask", c_void_p),
     ]  # fmt: skip
 

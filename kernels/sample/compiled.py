@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from kernels.native import library
-from kernels.native.structs import Draw, Wish
+from kernels.native.structs import Draw, SampleParams
 
-__all__ = ["DrawRow", "Drawing", "Wish", "packed"]
+__all__ = ["DrawRow", "Drawing", "SampleParams", "packed"]
 
 _DRAW = struct.Struct("7q")
 """One `Draw`, seven 64-bit numbers: ten times as fast as packing through ctypes."""
 assert _DRAW.size == sizeof(Draw)
 DrawRow = tuple[int, int, int, int, int, int, int]
-"""Address of the row's `Wish` (0: take the largest logit); position to draw; whether `ends` are masked; for penalties:
-number of prompt tokens, of all tokens, and their address; address of the row's mask (a row of `Masks.words_GW`; 0:
-none).
+"""Address of the row's `SampleParams` (0: take the largest logit); position to draw; whether `ends` are masked; for
+penalties: number of prompt tokens, of all tokens, and their address; address of the row's mask (a row of
+`Masks.words_GW`; 0: none).
 """
 
 

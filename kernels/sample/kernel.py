@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import launch
-from kernels.sample.rows import Wishes
+from kernels.sample.rows import RowParams
 
 UNIT = tl.constexpr(float(1 << 44))
 MAX_VOCAB = 1 << 18
@@ -285,7 +285,7 @@ def _accept(  # type: ignore[no-untyped-def]
     tl.store(p_out + i_row, accepted)
 
 
-def sample(logits_RV: Tensor, wishes: Wishes) -> Tensor:
+def sample(logits_RV: Tensor, params: RowParams) -> Tensor:
     """Like the reference, in one launch. No host sync. Raises `ValueError` for a vocabulary beyond `MAX_VOCAB`."""
     rows, vocab = logits_RV.shape
     if vocab > MAX_VOCAB:
@@ -294,21 +294,21 @@ def sample(logits_RV: Tensor, wishes: Wishes) -> Tensor:
     out = torch.empty(rows, dtype=torch.int64, device=device)
     scratch = torch.empty(rows, vocab + CANDIDATES, dtype=torch.float32, device=device)
     ids = torch.empty(rows, CANDIDATES, dtype=torch.int32, device=device)
-    masks = wishes.masks
+    masks = params.masks
     assert logits_RV.stride(1) == 1 and (masks is None or masks.words_GW.is_contiguous())
     launch(
         _sample,
         (rows,),
         p_logits=logits_RV,
-        p_temperature=wishes.temperature_R,
-        p_top_k=wishes.top_k_R,
-        p_top_p=wishes.top_p_R,
-        p_min_p=wishes.min_p_R,
-        p_seeds=wishes.seeds_R,
-        p_samples=wishes.samples_R,
-        p_positions=wishes.positions_R,
+        p_temperature=params.temperature_R,
+        p_top_k=params.top_k_R,
+        p_top_p=params.top_p_R,
+        p_min_p=params.min_p_R,
+        p_seeds=params.seeds_R,
+        p_samples=params.samples_R,
+        p_positions=params.positions_R,
         p_words=ids if masks is None else masks.words_GW,
-        p_masks=wishes.positions_R if masks is None else masks.index_R,
+        p_masks=params.positions_R if masks is None else masks.index_R,
         p_scratch=scratch,
         p_ids=ids,
         p_out=out,

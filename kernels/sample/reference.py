@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.sample.philox import uniforms
-from kernels.sample.rows import Masks, Wishes
+from kernels.sample.rows import Masks, RowParams
 
 BLOCK = 256
 FIRST_CANDIDATES = 64
@@ -155,25 +155,25 @@ def logprobs(logits_RV: Tensor, tokens_R: Tensor, count: int) -> tuple[Tensor, T
     return chosen, ids, values - norm
 
 
-def sample(logits_RV: Tensor, wishes: Wishes) -> Tensor:
-    """Draws a token per row, `[R]` int64: mask, temperature, filters, draw, by the row's wishes.
+def sample(logits_RV: Tensor, params: RowParams) -> Tensor:
+    """Draws a token per row, `[R]` int64: mask, temperature, filters, draw, by the row's parameters.
 
-    A row's result depends on its own logits and wishes only.
+    A row's result depends on its own logits and parameters only.
     """
     logits = logits_RV.float()
-    if wishes.masks is not None:
-        logits = keep_allowed(logits, wishes.masks)
+    if params.masks is not None:
+        logits = keep_allowed(logits, params.masks)
     out = greedy(logits)
-    drawn = wishes.temperature_R > 0
-    filtered = drawn & ((wishes.top_k_R > 0) | (wishes.top_p_R < 1) | (wishes.min_p_R > 0))
-    random = uniforms(wishes.seeds_R, wishes.samples_R, wishes.positions_R)
+    drawn = params.temperature_R > 0
+    filtered = drawn & ((params.top_k_R > 0) | (params.top_p_R < 1) | (params.min_p_R > 0))
+    random = uniforms(params.seeds_R, params.samples_R, params.positions_R)
     for kind in (drawn & ~filtered, filtered):
         rows = kind.nonzero()[:, 0]
         if not rows.numel():
             continue
-        scaled = logits[rows] / wishes.temperature_R[rows, None]
+        scaled = logits[rows] / params.temperature_R[rows, None]
         if kind is filtered:
-            filters = (wishes.top_k_R[rows], wishes.top_p_R[rows], wishes.min_p_R[rows])
+            filters = (params.top_k_R[rows], params.top_p_R[rows], params.min_p_R[rows])
             out[rows] = draw_filtered(scaled, random[rows], *filters)
         else:
             out[rows] = draw(scaled, random[rows])

@@ -18,7 +18,7 @@ class Masks:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class RowParams:
     """Parameters of each row's draw, and the counter of its random number."""
 
     temperature_R: Tensor

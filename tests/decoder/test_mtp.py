@@ -30,7 +30,7 @@ from decoder.layers.descriptions import Attention
 from decoder.mtp import check_mtp
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
-from kernels.native.structs import Wish
+from kernels.native.structs import SampleParams
 from kernels.sample.compiled import packed
 
 BASE: dict[str, Any] = {
@@ -286,7 +286,7 @@ def test_rows_of_one_call_draft_as_many_as_each_wants(counts: list[int]) -> None
     kv = runner.arena.kv[len(runner.config.pages)]
     given = torch.randn(len(counts), size, generator=torch.Generator().manual_seed(2))
     tables = torch.tensor([[3 * row, 3 * row + 1] for row in range(len(counts))])
-    wish = Wish(0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, 0, -1)
+    params = SampleParams(0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, 0, -1)
 
     def drafts(chosen: list[int]) -> tuple[list[list[int]], Tensor]:
         """The last token of a row is at place 3, the last of its first page: (drafts, content of the pages
@@ -295,7 +295,7 @@ def test_rows_of_one_call_draft_as_many_as_each_wants(counts: list[int]) -> None
         runner.arena.clear_pages(tables[:, 0].tolist())
         kv[tables[:, 1]] = float("nan")
         rows = [(7 + row, 4 * 3 * row + 3, 4, counts[row]) for row in chosen]
-        draws = packed([(ctypes.addressof(wish), 5, 0, 0, 0, 0, 0)] * len(chosen))
+        draws = packed([(ctypes.addressof(params), 5, 0, 0, 0, 0, 0)] * len(chosen))
         found = compiled.draft(given[chosen], [], rows, [], tables[chosen], draws)
         return found, kv.clone()
 

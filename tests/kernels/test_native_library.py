@@ -104,7 +104,7 @@ def test_structs_that_differ_from_the_compiled_ones_are_named() -> None:
     lines = {name: " ".join(map(str, numbers)) for name, numbers in mirrored().items()}
     check_layout("\n".join(f"{name} {numbers}" for name, numbers in lines.items()))
     changes = {
-        "Step.rows": "16 8", "Tower": "8", "Code.EMBED": "14", "PANEL": "32", "Wish.top_p": "8 4",
+        "Step.rows": "16 8", "Tower": "8", "Code.EMBED": "14", "PANEL": "32", "SampleParams.top_p": "8 4",
         "Drafting.new_field": "112 8", "Draw.known": None,
     }  # fmt: skip
     for name, numbers in changes.items():

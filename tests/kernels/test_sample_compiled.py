@@ -10,8 +10,8 @@ import pytest
 import torch
 from compiled import needs_compiled
 
-from kernels.sample import Masks, Wishes, logprobs, reference
-from kernels.sample.compiled import Drawing, DrawRow, Wish
+from kernels.sample import Masks, RowParams, logprobs, reference
+from kernels.sample.compiled import Drawing, DrawRow, SampleParams
 
 pytestmark = needs_compiled
 FILTERS = [
@@ -42,20 +42,20 @@ def both(
     seeds, positions = torch.randint(-(2**63), 2**63 - 1, (rows,)), torch.randint(0, 2**31, (rows,))
     top_k, top_p, min_p = (torch.tensor(column, dtype=torch.float64) for column in zip(*filters, strict=True))
     samples, temperatures = torch.arange(rows) % 3, torch.full((rows,), temperature)
-    asked = Wishes(temperatures, top_k.long(), top_p, min_p, seeds, samples, positions, masks)
-    wishes = [
-        Wish(temperature, p, least, 1.0, 0.0, 0.0, k, sample, seed % 2**64, -1)
+    asked = RowParams(temperatures, top_k.long(), top_p, min_p, seeds, samples, positions, masks)
+    params = [
+        SampleParams(temperature, p, least, 1.0, 0.0, 0.0, k, sample, seed % 2**64, -1)
         for (k, p, least), sample, seed in zip(filters, samples.tolist(), seeds.tolist(), strict=True)
     ]
-    tokens, _ = Drawing(logits.shape[1])(logits, rows_of(wishes, positions.tolist(), masks))
+    tokens, _ = Drawing(logits.shape[1])(logits, rows_of(params, positions.tolist(), masks))
     return tokens, reference.sample(logits, asked).tolist()
 
 
-def rows_of(wishes: list[Wish], positions: list[int], masks: Masks | None = None) -> list[DrawRow]:
-    index = [-1] * len(wishes) if masks is None else masks.index_R.tolist()
+def rows_of(params: list[SampleParams], positions: list[int], masks: Masks | None = None) -> list[DrawRow]:
+    index = [-1] * len(params) if masks is None else masks.index_R.tolist()
     words = [0 if masks is None or of < 0 else masks.words_GW[of].data_ptr() for of in index]
-    rows = zip(wishes, positions, words, strict=True)
-    return [(ctypes.addressof(wish), position, 0, 0, 0, 0, mask) for wish, position, mask in rows]
+    rows = zip(params, positions, words, strict=True)
+    return [(ctypes.addressof(one), position, 0, 0, 0, 0, mask) for one, position, mask in rows]
 
 
 @pytest.mark.parametrize("vocab", [1, 17, 300, 4097, 32000])
@@ -108,40 +108,40 @@ def test_rows_that_are_no_distribution_give_some_token(value: float) -> None:
     for place, filters in itertools.product((slice(None), slice(3, 4)), FILTERS):
         logits = torch.randn(1, 700)
         logits[:, place] = value
-        wish = Wish(1.0, filters[1], filters[2], 1.0, 0.0, 0.0, filters[0], 0, 7, 5)
-        (token,), _ = Drawing(700)(logits, rows_of([wish], [3]), 5)
+        params = SampleParams(1.0, filters[1], filters[2], 1.0, 0.0, 0.0, filters[0], 0, 7, 5)
+        (token,), _ = Drawing(700)(logits, rows_of([params], [3]), 5)
         assert 0 <= token < 700
 
 
 @pytest.mark.parametrize("count", [0, 1, 20, 1024, 5000])
 def test_reported_log_probabilities_are_the_reference_s(count: int) -> None:
     logits = torch.randn(3, 4097) * 5
-    wishes = [Wish(0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, 0, count) for _ in range(3)]
-    tokens, (chosen, ids, values) = Drawing(4097)(logits, rows_of(wishes, [3, 4, 5]), count)
+    params = [SampleParams(0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, 0, count) for _ in range(3)]
+    tokens, (chosen, ids, values) = Drawing(4097)(logits, rows_of(params, [3, 4, 5]), count)
     expected = logprobs(logits, torch.tensor(tokens), count)
     torch.testing.assert_close(torch.tensor(chosen), expected[0])
     assert ids == expected[1].tolist()
     torch.testing.assert_close(torch.tensor(values).view(3, -1), expected[2])
 
 
-def asked_for(**changes: object) -> tuple[Wish, list[DrawRow], list[object]]:
+def asked_for(**changes: object) -> tuple[SampleParams, list[DrawRow], list[object]]:
     """A row with bias, penalties and mask, with one of its numbers changed; and the objects that it points to."""
     given: dict[str, list[int]] = {"bias_ids": [3], "ends": [5], "tokens": [1, 2]}
     given |= {name: [value] for name, value in changes.items() if name in given}  # type: ignore[list-item]
     kept = {name: array("q", values) for name, values in given.items()}
     bias = array("f", [1.0])
-    wish = Wish(0.0, 1.0, 0.0, 1.1, 0.0, 0.0, 0, 0, 0, -1, 1, 1)
-    wish.bias_ids, wish.ends = (kept[name].buffer_info()[0] for name in ("bias_ids", "ends"))
-    wish.bias, wish.logprobs = bias.buffer_info()[0], changes.get("logprobs", -1)
+    params = SampleParams(0.0, 1.0, 0.0, 1.1, 0.0, 0.0, 0, 0, 0, -1, 1, 1)
+    params.bias_ids, params.ends = (kept[name].buffer_info()[0] for name in ("bias_ids", "ends"))
+    params.bias, params.logprobs = bias.buffer_info()[0], changes.get("logprobs", -1)
     known = len(kept["tokens"])
-    row = (ctypes.addressof(wish), 3, 1, changes.get("prompt", known), known, kept["tokens"].buffer_info()[0], 0)
-    return wish, [row], [kept, bias]  # type: ignore[list-item]
+    row = (ctypes.addressof(params), 3, 1, changes.get("prompt", known), known, kept["tokens"].buffer_info()[0], 0)
+    return params, [row], [kept, bias]  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("name", ["bias_ids", "ends", "tokens"])
 @pytest.mark.parametrize("token", [-1, 300, -(2**63), 2**63 - 1])
 def test_ids_outside_of_the_vocabulary_write_nothing(name: str, token: int) -> None:
-    wish, rows, kept = asked_for(**{name: token})
+    params, rows, kept = asked_for(**{name: token})
     with pytest.raises(IndexError, match="is not in the vocabulary"):
         Drawing(300)(torch.zeros(1, 300), rows)
 
@@ -149,19 +149,19 @@ def test_ids_outside_of_the_vocabulary_write_nothing(name: str, token: int) -> N
 @pytest.mark.parametrize("name", ["bias_ids", "ends", "tokens"])
 @pytest.mark.parametrize("token", [0, 299])
 def test_the_first_and_the_last_id_are_in_the_vocabulary(name: str, token: int) -> None:
-    wish, rows, kept = asked_for(**{name: token})
+    params, rows, kept = asked_for(**{name: token})
     assert Drawing(300)(torch.zeros(1, 300), rows)[0] == [token if name == "bias_ids" else 3]
 
 
 def test_reports_stay_in_their_room() -> None:
     for count, likeliest in ((4, 3), (0, None)):
-        wish, rows, kept = asked_for(logprobs=count)
+        params, rows, kept = asked_for(logprobs=count)
         with pytest.raises(IndexError, match="no room for the log-probabilities"):
             Drawing(300)(torch.zeros(1, 300), rows, likeliest)
-    wish, rows, kept = asked_for(logprobs=1000)
+    params, rows, kept = asked_for(logprobs=1000)
     assert Drawing(300)(torch.zeros(1, 300), rows, 300)[0] == [3]  # as many as there are
     for prompt in (-1, 3):
-        wish, rows, kept = asked_for(prompt=prompt)
+        params, rows, kept = asked_for(prompt=prompt)
         with pytest.raises(IndexError, match="more prompt tokens than tokens"):
             Drawing(300)(torch.zeros(1, 300), rows)
 
@@ -196,15 +196,15 @@ def test_a_mask_that_leaves_only_impossible_tokens_gives_some_token() -> None:
     for filters, temperature in itertools.product(FILTERS, (0.0, 1.0)):
         logits = torch.full((1, 700), float("nan"))
         masks = Masks(torch.tensor([[4, *[0] * 21]], dtype=torch.int32), torch.tensor([0]))
-        wish = Wish(temperature, filters[1], filters[2], 1.0, 0.0, 0.0, filters[0], 0, 7, 5)
-        (token,), _ = Drawing(700)(logits, rows_of([wish], [3], masks), 5)
+        params = SampleParams(temperature, filters[1], filters[2], 1.0, 0.0, 0.0, filters[0], 0, 7, 5)
+        (token,), _ = Drawing(700)(logits, rows_of([params], [3], masks), 5)
         assert 0 <= token < 700
 
 
 def test_log_probabilities_are_those_without_the_mask() -> None:
     logits = torch.randn(1, 700)
     masks = Masks(torch.tensor([[4, *[0] * 21]], dtype=torch.int32), torch.tensor([0]))
-    wish = Wish(1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, 7, 3)
-    (token,), ((chosen,), (ids,), _) = Drawing(700)(logits, rows_of([wish], [3], masks), 3)
+    params = SampleParams(1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, 7, 3)
+    (token,), ((chosen,), (ids,), _) = Drawing(700)(logits, rows_of([params], [3], masks), 3)
     expected = logprobs(logits, torch.tensor([2]), 3)
     assert token == 2 and chosen == pytest.approx(expected[0].item(), abs=1e-5) and ids == expected[1][0].tolist()

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton_kernels import DEVICE, poisoned
 
 from kernels.dispatch import forced
-from kernels.sample import Masks, Wishes, accept_drafts, reference, sample, uniform, uniforms
+from kernels.sample import Masks, RowParams, accept_drafts, reference, sample, uniform, uniforms
 from kernels.sample import kernel as sample_kernel
 
 # top_k, top_p and min_p of each row: none, each alone, all, wide ones, more than there are.
@@ -35,9 +35,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def wishes(temperature: float, filters: list[tuple[int, float, float]], masks: Masks | None = None) -> Wishes:
+def row_params(temperature: float, filters: list[tuple[int, float, float]], masks: Masks | None = None) -> RowParams:
     top_k, top_p, min_p = (torch.tensor(values, dtype=torch.float64) for values in zip(*filters, strict=True))
-    return Wishes(
+    return RowParams(
         temperature_R=torch.full((ROWS,), temperature),
         top_k_R=top_k.long(),
         top_p_R=top_p,
@@ -49,7 +49,7 @@ def wishes(temperature: float, filters: list[tuple[int, float, float]], masks: M
     )
 
 
-def both(logits: Tensor, asked: Wishes) -> tuple[Tensor, Tensor]:
+def both(logits: Tensor, asked: RowParams) -> tuple[Tensor, Tensor]:
     with forced("triton"):
         found = sample(logits, asked)
     return found, reference.sample(logits, asked)
@@ -64,20 +64,20 @@ def test_draws_are_those_of_the_reference(
 ) -> None:
     """With the likeliest tokens copied to scratch memory, and with too many of them for that."""
     monkeypatch.setattr(sample_kernel, "CANDIDATES", candidates)
-    found, expected = both(torch.randn(ROWS, 700) * 3, wishes(0.8, filters))
+    found, expected = both(torch.randn(ROWS, 700) * 3, row_params(0.8, filters))
     assert torch.equal(found, expected)
 
 
 def test_equal_logits_are_ordered_by_id() -> None:
     logits = torch.randint(0, 3, (ROWS, 300)).float()
-    found, expected = both(logits, wishes(1.0, [(0, 0.5, 0.0), (3, 0.5, 0.0), *[NONE] * (ROWS - 2)]))
+    found, expected = both(logits, row_params(1.0, [(0, 0.5, 0.0), (3, 0.5, 0.0), *[NONE] * (ROWS - 2)]))
     assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_greedy_takes_the_first_of_the_largest(dtype: torch.dtype) -> None:
     logits = torch.randint(-4, 4, (ROWS, 300)).to(dtype)
-    found, expected = both(logits, wishes(0.0, FILTERS))
+    found, expected = both(logits, row_params(0.0, FILTERS))
     assert torch.equal(found, expected) and torch.equal(found, logits.float().argmax(-1))
 
 
@@ -85,7 +85,7 @@ def test_impossible_tokens_are_never_drawn() -> None:
     logits = torch.randn(ROWS, 300)
     logits[:, ::2] = float("-inf")
     for temperature in (0.0, 0.7):
-        found, expected = both(logits, wishes(temperature, [NONE] * ROWS))
+        found, expected = both(logits, row_params(temperature, [NONE] * ROWS))
         assert torch.equal(found, expected) and bool((found % 2 == 1).all())
 
 
@@ -102,7 +102,7 @@ def test_masked_tokens_are_never_drawn(candidates: int, allowed: int, monkeypatc
     kept[:, 0] |= kept.sum(-1) == 0
     words[:, 0] |= kept[:, 0].int()
     for temperature in (0.0, 0.8):
-        found, expected = both(torch.randn(ROWS, 700) * 3, wishes(temperature, FILTERS, Masks(words, index)))
+        found, expected = both(torch.randn(ROWS, 700) * 3, row_params(temperature, FILTERS, Masks(words, index)))
         assert torch.equal(found, expected)
         for token, mask in zip(found.tolist(), index.tolist(), strict=True):
             assert mask < 0 or kept[mask, token]
@@ -116,13 +116,13 @@ def test_random_numbers_are_bit_for_bit_those_of_the_reference() -> None:
     alone = [uniform(s, i, p, 1).item() for i, (s, p) in enumerate(zip(seeds, [0, 7, 2**31, 2**20], strict=True))]
     assert rows.tolist() == alone
     logits = torch.zeros(ROWS, 1 << 12)
-    found, expected = both(logits, wishes(1.0, [NONE] * ROWS))
+    found, expected = both(logits, row_params(1.0, [NONE] * ROWS))
     assert torch.equal(found, expected), "the first 12 bits of each row"
 
 
 def test_a_vocabulary_that_sums_are_not_exact_for_is_refused() -> None:
     with pytest.raises(ValueError, match="300000 tokens is beyond the 262144"):
-        sample_kernel.sample(torch.zeros(1, 300000), wishes(1.0, [NONE] * ROWS))
+        sample_kernel.sample(torch.zeros(1, 300000), row_params(1.0, [NONE] * ROWS))
 
 
 def test_accepted_drafts() -> None:
