@@ -15,8 +15,9 @@ MODELS = ("nano-3-omni", "demo")
 
 
 def cases(shape: ModelShape) -> Iterator[Case]:
-    """A projection out of the residual stream, of a step and of a prompt, in every kind of weight. Sizes of models
-    change nothing but whether they are multiples of a block: one large model and one small one are enough.
+    """A projection from the residual stream, with the rows of a step and of a prompt, for every kind of weight.
+
+    A model's sizes matter only by whether they are multiples of a block, so one large and one small model are enough.
     """
     if shape.name not in MODELS:
         return

@@ -1,4 +1,4 @@
-"""`f(x G^T + b) * (x U^T + c)`: two weights over one input as one product, which a gated MLP begins with."""
+"""`f(x G^T + b) * (x U^T + c)`: the gate and up projections of a gated MLP as one product."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kernels.native import Activation, NativeUnavailable
 
 
 class GatedLinear:
-    """A weight `[2 * out, in]`, the gates first, and an optional bias `[2 * out]`.
+    """A weight `[2 * out, in]`, gates first, and an optional bias `[2 * out]`.
 
-    Where the compiled product multiplies the weight, as `Linear` describes it, gates and the outputs that they are for
-    are interleaved, and f and the product with it are part of the matrix product. Else the weight is a `Linear`.
+    If the compiled product supports the weight, as `Linear` describes, gates and up outputs are interleaved, and f and
+    the multiplication are part of the matrix product. Otherwise the weight is a `Linear`.
     """
 
     def __init__(
@@ -32,10 +32,9 @@ class GatedLinear:
         dtype: torch.dtype = torch.float32,
         activations: str | None = None,
     ) -> None:
-        """`product`: `[rows, 2 * out]`, gates and what they are for -> f(gate) * other; `activation`: f in compiled
-        code; `dtype` and `activations` as of `Linear`. The weight may be kept instead of copied. A
-        product that is there already is taken as it is, without `bias`.
-        """
+        """`product`: `[rows, 2 * out]`, gate and up halves -> f(gate) * up; `activation`: f in compiled code; `dtype`
+        and `activations`: as in `Linear`. The weight may be kept instead of copied. An existing product is used
+        unchanged, without `bias`."""
         self.product, self.activation = product, activation
         self.packed: Packed | None = None
         self.plain: Linear | LinearParts | None = None

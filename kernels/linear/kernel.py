@@ -1,9 +1,9 @@
 """Products of plain rows with weights that stay quantised, in Triton; layouts and maths are in README.md.
 
-One program makes a tile of rows and outputs. Of each block of inputs it reads the weight's bytes, makes numbers of the
-rows' dtype of them in registers (all of them are exact in bfloat16), multiplies, and scales the block's sums in
-float32. Four-bit weights hold two neighbouring inputs in a byte: even and odd inputs are two products. Scales of nvfp4
-change every 16 inputs and are multiplied into the numbers, which stay exact.
+One program computes a tile of rows and outputs. For each block of inputs it reads the weight's bytes, converts them to
+the rows' dtype in registers (all values are exact in bfloat16), multiplies, and scales the block's sums in float32. A
+byte of a four-bit weight has two neighbouring inputs, so even and odd inputs are two products. Scales of nvfp4 change
+every 16 inputs and are multiplied into the converted values, which stay exact.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kernels.linear.quantised import NVFP4_GROUP, Quantised
 INT8, INT4, FP8, NVFP4 = (tl.constexpr(code) for code in range(4))
 CODES = {"int8": 0, "int4": 1, "fp8": 2, "nvfp4": 3}
 OUTPUTS = 64
-"""Of a tile."""
+"""Outputs per tile."""
 INPUTS = 128
-"""Of a block, at most."""
+"""Largest number of inputs per block."""
 
 
 @triton.jit
 def _e4m3(b_bytes):
-    """uint8 -> float32. NaN is read as 480: no weight is."""
+    """uint8 -> float32. NaN is read as 480; weights contain none."""
     bits = b_bytes.to(tl.int32)
     exponent, mantissa = (bits >> 3) & 15, bits & 7
     whole = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
@@ -49,7 +49,7 @@ def _e2m1(b_codes):
 
 @triton.jit
 def _nibbles(b_codes, p_scale, p_zeros, m_n, o_group, m_group, KIND: tl.constexpr, ZEROS: tl.constexpr):
-    """Numbers `[N, half a block]` of one half of the bytes, scaled where scales change inside a block."""
+    """Values `[N, half a block]` of one half of the bytes, scaled if scales change within a block."""
     if KIND == NVFP4:
         b_scale = _e4m3(tl.load(p_scale + o_group, mask=m_group, other=0))
         return _e2m1(b_codes) * b_scale
@@ -77,9 +77,8 @@ def block_product(
     ORDERED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """`[M, N]` float32: the part of the product that inputs `k` to `k + BLOCK_K` make, scaled where scales belong to
-    groups of inputs.
-    """
+    """`[M, N]` float32: the part of the product for inputs `k` to `k + BLOCK_K`, scaled if scales belong to groups of
+    inputs."""
     element = p_x.dtype.element_ty
     o_scale = o_groups + (k // GROUP if GROUP > 0 else 0)
     if KIND == INT8 or KIND == FP8:
@@ -117,7 +116,7 @@ def block_product(
 
 @triton.jit
 def row_scaled(total, p_scale, p_outer, o_n, m_n, KIND: tl.constexpr, GROUP: tl.constexpr, DIVIDED: tl.constexpr):
-    """Sums `[M, N]` by what belongs to a whole output: nvfp4's outer scales, or one scale for all inputs."""
+    """Applies scales of whole outputs to the sums `[M, N]`: nvfp4's outer scales, or one scale for all inputs."""
     if KIND == NVFP4:
         b_outer = tl.load(p_outer + o_n, mask=m_n, other=1.0)
         total = total / b_outer[None, :] if DIVIDED else total * b_outer[None, :]
@@ -170,20 +169,20 @@ def _linear_kernel(
 
 @dataclass(frozen=True)
 class Form:
-    """How a kernel is to read a weight, as its constants say it."""
+    """How a kernel reads a weight, as compile-time constants."""
 
     arguments: dict[str, Any]
     """KIND, GROUP, ZEROS, DIVIDED."""
     block: int
-    """Inputs of a block."""
+    """Inputs per block."""
     outputs: int
-    """Of a tile."""
+    """Outputs per tile."""
     tallest: int
-    """Rows of a tile at most: more would spill on sm_80."""
+    """Largest number of rows per tile: more would spill on sm_80."""
 
     @classmethod
     def of(cls, weight: Quantised, dtype: torch.dtype) -> Form:
-        """`dtype`: of the rows. `ValueError` for groups that no power of two from 16 on divides."""
+        """`dtype`: of the rows. `ValueError` for groups that are not divisible by a power of two from 16 on."""
         group, exact = weight.scale_group, dtype == torch.float32  # without tensor cores: smaller tiles
         whole = weight.kind == "int8" or group >= weight.in_features
         outputs, block = (16, 32) if exact else (OUTPUTS, INPUTS)
@@ -200,7 +199,7 @@ class Form:
 
 
 def pointers(weight: Quantised) -> dict[str, Tensor]:
-    """The tensors of a weight as the kernels take them; those that it does not have are any tensor."""
+    """The tensors of a weight as arguments of the kernels; an arbitrary tensor for those that it does not have."""
     as_bytes = weight.values if weight.kind == "int8" else weight.values.view(torch.uint8)
     return {
         "p_values": as_bytes,
@@ -211,7 +210,7 @@ def pointers(weight: Quantised) -> dict[str, Tensor]:
 
 
 def quantised_linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
-    """Like the reference. No host sync. `ValueError` for groups that no power of two from 16 on divides."""
+    """Like the reference. No host sync. `ValueError` for groups that are not divisible by a power of two from 16 on."""
     rows, inner = x.shape
     outputs, form, tensors = weight.shape[0], Form.of(weight, x.dtype), pointers(weight)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""Weights in the layouts of the compiled kernels, which kernels/native/README.md has."""
+"""Weights in the layouts of the compiled kernels; kernels/native/README.md describes these."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kernels.native import Kind, NativeUnavailable
 from kernels.native.structs import GROUP, PANEL
 
 STEPS = {Kind.F32: 1, Kind.BF16: 2, Kind.INT8: 16, Kind.INT4: GROUP, Kind.FP8: 8, Kind.NVFP4: 16, Kind.UINT4: 8}
-"""Inputs are padded to multiples of these; of the last three they have to be multiples of them."""
+"""Inputs are padded to multiples of these; for the last three kinds they must be multiples already."""
 GATES = 16
-"""Of a gated weight, as many gates lie together, and then the outputs that they are for."""
+"""In a gated weight, this many gates alternate with the outputs that they gate."""
 MOST_INPUTS = 131_071
-"""Of int8 and int4: products of bytes are summed in 32 bits."""
+"""For int8 and int4: sums of products of bytes must fit 32 bits."""
 MULTIPLIED = (torch.bfloat16, torch.float32)
 """Dtypes of plain weights and of rows."""
 
@@ -37,7 +37,7 @@ class Layout:
     zeros: Tensor | None = None
     outer: Tensor | None = None
     group: int = 0
-    """Inputs that share a scale, of those that are summed group by group."""
+    """Inputs that share a scale, for kinds that are summed group by group."""
 
     @property
     def nbytes(self) -> int:
@@ -46,10 +46,11 @@ class Layout:
 
 
 def lay_out(weight: Tensor | Quantised, dtype: torch.dtype) -> Layout:
-    """`dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16. Columns
-    stay as they are stored: inputs in another order are the caller's to permute. float32 is shared, all else copied, to
-    huge pages where it is large. Raises NativeUnavailable where the compiled code has no
-    product for it.
+    """Converts a weight.
+
+    `dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16. Columns keep
+    their stored order; the caller must permute inputs. float32 is shared, others are copied, to huge pages if large.
+    Raises NativeUnavailable if the compiled code has no product for the weight.
     """
     layout = _lay_out(weight, dtype)
     return layout if layout.stored == Kind.F32 else replace(layout, data=in_huge_pages(layout.data))
@@ -82,20 +83,20 @@ def _lay_out(weight: Tensor | Quantised, dtype: torch.dtype) -> Layout:
 
 
 def _panels(weight: Tensor, step: int, together: int) -> Tensor:
-    """`[n, k]` -> `[panels, k / together, 64, together]`, padded with zeros: some inputs of 64 outputs lie together."""
+    """`[n, k]` -> `[panels, k / together, 64, together]`, padded with zeros."""
     n, k = weight.shape
     padded = F.pad(weight, (0, -k % step, 0, -n % PANEL))
     return padded.view(-1, PANEL, padded.shape[1] // together, together).permute(0, 2, 1, 3).contiguous()
 
 
 def _pack_int8(weight: Quantised) -> tuple[Tensor, Tensor]:
-    """Bytes without a sign: 128 more than the values."""
+    """Unsigned bytes: values + 128."""
     data = _panels(weight.values, STEPS[Kind.INT8], 4).view(torch.uint8).bitwise_xor_(128)
     return data, F.pad(weight.scale, (0, -weight.shape[0] % PANEL)).contiguous()
 
 
 def _pack_int4(weight: Quantised) -> tuple[Tensor, Tensor]:
-    """8 more than the values; a byte holds the same place of outputs 0..31 (low half) and 32..63 (high half)."""
+    """Values + 8; each byte has the same input of an output in 0..31 (low half) and of one in 32..63 (high half)."""
     n, groups = weight.shape[0], math.ceil(weight.in_features / GROUP)
     panels = _panels(weight.integers(), GROUP, 4).add_(8).to(torch.uint8).flatten(2)
     data = panels[..., : 2 * PANEL] | panels[..., 2 * PANEL :] << 4
@@ -104,9 +105,8 @@ def _pack_int4(weight: Quantised) -> tuple[Tensor, Tensor]:
 
 
 def _is_scaled(weight: Quantised, dtype: torch.dtype) -> bool:
-    """Whether it is multiplied with plain rows; others are with rows of integers. int4 can be either: plain rows of
-    bfloat16 are a third faster where they are many; integers take any number of inputs.
-    """
+    """Whether the weight is multiplied with plain rows instead of rows of integers. Both are possible for int4: plain
+    bfloat16 rows are a third faster if there are many; integers support any number of inputs."""
     if weight.kind != "int4":
         return weight.kind in ("fp8", "nvfp4")
     plain = dtype == torch.bfloat16 and weight.in_features % STEPS[Kind.UINT4] == 0
@@ -134,13 +134,14 @@ def _pack_fp8(weight: Quantised) -> Tensor:
 
 
 def _in_fours(octets: Tensor) -> Tensor:
-    """`[n, k]` -> `[panels, k / 4, 4, 64]`: 4 inputs of 16 outputs, in the order that they are unpacked in."""
+    """`[n, k]` -> `[panels, k / 4, 4, 64]`: 4 inputs of 16 outputs, in the order in which they are unpacked."""
     panels = octets.view(-1, 4, 4, 4, octets.shape[1] // 4, 2, 2)  # panel, vector, lane, output, chunk, pair, parity
     return panels.permute(0, 4, 1, 2, 5, 3, 6).reshape(-1, octets.shape[1] // 4, 4, PANEL)
 
 
 def _pack_nvfp4(weight: Quantised) -> Tensor:
-    """`[panels, k / 16, 576]` bytes: 64 scales, then of 8 inputs twice 4 in the low halves and 4 in the high ones."""
+    """`[panels, k / 16, 576]` bytes: 64 scales, then, for each 8 inputs, 4 in the low halves and 4 in the high
+    halves."""
     below = -weight.shape[0] % PANEL
     octets = weight.scale.contiguous().view(torch.uint8)
     codes = _codes(weight).view(*octets.shape, NVFP4_GROUP) * (octets != 0)[..., None]
@@ -151,9 +152,8 @@ def _pack_nvfp4(weight: Quantised) -> Tensor:
 
 
 def _scale_bytes() -> Tensor:
-    """Of each e4m3 byte without a sign, the byte that the compiled code reads: of (1 + m / 8) * 2^(8 - d), m in bits 4
-    to 6, the lowest bit of d in bit 7, the others in bits 0 to 3; 0 of a zero and of NaN.
-    """
+    """For each non-negative e4m3 byte, the byte that the compiled code reads. For (1 + m / 8) * 2^(8 - d): m in bits 4
+    to 6, the lowest bit of d in bit 7, the others in bits 0 to 3; 0 for zero and NaN."""
     values = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     fraction, exponent = torch.frexp(values)
     m, d = (fraction * 16 - 8).to(torch.uint8), (9 - exponent).to(torch.uint8)
@@ -161,12 +161,12 @@ def _scale_bytes() -> Tensor:
 
 
 def _codes(weight: Quantised) -> Tensor:
-    """uint8 `[n, k]`, of four bits each."""
+    """uint8 `[n, k]`, four-bit codes."""
     return torch.stack((weight.values & 15, weight.values >> 4), -1).flatten(-2)[:, : weight.in_features]
 
 
 def _pack_nibbles(weight: Quantised) -> Tensor:
-    """`[panels, k / 8, 4, 16, 2]` words as pairs of bytes: of 16 outputs, even and odd inputs, four numbers each."""
+    """`[panels, k / 8, 4, 16, 2]` words as pairs of bytes: even and odd inputs of 16 outputs, four numbers each."""
     codes = F.pad(_codes(weight), (0, 0, 0, -weight.shape[0] % PANEL))
     panels = codes.view(-1, 4, 16, codes.shape[1] // 8, 4, 2)  # panel, vector, output, chunk, pair, parity
     words = panels.permute(0, 3, 1, 2, 5, 4)
@@ -180,9 +180,7 @@ def _group_panels(scales: Tensor) -> Tensor:
 
 
 def interleaved(weight: Tensor | Quantised, bias: Tensor | None) -> tuple[Tensor | Quantised, Tensor | None]:
-    """Of gates and as many outputs that they are for: 16 gates, then the 16 others, and so on; what is missing at the
-    end has zeros.
-    """
+    """Interleaves gates and up outputs: 16 gates, then the 16 outputs that they gate, and so on; padded with zeros."""
     inner = weight.shape[0] // 2
     gates = torch.arange(-(-inner // GATES) * GATES).view(-1, GATES)
     order = torch.stack((gates, gates + inner), 1).flatten()

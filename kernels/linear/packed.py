@@ -16,19 +16,17 @@ __all__ = ["MOST_INPUTS", "Packed"]
 
 
 class Packed:
-    """One weight; float32 is shared, all else copied. Holds what `descriptor` points to. Rows are permuted before the
-    product where the weight's columns stand for inputs in another order.
-    """
+    """One weight; float32 is shared, others are copied. Keeps alive what `descriptor` points to. If the weight's
+    columns have another order than the inputs, rows are permuted before the product."""
 
     def __init__(
         self, weight: Tensor | Quantised, bias: Tensor | None, dtype: torch.dtype = torch.float32, *,
         gated: bool = False,
     ) -> None:  # fmt: skip
         """`dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16.
-        `gated`: the first half of the outputs are gates of the second, and a product gives half as many numbers,
-        f(gate) * other; not for plain float32. Raises NativeUnavailable where there is no compiled code for the weight
-        and this machine.
-        """
+        `gated`: the first half of the outputs are gates of the second, and a product returns half as many numbers,
+        f(gate) * up; not for plain float32. Raises NativeUnavailable if there is no compiled code for the weight on
+        this machine."""
         self._library = library()
         self.n, self.k = weight.shape
         if gated:
@@ -36,7 +34,7 @@ class Packed:
             self.n //= 2
             weight, bias = interleaved(weight, bias)
         self.order = None if isinstance(weight, Tensor) else weight.order
-        """Which input each column stands for, where that is not its own."""
+        """The input of each column; None if they are in order."""
         self._layout = layout = lay_out(weight, dtype)
         self.kind = layout.rows
         """The form of the rows that it is multiplied with."""
@@ -49,20 +47,19 @@ class Packed:
 
     @property
     def descriptor(self) -> Weight:
-        """For compiled code that runs more than this product. Raises NativeUnavailable where rows would have to be
-        permuted before it.
-        """
+        """For compiled code that runs more than this product. Raises NativeUnavailable if rows would have to be
+        permuted first."""
         if self.order is not None:
             raise NativeUnavailable("no compiled step permutes the inputs of a product")
         return self._descriptor
 
     @property
     def operand_elements(self) -> int:
-        """Of 16 bits, or of 32 for float32, that a row takes in the form that it is multiplied in."""
+        """Size of a row in operand format: number of 16-bit elements, or of 32-bit elements for float32."""
         return self.kpad + {Kind.INT8: 4, Kind.INT4: 4 * (self.kpad // GROUP)}.get(self.kind, 0)
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        """`[T, k]`: these rows of a weight that is stored in bfloat16."""
+        """`[T, k]`: rows of a weight stored in bfloat16."""
         assert self._layout.stored is Kind.BF16 and not self._descriptor.gated
         pairs = self._layout.data.view(torch.int32).squeeze(-1)  # [panels, k / 2, 64]: half as many gathers
         return pairs[ids_T // PANEL, :, ids_T % PANEL].view(torch.bfloat16)[:, : self.k]
@@ -77,9 +74,8 @@ class Packed:
         return self._layout.nbytes
 
     def __call__(self, x: Tensor, activation: Activation = Activation.NONE) -> Tensor:
-        """`[..., k]` -> `[..., n]` in x's dtype, through `activation`; a gated one's gates through `activation`. Dtypes
-        other than float32 and bfloat16 go by way of float32.
-        """
+        """`[..., k]` -> `[..., n]` in x's dtype, after `activation` (of the gates, if gated). Dtypes other than float32
+        and bfloat16 are converted to float32."""
         if x.dtype not in MULTIPLIED:
             return self(x.float(), activation).to(x.dtype)
         rows = x.reshape(-1, self.k)

@@ -1,4 +1,4 @@
-"""Weights of linear layers in fewer bits, as published files store them; the maths is in README.md."""
+"""Quantised weights of linear layers, as published files store them; the maths is in README.md."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Quantised:
     scale: Tensor
     in_features: int
     group: int = GROUP
-    """Inputs that share a scale: of int4 and fp8; an fp8 scale for a whole row has a group of `in_features`."""
+    """Inputs that share a scale, for int4 and fp8; an fp8 scale for a whole row has a group of `in_features`."""
     zeros: Tensor | None = None
     """int4: uint8, of the scale's shape, 0 to 16."""
     outer: Tensor | None = None
     """nvfp4: float32 `[..., n]`."""
     divided: bool = False
     order: Tensor | None = None
-    """int4: int64 `[..., k]`: column j of the values stands for input `order[j]`; None for the inputs' own order."""
+    """int4: int64 `[..., k]`: column j of the values is input `order[j]`; None: inputs are in order."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -92,17 +92,18 @@ class Quantised:
         return self._each(lambda tensor, _: tensor[index])
 
     def rows(self, index: Tensor) -> Quantised:
-        """Copies of these rows, of a weight `[n, k]`: `index` int64 of any length."""
+        """Copies of rows of a weight `[n, k]`; `index`: int64 of any length."""
         return self._each(lambda tensor, has_rows: tensor[index] if has_rows else tensor)
 
     def row_part(self, place: int, parts: int, groups: int = 1) -> Quantised:
-        """One of so many equal parts of the rows, or of each of their equal groups; aliases this one where it can."""
+        """Part `place` of `parts` equal parts of the rows, or of each of `groups` equal groups of rows; a view if
+        possible."""
         row = self.values.dim() - 2
         of = place, parts, groups
         return self._each(lambda tensor, has_rows: row_part(tensor, *of, row - tensor.dim()) if has_rows else tensor)
 
     def in_shape(self, rows: Sequence[int]) -> Quantised:
-        """A weight `[n, k]` without an order of inputs as one of `[*rows, k]`."""
+        """Reshapes a weight `[n, k]`, which has no input order, to `[*rows, k]`."""
         assert self.order is None
         return self._each(lambda tensor, _: tensor.unflatten(0, tuple(rows)))
 
@@ -113,7 +114,7 @@ class Quantised:
         return self._each(lambda tensor, _: tensor.contiguous())
 
     def _each(self, change: Callable[[Tensor, bool], Tensor]) -> Quantised:
-        """`change` is told whether the tensor has a dimension of rows."""
+        """Applies `change` to each tensor; its second argument is whether the tensor has a dimension of rows."""
         tensors = {name: getattr(self, name) for name in TENSORS}
         found: dict[str, Any] = {
             name: change(tensor, name != "order") for name, tensor in tensors.items() if tensor is not None
@@ -121,13 +122,15 @@ class Quantised:
         return replace(self, **found)
 
     def integers(self) -> Tensor:
-        """int8 and int4: int8 `[..., n, k]`, in the order of the columns; of int4 less 8, whatever its zeros are."""
+        """int8 and int4: int8 `[..., n, k]`, in the order of the columns; for int4 values - 8, whatever the zero points
+        are."""
         if self.kind == "int8":
             return self.values
         return _nibbles(self.values, self.in_features).to(torch.int8) - 8
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`[..., n, k]`: computed in float32 from left to right as the maths above says, then rounded to `dtype`."""
+        """`[..., n, k]`: computed in float32 from left to right, as in the class's formulas, then rounded to
+        `dtype`."""
         if self.kind == "int8":
             return (self.values * self.scale[..., None]).to(dtype)
         if self.kind == "fp8":
@@ -145,7 +148,7 @@ class Quantised:
         return found.to(dtype)
 
     def _by_input(self, groups: Tensor) -> Tensor:
-        """`[..., n, groups]` -> `[..., n, k]`; of one group alone `[..., n, 1]`."""
+        """`[..., n, groups]` -> `[..., n, k]`; with a single group `[..., n, 1]`."""
         if groups.shape[-1] == 1:
             return groups
         return groups.repeat_interleave(self.scale_group, -1)[..., : self.in_features]
@@ -170,7 +173,7 @@ def row_part(tensor: Tensor, place: int, parts: int, groups: int, dim: int) -> T
 
 
 def quantised_bytes(shape: Sequence[int], kind: str) -> int:
-    """Of what `quantise` makes of a weight of this shape."""
+    """Bytes of the result of `quantise` for a weight of this shape."""
     *rows, inner = shape
     pairs = -(-inner // 2)
     row = {
@@ -183,7 +186,7 @@ def quantised_bytes(shape: Sequence[int], kind: str) -> int:
 
 
 def concatenate(parts: Sequence[Tensor | Quantised]) -> Tensor | Quantised:
-    """Weights of one input below one another. `ValueError` for those that are not `alike`."""
+    """Concatenates weights of one input along the rows. `ValueError` unless they are `alike`."""
     plain = [part for part in parts if isinstance(part, Tensor)]
     if len(plain) == len(parts):
         return torch.cat(plain, plain[0].dim() - 2)
@@ -191,7 +194,7 @@ def concatenate(parts: Sequence[Tensor | Quantised]) -> Tensor | Quantised:
 
 
 def stack(parts: Sequence[Tensor | Quantised]) -> Tensor | Quantised:
-    """Weights of one shape in a new first dimension. `ValueError` for those that are not stored in the same way."""
+    """Stacks weights of one shape in a new first dimension. `ValueError` unless they are stored in the same way."""
     plain = [part for part in parts if isinstance(part, Tensor)]
     if len(plain) == len(parts):
         return torch.stack(plain)
@@ -199,7 +202,7 @@ def stack(parts: Sequence[Tensor | Quantised]) -> Tensor | Quantised:
 
 
 def alike(parts: Sequence[Tensor | Quantised]) -> bool:
-    """Whether weights of one input can be concatenated: plain ones, or ones of one kind, group and order."""
+    """Whether weights of one input can be concatenated: all plain, or all of one kind, group and order."""
     quantised = [part for part in parts if isinstance(part, Quantised)]
     if not quantised:
         return True
@@ -207,7 +210,7 @@ def alike(parts: Sequence[Tensor | Quantised]) -> bool:
 
 
 def _same(one: Quantised, other: Quantised, shared: Sequence[str]) -> bool:
-    """Whether two differ in numbers alone, and not even in those of `shared`."""
+    """Whether two weights differ only in their numbers, and not in the tensors named in `shared`."""
     for name in TENSORS:
         mine, theirs = getattr(one, name), getattr(other, name)
         if (mine is None) != (theirs is None):

@@ -16,7 +16,7 @@ from kernels.native import Activation, NativeUnavailable
 
 
 def quantised_linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
-    """`[rows, in]` -> `[rows, out]` in x's dtype: the weight is expanded for each call."""
+    """`[rows, in]` -> `[rows, out]` in x's dtype. Expands the weight for each call."""
     return F.linear(x, weight.dequantise(x.dtype), bias)
 
 
@@ -24,22 +24,23 @@ run_quantised = dispatched(quantised_linear)
 
 
 class Linear:
-    """A weight `[out, in]` and an optional bias `[out]`, copied from what is given.
+    """A weight `[out, in]` and an optional bias `[out]`, which are copied.
 
-    On a CPU in bfloat16, and for quantised weights, the weight is kept in the layout of the compiled product where this
-    machine can build that; else, in bfloat16, in oneDNN's blocked layout; else as it is. A quantised weight stays so on
-    a GPU too; on a CPU without the compiled product it is expanded for each call: right, and slow.
+    On a CPU, bfloat16 and quantised weights are kept in the layout of the compiled product if this machine can build
+    it; otherwise bfloat16 weights are kept in oneDNN's blocked layout, and others unchanged. Quantised weights also
+    stay quantised on a GPU; on a CPU without the compiled product they are expanded for each call, which is slow.
     """
 
     def __init__(
         self, weight: Tensor | Quantised, bias: Tensor | None = None, *, owned: bool = False, compiled: bool = True,
         dtype: torch.dtype = torch.float32, activations: str | None = None,
     ) -> None:  # fmt: skip
-        """`dtype`: of the rows, which a quantised weight does not say. `activations`: `fp8` rounds rows to fp8 before
-        products with weights that `kernels.linear.scaled` has such products for. `owned`: the weight may be kept
-        instead of copied. `compiled`: whether the compiled product may run it. Its threads and those of torch's
-        operations take each other's cores where the two alternate, as in a tower that is not compiled as a whole.
-        `ValueError` when the bias does not fit the weight.
+        """`dtype`: of the rows, which a quantised weight does not determine. `activations`: `fp8` rounds rows to fp8
+        before products with weights that `kernels.linear.scaled` supports. `owned`: the weight may be kept instead of
+        copied. `compiled`: whether the compiled product may be used; its threads compete for cores with those of
+        torch's operations if the two alternate, as in a tower that is not compiled as a whole.
+
+        `ValueError` if the bias does not fit the weight.
         """
         self.out_features, self.in_features = weight.shape
         if bias is not None and bias.shape != (self.out_features,):
@@ -87,7 +88,7 @@ class Linear:
 
 
 def _block(weight: Tensor) -> Tensor | None:
-    """The weight in oneDNN's layout, or `None` where that is not to be had or does not pay."""
+    """The weight in oneDNN's layout, or None if that is not available or does not pay."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or min(weight.shape) < 16:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Plain weights -> the nearest ones that fewer bits hold; the maths is in README.md."""
+"""Quantises plain weights by rounding to the nearest values; the maths is in README.md."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from kernels.native.structs import GROUP
 SCALES = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Fractions of the largest scale that are tried for four bits."""
 PIECE = 1 << 20
-"""Numbers that are rounded at a time: what they take in float32 on the way is many times what stays of them."""
+"""Numbers that are rounded at a time, because the float32 intermediates are many times larger than the result."""
 LARGEST_E4M3 = 448.0
 LARGEST_E2M1 = E2M1[-1]
 
 
 def quantise(weight: Tensor, kind: str) -> Quantised:
-    """Nearest values on each row's (int8, fp8) or group's (int4, nvfp4) own grid. Scales of fp8 and int4 are bfloat16
-    numbers, as published formats store them. `ValueError` for another kind or an infinity.
-    """
+    """Rounds to the grid of each row (int8, fp8) or group (int4, nvfp4). Scales of fp8 and int4 are bfloat16 numbers,
+    as published formats store them. `ValueError` for another kind or for infinite weights."""
     if kind not in KINDS:
         raise ValueError(f"weights {kind!r} is not one of {', '.join(KINDS)}")
     rounders: dict[str, Callable[[Tensor], Quantised]] = {
@@ -93,9 +92,8 @@ def _nvfp4(weight: Tensor) -> Quantised:
 def _finest(
     groups: Tensor, scale_of: Callable[[float], Tensor], nearest: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Values on the grid and scale of each group: of some scales, the one with the least squared error. Smaller ones
-    than the first cut the ends off, which pays where few values are large.
-    """
+    """Grid values and scale of each group: of several candidate scales, the one with the least squared error. Scales
+    below the first clip the largest values, which pays if few values are large."""
     best_values = torch.zeros_like(groups)
     best_scale = torch.zeros(groups.shape[:-1])
     best_error = torch.full(groups.shape[:-1], float("inf"))
@@ -111,7 +109,7 @@ def _finest(
 
 
 def _packed(codes: Tensor) -> Tensor:
-    """Codes 0 to 15 `[..., k]` -> uint8 `[..., ceil(k / 2)]`, the even one in the low half."""
+    """Codes 0 to 15 `[..., k]` -> uint8 `[..., ceil(k / 2)]`, even inputs in the low half."""
     pairs = F.pad(codes.to(torch.uint8), (0, codes.shape[-1] % 2))
     return pairs[..., 0::2] | pairs[..., 1::2] << 4
 

@@ -1,9 +1,9 @@
-"""Products of fp8 rows with fp8 weights, on GPUs that multiply them: `--activations fp8`.
+"""Products of fp8 rows with fp8 weights, on GPUs with such products: `--activations fp8`.
 
-Each row of activations is rounded to e4m3 with a scale of its own, its largest magnitude / 448, as compressed-tensors'
-dynamic activations "per token" are. So answers are not those of the same weights beside 16-bit activations, and only
-who asks for it gets it. What has no such product (weights of other kinds or in blocks, sides that are no multiples of
-16, experts) stays multiplied with 16-bit rows.
+Each row of activations is rounded to e4m3 with its own scale, its largest magnitude / 448, like compressed-tensors'
+dynamic "per token" activations. Results therefore differ from those with 16-bit activations, so this must be requested.
+Weights without such a product (other kinds, scales of blocks, sizes that are no multiples of 16, experts) are
+multiplied with 16-bit rows.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from kernels.linear.quantised import Quantised
 from kernels.linear.rounding import LARGEST_E4M3
 
 STEP = 16
-"""Inputs and outputs are multiples of it, or the hardware's product does not take them."""
+"""Inputs and outputs must be multiples of this for the hardware's product."""
 
 
 def has_product(weight: Quantised) -> bool:
-    """Whether fp8 rows can be multiplied with a weight: fp8 with a scale for each output, of sizes that fit."""
+    """Whether fp8 rows can be multiplied with a weight: fp8 with one scale per output, and suitable sizes."""
     outputs, inner = weight.shape[-2:]
     whole = weight.kind == "fp8" and weight.scale_group >= inner
     return whole and weight.values.dim() == 2 and outputs % STEP == 0 and inner % STEP == 0
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`[rows, in]` -> e4m3 `[rows, in]` and float32 `[rows, 1]`: x is about their product."""
+    """`[rows, in]` -> e4m3 `[rows, in]` and float32 scales `[rows, 1]`; x is about their product."""
     wide = x.float()
     scale = wide.abs().amax(1, keepdim=True) / LARGEST_E4M3
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
@@ -35,7 +35,7 @@ def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ScaledProduct:
-    """`x W^T` for rows in bfloat16, through torch's product of fp8 numbers."""
+    """`x W^T` for bfloat16 rows, by torch's product of fp8 numbers."""
 
     def __init__(self, weight: Quantised) -> None:
         assert has_product(weight)
@@ -52,16 +52,15 @@ class ScaledProduct:
 
 
 def multiplies_fp8(name: str) -> bool:
-    """Whether GPUs of this architecture (`sm_90`, `gfx950`) multiply e4m3 numbers. gfx94x have another 8-bit type."""
+    """Whether GPUs of this architecture (`sm_90`, `gfx950`) multiply e4m3 numbers. gfx94x have another fp8 type."""
     if name.startswith("gfx"):
         return name[3:].isdigit() and int(name[3:]) >= 950
     return name.startswith("sm_") and int(name[3:]) >= 89
 
 
 def check_fp8_products(device: torch.device, dtype: torch.dtype) -> None:
-    """`ValueError` where fp8 rows cannot be multiplied there: no GPU, one without such products, rows of another dtype
-    than bfloat16, or a product of this torch and GPU that does not give what it should, which is tried.
-    """
+    """`ValueError` if fp8 rows cannot be multiplied: no GPU, a GPU without such products, rows of another dtype than
+    bfloat16, or a test product with a wrong result."""
     if device.type != "cuda":
         raise ValueError(f"activations fp8 need a GPU, and the device is {device}; unset, they stay in 16 bits")
     if dtype != torch.bfloat16:
@@ -72,7 +71,7 @@ def check_fp8_products(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def try_product(device: torch.device) -> None:
-    """`ValueError` unless a small product is what its numbers say."""
+    """`ValueError` unless a small product has the right result."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(48, 64, generator=generator).to(torch.float8_e4m3fn)
     weight = Quantised("fp8", values, torch.rand(48, 1, generator=generator) + 0.1, 64, 64)

@@ -51,7 +51,8 @@ KINDS = {
     "qwen3.5-35b-a3b": ("nvfp4", "fp8 blocks"),
     "demo": ("nvfp4", "int4 ordered"),
 }
-"""What each model's experts are compiled in: all kinds of one, and the published kinds of another that is gated."""
+"""The kinds of weights that each model's experts are compiled with: all kinds for one model, the published kinds for
+another with gated experts."""
 
 
 def _quantised(kind: str, count: int, outputs: int, inner: int) -> Quantised:

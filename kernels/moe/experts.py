@@ -28,8 +28,8 @@ class Experts(Sequence[Callable[[Tensor], Tensor]]):
     def __init__(
         self, up_EID: AnyWeight, down_EDI: AnyWeight, gate_EID: AnyWeight | None = None, activation: str = "relu2"
     ) -> None:
-        """Raises `ValueError` for shapes that do not fit, for a gate and an up projection of which one is quantised and
-        the other is not, or for an activation that is not in `ACTIVATIONS`."""
+        """Raises `ValueError` for shapes that do not fit, if only one of gate and up projection is quantised, or for an
+        activation that is not in `ACTIVATIONS`."""
         count, self.inner, width = up_EID.shape
         if down_EDI.shape != (count, width, self.inner):
             raise ValueError(f"experts of {tuple(up_EID.shape)} do not fit {tuple(down_EDI.shape)} behind them")
@@ -61,5 +61,5 @@ class Experts(Sequence[Callable[[Tensor], Tensor]]):
 
 
 def _product(weight: AnyWeight) -> Callable[[Tensor], Tensor]:
-    """Rows times one expert's weight, which is expanded for each call where it is quantised."""
+    """The product with one expert's weight, which is expanded for each call if it is quantised."""
     return lambda x: F.linear(x, weight.dequantise(x.dtype) if isinstance(weight, Quantised) else weight)

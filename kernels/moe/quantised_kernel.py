@@ -1,8 +1,8 @@
 """Grouped products of experts whose weights stay quantised, in Triton; kernels/linear/README.md has the layouts.
 
-One program makes a tile of one expert's pairs and outputs, as the plain grouped product does, and makes numbers of the
-weight's bytes as the product of a linear layer does. A gate is a product of its own, whose sums stay in float32 until
-the up product is multiplied with its activation. Letters as in `kernel`.
+One program computes a tile of one expert's pairs and outputs, like the plain grouped product, and converts the weight's
+bytes like the product of a linear layer. A gate is a separate product; its float32 sums are kept until the up product
+is multiplied with their activation. Letters as in `kernel`.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ def _grouped_quantised(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Grouping:
-    """Pairs of a step by their expert."""
+    """The (token, expert) pairs of a step, grouped by expert."""
 
     order: Tensor
     """`[X]` pairs, sorted by expert."""
     starts: Tensor
-    """`[E + 1]`."""
+    """`[E + 1]`: the first pair of each expert in `order`, and the number of pairs."""
     shares: Tensor
     """`[T, K]` float32: the weight of each pair."""
 
@@ -114,10 +114,11 @@ def grouped_quantised(
     rows: Tensor, weight: Quantised, grouping: Grouping, out: Tensor, *, up: bool, activation: str = "",
     gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Fills `out` `[X, OUT]` with each pair's product with its expert's weight `[E, OUT, IN]`, and returns it. `up`:
-    rows are `[T, IN]`, and `activation` of the sums, or of `gate` `[X, OUT]` float32 times the sums, is what is stored;
-    else they are `[X, IN]`, and products are multiplied by the pairs' shares. No host sync. `ValueError` as of a linear
-    layer's kernel.
+    """Writes each pair's product with its expert's weight `[E, OUT, IN]` to `out` `[X, OUT]`, and returns it.
+
+    `up`: rows are `[T, IN]`, and the result is `activation` of the sums, or of `gate` `[X, OUT]` (float32) times the
+    sums. Otherwise rows are `[X, IN]`, and products are multiplied by the pairs' shares. No host sync. `ValueError` as
+    in a linear layer's kernel.
     """
     _, outputs, inner = weight.shape
     form, pairs = Form.of(weight, rows.dtype), out.shape[0]
