@@ -2,11 +2,11 @@
 
     python -m benchmarks.large_checkpoint FOLDER [--gigabytes 16] [--experts 128] [--new-tokens 32] [--write]
 
-Writes FOLDER tensor by tensor, unless it is there: the first layers of the released pattern, as many as so many GB
-hold, under the whole tower. Routed experts are NVFP4, shared experts and attention outputs FP8, all else bfloat16, as
-in the release. Then it is served, and what is measured is the time until the server is ready, the most memory that it
-took against what stays, tokens a second of one request against the time that reading a token's weights takes, and the
-answer to an image through gRPC. `--experts`: fewer of them make a small checkpoint. Run it on an idle machine.
+Writes FOLDER tensor by tensor, unless it exists: the whole tower, and as many of the first layers of the released
+pattern as fit into the given number of GB. As in the release, routed experts are NVFP4, shared experts and attention
+outputs FP8, all else bfloat16. Then it serves the checkpoint and measures the time until the server is ready, its peak
+memory and what it keeps, the tokens per second of one request compared with the time of reading a token's weights, and
+the answer to an image through gRPC. `--experts`: fewer experts make a small checkpoint. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CONFIG: dict[str, Any] = {
 IMAGES = {"patch_size": 16, "min_num_patches": 1024, "max_num_patches": 13312}
 SHARD = 4 * 10**9
 POOL = 1 << 26
-"""Bytes of random numbers, which tensors take pieces of."""
+"""Bytes of random numbers, slices of which become tensors."""
 PROMPT = 64
 
 
@@ -59,11 +59,11 @@ class Piece:
 
     name: str
     dtype: str
-    """As safetensors writes it."""
+    """In safetensors' spelling."""
     shape: tuple[int, ...]
     content: str
-    """`codes`, `scales` and `fp8`: random bytes without what is not a number; `normal`: of variance 1 / inputs; or a
-    number, for all of it."""
+    """`codes`, `scales` and `fp8`: random bytes without NaN; `normal`: with variance 1 / inputs; or a number that fills
+    the tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +71,7 @@ class Piece:
 
 
 def configuration(layers: int, experts: int, other: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """`other`: fields of the `model`, its `text` and its `vision` that are not as released."""
+    """`other`: fields of the `model`, its `text` and its `vision` that differ from the release."""
     pattern = PATTERN[:layers]
     vision = {**CONFIG["vision_config"], **other.get("vision", {})}
     text = {**TEXT, **other.get("text", {})} | {
@@ -144,7 +144,7 @@ def fp8(name: str, shape: tuple[int, ...]) -> Iterator[Piece]:
 
 
 class Source:
-    """Random bytes of tensors, from one pool that each begins elsewhere in."""
+    """Random bytes of tensors, from one pool; each tensor begins at another offset."""
 
     def __init__(self) -> None:
         random = np.random.default_rng(0)
@@ -185,9 +185,8 @@ def _stored(values: np.ndarray[Any, np.dtype[np.float32]], dtype: str) -> bytes:
 def write_checkpoint(
     folder: Path, gigabytes: float, experts: int, other: Mapping[str, Mapping[str, Any]] | None = None
 ) -> int:
-    """Writes the checkpoint with as many of the first layers as fit, at least the first with attention, and returns
-    their number. One that is there already is kept, whatever its size. `other` as of `configuration`.
-    """
+    """Writes the checkpoint with as many of the first layers as fit, but at least up to the first one with attention,
+    and returns their number. An existing checkpoint is kept, whatever its size. `other`: as in `configuration`."""
     if (folder / "complete").exists():
         return int((folder / "complete").read_text())
     folder.mkdir(parents=True, exist_ok=True)
@@ -237,7 +236,7 @@ def _size(parts: Sequence[Piece]) -> int:
 
 
 def bytes_of_a_token(checkpoint: Checkpoint) -> float:
-    """Bytes of the decoder's weights, as they are stored, that one token is multiplied with."""
+    """Stored bytes of the decoder's weights that one token is multiplied with."""
     config, found = checkpoint.config.decoder, 0.0
     share = {
         f"model.layers.{index}.": spec.num_experts_per_tok / spec.n_routed_experts
@@ -253,7 +252,7 @@ def bytes_of_a_token(checkpoint: Checkpoint) -> float:
 
 
 def memory(pid: int) -> tuple[int, int]:
-    """Bytes of a server's processes: the most that each has held, together, and what they hold of their own now."""
+    """Memory of a server's processes in bytes: the sum of their peaks, and their current private memory."""
     peak = now = 0
     for member in machine.family(pid):
         peak += machine.peak_bytes(member)
@@ -263,7 +262,7 @@ def memory(pid: int) -> tuple[int, int]:
     return peak, now
 
 
-def picture() -> bytes:
+def test_image() -> bytes:
     from PIL import Image
 
     shades = np.random.default_rng(1).integers(0, 256, (512, 768, 3), np.uint8)
@@ -273,7 +272,8 @@ def picture() -> bytes:
 
 
 def measure(folder: Path, new_tokens: int) -> dict[str, Any]:
-    """Serves the checkpoint: seconds until it is ready, memory, tokens a second, and the ids of answers."""
+    """Serves the checkpoint and measures seconds until it is ready, memory, and tokens per second; also returns the ids
+    of answers."""
     started = time.perf_counter()
     options = [
         "--dtype",
@@ -303,7 +303,7 @@ def measure(folder: Path, new_tokens: int) -> dict[str, Any]:
             result["tokens_s"] = new_tokens / (time.perf_counter() - started - 2 * first)
             result["answer"] = list(answer.token_ids)
             started = time.perf_counter()
-            seen = client.generate([*prompt, IMAGE_TOKEN], images=[picture()], max_tokens=8, **fixed)
+            seen = client.generate([*prompt, IMAGE_TOKEN], images=[test_image()], max_tokens=8, **fixed)
             result["image_seconds"] = time.perf_counter() - started
             result["image_answer"] = list(seen.token_ids)
             result["image_prompt_tokens"] = seen.usage.prompt_tokens

@@ -1,10 +1,11 @@
-"""Whether vLLM reads what `saccade quantize --format compressed-tensors` writes, as we do.
+"""Checks that vLLM reads the files of `saccade quantize --format compressed-tensors` with the same result.
 
     python -m benchmarks.vllm_reads [--model nemotron_h|qwen3_5] [--kinds plain,fp8,int4]
 
-Quantises a random checkpoint, answers some prompts with it, and asks vLLM's CPU build (benchmarks/setup_vllm.sh) for
-the log-probabilities of the same tokens: wrong scales, or none, move them by whole units. `plain` is the checkpoint
-itself: what two engines differ by in bfloat16 alone. vLLM rounds activations to fp8 beside fp8 weights, we do not.
+Quantises a random checkpoint, answers some prompts with it, and computes the log-probabilities of the same tokens with
+vLLM's CPU build (benchmarks/setup_vllm.sh); wrong or missing scales change them by whole units. `plain` is the
+checkpoint itself, which shows the difference of the two engines in bfloat16. With fp8 weights, vLLM also rounds
+activations to fp8, Saccade does not.
 """
 
 from __future__ import annotations
@@ -30,16 +31,15 @@ SETTINGS = {
 
 
 def score(model: str, prompts: str, out: str) -> None:
-    """The half that runs in vLLM's environment: the first greedy token, and the log-probabilities of each prompt's last
-    tokens.
-    """
+    """The part that runs in vLLM's environment: computes the first greedy token, and the log-probabilities of each
+    prompt's last tokens."""
     from vllm import LLM, SamplingParams
 
     text = json.loads((Path(model) / "config.json").read_text())
-    pictures: dict[str, Any] = {"limit_mm_per_prompt": {"image": 0, "video": 0}} if "vision_config" in text else {}
+    media_limits: dict[str, Any] = {"limit_mm_per_prompt": {"image": 0, "video": 0}} if "vision_config" in text else {}
     engine = LLM(
         model, dtype="bfloat16", max_model_len=512, max_num_seqs=4, skip_tokenizer_init=True, enforce_eager=True,
-        enable_prefix_caching=False, **pictures,
+        enable_prefix_caching=False, **media_limits,
     )  # fmt: skip
     ids: list[list[int]] = json.loads(Path(prompts).read_text())
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False, prompt_logprobs=1)
@@ -53,7 +53,7 @@ def score(model: str, prompts: str, out: str) -> None:
 
 
 def answers(path: Path) -> tuple[list[list[int]], list[list[float]]]:
-    """Ours: prompts with their greedy answers, and the answers' log-probabilities."""
+    """Our results: prompts with their greedy answers, and the answers' log-probabilities."""
     import saccade
 
     rng, ids, logprobs = random.Random(1), [], []
@@ -68,7 +68,7 @@ def answers(path: Path) -> tuple[list[list[int]], list[list[float]]]:
 
 
 def compare(path: Path, scratch: Path) -> dict[str, Any]:
-    """How far apart both are on the same tokens; or the end of what vLLM said where it does not load the checkpoint."""
+    """The differences on the same tokens; or the end of vLLM's output if it does not load the checkpoint."""
     ids, ours = answers(path)
     (scratch / "prompts.json").write_text(json.dumps(ids))
     environment = {**os.environ, **SETTINGS, "LD_PRELOAD": str(PYTHON.parent.parent / "lib" / "libiomp5.so")}
