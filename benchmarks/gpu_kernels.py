@@ -23,7 +23,7 @@ from kernels.pixel_shuffle import shuffle_norm
 from kernels.rms_norm import add_rms_norm
 from kernels.rope import Rope
 from kernels.rotary import norm_rotate, rope_table
-from kernels.sample import Masks, Wishes, sample
+from kernels.sample import Masks, RowParams, sample
 from kernels.scan_tables import ScanTables
 from kernels.selective_state_update import selective_state_update
 from kernels.shapes import NANO_3_OMNI, NANO_V2_12B_VL, QWEN_35B_A3B, ModelShape
@@ -72,8 +72,8 @@ def kernel_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
     masks = Masks(words, torch.arange(rows, device=setting.device))
     for name, top_p, mask in (("plain", 1.0, None), ("top-p", 0.9, None), ("masked", 1.0, masks)):
         reals = [torch.full((rows,), v, dtype=torch.float64, device=setting.device) for v in (1.0, top_p, 0.0)]
-        wishes = Wishes(reals[0].float(), whole, reals[1], reals[2], whole, whole, whole, mask)
-        yield Measure(f"sample {name}", lambda w=wishes: sample(logits, w), bytes=2.0 * logits.numel())
+        params = RowParams(reals[0].float(), whole, reals[1], reals[2], whole, whole, whole, mask)
+        yield Measure(f"sample {name}", lambda w=params: sample(logits, w), bytes=2.0 * logits.numel())
 
 
 def update_measures(setting: Setting, shape: ModelShape, batch: int) -> Iterator[Measure]:
