@@ -108,6 +108,7 @@ def any_client(
         deadline = time.monotonic() + 60
         while local._service.stats()["live"]:
             assert time.monotonic() < deadline
+            time.sleep(0.001)
         local._service.stats(integrity=True)
 
 

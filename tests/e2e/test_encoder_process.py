@@ -94,12 +94,11 @@ def test_late_and_awake_again_and_late_for_good(model: Path, client: saccade.Cli
             sleeping = encoder_of(running)
             os.kill(sleeping, signal.SIGSTOP)
             hit = pool.submit(ask, apart, 703)
-            running.until(lambda s: s["handoff"]["expirations"] == 1)
+            running.until(lambda s: s["handoff"]["expirations"] >= 1)
             running.until(lambda s: of_process(s, "quarantined_bytes") > 0)  # the encoder may still write there
             os.kill(sleeping, signal.SIGCONT)
             assert hit.result() == ask(client, 703)
-            stats = running.until(lambda s: of_process(s, "quarantined_bytes") == 0)
-            assert of_process(stats, "late_now") == 0
+            stats = running.until(lambda s: not of_process(s, "quarantined_bytes") and not of_process(s, "late_now"))
 
             starts = of_process(stats, "starts")
             os.kill(encoder_of(running), signal.SIGSTOP)

@@ -33,7 +33,6 @@ def stubs(small: RunningServer) -> Iterator[Stubs]:
         again = stubs.inference.Generate(ask(max_tokens=20, images=[{"data": png(3, (16, 16))}])).samples[0].token_ids
     assert again == steady
     small.drained()
-    assert small.server.budget.used == 0
     small.server.spool.check_integrity()
 
 

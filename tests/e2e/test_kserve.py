@@ -29,7 +29,6 @@ def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
     with triton.InferenceServerClient(server.address) as client:
         yield client
     server.drained()
-    assert server.server.budget.used == 0
 
 
 @pytest.fixture

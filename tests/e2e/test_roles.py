@@ -141,9 +141,14 @@ def test_an_encoder_that_is_late_is_passed_over_until_it_wakes(
         with saccade.Client(running.address) as remote:
             os.kill(late.pid, signal.SIGSTOP)
             assert ask(remote, 300) == ask(client, 300)
-            stats = running.until(lambda s: s["handoff"]["late"] >= 1)
-            assert stats["handoff"]["expirations"] >= 1 and stats["handoff"]["quarantined"] == 0
-            assert stats["encoder"]["encoders"][late.address]["late_now"] == 1
+            stats = running.until(
+                lambda s: (
+                    s["handoff"]["late"] >= 1
+                    and s["handoff"]["expirations"] >= 1
+                    and s["encoder"]["encoders"][late.address]["late_now"] == 1
+                )
+            )
+            assert stats["handoff"]["quarantined"] == 0
             assert ask(remote, 301) == ask(client, 301), "and nothing else waits for the late one"
             os.kill(late.pid, signal.SIGCONT)
             running.until(lambda s: s["encoder"]["encoders"][late.address]["late_now"] == 0)

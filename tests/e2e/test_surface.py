@@ -26,7 +26,6 @@ def stubs(server: RunningServer) -> Iterator[Stubs]:
     with connect(server.address) as stubs:
         yield stubs
     server.drained()
-    assert server.server.budget.used == 0
     server.server.spool.check_integrity()
 
 
@@ -259,7 +258,7 @@ def test_a_message_budget_refuses_and_recovers(model: Path) -> None:
             big = ask("x" * 4000)
             assert fails(stubs.inference.Generate, big) == ("UNAVAILABLE", "QUEUE_FULL")
             assert stubs.inference.Generate(ask()).samples
-        assert small.server.budget.used == 0
+        small.drained()
 
 
 def test_a_reader_that_stops_reading_is_dropped(model: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -277,15 +276,8 @@ def test_a_reader_that_stops_reading_is_dropped(model: Path, caplog: pytest.LogC
             ]
             for call in calls:
                 next(call)
-            small.drained()  # although nobody reads
+            small.drained()  # although nobody reads, and both calls are still there
             assert caplog.text.count("has not read for 0.2 s") == 2
-
-            async def given_back() -> None:
-                async with asyncio.timeout(60):
-                    while small.server.budget.used:
-                        await asyncio.sleep(0.002)
-
-            small.run(given_back())  # although both calls are still there
             assert not any(call.done() for call in calls)
             for call in calls:  # a late reader gets what was in progress, then the error
                 assert fails(list, call) == ("DEADLINE_EXCEEDED", "SLOW_READER")

@@ -293,7 +293,6 @@ def random_requests(server: RunningServer, count: int, seed: int) -> Numbers:
         assert stubs.inference.Generate(steady).samples[0].token_ids == before
     assert "OK" in seen and len(seen) > 1, "the generator has lost its aim"
     server.drained()
-    assert server.server.budget.used == 0
     server.server.spool.check_integrity()
     return {"requests": seen.total(), "outcomes": dict(seen)}
 

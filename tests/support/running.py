@@ -54,8 +54,9 @@ class RunningServer:
         return self.engine.query("stats").result(timeout=60)
 
     def drained(self, timeout: float = 60.0) -> dict[str, Any]:
-        """Waits until no request is live in frontend and engine and no image is being encoded; then checks every pool.
-        Returns the counters."""
+        """Waits until no request is live in frontend and engine, no image is being encoded and no call holds a part of
+        the message budget (the server's end of a call may come after its client's); then checks every pool. Returns
+        the counters."""
 
         async def busy() -> bool:
             stats = await asyncio.wrap_future(self.engine.query("stats"))
@@ -64,7 +65,7 @@ class RunningServer:
 
         async def wait() -> None:
             async with asyncio.timeout(timeout):
-                while self.server.frontend.live or await busy():
+                while self.server.frontend.live or self.server.budget.used or await busy():
                     await asyncio.sleep(0.005)
 
         self.run(wait())

@@ -373,7 +373,6 @@ def test_a_server_fetches_what_its_operator_allows(authority: Authority, tmp_pat
                     client.generate("what?", images=["https://example.org/a.png"], max_tokens=3)
                 assert error.value.reason == "MEDIA_HOST_DENIED"
                 server.drained()
-                assert server.server.budget.used == 0
 
         await asyncio.to_thread(ask)
 
