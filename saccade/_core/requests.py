@@ -98,7 +98,7 @@ def build_request(
     _set_input(request, prompt, _Media(image_messages(images), video_messages(videos)), raw, chat_template_kwargs)
     _set_sampling(request.sampling, sampling)
     with _naming("continued_token_ids"):
-        request.continued_token_ids.extend(map(operator.index, sampling.get("continued_token_ids") or ()))
+        request.continued_token_ids.extend(_token_ids(sampling.get("continued_token_ids") or ()))
     if (priority := sampling.get("priority")) is not None:
         with _naming("priority"):
             request.priority = operator.index(priority)
@@ -126,6 +126,16 @@ class _naming:
             raise InvalidArgument(f"{self.name}: {error}") from error
 
 
+def _token_ids(values: Iterable[Any]) -> list[int]:
+    """Checked before protobuf sees them: its older versions go on after a wrong value, name a later one, and raise
+    SystemError where the values come from an iterator."""
+    ids = [operator.index(value) for value in values]
+    for wrong in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= wrong < 2**32:
+            raise ValueError(f"{wrong} is no token id: those are from 0 to {2**32 - 1}")
+    return ids
+
+
 def _set_sampling(message: types_pb2.SamplingParams, sampling: Mapping[str, Any]) -> None:
     for name in _INTEGERS:
         if sampling.get(name) is not None:
@@ -139,9 +149,9 @@ def _set_sampling(message: types_pb2.SamplingParams, sampling: Mapping[str, Any]
         message.ignore_eos = bool(sampling["ignore_eos"])
     stop = sampling.get("stop") or ()
     with _naming("stop"):
-        message.stop.extend([stop] if isinstance(stop, str) else stop)
+        message.stop.extend([stop] if isinstance(stop, str) else list(stop))
     with _naming("stop_token_ids"):
-        message.stop_token_ids.extend(map(operator.index, sampling.get("stop_token_ids") or ()))
+        message.stop_token_ids.extend(_token_ids(sampling.get("stop_token_ids") or ()))
     bias = sampling.get("logit_bias") or {}
     if not isinstance(bias, Mapping):
         raise InvalidArgument(f"logit_bias: expected a mapping from token ids to numbers, got {type(bias).__name__}")
@@ -178,7 +188,7 @@ def _set_input(
     if template_kwargs:
         raise InvalidArgument("chat_template_kwargs: token ids do not pass through the chat template")
     with _naming("prompt"):
-        request.tokens.ids.extend(map(operator.index, items))
+        request.tokens.ids.extend(_token_ids(items))
     request.tokens.images.extend(media.images)
     request.tokens.videos.extend(media.videos)
 

@@ -164,6 +164,17 @@ def test_what_is_refused_is_named(arguments: dict[str, Any], named: str) -> None
         build_request(**arguments)
 
 
+@pytest.mark.parametrize("wrong", [-1, 2**32])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_number_that_is_no_token_id_is_named(wrong: int, at: int) -> None:
+    """Whatever comes after it, and with any version of protobuf."""
+    ids: list[Any] = [3, True, 4]
+    ids[at] = wrong
+    for name in ("prompt", "stop_token_ids", "continued_token_ids"):
+        with pytest.raises(errors.InvalidArgument, match=rf"{name}: {wrong} is no token id: .* 0 to 4294967295"):
+            build_request(**{"prompt": [1], name: iter(ids)})
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.text() | st.floats() | st.integers() | st.binary(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
