@@ -31,6 +31,7 @@ namespace {
 constexpr int64_t CHUNK = 8;         // inputs that are unpacked together
 constexpr int64_t E4M3_GROUP = 16;   // inputs that share a scale in nvfp4
 constexpr int LARGEST_EXPONENT = 8;  // of e4m3
+constexpr int64_t FETCHED = 9216;    // bytes of a panel that are prefetched ahead of the first tile: 16 groups of nvfp4
 
 // The bits of a bfloat16; `value` is exactly one.
 inline uint16_t bits_of(float value) {
@@ -54,11 +55,11 @@ struct ByteTables {
 };
 
 // Unpackers, one for each kind. begin() prepares the scales or zero points of a group for 16 outputs; unpack() returns two
-// vectors of pairs: half a chunk of inputs for 16 outputs.
+// vectors of pairs: half a chunk of inputs for 16 outputs. BYTES: of a chunk, of one output.
 
 // e4m3 bytes. NaN is rejected when the weight is packed.
 struct Fp8 {
-    static constexpr int64_t KIND = FP8;
+    static constexpr int64_t KIND = FP8, BYTES = 8;
     struct Group {};
     const ByteTables tables = made();
     static ByteTables made() {
@@ -82,7 +83,7 @@ struct Fp8 {
 // d = 0; d is then subtracted from the exponent. Zero is stored as 0x8000 (-0), the only word that a saturating subtraction
 // leaves unchanged; in a group whose scale is zero, all numbers are packed as zeros.
 struct Nvfp4 {
-    static constexpr int64_t KIND = NVFP4;
+    static constexpr int64_t KIND = NVFP4, BYTES = 4;
     struct Group {
         __m512i scale, exponent;  // the scale of each byte's output; d of each word's output
     };
@@ -119,7 +120,7 @@ struct Nvfp4 {
 // the table repeats itself; with zero points the index is number - zero point + 16.
 template <bool ZEROS>
 struct Uint4 {
-    static constexpr int64_t KIND = UINT4;
+    static constexpr int64_t KIND = UINT4, BYTES = 4;
     struct Group {
         __m512i shift;  // of even and odd inputs
     };
@@ -233,6 +234,8 @@ __attribute__((noinline)) void tile_packed(
         for (int64_t i = g * w.group; i < end; i += CHUNK) {
             const uint8_t* const chunk = Numbers::chunk(data, i) + first * 64;
             ahead.step();
+            const int64_t lines = first ? 0 : Numbers::BYTES * PANEL;  // the first vectors' pass reads for the others
+            for (int64_t at = Numbers::KIND == NVFP4 ? -LINE : 0; at < lines; at += LINE) _mm_prefetch(chunk + at + FETCHED, _MM_HINT_T1);
             for (int half = 0; half < 2; half++) {
                 __m512i words[V][2];
                 for (int v = 0; v < V; v++) numbers.unpack(chunk + v * 64, half, group[v], words[v]);
