@@ -365,7 +365,7 @@ def result_of(setting: Setting, ceilings: dict[str, float], measure: Measure) ->
         try:
             differs = difference(measure, other)
             row[f"times_{name}"], row[f"difference_{name}"] = timed(setting, other) / seconds, differs
-        except Exception as error:  # somebody else's kernel may fail in any way, and ours is measured all the same
+        except Exception as error:  # a peer's kernel may fail in any way; ours is still measured
             row[f"failed_{name}"] = f"{type(error).__name__}: {error}"[:500]
     return row
 

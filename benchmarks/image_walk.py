@@ -1,14 +1,13 @@
-"""The modules that an image passes in a server, traced: what docs/architecture.md lists.
+"""Traces the modules that an image passes in a server, for the list in docs/architecture.md.
 
     python -m benchmarks.image_walk [--model demo]
 
 Starts a server without graphs, asks one question about one image, and records in each of its processes
-(`sys.setprofile`) which function is given the image by which other, as an argument or as a result. A module counts if
-one of its functions gets the image from another module and gives it to another. The image is one of its types
-(`FORMS`), the file's bytes, a tensor of its pixels, patches or rows, or a request or launch that holds one of these.
-
-Not counted: kernels, which compute on any tensor; modules that define the types (`TYPES`) or send any message; and in
-the decoder its steps, where rows of images are beside all others once `decoder/batch.py` has read them.
+(`sys.setprofile`) which function passes the image to which, as an argument or as a result. A module counts if one of
+its functions gets the image from another module and passes it to another. The image is one of its types (`FORMS`), the
+file's bytes, a tensor of its pixels, patches or rows, or a request or launch that contains one of these. Not counted:
+kernels, which compute on any tensor; modules that define the types (`TYPES`) or send any message; and the decoder's
+steps after `decoder/batch.py` has read the rows, where they are mixed with other rows.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ TYPES = (
 )  # fmt: skip
 MESSAGES = ("service/common/channel.py", "service/rpc/interceptor.py")
 ENDS = ("decoder/queues.py", "decoder/batch.py")
-"""Where the decoder puts a request among its steps, and where it reads the rows."""
+"""The modules where the decoder queues a request for its steps, and where it reads the rows."""
 STEPS = ("Sequence", "Row", "Step", "Batch", "Flight")
 DEPTH = 5
 SIZE = 480, 352
@@ -46,7 +45,7 @@ SIZE = 480, 352
 
 
 class Probe:
-    """Records who gives the image to whom in this process, in a file of its own."""
+    """Records in a file, for this process, which function passes the image to which."""
 
     def __init__(self, folder: Path, sizes: dict[str, int]) -> None:
         self._file = os.open(folder / f"{os.getpid()}.calls", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -93,7 +92,7 @@ class Probe:
         return self._modules[code]
 
     def _forms(self, value: Any, depth: int) -> Iterator[str]:
-        """What of the image a value is or holds."""
+        """The forms of the image that a value is or contains."""
         kind = type(value)
         if kind is bytes or kind is bytearray:
             if len(value) == self._sizes["file"]:
@@ -132,7 +131,7 @@ def start_probe(config: str) -> None:
 
 
 def walk(calls: list[tuple[str, str, str, str]]) -> dict[str, set[str]]:
-    """The modules that get the image and give it on, with its forms there."""
+    """The modules that get the image and pass it on, with its forms there."""
     calls = [call for call in calls if call[0] != call[1]]
     takers = {taker for _, taker, _, _ in calls}
     givers = {giver for giver, taker, _, _ in calls if taker not in TYPES}
@@ -145,7 +144,7 @@ def walk(calls: list[tuple[str, str, str, str]]) -> dict[str, set[str]]:
 
 
 def sizes_of(model: str, file: bytes) -> dict[str, int]:
-    """The sizes that the image has in each form."""
+    """The sizes of the image in each form."""
     from encoder.images import decode_image
     from encoder.item import IMAGE
     from service.common.config import ServerOptions

@@ -180,7 +180,7 @@ def run(
     tests that fail without any mutant; `ValueError` for an entry that does not fit its file."""
     end = time.monotonic() + seconds
     for mutant in mutants:
-        mutant.applied((root / mutant.path).read_text("utf-8"))  # a stale entry is told now, not after an hour
+        mutant.applied((root / mutant.path).read_text("utf-8"))  # fails now for a stale entry, not after an hour
     keys = {
         mutant: mutant.key(root) for mutant in mutants
     }  # now: the checkout may be edited while the copies are tested

@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     met = {
         "questions": all(line.computed <= line.own + ALLOWANCE for line in images[1:]),
         "encoded_once": sum(line.encoded for line in images) == 1,
-        # Of bare ids nobody says where they part: the second request shows it.
+        # Token ids do not show where the system prompt ends; the second request does.
         "system_prompt_hits": all(line.computed <= line.own + ALLOWANCE for line in shared[1 if model.chat else 2 :]),
     }
     print(table("same image, ten questions", images), table("1,700 shared tokens", shared), sep="\n\n")

@@ -145,7 +145,7 @@ class Frontend:
             arrived = time.monotonic()
             async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, pixels):
                 params = await self._sampling(spec, len(prompt.ids))
-                # aclosing: the engine is told of the end before the memory is given back.
+                # aclosing: the engine learns of the end before the memory is released.
                 async with aclosing(self._run(spec, prompt, params, salt, arrived, call, timeout)) as events:
                     async for event in events:
                         if isinstance(event, Delta):

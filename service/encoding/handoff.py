@@ -317,7 +317,7 @@ class _Entries:
         """To be called when no lease on the entry is left."""
         if entry.state is EntryState.READY:
             self.to_cache(entry)
-        # Not started, and nobody waits for it any more.
+        # Not started, and no request waits for it any more.
         elif entry.state not in (EntryState.WRITING, EntryState.FAILED):
             self.drop(entry)
         self.reserve()
