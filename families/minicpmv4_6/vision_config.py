@@ -9,6 +9,7 @@ from typing import Any
 
 from encoder.images import RGB
 from encoder.item import IMAGE
+from encoder.vit_sizes import VitSizes
 from families.files import CheckpointError, first
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu")
@@ -19,7 +20,7 @@ _BICUBIC = 3
 
 
 @dataclass(frozen=True)
-class VisionConfig:
+class VisionConfig(VitSizes):
     """Sizes of a SigLIP tower with its mergers, and the settings of its image rule.
 
     Raises `ValueError` naming the fields and values of an impossible combination.
@@ -84,39 +85,10 @@ class VisionConfig:
         """Patches per image token along each side."""
         return WINDOW if self.insert_layer is None else WINDOW**2
 
-    @property
-    def patches_per_token(self) -> int:
-        return self.merge_size**2
-
-    @property
-    def factor(self) -> int:
-        """Side of an image token, in pixels."""
-        return self.patch_size * self.merge_size
-
-    @property
-    def patch_dim(self) -> int:
-        """Numbers in one flattened patch."""
-        return RGB * self.patch_size**2
-
     @cached_property
     def patch_widths(self) -> dict[str, int]:
         """Only images: this family takes no clips."""
         return {IMAGE: self.patch_dim}
-
-    @property
-    def position_width(self) -> int:
-        """Positions are added to the embedded patches."""
-        return self.hidden_size
-
-    @property
-    def row_width(self) -> int:
-        """The decoder's hidden size, which the merger projects to."""
-        return self.text_hidden_size
-
-    @property
-    def activation_width(self) -> int:
-        """An estimate: the larger of what attention and the MLP hold."""
-        return max(5 * self.hidden_size, 2 * self.hidden_size + 2 * self.intermediate_size)
 
     @property
     def table_side(self) -> int:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from encoder.images import RGB
 from encoder.item import IMAGE, VIDEO
+from encoder.vit_sizes import VitSizes
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -16,7 +17,7 @@ ACTIVATIONS = frozenset({"gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "
 
 
 @dataclass(frozen=True)
-class VisionConfig:
+class VisionConfig(VitSizes):
     """Sizes of a RADIO tower with its projector, and the settings of its image and video rules.
 
     Raises `ValueError` naming the fields and values of an impossible combination.
@@ -102,11 +103,6 @@ class VisionConfig:
         """Class and register tokens before the patches of each image."""
         return self.num_cls_tokens + self.num_registers
 
-    @property
-    def patch_dim(self) -> int:
-        """Numbers in one flattened image patch."""
-        return RGB * self.patch_size**2
-
     @cached_property
     def patch_widths(self) -> dict[str, int]:
         """Numbers in one flattened patch, for each kind of item."""
@@ -114,26 +110,6 @@ class VisionConfig:
         if self.video_temporal_patch_size is not None:
             widths[VIDEO] = self.patch_dim * self.video_temporal_patch_size
         return widths
-
-    @property
-    def patches_per_token(self) -> int:
-        return self.merge_size**2
-
-    @property
-    def position_width(self) -> int:
-        """Positions are added to the embedded patches."""
-        return self.hidden_size
-
-    @property
-    def row_width(self) -> int:
-        """The decoder's hidden size, which the projector projects to."""
-        return self.text_hidden_size
-
-    @property
-    def activation_width(self) -> int:
-        """An estimate: the larger of (residual, fused q, k, v, attention output) and (residual, norm, MLP before and
-        after its activation)."""
-        return max(5 * self.hidden_size, 2 * self.hidden_size + 2 * self.intermediate_size)
 
     @property
     def table_side(self) -> int:

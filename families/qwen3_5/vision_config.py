@@ -10,6 +10,7 @@ from typing import Any
 
 from encoder.images import RGB
 from encoder.item import BLOCK_MAJOR, IMAGE, VIDEO
+from encoder.vit_sizes import VitSizes
 from families.files import CheckpointError, first
 
 MAX_ASPECT = 200
@@ -66,7 +67,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class VisionConfig:
+class VisionConfig(VitSizes):
     """Sizes of the tower with its merger, and the settings of the image and video rules.
 
     Raises `ValueError` naming the fields and values of an impossible combination.
@@ -133,30 +134,10 @@ class VisionConfig:
         """Half of a head has angles, each with a cosine and a sine."""
         return self.head_dim
 
-    @property
-    def factor(self) -> int:
-        """Side, in pixels, of the area of one image token."""
-        return self.patch_size * self.merge_size
-
     @cached_property
     def patch_widths(self) -> dict[str, int]:
         """Numbers in one flattened patch. Image patches hold their only frame once."""
-        width = RGB * self.patch_size**2
-        return {IMAGE: width, VIDEO: width * self.temporal_patch_size}
-
-    @property
-    def patches_per_token(self) -> int:
-        return self.merge_size**2
-
-    @property
-    def position_width(self) -> int:
-        """Positions are added to the embedded patches."""
-        return self.hidden_size
-
-    @property
-    def row_width(self) -> int:
-        """The decoder's hidden size, which the merger projects to."""
-        return self.text_hidden_size
+        return {IMAGE: self.patch_dim, VIDEO: self.patch_dim * self.temporal_patch_size}
 
     @property
     def projector_hidden_size(self) -> int:
@@ -165,12 +146,6 @@ class VisionConfig:
 
     projector_eps = 0.0
     """0: merged rows pass no norm."""
-
-    @property
-    def activation_width(self) -> int:
-        """An estimate: the larger of (residual, fused q, k, v, attention output) and (residual, norm, MLP before and
-        after its activation)."""
-        return max(5 * self.hidden_size, 2 * self.hidden_size + 2 * self.intermediate_size)
 
     @property
     def table_side(self) -> int:

@@ -79,7 +79,7 @@ class Frontend:
 
     def __init__(
         self, engine: EngineHandle, assets: ModelAssets, limits: FrontendLimits, *, workers: int = 2,
-        processor: ImageProcessor,
+        processor: ImageProcessor | None,
     ) -> None:  # fmt: skip
         """`workers`: threads that wait for image workers. `processor`: prepares images and videos; closed with the
         frontend."""

@@ -210,28 +210,37 @@ class Preparation:
     """Prepares the prompts of one model. Used on one event loop."""
 
     def __init__(
-        self, info: EngineInfo, assets: ModelAssets, limits: FrontendLimits, processor: ImageProcessor, workers: int
+        self,
+        info: EngineInfo,
+        assets: ModelAssets,
+        limits: FrontendLimits,
+        processor: ImageProcessor | None,
+        workers: int,
     ) -> None:
-        """`workers`: threads that wait for image workers. `processor` is closed with this object."""
+        """`workers`: threads that wait for image workers. `processor` is closed with this object; only a model without
+        images needs none."""
+        assert processor is not None or assets.vision is None
         self._info, self._assets, self._limits, self._processor = info, assets, limits, processor
         self._text = ThreadPoolExecutor(TEXT_WORKERS, thread_name_prefix="saccade-text")
         # Separate threads, so that slow images do not delay text.
         self._media = MediaThreads(workers)
         self._gate = ByteGate(limits.prepared_bytes)
         self._longest = assets.tokenizer.longest if assets.tokenizer is not None else 1
-        self._preparer = None if assets.vision is None else Preparer(
-            processor, assets.vision, info.dtype, limits.media, info.revision
-        )  # fmt: skip
+        self._preparer: Preparer | None = None
+        if processor is not None and assets.vision is not None:
+            self._preparer = Preparer(processor, assets.vision, info.dtype, limits.media, info.revision)
 
     def close(self) -> None:
-        self._processor.close()
+        if self._processor is not None:
+            self._processor.close()
         self._media.close()
         self._text.shutdown(wait=True, cancel_futures=True)
 
     def stats(self) -> dict[str, float]:
         """Counters and seconds of preparing images and clips, by stage, and the bytes that they hold now."""
         counts = self._preparer.stats() if self._preparer is not None else {}
-        return {**counts, **self._processor.stats(), "held_bytes": self._gate.used}
+        lost = self._processor.stats() if self._processor is not None else {}
+        return {**counts, **lost, "held_bytes": self._gate.used}
 
     def in_thread(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         """Runs text work in a thread: it may take a while, but not as long as an image."""

@@ -104,31 +104,9 @@ class Patcher:
             yield torch.from_numpy(pixels_HWC)
 
 
-class NoImages:
-    """The `ImageProcessor` of a model that takes no images; its methods are never called."""
-
-    def image(self, data: bytes, watch: Stopwatch) -> PreparedItem:
-        raise NotImplementedError
-
-    def video(self, data: bytes, frames: int, watch: Stopwatch) -> PreparedVideo:
-        raise NotImplementedError
-
-    def frames(self, files: Sequence[Frame], watch: Stopwatch) -> PreparedItem:
-        raise NotImplementedError
-
-    def describe(self, data: bytes) -> ImageHeader:
-        raise NotImplementedError
-
-    def stats(self) -> Mapping[str, float]:
-        return {}
-
-    def close(self) -> None:
-        pass
-
-
-def local_processor(limits: MediaLimits, vision: VisionSpec | None, dtype: str) -> ImageProcessor:
-    """An `ImageProcessor` in this process."""
-    return NoImages() if vision is None else Patcher(LocalDecoder(limits), vision, dtype, limits)
+def local_processor(limits: MediaLimits, vision: VisionSpec | None, dtype: str) -> ImageProcessor | None:
+    """An `ImageProcessor` in this process; None for a model without images."""
+    return None if vision is None else Patcher(LocalDecoder(limits), vision, dtype, limits)
 
 
 def _timed(frames: Iterator[torch.Tensor], watch: Stopwatch) -> Iterator[torch.Tensor]:

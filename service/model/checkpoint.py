@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from families import CheckpointError, Target
-from families.files import optional_json, read_json
+from families.files import optional_json
 from service.model.cache import resolve_model
 from service.model.formats.declared import disagreements, read_declared
 from service.model.formats.tensors import FormatError, StoredWeight, find_weights, listed
@@ -58,7 +58,7 @@ class Checkpoint:
         self.revision = digest.hexdigest()[:16]
         """Digest over config.json, the tensor tables and samples of the weights: part of cache keys, identifies the
         version."""
-        self.declared = read_declared(read_json(path / "config.json"), optional_json(path / "hf_quant_config.json"))
+        self.declared = read_declared(self.config.published, optional_json(path / "hf_quant_config.json"))
         """What the configuration says about quantisation."""
         self.weights = self._find_weights()
         """By the names that they would have without quantisation."""

@@ -26,6 +26,8 @@ class ModelConfig:
     dtype: str
     """The dtype the checkpoint declares, `bfloat16` or `float32`."""
     model: FamilyConfig
+    published: Mapping[str, Any] = field(compare=False, repr=False)
+    """`config.json` as published: equal configurations may be spelled differently."""
     eos_token_ids: frozenset[int]
     generation: Mapping[str, Any] = field(default_factory=dict)
     """`generation_config.json`: sampling defaults for fields that a request leaves unset."""
@@ -108,6 +110,7 @@ def load_config(path: Path, *, name: str | None = None) -> ModelConfig:
         family=family,
         dtype=_declared_dtype(config, model.text),
         model=model,
+        published=config,
         eos_token_ids=_eos_ids(model.decoder.vocab_size, generation, config, model.text),
         generation=generation,
         weights=_weights_kind(path, config),

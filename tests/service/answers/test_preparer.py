@@ -12,7 +12,7 @@ from service.answers.prepare import Preparer
 from service.common.config import ServerOptions
 from service.common.types import Image, MediaSource, Video
 from service.media.images import MediaLimits
-from service.media.patches import local_processor
+from service.media.patches import LocalDecoder, Patcher
 from service.media.prepared import PreparedItem
 from service.servers.limits import load_assets
 
@@ -24,7 +24,7 @@ STILL, OTHER = png(1, (32, 32)), png(2, (32, 32))
 
 def preparer(revision: str = "r", dtype: str = "float32") -> Preparer:
     assert VISION is not None
-    return Preparer(local_processor(LIMITS, VISION, dtype), VISION, dtype, LIMITS, revision)
+    return Preparer(Patcher(LocalDecoder(LIMITS), VISION, dtype, LIMITS), VISION, dtype, LIMITS, revision)
 
 
 def frames(*files: bytes, fps: float | None = None) -> Video:

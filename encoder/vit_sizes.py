@@ -1,0 +1,64 @@
+"""Sizes that follow from those of a vision transformer, whatever its family. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from encoder.images import RGB
+
+
+class VitSizes:
+    """A base for `TowerSizes` of transformers that add positions to embedded patches and merge squares of patches into
+    image tokens; subclasses are dataclasses with the fields below."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def hidden_size(self) -> int:
+            """Width of the tower, in features."""
+
+        @property
+        def intermediate_size(self) -> int:
+            """Inner width of the MLP."""
+
+        @property
+        def text_hidden_size(self) -> int:
+            """Width of the rows that the decoder gets."""
+
+        @property
+        def patch_size(self) -> int:
+            """Side of a patch, in pixels."""
+
+        @property
+        def merge_size(self) -> int:
+            """Patches per image token along each side."""
+
+    @property
+    def patches_per_token(self) -> int:
+        return self.merge_size**2
+
+    @property
+    def factor(self) -> int:
+        """Side, in pixels, of the area of one image token."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in one flattened patch of an image."""
+        return RGB * self.patch_size**2
+
+    @property
+    def position_width(self) -> int:
+        """Positions are added to the embedded patches."""
+        return self.hidden_size
+
+    @property
+    def row_width(self) -> int:
+        """The decoder's hidden size, which the last projection projects to."""
+        return self.text_hidden_size
+
+    @property
+    def activation_width(self) -> int:
+        """An estimate: the larger of (residual, fused q, k, v, attention output) and (residual, norm, MLP before and
+        after its activation)."""
+        return max(5 * self.hidden_size, 2 * self.hidden_size + 2 * self.intermediate_size)
