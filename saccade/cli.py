@@ -7,9 +7,11 @@ are passed to `service.commands.cli` unchanged.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from saccade import __version__
 from saccade.errors import InvalidArgument, SaccadeError
@@ -100,6 +102,7 @@ def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     ask.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's own)")
     ask.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     ask.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole answer (default: 600)")
+    ask.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that the JSON schema in FILE accepts")
     ask.set_defaults(run=_ask, refuse=ask.error)
 
 
@@ -191,6 +194,7 @@ def _ask(options: argparse.Namespace) -> int:
             temperature=options.temperature,
             seed=options.seed,
             timeout=options.timeout,
+            response_format=_schema(options.json_schema) if options.json_schema else None,
         ) as stream,
     ):
         for delta in stream:
@@ -199,6 +203,19 @@ def _ask(options: argparse.Namespace) -> int:
         if stream.final().finish_reason == "length":
             print("saccade: the answer was cut off at its token limit", file=sys.stderr)
     return 0
+
+
+def _schema(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            schema = json.load(file)
+    except OSError as error:
+        raise InvalidArgument(f"--json-schema: cannot read {path!r}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"--json-schema: {path!r} is not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise InvalidArgument(f"--json-schema: {path!r} holds no JSON object but a {type(schema).__name__}")
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 def _names_a_file(text: str) -> bool:

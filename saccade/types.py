@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
@@ -89,16 +89,26 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
-class TopLogprob(NamedTuple):
-    """One of the likeliest tokens at a position."""
-
+class _TopLogprob(NamedTuple):
     token_id: int
     logprob: float
 
 
+class TopLogprob(_TopLogprob):
+    """One of the likeliest tokens at a position: a pair, with the token's text in UTF-8 as `token`."""
+
+    token: bytes
+
+    def __new__(cls, token_id: int, logprob: float, token: bytes = b"") -> TopLogprob:
+        made = super().__new__(cls, token_id, logprob)
+        made.token = token
+        return made
+
+
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The natural log-probability of one generated token, before temperature, filters, penalties and biases.
+    """The natural log-probability of one generated token, before temperature, filters, penalties, biases and
+    constraints.
 
     `top` holds the k likeliest tokens in its place, best first; the generated one need not be among them.
     """
@@ -106,6 +116,41 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[TopLogprob, ...] = ()
+    token: bytes = b""
+    """The token's text in UTF-8; it may end within a character. Special tokens have their names."""
+
+
+@dataclass(frozen=True)
+class Regex:
+    """A `response_format`: the whole text matches the regular expression, in Rust's syntax without look-around."""
+
+    pattern: str
+
+
+@dataclass(frozen=True)
+class Lark:
+    """A `response_format`: a text of this context-free grammar, in Lark's notation; its start rule is `start`."""
+
+    grammar: str
+
+
+@dataclass(frozen=True)
+class Tag:
+    """A part of a `StructuralTags` text: `begin`, what `content` says, `end`."""
+
+    begin: str
+    content: Mapping[str, Any] | Regex | Lark
+    """A JSON schema, a regular expression or a grammar."""
+    end: str
+
+
+@dataclass(frozen=True)
+class StructuralTags:
+    """A `response_format`: free text, in which each trigger begins one of the tags."""
+
+    tags: Sequence[Tag]
+    triggers: Sequence[str] = ()
+    """Each tag's `begin` starts with one of them; without any, each `begin` is its own trigger."""
 
 
 @dataclass(frozen=True)

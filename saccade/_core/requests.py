@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 from google.protobuf import json_format
 
+from saccade._core.formats import ResponseFormat, format_message
 from saccade._core.images import ImageInput, image_message, image_messages
 from saccade._core.ranges import check_request
 from saccade._core.videos import VideoInput, video_from_part, video_messages
@@ -51,6 +52,9 @@ class Sampling(TypedDict, total=False):
     request_id: str
     priority: int | None
     prompt_logprobs: int | None
+    response_format: ResponseFormat | None
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
 
 
 class AllSampling(Sampling, total=False):
@@ -152,6 +156,15 @@ def _set_sampling(message: types_pb2.SamplingParams, sampling: Mapping[str, Any]
         message.stop.extend([stop] if isinstance(stop, str) else list(stop))
     with _naming("stop_token_ids"):
         message.stop_token_ids.extend(_token_ids(sampling.get("stop_token_ids") or ()))
+    with _naming("allowed_token_ids"):
+        message.allowed_token_ids.extend(_token_ids(sampling.get("allowed_token_ids") or ()))
+    words = sampling.get("bad_words") or ()
+    with _naming("bad_words"):
+        message.bad_words.extend([words] if isinstance(words, str) else words)
+    if sampling.get("response_format") is not None:
+        built = format_message(sampling["response_format"])
+        if built is not None:
+            message.response_format.CopyFrom(built)
     bias = sampling.get("logit_bias") or {}
     if not isinstance(bias, Mapping):
         raise InvalidArgument(f"logit_bias: expected a mapping from token ids to numbers, got {type(bias).__name__}")

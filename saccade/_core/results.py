@@ -49,7 +49,12 @@ def usage_from(message: types_pb2.Usage) -> Usage:
 
 def logprobs_from(messages: Any) -> list[TokenLogprob]:
     return [
-        TokenLogprob(item.token_id, item.logprob, tuple(TopLogprob(top.token_id, top.logprob) for top in item.top))
+        TokenLogprob(
+            item.token_id,
+            item.logprob,
+            tuple(TopLogprob(top.token_id, top.logprob, top.token) for top in item.top),
+            item.token,
+        )
         for item in messages
     ]
 

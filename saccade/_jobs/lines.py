@@ -89,6 +89,12 @@ def _choice(sample: Sample) -> dict[str, Any]:
 
 
 def _logprob(item: TokenLogprob) -> dict[str, Any]:
-    # The message has ids only: a token may not be a valid string alone (half of a character).
-    top = [{"token": f"token_id:{t.token_id}", "logprob": t.logprob, "bytes": None} for t in item.top]
-    return {"token": f"token_id:{item.token_id}", "logprob": item.logprob, "bytes": None, "top_logprobs": top}
+    top = [{**_token(t.token_id, t.token), "logprob": t.logprob} for t in item.top]
+    return {**_token(item.token_id, item.token), "logprob": item.logprob, "top_logprobs": top}
+
+
+def _token(token_id: int, text: bytes) -> dict[str, Any]:
+    """A token may end within a character, so its text counts in bytes; one without any is named by its id."""
+    if not text:
+        return {"token": f"token_id:{token_id}", "bytes": None}
+    return {"token": text.decode("utf-8", "replace"), "bytes": list(text)}

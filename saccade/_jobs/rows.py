@@ -19,6 +19,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from saccade._core.formats import FORMAT_TYPES
 from saccade._core.images import decode_data_url
 from saccade._core.requests import build_request
 from saccade.errors import FailedPrecondition, InvalidArgument
@@ -57,13 +58,19 @@ _FIELDS: dict[str, _Check] = {
     "logit_bias": ((dict,), "a map from token ids to numbers", lambda v: True),
     "chat_template_kwargs": ((dict,), "a map", lambda v: True),
     "model": ((str,), "a string", lambda v: True),
+    "response_format": (
+        (dict,),
+        f"an object with a type out of {', '.join(FORMAT_TYPES)}",
+        lambda v: v.get("type") in [*FORMAT_TYPES],
+    ),
+    "allowed_token_ids": ((list,), "a list of token ids", lambda v: all(type(i) is int for i in v)),
+    "bad_words": ((list,), "a list of strings", lambda v: all(isinstance(s, str) for s in v)),
 }
 # Informational fields that change no answer.
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _ONLY: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "stream_options": (None,),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "tools": ([],),

@@ -13,6 +13,7 @@ from collections.abc import (
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from saccade._core.formats import ResponseFormat, parsed_answer
 from saccade._core.images import ImageInput
 from saccade._core.methods import (
     answer_steps,
@@ -86,7 +87,9 @@ class Methods(Session):
             timeout: seconds for the whole call, retries included; None takes the client's.
             chat_template_kwargs: further arguments of the chat template.
             sampling: min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, min_tokens,
-                stop_token_ids, ignore_eos, n, continued_token_ids, model, request_id, priority.
+                stop_token_ids, ignore_eos, n, continued_token_ids, model, request_id, priority; allowed_token_ids,
+                bad_words; response_format: what the text must be. That is a JSON schema, a Pydantic model class,
+                `saccade.Regex`, `saccade.Lark`, `saccade.StructuralTags`, a list of choices or "json_object".
 
         Raises:
             SaccadeError: one of its subclasses, see `saccade.errors`.
@@ -141,6 +144,20 @@ class Methods(Session):
         calls = stream_settings(self._calls, first_token_timeout, idle_timeout)
         stream = Stream(self, build, calls, timeout, resume)
         return stream._opened()
+
+    def parse(self, prompt: Prompt, *, response_format: ResponseFormat, **options: Any) -> Any:
+        """Asks for an answer in a format and returns the object that it stands for: an instance of a Pydantic model
+        class, what the JSON of a schema holds, the text in other formats.
+
+        Args:
+            response_format, options: those of `generate`; one sample.
+
+        Raises:
+            OutOfRange: the answer was cut off before its format was complete (reason ANSWER_TRUNCATED): give it more
+                max_tokens.
+        """
+        answer = self.generate(prompt, response_format=response_format, **options)
+        return parsed_answer(answer, response_format)
 
     def chat(
         self,

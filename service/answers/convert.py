@@ -319,8 +319,9 @@ def _set_stop(target: Any, event: Finished) -> None:
 
 
 def _logprob(value: Logprob) -> types_pb2.TokenLogprob:
-    top = [types_pb2.TopLogprob(token_id=t, logprob=p) for t, p in value.top]
-    return types_pb2.TokenLogprob(token_id=value.token_id, logprob=value.logprob, top=top)
+    own, *others = value.texts or (b"",) * (1 + len(value.top))
+    top = [types_pb2.TopLogprob(token_id=t, logprob=p, token=text) for (t, p), text in zip(value.top, others)]
+    return types_pb2.TokenLogprob(token_id=value.token_id, logprob=value.logprob, top=top, token=own)
 
 
 def _prompt_logprob(value: PromptLogprob) -> types_pb2.PromptLogprob:

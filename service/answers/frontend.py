@@ -25,7 +25,7 @@ from service.answers.bounds import FrontendLimits
 from service.answers.mailbox import Mailbox
 from service.answers.prepare import Preparation, Resolver, no_references
 from service.answers.prompts import Prompt
-from service.answers.relay import Clock, SampleState, engine_error, read_prompt_scores
+from service.answers.relay import Clock, SampleState, engine_error, read_logprob, read_prompt_scores
 from service.common import errors
 from service.common.types import (
     Delta,
@@ -310,7 +310,9 @@ class Frontend:
                 clock.tick(batch)
                 for event in batch:
                     if event.prompt_scores and not prompt_scores:
-                        prompt_scores += await self._quick(len(event.prompt_scores), read_prompt_scores, event)
+                        prompt_scores += await self._quick(
+                            len(event.prompt_scores), read_prompt_scores, event, self.assets.tokenizer
+                        )
                 for name in names:
                     index = index_of[name]
                     events = [event for event in batch if event.request_id == name]
@@ -361,7 +363,7 @@ class Frontend:
                 ids.append(event.token_id)
                 text.append(state.push(event.token_id, shown=event.stop_token is None))
                 if event.logprob is not None:
-                    logprobs.append(Logprob(event.token_id, event.logprob, event.top))
+                    logprobs.append(read_logprob(event.token_id, event.logprob, event.top, self.assets.tokenizer))
             if state.stop_string is not None:
                 reason = "stop"
                 break

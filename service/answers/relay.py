@@ -68,10 +68,19 @@ class Clock:
                 self.first_token = time.monotonic() - self._arrived
 
 
-def read_prompt_scores(event: EngineEvent) -> list[PromptLogprob]:
+def read_prompt_scores(event: EngineEvent, tokenizer: Tokenizer | None) -> list[PromptLogprob]:
     return [
-        PromptLogprob(score.position, Logprob(score.token, score.logprob, score.top)) for score in event.prompt_scores
+        PromptLogprob(score.position, read_logprob(score.token, score.logprob, score.top, tokenizer))
+        for score in event.prompt_scores
     ]
+
+
+def read_logprob(
+    token: int, logprob: float, top: tuple[tuple[int, float], ...], tokenizer: Tokenizer | None
+) -> Logprob:
+    """A token's log-probability and those of the likeliest ones in its place, with their texts."""
+    texts = () if tokenizer is None else tuple(map(tokenizer.token_bytes, (token, *(other for other, _ in top))))
+    return Logprob(token, logprob, top, texts)
 
 
 def engine_error(event: EngineEvent) -> errors.StatusError:

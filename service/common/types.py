@@ -173,6 +173,8 @@ class Logprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    texts: tuple[bytes, ...] = ()
+    """The text of the token, then those of `top`; empty for models without a tokenizer."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,25 @@ def json_grammar(schema: str) -> str:
     value = json.loads(schema)
     if isinstance(value, bool):
         return json.dumps({"grammars": [{"json_schema": {"x-guidance": JSON_OPTIONS} if value else value}]})
-    return str(LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS))
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(_without_leap_seconds(value)), overrides=JSON_OPTIONS))
+
+
+_SECONDS = {"time": "^.{6}[0-5]", "date-time": "^.{17}[0-5]"}
+_DATA = ("enum", "const", "default", "examples")
+"""Keywords whose values are data and no schemas."""
+
+
+def _without_leap_seconds(schema: Any) -> Any:
+    """The library takes second 60 of any minute for a time, which readers do not."""
+    if isinstance(schema, list):
+        return [_without_leap_seconds(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: value if key in _DATA else _without_leap_seconds(value) for key, value in schema.items()}
+    pattern = _SECONDS.get(made["format"]) if isinstance(made.get("format"), str) else None
+    if pattern is not None:
+        made["allOf"] = [*made.get("allOf", ()), {"pattern": pattern}]
+    return made
 
 
 def _quoted(text: str) -> str:

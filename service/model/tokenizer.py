@@ -9,6 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as _Tokenizer
 
 from families import CheckpointError
+from service.model.token_bytes import to_bytes
 
 # Private-use code points, which do not occur in exchanged text.
 _LITERAL_OPEN, _LITERAL_CLOSE = "\ufdd0", "\ufdd1"
@@ -35,6 +36,7 @@ class Tokenizer:
             tokenizer.no_padding()
         self.longest = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
         """Largest number of characters of one token."""
+        self._to_bytes = to_bytes(self._tokenizer)
         self._silent = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
 
     @property
@@ -48,6 +50,14 @@ class Tokenizer:
     def token(self, token_id: int) -> str | None:
         value = self._tokenizer.id_to_token(token_id)
         return None if value is None else str(value)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The text of one token in UTF-8, which may end within a character: the name of a special token, nothing for an
+        id without an entry."""
+        entry = self.token(token_id)
+        if entry is None:
+            return b""
+        return entry.encode() if self._to_bytes is None or token_id in self._silent else self._to_bytes(entry)
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, with special tokens recognised and none added. Spans marked by `literal` are treated as

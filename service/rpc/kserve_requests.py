@@ -21,6 +21,7 @@ LONGEST_TIMEOUT = 366 * 86400.0
 _OUR_PARAMETERS = {"triton_enable_empty_final_response", "timeout", "priority", "sequence_id", "sequence_start",
                    "sequence_end", "stream", "exclude_input_in_output"}  # fmt: skip
 _SAMPLING = frozenset(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"n"}
+_LISTS = {"stop", "stop_token_ids", "allowed_token_ids", "bad_words"}
 _ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 
 
@@ -114,13 +115,31 @@ def _sampling(tensors: dict[str, list[Any]], parameters: dict[str, Any]) -> type
                 f"no parameter {name!r}; sampling parameters are {', '.join(sorted(_SAMPLING))}",
                 field=f"parameters.{name}"[:100],
             )  # fmt: skip
-        if name in ("stop", "stop_token_ids") and not isinstance(value, list):
+        if name in _LISTS and not isinstance(value, list):
             value = [value]
+        if name == "response_format" and isinstance(value, str):  # a parameter of a request is never an object
+            value = _json(value.encode(), "response_format")
+        if name == "response_format" and isinstance(value, dict) and "type" in value:
+            value = _of_openai(value)
         try:
             json_format.ParseDict({name: value}, sampling)
         except (json_format.ParseError, ValueError, TypeError):
             raise errors.InvalidArgument(f"{name} cannot be {str(value)[:100]!r}", field=f"parameters.{name}") from None
     return sampling
+
+
+def _of_openai(value: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's `response_format`, and the same form of our other kinds, as the fields of our message."""
+    match value:
+        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+            return {"json_schema": json.dumps(schema)}
+        case {"type": "json_object"}:
+            return {"json_object": {}}
+        case {"type": "regex" | "lark" as kind, **rest} if rest.keys() == {kind}:
+            return rest
+        case {"type": "choice", "choices": list() as choices}:
+            return {"choice": {"choices": choices}}
+    raise errors.InvalidArgument(f"response_format cannot be {str(value)[:100]!r}", field="parameters.response_format")
 
 
 def _single(tensors: dict[str, list[Any]], name: str) -> Any:

@@ -102,9 +102,10 @@ def test_every_sampling_field_arrives() -> None:
         "max_tokens": 5, "min_tokens": 1, "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05,
         "repetition_penalty": 1.1, "presence_penalty": -0.5, "frequency_penalty": 0.5, "logit_bias": {3: -1.5},
         "seed": 2**64 - 1, "stop": ["a", "b"], "stop_token_ids": [7], "ignore_eos": True, "n": 2, "logprobs": 5,
-        "prompt_logprobs": 3,
+        "prompt_logprobs": 3, "allowed_token_ids": [4, 5], "bad_words": ["c"],
     }  # fmt: skip
-    assert values.keys() == {field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields}
+    elsewhere = {"response_format", "max_reasoning_tokens"}
+    assert values.keys() | elsewhere == {field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields}
     sampling = build_request("?", **values).sampling
     for name, value in values.items():
         got = getattr(sampling, name)
