@@ -131,9 +131,9 @@ struct Inputs {  // [begin, end) of a product's, begin a multiple of 2
     int64_t begin, end;
 };
 
-// R rows times 16 * V columns, from column 16 * first of a panel: the sums of some inputs are added to `sums`. Never inlined:
-// the loop needs most of the registers.
-template <int R, int V>
+// R rows times 16 * V columns, from column 16 * first of a panel: the sums of some inputs, added to `sums` unless these are the
+// FIRST ones. Never inlined: the loop needs most of the registers.
+template <int R, int V, bool FIRST>
 __attribute__((noinline)) void tile_bf16(
     const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, Ahead ahead, float* sums
 ) {
@@ -142,7 +142,7 @@ __attribute__((noinline)) void tile_bf16(
     a += inputs.begin;
     __m512 sum[R][V];
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) sum[r][v] = _mm512_loadu_ps(sums + r * PANEL + v * 16);
+        for (int v = 0; v < V; v++) sum[r][v] = FIRST ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * PANEL + v * 16);
     while (a < a_end) {
         const uint16_t* const stop = ahead.step() ? std::min(a_end, a + 2 * STRIDE) : a_end;
         for (; a < stop; a += 2, b += 2 * PANEL) {
@@ -352,10 +352,8 @@ void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Inputs 
         for (int r = 0; r < R; r++)
             for (int v = 0; v < V; v++) _mm_prefetch(static_cast<const float*>(job.out) + (row + r) * job.ldo + begin + v * 16, _MM_HINT_T0);
     const uint16_t* a = static_cast<const uint16_t*>(job.a) + row * job.lda;
-    if (w.kind == BF16) {
-        if (!inputs.begin) std::fill_n(sums, R * PANEL, 0.0f);
-        tile_bf16<R, V>(a, job.lda, w, panel, first, inputs, ahead, sums);
-    }
+    if (w.kind == BF16 && !inputs.begin) tile_bf16<R, V, true>(a, job.lda, w, panel, first, inputs, ahead, sums);
+    if (w.kind == BF16 && inputs.begin) tile_bf16<R, V, false>(a, job.lda, w, panel, first, inputs, ahead, sums);
     if (w.kind == F32) tile_f32<R>(static_cast<const float*>(job.a) + row * job.lda, job.lda, w, panel, sums);
     if constexpr (V == 4)
         if (w.kind >= FP8) tile_scaled<R>(job.a, row, job.lda, w, panel, job.unpacked, job.first_rows, ahead, sums);
