@@ -135,8 +135,10 @@ def _pack_fp8(weight: Quantised) -> Tensor:
 
 def _in_fours(octets: Tensor) -> Tensor:
     """`[n, k]` -> `[panels, k / 4, 4, 64]`: 4 inputs of 16 outputs, in the order in which they are unpacked."""
-    panels = octets.view(-1, 4, 4, 4, octets.shape[1] // 4, 2, 2)  # panel, vector, lane, output, chunk, pair, parity
-    return panels.permute(0, 4, 1, 2, 5, 3, 6).reshape(-1, octets.shape[1] // 4, 4, PANEL)
+    chunks = octets.shape[1] // 4
+    pairs = octets.contiguous().view(torch.int16)  # moved together, which takes a third of the time
+    panels = pairs.view(-1, 4, 4, 4, chunks, 2)  # panel, vector, lane, output, chunk, pair
+    return panels.permute(0, 4, 1, 2, 5, 3).contiguous().view(torch.uint8).view(-1, chunks, 4, PANEL)
 
 
 def _pack_nvfp4(weight: Quantised) -> Tensor:
