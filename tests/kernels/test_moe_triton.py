@@ -112,8 +112,9 @@ def quantised(count: int, outputs: int, inner: int, kind: str) -> Quantised:
     return Quantised("int4", octets, scale, inner, 16, zeros, order=order)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "gated"), [(1, True), (9, False), (41, True)])
+@pytest.mark.parametrize(
+    ("tokens", "gated", "dtype"), [(1, True, torch.bfloat16), (9, False, torch.float32), (41, True, torch.bfloat16)]
+)
 @pytest.mark.parametrize("kind", [*KINDS, "fp8 blocks", "nvfp4 divided", "int4 groups zeros", "int4 groups ordered"])
 def test_quantised_experts(kind: str, tokens: int, gated: bool, dtype: torch.dtype) -> None:
     """Of few and many tokens, against loops over the expanded weights; sizes that are no multiples of a block."""
