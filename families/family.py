@@ -163,3 +163,5 @@ class Family:
     """Further values of `model_type`, and names of architectures, in released files."""
     image_wrappers: tuple[str, str] | None = None
     """Tokens that the released processor writes before and after the placeholders of an image."""
+    reasoning: tuple[str, str] | None = None
+    """Tokens that open and close the model's reasoning, which is the first part of its output."""

@@ -103,6 +103,11 @@ def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     ask.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     ask.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole answer (default: 600)")
     ask.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that the JSON schema in FILE accepts")
+    ask.add_argument(
+        "--think",
+        action=argparse.BooleanOptionalAction,
+        help="whether the model reasons first, on stderr (default: the model's own; its reasoning is not printed)",
+    )
     ask.set_defaults(run=_ask, refuse=ask.error)
 
 
@@ -195,9 +200,12 @@ def _ask(options: argparse.Namespace) -> int:
             seed=options.seed,
             timeout=options.timeout,
             response_format=_schema(options.json_schema) if options.json_schema else None,
+            enable_thinking=options.think,
         ) as stream,
     ):
         for delta in stream:
+            if options.think and delta.reasoning:
+                print(delta.reasoning, end="", flush=True, file=sys.stderr)
             print(delta.text, end="", flush=True)
         print()
         if stream.final().finish_reason == "length":

@@ -57,11 +57,16 @@ class VideoPart(_VideoPart, total=False):
 Part: TypeAlias = str | TextPart | ImagePart | VideoPart
 
 
-class ChatMessage(TypedDict):
-    """A message of a conversation."""
-
+class _ChatMessage(TypedDict):
     role: Role
     content: str | Sequence[Part]
+
+
+class ChatMessage(_ChatMessage, total=False):
+    """A message of a conversation."""
+
+    reasoning: str
+    """The assistant's reasoning before its answer."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ class Usage:
     time_to_first_token: float | None = field(default=None, compare=False)
     video_tokens: int = 0
     video_frames: int = 0
+    reasoning_tokens: int = 0
+    """Those of `completion_tokens` that are reasoning."""
 
     @property
     def total_tokens(self) -> int:
@@ -164,6 +171,8 @@ class Delta:
     logprobs: list[TokenLogprob] | None = None
     sequence: int = 0
     """Counts this sample's deltas from 0."""
+    reasoning: str = ""
+    """The model's reasoning, which comes before its text."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +187,8 @@ class Sample:
     index: int = 0
     stop_match: str | int | None = None
     """The stop string or token id of the request that ended this sample, if one did."""
+    reasoning: str = ""
+    """The model's reasoning before its answer; not part of `text`."""
 
 
 @dataclass(frozen=True)
@@ -198,9 +209,13 @@ class Generation:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """With `prompt_logprobs=k`: one for each token of the prompt; None for the first one and for image tokens."""
 
+    reasoning: str = ""
+
     @property
     def message(self) -> ChatMessage:
         """The answer as a chat message, for continuing the conversation."""
+        if self.reasoning:
+            return {"role": "assistant", "content": self.text, "reasoning": self.reasoning}
         return {"role": "assistant", "content": self.text}
 
 

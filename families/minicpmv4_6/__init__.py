@@ -9,4 +9,5 @@ FAMILY = Family(
     read_config=read_config,
     weights=weights,
     aliases=("MiniCPMV4_6ForConditionalGeneration",),
+    reasoning=("<think>", "</think>"),
 )

@@ -4,4 +4,4 @@ from families.family import Family
 from families.nemotron_h.config import read_config
 from families.nemotron_h.names import weights
 
-FAMILY = Family(name="nemotron_h", read_config=read_config, weights=weights)
+FAMILY = Family(name="nemotron_h", read_config=read_config, weights=weights, reasoning=("<think>", "</think>"))

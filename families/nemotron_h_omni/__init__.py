@@ -12,4 +12,5 @@ FAMILY = Family(
     # `model_type` of released files that predate the type in transformers.
     aliases=("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Omni_Reasoning_V3"),
     image_wrappers=("<img>", "</img>"),
+    reasoning=("<think>", "</think>"),
 )

@@ -12,6 +12,7 @@ FAMILY = Family(
     weights=weights,
     aliases=("qwen3_5_text", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
     image_wrappers=("<|vision_start|>", "<|vision_end|>"),
+    reasoning=("<think>", "</think>"),
 )
 MOE_FAMILY = Family(
     name="qwen3_5_moe",
@@ -19,4 +20,5 @@ MOE_FAMILY = Family(
     weights=weights,
     aliases=("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
     image_wrappers=("<|vision_start|>", "<|vision_end|>"),
+    reasoning=("<think>", "</think>"),
 )

@@ -24,6 +24,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "n": (1, 64),
     "logprobs": (0, 100),
     "prompt_logprobs": (0, 100),
+    "max_reasoning_tokens": (0, 2**31 - 1),
 }
 """Smallest and largest value; both are allowed."""
 

@@ -29,7 +29,8 @@ _ROLES = {
     "assistant": types_pb2.ROLE_ASSISTANT,
     "tool": types_pb2.ROLE_TOOL,
 }
-_INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs")
+_INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs", "max_reasoning_tokens")
+_THINKING = ("enable_thinking", "reasoning_effort")
 _Places: TypeAlias = dict[str, list[types_pb2.Part]]
 """Parts of a conversation that take the next of `images=` or `videos=`."""
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -55,6 +56,9 @@ class Sampling(TypedDict, total=False):
     response_format: ResponseFormat | None
     allowed_token_ids: Sequence[int]
     bad_words: Sequence[str]
+    enable_thinking: bool | None
+    reasoning_effort: str | None
+    max_reasoning_tokens: int | None
 
 
 class AllSampling(Sampling, total=False):
@@ -99,7 +103,12 @@ def build_request(
     request = inference_pb2.GenerateRequest(
         request_id=sampling.get("request_id") or uuid.uuid4().hex, model=sampling.get("model") or ""
     )
-    _set_input(request, prompt, _Media(image_messages(images), video_messages(videos)), raw, chat_template_kwargs)
+    media = _Media(image_messages(images), video_messages(videos))
+    thinking = {name: sampling[name] for name in _THINKING if sampling.get(name) is not None}  # type: ignore[literal-required]
+    if thinking and isinstance(prompt, str) and not raw:
+        prompt = [{"role": "user", "content": prompt}]  # the same prompt, in the form that has these fields
+    _set_input(request, prompt, media, raw, chat_template_kwargs)
+    _set_thinking(request, thinking)
     _set_sampling(request.sampling, sampling)
     with _naming("continued_token_ids"):
         request.continued_token_ids.extend(_token_ids(sampling.get("continued_token_ids") or ()))
@@ -108,6 +117,14 @@ def build_request(
             request.priority = operator.index(priority)
     check_request(request)
     return request
+
+
+def _set_thinking(request: inference_pb2.GenerateRequest, thinking: Mapping[str, Any]) -> None:
+    for name, value in thinking.items():
+        if not request.HasField("chat"):
+            raise InvalidArgument(f"{name}: a prompt that is raw or token ids does not pass through the chat template")
+        with _naming(name):
+            setattr(request.chat, name, value)
 
 
 class _Media(NamedTuple):
@@ -254,12 +271,16 @@ def _chat_messages(messages: list[Any], media: _Media) -> list[types_pb2.ChatMes
 def _chat_message(message: Any, name: str, waiting: _Places) -> types_pb2.ChatMessage:
     if not isinstance(message, Mapping):
         raise InvalidArgument(f"{name}: expected a dict with role and content, got {type(message).__name__}")
-    extra = sorted(message.keys() - {"role", "content"})
+    extra = sorted(message.keys() - {"role", "content", "reasoning", "reasoning_content"})
     if extra:
-        raise InvalidArgument(f"{name}: unknown keys {', '.join(map(str, extra))}; known are content, role")
+        raise InvalidArgument(f"{name}: unknown keys {', '.join(map(str, extra))}; known are content, reasoning, role")
     if message.get("role") not in _ROLES:
         raise InvalidArgument(f"{name}.role: expected one of {', '.join(_ROLES)}, got {message.get('role')!r}")
     built = types_pb2.ChatMessage(role=_ROLES[message["role"]])
+    reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
+    if reasoning and (not isinstance(reasoning, str) or message["role"] != "assistant"):
+        raise InvalidArgument(f"{name}.reasoning: expected a string, in a message of the assistant")
+    built.reasoning = reasoning
     content = message.get("content")
     if isinstance(content, str):
         built.parts.add(text=content)

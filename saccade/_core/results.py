@@ -44,6 +44,7 @@ def usage_from(message: types_pb2.Usage) -> Usage:
         time_to_first_token=seconds("time_to_first_token"),
         video_tokens=message.video_tokens,
         video_frames=message.video_frames,
+        reasoning_tokens=message.reasoning_tokens,
     )
 
 
@@ -76,6 +77,7 @@ def delta_from(message: inference_pb2.Delta, with_logprobs: bool) -> Delta:
         index=message.index,
         logprobs=logprobs_from(message.logprobs) if with_logprobs else None,
         sequence=message.sequence,
+        reasoning=message.reasoning,
     )
 
 
@@ -166,6 +168,7 @@ def _generation(samples: list[Sample], **facts: Unpack[_Facts]) -> Generation:
         usage=first.usage,
         logprobs=first.logprobs,
         samples=samples,
+        reasoning=first.reasoning,
         **facts,
     )
 
@@ -181,6 +184,7 @@ def generation_from(response: inference_pb2.GenerateResponse, with_logprobs: boo
             logprobs=logprobs_from(sample.logprobs) if with_logprobs else None,
             index=sample.index,
             stop_match=_stop_match(sample),
+            reasoning=sample.reasoning,
         )
         for sample in sorted(response.samples, key=lambda sample: sample.index)
     ]
@@ -219,6 +223,9 @@ class Assembler:
 
     def text(self, index: int = 0) -> str:
         return "".join(delta.text for delta in self._deltas.get(index, ()))
+
+    def reasoning(self, index: int = 0) -> str:
+        return "".join(delta.reasoning for delta in self._deltas.get(index, ()))
 
     def token_ids(self, index: int = 0) -> list[int]:
         return [token_id for delta in self._deltas.get(index, ()) for token_id in delta.token_ids]
@@ -263,4 +270,5 @@ class Assembler:
             logprobs=parts if self.with_logprobs else None,
             index=index,
             stop_match=_stop_match(finished),
+            reasoning=self.reasoning(index),
         )

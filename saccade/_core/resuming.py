@@ -27,6 +27,7 @@ class _Passed:
 
     ids: list[int]
     text: str
+    reasoning: str = ""
 
 
 class StreamState:
@@ -139,18 +140,23 @@ class StreamState:
         """The message without what has been delivered before; empty if nothing is left."""
         delta = response.delta
         passed = self._passed.get(delta.index)
-        if passed is not None and (passed.ids or passed.text):
-            ids, text = len(passed.ids), len(passed.text)
-            if list(delta.token_ids[:ids]) != passed.ids[: len(delta.token_ids)] or (
-                delta.text[:text] != passed.text[: len(delta.text)]
+        if passed is not None and (passed.ids or passed.text or passed.reasoning):
+            ids, text, thought = len(passed.ids), len(passed.text), len(passed.reasoning)
+            if (
+                list(delta.token_ids[:ids]) != passed.ids[: len(delta.token_ids)]
+                or delta.text[:text] != passed.text[: len(delta.text)]
+                or delta.reasoning[:thought] != passed.reasoning[: len(delta.reasoning)]
             ):
                 raise self._diverged("the repeated answer differs from the one that was delivered")
             logprobs = list(delta.logprobs[ids:])
             passed.ids, new_ids = passed.ids[len(delta.token_ids) :], list(delta.token_ids[ids:])
             passed.text, new_text = passed.text[len(delta.text) :], delta.text[text:]
-            if not new_ids and not new_text:
+            passed.reasoning, new_thought = passed.reasoning[len(delta.reasoning) :], delta.reasoning[thought:]
+            if not new_ids and not new_text and not new_thought:
                 return inference_pb2.StreamGenerateResponse()
-            delta = inference_pb2.Delta(index=delta.index, text=new_text, token_ids=new_ids, logprobs=logprobs)
+            delta = inference_pb2.Delta(
+                index=delta.index, text=new_text, token_ids=new_ids, logprobs=logprobs, reasoning=new_thought
+            )
             response = inference_pb2.StreamGenerateResponse(delta=delta)
         response.delta.sequence = self._sequence.get(delta.index, 0)
         self._sequence[delta.index] = response.delta.sequence + 1
@@ -190,7 +196,10 @@ class StreamState:
         request.sampling.seed = started.seed
         if request.sampling.n > 1:
             self._passed = {
-                index: _Passed(self.assembler.token_ids(index), self.assembler.text(index)) for index in self._sequence
+                index: _Passed(
+                    self.assembler.token_ids(index), self.assembler.text(index), self.assembler.reasoning(index)
+                )
+                for index in self._sequence
             }
         else:
             request.continued_token_ids.extend(self.assembler.token_ids())

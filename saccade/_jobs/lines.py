@@ -68,6 +68,9 @@ def _completion(answer: Generation) -> dict[str, Any]:
             "prompt_tokens": answer.usage.prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": answer.usage.prompt_tokens + completion_tokens,
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(sample.usage.reasoning_tokens for sample in answer.samples)
+            },
             "prompt_tokens_details": {
                 "cached_tokens": answer.usage.cached_tokens,
                 "image_tokens": answer.usage.image_tokens,
@@ -79,9 +82,12 @@ def _completion(answer: Generation) -> dict[str, Any]:
 
 def _choice(sample: Sample) -> dict[str, Any]:
     logprobs = None if sample.logprobs is None else {"content": [_logprob(item) for item in sample.logprobs]}
+    message = {"role": "assistant", "content": sample.text}
+    if sample.reasoning:
+        message["reasoning"] = sample.reasoning
     return {
         "index": sample.index,
-        "message": {"role": "assistant", "content": sample.text},
+        "message": message,
         "finish_reason": sample.finish_reason,
         "stop_reason": sample.stop_match,
         "logprobs": logprobs,

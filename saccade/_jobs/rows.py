@@ -65,6 +65,9 @@ _FIELDS: dict[str, _Check] = {
     ),
     "allowed_token_ids": ((list,), "a list of token ids", lambda v: all(type(i) is int for i in v)),
     "bad_words": ((list,), "a list of strings", lambda v: all(isinstance(s, str) for s in v)),
+    "reasoning_effort": ((str,), "a string", lambda v: True),
+    "enable_thinking": ((bool,), "true or false", lambda v: True),
+    "max_reasoning_tokens": ((int,), "a whole number from 0", lambda v: v >= 0),
 }
 # Informational fields that change no answer.
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}

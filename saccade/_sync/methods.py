@@ -90,6 +90,7 @@ class Methods(Session):
                 stop_token_ids, ignore_eos, n, continued_token_ids, model, request_id, priority; allowed_token_ids,
                 bad_words; response_format: what the text must be. That is a JSON schema, a Pydantic model class,
                 `saccade.Regex`, `saccade.Lark`, `saccade.StructuralTags`, a list of choices or "json_object".
+                For models that reason before they answer: enable_thinking, reasoning_effort, max_reasoning_tokens.
 
         Raises:
             SaccadeError: one of its subclasses, see `saccade.errors`.

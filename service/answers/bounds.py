@@ -8,6 +8,7 @@ from service.common import errors
 from service.common.types import ChatInput, GenerateSpec, Image, RawInput, TokensInput, Video
 from service.media.images import MediaLimits
 
+MAX_COUNT = 2**31 - 1
 MAX_SAMPLES = 64
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 32
@@ -35,6 +36,7 @@ def check_counts(spec: GenerateSpec, limits: FrontendLimits) -> None:
     bounds = [
         ("sampling.n", spec.n, 1, MAX_SAMPLES),
         ("sampling.logprobs", spec.sampling.get("logprobs"), 0, MAX_LOGPROBS),
+        ("sampling.max_reasoning_tokens", spec.max_reasoning_tokens, 0, MAX_COUNT),
         ("sampling.prompt_logprobs", spec.sampling.get("prompt_logprobs"), 0, MAX_LOGPROBS),
         ("images", sum(isinstance(source, Image) for source in spec.media), 0, limits.max_images),
         ("videos", sum(isinstance(source, Video) for source in spec.media), 0, limits.max_videos),
@@ -99,7 +101,7 @@ def characters(spec: GenerateSpec) -> int:
     """Characters of the input's text."""
     match spec.input:
         case ChatInput(messages):
-            return sum(len(part or "") for message in messages for part in message.parts)
+            return sum(len(part or "") for message in messages for part in (message.reasoning, *message.parts))
         case RawInput(text):
             return len(text)
     return 0

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Mapping
 from typing import Any
-
-from google.protobuf import json_format
 
 from saccade.v1 import inference_pb2, model_pb2, types_pb2
 from service.answers.bounds import (
@@ -15,11 +11,10 @@ from service.answers.bounds import (
     MAX_SAMPLES,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
-    MAX_TEMPLATE_JSON,
     FrontendLimits,
 )
 from service.answers.formats import constraint_from_proto
-from service.answers.unserved import refuse_unserved
+from service.answers.inputs import asked_thinking, image_from_proto, input_from_proto
 from service.common import errors
 from service.common.config import ServerOptions
 from service.common.types import (
@@ -29,31 +24,20 @@ from service.common.types import (
     Event,
     Finished,
     GenerateSpec,
-    Image,
     ImageInput,
     Logprob,
     MediaSource,
-    Message,
     PromptLogprob,
     RawInput,
     Started,
     Tokenized,
     TokensInput,
     Usage,
-    Video,
 )
 from service.engine.types import EngineInfo
 from service.model.assets import ModelAssets
 
 MAX_REQUEST_ID = 128
-MIN_FPS, MAX_FPS = 1e-6, 1000
-"""One frame in eleven days to 1000 per second; labels give a frame's duration in whole milliseconds."""
-_ROLES = {
-    types_pb2.ROLE_SYSTEM: "system",
-    types_pb2.ROLE_USER: "user",
-    types_pb2.ROLE_ASSISTANT: "assistant",
-    types_pb2.ROLE_TOOL: "tool",
-}
 _REASONS = {
     "stop": types_pb2.FINISH_REASON_STOP,
     "length": types_pb2.FINISH_REASON_LENGTH,
@@ -67,7 +51,7 @@ _SCALARS = (
 
 def spec_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:
     """Converts a request. Raises InvalidArgument or Unimplemented with the path of the field at fault."""
-    value, media = _input(request)
+    value, media = input_from_proto(request)
     sampling = request.sampling
     return GenerateSpec(
         request_id=_request_id(request.request_id),
@@ -80,6 +64,8 @@ def spec_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:
         continued=tuple(request.continued_token_ids),
         priority=request.priority,
         constraint=constraint_from_proto(sampling),
+        max_reasoning_tokens=sampling.max_reasoning_tokens if sampling.HasField("max_reasoning_tokens") else None,
+        thinking=asked_thinking(value),
     )
 
 
@@ -95,9 +81,9 @@ def spec_from_embed(request: inference_pb2.EmbedRequest) -> GenerateSpec:
     """The prompt or the image, as a request for one token. Raises like `spec_from_proto`."""
     value: ChatInput | RawInput | TokensInput | ImageInput = ImageInput()
     if request.WhichOneof("input") == "image":
-        media: tuple[MediaSource, ...] = (_image(request.image, "image"),)
+        media: tuple[MediaSource, ...] = (image_from_proto(request.image, "image"),)
     else:
-        value, media = _input(request)
+        value, media = input_from_proto(request)
     return GenerateSpec(
         request_id=_request_id(request.request_id), model=request.model, input=value, media=media,
         sampling={"max_tokens": 1, "temperature": 0.0}, priority=request.priority,
@@ -120,7 +106,7 @@ def embedded_to_proto(embedded: Embedded) -> inference_pb2.EmbedResponse:
 
 def spec_from_tokenize(request: inference_pb2.TokenizeRequest) -> GenerateSpec:
     """A request of which only the prompt is used. Raises like `spec_from_proto`."""
-    value, media = _input(request)
+    value, media = input_from_proto(request)
     return GenerateSpec(request_id="", model=request.model, input=value, media=media)
 
 
@@ -143,142 +129,7 @@ def tokenized_to_proto(tokenized: Tokenized) -> inference_pb2.TokenizeResponse:
     )  # fmt: skip
 
 
-def _input(
-    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.EmbedRequest,
-) -> tuple[ChatInput | RawInput | TokensInput, tuple[MediaSource, ...]]:
-    media: list[MediaSource] = []
-    match request.WhichOneof("input"):
-        case "chat":
-            value: ChatInput | RawInput | TokensInput = _chat(request.chat, media)
-        case "prompt":
-            value = _prompt(request.prompt, media)
-        case "tokens":
-            media += _media(request.tokens, "tokens")
-            value = TokensInput(tuple(request.tokens.ids))
-        case _:
-            also = ", image" if isinstance(request, inference_pb2.EmbedRequest) else ""
-            raise errors.InvalidArgument(f"one of chat, prompt, tokens{also} must be set", field="input")
-    return value, tuple(media)
-
-
-def _chat(chat: inference_pb2.ChatInput, media: list[MediaSource]) -> ChatInput:
-    if not chat.messages:
-        raise errors.InvalidArgument("chat.messages is empty", field="chat.messages")
-    refuse_unserved(chat, "chat")
-    messages = []
-    for i, message in enumerate(chat.messages):
-        refuse_unserved(message, f"chat.messages[{i}]")
-        if message.role not in _ROLES:
-            raise errors.InvalidArgument(
-                f"chat.messages[{i}].role is {message.role}; known are {', '.join(_ROLES.values())}",
-                field=f"chat.messages[{i}].role",
-            )
-        parts: list[str | None] = []
-        for j, part in enumerate(message.parts):
-            path = f"chat.messages[{i}].parts[{j}]"
-            match part.WhichOneof("part"):
-                case "text":
-                    parts.append(part.text)
-                case "image":
-                    parts.append(None)
-                    media.append(_image(part.image, f"{path}.image"))
-                case "video":
-                    parts.append(None)
-                    media.append(_video(part.video, f"{path}.video"))
-                case _:
-                    raise errors.InvalidArgument(f"{path} is empty", field=path)
-        messages.append(Message(_ROLES[message.role], tuple(parts)))
-    return ChatInput(tuple(messages), _template_arguments(chat))
-
-
-def _prompt(prompt: inference_pb2.PromptInput, media: list[MediaSource]) -> ChatInput | RawInput:
-    media += _media(prompt, "prompt")
-    if prompt.raw:
-        if prompt.chat_template_kwargs.fields or prompt.chat_template_kwargs_json:
-            raise errors.InvalidArgument("raw text passes no chat template", field="prompt.chat_template_kwargs")
-        return RawInput(prompt.text)
-    parts = (*[None] * len(media), prompt.text)
-    return ChatInput((Message("user", parts),), _template_arguments(prompt))
-
-
-def _template_arguments(holder: inference_pb2.ChatInput | inference_pb2.PromptInput) -> Mapping[str, Any]:
-    if holder.chat_template_kwargs_json:
-        arguments = _json_object("chat_template_kwargs_json", holder.chat_template_kwargs_json)
-    else:  # a Struct holds only doubles: whole numbers were meant as integers
-        arguments = _whole(json_format.MessageToDict(holder.chat_template_kwargs))
-    if bad := sorted({"messages", "add_generation_prompt"} & set(arguments)):
-        raise errors.InvalidArgument(f"chat_template_kwargs may not set {', '.join(bad)}", field="chat_template_kwargs")
-    return arguments
-
-
-def _json_object(field: str, text: str) -> dict[str, Any]:
-    if len(text) > MAX_TEMPLATE_JSON:
-        raise errors.InvalidArgument(
-            f"{field} has {len(text)} characters; at most {MAX_TEMPLATE_JSON} are allowed", field=field
-        )
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        value = json.loads(text, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise errors.InvalidArgument(f"{field} cannot be read: {error}", field=field) from None
-    if not isinstance(value, dict):
-        raise errors.InvalidArgument(f"{field} must be a JSON object, not a {type(value).__name__}", field=field)
-    return value
-
-
-def _whole(value: Any) -> Any:
-    """The value with integers in place of whole floats."""
-    if isinstance(value, dict):
-        return {name: _whole(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_whole(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _image(image: types_pb2.Image, path: str) -> Image:
-    match image.WhichOneof("source"):
-        case "data":
-            return Image(image.data, path)
-        case "uri":
-            return Image(b"", path, uri=image.uri)
-        case "media_id":
-            return Image(b"", path, media_id=image.media_id)
-    raise errors.InvalidArgument(f"{path} has no source", field=path)
-
-
-def _media(holder: inference_pb2.PromptInput | inference_pb2.TokensInput, path: str) -> list[MediaSource]:
-    images = [_image(image, f"{path}.images[{i}]") for i, image in enumerate(holder.images)]
-    return [*images, *(_video(video, f"{path}.videos[{i}]") for i, video in enumerate(holder.videos))]
-
-
-def _video(video: types_pb2.Video, path: str) -> Video:
-    most = video.max_frames if video.HasField("max_frames") else None
-    match video.WhichOneof("source"):
-        case "data":
-            return Video(video.data, path, max_frames=most)
-        case "uri":
-            return Video(b"", path, uri=video.uri, max_frames=most)
-        case "media_id":
-            return Video(b"", path, media_id=video.media_id, max_frames=most)
-        case "frames":
-            frames = [_image(image, f"{path}.frames.images[{i}]") for i, image in enumerate(video.frames.images)]
-            if not frames:
-                raise errors.InvalidArgument(f"{path}.frames is empty", field=f"{path}.frames")
-            fps = video.frames.fps if video.frames.HasField("fps") else None
-            if fps is not None and not MIN_FPS <= fps <= MAX_FPS:
-                raise errors.InvalidArgument(
-                    f"{path}.frames.fps is {fps:g}; it must be above 0: from {MIN_FPS:g} to {MAX_FPS}",
-                    field=f"{path}.frames.fps",
-                )
-            return Video(b"", path, frames=tuple(frames), fps=fps, max_frames=most)
-    raise errors.InvalidArgument(f"{path} has no source", field=path)
-
-
 def _sampling(sampling: types_pb2.SamplingParams) -> dict[str, Any]:
-    refuse_unserved(sampling, "sampling")
     fields: Any = sampling
     values: dict[str, Any] = {name: getattr(fields, name) for name in _SCALARS if fields.HasField(name)}
     if sampling.logit_bias:
@@ -300,7 +151,7 @@ def event_to_proto(event: Event) -> inference_pb2.StreamGenerateResponse:
         case Delta():
             delta = inference_pb2.Delta(
                 index=event.index, text=event.text, token_ids=event.token_ids,
-                logprobs=[_logprob(p) for p in event.logprobs], sequence=event.sequence,
+                logprobs=[_logprob(p) for p in event.logprobs], sequence=event.sequence, reasoning=event.reasoning,
             )  # fmt: skip
             return inference_pb2.StreamGenerateResponse(delta=delta)
     finished = inference_pb2.Finished(
@@ -332,6 +183,7 @@ def _usage(usage: Usage) -> types_pb2.Usage:
     proto = types_pb2.Usage(
         prompt_tokens=usage.prompt_tokens, image_tokens=usage.image_tokens, cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens, video_tokens=usage.video_tokens, video_frames=usage.video_frames,
+        reasoning_tokens=usage.reasoning_tokens,
     )  # fmt: skip
     proto.queue_time.FromMicroseconds(round(usage.queue_seconds * 1e6))
     proto.time_to_first_token.FromMicroseconds(round(usage.first_token_seconds * 1e6))
@@ -344,7 +196,8 @@ class ResponseBuilder:
     def __init__(self) -> None:
         self._started: Started | None = None
         self._samples: dict[int, inference_pb2.Sample] = {}
-        self._text: dict[int, list[str]] = {}
+        self._text: dict[int, list[tuple[str, str]]] = {}
+        """Reasoning and text of the deltas of each sample."""
         self._prompt: list[types_pb2.PromptLogprob] = []
 
     def add(self, event: Event) -> None:
@@ -355,7 +208,7 @@ class ResponseBuilder:
                 sample = self._sample(event.index)
                 sample.token_ids.extend(event.token_ids)
                 sample.logprobs.extend(_logprob(p) for p in event.logprobs)
-                self._text.setdefault(event.index, []).append(event.text)
+                self._text.setdefault(event.index, []).append((event.reasoning, event.text))
             case Finished():
                 sample = self._sample(event.index)
                 sample.finish_reason = _REASONS[event.reason]
@@ -369,7 +222,8 @@ class ResponseBuilder:
     def response(self) -> inference_pb2.GenerateResponse:
         assert self._started is not None, "a stream without Started"
         for index, pieces in self._text.items():
-            self._samples[index].text = "".join(pieces)
+            reasoning, text = ("".join(part) for part in zip(*pieces))
+            self._samples[index].reasoning, self._samples[index].text = reasoning, text
         return inference_pb2.GenerateResponse(
             request_id=self._started.request_id,
             model=self._started.model,

@@ -25,6 +25,7 @@ from service.answers.bounds import FrontendLimits
 from service.answers.mailbox import Mailbox
 from service.answers.prepare import Preparation, Resolver, no_references
 from service.answers.prompts import Prompt
+from service.answers.reasoning import ReasoningSplit, phase_of, with_reasoning
 from service.answers.relay import Clock, SampleState, engine_error, read_logprob, read_prompt_scores
 from service.common import errors
 from service.common.types import (
@@ -264,7 +265,9 @@ class Frontend:
             spec.request_id, len(prompt.ids), prompt.image_tokens, info.model, info.revision, params.seed,
             prompt.video_tokens,
         )  # fmt: skip
-        states = [SampleState(self.assets.tokenizer, spec.stop, params.min_tokens) for _ in range(spec.n)]
+        phase = phase_of(prompt.ids, self.assets)
+        constraint = with_reasoning(spec, phase, self.assets)
+        states = [self._state(spec, params, ReasoningSplit(self.assets.reasoning, phase)) for _ in range(spec.n)]
         names = [f"{next(self._numbers)}:{spec.request_id}" for _ in range(spec.n)]
         index_of = {name: i for i, name in enumerate(names)}
         clock = Clock(arrived)
@@ -275,7 +278,7 @@ class Frontend:
             state.done = True
             usage = Usage(
                 len(prompt.ids), prompt.image_tokens, state.cached_tokens, state.tokens, clock.queue, clock.first_token,
-                prompt.video_tokens, prompt.frames,
+                prompt.video_tokens, prompt.frames, state.reasoning_tokens,
             )  # fmt: skip
             scores = tuple(prompt_scores) if index == 0 else ()
             return Finished(index, reason, usage, state.stop_string, stop_token, scores)
@@ -297,7 +300,7 @@ class Frontend:
             timeout=None if timeout is None else timeout - (time.monotonic() - arrived),
             checkpoint_at=(prompt.system_end,) if prompt.system_end else (),
             siblings=tuple(names[1:]),
-            constraint=spec.constraint,
+            constraint=constraint,
         )
         self._mail.update(dict.fromkeys(names, call.mail))
         try:
@@ -330,6 +333,10 @@ class Frontend:
                 if not states[index_of[name]].done:
                     self.engine.abort(name)
 
+    def _state(self, spec: GenerateSpec, params: SamplingParams, split: ReasoningSplit) -> SampleState:
+        formatted = spec.constraint is not None and spec.constraint.format is not None
+        return SampleState(self.assets.tokenizer, spec.stop, params.min_tokens, split, exact=formatted)
+
     def _eos(self, params: SamplingParams) -> frozenset[int]:
         return frozenset() if params.ignore_eos else self.assets.config.eos_token_ids
 
@@ -350,7 +357,7 @@ class Frontend:
         self, index: int, state: SampleState, events: list[EngineEvent]
     ) -> tuple[Delta | None, str | None, int | None]:
         """Events of one sample -> (delta, finish reason, stop token). Raises StatusError for an error event."""
-        text: list[str] = []
+        pieces: list[tuple[str, str]] = []
         ids: list[int] = []
         logprobs: list[Logprob] = []
         reason: str | None = None
@@ -361,7 +368,7 @@ class Frontend:
             state.cached_tokens = max(state.cached_tokens, event.cached_tokens)
             if event.token_id is not None:
                 ids.append(event.token_id)
-                text.append(state.push(event.token_id, shown=event.stop_token is None))
+                pieces.append(state.push(event.token_id, shown=event.stop_token is None))
                 if event.logprob is not None:
                     logprobs.append(read_logprob(event.token_id, event.logprob, event.top, self.assets.tokenizer))
             if state.stop_string is not None:
@@ -369,11 +376,11 @@ class Frontend:
                 break
             if event.finish_reason is not None:
                 reason, stop_token = event.finish_reason, event.stop_token
-                text.append(state.flush())
-        joined = "".join(text)
-        if not joined and not ids:
+                pieces.append(state.flush())
+        reasoning, text = ("".join(part) for part in zip(*pieces)) if pieces else ("", "")
+        if not reasoning and not text and not ids:
             return None, reason, stop_token
-        delta = Delta(index, joined, tuple(ids), tuple(logprobs), state.sequence)
+        delta = Delta(index, text, tuple(ids), tuple(logprobs), state.sequence, reasoning)
         state.sequence += 1
         return delta, reason, stop_token
 

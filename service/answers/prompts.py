@@ -67,6 +67,11 @@ def read(spec: GenerateSpec, media: Sequence[PreparedItem], assets: ModelAssets)
     if isinstance(spec.input, RawInput):
         return _raw_ids(spec.input.text, media, words, assets, assets.tokenizer)
     assert isinstance(spec.input, ChatInput)
+    for name in spec.input.needed:
+        if name not in assets.template.names:
+            raise errors.FailedPrecondition(
+                f"chat.{name}: the chat template of {assets.config.name} does not read it", field=f"chat.{name}"
+            )
     # Placeholders of clips for the template: their own token, or text.
     known = None if assets.video_token is None else Clip(assets.video_token)
     clips = [(known or part) if item.labels else None for item, part in zip(media, words, strict=True)]

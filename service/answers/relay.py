@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
+from service.answers.reasoning import ReasoningSplit
 from service.answers.stops import StopMatcher
 from service.common import errors
 from service.common.types import Logprob, PromptLogprob
@@ -18,11 +19,19 @@ log = logging.getLogger(__name__)
 class SampleState:
     """One sample that is being generated."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str], min_tokens: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, stops: Sequence[str], min_tokens: int, split: ReasoningSplit, *,
+        exact: bool = False,
+    ) -> None:  # fmt: skip
+        """`exact`: newlines after the closing marker of reasoning belong to the text, not to the marker."""
+        self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopMatcher(stops)
         self._min_tokens = min_tokens
-        self.tokens = 0
+        self._split, self._exact = split, exact
+        self._after_marker = split.reasoning
+        """Whether nothing but newlines has followed the last marker."""
+        self.tokens = self.reasoning_tokens = 0
         self.sequence = 0
         self.cached_tokens = 0
         self.done = False
@@ -31,20 +40,41 @@ class SampleState:
     def stop_string(self) -> str | None:
         return self._stops.matched
 
-    def push(self, token: int, *, shown: bool = True) -> str:
-        """Counts a token and returns the text that became certain. `shown` is False for an end token."""
+    def push(self, token: int, *, shown: bool = True) -> tuple[str, str]:
+        """Counts a token and returns the reasoning and the text that became certain. `shown` is False for an end
+        token."""
         self.tokens += 1
-        text = self._detokenizer.push([token]) if shown else ""
+        reasoning, kind = self._split.reasoning, self._split.take(token)
+        if kind == "marker":
+            text = self._trimmed(self._detokenizer.flush())
+            self._detokenizer = Detokenizer(self._tokenizer)
+            self._after_marker = self._split.reasoning or not self._exact
+            return (text, "") if reasoning else ("", text)
+        text = self._trimmed(self._detokenizer.push([token])) if shown else ""
+        if kind == "reasoning":
+            self.reasoning_tokens += shown
+            return text, ""
         # Before min_tokens are reached, stop strings are ordinary text.
-        return self._stops.push(text) if self.tokens >= self._min_tokens else text
+        return "", self._stops.push(text) if self.tokens >= self._min_tokens else text
+
+    def _trimmed(self, text: str) -> str:
+        """The text without the newlines that templates write after a marker."""
+        if self._after_marker:
+            text = text.lstrip("\n")
+            self._after_marker = not text
+        return text
 
     def replay(self, tokens: Sequence[int]) -> None:
         """Replays tokens that the client has already received: only the detokenizer's state is needed."""
         for token in tokens:
             self.push(token)
 
-    def flush(self) -> str:
-        return self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+    def flush(self) -> tuple[str, str]:
+        """The reasoning and the text that were held back."""
+        text = self._trimmed(self._detokenizer.flush())
+        if self._split.reasoning:
+            return text, ""
+        return "", self._stops.push(text) + self._stops.flush()
 
 
 class Clock:

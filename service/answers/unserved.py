@@ -7,9 +7,8 @@ from google.protobuf.message import Message
 from service.common import errors
 
 UNSERVED: dict[str, frozenset[str]] = {
-    "ChatInput": frozenset({"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "enable_thinking"}),
-    "ChatMessage": frozenset({"tool_calls", "tool_call_id", "reasoning"}),
-    "SamplingParams": frozenset({"max_reasoning_tokens"}),
+    "ChatInput": frozenset({"tools", "tool_choice", "parallel_tool_calls"}),
+    "ChatMessage": frozenset({"tool_calls", "tool_call_id"}),
 }
 """Message -> its unsupported fields."""
 

@@ -15,6 +15,8 @@ class Message:
 
     role: str
     parts: tuple[str | None, ...]
+    reasoning: str = ""
+    """The assistant's reasoning before its answer."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class ChatInput:
 
     messages: tuple[Message, ...]
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    needed: tuple[str, ...] = ()
+    """Names among the arguments that the template must read, since the request could not be followed otherwise."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,17 @@ class TextFormat:
 
 
 @dataclass(frozen=True)
+class ReasoningSpec:
+    """Reasoning before what a constraint applies to, by the ids of its markers."""
+
+    close: int
+    open: int | None = None
+    """None: the prompt has opened it. Otherwise the output may begin with this token."""
+    limit: int | None = None
+    """Maximum number of tokens between the markers."""
+
+
+@dataclass(frozen=True)
 class ConstraintSpec:
     """What an answer is held to, as the engine makes a constraint of it."""
 
@@ -107,6 +122,8 @@ class ConstraintSpec:
     """Ids that may be drawn besides the ends of the text; `None`: all."""
     bad_words: tuple[str, ...] = ()
     """Strings that the text does not contain."""
+    reasoning: ReasoningSpec | None = None
+    """The others apply after it; `None`: from the beginning."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +141,9 @@ class GenerateSpec:
     continued: tuple[int, ...] = ()
     priority: int = 0
     constraint: ConstraintSpec | None = None
+    max_reasoning_tokens: int | None = None
+    thinking: bool | None = None
+    """Whether the request asks for reasoning, or for none; None: it leaves that to the chat template."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +215,7 @@ class Usage:
     first_token_seconds: float
     video_tokens: int = 0
     video_frames: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -219,6 +240,8 @@ class Delta:
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprob, ...]
     sequence: int
+    reasoning: str = ""
+    """Precedes `text`."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from decoder.constraints import Constraint
-from decoder.token_constraints import AllOf, AllowedTokens
+from decoder.token_constraints import AllOf, AllowedTokens, ReasoningBudget
 from families import CheckpointError
 from service.common.types import ConstraintSpec
 from service.engine.bad_words import BadWords, TokenText
@@ -87,8 +87,7 @@ class Constraining:
         self, spec: ConstraintSpec, ends: frozenset[int], stops: frozenset[int], output_ids: Sequence[int]
     ) -> Constraint:
         try:
-            made = self._parts(spec, ends, stops)
-            constraint = made[0] if len(made) == 1 else AllOf(*made)
+            constraint = self._constraint(spec, ends, stops)
             if (valid := constraint.valid_prefix(output_ids)) < len(output_ids):
                 raise UnusableConstraint(
                     f"of the {len(output_ids)} ids only the first {valid} keep to the request's constraints",
@@ -102,6 +101,17 @@ class Constraining:
         except Exception as error:
             log.exception("a constraint could not be made")
             raise ConstraintFailed(f"a constraint could not be made: {error}") from error
+
+    def _constraint(self, spec: ConstraintSpec, ends: frozenset[int], stops: frozenset[int]) -> Constraint:
+        made = self._parts(spec, ends, stops)
+        if spec.reasoning is None:
+            assert made, "a constraint without a part"
+            return made[0] if len(made) == 1 else AllOf(*made)
+        reasoning, inner = spec.reasoning, AllOf(*made) if made else None
+        return ReasoningBudget(
+            (reasoning.close,), reasoning.limit, inner, opening=() if reasoning.open is None else (reasoning.open,),
+            ends=ends if spec.format is not None else (),
+        )  # fmt: skip
 
     def _parts(self, spec: ConstraintSpec, ends: frozenset[int], stops: frozenset[int]) -> list[Constraint]:
         made: list[Constraint] = []
@@ -117,5 +127,4 @@ class Constraining:
             made.append(AllowedTokens(spec.allowed_token_ids | ends))
         if spec.bad_words:
             made.append(BadWords(self._text, spec.bad_words))
-        assert made, "a constraint without a part"
         return made

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from decoder.sampling import SamplingParams
 from families import CheckpointError, VisionSpec
 from service.model.chat import ChatTemplate, load_template
 from service.model.modelconfig import ModelConfig
 from service.model.tokenizer import Tokenizer
+
+
+class ReasoningMarkers(NamedTuple):
+    """Ids of the tokens that open and close reasoning."""
+
+    open: int
+    close: int
 
 
 class ModelAssets:
@@ -29,6 +37,15 @@ class ModelAssets:
 
     def _token(self, token_id: int | None) -> str | None:
         return None if self.tokenizer is None or token_id is None else self.tokenizer.token(token_id)
+
+    @cached_property
+    def reasoning(self) -> ReasoningMarkers | None:
+        """The family's markers of reasoning; None if it has none, or if the vocabulary has no tokens for them, so that
+        reasoning cannot be told from the answer by tokens."""
+        if self.config.family.reasoning is None or self.tokenizer is None:
+            return None
+        opening, closing = map(self.tokenizer.token_id, self.config.family.reasoning)
+        return None if opening is None or closing is None else ReasoningMarkers(opening, closing)
 
     @property
     def image_wrappers(self) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from families import CheckpointError
 from families.files import first, optional_json
 from service.common.types import Message
-from service.model.tokenizer import literal
+from service.model.tokenizer import literal, without_literals
 
 
 class Marked(str):
@@ -51,6 +51,8 @@ class ChatTemplate:
         self._tokens = tuple(token for token in (image_token, video_token) if token is not None)
         self._special_tokens = dict(special_tokens)
         self._template = None
+        self.names: frozenset[str] = frozenset()
+        """All names in the template's code: an argument that is not among them has no effect."""
         if source is not None:
             extensions = [loopcontrols, _Generation]
             environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
@@ -59,6 +61,7 @@ class ChatTemplate:
             environment.filters["tojson"] = _tojson
             try:
                 self._template = environment.from_string(source)
+                self.names = frozenset(value for _, kind, value in environment.lex(source) if kind == "name")
             except TemplateSyntaxError as error:
                 raise CheckpointError(f"chat template, line {error.lineno}: {error.message}") from None
 
@@ -82,7 +85,8 @@ class ChatTemplate:
         text = self._render([self._structured(m) for m in messages], arguments)
         if self._missing(text, parts):
             # A text-only template prints a list literally or drops it: pass strings.
-            text = self._render([{"role": m.role, "content": self._flat(m)} for m in messages], arguments)
+            flat = [{**self._head(m), "content": self._flat(m)} for m in messages]
+            text = self._render(flat, arguments)
             if missing := self._missing(text, parts):
                 raise ValueError(f"the chat template does not place all {missing} of these messages")
         return text
@@ -91,8 +95,7 @@ class ChatTemplate:
         """Describes the images and clips that do not appear in the text as often as they should; empty if all do."""
         for token in self._tokens:
             meant = sum(self._meant(part, token) for part in parts)
-            spelled = sum(part.count(token) for part in parts if part is not None and not isinstance(part, Marked))
-            if text.count(token) - spelled != meant:
+            if without_literals(text).count(token) != meant:
                 return f"{meant} {'images' if token == self.image_token else 'videos'}"
         return ""
 
@@ -113,10 +116,16 @@ class ChatTemplate:
     def _safe(self, text: str) -> str:
         return text if isinstance(text, Marked) else literal(text, *self._tokens)
 
+    def _head(self, message: Message) -> dict[str, Any]:
+        """A message without its content. Reasoning has the name that published templates read."""
+        head = {"role": message.role}
+        return {**head, "reasoning_content": self._safe(message.reasoning)} if message.reasoning else head
+
     def _structured(self, message: Message) -> dict[str, Any]:
+        head = self._head(message)
         if not any(part is None or isinstance(part, Clip) for part in message.parts):
-            return {"role": message.role, "content": "".join(self._safe(p) for p in message.parts if p is not None)}
-        return {"role": message.role, "content": [self._part(part) for part in message.parts]}
+            return {**head, "content": "".join(self._safe(p) for p in message.parts if p is not None)}
+        return {**head, "content": [self._part(part) for part in message.parts]}
 
     def _part(self, part: str | None) -> dict[str, str]:
         if part is None:

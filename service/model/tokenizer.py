@@ -98,6 +98,11 @@ def literal(text: str, *tokens: str) -> str:
     return text
 
 
+def without_literals(text: str) -> str:
+    """The text without the spans that `literal` has marked."""
+    return re.sub(f"{_LITERAL_OPEN}.*?{_LITERAL_CLOSE}", "", text, flags=re.DOTALL)
+
+
 def substitute(text: str, token: str, words: Iterable[str | None]) -> str:
     """Replaces each `token` of `text` that is meant as such, and not `literal`, by the next of `words`; it stays if
     that is None, and after the last of them."""

@@ -41,6 +41,7 @@ class _Answer:
     def __init__(self, question: Question, id: str, model: str) -> None:
         self._question, self._id, self._model = question, id, model
         self._text: list[str] = []
+        self._reasoning: list[str] = []
         self._ids: list[int] = []
         self.queue_seconds = 0.0
         self._usage: dict[str, int] = {}
@@ -49,9 +50,10 @@ class _Answer:
         """A response that is sent now, on a stream."""
         match event:
             case Delta() if self._question.stream:
-                return self.response(event.text, event.token_ids, "", final=False)
+                return self.response(event.text, event.reasoning, event.token_ids, "", final=False)
             case Delta():
                 self._text.append(event.text)
+                self._reasoning.append(event.reasoning)
                 self._ids += event.token_ids
             case Finished():
                 usage = event.usage
@@ -59,14 +61,16 @@ class _Answer:
                 self._usage = {
                     "prompt_tokens": usage.prompt_tokens, "image_tokens": usage.image_tokens,
                     "cached_tokens": usage.cached_tokens, "completion_tokens": usage.completion_tokens,
+                    "reasoning_tokens": usage.reasoning_tokens,
                 }  # fmt: skip
                 text = self._question.prefix + "".join(self._text)
-                return self.response(text, self._ids, event.reason, final=not self._question.empty_final)
+                reasoning, final = "".join(self._reasoning), not self._question.empty_final
+                return self.response(text, reasoning, self._ids, event.reason, final=final)
         return None
 
-    def response(self, text: str, ids: Any, reason: str, *, final: bool) -> Any:
+    def response(self, text: str, reasoning: str, ids: Any, reason: str, *, final: bool) -> Any:
         response = self.empty(final=final)
-        values = {"text_output": text, "token_ids": ids, "finish_reason": reason}
+        values = {"text_output": text, "token_ids": ids, "finish_reason": reason, "reasoning": reasoning}
         for name in self._question.outputs:
             write_tensor(response, name, values[name])
         for name, count in self._usage.items():

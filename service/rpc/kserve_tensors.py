@@ -9,7 +9,8 @@ Inputs (BYTES unless said otherwise; all but the first two are optional):
     sampling_parameters [1]  a JSON object of fields of saccade.v1.SamplingParams
     exclude_input_in_output BOOL [1]  false: text_output begins with text_input; not on streams, not with messages
 The same fields may also be request parameters. Outputs: text_output BYTES [1], token_ids INT32 [-1], finish_reason
-BYTES [1]; the token counts are response parameters.
+BYTES [1], reasoning BYTES [1] (the model's reasoning before text_output; empty for most models); the token counts are
+response parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ INPUTS = (
     ("text_input", "BYTES", [1]), ("messages", "BYTES", [1]), ("image", "BYTES", [-1]), ("image_url", "BYTES", [-1]),
     ("stream", "BOOL", [1]), ("sampling_parameters", "BYTES", [1]), ("exclude_input_in_output", "BOOL", [1]),
 )  # fmt: skip
-OUTPUTS = (("text_output", "BYTES", [1]), ("token_ids", "INT32", [-1]), ("finish_reason", "BYTES", [1]))
+OUTPUTS = (
+    ("text_output", "BYTES", [1]), ("token_ids", "INT32", [-1]), ("finish_reason", "BYTES", [1]),
+    ("reasoning", "BYTES", [1]),
+)  # fmt: skip
 
 
 def read_tensors(request: Any) -> dict[str, list[Any]]:

@@ -1,0 +1,197 @@
+"""Converts the inputs of requests from messages: conversations, prompts, token ids, and their media."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from google.protobuf import json_format
+
+from saccade.v1 import inference_pb2, types_pb2
+from service.answers.bounds import MAX_TEMPLATE_JSON
+from service.answers.unserved import refuse_unserved
+from service.common import errors
+from service.common.types import (
+    ChatInput,
+    Image,
+    MediaSource,
+    Message,
+    RawInput,
+    TokensInput,
+    Video,
+)
+
+MIN_FPS, MAX_FPS = 1e-6, 1000
+"""One frame in eleven days to 1000 per second; labels give a frame's duration in whole milliseconds."""
+_ROLES = {
+    types_pb2.ROLE_SYSTEM: "system",
+    types_pb2.ROLE_USER: "user",
+    types_pb2.ROLE_ASSISTANT: "assistant",
+    types_pb2.ROLE_TOOL: "tool",
+}
+
+
+def input_from_proto(
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.EmbedRequest,
+) -> tuple[ChatInput | RawInput | TokensInput, tuple[MediaSource, ...]]:
+    media: list[MediaSource] = []
+    match request.WhichOneof("input"):
+        case "chat":
+            value: ChatInput | RawInput | TokensInput = _chat(request.chat, media)
+        case "prompt":
+            value = _prompt(request.prompt, media)
+        case "tokens":
+            media += _media(request.tokens, "tokens")
+            value = TokensInput(tuple(request.tokens.ids))
+        case _:
+            also = ", image" if isinstance(request, inference_pb2.EmbedRequest) else ""
+            raise errors.InvalidArgument(f"one of chat, prompt, tokens{also} must be set", field="input")
+    return value, tuple(media)
+
+
+def _chat(chat: inference_pb2.ChatInput, media: list[MediaSource]) -> ChatInput:
+    if not chat.messages:
+        raise errors.InvalidArgument("chat.messages is empty", field="chat.messages")
+    refuse_unserved(chat, "chat")
+    messages = []
+    for i, message in enumerate(chat.messages):
+        refuse_unserved(message, f"chat.messages[{i}]")
+        if message.role not in _ROLES:
+            raise errors.InvalidArgument(
+                f"chat.messages[{i}].role is {message.role}; known are {', '.join(_ROLES.values())}",
+                field=f"chat.messages[{i}].role",
+            )
+        parts: list[str | None] = []
+        for j, part in enumerate(message.parts):
+            path = f"chat.messages[{i}].parts[{j}]"
+            match part.WhichOneof("part"):
+                case "text":
+                    parts.append(part.text)
+                case "image":
+                    parts.append(None)
+                    media.append(image_from_proto(part.image, f"{path}.image"))
+                case "video":
+                    parts.append(None)
+                    media.append(_video(part.video, f"{path}.video"))
+                case _:
+                    raise errors.InvalidArgument(f"{path} is empty", field=path)
+        if message.reasoning and message.role != types_pb2.ROLE_ASSISTANT:
+            raise errors.InvalidArgument(
+                f"chat.messages[{i}].reasoning is set, and the role is {_ROLES[message.role]}, not assistant",
+                field=f"chat.messages[{i}].reasoning",
+            )
+        messages.append(Message(_ROLES[message.role], tuple(parts), message.reasoning))
+    return _with_reasoning_options(ChatInput(tuple(messages), _template_arguments(chat)), chat)
+
+
+def _with_reasoning_options(value: ChatInput, chat: inference_pb2.ChatInput) -> ChatInput:
+    given: dict[str, Any] = {}
+    if chat.HasField("enable_thinking"):
+        given["enable_thinking"] = chat.enable_thinking
+    if chat.reasoning_effort:
+        given["reasoning_effort"] = chat.reasoning_effort
+    for name, asked in given.items():
+        if value.template_arguments.get(name, asked) != asked:
+            raise errors.InvalidArgument(
+                f"{name} is {asked!r}, and chat_template_kwargs set it to {value.template_arguments[name]!r}",
+                field=f"chat.{name}",
+            )
+    # Without reasoning that is not asked for, there is nothing for a template to do.
+    needed = tuple(name for name, asked in given.items() if asked is not False)
+    return replace(value, template_arguments={**value.template_arguments, **given}, needed=needed)
+
+
+def _prompt(prompt: inference_pb2.PromptInput, media: list[MediaSource]) -> ChatInput | RawInput:
+    media += _media(prompt, "prompt")
+    if prompt.raw:
+        if prompt.chat_template_kwargs.fields or prompt.chat_template_kwargs_json:
+            raise errors.InvalidArgument("raw text passes no chat template", field="prompt.chat_template_kwargs")
+        return RawInput(prompt.text)
+    parts = (*[None] * len(media), prompt.text)
+    return ChatInput((Message("user", parts),), _template_arguments(prompt))
+
+
+def _template_arguments(holder: inference_pb2.ChatInput | inference_pb2.PromptInput) -> Mapping[str, Any]:
+    if holder.chat_template_kwargs_json:
+        arguments = _json_object("chat_template_kwargs_json", holder.chat_template_kwargs_json)
+    else:  # a Struct holds only doubles: whole numbers were meant as integers
+        arguments = _whole(json_format.MessageToDict(holder.chat_template_kwargs))
+    if bad := sorted({"messages", "add_generation_prompt"} & set(arguments)):
+        raise errors.InvalidArgument(f"chat_template_kwargs may not set {', '.join(bad)}", field="chat_template_kwargs")
+    return arguments
+
+
+def _json_object(field: str, text: str) -> dict[str, Any]:
+    if len(text) > MAX_TEMPLATE_JSON:
+        raise errors.InvalidArgument(
+            f"{field} has {len(text)} characters; at most {MAX_TEMPLATE_JSON} are allowed", field=field
+        )
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        value = json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise errors.InvalidArgument(f"{field} cannot be read: {error}", field=field) from None
+    if not isinstance(value, dict):
+        raise errors.InvalidArgument(f"{field} must be a JSON object, not a {type(value).__name__}", field=field)
+    return value
+
+
+def _whole(value: Any) -> Any:
+    """The value with integers in place of whole floats."""
+    if isinstance(value, dict):
+        return {name: _whole(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def image_from_proto(image: types_pb2.Image, path: str) -> Image:
+    match image.WhichOneof("source"):
+        case "data":
+            return Image(image.data, path)
+        case "uri":
+            return Image(b"", path, uri=image.uri)
+        case "media_id":
+            return Image(b"", path, media_id=image.media_id)
+    raise errors.InvalidArgument(f"{path} has no source", field=path)
+
+
+def _media(holder: inference_pb2.PromptInput | inference_pb2.TokensInput, path: str) -> list[MediaSource]:
+    images = [image_from_proto(image, f"{path}.images[{i}]") for i, image in enumerate(holder.images)]
+    return [*images, *(_video(video, f"{path}.videos[{i}]") for i, video in enumerate(holder.videos))]
+
+
+def _video(video: types_pb2.Video, path: str) -> Video:
+    most = video.max_frames if video.HasField("max_frames") else None
+    match video.WhichOneof("source"):
+        case "data":
+            return Video(video.data, path, max_frames=most)
+        case "uri":
+            return Video(b"", path, uri=video.uri, max_frames=most)
+        case "media_id":
+            return Video(b"", path, media_id=video.media_id, max_frames=most)
+        case "frames":
+            frames = [
+                image_from_proto(image, f"{path}.frames.images[{i}]") for i, image in enumerate(video.frames.images)
+            ]
+            if not frames:
+                raise errors.InvalidArgument(f"{path}.frames is empty", field=f"{path}.frames")
+            fps = video.frames.fps if video.frames.HasField("fps") else None
+            if fps is not None and not MIN_FPS <= fps <= MAX_FPS:
+                raise errors.InvalidArgument(
+                    f"{path}.frames.fps is {fps:g}; it must be above 0: from {MIN_FPS:g} to {MAX_FPS}",
+                    field=f"{path}.frames.fps",
+                )
+            return Video(b"", path, frames=tuple(frames), fps=fps, max_frames=most)
+    raise errors.InvalidArgument(f"{path} has no source", field=path)
+
+
+def asked_thinking(value: ChatInput | RawInput | TokensInput) -> bool | None:
+    """Whether the request asks for reasoning, or for none, as a field or as an argument of the template."""
+    asked = value.template_arguments.get("enable_thinking") if isinstance(value, ChatInput) else None
+    return asked if isinstance(asked, bool) else None
