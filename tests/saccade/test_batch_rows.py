@@ -282,7 +282,7 @@ def test_output_lines() -> None:
     tokens = [TokenLogprob(5, -0.5, (TopLogprob(5, -0.5), TopLogprob(6, -1.0)))]
     samples = [
         Sample("a\udc80", [5], "stop", Usage(9, 4, 2, 3), tokens, 0, "."),
-        Sample("b", [6], "length", Usage(9, 4, 2, 5), None, 1),
+        Sample("b", [6], "length", Usage(9, 4, 2, 5, reasoning_tokens=2), None, 1, reasoning="so"),
     ]
     answer = Generation("a", [5], "stop", samples[0].usage, tokens, samples, "r1", "m", "v", 7)
     row = json.loads(output_line("id", "é", answer))
@@ -292,6 +292,8 @@ def test_output_lines() -> None:
     assert [c["message"]["content"] for c in body["choices"]] == ["a?", "b"]
     assert body["choices"][0]["logprobs"]["content"][0]["top_logprobs"][1]["token"] == "token_id:6"
     assert body["choices"][1]["logprobs"] is None and body["choices"][1]["finish_reason"] == "length"
+    assert [c["message"].get("reasoning") for c in body["choices"]] == [None, "so"]
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
     assert body["usage"]["completion_tokens"] == 8 and body["usage"]["total_tokens"] == 17
     failure = errors.Overloaded("full", reason="QUEUE_FULL", request_id="r2")
     row = json.loads(output_line("id", "x", failure))

@@ -40,6 +40,18 @@ def test_ask_streams_the_answer(address: str, script: Script, image: str, capsys
     assert (request.sampling.max_tokens, request.sampling.temperature, request.sampling.seed) == (5, 0, 1)
 
 
+def test_ask_prints_reasoning_where_it_is_asked_for(
+    address: str, script: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.reasoning = "so"
+    for option, printed in ((["--think"], "so"), ([], ""), (["--no-think"], "")):
+        assert cli.main(["ask", "--server", address, *option, "?"]) == 0
+        assert tuple(capsys.readouterr()) == ("a red square\n", printed)
+    thinking = [(request.chat.HasField("enable_thinking"), request.chat.enable_thinking) for request in script.requests]
+    assert thinking == [(True, True), (False, False), (True, False)]
+    assert script.requests[1].prompt.text == "?" and script.requests[0].chat.messages[0].parts[0].text == "?"
+
+
 def test_the_server_can_come_from_the_environment(
     address: str, script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

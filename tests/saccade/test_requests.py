@@ -30,6 +30,31 @@ def test_a_string_goes_through_the_template_unless_raw() -> None:
     assert build_request("Hi", raw=True).prompt.raw
 
 
+def test_options_of_reasoning_need_the_chat_template() -> None:
+    request = build_request("Hi", images=[PNG], enable_thinking=False, reasoning_effort="low", max_reasoning_tokens=0)
+    assert request.chat.HasField("enable_thinking") and not request.chat.enable_thinking
+    assert request.chat.reasoning_effort == "low" and request.sampling.HasField("max_reasoning_tokens")
+    (message,) = request.chat.messages
+    assert message.role == types_pb2.ROLE_USER and text_of(message)[1:] == ["Hi"] and message.parts[0].image.data == PNG
+    for prompt, raw in (("Hi", True), ([1, 2], False)):
+        with pytest.raises(errors.InvalidArgument, match="enable_thinking: a prompt that is raw or token ids"):
+            build_request(prompt, raw=raw, enable_thinking=True)
+    with pytest.raises(errors.InvalidArgument, match="reasoning_effort"):
+        build_request("Hi", reasoning_effort=3)  # type: ignore[arg-type]
+    with pytest.raises(errors.InvalidArgument, match="max_reasoning_tokens is -1"):
+        build_request("Hi", max_reasoning_tokens=-1)
+
+
+def test_reasoning_is_a_part_of_the_assistant_s_message() -> None:
+    for key in ("reasoning", "reasoning_content"):
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", key: "so"}]
+        assert [message.reasoning for message in build_request(messages).chat.messages] == ["", "so"]
+    for message in ({"role": "user", "content": "a", "reasoning": "so"},
+                    {"role": "assistant", "content": "a", "reasoning": 3}):  # fmt: skip
+        with pytest.raises(errors.InvalidArgument, match="reasoning: expected a string, in a message of the assistant"):
+            build_request([message])
+
+
 def test_token_ids_are_taken_as_they_are() -> None:
     request = build_request([1, 0, 70000], images=[PNG])
     assert list(request.tokens.ids) == [1, 0, 70000] and len(request.tokens.images) == 1

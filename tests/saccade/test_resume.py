@@ -193,6 +193,29 @@ def test_text_that_comes_later_than_its_ids_is_cut_too() -> None:
     assert stream.take(delta(0, "bc", [3])) == saccade.Delta("c", [3], 0, None, 1)
 
 
+def thought(index: int, reasoning: str, text: str, ids: list[int]) -> Any:
+    message = delta(index, text, ids)
+    message.delta.reasoning = reasoning
+    return message
+
+
+def test_reasoning_is_cut_where_the_delivered_part_ends() -> None:
+    stream = state(n=2)
+    for message in (started(), thought(0, "so", "", [1, 2]), thought(1, "ah", "x", [5, 6])):
+        stream.take(message)
+    stream.next_request()
+    assert stream.take(thought(0, "s", "", [1])) is None
+    assert stream.take(thought(0, "o.", "red", [2, 3])) == saccade.Delta("red", [3], 0, None, 1, ".")
+    assert stream.take(thought(1, "ah", "xy", [5, 6])) == saccade.Delta("y", [], 1, None, 1)
+    assert stream.assembler.reasoning(0) == "so." and stream.assembler.reasoning(1) == "ah"
+    stream = state(n=2)
+    for message in (started(), thought(0, "so", "", [1, 2])):
+        stream.take(message)
+    stream.next_request()
+    with pytest.raises(errors.Unavailable, match="differs"):
+        stream.take(thought(0, "no", "", [1, 2]))
+
+
 def test_logprobs_are_cut_with_their_ids() -> None:
     from saccade.v1 import types_pb2
 

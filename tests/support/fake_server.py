@@ -79,6 +79,8 @@ class Script:
     """Streams send nothing after this many deltas, but stay open until they are cancelled."""
     break_after: list[int] = field(default_factory=list)
     """The next streams break with ENGINE_DIED after this many new deltas each."""
+    reasoning: str = ""
+    """Reasoning of each sample, with its first delta."""
     answer: Callable[[inference_pb2.GenerateRequest], list[str]] | None = None
     """The words for a request, instead of `words`; may raise a Failure."""
     version: str = "1"
@@ -193,6 +195,7 @@ class Servicer(inference_pb2_grpc.InferenceServiceServicer):
                     token_ids=[position],
                     logprobs=sample.logprobs[position : position + 1],
                     sequence=position - before,
+                    reasoning=script.reasoning if position == 0 else "",
                 )
                 yield response(delta=delta)
         for sample in samples:

@@ -13,7 +13,17 @@ from saccade._core.requests import build_request
 from saccade.v1 import inference_pb2, types_pb2
 from service.answers import convert
 from service.common import errors
-from service.common.types import ChatInput, Image, RawInput, TokensInput, Video
+from service.common.types import (
+    ChatInput,
+    Delta,
+    Finished,
+    Image,
+    RawInput,
+    Started,
+    TokensInput,
+    Usage,
+    Video,
+)  # fmt: skip
 
 
 def prompt(**fields: Any) -> inference_pb2.GenerateRequest:
@@ -181,15 +191,11 @@ def test_how_long_a_delta_may_be_held_back(seconds: int, nanos: int, expected: A
 @pytest.mark.parametrize(
     ("fields", "where"),
     [
-        ({"sampling": {"max_reasoning_tokens": 0}}, "sampling.max_reasoning_tokens"),
         ({"chat": {"tools": [{"name": "f"}]}}, "chat.tools"),
         ({"chat": {"tool_choice": {"mode": "TOOL_MODE_NONE"}}}, "chat.tool_choice"),
         ({"chat": {"parallel_tool_calls": False}}, "chat.parallel_tool_calls"),
-        ({"chat": {"reasoning_effort": "low"}}, "chat.reasoning_effort"),
-        ({"chat": {"enable_thinking": False}}, "chat.enable_thinking"),
         ({"chat": {"messages": [{"role": "ROLE_USER", "tool_calls": [{"id": "1"}]}]}}, "chat.messages[0].tool_calls"),
         ({"chat": {"messages": [{"role": "ROLE_TOOL", "tool_call_id": "1"}]}}, "chat.messages[0].tool_call_id"),
-        ({"chat": {"messages": [{"role": "ROLE_ASSISTANT", "reasoning": "a"}]}}, "chat.messages[0].reasoning"),
     ],
 )
 def test_a_field_that_is_not_served_is_refused_by_its_name(fields: dict[str, Any], where: str) -> None:
@@ -201,6 +207,52 @@ def test_a_field_that_is_not_served_is_refused_by_its_name(fields: dict[str, Any
     with pytest.raises(errors.Unimplemented, match="is not served") as error:
         convert.spec_from_proto(request)
     assert error.value.field == where
+
+
+def thinking_request(**chat: Any) -> inference_pb2.GenerateRequest:
+    request = inference_pb2.GenerateRequest()
+    request.chat.messages.add(role=types_pb2.ROLE_USER).parts.add(text="a")
+    return json_format.ParseDict({"chat": chat, "sampling": {"max_reasoning_tokens": 0}}, request)
+
+
+def test_options_of_reasoning_are_arguments_of_the_template() -> None:
+    spec = convert.spec_from_proto(thinking_request(enable_thinking=True, reasoning_effort="low"))
+    assert isinstance(spec.input, ChatInput)
+    assert spec.input.template_arguments == {"enable_thinking": True, "reasoning_effort": "low"}
+    assert spec.input.needed == ("enable_thinking", "reasoning_effort")
+    assert spec.thinking is True and spec.max_reasoning_tokens == 0
+    spec = convert.spec_from_proto(thinking_request(enable_thinking=False))
+    assert isinstance(spec.input, ChatInput)
+    assert spec.thinking is False and spec.input.needed == (), "a template without reasoning follows it as it is"
+    spec = convert.spec_from_proto(thinking_request(chat_template_kwargs={"enable_thinking": True}))
+    assert isinstance(spec.input, ChatInput)
+    assert spec.thinking is True and spec.input.needed == ()
+    both = thinking_request(enable_thinking=True, chat_template_kwargs={"enable_thinking": False})
+    with pytest.raises(errors.InvalidArgument, match="is True, and chat_template_kwargs set it to False") as error:
+        convert.spec_from_proto(both)
+    assert error.value.field == "chat.enable_thinking"
+
+
+def test_only_the_assistant_reasons() -> None:
+    request = thinking_request(messages=[{"role": "ROLE_ASSISTANT", "reasoning": "so"}])
+    spec = convert.spec_from_proto(request)
+    assert isinstance(spec.input, ChatInput) and spec.input.messages[-1].reasoning == "so"
+    with pytest.raises(errors.InvalidArgument, match="the role is user, not assistant"):
+        convert.spec_from_proto(thinking_request(messages=[{"role": "ROLE_USER", "reasoning": "so"}]))
+
+
+def test_reasoning_reaches_both_forms_of_an_answer() -> None:
+    events = [
+        Started("r", 1, 0, "m", "v", 1),
+        Delta(0, "", (1,), (), 0, "so"), Delta(0, "red", (2, 3), (), 1, "."),
+        Finished(0, "stop", Usage(1, 0, 0, 3, 0.0, 0.0, reasoning_tokens=2)),
+    ]  # fmt: skip
+    builder = convert.ResponseBuilder()
+    for event in events:
+        builder.add(event)
+    (sample,) = builder.response().samples
+    assert (sample.reasoning, sample.text, sample.usage.reasoning_tokens) == ("so.", "red", 2)
+    assert [convert.event_to_proto(event).delta.reasoning for event in events[1:3]] == ["so", "."]
 
 
 TAG = {"begin": "<a>", "regex": "b", "end": "</a>"}
