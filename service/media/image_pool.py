@@ -64,7 +64,7 @@ class _NotStarted(Exception):
 
 
 class _Worker:
-    """One worker process, started when first needed and again after it has ended. Used by one thread at a time."""
+    """One worker process, started again when needed after it has ended. Used by one thread at a time."""
 
     def __init__(self, greeting: dict[str, Any]) -> None:
         self._greeting = greeting
@@ -223,8 +223,9 @@ class ImagePool:
         return max(video, most_bytes(self._vision, "float32", None))
 
     def start(self) -> None:
-        """Starts one process, so that the first image does not wait for it; others start when needed."""
-        self._restart(self.workers[0])
+        """Starts the processes without waiting for them: each needs over a second, which no image should wait for."""
+        for worker in self.workers:
+            self._restart(worker)
 
     def stats(self) -> dict[str, float]:
         """Number of workers that have been replaced, by reason."""

@@ -34,10 +34,14 @@ class Tokenizer:
         for tokenizer in (self._tokenizer, self._plain):
             tokenizer.no_truncation()
             tokenizer.no_padding()
-        self.longest = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.longest = max(map(len, vocabulary), default=1)
         """Largest number of characters of one token."""
         self._to_bytes = to_bytes(self._tokenizer)
-        self._silent = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._has_text = bytearray(max(vocabulary.values(), default=-1) + 1)  # by id; asking the library takes longer
+        for i in vocabulary.values():
+            self._has_text[i] = i not in self._special
 
     @property
     def vocab_size(self) -> int:
@@ -57,7 +61,7 @@ class Tokenizer:
         entry = self.token(token_id)
         if entry is None:
             return b""
-        return entry.encode() if self._to_bytes is None or token_id in self._silent else self._to_bytes(entry)
+        return entry.encode() if self._to_bytes is None or token_id in self._special else self._to_bytes(entry)
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, with special tokens recognised and none added. Spans marked by `literal` are treated as
@@ -76,7 +80,7 @@ class Tokenizer:
 
     def silent(self, token_id: int) -> bool:
         """Whether a token has no text: a special one, or an id without an entry."""
-        return token_id in self._silent or self._tokenizer.id_to_token(token_id) is None
+        return token_id >= len(self._has_text) or not self._has_text[token_id]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; special tokens and ids without an entry decode to nothing."""
