@@ -18,7 +18,7 @@ START = Started("r", 1, 0, "m", "v", 0)
 
 
 def delta(index: int, sequence: int, count: int = 1) -> Delta:
-    return Delta(index, f"<{index}.{sequence}>", tuple(range(count)), (), sequence)
+    return Delta(index, f"<{index}.{sequence}>", tuple(range(count)), (), sequence, f"[{index}.{sequence}]")
 
 
 async def collect(events: AsyncGenerator[Event, None]) -> list[Event]:
@@ -48,6 +48,7 @@ def test_every_answer_is_the_same_in_larger_pieces(n: int, count: int, chunk: in
         before = [e for e in events if isinstance(e, Delta) and e.index == index]
         after = [e for e in out if isinstance(e, Delta) and e.index == index]
         assert "".join(d.text for d in after) == "".join(d.text for d in before)
+        assert "".join(d.reasoning for d in after) == "".join(d.reasoning for d in before)
         assert [i for d in after for i in d.token_ids] == [i for d in before for i in d.token_ids]
         assert [d.sequence for d in after] == list(range(len(after)))
         assert all(len(d.token_ids) >= chunk for d in after[:-1])
