@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +77,12 @@ def test_same_answers_and_a_kill_over_an_image(model: Path, client: saccade.Clie
 
 def no_shared_memory_for_a_request(client: saccade.Client, running: RunningServer) -> None:
     """Between image worker and engine."""
-    (worker,) = [worker.pid for worker in running.server.image_pool.workers if worker.pid is not None]
+    workers = [worker.pid for worker in running.server.image_pool.workers if worker.pid is not None]
     with client.stream("go on", max_tokens=300, ignore_eos=True, seed=1) as other:
         next(other)
-        with largest_file(1 << 10, worker), pytest.raises(saccade.errors.Unavailable) as refused:
+        with ExitStack() as limits, pytest.raises(saccade.errors.Unavailable) as refused:
+            for worker in workers:
+                limits.enter_context(largest_file(1 << 10, worker))
             client.generate("all of them", images=[png(i, (64, 64)) for i in range(16)], max_tokens=1)
         assert refused.value.reason == "SHARED_MEMORY_FULL" and refused.value.retryable
         assert other.final().usage.completion_tokens == 300
