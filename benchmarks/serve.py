@@ -137,6 +137,7 @@ def ceiling(model: str, scale: float) -> dict[str, Any]:
         engine = FakeEngine(vocabulary=vocabulary, model=Path(model).name)
         with RunningServer(model, engine=engine) as server:
             engine.loop = server.loop  # type: ignore[attr-defined]
+            server.server.image_pool.close()  # its processes would start beside the measurement
             arguments = [sys.executable, "-c", READER, server.address, str(streams), str(tokens), str(chunk)]
             processes = [
                 subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
