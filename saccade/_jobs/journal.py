@@ -253,20 +253,23 @@ class Journal:
     def append(self, line: bytes, written: Written) -> None:
         """Appends one line. It then survives the death of this process, and within a second or 64 rows that of the
         machine."""
-        offset = os.fstat(self._file).st_size
+        offset, pending = os.fstat(self._file).st_size, len(self._pending)
         try:
             done = 0
             while done < len(line):
                 done += os.write(self._file, line[done:])
-        except OSError as error:
+            self._pending.append(
+                (
+                    written.row_id, written.custom_id, written.position, offset, len(line), written.status,
+                    written.prompt_tokens, written.completion_tokens,
+                )
+            )  # fmt: skip
+        except BaseException as error:  # an interrupt too: a line and its entry are both there, or neither
+            del self._pending[pending:]
             os.ftruncate(self._file, offset)
-            raise FailedPrecondition(f"cannot write {str(self.output)!r}: {error.strerror}") from error
-        self._pending.append(
-            (
-                written.row_id, written.custom_id, written.position, offset, len(line), written.status,
-                written.prompt_tokens, written.completion_tokens,
-            )
-        )  # fmt: skip
+            if isinstance(error, OSError):
+                raise FailedPrecondition(f"cannot write {str(self.output)!r}: {error.strerror}") from error
+            raise
         if len(self._pending) >= _COMMIT_ROWS or time.monotonic() - self._committed >= _COMMIT_SECONDS:
             self.commit()
 

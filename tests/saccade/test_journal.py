@@ -4,6 +4,7 @@ describe."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -125,6 +126,24 @@ def test_each_line_is_found_where_the_journal_says(tmp_path: Path) -> None:
         file = output.stat().st_ino
         journal.sort()
         assert output.stat().st_ino == file, "what is in order is left alone"
+
+
+def test_an_interrupted_line_is_neither_written_nor_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "out.jsonl"
+    write = os.write
+
+    def interrupted(file: int, data: bytes) -> int:
+        write(file, data)
+        raise KeyboardInterrupt
+
+    with opened(output) as journal:
+        append(journal, 0)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(os, "write", interrupted)
+            append(journal, 1)
+        append(journal, 2)
+        journal.commit()
+        assert ids(output) == [0, 2] and journal.totals()["rows"] == 2
 
 
 def test_an_output_of_equal_size_with_another_last_line_is_read_again(tmp_path: Path) -> None:
