@@ -47,59 +47,6 @@ class AllowedTokens:
         return []  # with a single token allowed it would never end
 
 
-class BadWords:
-    """The text never contains one of these token sequences. Only tokens of the output count."""
-
-    def __init__(self, words: Sequence[Sequence[int]]) -> None:
-        """`ValueError` for an empty sequence, or for negative ids."""
-        for word in words:
-            if not word or min(word) < 0:
-                raise ValueError(f"a bad word has the tokens {list(word)[:5]}: at least one, and none below 0")
-        self._single = frozenset(word[0] for word in words if len(word) == 1)
-        self._endings: dict[int, list[tuple[int, ...]]] = {}
-        """Last token of a forbidden sequence -> the tokens before it."""
-        for word in words:
-            if len(word) > 1:
-                self._endings.setdefault(word[-1], []).append(tuple(word[:-1]))
-        self._longest = max(map(len, words), default=1)
-        self._tokens: list[int] = []
-
-    def copy(self) -> BadWords:
-        made = BadWords(())
-        made._single, made._endings, made._longest = self._single, self._endings, self._longest
-        made._tokens = list(self._tokens)
-        return made
-
-    def _bad(self, token: int, before: Sequence[int]) -> bool:
-        if token in self._single:
-            return True
-        return any(tuple(before[-len(start) :]) == start for start in self._endings.get(token, ()))
-
-    def fill_mask(self, words: Tensor) -> None:
-        words.fill_(FULL)
-        before = self._tokens[-self._longest :]
-        _clear(words, [*self._single, *(token for token in self._endings if self._bad(token, before))])
-
-    def accept(self, token: int) -> None:
-        assert not self._bad(token, self._tokens[-self._longest :]), f"token {token} ends a bad word"
-        self._tokens.append(token)
-
-    def rollback(self, count: int) -> None:
-        assert count <= len(self._tokens)
-        del self._tokens[len(self._tokens) - count :]
-
-    def valid_prefix(self, tokens: Sequence[int]) -> int:
-        seen = self._tokens[-self._longest :]
-        for place, token in enumerate(tokens):
-            if self._bad(token, seen):
-                return place
-            seen.append(token)
-        return len(tokens)
-
-    def forced(self) -> list[int]:
-        return []
-
-
 class AllOf:
     """Allows what all of several constraints allow."""
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from constrained import BadRuns
 
 from decoder.constraints import Constraint
-from decoder.token_constraints import AllOf, AllowedTokens, BadWords, ReasoningBudget
+from decoder.token_constraints import AllOf, AllowedTokens, ReasoningBudget
 
 VOCAB = 12
 Allowed = Callable[[list[int]], set[int]]
@@ -86,13 +87,13 @@ RUNS = [[3], [1, 2], [2, 2], [0, 1, 4], [4, 4, 4, 5]]
 INNER = [1, 2, 6]
 CASES: list[tuple[str, Callable[[], Constraint], Allowed]] = [
     ("allowed", lambda: AllowedTokens(INNER), only(INNER)),
-    ("words", lambda: BadWords(RUNS), without(RUNS)),
-    ("all", lambda: AllOf(AllowedTokens([1, 2, 5]), BadWords(RUNS)), lambda text: {1, 2, 5} & without(RUNS)(text)),
+    ("words", lambda: BadRuns(RUNS), without(RUNS)),
+    ("all", lambda: AllOf(AllowedTokens([1, 2, 5]), BadRuns(RUNS)), lambda text: {1, 2, 5} & without(RUNS)(text)),
     *(
         (
             f"budget-{close}-{limit}-{opening}",
             lambda close=close, limit=limit, opening=opening: ReasoningBudget(
-                close, limit, BadWords(RUNS), opening=opening, ends=[9]
+                close, limit, BadRuns(RUNS), opening=opening, ends=[9]
             ),
             budget(close, limit, without(RUNS), opening, [9]),
         )
@@ -114,7 +115,7 @@ def test_what_is_allowed_is_what_the_definition_allows(make: Callable[[], Constr
 
 def test_ids_beyond_the_vocabulary_change_no_mask() -> None:
     assert mask_of(AllowedTokens([3, 40, 10**9])) == {3}
-    assert mask_of(BadWords([[40], [5], [10**9]])) == set(range(VOCAB)) - {5}
+    assert mask_of(BadRuns([[40], [5], [10**9]])) == set(range(VOCAB)) - {5}
 
 
 @pytest.mark.parametrize(
@@ -122,8 +123,8 @@ def test_ids_beyond_the_vocabulary_change_no_mask() -> None:
     [
         (lambda: AllowedTokens([]), "at least one"),
         (lambda: AllowedTokens([3, -1]), "none below 0"),
-        (lambda: BadWords([[3], []]), "at least one"),
-        (lambda: BadWords([[3, -2]]), "none below 0"),
+        (lambda: BadRuns([[3], []]), "at least one"),
+        (lambda: BadRuns([[3, -2]]), "none below 0"),
         (lambda: ReasoningBudget([]), "at least one token"),
         (lambda: ReasoningBudget([3], opening=[-1]), "none below 0"),
         (lambda: ReasoningBudget([3], -1), "limit is -1: at least 0"),
@@ -136,7 +137,7 @@ def test_what_makes_no_sense_is_said(make: Callable[[], Any], message: str) -> N
 
 @pytest.mark.parametrize(
     ("constraint", "token"),
-    [(AllowedTokens([1]), 2), (BadWords([[2]]), 2), (ReasoningBudget([7], 0), 2), (AllOf(AllowedTokens([1])), 2)],
+    [(AllowedTokens([1]), 2), (BadRuns([[2]]), 2), (ReasoningBudget([7], 0), 2), (AllOf(AllowedTokens([1])), 2)],
     ids=lambda value: type(value).__name__,
 )
 def test_a_token_that_was_not_allowed_is_not_accepted(constraint: Constraint, token: int) -> None:

@@ -10,10 +10,65 @@ import torch
 from torch import Tensor
 
 from decoder.constraints import Constraint
-from decoder.token_constraints import AllOf, AllowedTokens, BadWords, ReasoningBudget
+from decoder.token_constraints import FULL, AllOf, AllowedTokens, ReasoningBudget
 
 VOCAB, END = 97, 5
 """Vocabulary size of `tiny_decoder`'s models, and the end-of-sequence id of these machines."""
+
+
+class BadRuns:
+    """The output never contains one of these token sequences."""
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        """`ValueError` for an empty sequence, or for negative ids."""
+        for word in words:
+            if not word or min(word) < 0:
+                raise ValueError(f"a bad word has the tokens {list(word)[:5]}: at least one, and none below 0")
+        self._single = frozenset(word[0] for word in words if len(word) == 1)
+        self._endings: dict[int, list[tuple[int, ...]]] = {}
+        """Last token of a forbidden sequence -> the tokens before it."""
+        for word in words:
+            if len(word) > 1:
+                self._endings.setdefault(word[-1], []).append(tuple(word[:-1]))
+        self._longest = max(map(len, words), default=1)
+        self._tokens: list[int] = []
+
+    def copy(self) -> BadRuns:
+        made = BadRuns(())
+        made._single, made._endings, made._longest = self._single, self._endings, self._longest
+        made._tokens = list(self._tokens)
+        return made
+
+    def _bad(self, token: int, before: Sequence[int]) -> bool:
+        if token in self._single:
+            return True
+        return any(tuple(before[-len(start) :]) == start for start in self._endings.get(token, ()))
+
+    def fill_mask(self, words: Tensor) -> None:
+        words.fill_(FULL)
+        before = self._tokens[-self._longest :]
+        for token in [*self._single, *(token for token in self._endings if self._bad(token, before))]:
+            if token // 32 < len(words):
+                words.numpy().view("uint32")[token // 32] &= ~(1 << token % 32) & 0xFFFFFFFF
+
+    def accept(self, token: int) -> None:
+        assert not self._bad(token, self._tokens[-self._longest :]), f"token {token} ends a bad word"
+        self._tokens.append(token)
+
+    def rollback(self, count: int) -> None:
+        assert count <= len(self._tokens)
+        del self._tokens[len(self._tokens) - count :]
+
+    def valid_prefix(self, tokens: Sequence[int]) -> int:
+        seen = self._tokens[-self._longest :]
+        for place, token in enumerate(tokens):
+            if self._bad(token, seen):
+                return place
+            seen.append(token)
+        return len(tokens)
+
+    def forced(self) -> list[int]:
+        return []
 
 
 @dataclass
@@ -108,10 +163,10 @@ KINDS = {
     "spelled": spelled,
     "chain": lambda: Machine([{10 + at: at + 1} for at in range(30)] + [{}], frozenset({30})),
     "allowed": lambda: AllowedTokens(range(0, VOCAB, 2)),
-    "words": lambda: BadWords(
+    "words": lambda: BadRuns(
         [[token] for token in range(0, VOCAB, 3)] + [[1, 2], [4, 4], *([t, 7] for t in range(50))]
     ),
-    "both": lambda: AllOf(branching(3), BadWords([[token, token] for token in range(VOCAB)])),
+    "both": lambda: AllOf(branching(3), BadRuns([[token, token] for token in range(VOCAB)])),
     "budget": lambda: ReasoningBudget([20, 21], 9, branching(1), ends=[END]),
     "opened": lambda: ReasoningBudget([20, 21, 22], 5, spelled(1), opening=[30, 31], ends=[END]),
 }
