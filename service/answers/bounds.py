@@ -27,6 +27,8 @@ class FrontendLimits:
     media: MediaLimits = field(default_factory=MediaLimits)
     prepared_bytes: int = 2**31
     """Bytes of decoded images and clips that the encoder has not read yet."""
+    prepared_cache_bytes: int = 2**28
+    """Bytes of patches that are kept for the next request with the same file."""
     max_answer_bytes: int = 2**31 - 1
     """Bytes of one message."""
 

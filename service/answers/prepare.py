@@ -31,6 +31,7 @@ from service.engine.types import EngineInfo
 from service.media.gate import ByteGate, Grant
 from service.media.images import ImageProcessor, MediaLimits, most_bytes, video_rule
 from service.media.prepared import PreparedItem
+from service.media.prepared_cache import PreparedCache
 from service.model.assets import ModelAssets
 
 T = TypeVar("T")
@@ -111,22 +112,29 @@ class Preparer:
     """Turns the media of requests into prepared items. Thread-safe."""
 
     def __init__(
-        self, processor: ImageProcessor, vision: VisionSpec, dtype: str, limits: MediaLimits, revision: str
-    ) -> None:
+        self, processor: ImageProcessor, vision: VisionSpec, dtype: str, limits: MediaLimits, revision: str,
+        cache: PreparedCache,
+    ) -> None:  # fmt: skip
         """`dtype`: of the patches, by its name. `revision`: the model's, part of every key."""
         self._processor, self._vision, self._dtype, self._limits = processor, vision, dtype, limits
+        self._cache = cache
         self._seed = hashlib.sha256(f"{revision}|{dtype}|{vision}".encode()).digest()
         self._lock = Lock()
         self._counts: Counter[str] = Counter()
 
     def prepare(self, source: MediaSource, salt: bytes) -> PreparedItem:
         """Raises InvalidArgument with the field at fault."""
-        watch = Stopwatch()
+        watch, file = Stopwatch(), self._file_key(source, salt)
+        item = self._cache.get(file)
+        if item is not None:
+            return replace(item, field=source.field)
         try:
             if isinstance(source, Video):
-                return self._video(source, salt, watch)
-            item = self._processor.image(source.data, watch)
-            return replace(item, field=source.field, key=self._key(salt, b"image", source.data))
+                item = self._video(source, salt, watch)
+            else:
+                item = replace(self._processor.image(source.data, watch), field=source.field, key=file)
+            self._cache.put(file, item)
+            return item
         except ImageError as error:
             kind = "VIDEO" if isinstance(source, Video) else "IMAGE"
             raise errors.InvalidArgument(
@@ -158,11 +166,15 @@ class Preparer:
             frames = self._limits.video_frames if source.max_frames is None else source.max_frames
         return most_bytes(self._vision, self._dtype, frames)
 
+    def forget(self) -> None:
+        """Frees what is kept of earlier files."""
+        self._cache.clear()
+
     def stats(self) -> dict[str, float]:
         """Images, videos and frames since the start, and the seconds spent in each stage."""
         names = ("images", "videos", "frames", "decode_seconds", "resize_seconds", "patch_seconds")
         with self._lock:
-            return {name: float(self._counts[name]) for name in names}
+            return {name: float(self._counts[name]) for name in names} | self._cache.stats()
 
     def _count(self, source: MediaSource, watch: Stopwatch) -> None:
         with self._lock:
@@ -198,6 +210,14 @@ class Preparer:
             raise VideoError(f"the video has {size} bytes, more than the {limits.max_bytes} that are allowed")
         limits.check(len(source.frames), 1, 1)
 
+    def _file_key(self, source: MediaSource, salt: bytes) -> bytes:
+        """A hash of all that an item depends on. Of an image it is also the key of its rows; the rows of two videos
+        may be the same where what was not looked at differs."""
+        if isinstance(source, Video):
+            asked = f"video file {source.max_frames} {source.fps} {len(source.frames)}".encode()
+            return self._key(salt, asked, source.data, *(frame.data for frame in source.frames))
+        return self._key(salt, b"image", source.data)
+
     def _key(self, salt: bytes, kind: bytes, *content: bytes) -> bytes:
         """Computed here and not by the decoding worker: the key must belong to the bytes that this client sent."""
         digest = hashlib.sha256(self._seed + len(salt).to_bytes(4, "big") + salt + kind)
@@ -228,12 +248,15 @@ class Preparation:
         self._longest = assets.tokenizer.longest if assets.tokenizer is not None else 1
         self._preparer: Preparer | None = None
         if processor is not None and assets.vision is not None:
-            self._preparer = Preparer(processor, assets.vision, info.dtype, limits.media, info.revision)
+            cache = PreparedCache(limits.prepared_cache_bytes)
+            self._preparer = Preparer(processor, assets.vision, info.dtype, limits.media, info.revision, cache)
 
     def close(self) -> None:
         if self._processor is not None:
             self._processor.close()
         self._media.close()
+        if self._preparer is not None:
+            self._preparer.forget()
         self._text.shutdown(wait=True, cancel_futures=True)
 
     def stats(self) -> dict[str, float]:

@@ -287,6 +287,12 @@ class MediaOptions:
         minimum=1,
         size=True,
     )
+    image_cache_bytes: int = _option(
+        256 * 2**20,
+        "bytes of patches that are kept, so that the same image or video is not decoded again; 0: none",
+        minimum=0,
+        size=True,
+    )
     image_url_hosts: tuple[str, ...] = _option(
         (), "hosts that images and videos are fetched from by https URL, such as example.org or *.example.org:8443; "
         "unset: none",

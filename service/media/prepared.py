@@ -34,6 +34,10 @@ class MemoryFile:
         assert descriptor >= 0, "the descriptor has been taken"
         return descriptor
 
+    def copy(self) -> MemoryFile:
+        """The same file by a descriptor of its own. Raises OSError where the process can have no more of them."""
+        return MemoryFile(fcntl.fcntl(self._descriptor, fcntl.F_DUPFD_CLOEXEC, 0))
+
     def is_sealed(self, size: int) -> bool:
         """Whether the file has `size` bytes, and neither its size nor its content can be changed any more."""
         try:

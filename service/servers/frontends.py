@@ -272,6 +272,7 @@ def share(options: ServerOptions, member: int, port: int) -> ServerOptions:
         max_tenant_requests=None if options.max_tenant_requests is None else part(options.max_tenant_requests),
         media_bytes=part(options.media_bytes), image_workers=part(options.image_workers),
         preprocess_bytes=part(options.preprocess_bytes),
+        image_cache_bytes=options.image_cache_bytes // options.frontends,
         media_tenant_bytes=None if options.media_tenant_bytes is None else part(options.media_tenant_bytes),
         metrics_port=metrics + member if metrics else metrics,
     )  # fmt: skip

@@ -23,7 +23,8 @@ def frontend_limits(options: ServerOptions) -> FrontendLimits:
     return FrontendLimits(
         max_queue=options.max_queue, max_images=options.max_images_per_request,
         max_videos=options.max_videos_per_request, media=MediaLimits(image, video, options.max_video_frames),
-        prepared_bytes=options.preprocess_bytes, max_answer_bytes=options.max_message_bytes,
+        prepared_bytes=options.preprocess_bytes, prepared_cache_bytes=options.image_cache_bytes,
+        max_answer_bytes=options.max_message_bytes,
     )  # fmt: skip
 
 

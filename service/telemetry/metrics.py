@@ -139,7 +139,7 @@ class _EngineCollector:
 
 # The engine's gauges; all other counters only grow.
 _GAUGES = re.compile(
-    r"live|running|waiting|leases|cached|reserved|writing|ready|quarantined|unused_graphs|cache_checkpoints|\w+_(bytes|blocks|slots|pages|now)"
+    r"live|running|waiting|leases|cached|reserved|writing|ready|quarantined|unused_graphs|cache_checkpoints|\w+_(bytes|blocks|items|slots|pages|now)"
 )
 _GRAPH_COUNTER = re.compile(r"(replays|eager|waited)_(\w+)|(drafted|accepted)_(\d+)")
 _LABELS = {"replays": "budget", "eager": "reason", "waited": "reason", "drafted": "position", "accepted": "position"}

@@ -311,7 +311,7 @@ def test_pixels_do_not_live_for_as_long_as_their_answer(assets: ModelAssets) -> 
         assert isinstance(seen[-1], Finished) and seen[-1].usage.image_tokens > 0 < seen[-1].usage.video_tokens
 
     with without_collections():
-        with_frontend(assets, body, engine=engine)
+        with_frontend(assets, body, engine=engine, limits=FrontendLimits(prepared_cache_bytes=0))
 
 
 def test_room_for_pixels_is_given_back_with_the_first_tokens(assets: ModelAssets) -> None:

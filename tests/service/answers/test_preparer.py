@@ -10,10 +10,12 @@ from images import png
 
 from service.answers.prepare import Preparer
 from service.common.config import ServerOptions
+from service.common.errors import InvalidArgument
 from service.common.types import Image, MediaSource, Video
 from service.media.images import MediaLimits
 from service.media.patches import LocalDecoder, Patcher
 from service.media.prepared import PreparedItem
+from service.media.prepared_cache import PreparedCache
 from service.servers.limits import load_assets
 
 VISION = load_assets(ServerOptions()).vision
@@ -22,9 +24,16 @@ LIMITS = MediaLimits(video_frames=8)
 STILL, OTHER = png(1, (32, 32)), png(2, (32, 32))
 
 
-def preparer(revision: str = "r", dtype: str = "float32") -> Preparer:
+def preparer(revision: str = "r", dtype: str = "float32", cache_bytes: int = 0) -> Preparer:
     assert VISION is not None
-    return Preparer(Patcher(LocalDecoder(LIMITS), VISION, dtype, LIMITS), VISION, dtype, LIMITS, revision)
+    return Preparer(
+        Patcher(LocalDecoder(LIMITS), VISION, dtype, LIMITS),
+        VISION,
+        dtype,
+        LIMITS,
+        revision,
+        PreparedCache(cache_bytes),
+    )
 
 
 def frames(*files: bytes, fps: float | None = None) -> Video:
@@ -80,3 +89,33 @@ def test_labels_say_when_a_frame_was_taken_where_that_is_known() -> None:
     assert "0.00 seconds" in dated[0] and "0.50 seconds" in dated[0]
     stats = one.stats()
     assert (stats["images"], stats["videos"], stats["frames"]) == (0, 2, 5)
+
+
+def test_a_repeated_file_is_not_decoded_again_and_gives_the_same_item() -> None:
+    """Counted by the decoder's own statistics; the field is that of the request at hand."""
+    one, gif = preparer(cache_bytes=2**24), animation(moving_frames(6, 32, 32), "GIF")
+    sources: list[MediaSource] = [
+        Image(STILL, "f"), Video(gif, "f"), Video(gif, "f", max_frames=3), frames(STILL, OTHER, fps=2.0),
+        frames(STILL, OTHER, fps=4.0), frames(STILL, OTHER),
+    ]  # fmt: skip
+    first = [one.prepare(source, b"") for source in sources]
+    before = one.stats()
+    again = [one.prepare(replace(source, field="g"), b"") for source in sources]
+    counts = one.stats()
+    assert {name: counts[name] - before[name] for name in ("images", "videos", "decode_seconds", "cache_hits")} == {
+        "images": 0, "videos": 0, "decode_seconds": 0, "cache_hits": len(sources),
+    }  # fmt: skip
+    for old, new in zip(first, again, strict=True):
+        assert replace(new, field="f", layout=old.layout) == old
+        assert new.encoder_item.patches.equal(old.encoder_item.patches)
+    assert len({item.labels for item in first}) == len(first), "what was asked for, not just the file, is compared"
+    one.prepare(Image(STILL, "f"), b"another tenant")
+    assert one.stats()["images"] == counts["images"] + 1
+
+
+def test_a_file_that_was_refused_is_refused_again() -> None:
+    one = preparer(cache_bytes=2**24)
+    for source in (Image(STILL[:40], "f"), Video(STILL, "f", max_frames=9)):
+        for _ in range(2):
+            with pytest.raises(InvalidArgument, match="^f: "):
+                one.prepare(source, b"")
