@@ -192,6 +192,24 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class MediaLayout:
+    """How the server divides an image or a clip of a prompt."""
+
+    grid: tuple[int, int]
+    """Rows and columns of patches of the image, or of each temporal patch of the clip."""
+    merge_size: int
+    """A token stands for `merge_size` x `merge_size` patches; tokens are in the order of the grid, row by row."""
+    tokens: int
+    """Tokens in the prompt."""
+    slices: tuple[int, int] = (0, 0)
+    """Rows and columns of slices of an image, whose tokens follow those of the whole image."""
+    slice_grid: tuple[int, int] = (0, 0)
+    """Rows and columns of patches of a slice."""
+    frames: int = 0
+    """Sampled frames of a clip; 0 for an image."""
+
+
+@dataclass(frozen=True)
 class Generation:
     """A whole answer. `samples` holds all n; the fields before it are those of the first."""
 
@@ -210,6 +228,8 @@ class Generation:
     """With `prompt_logprobs=k`: one for each token of the prompt; None for the first one and for image tokens."""
 
     reasoning: str = ""
+    media: list[MediaLayout] = field(default_factory=list)
+    """For each image and clip, in the order of the prompt; empty from servers that do not send it."""
 
     @property
     def message(self) -> ChatMessage:
@@ -289,6 +309,8 @@ class Tokens:
     tokens_per_image: list[int]
     video_tokens: int = 0
     tokens_per_video: list[int] = field(default_factory=list)
+    media: list[MediaLayout] = field(default_factory=list)
+    """For each image and clip, in the order of the prompt."""
 
 
 @dataclass(frozen=True)

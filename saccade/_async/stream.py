@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from saccade._async.driver import run
 from saccade._async.ports import AsyncExchange
 from saccade._async.session import AsyncSession
+from saccade._core.results import media_from
 from saccade._core.resuming import StreamState
 from saccade._core.settings import CallSettings
 from saccade._core.uploads import Uploads
 from saccade.errors import Cancelled
-from saccade.types import Delta, Generation
+from saccade.types import Delta, Generation, MediaLayout
 from saccade.v1 import inference_pb2
 
 if TYPE_CHECKING:
@@ -107,6 +108,12 @@ class AsyncStream(AsyncIterator[Delta]):
     def seed(self) -> int | None:
         """The seed in use, known from the stream's first message on."""
         return self._state.seed if self._state else None
+
+    @property
+    def media(self) -> list[MediaLayout]:
+        """How each image and clip was divided, known from the stream's first message on; empty before."""
+        started = self._state.assembler.started if self._state else None
+        return media_from(started.media) if started else []
 
     async def final(self) -> Generation:
         """Reads the stream to its end and returns the whole answer.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from saccade.errors import Internal
@@ -10,6 +11,7 @@ from saccade.types import (
     Embedding,
     FinishReason,
     Generation,
+    MediaLayout,
     Model,
     ModelLimits,
     Sample,
@@ -122,7 +124,22 @@ def tokens_from(message: inference_pb2.TokenizeResponse) -> Tokens:
         list(message.tokens_per_image),
         message.video_tokens,
         list(message.tokens_per_video),
+        media_from(message.media),
     )
+
+
+def media_from(messages: Iterable[types_pb2.MediaLayout]) -> list[MediaLayout]:
+    return [
+        MediaLayout(
+            grid=(item.grid_rows, item.grid_columns),
+            merge_size=item.merge_size,
+            tokens=item.tokens,
+            slices=(item.slice_rows, item.slice_columns),
+            slice_grid=(item.slice_grid_rows, item.slice_grid_columns),
+            frames=item.frames,
+        )
+        for item in messages
+    ]
 
 
 def embedding_from(message: inference_pb2.EmbedResponse) -> Embedding:
@@ -155,6 +172,7 @@ class _Facts(TypedDict):
     model_version: str
     seed: int
     prompt_logprobs: list[TokenLogprob | None] | None
+    media: list[MediaLayout]
 
 
 def _generation(samples: list[Sample], **facts: Unpack[_Facts]) -> Generation:
@@ -195,6 +213,7 @@ def generation_from(response: inference_pb2.GenerateResponse, with_logprobs: boo
         model_version=response.model_version,
         seed=response.seed,
         prompt_logprobs=prompt_logprobs_from(response.prompt_logprobs, samples),
+        media=media_from(response.media),
     )
 
 
@@ -257,6 +276,7 @@ class Assembler:
             model_version=started.model_version,
             seed=started.seed,
             prompt_logprobs=prompt_logprobs_from(self._finished[0].prompt_logprobs, samples),
+            media=media_from(started.media),
         )
 
     def _sample(self, index: int) -> Sample:

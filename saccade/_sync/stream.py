@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from saccade._core.results import media_from
 from saccade._core.resuming import StreamState
 from saccade._core.settings import CallSettings
 from saccade._core.uploads import Uploads
@@ -14,7 +15,7 @@ from saccade._sync.driver import run
 from saccade._sync.ports import Exchange
 from saccade._sync.session import Session
 from saccade.errors import Cancelled
-from saccade.types import Delta, Generation
+from saccade.types import Delta, Generation, MediaLayout
 from saccade.v1 import inference_pb2
 
 if TYPE_CHECKING:
@@ -105,6 +106,12 @@ class Stream(Iterator[Delta]):
     def seed(self) -> int | None:
         """The seed in use, known from the stream's first message on."""
         return self._state.seed if self._state else None
+
+    @property
+    def media(self) -> list[MediaLayout]:
+        """How each image and clip was divided, known from the stream's first message on; empty before."""
+        started = self._state.assembler.started if self._state else None
+        return media_from(started.media) if started else []
 
     def final(self) -> Generation:
         """Reads the stream to its end and returns the whole answer.

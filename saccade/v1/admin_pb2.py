@@ -15,7 +15,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16saccade/v1/admin.proto\x12\nsaccade.v1\"\x0e\n\x0c\x44rainRequest\"&\n\rDrainResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\x05\"\x13\n\x11\x46lushCacheRequest\")\n\x12\x46lushCacheResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\"\x11\n\x0fGetLoadsRequest\"\xf1\x01\n\x10GetLoadsResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\x05\x12\x0f\n\x07running\x18\x02 \x01(\x05\x12\x0f\n\x07waiting\x18\x03 \x01(\x05\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\x03\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\x03\x12\x1a\n\x12handoff_used_bytes\x18\x06 \x01(\x03\x12\x1e\n\x16handoff_capacity_bytes\x18\x07 \x01(\x03\x12\x16\n\x0einflight_bytes\x18\x08 \x01(\x03\x12\x13\n\x0bmedia_bytes\x18\t \x01(\x03\x12\x10\n\x08\x64raining\x18\n \x01(\x08\"&\n\x15UpdateLogLevelRequest\x12\r\n\x05level\x18\x01 \x01(\t\"0\n\x16UpdateLogLevelResponse\x12\x16\n\x0eprevious_level\x18\x01 \x01(\t2\xb9\x02\n\x0c\x41\x64minService\x12<\n\x05\x44rain\x12\x18.saccade.v1.DrainRequest\x1a\x19.saccade.v1.DrainResponse\x12K\n\nFlushCache\x12\x1d.saccade.v1.FlushCacheRequest\x1a\x1e.saccade.v1.FlushCacheResponse\x12\x45\n\x08GetLoads\x12\x1b.saccade.v1.GetLoadsRequest\x1a\x1c.saccade.v1.GetLoadsResponse\x12W\n\x0eUpdateLogLevel\x12!.saccade.v1.UpdateLogLevelRequest\x1a\".saccade.v1.UpdateLogLevelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16saccade/v1/admin.proto\x12\nsaccade.v1\"\x0e\n\x0c\x44rainRequest\"&\n\rDrainResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\x05\"\x13\n\x11\x46lushCacheRequest\")\n\x12\x46lushCacheResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\"\x11\n\x0fGetLoadsRequest\"\x8a\x04\n\x10GetLoadsResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\x05\x12\x0f\n\x07running\x18\x02 \x01(\x05\x12\x0f\n\x07waiting\x18\x03 \x01(\x05\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\x03\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\x03\x12\x1a\n\x12handoff_used_bytes\x18\x06 \x01(\x03\x12\x1e\n\x16handoff_capacity_bytes\x18\x07 \x01(\x03\x12\x16\n\x0einflight_bytes\x18\x08 \x01(\x03\x12\x13\n\x0bmedia_bytes\x18\t \x01(\x03\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12\x13\n\x0bmax_running\x18\x0b \x01(\x05\x12\x14\n\x0cmax_requests\x18\x0c \x01(\x05\x12\x1c\n\x14handoff_cached_bytes\x18\r \x01(\x03\x12\x15\n\rwaiting_media\x18\x0e \x01(\x05\x12\x16\n\x0e\x65ncoding_media\x18\x0f \x01(\x05\x12\x1a\n\x12prefix_cache_bytes\x18\x10 \x01(\x03\x12 \n\x18prefix_cache_checkpoints\x18\x11 \x01(\x03\x12\x1f\n\x17prefix_cache_hit_tokens\x18\x12 \x01(\x03\x12\x15\n\routput_tokens\x18\x13 \x01(\x03\x12)\n\x07\x65ncoder\x18\x14 \x01(\x0b\x32\x18.saccade.v1.EncoderLoads\"\xbc\x01\n\x0c\x45ncoderLoads\x12*\n\x07\x62udgets\x18\x01 \x03(\x0b\x32\x19.saccade.v1.EncoderBudget\x12\x12\n\nmax_images\x18\x02 \x01(\x05\x12\x0e\n\x06images\x18\x03 \x01(\x03\x12\x18\n\x10temporal_patches\x18\x04 \x01(\x03\x12\x13\n\x0breal_tokens\x18\x05 \x01(\x03\x12\x15\n\rpadded_tokens\x18\x06 \x01(\x03\x12\x16\n\x0e\x65\x61ger_launches\x18\x07 \x01(\x03\"?\n\rEncoderBudget\x12\x0e\n\x06tokens\x18\x01 \x01(\x05\x12\r\n\x05graph\x18\x02 \x01(\x08\x12\x0f\n\x07replays\x18\x03 \x01(\x03\"&\n\x15UpdateLogLevelRequest\x12\r\n\x05level\x18\x01 \x01(\t\"0\n\x16UpdateLogLevelResponse\x12\x16\n\x0eprevious_level\x18\x01 \x01(\t2\xb9\x02\n\x0c\x41\x64minService\x12<\n\x05\x44rain\x12\x18.saccade.v1.DrainRequest\x1a\x19.saccade.v1.DrainResponse\x12K\n\nFlushCache\x12\x1d.saccade.v1.FlushCacheRequest\x1a\x1e.saccade.v1.FlushCacheResponse\x12\x45\n\x08GetLoads\x12\x1b.saccade.v1.GetLoadsRequest\x1a\x1c.saccade.v1.GetLoadsResponse\x12W\n\x0eUpdateLogLevel\x12!.saccade.v1.UpdateLogLevelRequest\x1a\".saccade.v1.UpdateLogLevelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,11 +33,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETLOADSREQUEST']._serialized_start=158
   _globals['_GETLOADSREQUEST']._serialized_end=175
   _globals['_GETLOADSRESPONSE']._serialized_start=178
-  _globals['_GETLOADSRESPONSE']._serialized_end=419
-  _globals['_UPDATELOGLEVELREQUEST']._serialized_start=421
-  _globals['_UPDATELOGLEVELREQUEST']._serialized_end=459
-  _globals['_UPDATELOGLEVELRESPONSE']._serialized_start=461
-  _globals['_UPDATELOGLEVELRESPONSE']._serialized_end=509
-  _globals['_ADMINSERVICE']._serialized_start=512
-  _globals['_ADMINSERVICE']._serialized_end=825
+  _globals['_GETLOADSRESPONSE']._serialized_end=700
+  _globals['_ENCODERLOADS']._serialized_start=703
+  _globals['_ENCODERLOADS']._serialized_end=891
+  _globals['_ENCODERBUDGET']._serialized_start=893
+  _globals['_ENCODERBUDGET']._serialized_end=956
+  _globals['_UPDATELOGLEVELREQUEST']._serialized_start=958
+  _globals['_UPDATELOGLEVELREQUEST']._serialized_end=996
+  _globals['_UPDATELOGLEVELRESPONSE']._serialized_start=998
+  _globals['_UPDATELOGLEVELRESPONSE']._serialized_end=1046
+  _globals['_ADMINSERVICE']._serialized_start=1049
+  _globals['_ADMINSERVICE']._serialized_end=1362
 # @@protoc_insertion_point(module_scope)

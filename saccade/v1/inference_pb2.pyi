@@ -102,20 +102,22 @@ class Sample(_message.Message):
     def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[_types_pb2.ToolCall, _Mapping]]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "model", "model_version", "seed", "samples", "prompt_logprobs")
+    __slots__ = ("request_id", "model", "model_version", "seed", "samples", "prompt_logprobs", "media")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     model_version: str
     seed: int
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.PromptLogprob]
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_version: _Optional[str] = ..., seed: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.PromptLogprob, _Mapping]]] = ...) -> None: ...
+    media: _containers.RepeatedCompositeFieldContainer[_types_pb2.MediaLayout]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_version: _Optional[str] = ..., seed: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.PromptLogprob, _Mapping]]] = ..., media: _Optional[_Iterable[_Union[_types_pb2.MediaLayout, _Mapping]]] = ...) -> None: ...
 
 class StreamGenerateRequest(_message.Message):
     __slots__ = ("request", "chunk_tokens", "max_chunk_delay")
@@ -138,7 +140,7 @@ class StreamGenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens", "image_tokens", "model", "model_version", "seed", "video_tokens")
+    __slots__ = ("request_id", "prompt_tokens", "image_tokens", "model", "model_version", "seed", "video_tokens", "media")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IMAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +148,7 @@ class Started(_message.Message):
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     VIDEO_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_tokens: int
     image_tokens: int
@@ -153,7 +156,8 @@ class Started(_message.Message):
     model_version: str
     seed: int
     video_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., model: _Optional[str] = ..., model_version: _Optional[str] = ..., seed: _Optional[int] = ..., video_tokens: _Optional[int] = ...) -> None: ...
+    media: _containers.RepeatedCompositeFieldContainer[_types_pb2.MediaLayout]
+    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., model: _Optional[str] = ..., model_version: _Optional[str] = ..., seed: _Optional[int] = ..., video_tokens: _Optional[int] = ..., media: _Optional[_Iterable[_Union[_types_pb2.MediaLayout, _Mapping]]] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("index", "text", "token_ids", "logprobs", "sequence", "reasoning", "tool_calls")
@@ -248,20 +252,22 @@ class TokenizeRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., prompt: _Optional[_Union[PromptInput, _Mapping]] = ..., tokens: _Optional[_Union[TokensInput, _Mapping]] = ...) -> None: ...
 
 class TokenizeResponse(_message.Message):
-    __slots__ = ("token_ids", "prompt_tokens", "image_tokens", "tokens_per_image", "video_tokens", "tokens_per_video")
+    __slots__ = ("token_ids", "prompt_tokens", "image_tokens", "tokens_per_image", "video_tokens", "tokens_per_video", "media")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IMAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_IMAGE_FIELD_NUMBER: _ClassVar[int]
     VIDEO_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_VIDEO_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
     image_tokens: int
     tokens_per_image: _containers.RepeatedScalarFieldContainer[int]
     video_tokens: int
     tokens_per_video: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., tokens_per_image: _Optional[_Iterable[int]] = ..., video_tokens: _Optional[int] = ..., tokens_per_video: _Optional[_Iterable[int]] = ...) -> None: ...
+    media: _containers.RepeatedCompositeFieldContainer[_types_pb2.MediaLayout]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., tokens_per_image: _Optional[_Iterable[int]] = ..., video_tokens: _Optional[int] = ..., tokens_per_video: _Optional[_Iterable[int]] = ..., media: _Optional[_Iterable[_Union[_types_pb2.MediaLayout, _Mapping]]] = ...) -> None: ...
 
 class CancelGenerationRequest(_message.Message):
     __slots__ = ("request_id",)

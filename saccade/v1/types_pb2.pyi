@@ -79,6 +79,28 @@ class VideoFrames(_message.Message):
     fps: float
     def __init__(self, images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., fps: _Optional[float] = ...) -> None: ...
 
+class MediaLayout(_message.Message):
+    __slots__ = ("grid_rows", "grid_columns", "merge_size", "tokens", "slice_rows", "slice_columns", "slice_grid_rows", "slice_grid_columns", "frames")
+    GRID_ROWS_FIELD_NUMBER: _ClassVar[int]
+    GRID_COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    MERGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SLICE_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SLICE_COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    SLICE_GRID_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SLICE_GRID_COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    grid_rows: int
+    grid_columns: int
+    merge_size: int
+    tokens: int
+    slice_rows: int
+    slice_columns: int
+    slice_grid_rows: int
+    slice_grid_columns: int
+    frames: int
+    def __init__(self, grid_rows: _Optional[int] = ..., grid_columns: _Optional[int] = ..., merge_size: _Optional[int] = ..., tokens: _Optional[int] = ..., slice_rows: _Optional[int] = ..., slice_columns: _Optional[int] = ..., slice_grid_rows: _Optional[int] = ..., slice_grid_columns: _Optional[int] = ..., frames: _Optional[int] = ...) -> None: ...
+
 class Part(_message.Message):
     __slots__ = ("text", "image", "video")
     TEXT_FIELD_NUMBER: _ClassVar[int]

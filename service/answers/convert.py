@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from typing import Any
 
 from saccade.v1 import inference_pb2, model_pb2, types_pb2
@@ -26,6 +27,7 @@ from service.common.types import (
     GenerateSpec,
     ImageInput,
     Logprob,
+    MediaLayout,
     MediaSource,
     PromptLogprob,
     RawInput,
@@ -125,7 +127,7 @@ def tokenized_to_proto(tokenized: Tokenized) -> inference_pb2.TokenizeResponse:
     return inference_pb2.TokenizeResponse(
         token_ids=tokenized.ids, prompt_tokens=tokenized.prompt_tokens, image_tokens=tokenized.image_tokens,
         tokens_per_image=tokenized.tokens_per_image, video_tokens=tokenized.video_tokens,
-        tokens_per_video=tokenized.tokens_per_video,
+        tokens_per_video=tokenized.tokens_per_video, media=_media(tokenized.media),
     )  # fmt: skip
 
 
@@ -145,7 +147,7 @@ def event_to_proto(event: Event) -> inference_pb2.StreamGenerateResponse:
             started = inference_pb2.Started(
                 request_id=event.request_id, prompt_tokens=event.prompt_tokens, image_tokens=event.image_tokens,
                 model=event.model, model_version=event.version, seed=event.seed,
-                video_tokens=event.video_tokens,
+                video_tokens=event.video_tokens, media=_media(event.media),
             )  # fmt: skip
             return inference_pb2.StreamGenerateResponse(started=started)
         case Delta():
@@ -177,6 +179,17 @@ def _logprob(value: Logprob) -> types_pb2.TokenLogprob:
 
 def _prompt_logprob(value: PromptLogprob) -> types_pb2.PromptLogprob:
     return types_pb2.PromptLogprob(position=value.position, token=_logprob(value.token))
+
+
+def _media(layouts: Iterable[MediaLayout]) -> list[types_pb2.MediaLayout]:
+    return [
+        types_pb2.MediaLayout(
+            grid_rows=layout.grid[0], grid_columns=layout.grid[1], merge_size=layout.merge_size, tokens=layout.tokens,
+            slice_rows=layout.slices[0], slice_columns=layout.slices[1], slice_grid_rows=layout.slice_grid[0],
+            slice_grid_columns=layout.slice_grid[1], frames=layout.frames,
+        )
+        for layout in layouts
+    ]  # fmt: skip
 
 
 def _usage(usage: Usage) -> types_pb2.Usage:
@@ -231,6 +244,7 @@ class ResponseBuilder:
             seed=self._started.seed,
             samples=[self._samples[i] for i in sorted(self._samples)],
             prompt_logprobs=self._prompt,
+            media=_media(self._started.media),
         )
 
 

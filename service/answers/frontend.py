@@ -131,7 +131,7 @@ class Frontend:
         with self._admitted(spec, salt):
             async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, _):
                 return Tokenized(
-                    prompt.narrow_ids, len(prompt.ids), prompt.tokens_per_image, prompt.tokens_per_video
+                    prompt.narrow_ids, len(prompt.ids), prompt.tokens_per_image, prompt.tokens_per_video, prompt.media
                 )  # fmt: skip
 
     async def stream(
@@ -263,7 +263,7 @@ class Frontend:
         info: EngineInfo = self.engine.info
         yield_started = Started(
             spec.request_id, len(prompt.ids), prompt.image_tokens, info.model, info.revision, params.seed,
-            prompt.video_tokens,
+            prompt.video_tokens, prompt.media,
         )  # fmt: skip
         phase = phase_of(prompt.ids, self.assets)
         constraint = with_reasoning(spec, phase, self.assets)

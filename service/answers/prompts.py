@@ -14,7 +14,7 @@ from itertools import chain, count, pairwise, repeat, takewhile
 from encoder.item import IMAGE, VIDEO
 from families import SlicingRule
 from service.common import errors
-from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
+from service.common.types import ChatInput, GenerateSpec, MediaLayout, Message, RawInput, TokensInput
 from service.engine.types import EngineInfo
 from service.media.prepared import PreparedItem
 from service.model.assets import ModelAssets
@@ -37,6 +37,13 @@ class Prompt:
         items = [image.layout for image in images]
         self.tokens_per_image = tuple(item.tokens for item in items if item.kind == IMAGE)
         self.tokens_per_video = tuple(item.tokens for item in items if item.kind == VIDEO)
+        self.media = tuple(
+            MediaLayout(
+                image.layout.grid, image.layout.merge_size, image.layout.tokens, image.layout.slices,
+                image.layout.slice_grid, image.frames,
+            )
+            for image in images
+        )  # fmt: skip
         self.pixel_bytes = sum(item.nbytes for item in items)
         self.system_end = 0
         """Tokens of the system prompt, which other requests are likely to share; 0 if there is none."""

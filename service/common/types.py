@@ -147,6 +147,24 @@ class GenerateSpec:
 
 
 @dataclass(frozen=True)
+class MediaLayout:
+    """How the encoder divides an image or a clip: patches and image tokens."""
+
+    grid: tuple[int, int]
+    """Rows and columns of patches of the image, or of each temporal patch of the clip."""
+    merge_size: int
+    """A token stands for `merge_size` x `merge_size` patches."""
+    tokens: int
+    """Tokens in the prompt."""
+    slices: tuple[int, int] = (0, 0)
+    """Rows and columns of slices, whose tokens follow those of the whole image."""
+    slice_grid: tuple[int, int] = (0, 0)
+    """Rows and columns of patches of a slice."""
+    frames: int = 0
+    """Sampled frames of a clip; 0 for an image."""
+
+
+@dataclass(frozen=True)
 class Tokenized:
     """The token ids of a prompt, with one image token id per image and per temporal patch, and how many tokens each
     image and each clip takes."""
@@ -155,6 +173,8 @@ class Tokenized:
     prompt_tokens: int
     tokens_per_image: tuple[int, ...]
     tokens_per_video: tuple[int, ...]
+    media: tuple[MediaLayout, ...] = ()
+    """For each image and clip, in the order of the prompt."""
 
     @property
     def image_tokens(self) -> int:
@@ -229,6 +249,8 @@ class Started:
     version: str
     seed: int
     video_tokens: int = 0
+    media: tuple[MediaLayout, ...] = ()
+    """For each image and clip, in the order of the prompt."""
 
 
 @dataclass(frozen=True)

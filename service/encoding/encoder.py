@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from encoder.item import IMAGE
 from encoder.runner import EncodeJob, EncoderRunner
 from kernels.streams import on, side_stream
 from service.encoding.entries import EncodingFailed, Work
@@ -96,7 +97,13 @@ class LocalEncoder:
         self._wake.set()
 
     def stats(self) -> dict[str, Any]:
-        return self.runner.stats()
+        budgets, image = self.runner.budgets, self.runner.lanes[IMAGE]
+        sizes = {
+            "tokens": list(budgets.token_budgets),
+            "graphs": image.used_budgets,
+            "max_images": budgets.max_images,
+        }
+        return {**self.runner.stats(), "budgets": sizes}
 
     def histogram(self) -> dict[int, int]:
         return self.runner.histogram()

@@ -49,6 +49,16 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             inflight_bytes=self._budget.used,
             media_bytes=self._spool.used_bytes,
             draining=self._draining(),
+            max_running=self._frontend.engine.info.max_seqs,
+            max_requests=self._frontend.limits.max_queue,
+            handoff_cached_bytes=handoff.get("cached_bytes", 0),
+            waiting_media=handoff.get("waiting", 0) + handoff.get("reserved", 0),
+            encoding_media=handoff.get("writing", 0),
+            prefix_cache_bytes=decoder["cache_bytes"],
+            prefix_cache_checkpoints=decoder["cache_checkpoints"],
+            prefix_cache_hit_tokens=decoder["cache_hit_tokens"],
+            output_tokens=decoder["output_tokens"],
+            encoder=_encoder_loads(stats["encoder"]),
         )
 
     async def UpdateLogLevel(
@@ -60,3 +70,24 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         previous = logging.getLevelName(root.level).lower()
         root.setLevel(request.level.upper())
         return admin_pb2.UpdateLogLevelResponse(previous_level=previous)
+
+
+def _encoder_loads(stats: dict[str, Any]) -> admin_pb2.EncoderLoads | None:
+    """None unless the engine's process has an encoder of its own."""
+    if "budgets" not in stats:
+        return None
+    sizes = stats["budgets"]
+    return admin_pb2.EncoderLoads(
+        budgets=[
+            admin_pb2.EncoderBudget(
+                tokens=tokens, graph=tokens in sizes["graphs"], replays=stats.get(f"replays_{tokens}", 0)
+            )
+            for tokens in sizes["tokens"]
+        ],
+        max_images=sizes["max_images"],
+        images=stats["images"],
+        temporal_patches=stats["temporal_patches"],
+        real_tokens=stats["real_tokens"],
+        padded_tokens=stats["padded_tokens"],
+        eager_launches=sum(count for name, count in stats.items() if name.startswith("eager_")),
+    )

@@ -68,6 +68,10 @@ class SyncStream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def media(self) -> list[saccade.MediaLayout]:
+        return self._stream.media
+
     def final(self) -> saccade.Generation:
         return self._run(self._stream.final())
 
@@ -195,6 +199,11 @@ def test_tokenize_is_what_generate_reads(any_client: Any) -> None:
         answer = ask(any_client, {**request, "max_tokens": 3})
         assert (tokens.prompt_tokens, tokens.image_tokens) == (answer.usage.prompt_tokens, answer.usage.image_tokens)
         assert tokens.token_ids.count(IMAGE_TOKEN) == len(tokens.tokens_per_image) == len(request.get("images", ()))
+        assert tokens.media == answer.media and [item.tokens for item in tokens.media] == tokens.tokens_per_image
+        assert all(item.tokens * item.merge_size**2 == item.grid[0] * item.grid[1] for item in tokens.media)
+        with any_client.stream(**{**request, "max_tokens": 3}) as stream:
+            next(iter(stream))
+            assert stream.media == tokens.media
         same = {**request, "max_tokens": 3, "prompt": tokens.token_ids}
         same.pop("raw", None)
         assert ask(any_client, same).token_ids == answer.token_ids

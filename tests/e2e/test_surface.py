@@ -302,6 +302,13 @@ def test_an_operators_levers(model: Path) -> None:
         loads = stubs.admin.GetLoads(admin_pb2.GetLoadsRequest())
         assert loads.live_requests == loads.running == loads.waiting == 0
         assert 0 < loads.free_blocks <= loads.total_blocks and loads.handoff_used_bytes > 0
+        assert loads.handoff_cached_bytes == loads.handoff_used_bytes and loads.max_running == 2
+        assert loads.max_requests == running.options.max_queue and loads.output_tokens > 0
+        assert not loads.waiting_media and not loads.encoding_media
+        budgets = [budget.tokens for budget in loads.encoder.budgets]
+        assert budgets and budgets == sorted(budgets) and loads.encoder.images == 1 and loads.encoder.max_images > 0
+        launches = loads.encoder.eager_launches + sum(budget.replays for budget in loads.encoder.budgets)
+        assert launches == 1 and loads.encoder.real_tokens > 0
         freed = stubs.admin.FlushCache(admin_pb2.FlushCacheRequest()).freed_bytes
         assert freed == loads.handoff_used_bytes
         assert stubs.admin.GetLoads(admin_pb2.GetLoadsRequest()).handoff_used_bytes == 0

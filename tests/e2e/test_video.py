@@ -232,6 +232,8 @@ def test_images_and_clips_share_a_prompt(video_client: saccade.Client) -> None:
         whole.usage.prompt_tokens, whole.usage.image_tokens, whole.usage.video_tokens,
     )  # fmt: skip
     assert sum(told.tokens_per_video) == told.video_tokens and len(told.tokens_per_video) == 2
+    assert told.media == whole.media and [item.frames for item in told.media] == [0, 6, 2]
+    assert [item.tokens for item in told.media[1:]] == told.tokens_per_video
     videos = [saccade.Video(content[2]["video"]), saccade.Video(content[4]["video"], max_frames=2)]  # type: ignore[index]
     again = video_client.generate(told.token_ids, images=[png(3)], videos=videos, **options)
     assert [s.token_ids for s in again.samples] == [s.token_ids for s in whole.samples]

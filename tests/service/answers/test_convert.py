@@ -18,8 +18,10 @@ from service.common.types import (
     Delta,
     Finished,
     Image,
+    MediaLayout,
     RawInput,
     Started,
+    Tokenized,
     TokensInput,
     Usage,
     Video,
@@ -253,6 +255,25 @@ def test_reasoning_reaches_both_forms_of_an_answer() -> None:
     (sample,) = builder.response().samples
     assert (sample.reasoning, sample.text, sample.usage.reasoning_tokens) == ("so.", "red", 2)
     assert [convert.event_to_proto(event).delta.reasoning for event in events[1:3]] == ["so", "."]
+
+
+def test_the_layout_of_images_and_clips_reaches_every_form_of_an_answer() -> None:
+    layouts = (
+        MediaLayout((14, 20), 2, 70 + 6 * 35, slices=(2, 3), slice_grid=(10, 14)),
+        MediaLayout((4, 6), 2, 18, frames=5),
+    )
+    builder = convert.ResponseBuilder()
+    started = Started("r", 300, 70, "m", "v", 1, media=layouts)
+    builder.add(started)
+    builder.add(Finished(0, "stop", Usage(300, 70, 0, 3, 0.0, 0.0)))
+    tokenized = convert.tokenized_to_proto(Tokenized((1,), 300, (70,), (18,), layouts))
+    sliced, clip = convert.event_to_proto(started).started.media
+    assert list(builder.response().media) == list(tokenized.media) == [sliced, clip]
+    assert (sliced.grid_rows, sliced.grid_columns, sliced.merge_size, sliced.tokens) == (14, 20, 2, 280)
+    assert (sliced.slice_rows, sliced.slice_columns) == (2, 3)
+    assert (sliced.slice_grid_rows, sliced.slice_grid_columns) == (10, 14)
+    assert (clip.grid_rows, clip.grid_columns, clip.tokens, clip.frames) == (4, 6, 18, 5)
+    assert not clip.slice_rows
 
 
 TAG = {"begin": "<a>", "regex": "b", "end": "</a>"}
