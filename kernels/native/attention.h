@@ -79,10 +79,10 @@ struct PagedRow {
             return i < old ? visit(stored[side][i]) : visit(fresh[side] + (i - old) * stride);
         }
         template <typename Cells>
-        __m512i key(Cells, int64_t i, int64_t cell) const {
+        Words key(Cells, int64_t i, int64_t cell) const {
             return at(0, i, [&](const auto* row) { return Cells::row(row, width, cell); });
         }
-        __m512 value(int64_t i, int64_t feature) const {
+        Floats value(int64_t i, int64_t feature) const {
             return at(1, i, [&](const auto* row) { return load16(row + feature, lanes(width - feature)); });
         }
     };
@@ -101,7 +101,7 @@ struct PagedRow {
     }
     int64_t last(int64_t i) const { return before + first - begin + i / share; }
     template <typename Cells>
-    __m512i query(Cells, int64_t i, int64_t cell) const {
+    Words query(Cells, int64_t i, int64_t cell) const {
         return Cells::row(fresh(first + i / share, head * share + i % share), shape.width, cell);
     }
     void fetch_query(int64_t i) const { fetch(fresh(first + i / share, head * share + i % share), shape.width); }

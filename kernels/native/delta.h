@@ -6,8 +6,6 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -39,18 +37,18 @@ constexpr int DELTA_WIDE = 8;     // the same where a state comes from memory or
 // W vectors of a row of values; all lanes are used unless W is 1.
 template <int W>
 struct Values {
-    __m512 at[W];
+    Floats at[W];
     Values() {
-        for (int w = 0; w < W; w++) at[w] = _mm512_setzero_ps();
+        for (int w = 0; w < W; w++) at[w] = zero();
     }
 };
 
 template <int W>
 struct Lane {  // which lanes: those of the mask where W is 1
-    __mmask16 mask;
-    __m512 load(const float* p) const { return W > 1 ? _mm512_loadu_ps(p) : load16(p, mask); }
-    void store(float* p, __m512 v) const {
-        if (W > 1) _mm512_storeu_ps(p, v);
+    Mask mask;
+    Floats load(const float* p) const { return W > 1 ? load_floats(p) : load16(p, mask); }
+    void store(float* p, Floats v) const {
+        if (W > 1) store_floats(p, v);
         else store16(p, mask, v);
     }
 };
@@ -59,39 +57,39 @@ struct Lane {  // which lanes: those of the mask where W is 1
 template <int W>
 inline void read_state(Lane<W> lane, const float* from, int64_t ld, int64_t keys, const float* k, const float* q, Values<W>& p, Values<W>& s) {
     for (int64_t i = 0; i < keys; i++, from += ld) {
-        const __m512 by_k = _mm512_set1_ps(k[i]), by_q = _mm512_set1_ps(q[i]);
+        const Floats by_k = splat(k[i]), by_q = splat(q[i]);
         for (int w = 0; w < W; w++) {
-            const __m512 row = lane.load(from + 16 * w);
-            p.at[w] = _mm512_fmadd_ps(by_k, row, p.at[w]);
-            s.at[w] = _mm512_fmadd_ps(by_q, row, s.at[w]);
+            const Floats row = lane.load(from + 16 * w);
+            p.at[w] = fmadd(by_k, row, p.at[w]);
+            s.at[w] = fmadd(by_q, row, s.at[w]);
         }
     }
 }
 
 // S = g S + k d^T.
 template <int W>
-inline void write_state(Lane<W> lane, const float* from, int64_t ld, int64_t keys, const float* k, __m512 decay, const Values<W>& d, float* to, int64_t ld_to) {
+inline void write_state(Lane<W> lane, const float* from, int64_t ld, int64_t keys, const float* k, Floats decay, const Values<W>& d, float* to, int64_t ld_to) {
     for (int64_t i = 0; i < keys; i++, from += ld, to += ld_to) {
-        const __m512 in = _mm512_set1_ps(k[i]);
+        const Floats in = splat(k[i]);
         for (int w = 0; w < W; w++)
-            lane.store(to + 16 * w, _mm512_fmadd_ps(in, d.at[w], _mm512_mul_ps(decay, lane.load(from + 16 * w))));
+            lane.store(to + 16 * w, fmadd(in, d.at[w], decay * lane.load(from + 16 * w)));
     }
 }
 
 // Like `change`; also p and s of the changed state for the next token.
 template <int W>
 inline void step_state(
-    Lane<W> lane, const float* from, int64_t ld, int64_t keys, const float* k, const float* q, __m512 decay, const Values<W>& d, float* to,
+    Lane<W> lane, const float* from, int64_t ld, int64_t keys, const float* k, const float* q, Floats decay, const Values<W>& d, float* to,
     Values<W>& p, Values<W>& s
 ) {
     const float *next_k = k + keys, *next_q = q + keys;
     for (int64_t i = 0; i < keys; i++, from += ld, to += 16 * W) {
-        const __m512 in = _mm512_set1_ps(k[i]), by_k = _mm512_set1_ps(next_k[i]), by_q = _mm512_set1_ps(next_q[i]);
+        const Floats in = splat(k[i]), by_k = splat(next_k[i]), by_q = splat(next_q[i]);
         for (int w = 0; w < W; w++) {
-            const __m512 row = _mm512_fmadd_ps(in, d.at[w], _mm512_mul_ps(decay, lane.load(from + 16 * w)));
+            const Floats row = fmadd(in, d.at[w], decay * lane.load(from + 16 * w));
             lane.store(to + 16 * w, row);
-            p.at[w] = _mm512_fmadd_ps(by_k, row, p.at[w]);
-            s.at[w] = _mm512_fmadd_ps(by_q, row, s.at[w]);
+            p.at[w] = fmadd(by_k, row, p.at[w]);
+            s.at[w] = fmadd(by_q, row, s.at[w]);
         }
     }
 }
@@ -123,10 +121,10 @@ void delta_tokens(const DeltaBlock& b, int64_t first) {
     }
     for (int64_t t = 0; t < b.tokens; t++, k += b.keys, q += b.keys, out += b.ld) {
         // d = beta (v - g p); o = g s + (k . q) d.
-        const __m512 decay = _mm512_set1_ps(b.decay[t]), beta = _mm512_set1_ps(b.beta[t]), kq = _mm512_set1_ps(b.kq[t]);
+        const Floats decay = splat(b.decay[t]), beta = splat(b.beta[t]), kq = splat(b.kq[t]);
         for (int w = 0; w < W; w++) {
-            d.at[w] = _mm512_mul_ps(beta, _mm512_fnmadd_ps(decay, p.at[w], lane.load(out + 16 * w)));
-            lane.store(out + 16 * w, _mm512_fmadd_ps(kq, d.at[w], _mm512_mul_ps(decay, s.at[w])));
+            d.at[w] = beta * fnmadd(decay, p.at[w], lane.load(out + 16 * w));
+            lane.store(out + 16 * w, fmadd(kq, d.at[w], decay * s.at[w]));
         }
         if (t + 1 == b.tokens) {
             write_state(lane, from, ld, b.keys, k, decay, d, b.after + first, b.values);
@@ -214,19 +212,19 @@ class DeltaGroup : public RecurrentGroup<T> {
         const float scale = 1.0f / std::sqrt(float(shape_.key));
         for (int64_t t = 0; t < tokens; t++) {
             float *q = q_ + t * shape_.key, *k = k_ + t * shape_.key;
-            __m512 qq = _mm512_setzero_ps(), kk = qq, kq = qq;
+            Floats qq = zero(), kk = qq, kq = qq;
             for (int64_t i = 0; i < shape_.key; i += 16) {
-                const __mmask16 mask = lanes(shape_.key - i);
-                const __m512 a = load16(q + i, mask), b = load16(k + i, mask);
-                qq = _mm512_fmadd_ps(a, a, qq), kk = _mm512_fmadd_ps(b, b, kk), kq = _mm512_fmadd_ps(a, b, kq);
+                const Mask mask = lanes(shape_.key - i);
+                const Floats a = load16(q + i, mask), b = load16(k + i, mask);
+                qq = fmadd(a, a, qq), kk = fmadd(b, b, kk), kq = fmadd(a, b, kq);
             }
-            const float by_q = scale / std::sqrt(_mm512_reduce_add_ps(qq) + 1e-6f);
-            const float by_k = 1.0f / std::sqrt(_mm512_reduce_add_ps(kk) + 1e-6f);
-            kq_[t] = _mm512_reduce_add_ps(kq) * by_q * by_k;
+            const float by_q = scale / std::sqrt(total_of(qq) + 1e-6f);
+            const float by_k = 1.0f / std::sqrt(total_of(kk) + 1e-6f);
+            kq_[t] = total_of(kq) * by_q * by_k;
             for (int64_t i = 0; i < shape_.key; i += 16) {
-                const __mmask16 mask = lanes(shape_.key - i);
-                store16(q + i, mask, _mm512_mul_ps(_mm512_set1_ps(by_q), load16(q + i, mask)));
-                store16(k + i, mask, _mm512_mul_ps(_mm512_set1_ps(by_k), load16(k + i, mask)));
+                const Mask mask = lanes(shape_.key - i);
+                store16(q + i, mask, splat(by_q) * load16(q + i, mask));
+                store16(k + i, mask, splat(by_k) * load16(k + i, mask));
             }
         }
     }
@@ -235,7 +233,7 @@ class DeltaGroup : public RecurrentGroup<T> {
     // once.
     void gates(Projected in) {
         for (int64_t h = 0; h < heads_; h++) {
-            const __m512 a = _mm512_set1_ps(op_.a[first_ + h]), bias = _mm512_set1_ps(op_.dt_bias[first_ + h]);
+            const Floats a = splat(op_.a[first_ + h]), bias = splat(op_.dt_bias[first_ + h]);
             const float* rows = in.rows + channels(shape_) + first_ + h;
             for (int64_t first = 0; first < in.tokens; first += 16) {
                 alignas(64) float beta[16] = {}, step[16] = {};
@@ -243,9 +241,9 @@ class DeltaGroup : public RecurrentGroup<T> {
                     beta[t] = rows[(first + t) * in.ld];
                     step[t] = rows[(first + t) * in.ld + shape_.heads];
                 }
-                const __m512 time = softplus16(_mm512_add_ps(_mm512_load_ps(step), bias)), one = _mm512_set1_ps(1.0f);
-                _mm512_storeu_ps(decays_ + h * BLOCK + first, exp16(_mm512_mul_ps(time, a)));
-                _mm512_storeu_ps(betas_ + h * BLOCK + first, times_sigmoid(one, _mm512_load_ps(beta)));
+                const Floats time = softplus16(load_floats(step) + bias), one = splat(1.0f);
+                store_floats(decays_ + h * BLOCK + first, exp16(time * a));
+                store_floats(betas_ + h * BLOCK + first, times_sigmoid(one, load_floats(beta)));
             }
         }
     }
@@ -255,16 +253,16 @@ class DeltaGroup : public RecurrentGroup<T> {
     void write_token(int64_t t, const float* gate, To* out) const {
         for (int64_t h = 0; h < heads_; h++, gate += shape_.value, out += shape_.value) {
             const float *y = out_ + t * width_ + h * shape_.value, *weight = op_.norm + (first_ + h) * shape_.value;
-            __m512 squares = _mm512_setzero_ps();
+            Floats squares = zero();
             for (int64_t i = 0; i < shape_.value; i += 16) {
-                const __m512 v = load16(y + i, lanes(shape_.value - i));
-                squares = _mm512_fmadd_ps(v, v, squares);
+                const Floats v = load16(y + i, lanes(shape_.value - i));
+                squares = fmadd(v, v, squares);
             }
-            const __m512 inverse = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / shape_.value + shape_.eps));
+            const Floats inverse = splat(1.0f / std::sqrt(total_of(squares) / shape_.value + shape_.eps));
             for (int64_t i = 0; i < shape_.value; i += 16) {
-                const __mmask16 mask = lanes(shape_.value - i);
-                const __m512 g = load16(gate + i, mask), scale = _mm512_mul_ps(inverse, load16(weight + i, mask));
-                store16(out + i, mask, _mm512_mul_ps(_mm512_mul_ps(load16(y + i, mask), scale), times_sigmoid(g, g)));
+                const Mask mask = lanes(shape_.value - i);
+                const Floats g = load16(gate + i, mask), scale = inverse * load16(weight + i, mask);
+                store16(out + i, mask, (load16(y + i, mask) * scale) * times_sigmoid(g, g));
             }
         }
     }

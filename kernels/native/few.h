@@ -4,8 +4,6 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -21,15 +19,11 @@ constexpr int64_t FEW = 16;                // queries: they fill a vector
 constexpr int64_t WINDOW_BYTES = 1 << 17;  // of keys and values that all heads of a unit meet before they go on
 
 // Cells of two rows' 32 numbers, of which `left` are valid; of one row if a cell is a single number.
-inline void interleave(const uint16_t* a, const uint16_t* b, int64_t left, __m512i cells[2]) {
-    const __m512i low = _mm512_set_epi16(
-        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i x = _mm512_maskz_loadu_epi16(halves(left), a), y = _mm512_maskz_loadu_epi16(halves(left), b);
-    cells[0] = _mm512_permutex2var_epi16(x, low, y);
-    cells[1] = _mm512_permutex2var_epi16(x, _mm512_add_epi16(low, _mm512_set1_epi16(16)), y);
+inline void interleave(const uint16_t* a, const uint16_t* b, int64_t left, Words (&cells)[2]) {
+    pairs_between(load_pairs(a, left), load_pairs(b, left), cells);
 }
-inline void interleave(const float* a, const float*, int64_t left, __m512i cells[2]) {
-    cells[0] = (__m512i)load16(a, lanes(left)), cells[1] = (__m512i)load16(a + 16, lanes(left - 16));
+inline void interleave(const float* a, const float*, int64_t left, Words (&cells)[2]) {
+    cells[0] = as_words(load16(a, lanes(left))), cells[1] = as_words(load16(a + 16, lanes(left - 16)));
 }
 
 template <typename T>
@@ -48,16 +42,16 @@ struct FewProducts {
     const Ahead& ahead;                    // called for each tile: asks memory for what comes
 
     // Multiplies each cell of a key with all queries.
-    inline __attribute__((always_inline)) void scores(int64_t at, __m512 score[TILE][1]) const {
+    inline __attribute__((always_inline)) void scores(int64_t at, Floats score[TILE][1]) const {
         ahead();
         const uint32_t* row[TILE];
         for (int i = 0; i < TILE; i++) row[i] = reinterpret_cast<const uint32_t*>(keys[std::min(at + i, end - 1) - begin] + skip);
         for (int64_t cell = 0; cell < head.cells; cell++) {
-            const __m512i query = _mm512_loadu_si512(queries + 16 * cell);
+            const Words query = load_words(queries + 16 * cell);
             for (int i = 0; i < TILE; i++) {
                 int32_t bits;
                 std::memcpy(&bits, row[i] + cell, 4);
-                score[i][0] = Cells::multiply(score[i][0], _mm512_set1_epi32(bits), query);
+                score[i][0] = Cells::multiply(score[i][0], splat_word(bits), query);
             }
         }
     }
@@ -65,21 +59,21 @@ struct FewProducts {
     template <int J>
     void add(int64_t first, int64_t feature, int64_t from, int64_t to, const uint32_t* chances) const {
         float* y = out + first * wide + feature;
-        __m512 sum[J][2];
+        Floats sum[J][2];
         for (int j = 0; j < J; j++)
-            for (int f = 0; f < 2; f++) sum[j][f] = _mm512_loadu_ps(y + j * wide + 16 * f);
+            for (int f = 0; f < 2; f++) sum[j][f] = load_floats(y + j * wide + 16 * f);
         for (int64_t at = from; at < to; at += Cells::EACH, chances += 16) {
             const T* a = values[std::min(at, end - 1) - begin] + skip + feature;
             const T* b = Cells::EACH == 1 ? a : values[std::min(at + 1, end - 1) - begin] + skip + feature;
-            __m512i cells[2];
+            Words cells[2];
             interleave(a, b, head.width - feature, cells);
             for (int j = 0; j < J; j++) {
-                const __m512i chance = _mm512_set1_epi32(int32_t(chances[first + j]));
+                const Words chance = splat_word(int32_t(chances[first + j]));
                 for (int f = 0; f < 2; f++) sum[j][f] = Cells::multiply(sum[j][f], chance, cells[f]);
             }
         }
         for (int j = 0; j < J; j++)
-            for (int f = 0; f < 2; f++) _mm512_storeu_ps(y + j * wide + 16 * f, sum[j][f]);
+            for (int f = 0; f < 2; f++) store_floats(y + j * wide + 16 * f, sum[j][f]);
     }
     void add(int64_t from, int64_t to, const uint32_t* chances) const {
         for (int64_t feature = 0; feature < head.width && from < to; feature += 32) {
@@ -90,13 +84,13 @@ struct FewProducts {
             if (count - j == 1) add<1>(j, feature, from, to, chances);
         }
     }
-    void rescale(const __m512 factor[1]) const {
+    void rescale(const Floats factor[1]) const {
         alignas(64) float each[16];
-        _mm512_store_ps(each, factor[0]);
+        store_floats(each, factor[0]);
         for (int64_t j = 0; j < count; j++)
             for (int64_t i = 0; i < wide; i += 16) {
                 float* y = out + j * wide + i;
-                _mm512_storeu_ps(y, _mm512_mul_ps(_mm512_loadu_ps(y), _mm512_set1_ps(each[j])));
+                store_floats(y, load_floats(y) * splat(each[j]));
             }
     }
 };
@@ -166,7 +160,7 @@ void attend_few(
     }
     for (int64_t h = 0; h < heads; h++) {
         alignas(64) float inverse[16];
-        _mm512_store_ps(inverse, lanes[h].inverse(0));
+        store_floats(inverse, lanes[h].inverse(0));
         for (int64_t j = 0; j < count; j++) {
             float* numbers = out + h * of_out + j * wide;
             for (int64_t i = 0; i < head.width; i++) numbers[i] *= inverse[j];

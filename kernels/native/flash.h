@@ -6,8 +6,6 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -27,53 +25,47 @@ constexpr int64_t AHEAD = 4 * TILE;  // keys after those that are being packed, 
 constexpr float LOWEST = -1e30f;     // of a reference: below any score that counts, and finite
 constexpr float HEADROOM = 32.0f;    // a score may be 2^this above its reference: float32 has the room, and rescaling is rare
 
-inline __mmask32 halves(int64_t left) {
-    return left >= 32 ? ~__mmask32(0) : left <= 0 ? __mmask32(0) : (__mmask32(1) << left) - 1;
-}
-
 // -- two kinds of arithmetic. A cell is 32 bits: what one instruction multiplies in a lane --------------------------------
 
 struct Bf16Cells {  // two bfloat16, summed in float32
     static constexpr int64_t EACH = 2;
-    static __m512 multiply(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+    static Floats multiply(Floats sum, Words a, Words b) { return dot_pairs(sum, a, b); }
     // 16 cells of a row of `width` numbers, from cell `cell` on; zeros after its end.
-    static __m512i row(const uint16_t* p, int64_t width, int64_t cell) {
-        return _mm512_maskz_loadu_epi16(halves(width - 2 * cell), p + 2 * cell);
+    static Words row(const uint16_t* p, int64_t width, int64_t cell) {
+        return load_pairs(p + 2 * cell, width - 2 * cell);
     }
-    static __m512i row(const float* p, int64_t width, int64_t cell) {
-        const __m512 low = load16(p + 2 * cell, lanes(width - 2 * cell));
-        const __m512 high = load16(p + 2 * cell + 16, lanes(width - 2 * cell - 16));
-        return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+    static Words row(const float* p, int64_t width, int64_t cell) {
+        const Floats low = load16(p + 2 * cell, lanes(width - 2 * cell));
+        const Floats high = load16(p + 2 * cell + 16, lanes(width - 2 * cell - 16));
+        return pairs_after(low, high);
     }
-    static __m512i beside(__m512 a, __m512 b) {  // 16 cells, a's numbers below b's
-        const __m512i order = _mm512_set_epi16(
-            31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-        return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+    static Words beside(Floats a, Floats b) {  // 16 cells, a's numbers below b's
+        return pairs_beside(a, b);
     }
-    static __m512 power(__m512 x) {  // 2^x within 9e-5 of itself, a twentieth of what rounding to bfloat16 may take
-        const __m512 rest = _mm512_reduce_ps(x, 0x09);  // x - floor(x)
-        __m512 p = _mm512_fmadd_ps(rest, _mm512_set1_ps(0.07706704231f), _mm512_set1_ps(0.2276449907f));
-        p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(0.6951167866f));
-        p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(1.0f));
-        return _mm512_scalef_ps(p, x);
+    static Floats power(Floats x) {  // 2^x within 9e-5 of itself, a twentieth of what rounding to bfloat16 may take
+        const Floats rest = above_floor(x);  // x - floor(x)
+        Floats p = fmadd(rest, splat(0.07706704231f), splat(0.2276449907f));
+        p = fmadd(p, rest, splat(0.6951167866f));
+        p = fmadd(p, rest, splat(1.0f));
+        return times_power(p, x);
     }
 };
 
 struct F32Cells {
     static constexpr int64_t EACH = 1;
-    static __m512 multiply(__m512 sum, __m512i a, __m512i b) { return _mm512_fmadd_ps((__m512)a, (__m512)b, sum); }
+    static Floats multiply(Floats sum, Words a, Words b) { return fmadd(as_floats(a), as_floats(b), sum); }
     template <typename T>
-    static __m512i row(const T* p, int64_t width, int64_t cell) { return (__m512i)load16(p + cell, lanes(width - cell)); }
-    static __m512i beside(__m512 a, __m512) { return (__m512i)a; }
-    static __m512 power(__m512 x) {  // 2^x within 2 ulp
-        const __m512 whole = _mm512_roundscale_ps(x, 0x08), rest = _mm512_reduce_ps(x, 0x08);
-        __m512 p = _mm512_fmadd_ps(rest, _mm512_set1_ps(0.0001535336192f), _mm512_set1_ps(0.001339887441f));
-        p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(0.009618437358f));
-        p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(0.05550332471f));
-        p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(0.2402264791f));
-        p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(0.6931472029f));
-        p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(1.0f));
-        return _mm512_scalef_ps(p, whole);
+    static Words row(const T* p, int64_t width, int64_t cell) { return as_words(load16(p + cell, lanes(width - cell))); }
+    static Words beside(Floats a, Floats) { return as_words(a); }
+    static Floats power(Floats x) {  // 2^x within 2 ulp
+        const Floats whole = nearest(x), rest = from_nearest(x);
+        Floats p = fmadd(rest, splat(0.0001535336192f), splat(0.001339887441f));
+        p = fmadd(p, rest, splat(0.009618437358f));
+        p = fmadd(p, rest, splat(0.05550332471f));
+        p = fmadd(p, rest, splat(0.2402264791f));
+        p = fmadd(p, rest, splat(0.6931472029f));
+        p = fmadd(p, rest, splat(1.0f));
+        return times_power(p, whole);
     }
 };
 
@@ -88,17 +80,15 @@ void fetch(const T* row, int64_t width) {
 // -- packing ---------------------------------------------------------------------------------------------------------------
 
 // Cell i of row r goes to out[i * ld + r], for four rows of 16 cells.
-inline void transpose4(const __m512i row[4], uint32_t* out, int64_t ld) {
-    const __m512i a = _mm512_unpacklo_epi32(row[0], row[1]), b = _mm512_unpackhi_epi32(row[0], row[1]);
-    const __m512i c = _mm512_unpacklo_epi32(row[2], row[3]), d = _mm512_unpackhi_epi32(row[2], row[3]);
-    const __m512i quads[4] = {
-        _mm512_unpacklo_epi64(a, c), _mm512_unpackhi_epi64(a, c), _mm512_unpacklo_epi64(b, d), _mm512_unpackhi_epi64(b, d)};
-    const auto put = [&](int64_t cell, __m128i four) { _mm_storeu_si128(reinterpret_cast<__m128i*>(out + cell * ld), four); };
+inline void transpose4(const Words row[4], uint32_t* out, int64_t ld) {
+    const Words a = low_words(row[0], row[1]), b = high_words(row[0], row[1]);
+    const Words c = low_words(row[2], row[3]), d = high_words(row[2], row[3]);
+    const Words quads[4] = {low_pairs(a, c), high_pairs(a, c), low_pairs(b, d), high_pairs(b, d)};
     for (int j = 0; j < 4; j++) {
-        put(j, _mm512_castsi512_si128(quads[j]));
-        put(4 + j, _mm512_extracti32x4_epi32(quads[j], 1));
-        put(8 + j, _mm512_extracti32x4_epi32(quads[j], 2));
-        put(12 + j, _mm512_extracti32x4_epi32(quads[j], 3));
+        store_quarter<0>(out + j * ld, quads[j]);
+        store_quarter<1>(out + (4 + j) * ld, quads[j]);
+        store_quarter<2>(out + (8 + j) * ld, quads[j]);
+        store_quarter<3>(out + (12 + j) * ld, quads[j]);
     }
 }
 
@@ -107,8 +97,8 @@ template <typename Cells, typename Row>
 void pack_across(int64_t count, int64_t places, int64_t width, Row&& row, uint32_t* out) {
     for (int64_t first = 0; first < places; first += 4) {
         for (int64_t cell = 0; cell * Cells::EACH < width; cell += 16) {
-            __m512i four[4];
-            for (int64_t i = 0; i < 4; i++) four[i] = first + i < count ? row(first + i, cell) : _mm512_setzero_si512();
+            Words four[4];
+            for (int64_t i = 0; i < 4; i++) four[i] = first + i < count ? row(first + i, cell) : zero_words();
             transpose4(four, out + cell * places + first, places);
         }
     }
@@ -144,65 +134,65 @@ struct Lanes {  // queries of a block, at most LANES, and how far each has come
             reference[i] = LOWEST, sum[i] = 0.0f;
         }
     }
-    __m512 inverse(int64_t vector) const { return _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(sum + 16 * vector)); }
+    Floats inverse(int64_t vector) const { return splat(1.0f) / load_floats(sum + 16 * vector); }
 };
 
 // Turns scores of TILE keys into probabilities, TILE / EACH x V vectors of cells in `to`, and sums them.
 template <typename Cells, int V>
 inline __attribute__((always_inline)) void weigh(
-    __m512 score[TILE][V], __m512 scale, const __m512 reference[V], __m512 total[V], uint32_t* to
+    Floats score[TILE][V], Floats scale, const Floats reference[V], Floats total[V], uint32_t* to
 ) {
     for (int v = 0; v < V; v++) {
-        for (int i = 0; i < TILE; i++) score[i][v] = Cells::power(_mm512_fmsub_ps(score[i][v], scale, reference[v]));
-        __m512 four[4];
-        for (int i = 0; i < 4; i++) four[i] = _mm512_add_ps(score[2 * i][v], score[2 * i + 1][v]);
-        total[v] = _mm512_add_ps(total[v], _mm512_add_ps(_mm512_add_ps(four[0], four[1]), _mm512_add_ps(four[2], four[3])));
+        for (int i = 0; i < TILE; i++) score[i][v] = Cells::power(fmsub(score[i][v], scale, reference[v]));
+        Floats four[4];
+        for (int i = 0; i < 4; i++) four[i] = score[2 * i][v] + score[2 * i + 1][v];
+        total[v] = total[v] + ((four[0] + four[1]) + (four[2] + four[3]));
         if constexpr (Cells::EACH == 2) {
             for (int i = 0; i < TILE / 2; i++)
-                _mm512_storeu_si512(to + (i * V + v) * 16, Cells::beside(score[2 * i][v], score[2 * i + 1][v]));
+                store_words(to + (i * V + v) * 16, Cells::beside(score[2 * i][v], score[2 * i + 1][v]));
         } else {
-            for (int i = 0; i < TILE; i++) _mm512_storeu_ps(to + (i * V + v) * 16, score[i][v]);
+            for (int i = 0; i < TILE; i++) store_words(to + (i * V + v) * 16, Cells::beside(score[i][v], score[i][v]));
         }
     }
 }
 
 // Scores of keys before `first`, or after a query's last key, become scores without weight.
 template <int V>
-inline void close(const Lanes& lanes, int64_t at, int64_t first, __m512 score[TILE][V]) {
+inline void close(const Lanes& lanes, int64_t at, int64_t first, Floats score[TILE][V]) {
     for (int i = 0; i < TILE; i++)
         for (int v = 0; v < V; v++) {
-            const __m512i last = _mm512_load_si512(lanes.last + 16 * v);
-            const __mmask16 open = at + i < first ? 0 : _mm512_cmpge_epi32_mask(last, _mm512_set1_epi32(int32_t(at + i)));
-            score[i][v] = _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), open, score[i][v]);
+            const Words last = load_words(lanes.last + 16 * v);
+            const Mask open = at + i < first ? 0 : at_least(last, splat_word(int32_t(at + i)));
+            score[i][v] = select(open, score[i][v], splat(-__builtin_inff()));
         }
 }
 
 // Each query's largest score of a tile; whether one is far above its reference.
 template <int V>
 inline __attribute__((always_inline)) bool look(
-    const __m512 score[TILE][V], __m512 scale, const __m512 reference[V], __m512 largest[V]
+    const Floats score[TILE][V], Floats scale, const Floats reference[V], Floats largest[V]
 ) {
     bool far = false;
     for (int v = 0; v < V; v++) {
-        __m512 four[4];
-        for (int i = 0; i < 4; i++) four[i] = _mm512_max_ps(score[2 * i][v], score[2 * i + 1][v]);
-        largest[v] = _mm512_max_ps(_mm512_max_ps(four[0], four[1]), _mm512_max_ps(four[2], four[3]));
-        largest[v] = _mm512_mul_ps(largest[v], scale);
-        far |= _mm512_cmp_ps_mask(largest[v], _mm512_add_ps(reference[v], _mm512_set1_ps(HEADROOM)), _CMP_GT_OQ) != 0;
+        Floats four[4];
+        for (int i = 0; i < 4; i++) four[i] = larger(score[2 * i][v], score[2 * i + 1][v]);
+        largest[v] = larger(larger(four[0], four[1]), larger(four[2], four[3]));
+        largest[v] = largest[v] * scale;
+        far |= above(largest[v], reference[v] + splat(HEADROOM)) != 0;
     }
     return far;
 }
 
 // For those queries the score becomes the reference; `factor` is what to multiply their sums with.
 template <typename Cells, int V>
-void raise(const __m512 largest[V], __m512 reference[V], __m512 total[V], __m512 factor[V]) {
+void raise(const Floats largest[V], Floats reference[V], Floats total[V], Floats factor[V]) {
     for (int v = 0; v < V; v++) {
-        const __m512 limit = _mm512_add_ps(reference[v], _mm512_set1_ps(HEADROOM));
-        const __mmask16 far = _mm512_cmp_ps_mask(largest[v], limit, _CMP_GT_OQ);
-        const __m512 raised = _mm512_mask_mov_ps(reference[v], far, largest[v]);
-        factor[v] = Cells::power(_mm512_sub_ps(reference[v], raised));
+        const Floats limit = reference[v] + splat(HEADROOM);
+        const Mask far = above(largest[v], limit);
+        const Floats raised = select(far, largest[v], reference[v]);
+        factor[v] = Cells::power(reference[v] - raised);
         reference[v] = raised;
-        total[v] = _mm512_mask_mul_ps(total[v], far, total[v], factor[v]);
+        total[v] = select(far, total[v] * factor[v], total[v]);
     }
 }
 
@@ -213,22 +203,22 @@ void raise(const __m512 largest[V], __m512 reference[V], __m512 total[V], __m512
 template <typename Cells, int V, typename Products>
 void walk(float scores_scale, Lanes& lanes, const Products& products, int64_t begin, int64_t end, int64_t first) {
     alignas(64) uint32_t chances[KEY_BLOCK / Cells::EACH * 16 * V];
-    const __m512 scale = _mm512_set1_ps(scores_scale);
-    __m512 reference[V], total[V];
+    const Floats scale = splat(scores_scale);
+    Floats reference[V], total[V];
     for (int v = 0; v < V; v++) {
-        reference[v] = _mm512_load_ps(lanes.reference + 16 * v);
-        total[v] = _mm512_load_ps(lanes.sum + 16 * v);
+        reference[v] = load_floats(lanes.reference + 16 * v);
+        total[v] = load_floats(lanes.sum + 16 * v);
     }
     int64_t pending = begin, at = begin;  // from `pending` on, probabilities have not met their values
     for (; at < end; at += TILE) {
-        __m512 score[TILE][V];
+        Floats score[TILE][V];
         for (int i = 0; i < TILE; i++)
-            for (int v = 0; v < V; v++) score[i][v] = _mm512_setzero_ps();
+            for (int v = 0; v < V; v++) score[i][v] = zero();
         products.scores(at, score);
         if (at + TILE > lanes.nearest + 1 || at < first) close<V>(lanes, at, first, score);
-        __m512 largest[V];
+        Floats largest[V];
         if (__builtin_expect(look<V>(score, scale, reference, largest), 0)) {
-            __m512 factor[V];
+            Floats factor[V];
             raise<Cells, V>(largest, reference, total, factor);
             products.add(pending, at, chances);
             products.rescale(factor);
@@ -242,8 +232,8 @@ void walk(float scores_scale, Lanes& lanes, const Products& products, int64_t be
     }
     products.add(pending, at, chances);
     for (int v = 0; v < V; v++) {
-        _mm512_store_ps(lanes.reference + 16 * v, reference[v]);
-        _mm512_store_ps(lanes.sum + 16 * v, total[v]);
+        store_floats(lanes.reference + 16 * v, reference[v]);
+        store_floats(lanes.sum + 16 * v, total[v]);
     }
 }
 
@@ -264,13 +254,13 @@ struct Keys {  // packed, from a multiple of TILE on
 // sum[i][v] += a[step][i] * b[step][16 v ..], step by step.
 template <typename Cells, int V>
 inline __attribute__((always_inline)) void multiply_tile(
-    int64_t steps, const uint32_t* a, const uint32_t* b, __m512 sum[TILE][V]
+    int64_t steps, const uint32_t* a, const uint32_t* b, Floats sum[TILE][V]
 ) {
     for (int64_t step = 0; step < steps; step++, a += TILE, b += 16 * V) {
-        __m512i column[V];
-        for (int v = 0; v < V; v++) column[v] = _mm512_loadu_si512(b + 16 * v);
+        Words column[V];
+        for (int v = 0; v < V; v++) column[v] = load_words(b + 16 * v);
         for (int i = 0; i < TILE; i++) {
-            const __m512i x = _mm512_set1_epi32(int32_t(a[i]));
+            const Words x = splat_word(int32_t(a[i]));
             for (int v = 0; v < V; v++) sum[i][v] = Cells::multiply(sum[i][v], x, column[v]);
         }
     }
@@ -282,26 +272,26 @@ struct PackedProducts {
     const Block& block;
     const Keys& keys;
 
-    inline __attribute__((always_inline)) void scores(int64_t at, __m512 score[TILE][V]) const {
+    inline __attribute__((always_inline)) void scores(int64_t at, Floats score[TILE][V]) const {
         multiply_tile<Cells, V>(head.cells, keys.keys + (at - keys.begin) * head.padded, block.queries, score);
     }
     void add(int64_t from, int64_t to, const uint32_t* chances) const {
         for (int64_t tile = 0; tile < head.tiles && from < to; tile++) {
             float* out = block.out + tile * TILE * 16 * V;
-            __m512 sum[TILE][V];
+            Floats sum[TILE][V];
             for (int i = 0; i < TILE; i++)
-                for (int v = 0; v < V; v++) sum[i][v] = _mm512_loadu_ps(out + (i * V + v) * 16);
+                for (int v = 0; v < V; v++) sum[i][v] = load_floats(out + (i * V + v) * 16);
             const uint32_t* values = keys.values + (tile * VALUE_ROOM + from - keys.begin) / Cells::EACH * TILE;
             multiply_tile<Cells, V>((to - from) / Cells::EACH, values, chances, sum);
             for (int i = 0; i < TILE; i++)
-                for (int v = 0; v < V; v++) _mm512_storeu_ps(out + (i * V + v) * 16, sum[i][v]);
+                for (int v = 0; v < V; v++) store_floats(out + (i * V + v) * 16, sum[i][v]);
         }
     }
-    void rescale(const __m512 factor[V]) const {
+    void rescale(const Floats factor[V]) const {
         for (int64_t i = 0; i < head.tiles * TILE; i++)
             for (int v = 0; v < V; v++) {
                 float* out = block.out + (i * V + v) * 16;
-                _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_loadu_ps(out), factor[v]));
+                store_floats(out, load_floats(out) * factor[v]);
             }
     }
 };
@@ -326,11 +316,11 @@ template <typename Write>
 void finish(const Head& head, const Block& block, float* rows, Write&& write) {
     const int64_t places = 16 * block.lanes.vectors, padded = (head.tiles * TILE + 15) / 16 * 16;
     for (int64_t v = 0; v < block.lanes.vectors; v++) {
-        const __m512 inverse = block.lanes.inverse(v);
+        const Floats inverse = block.lanes.inverse(v);
         for (int64_t i = 0; i < head.tiles * TILE; i += 4) {
-            __m512i four[4];
+            Words four[4];
             for (int j = 0; j < 4; j++)
-                four[j] = (__m512i)_mm512_mul_ps(_mm512_loadu_ps(block.out + (i + j) * places + 16 * v), inverse);
+                four[j] = as_words(load_floats(block.out + (i + j) * places + 16 * v) * inverse);
             transpose4(four, reinterpret_cast<uint32_t*>(rows) + i, padded);
         }
         for (int64_t lane = 0; lane < 16 && 16 * v + lane < block.lanes.count; lane++) write(16 * v + lane, rows + lane * padded);
@@ -348,12 +338,12 @@ void pack_keys(const Head& head, const Source& source, const Keys& keys) {
         pack_across<Cells>(count, TILE, head.width, [&](int64_t i, int64_t cell) { return lines.key(Cells(), i, cell); }, to);
         for (int64_t i = 0; i < TILE; i += Cells::EACH)
             for (int64_t feature = 0; feature < head.width; feature += 2 * TILE) {
-                const auto value = [&](int64_t j) { return j < count ? lines.value(j, feature) : _mm512_setzero_ps(); };
-                const __m512i cells = Cells::beside(value(i), value(i + 1));
+                const auto value = [&](int64_t j) { return j < count ? lines.value(j, feature) : zero(); };
+                const Words cells = Cells::beside(value(i), value(i + 1));
                 to = keys.values + (feature / TILE * VALUE_ROOM + tile + i - keys.begin) / Cells::EACH * TILE;
-                _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(cells));
+                store_low_half(to, cells);
                 to += VALUE_ROOM / Cells::EACH * TILE;
-                _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_extracti64x4_epi64(cells, 1));
+                store_high_half(to, cells);
             }
     }
 }

@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -32,65 +30,45 @@ struct Recurrence {  // of a block of tokens: x [tokens, width] times its step, 
     int64_t ld;  // of all of these
 };
 
-// Reduces two rows of sixteen partial sums to one: eight of the first, eight of the second.
-inline __m512 fold(__m512 first, __m512 second) {
-    return _mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x44), _mm512_shuffle_f32x4(first, second, 0xee));
-}
-
-// Reduces eight such pairs to the sums of sixteen rows.
-inline __m512 sums_of(const __m512 pairs[8]) {
-    __m512 fours[4], twos[2];
-    for (int i = 0; i < 4; i++) {
-        const __m512 a = pairs[2 * i], b = pairs[2 * i + 1];
-        fours[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-    }
-    for (int i = 0; i < 2; i++) {
-        const __m512 a = fours[2 * i], b = fours[2 * i + 1];
-        twos[i] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
-    }
-    const __m512 mixed = _mm512_add_ps(_mm512_shuffle_ps(twos[0], twos[1], 0x88), _mm512_shuffle_ps(twos[0], twos[1], 0xdd));
-    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), mixed);
-}
-
 // For n = 16 * V, heads of an even size, a width that is a multiple of 16. Two rows of the state stay in registers for the
 // whole block and share the loads of B and C; their products with C are reduced for sixteen rows together.
 template <int V>
 void advance(const Recurrence& r) {
-    __m512 pairs[BLOCK][8];
+    Floats pairs[BLOCK][8];
     for (int64_t first = 0; first < r.width; first += 16) {
         for (int64_t pair = 0; pair < 8; pair++) {
             const int64_t p = first + 2 * pair, h = p / r.head;
             const float* before = r.before + p * 16 * V;
             float* after = r.states + p * 16 * V;
-            __m512 s[2][V];
+            Floats s[2][V];
             for (int j = 0; j < 2; j++)
                 for (int v = 0; v < V; v++) {
-                    s[j][v] = _mm512_loadu_ps(before + (j * V + v) * 16);
-                    if (p + ROWS_AHEAD < r.width) _mm_prefetch(before + ((j + ROWS_AHEAD) * V + v) * 16, _MM_HINT_T0);
+                    s[j][v] = load_floats(before + (j * V + v) * 16);
+                    if (p + ROWS_AHEAD < r.width) prefetch_near(before + ((j + ROWS_AHEAD) * V + v) * 16);
                 }
             for (int64_t t = 0; t < r.tokens; t++) {
                 const float* x = r.x + t * r.width + p;
-                const __m512 decay = _mm512_set1_ps(r.decays[t * r.heads + h]);
-                const __m512 in[2] = {_mm512_set1_ps(x[0]), _mm512_set1_ps(x[1])};
-                __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+                const Floats decay = splat(r.decays[t * r.heads + h]);
+                const Floats in[2] = {splat(x[0]), splat(x[1])};
+                Floats sum[2] = {zero(), zero()};
                 for (int v = 0; v < V; v++) {
-                    const __m512 b = _mm512_loadu_ps(r.b + (t * V + v) * 16), c = _mm512_loadu_ps(r.c + (t * V + v) * 16);
+                    const Floats b = load_floats(r.b + (t * V + v) * 16), c = load_floats(r.c + (t * V + v) * 16);
                     for (int j = 0; j < 2; j++) {
-                        s[j][v] = _mm512_fmadd_ps(in[j], b, _mm512_mul_ps(s[j][v], decay));
-                        sum[j] = _mm512_fmadd_ps(s[j][v], c, sum[j]);
+                        s[j][v] = fmadd(in[j], b, s[j][v] * decay);
+                        sum[j] = fmadd(s[j][v], c, sum[j]);
                     }
                 }
                 pairs[t][pair] = fold(sum[0], sum[1]);
             }
             for (int j = 0; j < 2; j++)
-                for (int v = 0; v < V; v++) _mm512_storeu_ps(after + (j * V + v) * 16, s[j][v]);
+                for (int v = 0; v < V; v++) store_floats(after + (j * V + v) * 16, s[j][v]);
         }
         for (int64_t t = 0; t < r.tokens; t++) {
             float* out = r.out + t * r.width + first;
-            _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), sums_of(pairs[t])));
-            if (r.gates) _mm_prefetch(r.gates + t * r.ld + first, _MM_HINT_T1);
+            store_floats(out, load_floats(out) + sums_of(pairs[t]));
+            if (r.gates) prefetch_far(r.gates + t * r.ld + first);
             for (int part = 0; r.next[0] && part < (first < 16 * V ? 3 : 1); part++)
-                _mm_prefetch(r.next[part] + t * r.ld + first, _MM_HINT_T1);
+                prefetch_far(r.next[part] + t * r.ld + first);
         }
     }
 }
@@ -102,16 +80,16 @@ void advance_any(const Recurrence& r, int64_t n) {
         float* s = r.states + p * n;
         if (r.before != r.states) std::copy_n(r.before + p * n, n, s);
         for (int64_t t = 0; t < r.tokens; t++) {
-            const __m512 in = _mm512_set1_ps(r.x[t * r.width + p]), decay = _mm512_set1_ps(r.decays[t * r.heads + p / r.head]);
+            const Floats in = splat(r.x[t * r.width + p]), decay = splat(r.decays[t * r.heads + p / r.head]);
             const float *b = r.b + t * n, *c = r.c + t * n;
-            __m512 y = _mm512_setzero_ps();
+            Floats y = zero();
             for (int64_t i = 0; i < n; i += 16) {
-                const __mmask16 mask = lanes(n - i);
-                const __m512 next = _mm512_fmadd_ps(in, load16(b + i, mask), _mm512_mul_ps(load16(s + i, mask), decay));
+                const Mask mask = lanes(n - i);
+                const Floats next = fmadd(in, load16(b + i, mask), load16(s + i, mask) * decay);
                 store16(s + i, mask, next);
-                y = _mm512_fmadd_ps(next, load16(c + i, mask), y);
+                y = fmadd(next, load16(c + i, mask), y);
             }
-            r.out[t * r.width + p] += _mm512_reduce_add_ps(y);
+            r.out[t * r.width + p] += total_of(y);
         }
     }
 }
@@ -172,16 +150,16 @@ class HeadGroup : public RecurrentGroup<T> {
   private:
     // Step sizes and decays; x becomes x times its step size, D x the initial output.
     void discretise(Projected in) {
-        const __m512 low = _mm512_set1_ps(m_.dt_low), high = _mm512_set1_ps(m_.dt_high);
+        const Floats low = splat(m_.dt_low), high = splat(m_.dt_high);
         const int64_t first = group_ * heads_;
         for (int64_t t = 0; t < in.tokens; t++) {
             const float* raw = in.rows + t * in.ld + m_.conv_dim + first;
             for (int64_t h = 0; h < heads_; h += 16) {
-                const __mmask16 mask = lanes(heads_ - h);
-                const __m512 dt = _mm512_add_ps(load16(raw + h, mask), load16(op_.dt_bias + first + h, mask));
-                const __m512 step = _mm512_min_ps(high, _mm512_max_ps(low, softplus16(dt)));
+                const Mask mask = lanes(heads_ - h);
+                const Floats dt = load16(raw + h, mask) + load16(op_.dt_bias + first + h, mask);
+                const Floats step = smaller(high, larger(low, softplus16(dt)));
                 store16(steps_ + t * heads_ + h, mask, step);
-                store16(decays_ + t * heads_ + h, mask, exp16(_mm512_mul_ps(step, load16(op_.a + first + h, mask))));
+                store16(decays_ + t * heads_ + h, mask, exp16(step * load16(op_.a + first + h, mask)));
             }
             for (int64_t h = 0; h < heads_; h++) {
                 const float step = steps_[t * heads_ + h], d = op_.d[first + h];
@@ -200,18 +178,18 @@ class HeadGroup : public RecurrentGroup<T> {
     void norm(int64_t t, const float* gate, To* out) {
         float* y = out_ + t * width_;
         const float* weight = op_.norm + x_at_;
-        __m512 squares = _mm512_setzero_ps();
+        Floats squares = zero();
         for (int64_t i = 0; i < width_; i += 16) {
-            const __mmask16 mask = lanes(width_ - i);
-            const __m512 g = load16(gate + i, mask), gated = _mm512_mul_ps(load16(y + i, mask), times_sigmoid(g, g));
-            squares = _mm512_fmadd_ps(gated, gated, squares);
+            const Mask mask = lanes(width_ - i);
+            const Floats g = load16(gate + i, mask), gated = load16(y + i, mask) * times_sigmoid(g, g);
+            squares = fmadd(gated, gated, squares);
             store16(y + i, mask, gated);
         }
-        const __m512 inverse = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / width_ + m_.eps));
+        const Floats inverse = splat(1.0f / std::sqrt(total_of(squares) / width_ + m_.eps));
         for (int64_t i = 0; i < width_; i += 16) {
-            const __mmask16 mask = lanes(width_ - i);
-            const __m512 scale = _mm512_mul_ps(inverse, load16(weight + i, mask));
-            store16(out + i, mask, _mm512_mul_ps(load16(y + i, mask), scale));
+            const Mask mask = lanes(width_ - i);
+            const Floats scale = inverse * load16(weight + i, mask);
+            store16(out + i, mask, load16(y + i, mask) * scale);
         }
     }
 

@@ -2,12 +2,12 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+
+#include "vectors.h"
 
 namespace {
 
@@ -25,7 +25,7 @@ inline uint16_t float_to_bf16(float f) {  // round to nearest even; NaN stays Na
     return uint16_t(f != f ? 0x7fc0 : rounded);
 }
 
-inline __mmask16 first_lanes(int64_t left) { return left >= 16 ? __mmask16(0xffff) : __mmask16((1 << left) - 1); }
+inline Mask first_lanes(int64_t left) { return left >= 16 ? Mask(0xffff) : Mask((1 << left) - 1); }
 
 // exp within 2 ulp on [-87, 88], clamped outside: 2^n times a polynomial of the remainder (Cephes' coefficients).
 inline float fast_exp(float x) {
@@ -61,20 +61,17 @@ inline void store(uint16_t* p, int64_t i, float v) { p[i] = float_to_bf16(v); }
 
 // Sixteen numbers at a time; fewer at the end of a row, where the other lanes are zero. A bfloat16 below 2^-126 is stored
 // as zero, as products treat it.
-inline __mmask16 lanes(int64_t left) { return left >= 16 ? __mmask16(0xffff) : left <= 0 ? __mmask16(0) : __mmask16((1 << left) - 1); }
-inline __m512 load16(const float* p, __mmask16 m) { return _mm512_maskz_loadu_ps(m, p); }
-inline __m512 load16(const uint16_t* p, __mmask16 m) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16));
-}
+inline Mask lanes(int64_t left) { return left >= 16 ? Mask(0xffff) : left <= 0 ? Mask(0) : Mask((1 << left) - 1); }
+inline Floats load16(const uint16_t* p, Mask m) { return from_bf16(load_halves(p, m)); }
 // A full store is not masked, since masked stores of bfloat16 take several times as long.
-inline void store16(float* p, __mmask16 m, __m512 v) {
-    if (m == 0xffff) _mm512_storeu_ps(p, v);
-    else _mm512_mask_storeu_ps(p, m, v);
+inline void store16(float* p, Mask m, Floats v) {
+    if (m == 0xffff) store_floats(p, v);
+    else store_some(p, m, v);
 }
-inline void store16(uint16_t* p, __mmask16 m, __m512 v) {
-    const __m256i bits = (__m256i)_mm512_cvtneps_pbh(v);
-    if (m == 0xffff) _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bits);
-    else _mm256_mask_storeu_epi16(p, m, bits);
+inline void store16(uint16_t* p, Mask m, Floats v) {
+    const Halves bits = to_bf16(v);
+    if (m == 0xffff) store_halves(p, bits);
+    else store_some_halves(p, m, bits);
 }
 
 void rms_norm(const float* from, const float* weight, int64_t width, float eps, float* out) {

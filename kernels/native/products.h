@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -53,30 +51,28 @@ inline int64_t panel_bytes(const Weight& w) {
 // the 4 highs. Weights are stored unsigned, so the row is followed by what that adds to a sum: for each group of inputs
 // -offset times the sum of lows, and of highs.
 void make_integers(const float* values, int64_t k, int64_t kind, int8_t* out, float* scale) {
-    __m512 largest = _mm512_setzero_ps(), poison = _mm512_setzero_ps();  // NaN and infinity have no integers: they pass through the scale
+    Floats largest = zero(), poison = zero();  // NaN and infinity have no integers: they pass through the scale
     for (int64_t i = 0; i < k; i += 16) {
-        const __m512 x = _mm512_maskz_loadu_ps(first_lanes(k - i), values + i);
-        largest = _mm512_max_ps(_mm512_abs_ps(x), largest);
-        poison = _mm512_fmadd_ps(x, _mm512_setzero_ps(), poison);
+        const Floats x = load16(values + i, first_lanes(k - i));
+        largest = larger(magnitude(x), largest);
+        poison = fmadd(x, zero(), poison);
     }
-    const float top = _mm512_reduce_max_ps(largest);
-    *scale = top / LIMIT + _mm512_reduce_add_ps(poison);
-    const __m512 inverse = _mm512_set1_ps(top > 0 ? LIMIT / top : 0.0f);
+    const float top = largest_of(largest);
+    *scale = top / LIMIT + total_of(poison);
+    const Floats inverse = splat(top > 0 ? LIMIT / top : 0.0f);
     const int64_t kpad = padded_inputs(k, kind), group = kind == INT4 ? GROUP : kpad, offset = kind == INT4 ? 8 : 128;
     int8_t* sums = out + 2 * kpad;
     for (int64_t begin = 0; begin < kpad; begin += group) {
-        __m512i lows = _mm512_setzero_si512(), highs = _mm512_setzero_si512();
+        Words lows = zero_words(), highs = zero_words();
         for (int64_t i = begin; i < begin + group; i += 16) {
-            const __m512 x = _mm512_maskz_loadu_ps(first_lanes(std::max<int64_t>(0, k - i)), values + i);
-            const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(x, inverse));
-            const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
-            const __m512i low = _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 8));
-            lows = _mm512_add_epi32(lows, low), highs = _mm512_add_epi32(highs, high);
-            const __m128i l = _mm512_cvtepi32_epi8(low), h = _mm512_cvtepi32_epi8(high);
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * i), _mm_unpacklo_epi32(l, h));
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * i + 16), _mm_unpackhi_epi32(l, h));
+            const Floats x = load16(values + i, first_lanes(std::max<int64_t>(0, k - i)));
+            const Words whole = to_integers(x * inverse);
+            const Words high = shift_right32<8>(add32(whole, splat_word(128)));
+            const Words low = sub32(whole, shift_left32<8>(high));
+            lows = add32(lows, low), highs = add32(highs, high);
+            store_bytes_in_fours(out + 2 * i, low, high);
         }
-        const int32_t both[2] = {int32_t(-offset * _mm512_reduce_add_epi32(lows)), int32_t(-offset * _mm512_reduce_add_epi32(highs))};
+        const int32_t both[2] = {int32_t(-offset * total_of(lows)), int32_t(-offset * total_of(highs))};
         std::memcpy(sums, both, 8);
         sums += 8;
     }
@@ -94,24 +90,18 @@ void make_operand(const float* values, int64_t k, int64_t kind, void* operand, i
         return;
     }
     for (int64_t i = 0; i < k; i += 16) {
-        const __mmask16 m = first_lanes(k - i);
-        store16(out + i, m, _mm512_maskz_loadu_ps(m, values + i));
+        const Mask m = first_lanes(k - i);
+        store16(out + i, m, load16(values + i, m));
     }
     std::fill(out + k, out + padded_inputs(k, kind), 0);
 }
 
 // -- products --------------------------------------------------------------------------------------------------------------
 
-// Prevents the compiler from loading a value again for each use.
-inline __m512i in_register(__m512i x) {
-    asm("" : "+v"(x));
-    return x;
-}
-
-inline __m512i broadcast_word(const void* p) {
+inline Words broadcast_word(const void* p) {
     int32_t v;
     std::memcpy(&v, p, 4);
-    return _mm512_set1_epi32(v);
+    return splat_word(v);
 }
 
 // Memory that is needed next, prefetched into the second-level cache while the current panel is multiplied: some lines
@@ -122,7 +112,7 @@ struct Ahead {
     bool step() {  // whether there was something to read
         if (at >= end) return false;
         const char* stop = std::min(at + bytes, end);
-        for (; at < stop; at += LINE) _mm_prefetch(at, _MM_HINT_T1);
+        for (; at < stop; at += LINE) prefetch_far(at);
         return true;
     }
 };
@@ -140,44 +130,44 @@ __attribute__((noinline)) void tile_bf16(
     const uint16_t* b = static_cast<const uint16_t*>(w.data) + (panel * w.kpad + inputs.begin) * PANEL + first * 32;
     const uint16_t* const a_end = a + inputs.end;
     a += inputs.begin;
-    __m512 sum[R][V];
+    Floats sum[R][V];
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) sum[r][v] = FIRST ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * PANEL + v * 16);
+        for (int v = 0; v < V; v++) sum[r][v] = FIRST ? zero() : load_floats(sums + r * PANEL + v * 16);
     while (a < a_end) {
         const uint16_t* const stop = ahead.step() ? std::min(a_end, a + 2 * STRIDE) : a_end;
         for (; a < stop; a += 2, b += 2 * PANEL) {
-            __m512bh column[V];
-            for (int v = 0; v < V; v++) column[v] = (__m512bh)in_register(_mm512_loadu_si512(b + v * 32));
+            Words column[V];
+            for (int v = 0; v < V; v++) column[v] = in_register(load_words(b + v * 32));
             for (int r = 0; r < R; r++) {
-                const __m512bh x = (__m512bh)broadcast_word(a + r * lda);
-                for (int v = 0; v < V; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], x, column[v]);
+                const Words x = broadcast_word(a + r * lda);
+                for (int v = 0; v < V; v++) sum[r][v] = dot_pairs(sum[r][v], x, column[v]);
             }
         }
     }
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) _mm512_storeu_ps(sums + r * PANEL + v * 16, sum[r][v]);
+        for (int v = 0; v < V; v++) store_floats(sums + r * PANEL + v * 16, sum[r][v]);
 }
 
 // Sums of low and high bytes -> sums of 256 high + low.
-inline __m512 joined(const __m512i* sums) {
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[1]), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(sums[0]));
+inline Floats joined(const Words* sums) {
+    return fmadd(to_floats(sums[1]), splat(256.0f), to_floats(sums[0]));
 }
 
 // Products of unsigned 1-byte integers with 2-byte integers: R rows are 2 R rows of bytes. `sum` is initialised with the
 // values after the rows.
 template <int R, int V>
-inline void begin_sums(const int8_t* behind, int64_t lda, __m512i (&sum)[V][R][2]) {
+inline void begin_sums(const int8_t* behind, int64_t lda, Words (&sum)[V][R][2]) {
     for (int v = 0; v < V; v++)
         for (int r = 0; r < R; r++)
             for (int half = 0; half < 2; half++) sum[v][r][half] = broadcast_word(behind + r * lda + 4 * half);
 }
 
 template <int R, int V>
-inline void add_products(const int8_t* a, int64_t lda, const __m512i (&column)[V], __m512i (&sum)[V][R][2]) {
+inline void add_products(const int8_t* a, int64_t lda, const Words (&column)[V], Words (&sum)[V][R][2]) {
     for (int r = 0; r < R; r++)
         for (int half = 0; half < 2; half++) {
-            const __m512i x = broadcast_word(a + r * lda + 4 * half);
-            for (int v = 0; v < V; v++) sum[v][r][half] = _mm512_dpbusd_epi32(sum[v][r][half], column[v], x);
+            const Words x = broadcast_word(a + r * lda + 4 * half);
+            for (int v = 0; v < V; v++) sum[v][r][half] = dot_bytes(sum[v][r][half], column[v], x);
         }
 }
 
@@ -187,21 +177,21 @@ __attribute__((noinline)) void tile_int8(
 ) {
     const uint8_t* b = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL + first * 64;
     const int8_t* const a_end = a + 2 * w.kpad;
-    __m512i sum[V][R][2];
+    Words sum[V][R][2];
     begin_sums<R, V>(a_end, lda, sum);
     while (a < a_end) {
         const int8_t* const stop = ahead.step() ? std::min(a_end, a + 8 * STRIDE) : a_end;
         for (; a < stop; a += 8, b += 4 * PANEL) {
-            __m512i column[V];
-            for (int v = 0; v < V; v++) column[v] = in_register(_mm512_loadu_si512(b + v * 64));
+            Words column[V];
+            for (int v = 0; v < V; v++) column[v] = in_register(load_words(b + v * 64));
             add_products<R, V>(a, lda, column, sum);
         }
     }
     for (int v = 0; v < V; v++) {
-        const __m512 scale = _mm512_loadu_ps(w.scale + panel * PANEL + (first + v) * 16);
+        const Floats scale = load_floats(w.scale + panel * PANEL + (first + v) * 16);
         for (int r = 0; r < R; r++) {
-            const __m512 y = _mm512_mul_ps(_mm512_mul_ps(joined(sum[v][r]), scale), _mm512_set1_ps(scales[r]));
-            _mm512_storeu_ps(out + r * PANEL + v * 16, y);
+            const Floats y = (joined(sum[v][r]) * scale) * splat(scales[r]);
+            store_floats(out + r * PANEL + v * 16, y);
         }
     }
 }
@@ -214,32 +204,31 @@ __attribute__((noinline)) void tile_int4(
     const int64_t groups = w.kpad / GROUP;
     const uint8_t* b = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL / 2;
     const int8_t* behind = a + 2 * w.kpad;
-    const __m512i low = _mm512_set1_epi8(15);
-    __m512 total[4][R];
+    const Words low = splat_byte(15);
+    Floats total[4][R];
     for (int v = 0; v < 4; v++)
-        for (int r = 0; r < R; r++) total[v][r] = _mm512_setzero_ps();
+        for (int r = 0; r < R; r++) total[v][r] = zero();
     for (int64_t g = 0; g < groups; g++, behind += 8) {
-        __m512i sum[4][R][2];
+        Words sum[4][R][2];
         begin_sums<R, 4>(behind, lda, sum);
         for (const int8_t* const a_end = a + 2 * GROUP; a < a_end;) {
             ahead.step();
             for (const int8_t* const stop = a + 8 * STRIDE; a < stop; a += 8, b += 2 * PANEL) {
-                const __m512i one = in_register(_mm512_loadu_si512(b)), two = in_register(_mm512_loadu_si512(b + 64));
-                const __m512i column[4] = {
-                    _mm512_and_si512(one, low), _mm512_and_si512(two, low),
-                    _mm512_and_si512(_mm512_srli_epi16(one, 4), low), _mm512_and_si512(_mm512_srli_epi16(two, 4), low),
+                const Words one = in_register(load_words(b)), two = in_register(load_words(b + 64));
+                const Words column[4] = {
+                    one & low, two & low, shift_right16(one, 4) & low, shift_right16(two, 4) & low,
                 };
                 add_products<R, 4>(a, lda, column, sum);
             }
         }
         for (int v = 0; v < 4; v++) {
-            const __m512 scale = _mm512_loadu_ps(w.scale + (panel * groups + g) * PANEL + v * 16);
-            for (int r = 0; r < R; r++) total[v][r] = _mm512_fmadd_ps(joined(sum[v][r]), scale, total[v][r]);
+            const Floats scale = load_floats(w.scale + (panel * groups + g) * PANEL + v * 16);
+            for (int r = 0; r < R; r++) total[v][r] = fmadd(joined(sum[v][r]), scale, total[v][r]);
         }
     }
     for (int v = 0; v < 4; v++)
         for (int r = 0; r < R; r++)
-            _mm512_storeu_ps(out + r * PANEL + v * 16, _mm512_mul_ps(total[v][r], _mm512_set1_ps(scales[r])));
+            store_floats(out + r * PANEL + v * 16, total[v][r] * splat(scales[r]));
 }
 
 // float32 weights stay in rows: columns of a panel are dot products, four at a time.
@@ -250,20 +239,20 @@ void tile_f32(const float* a, int64_t lda, const Weight& w, int64_t panel, float
     for (int64_t c = 0; c < PANEL && panel * PANEL + c <= last; c += 4) {
         const float* b[4];
         for (int v = 0; v < 4; v++) b[v] = data + std::min(panel * PANEL + c + v, last) * w.k;
-        __m512 sum[R][4];
+        Floats sum[R][4];
         for (int r = 0; r < R; r++)
-            for (int v = 0; v < 4; v++) sum[r][v] = _mm512_setzero_ps();
+            for (int v = 0; v < 4; v++) sum[r][v] = zero();
         for (int64_t i = 0; i < w.k; i += 16) {
-            const __mmask16 m = w.k - i >= 16 ? __mmask16(0xffff) : __mmask16((1 << (w.k - i)) - 1);
-            __m512 column[4];
-            for (int v = 0; v < 4; v++) column[v] = _mm512_maskz_loadu_ps(m, b[v] + i);
+            const Mask m = w.k - i >= 16 ? Mask(0xffff) : Mask((1 << (w.k - i)) - 1);
+            Floats column[4];
+            for (int v = 0; v < 4; v++) column[v] = load16(b[v] + i, m);
             for (int r = 0; r < R; r++) {
-                const __m512 x = _mm512_maskz_loadu_ps(m, a + r * lda + i);
-                for (int v = 0; v < 4; v++) sum[r][v] = _mm512_fmadd_ps(x, column[v], sum[r][v]);
+                const Floats x = load16(a + r * lda + i, m);
+                for (int v = 0; v < 4; v++) sum[r][v] = fmadd(x, column[v], sum[r][v]);
             }
         }
         for (int r = 0; r < R; r++)
-            for (int v = 0; v < 4; v++) out[r * PANEL + c + v] = _mm512_reduce_add_ps(sum[r][v]);
+            for (int v = 0; v < 4; v++) out[r * PANEL + c + v] = total_of(sum[r][v]);
     }
 }
 
@@ -291,34 +280,34 @@ void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
     constexpr int OUT = GATED ? V / 2 : V;
     const Weight& w = *job.weight;
     const int64_t first = GATED ? begin / 2 : begin, outputs = GATED ? job.outputs : w.n;
-    __mmask16 m[OUT];
+    Mask m[OUT];
     for (int v = 0; v < OUT; v++) m[v] = first_lanes(std::max<int64_t>(0, outputs - first - v * 16));
     const Activation activation = job.activation;
     int64_t place = row * job.ldo + first;
     for (int r = 0; r < R; r++, sums += PANEL, place += job.ldo) {
-        __m512 sum[V], y[OUT];
-        for (int v = 0; v < V; v++) sum[v] = _mm512_loadu_ps(sums + v * 16);
+        Floats sum[V], y[OUT];
+        for (int v = 0; v < V; v++) sum[v] = load_floats(sums + v * 16);
         if (w.bias)
             for (int v = 0; v < V; v++) {
-                const __mmask16 there = first_lanes(std::max<int64_t>(0, w.n - begin - v * 16));
-                sum[v] = _mm512_add_ps(sum[v], _mm512_maskz_loadu_ps(there, w.bias + begin + v * 16));
+                const Mask there = first_lanes(std::max<int64_t>(0, w.n - begin - v * 16));
+                sum[v] = sum[v] + load16(w.bias + begin + v * 16, there);
             }
         for (int v = 0; v < OUT; v++) y[v] = sum[GATED ? 2 * v : v];
         activate(y, activation);
         if constexpr (GATED)
-            for (int v = 0; v < OUT; v++) y[v] = _mm512_mul_ps(y[v], sum[2 * v + 1]);
+            for (int v = 0; v < OUT; v++) y[v] = y[v] * sum[2 * v + 1];
         if constexpr (STORED == STORE_BF16) {
             uint16_t* to = static_cast<uint16_t*>(job.out) + place;
-            for (int v = 0; v < OUT; v++) store16(to + v * 16, WHOLE ? __mmask16(0xffff) : m[v], y[v]);
+            for (int v = 0; v < OUT; v++) store16(to + v * 16, WHOLE ? Mask(0xffff) : m[v], y[v]);
         } else {
             float* to = static_cast<float*>(job.out) + place;
             if constexpr (STORED == ADD) {
-                const __m512 scale = _mm512_set1_ps(job.row_scale ? job.scale * job.row_scale[row + r] : job.scale);
-                for (int v = 0; v < OUT; v++) y[v] = _mm512_fmadd_ps(y[v], scale, _mm512_maskz_loadu_ps(m[v], to + v * 16));
+                const Floats scale = splat(job.row_scale ? job.scale * job.row_scale[row + r] : job.scale);
+                for (int v = 0; v < OUT; v++) y[v] = fmadd(y[v], scale, load16(to + v * 16, m[v]));
             }
             for (int v = 0; v < OUT; v++) {
-                if constexpr (WHOLE) _mm512_storeu_ps(to + v * 16, y[v]);
-                else _mm512_mask_storeu_ps(to + v * 16, m[v], y[v]);
+                if constexpr (WHOLE) store_floats(to + v * 16, y[v]);
+                else store_some(to + v * 16, m[v], y[v]);
             }
         }
     }
@@ -350,7 +339,7 @@ void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Inputs 
     const bool last = inputs.end == w.kpad;
     if (last && job.store == ADD)  // by the time that there are sums to add, it is there
         for (int r = 0; r < R; r++)
-            for (int v = 0; v < V; v++) _mm_prefetch(static_cast<const float*>(job.out) + (row + r) * job.ldo + begin + v * 16, _MM_HINT_T0);
+            for (int v = 0; v < V; v++) prefetch_near(static_cast<const float*>(job.out) + (row + r) * job.ldo + begin + v * 16);
     const uint16_t* a = static_cast<const uint16_t*>(job.a) + row * job.lda;
     if (w.kind == BF16 && !inputs.begin) tile_bf16<R, V, true>(a, job.lda, w, panel, first, inputs, ahead, sums);
     if (w.kind == BF16 && inputs.begin) tile_bf16<R, V, false>(a, job.lda, w, panel, first, inputs, ahead, sums);

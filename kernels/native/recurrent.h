@@ -5,8 +5,6 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -38,20 +36,20 @@ struct Part {  // some of the channels, or of the inputs behind them
 };
 
 // log(1 + exp(x)) within 4 ulp: max(x, 0) + 2 artanh(z / (2 + z)) with z = exp(-|x|).
-inline __m512 softplus16(__m512 x) {
-    const __m512 z = exp16(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x)));
-    const __m512 s = _mm512_div_ps(z, _mm512_add_ps(z, _mm512_set1_ps(2.0f))), square = _mm512_mul_ps(s, s);
-    __m512 p = _mm512_set1_ps(2.0f / 15);
+inline Floats softplus16(Floats x) {
+    const Floats z = exp16(zero() - magnitude(x));
+    const Floats s = z / (z + splat(2.0f)), square = s * s;
+    Floats p = splat(2.0f / 15);
     for (float c : {2.0f / 13, 2.0f / 11, 2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3})
-        p = _mm512_fmadd_ps(p, square, _mm512_set1_ps(c));
-    const __m512 rest = _mm512_fmadd_ps(_mm512_mul_ps(p, square), s, _mm512_add_ps(s, s));
-    return _mm512_add_ps(_mm512_max_ps(_mm512_setzero_ps(), x), rest);
+        p = fmadd(p, square, splat(c));
+    const Floats rest = fmadd(p * square, s, s + s);
+    return larger(zero(), x) + rest;
 }
 
 // The value that a load returns for a number stored with this type.
-inline __m512 kept16(const float*, __m512 v) { return v; }
-inline __m512 kept16(const uint16_t*, __m512 v) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v)), 16));
+inline Floats kept16(const float*, Floats v) { return v; }
+inline Floats kept16(const uint16_t*, Floats v) {
+    return from_bf16(to_bf16(v));
 }
 
 inline float* aligned(float* p) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
@@ -121,16 +119,16 @@ class RecurrentGroup {
     template <int KEEP>
     void convolve(T* window, Projected in, const Part& part) const {
         for (int64_t i = 0; i < part.count; i += 16) {
-            const __mmask16 mask = lanes(part.count - i);
+            const Mask mask = lanes(part.count - i);
             const float* weights = op_.conv + part.begin + i;
-            const __m512 bias = op_.conv_bias ? load16(op_.conv_bias + part.begin + i, mask) : _mm512_setzero_ps();
-            __m512 weight[KEEP + 1], past[KEEP];
+            const Floats bias = op_.conv_bias ? load16(op_.conv_bias + part.begin + i, mask) : zero();
+            Floats weight[KEEP + 1], past[KEEP];
             for (int k = 0; k <= KEEP; k++) weight[k] = load16(weights + k * channels_, mask);
             for (int k = 0; k < KEEP; k++) past[k] = load16(window + k * channels_ + i, mask);
             for (int64_t t = 0; t < in.tokens; t++) {
-                const __m512 x = load16(in.rows + t * in.ld + part.begin + i, mask);
-                __m512 sum = _mm512_fmadd_ps(weight[KEEP], x, bias);
-                for (int k = 0; k < KEEP; k++) sum = _mm512_fmadd_ps(weight[k], past[k], sum);
+                const Floats x = load16(in.rows + t * in.ld + part.begin + i, mask);
+                Floats sum = fmadd(weight[KEEP], x, bias);
+                for (int k = 0; k < KEEP; k++) sum = fmadd(weight[k], past[k], sum);
                 for (int k = 0; k + 1 < KEEP; k++) past[k] = past[k + 1];
                 past[KEEP - 1] = kept16(window, x);
                 store16(part.out + t * part.count + i, mask, times_sigmoid(sum, sum));

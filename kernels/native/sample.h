@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -41,19 +39,19 @@ constexpr int64_t DRAW_BLOCK = 256, FIRST_CANDIDATES = 64;
 constexpr float IMPOSSIBLE = -std::numeric_limits<float>::infinity(), FINITE = std::numeric_limits<float>::lowest();
 
 // Sixteen values; NaN and values after the end become the lowest.
-inline __m512 comparable(const float* x, int64_t left) {
-    const __m512 lowest = _mm512_set1_ps(IMPOSSIBLE);
-    return _mm512_max_ps(_mm512_mask_loadu_ps(lowest, lanes(left), x), lowest);
+inline Floats comparable(const float* x, int64_t left) {
+    const Floats lowest = splat(IMPOSSIBLE);
+    return larger(load_or(lowest, lanes(left), x), lowest);
 }
 
 float maximum(const float* x, int64_t n) {
-    __m512 largest[4];
-    for (auto& part : largest) part = _mm512_set1_ps(IMPOSSIBLE);
+    Floats largest[4];
+    for (auto& part : largest) part = splat(IMPOSSIBLE);
     int64_t i = 0;
     for (; i + 64 <= n; i += 64)
-        for (int v = 0; v < 4; v++) largest[v] = _mm512_max_ps(_mm512_loadu_ps(x + i + 16 * v), largest[v]);
-    for (; i < n; i += 16) largest[0] = _mm512_max_ps(comparable(x + i, n - i), largest[0]);
-    return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(largest[0], largest[1]), _mm512_max_ps(largest[2], largest[3])));
+        for (int v = 0; v < 4; v++) largest[v] = larger(load_floats(x + i + 16 * v), largest[v]);
+    for (; i < n; i += 16) largest[0] = larger(comparable(x + i, n - i), largest[0]);
+    return largest_of(larger(larger(largest[0], largest[1]), larger(largest[2], largest[3])));
 }
 
 // Index of the first of the largest values.
@@ -71,13 +69,13 @@ int64_t first_largest(const float* x, int64_t n) {
 
 // `x` where the mask has a bit, IMPOSSIBLE elsewhere. Returns how many can be drawn. `out` may be `x`.
 int64_t keep_allowed(const float* x, const uint32_t* mask, int64_t n, float* out) {
-    const __m512 lowest = _mm512_set1_ps(FINITE), impossible = _mm512_set1_ps(IMPOSSIBLE);
+    const Floats lowest = splat(FINITE), impossible = splat(IMPOSSIBLE);
     int64_t possible = 0;
     for (int64_t i = 0; i < n; i += 16) {
-        const __mmask16 here = lanes(n - i), allowed = __mmask16(mask[i / 32] >> i % 32) & here;
-        const __m512 value = _mm512_mask_loadu_ps(impossible, allowed, x + i);
-        possible += __builtin_popcount(_mm512_cmp_ps_mask(value, lowest, _CMP_GE_OQ));
-        _mm512_mask_storeu_ps(out + i, here, value);
+        const Mask here = lanes(n - i), allowed = Mask(mask[i / 32] >> i % 32) & here;
+        const Floats value = load_or(impossible, allowed, x + i);
+        possible += __builtin_popcount(at_least(value, lowest));
+        store_some(out + i, here, value);
     }
     return possible;
 }
@@ -292,17 +290,17 @@ class Sampling {  // of one thread; what it keeps is memory
     void take_likeliest(const float* x, int64_t n, int64_t width, float least) {
         if (width * 32 < n) {
             maxima_.clear();
-            for (int64_t i = 0; i < n; i += 16) maxima_.push_back(_mm512_reduce_max_ps(comparable(x + i, n - i)));
+            for (int64_t i = 0; i < n; i += 16) maxima_.push_back(largest_of(comparable(x + i, n - i)));
             std::nth_element(maxima_.begin(), maxima_.begin() + width - 1, maxima_.end(), std::greater<float>());
             least = std::max(least, maxima_[width - 1]);
         }
         found_.clear();
         for (int64_t i = 0; i < n; i += 16) {
             alignas(64) float values[16];
-            const __m512 here = comparable(x + i, n - i);
-            unsigned mask = _mm512_cmp_ps_mask(here, _mm512_set1_ps(least), _CMP_GE_OQ) & lanes(n - i);
+            const Floats here = comparable(x + i, n - i);
+            unsigned mask = at_least(here, splat(least)) & lanes(n - i);
             if (!mask) continue;
-            _mm512_store_ps(values, here);
+            store_floats(values, here);
             for (; mask; mask &= mask - 1) {
                 const int lane = __builtin_ctz(mask);
                 found_.push_back({values[lane], int32_t(i + lane)});

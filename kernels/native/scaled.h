@@ -15,8 +15,6 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -42,16 +40,16 @@ inline uint16_t bits_of(float value) {
 
 // A table of 128 bfloat16, as a table of upper bytes and one of lower bytes.
 struct ByteTables {
-    __m512i upper[2], lower[2];
+    Words upper[2], lower[2];
     template <class F>
     explicit ByteTables(const F& word) {
         alignas(64) uint8_t high[128], low[128];
         for (int i = 0; i < 128; i++) high[i] = uint8_t(word(i) >> 8), low[i] = uint8_t(word(i));
-        for (int i = 0; i < 2; i++) upper[i] = _mm512_load_si512(high + 64 * i), lower[i] = _mm512_load_si512(low + 64 * i);
+        for (int i = 0; i < 2; i++) upper[i] = load_words(high + 64 * i), lower[i] = load_words(low + 64 * i);
     }
     // Bit 7 of an index is ignored.
-    __m512i high(__m512i index) const { return _mm512_permutex2var_epi8(upper[0], index, upper[1]); }
-    __m512i low(__m512i index) const { return _mm512_permutex2var_epi8(lower[0], index, lower[1]); }
+    Words high(Words index) const { return lookup_bytes(upper, index); }
+    Words low(Words index) const { return lookup_bytes(lower, index); }
 };
 
 // Unpackers, one for each kind. begin() prepares the scales or zero points of a group for 16 outputs; unpack() returns two
@@ -70,11 +68,11 @@ struct Fp8 {
     }
     static const uint8_t* chunk(const uint8_t* panel, int64_t i) { return panel + i * PANEL; }
     Group begin(const Weight&, const uint8_t*, int64_t, int64_t, int64_t) const { return {}; }
-    void unpack(const uint8_t* from, int half, const Group&, __m512i (&words)[2]) const {
-        const __m512i bytes = _mm512_loadu_si512(from + half * 4 * PANEL), low = tables.low(bytes);
-        const __m512i sign = _mm512_set1_epi8(int8_t(0x80));
-        const __m512i high = _mm512_ternarylogic_epi32(tables.high(bytes), bytes, sign, 0xf8);  // a | (b & c)
-        words[0] = _mm512_unpacklo_epi8(low, high), words[1] = _mm512_unpackhi_epi8(low, high);
+    void unpack(const uint8_t* from, int half, const Group&, Words (&words)[2]) const {
+        const Words bytes = load_words(from + half * 4 * PANEL), low = tables.low(bytes);
+        const Words sign = splat_byte(int8_t(0x80));
+        const Words high = or_and(tables.high(bytes), bytes, sign);
+        words[0] = low_bytes(low, high), words[1] = high_bytes(low, high);
     }
 };
 
@@ -85,7 +83,7 @@ struct Fp8 {
 struct Nvfp4 {
     static constexpr int64_t KIND = NVFP4, BYTES = 4;
     struct Group {
-        __m512i scale, exponent;  // the scale of each byte's output; d of each word's output
+        Words scale, exponent;  // the scale of each byte's output; d of each word's output
     };
     const ByteTables tables = made();
     static ByteTables made() {
@@ -100,19 +98,19 @@ struct Nvfp4 {
     }
     Group begin(const Weight&, const uint8_t* panel, int64_t, int64_t input, int64_t vector) const {
         const uint8_t* scales = chunk(panel, input) - PANEL + vector * 16;
-        const __m512i each = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales)));
-        const __m512i order = _mm512_set_epi64(  // for each lane's 4 outputs, the scale in all four bytes of the output
-            0x0f0f0e0e0d0d0c0c, 0x0f0f0e0e0d0d0c0c, 0x0b0b0a0a09090808, 0x0b0b0a0a09090808, 0x0707060605050404, 0x0707060605050404,
-            0x0303020201010000, 0x0303020201010000);
-        const __m512i bytes = _mm512_shuffle_epi8(each, order);
-        return {bytes, _mm512_and_si512(_mm512_unpacklo_epi8(bytes, bytes), _mm512_set1_epi16(0x0f80))};
+        const Words each = splat_quarter(scales);
+        alignas(64) static const uint64_t order[8] = {  // for each lane's 4 outputs, the scale in all four bytes of the output
+            0x0303020201010000, 0x0303020201010000, 0x0707060605050404, 0x0707060605050404, 0x0b0b0a0a09090808, 0x0b0b0a0a09090808,
+            0x0f0f0e0e0d0d0c0c, 0x0f0f0e0e0d0d0c0c};
+        const Words bytes = shuffle_bytes(each, load_words(order));
+        return {bytes, low_bytes(bytes, bytes) & splat_half(0x0f80)};
     }
-    void unpack(const uint8_t* from, int half, const Group& group, __m512i (&words)[2]) const {
-        const __m512i bytes = _mm512_loadu_si512(from), code = half ? _mm512_srli_epi16(bytes, 4) : bytes;
-        const __m512i index = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), code, group.scale, 0xca);  // a ? b : c, bit by bit
-        const __m512i low = tables.low(index), high = tables.high(index);
-        words[0] = _mm512_subs_epi16(_mm512_unpacklo_epi8(low, high), group.exponent);
-        words[1] = _mm512_subs_epi16(_mm512_unpackhi_epi8(low, high), group.exponent);
+    void unpack(const uint8_t* from, int half, const Group& group, Words (&words)[2]) const {
+        const Words bytes = load_words(from), code = half ? shift_right16(bytes, 4) : bytes;
+        const Words index = choose_bits(splat_byte(15), code, group.scale);
+        const Words low = tables.low(index), high = tables.high(index);
+        words[0] = sub16_saturating(low_bytes(low, high), group.exponent);
+        words[1] = sub16_saturating(high_bytes(low, high), group.exponent);
     }
 };
 
@@ -122,28 +120,28 @@ template <bool ZEROS>
 struct Uint4 {
     static constexpr int64_t KIND = UINT4, BYTES = 4;
     struct Group {
-        __m512i shift;  // of even and odd inputs
+        Words shift;  // of even and odd inputs
     };
-    __m512i table;
+    Words table;
     Uint4() {
         alignas(64) uint16_t words[32];
         for (int i = 0; i < 32; i++) words[i] = bits_of(float(ZEROS ? i - 16 : (i & 15) - 8));
-        table = _mm512_load_si512(words);
+        table = load_words(words);
     }
     static const uint8_t* chunk(const uint8_t* panel, int64_t i) { return panel + i * (PANEL / 2); }
     Group begin(const Weight& w, const uint8_t*, int64_t scales, int64_t, int64_t vector) const {
-        if (!ZEROS) return {_mm512_setzero_si512()};
-        const __m512i zeros = _mm512_cvtps_epi32(_mm512_loadu_ps(w.zeros + scales + vector * 16));
-        const __m512i shift = _mm512_sub_epi32(_mm512_set1_epi32(16), zeros);
-        return {_mm512_or_si512(shift, _mm512_slli_epi32(shift, 16))};
+        if (!ZEROS) return {zero_words()};
+        const Words zeros = to_integers(load_floats(w.zeros + scales + vector * 16));
+        const Words shift = sub32(splat_word(16), zeros);
+        return {shift | shift_left32<16>(shift)};
     }
-    void unpack(const uint8_t* from, int half, const Group& group, __m512i (&words)[2]) const {
-        const __m512i four = _mm512_loadu_si512(from);
+    void unpack(const uint8_t* from, int half, const Group& group, Words (&words)[2]) const {
+        const Words four = load_words(from);
         for (int pair = 0; pair < 2; pair++) {
             const int shift = 8 * half + 4 * pair;
-            __m512i index = shift ? _mm512_srli_epi16(four, shift) : four;
-            if constexpr (ZEROS) index = _mm512_add_epi16(_mm512_and_si512(index, _mm512_set1_epi16(15)), group.shift);
-            words[pair] = _mm512_permutexvar_epi16(index, table);
+            Words index = shift ? shift_right16(four, shift) : four;
+            if constexpr (ZEROS) index = add16(index & splat_half(15), group.shift);
+            words[pair] = lookup_halves(index, table);
         }
     }
 };
@@ -151,31 +149,31 @@ struct Uint4 {
 // A pair of inputs of a row times those of 16 outputs.
 struct PairsOfBf16 {
     using Element = uint16_t;
-    using Cell = __m512bh;
-    static Cell cell(const Element* a) { return (__m512bh)broadcast_word(a); }
+    using Cell = Words;
+    static Cell cell(const Element* a) { return broadcast_word(a); }
     struct Column {
-        __m512bh pair;
+        Words pair;
         Column() = default;
-        explicit Column(__m512i words) : pair((__m512bh)in_register(words)) {}
+        explicit Column(Words words) : pair(in_register(words)) {}
     };
-    static __m512 add(__m512 sum, const Cell& x, const Column& w) { return _mm512_dpbf16_ps(sum, x, w.pair); }
+    static Floats add(Floats sum, const Cell& x, const Column& w) { return dot_pairs(sum, x, w.pair); }
 };
 
 struct PairsOfF32 {
     using Element = float;
     struct Cell {
-        __m512 even, odd;
+        Floats even, odd;
     };
-    static Cell cell(const Element* a) { return {_mm512_set1_ps(a[0]), _mm512_set1_ps(a[1])}; }
+    static Cell cell(const Element* a) { return {splat(a[0]), splat(a[1])}; }
     struct Column {
-        __m512 even, odd;
+        Floats even, odd;
         Column() = default;
-        explicit Column(__m512i words)
-            : even(_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))),
-              odd(_mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(int32_t(0xffff0000))))) {}
+        explicit Column(Words words)
+            : even(as_floats(shift_left32<16>(words))),
+              odd(as_floats(words & splat_word(int32_t(0xffff0000)))) {}
     };
-    static __m512 add(__m512 sum, const Cell& x, const Column& w) {
-        return _mm512_fmadd_ps(x.odd, w.odd, _mm512_fmadd_ps(x.even, w.even, sum));
+    static Floats add(Floats sum, const Cell& x, const Column& w) {
+        return fmadd(x.odd, w.odd, fmadd(x.even, w.even, sum));
     }
 };
 
@@ -184,21 +182,21 @@ inline int64_t summed_groups(const Weight& w) { return w.kind == NVFP4 ? 1 : (w.
 
 // Sums of R rows and V vectors of outputs.
 template <int R, int V>
-inline __attribute__((always_inline)) void set_zero(__m512 (&sum)[R][V]) {
+inline __attribute__((always_inline)) void set_zero(Floats (&sum)[R][V]) {
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) sum[r][v] = _mm512_setzero_ps();
+        for (int v = 0; v < V; v++) sum[r][v] = zero();
 }
 
 // Stores sums times the scales of their outputs, or totals of groups, which are scaled already.
 template <bool GROUPED, int R, int V>
 inline __attribute__((always_inline)) void store_sums(
-    const Weight& w, int64_t panel, int64_t first, const __m512 (&sum)[R][V], float* out
+    const Weight& w, int64_t panel, int64_t first, const Floats (&sum)[R][V], float* out
 ) {
     const float* scales = w.kind == NVFP4 ? w.outer : w.scale;
     for (int v = 0; v < V; v++) {
         for (int r = 0; r < R; r++) {
             const auto* scale = scales + panel * PANEL + (first + v) * 16;
-            _mm512_storeu_ps(out + r * PANEL + v * 16, GROUPED ? sum[r][v] : _mm512_mul_ps(sum[r][v], _mm512_loadu_ps(scale)));
+            store_floats(out + r * PANEL + v * 16, GROUPED ? sum[r][v] : (sum[r][v] * load_floats(scale)));
         }
     }
 }
@@ -206,11 +204,11 @@ inline __attribute__((always_inline)) void store_sums(
 // total += sum * scale, of group g.
 template <int R, int V>
 inline __attribute__((always_inline)) void add_group(
-    const Weight& w, int64_t scales, int64_t first, const __m512 (&sum)[R][V], __m512 (&total)[R][V]
+    const Weight& w, int64_t scales, int64_t first, const Floats (&sum)[R][V], Floats (&total)[R][V]
 ) {
     for (int v = 0; v < V; v++) {
-        const __m512 scale = _mm512_loadu_ps(w.scale + scales + (first + v) * 16);
-        for (int r = 0; r < R; r++) total[r][v] = _mm512_fmadd_ps(sum[r][v], scale, total[r][v]);
+        const Floats scale = load_floats(w.scale + scales + (first + v) * 16);
+        for (int r = 0; r < R; r++) total[r][v] = fmadd(sum[r][v], scale, total[r][v]);
     }
 }
 
@@ -224,7 +222,7 @@ __attribute__((noinline)) void tile_packed(
     const uint8_t* const data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
     const int64_t groups = (w.kpad + w.group - 1) / w.group;
     if (keep) keep += first * 16;
-    __m512 sum[R][V], total[R][V];
+    Floats sum[R][V], total[R][V];
     set_zero(sum);
     if constexpr (GROUPED) set_zero(total);
     for (int64_t g = 0; g < groups; g++) {
@@ -235,14 +233,14 @@ __attribute__((noinline)) void tile_packed(
             const uint8_t* const chunk = Numbers::chunk(data, i) + first * 64;
             ahead.step();
             const int64_t lines = first ? 0 : Numbers::BYTES * PANEL;  // the first vectors' pass reads for the others
-            for (int64_t at = Numbers::KIND == NVFP4 ? -LINE : 0; at < lines; at += LINE) _mm_prefetch(chunk + at + FETCHED, _MM_HINT_T1);
+            for (int64_t at = Numbers::KIND == NVFP4 ? -LINE : 0; at < lines; at += LINE) prefetch_far(chunk + at + FETCHED);
             for (int half = 0; half < 2; half++) {
-                __m512i words[V][2];
+                Words words[V][2];
                 for (int v = 0; v < V; v++) numbers.unpack(chunk + v * 64, half, group[v], words[v]);
                 for (int pair = 0; pair < 2; pair++) {
                     const int64_t at = 2 * half + pair;
                     if (keep)
-                        for (int v = 0; v < V; v++) _mm512_storeu_si512(keep + at * PANEL + v * 16, words[v][pair]);
+                        for (int v = 0; v < V; v++) store_words(keep + at * PANEL + v * 16, words[v][pair]);
                     typename Rows::Column column[V];
                     for (int v = 0; v < V; v++) column[v] = typename Rows::Column(words[v][pair]);
                     for (int r = 0; r < R; r++) {
@@ -271,7 +269,7 @@ __attribute__((noinline)) void tile_unpacked(
 ) {
     const int64_t groups = summed_groups(w), width = GROUPED ? w.group : w.kpad;
     const uint32_t* b = unpacked + first * 16;
-    __m512 sum[R][V];
+    Floats sum[R][V];
     for (int64_t g = 0; g < groups; g++) {
         const int64_t end = std::min(w.kpad, (g + 1) * width);
         set_zero(sum);
@@ -279,7 +277,7 @@ __attribute__((noinline)) void tile_unpacked(
             const int64_t stop = ahead.step() ? std::min(end, i + 2 * STRIDE) : end;
             for (; i < stop; i += 2, b += PANEL) {
                 typename Rows::Column column[V];
-                for (int v = 0; v < V; v++) column[v] = typename Rows::Column(_mm512_loadu_si512(b + v * 16));
+                for (int v = 0; v < V; v++) column[v] = typename Rows::Column(load_words(b + v * 16));
                 for (int r = 0; r < R; r++) {
                     const auto x = Rows::cell(a + r * lda + i);
                     for (int v = 0; v < V; v++) sum[r][v] = Rows::add(sum[r][v], x, column[v]);
@@ -288,10 +286,10 @@ __attribute__((noinline)) void tile_unpacked(
         }
         if constexpr (GROUPED) {
             for (int v = 0; v < V; v++) {
-                const __m512 scale = _mm512_loadu_ps(w.scale + (panel * groups + g) * PANEL + (first + v) * 16);
+                const Floats scale = load_floats(w.scale + (panel * groups + g) * PANEL + (first + v) * 16);
                 for (int r = 0; r < R; r++) {
                     float* total = out + r * PANEL + v * 16;
-                    _mm512_storeu_ps(total, _mm512_fmadd_ps(sum[r][v], scale, g ? _mm512_loadu_ps(total) : _mm512_setzero_ps()));
+                    store_floats(total, fmadd(sum[r][v], scale, g ? load_floats(total) : zero()));
                 }
             }
         }

@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <immintrin.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -15,6 +14,8 @@
 #include <system_error>
 #include <thread>
 #include <vector>
+
+#include "vectors.h"
 
 namespace {
 
@@ -104,7 +105,7 @@ class Pool {
                 const uint64_t done = all.load(std::memory_order_acquire);
                 if (done >> 40 != number) return;
                 if ((done & LEFT_MASK) == 0) break;
-                if (spins < SPINS) _mm_pause();
+                if (spins < SPINS) spin_pause();
                 else sched_yield();
             }
         }
@@ -130,7 +131,7 @@ class Pool {
     void help(int64_t index) {
         uint32_t seen = 0;
         for (;;) {
-            for (int spins = 0; spins < IDLE_SPINS && signal_.load(std::memory_order_acquire) == seen; spins++) _mm_pause();
+            for (int spins = 0; spins < IDLE_SPINS && signal_.load(std::memory_order_acquire) == seen; spins++) spin_pause();
             sleepers_.fetch_add(1, std::memory_order_seq_cst);
             while (signal_.load(std::memory_order_seq_cst) == seen) futex(FUTEX_WAIT_PRIVATE, int(seen));
             sleepers_.fetch_sub(1, std::memory_order_seq_cst);

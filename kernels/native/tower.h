@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -190,10 +188,10 @@ class TowerJob : public Job {
         if (tower_.kind == BF16) read(static_cast<const uint16_t*>(step_.wide) + row * op.ld_from, op.ld_from, scratch);
         else read(static_cast<const float*>(step_.wide) + row * op.ld_from, op.ld_from, scratch);
         for (int64_t i = 0; i < width; i += 16) {
-            const __mmask16 m = width - i >= 16 ? __mmask16(0xffff) : __mmask16((1 << (width - i)) - 1);
-            __m512 open[1] = {_mm512_maskz_loadu_ps(m, scratch + i)};
+            const Mask m = width - i >= 16 ? Mask(0xffff) : Mask((1 << (width - i)) - 1);
+            Floats open[1] = {load16(scratch + i, m)};
             activate(open, Activation(op.activation));
-            _mm512_mask_storeu_ps(scratch + i, m, _mm512_mul_ps(open[0], _mm512_maskz_loadu_ps(m, scratch + width + i)));
+            store_some(scratch + i, m, open[0] * load16(scratch + width + i, m));
         }
         make_operand(scratch, width, tower_.kind, step_.wide, op.ld_from, nullptr, row);
     }

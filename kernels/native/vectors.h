@@ -1,0 +1,19 @@
+// Vectors of the instruction set that this is compiled for. Floats: 16 float32; Words: 64 bytes, as words of 32 bits, halves
+// of 16 or bytes; Halves: 16 bfloat16; Mask: a bit for each of 16 lanes. Floats have + - * /. Each header defines the same
+// functions, with these meanings where a name does not say it:
+//
+//   splat            all lanes alike
+//   load16(p, m)     lanes of the mask, zero elsewhere; load_or: `otherwise` elsewhere; store_some: lanes of the mask
+//   larger, smaller  the second argument if one is NaN
+//   nearest          the nearest integer, ties to even; from_nearest: what is left; above_floor: x - floor(x), finite for infinities
+//   times_power      p * 2^floor(n)
+//   total_of         the sum of all lanes; fold: of two vectors of partial sums one, eight of the first, eight of the second;
+//                    sums_of: eight of these to the sums of sixteen vectors
+//   low_bytes        of each 16 bytes the lower 8 of both, alternating; likewise high_bytes, low_words, high_pairs ...
+//   shuffle_bytes    within each 16 bytes; lookup_bytes: in a table of 128 (bit 7 of an index is ignored); lookup_halves: of 32
+//   dot_bytes        sum + 4 products of unsigned and signed bytes, in each word
+//   in_register      prevents the compiler from loading a value again for each use
+
+#pragma once
+
+#include "vectors_avx512.h"
