@@ -141,7 +141,7 @@ class Detokenizer:
         if self._tokenizer is None:
             return ""
         # Ids without text would only lengthen the window.
-        self._ids.extend(i for i in ids if not self._tokenizer.silent(i))
+        self._ids.extend([i for i in ids if not self._tokenizer.silent(i)])
         return self._advance(final=False)
 
     def flush(self) -> str:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import logging
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from itertools import accumulate
 from typing import Any, cast
 
 from service.common.config import ConfigError
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+    from prometheus_client.utils import floatToGoString
 except ModuleNotFoundError as error:
     if not str(error.name).startswith("prometheus_client"):
         raise
@@ -55,9 +58,8 @@ class Metrics:
             "saccade_queue_seconds", "from arrival to the first step: preparation of images and text, and waiting",
             buckets=SECONDS, registry=self.registry,
         )  # fmt: skip
-        self._gap = Histogram(
-            "saccade_inter_token_seconds", "between two tokens of a sample", buckets=GAPS, registry=self.registry
-        )
+        self._gap = _Gaps("saccade_inter_token_seconds", "between two tokens of a sample")
+        self.registry.register(self._gap)  # type: ignore[arg-type]
         self._seconds = Histogram(
             "saccade_generation_seconds", "whole generations that succeeded", buckets=SECONDS, registry=self.registry
         )
@@ -69,8 +71,7 @@ class Metrics:
 
     def token_gap(self, seconds: float, tokens: int) -> None:
         """Records `tokens` that came `seconds` after the one before them."""
-        for _ in range(tokens):
-            self._gap.observe(seconds / tokens)
+        self._gap.observe(seconds / tokens, tokens)
 
     def generation(
         self, code: str, *, prompt: int, image: int, video: int, cached: int, generated: int, queue: float | None,
@@ -109,6 +110,30 @@ class Metrics:
             thread.join()
 
         return int(server.server_port), stop
+
+
+class _Gaps:
+    """A histogram that counts several equal observations at once: prometheus-client's takes 3 us for each, a quarter of
+    what the frontend spends on a token. Written by one thread."""
+
+    def __init__(self, name: str, documentation: str) -> None:
+        self._name, self._documentation = name, documentation
+        self._counts = [0] * (len(GAPS) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, count: int) -> None:
+        self._counts[bisect_left(GAPS, seconds)] += count
+        self._sum += seconds * count
+
+    def describe(self) -> list[Metric]:
+        return [HistogramMetricFamily(self._name, self._documentation)]
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = [*map(floatToGoString, GAPS), "+Inf"]
+        totals = accumulate(self._counts)
+        yield HistogramMetricFamily(
+            self._name, self._documentation, buckets=list(zip(bounds, totals, strict=True)), sum_value=self._sum
+        )
 
 
 class _EngineCollector:

@@ -6,10 +6,10 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from service.common.config import ConfigError
-from service.telemetry.metrics import Metrics, engine_metrics
+from service.telemetry.metrics import GAPS, Metrics, engine_metrics
 
 
 def values(metrics: Metrics) -> dict[str, float]:
@@ -86,3 +86,20 @@ def test_encoders_elsewhere_are_a_label() -> None:
         families["saccade_encoders_received_row_bytes"].samples[0].name == "saccade_encoders_received_row_bytes_total"
     )
     assert families["saccade_encoder_given"].type == "counter"
+
+
+def test_gaps_are_counted_as_prometheus_would_one_by_one() -> None:
+    ours, theirs = Metrics(), CollectorRegistry()
+    one_by_one = Histogram(
+        "saccade_inter_token_seconds", "between two tokens of a sample", buckets=GAPS, registry=theirs
+    )
+    for seconds, tokens in [*((bound, 1) for bound in GAPS), (0.0, 2), (0.0011, 1), (30.0, 3), (0.2, 4)]:
+        ours.token_gap(seconds, tokens)
+        for _ in range(tokens):
+            one_by_one.observe(seconds / tokens)
+
+    def samples(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
+        found = [s for family in registry.collect() for s in family.samples if "inter_token" in s.name]
+        return {(s.name, s.labels.get("le", "")): round(s.value, 9) for s in found if not s.name.endswith("_created")}
+
+    assert samples(ours.registry) == samples(theirs)
