@@ -28,6 +28,7 @@ ASK_RETRIES = 4
 
 SERVER_COMMANDS = {
     "serve": "serve a model over gRPC",
+    "http": "serve OpenAI's HTTP API and a playground, in front of gRPC servers",
     "demo": "start a server on the embedded model and ask it about the shipped images",
     "plan": "print what a configuration will do before it runs",
     "tune": "measure this machine and suggest options",

@@ -19,9 +19,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from saccade._core.formats import FORMAT_TYPES
-from saccade._core.images import decode_data_url
-from saccade._core.requests import build_request
+from saccade._openai.chat import chat_request
+from saccade._openai.problems import load_object, validated
+from saccade._openai.schema import ChatCompletion
 from saccade.errors import FailedPrecondition, InvalidArgument
 from saccade.v1 import inference_pb2, types_pb2
 
@@ -33,59 +33,6 @@ UNREADABLE = "IMAGE_UNREADABLE"
 CHANGED = "BATCH_INPUT_CHANGED"
 BATCH_PRIORITY = -10
 """Below the priority of interactive calls."""
-
-# name -> (types, description, check that does not depend on the model)
-_Check = tuple[tuple[type, ...], str, Callable[[Any], bool]]
-_NUMBER = (int, float)
-_FIELDS: dict[str, _Check] = {
-    "max_tokens": ((int,), "a whole number from 1", lambda v: v >= 1),
-    "max_completion_tokens": ((int,), "a whole number from 1", lambda v: v >= 1),
-    "min_tokens": ((int,), "a whole number from 0", lambda v: v >= 0),
-    "temperature": (_NUMBER, "a number from 0", lambda v: v >= 0),
-    "top_p": (_NUMBER, "a number above 0 and up to 1", lambda v: 0 < v <= 1),
-    "top_k": ((int,), "a whole number from -1", lambda v: v >= -1),
-    "min_p": (_NUMBER, "a number from 0 to 1", lambda v: 0 <= v <= 1),
-    "repetition_penalty": (_NUMBER, "a number above 0", lambda v: v > 0),
-    "presence_penalty": (_NUMBER, "a number", lambda v: True),
-    "frequency_penalty": (_NUMBER, "a number", lambda v: True),
-    "seed": ((int,), "a whole number from 0 to 2^64 - 1", lambda v: 0 <= v < 2**64),
-    "n": ((int,), "a whole number from 1", lambda v: v >= 1),
-    "logprobs": ((bool,), "true or false", lambda v: True),
-    "top_logprobs": ((int,), "a whole number from 0", lambda v: v >= 0),
-    "ignore_eos": ((bool,), "true or false", lambda v: True),
-    "stop": ((str, list), "a string or a list of strings", lambda v: all(isinstance(s, str) for s in v)),
-    "stop_token_ids": ((list,), "a list of token ids", lambda v: all(type(i) is int for i in v)),
-    "logit_bias": ((dict,), "a map from token ids to numbers", lambda v: True),
-    "chat_template_kwargs": ((dict,), "a map", lambda v: True),
-    "model": ((str,), "a string", lambda v: True),
-    "response_format": (
-        (dict,),
-        f"an object with a type out of {', '.join(FORMAT_TYPES)}",
-        lambda v: v.get("type") in [*FORMAT_TYPES],
-    ),
-    "allowed_token_ids": ((list,), "a list of token ids", lambda v: all(type(i) is int for i in v)),
-    "bad_words": ((list,), "a list of strings", lambda v: all(isinstance(s, str) for s in v)),
-    "reasoning_effort": ((str,), "a string", lambda v: True),
-    "enable_thinking": ((bool,), "true or false", lambda v: True),
-    "max_reasoning_tokens": ((int,), "a whole number from 0", lambda v: v >= 0),
-}
-# Informational fields that change no answer.
-_IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "stream_options": (None,),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-}
-_PART_KEYS = {
-    "text": {"type", "text"},
-    "image_url": {"type", "image_url"},
-    "image": {"type", "image", "media_id"},
-    "video_url": {"type", "video_url", "max_frames"},
-    "video": {"type", "video", "media_id", "fps", "max_frames"},
-}
 
 
 @dataclass
@@ -173,7 +120,7 @@ def parse_line(line: bytes, position: int, folder: ImageFolder, *, strict: bool 
     Args:
         strict: a file that cannot be read is an error here, not only in `request_from`.
     """
-    row = _load(line)
+    row = load_object(line)
     extra = sorted(row.keys() - {"custom_id", "method", "url", "body"})
     if extra:
         raise InvalidArgument(f"unknown keys {', '.join(extra)}; known are body, custom_id, method, url")
@@ -208,7 +155,7 @@ def parse_line(line: bytes, position: int, folder: ImageFolder, *, strict: bool 
 
 def parse_again(line: bytes, position: int, line_digest: bytes, digest: bytes) -> Row:
     """Parses a line that `parse_line` has accepted. Raises InvalidArgument if it has changed."""
-    row = _load(line)
+    row = load_object(line)
     if hashlib.sha256(_canonical(row)).digest() != line_digest:
         raise InvalidArgument("the line has changed")
     return Row(position, row["custom_id"], line_digest, digest, row["body"])
@@ -239,29 +186,6 @@ def request_from(row: Row, folder: ImageFolder, *, priority: int, model: bool = 
     return request
 
 
-def _load(line: bytes) -> dict[str, Any]:
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is no JSON value")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        built = dict(pairs)
-        if len(built) != len(pairs):
-            raise ValueError("an object names a key twice")
-        return built
-
-    try:
-        row = json.loads(line.decode("utf-8"), parse_constant=refuse, object_pairs_hook=unique)
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(f"not UTF-8 at byte {error.start}") from error
-    except RecursionError:
-        raise InvalidArgument("nested too deeply") from None
-    except ValueError as error:
-        raise InvalidArgument(f"not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise InvalidArgument(f"expected an object, got {type(row).__name__}")
-    return row
-
-
 def _canonical(row: dict[str, Any]) -> bytes:
     try:
         return json.dumps(row, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
@@ -273,119 +197,7 @@ def _canonical(row: dict[str, Any]) -> bytes:
 
 def _build(body: Mapping[str, Any], image: Callable[[Any, str], Any]) -> inference_pb2.GenerateRequest:
     """`image(source, where)` converts a path to bytes; it returns bytes and messages unchanged."""
-    fields = {key: value for key, value in body.items() if value is not None}
-    _check_fields(fields)
-    messages = [_message(m, f"messages[{i}]", image) for i, m in enumerate(_messages(fields))]
-    options = {
-        name: fields[name]
-        for name in _FIELDS
-        if name in fields and name not in ("max_completion_tokens", "logprobs", "top_logprobs", "logit_bias")
-    }
-    if "max_completion_tokens" in fields:
-        if fields.get("max_tokens", fields["max_completion_tokens"]) != fields["max_completion_tokens"]:
-            raise InvalidArgument("max_tokens and max_completion_tokens differ")
-        options["max_tokens"] = fields["max_completion_tokens"]
-    if fields.get("top_k") == -1:  # as other servers spell it
-        options["top_k"] = 0
-    if fields.get("logprobs"):
-        options["logprobs"] = fields.get("top_logprobs", 0)
-    elif fields.get("top_logprobs"):
-        raise InvalidArgument("top_logprobs: needs logprobs to be true")
-    if "logit_bias" in fields:
-        options["logit_bias"] = _logit_bias(fields["logit_bias"])
-    return build_request(messages, **options)
-
-
-def _check_fields(fields: Mapping[str, Any]) -> None:
-    for name, value in fields.items():
-        if name in _FIELDS:
-            kinds, expected, valid = _FIELDS[name]
-            right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-            if not right or not valid(value):
-                raise InvalidArgument(f"{name}: expected {expected}, got {_short(value)}")
-        elif name in _ONLY:
-            if value not in _ONLY[name]:
-                raise InvalidArgument(f"{name}: {_short(value)} is not served in batches")
-        elif name not in _IGNORED and name != "messages":
-            raise InvalidArgument(f"{name}: unknown field; known are messages, {', '.join(_FIELDS)}")
-
-
-def _messages(fields: Mapping[str, Any]) -> list[Any]:
-    messages = fields.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise InvalidArgument("messages: expected a list of at least one message")
-    return messages
-
-
-def _message(message: Any, name: str, image: Callable[[Any, str], Any]) -> Any:
-    if not isinstance(message, dict):
-        raise InvalidArgument(f"{name}: expected a message with role and content, got {_short(message)}")
-    built = dict(message)
-    if built.get("role") == "developer":
-        built["role"] = "system"
-    if isinstance(built.get("content"), list):
-        built["content"] = [
-            _part(part, f"{name}.content[{i}]", image) if isinstance(part, dict) else part
-            for i, part in enumerate(built["content"])
-        ]
-    return built
-
-
-def _part(part: dict[str, Any], name: str, image: Callable[[Any, str], Any]) -> dict[str, Any]:
-    kind = part.get("type")
-    extra = sorted(part.keys() - _PART_KEYS.get(str(kind), part.keys()))
-    if extra:
-        raise InvalidArgument(f"{name}: unknown keys {', '.join(extra)}")
-    if kind not in ("image", "image_url", "video", "video_url"):
-        return part
-    source = part.get(kind)
-    if kind in ("image_url", "video_url") and isinstance(source, dict):
-        if sorted(source.keys() - {"url", "detail"}):
-            raise InvalidArgument(f"{name}.{kind}: known keys are detail, url")
-        source, name = source.get("url"), f"{name}.{kind}.url"
-    else:
-        name = f"{name}.{kind}"
-    if source is None and part.get("media_id"):
-        source = f"media:{part['media_id']}"
-    plain = str(kind).removesuffix("_url")
-    options = {key: part[key] for key in ("fps", "max_frames") if part.get(key) is not None}
-    if kind == "video" and isinstance(source, list):
-        frames = [_opened(frame, f"{name}[{i}]", image) for i, frame in enumerate(source)]
-        return {"type": plain, plain: frames, **options}
-    return {"type": plain, plain: _opened(source, name, image), **options}
-
-
-def _opened(source: Any, name: str, image: Callable[[Any, str], Any]) -> Any:
-    """The bytes or the message for an image string of a row."""
-    if not isinstance(source, str) or not source:
-        raise InvalidArgument(f"{name}: expected a data URL, media:ID or a path, got {_short(source)}")
-    return image(_source(source, name), name)
-
-
-def _source(source: str, name: str) -> str | types_pb2.Image:
-    """A message, or the string itself if it is a path."""
-    scheme, colon, rest = source.partition(":")
-    match scheme.lower() if colon else "":
-        case "data":
-            return types_pb2.Image(data=decode_data_url(source, name))
-        case "media":
-            return types_pb2.Image(media_id=rest)
-        case "http" | "https":
-            return types_pb2.Image(uri=source)
-        case "file":
-            raise InvalidArgument(f"{name}: name a file by its path inside the input's folder, without file:")
-    return source
-
-
-def _logit_bias(values: dict[str, Any]) -> dict[int, float]:
-    bias = {}
-    for key, value in values.items():
-        if not (key.isascii() and key.isdigit()) or isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidArgument(f"logit_bias: expected token ids and numbers, got {key!r}: {_short(value)}")
-        bias[int(key)] = float(value)
-    return bias
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    request = validated(ChatCompletion, body)
+    if request.stream:
+        raise InvalidArgument("stream: true is not served in batches")
+    return chat_request(request, image)

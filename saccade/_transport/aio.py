@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from saccade._core.settings import Settings
 from saccade._core.steps import Call
@@ -17,10 +17,19 @@ from saccade.errors import Cancelled, FailedPrecondition, error_from_rpc
 T = TypeVar("T")
 
 
+class Starting(Protocol):
+    """What an exchange needs of a connection."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    def start(self, call: Call, message: Any, timeout: float | None) -> Any: ...
+
+
 class AsyncExchange:
     """Executes the actions of one method. Any task of the loop may call `close`."""
 
-    def __init__(self, connection: AsyncConnection) -> None:
+    def __init__(self, connection: Starting) -> None:
         self._connection = connection
         self._closed = False
         self._call: Any = None
@@ -193,9 +202,20 @@ class AsyncConnection:
     def exchange(self) -> AsyncExchange:
         return AsyncExchange(self)
 
-    def start(self, call: Call, message: Any, timeout: float | None) -> Any:
-        """Starts a call; returns gRPC's call object. Raises FailedPrecondition if the connection is closed."""
-        return self._channel().start(call, message, timeout, self._settings.call_metadata())
+    def start(
+        self, call: Call, message: Any, timeout: float | None, metadata: tuple[tuple[str, str], ...] | None = None
+    ) -> Any:
+        """Starts a call; returns gRPC's call object. Raises FailedPrecondition if the connection is closed.
+
+        Args:
+            metadata: instead of the settings' own, for calls in somebody else's name.
+        """
+        sent = self._settings.call_metadata() if metadata is None else metadata
+        return self._channel().start(call, message, timeout, sent)
+
+    def grpc_channel(self) -> Any:
+        """gRPC's channel of this event loop, for services that the client has no methods for."""
+        return self._channel().channel
 
     def _channel(self) -> _Channel:
         if self.closed:

@@ -8,10 +8,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from service.common.config import ConfigError, ServerOptions
+from service.common.config import ConfigError, HttpFrontOptions, ServerOptions
 from service.common.errors import EngineDied
 from service.common.helper_process import SPINNING
 from service.common.settings import from_command_line
@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def main(argv: Sequence[str]) -> int:
     """Runs one command. Returns the exit code: 0, 1 for a failure, 2 for invalid options."""
     commands = {
-        "serve": serve, "demo": demo, "plan": plan, "tune": tune, "quantize": quantize, "key": key, "probe": probe,
+        "serve": serve, "http": http, "demo": demo, "plan": plan, "tune": tune, "quantize": quantize, "key": key,
+        "probe": probe,
     }  # fmt: skip
     if not argv or argv[0] not in commands:
         print(f"usage: saccade {{{','.join(commands)}}} ...", file=sys.stderr)
@@ -46,6 +47,24 @@ def serve(argv: Sequence[str]) -> int:
     from service.servers.run import run
 
     return run(options)
+
+
+def http(argv: Sequence[str]) -> int:
+    """`saccade http [options]`: the HTTP server in front of gRPC servers."""
+    parser = argparse.ArgumentParser("saccade http", description="Serve OpenAI's HTTP API, as a client of servers.")
+    options = from_command_line(HttpFrontOptions, parser, argv)
+    return needs_http()(options)
+
+
+def needs_http() -> Callable[[HttpFrontOptions], int]:
+    """The function that runs an HTTP server. Raises ConfigError if its packages are not installed."""
+    try:
+        from service.http.run import run
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "httptools", "pydantic"):
+            raise
+        raise ConfigError(f"{error.name} is not installed: pip install 'saccade-server[http]'") from None
+    return run
 
 
 def plan(argv: Sequence[str]) -> int:

@@ -345,7 +345,59 @@ class TelemetryOptions:
 
 
 @dataclass(frozen=True)
-class ServerOptions(TelemetryOptions, BatchOptions, MediaOptions, CallOptions, ListenOptions, EngineOptions):
+class HttpOptions:
+    """The HTTP server in front of gRPC, and what it limits by itself."""
+
+    http_port: int | None = _option(
+        None, "port of the OpenAI-compatible HTTP server and its playground; 0 picks one; unset: none for serve, 8000 "
+        "for http", minimum=0,
+    )  # fmt: skip
+    http_host: str = _option("127.0.0.1", "address of the HTTP server; the same rules as for host")
+    http_max_connections: int = _option(2048, "connections to the HTTP server at a time", minimum=1)
+    http_max_header_bytes: int = _option(64 * 2**10, "bytes of a request's line and headers", minimum=1024, size=True)
+    http_header_timeout: float = _option(
+        20.0, "seconds that the line and headers of a request may take to arrive", minimum=0.001
+    )
+    http_cors_origins: tuple[str, ...] = _option(
+        (), "origins such as https://app.example.org whose pages may call the HTTP server; unset: none"
+    )
+
+
+@dataclass(frozen=True)
+class HttpFrontOptions(HttpOptions):
+    """All options of `saccade http`, a process of its own that is a client of gRPC servers."""
+
+    servers: tuple[str, ...] = _option(("127.0.0.1:50051",), "HOST:PORT of the gRPC servers, with commas")
+    servers_ca: str | None = _option(
+        None, "PEM file of the authority that the servers' certificates come from; unset: plain text"
+    )
+    servers_cert: str | None = _option(None, "PEM file of the certificate that the HTTP server shows to gRPC servers")
+    servers_cert_key: str | None = _option(None, "PEM file of its private key")
+    insecure: bool = _option(False, "listen on an address that others can reach without TLS")
+    tls_cert: str | None = _option(None, "PEM file of the certificate chain; read again when it changes")
+    tls_key: str | None = _option(None, "PEM file of its private key, not encrypted")
+    tls_client_ca: str | None = _option(None, "PEM file of the authority that clients' certificates must come from")
+    max_message_bytes: int = _option(64 * 2**20, "largest request body", minimum=1024, size=True)
+    max_inflight_bytes: int = _option(
+        512 * 2**20, "bytes of the request bodies of all calls in progress", minimum=1024, size=True
+    )
+    receive_timeout: float = _option(120.0, "seconds that the body of a request may take to arrive", minimum=0.001)
+    default_timeout: float = _option(600.0, "seconds a call without a deadline may take", minimum=0.001)
+    stall_timeout: float = _option(60.0, "seconds that a piece of an answer may wait for its reader", minimum=0.001)
+    grace: float = _option(30.0, "seconds that running calls get after SIGTERM", minimum=0)
+    log_level: str = _option("info", "what is logged to stderr", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        if not self.servers:
+            raise ConfigError("servers: the HTTP server needs the address of a gRPC server, such as 10.0.0.5:50051")
+        if len(set(self.servers)) < len(self.servers):
+            raise ConfigError(f"servers: an address is there twice in {','.join(self.servers)}")
+
+
+@dataclass(frozen=True)
+class ServerOptions(
+    HttpOptions, TelemetryOptions, BatchOptions, MediaOptions, CallOptions, ListenOptions, EngineOptions
+):
     """All options of `saccade serve`, the engine's first."""
 
     def __post_init__(self) -> None:

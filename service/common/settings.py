@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from service.common.config import ConfigError, EngineOptions, ServerOptions
+from service.common.config import ConfigError, EngineOptions, HttpFrontOptions, ServerOptions
 
 ENV_PREFIX = "SACCADE_"
 # Variables of the SDK that have the same prefix.
@@ -33,7 +33,7 @@ _INJECTED_ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
-T = TypeVar("T", bound="EngineOptions")
+T = TypeVar("T", bound="EngineOptions | HttpFrontOptions")
 
 
 def option_type(options: type, name: str) -> Any:
@@ -147,7 +147,7 @@ def resolve(options: type[T], arguments: Mapping[str, Any], environment: Mapping
     values: dict[str, Any] = {}
     if path := arguments.get("config") or environment.get(ENV_PREFIX + "CONFIG"):
         values |= _read_file(Path(path), names)
-    everything = {f.name for f in dataclasses.fields(ServerOptions)}
+    everything = {f.name for options_of in (ServerOptions, HttpFrontOptions) for f in dataclasses.fields(options_of)}
     for variable, raw in environment.items():
         if not variable.startswith(ENV_PREFIX) or variable in _SDK_VARIABLES or variable == ENV_PREFIX + "CONFIG":
             continue

@@ -16,7 +16,8 @@ SACCADE = Path(__file__).resolve().parents[2] / "saccade"
 MAY_IMPORT = {
     "_core": set(),
     "_map": {"_core"},
-    "_jobs": {"_core", "_map"},
+    "_openai": {"_core"},
+    "_jobs": {"_core", "_map", "_openai"},
     "_transport": {"_core"},
     "_async": {"_core", "_map", "_jobs"},
     "_sync": {"_core", "_map", "_jobs"},
@@ -24,6 +25,7 @@ MAY_IMPORT = {
 SHARED = {"errors", "types", "v1"}
 NEVER = {
     "_core": {"asyncio", "threading", "concurrent", "queue", "socket", "grpc"},
+    "_openai": {"asyncio", "threading", "concurrent", "queue", "socket", "grpc"},
     "_jobs": {"asyncio", "threading", "concurrent", "queue", "socket", "grpc"},
     "_async": {"asyncio", "threading", "concurrent", "grpc"},
     "_sync": {"asyncio", "threading", "concurrent", "grpc"},

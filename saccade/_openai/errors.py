@@ -1,0 +1,58 @@
+"""Errors -> HTTP statuses and OpenAI's error objects."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from saccade import errors
+from saccade.errors import SaccadeError
+
+_STATUS: dict[type[SaccadeError], int] = {
+    errors.InvalidArgument: 400,
+    errors.FailedPrecondition: 400,
+    errors.OutOfRange: 400,
+    errors.Unauthenticated: 401,
+    errors.PermissionDenied: 403,
+    errors.NotFound: 404,
+    errors.AlreadyExists: 409,
+    errors.MessageTooLarge: 413,
+    errors.RateLimited: 429,
+    errors.Cancelled: 499,
+    errors.Unimplemented: 501,
+    errors.Unavailable: 503,
+    errors.Overloaded: 503,
+    errors.DeadlineExceeded: 504,
+}
+_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error",
+    429: "rate_limit_error", 499: "request_cancelled", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+_FIELD = re.compile(r"([a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)*): ")
+
+
+def status_code(error: SaccadeError) -> int:
+    """The HTTP status for OpenAI's format."""
+    return next((_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), 500)
+
+
+def is_transient(status: int) -> bool:
+    """Whether a row that failed with this status should be tried again in a later run."""
+    return status in (401, 403, 429, 499) or (status >= 500 and status != 501)
+
+
+def error_type(status: int) -> str:
+    """OpenAI's type of the errors with a status."""
+    return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def error_object(error: SaccadeError, status: int) -> dict[str, Any]:
+    """OpenAI's error object; `code` is our reason, and `param` the field that the message names."""
+    field = _FIELD.match(error.message)
+    return {
+        "message": error.message,
+        "type": error_type(status),
+        "param": field[1] if field and status < 500 else None,
+        "code": error.reason or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper(),
+        "request_id": error.request_id or None,
+    }

@@ -1,0 +1,107 @@
+"""JSON documents -> Pydantic models, with errors that name the field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from saccade.errors import InvalidArgument
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+MAX_PROBLEMS = 4
+"""Problems of a document that its error describes."""
+
+
+def load_json(data: bytes) -> Any:
+    """The value of a JSON document. Raises InvalidArgument, also for constants such as NaN and for repeated keys."""
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is no JSON value")
+
+    try:
+        return json.loads(data.decode("utf-8"), parse_constant=refuse, object_pairs_hook=_unique)
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"not UTF-8 at byte {error.start}") from error
+    except RecursionError:
+        raise InvalidArgument("nested too deeply") from None
+    except ValueError as error:
+        raise InvalidArgument(f"not JSON: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    built = dict(pairs)
+    if len(built) != len(pairs):
+        raise ValueError("an object names a key twice")
+    return built
+
+
+def load_object(data: bytes) -> dict[str, Any]:
+    """A JSON document that is an object. Raises InvalidArgument."""
+    value = load_json(data)
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"expected an object, got {type(value).__name__}")
+    return value
+
+
+def validated(model: type[ModelT], document: Any) -> ModelT:
+    """The document as an instance of `model`; keys whose value is null count as absent. Raises InvalidArgument that
+    describes the first problems."""
+    if isinstance(document, dict):
+        document = {key: value for key, value in document.items() if value is not None}
+    return _described(lambda: model.model_validate(document))
+
+
+def _described(validate: Callable[[], ModelT]) -> ModelT:
+    try:
+        return validate()
+    except ValidationError as error:
+        raise InvalidArgument("; ".join(_problems(error))) from None
+    except RecursionError:
+        raise InvalidArgument("nested too deeply") from None
+
+
+def _problems(error: ValidationError) -> list[str]:
+    """A sentence for each problem; unknown keys of one object are one problem."""
+    found: list[str] = []
+    unknown: dict[str, list[str]] = {}
+    for item in error.errors(include_url=False, include_context=False):
+        path = item["loc"]
+        if item["type"] == "extra_forbidden":
+            unknown.setdefault(field_path(path[:-1]), []).append(str(path[-1])[:60])
+        elif item["type"] == "value_error":
+            found.append(_at(path, item["msg"].removeprefix("Value error, ")))
+        else:
+            words = item["msg"][:1].lower() + item["msg"][1:]
+            found.append(_at(path, words if item["type"] == "missing" else f"{words}, got {short(item['input'])}"))
+    for parent, names in unknown.items():
+        listed = ", ".join(sorted(names))
+        found.append(f"{parent}: unknown keys {listed}" if parent else f"{listed}: unknown field")
+    return found if len(found) <= MAX_PROBLEMS else [*found[:MAX_PROBLEMS], f"and {len(found) - MAX_PROBLEMS} more"]
+
+
+def _at(path: tuple[int | str, ...], words: str) -> str:
+    name = field_path(path)
+    return f"{name}: {words}" if name else words
+
+
+def field_path(path: tuple[int | str, ...]) -> str:
+    """`("messages", 0, "<parts>", "role")` -> `messages[0].role`. Names in angle brackets are branches of a type."""
+    text = ""
+    for step in path:
+        if isinstance(step, int):
+            text += f"[{step}]"
+        elif not (step.startswith("<") or step == "[key]"):
+            text += f".{step[:60]}" if text else step[:60]
+    return text
+
+
+def short(value: Any) -> str:
+    """A value in at most 60 characters."""
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    text = repr(value[:80] if isinstance(value, str) else value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,251 @@
+"""OpenAI's requests as Pydantic models, with the further parameters of this server.
+
+A field that would change the answer but is not supported is an error: it must not be ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from saccade._core.formats import FORMAT_TYPES
+
+UINT32 = 2**32 - 1
+
+
+class Strict(BaseModel):
+    """Unknown keys, numbers as strings, and NaN are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+# -- parts of messages -------------------------------------------------------------------------------------------------
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Location(Strict):
+    """Where an image or a clip is: a data URL, media:ID or, if the server's operator allows its host, an http URL."""
+
+    url: str
+    detail: str | None = Field(None, description="Ignored: an image is always read in the resolution of the model.")
+
+
+def _located(value: Any) -> Any:
+    return {"url": value} if isinstance(value, str) else value
+
+
+LocationOrUrl: TypeAlias = Annotated[Location, BeforeValidator(_located)]
+
+
+class ImageUrlPart(Strict):
+    type: Literal["image_url"]
+    image_url: LocationOrUrl
+
+
+class ImagePart(Strict):
+    type: Literal["image"]
+    image: str | None = None
+    media_id: str | None = None
+
+
+class VideoUrlPart(Strict):
+    type: Literal["video_url"]
+    video_url: LocationOrUrl
+    max_frames: int | None = None
+
+
+FileOrFrames: TypeAlias = Annotated[
+    Annotated[str, Tag("<str>")] | Annotated[list[str], Tag("<list>")],
+    Discriminator(lambda value: "<list>" if isinstance(value, list) else "<str>"),
+]
+
+
+class VideoPart(Strict):
+    type: Literal["video"]
+    video: FileOrFrames | None = None
+    media_id: str | None = None
+    fps: float | None = None
+    max_frames: int | None = None
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, BaseModel):
+        return f"<{getattr(value, 'type', '')}>"
+    return f"<{value.get('type')}>" if isinstance(value, dict) else "<str>"
+
+
+Part: TypeAlias = Annotated[
+    Annotated[str, Tag("<str>")]
+    | Annotated[TextPart, Tag("<text>")]
+    | Annotated[ImageUrlPart, Tag("<image_url>")]
+    | Annotated[ImagePart, Tag("<image>")]
+    | Annotated[VideoUrlPart, Tag("<video_url>")]
+    | Annotated[VideoPart, Tag("<video>")],
+    Discriminator(
+        _kind,
+        custom_error_type="part",
+        custom_error_message="expected a part of type text, image_url, image, video_url or video",
+    ),
+]
+Content: TypeAlias = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[Part], Tag("<parts>")],
+    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
+]
+
+
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+
+class Function(Strict):
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    name: str = Field(min_length=1)
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice: TypeAlias = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("<mode>")] | Annotated[NamedTool, Tag("<name>")],
+    Discriminator(lambda value: "<mode>" if isinstance(value, str) else "<name>"),
+]
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+# -- chat completions --------------------------------------------------------------------------------------------------
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    # Null in messages that clients send back as they got them.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("it has no content: expected a string or a list of parts")
+        return self
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _typed(value: dict[str, Any]) -> dict[str, Any]:
+    if value.get("type") not in FORMAT_TYPES:
+        raise ValueError(f"expected an object with a type out of {', '.join(FORMAT_TYPES)}")
+    return value
+
+
+TokenId: TypeAlias = Annotated[int, Field(ge=0, le=UINT32)]
+Strings: TypeAlias = Annotated[list[str], BeforeValidator(_listed)]
+ResponseFormat: TypeAlias = Annotated[dict[str, Any], AfterValidator(_typed)]
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Sampling(Strict):
+    """What a request says of how tokens are drawn, whatever its prompt is. Ranges that depend on the model are checked
+    by the server."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = Field(None, ge=0, lt=2**64)
+    n: int | None = Field(None, ge=1)
+    ignore_eos: bool | None = None
+    stop: Strings | None = None
+    stop_token_ids: list[TokenId] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], float] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: Strings | None = None
+    response_format: ResponseFormat | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Ignored.")
+
+    @model_validator(mode="after")
+    def _stream_options_of_a_stream(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: needs stream to be true")
+        return self
+
+
+class ChatCompletion(Sampling):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    max_reasoning_tokens: int | None = Field(None, ge=0)
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    # These change no answer.
+    metadata: Any = Field(None, description="Ignored.")
+    store: Any = Field(None, description="Ignored: nothing is stored.")
+    service_tier: Any = Field(None, description="Ignored.")
+    safety_identifier: Any = Field(None, description="Ignored.")
+    prompt_cache_key: Any = Field(None, description="Ignored: the cache needs no key.")
+    prompt_cache_retention: Any = Field(None, description="Ignored.")
+    prediction: Any = Field(None, description="Ignored: it would not change the answer.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatCompletion:
+        longest = self.max_completion_tokens
+        if longest is not None and self.max_tokens not in (None, longest):
+            raise ValueError("max_tokens and max_completion_tokens differ")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs to be true")
+        return self

@@ -1,0 +1,97 @@
+"""The HTTP server's routes, as a Starlette application."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from saccade._openai.errors import error_type
+from service.common.config import HttpFrontOptions
+from service.http import chat, models
+from service.http.call import Endpoint, Front, Handler, Receive, Scope, Send
+
+PLAYGROUND = Path(__file__).resolve().parent / "playground"
+CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "media-src 'self' data: blob:; connect-src 'self'; font-src 'self'; manifest-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+PAGE_HEADERS = [
+    (b"content-security-policy", CSP.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cache-control", b"no-cache"),
+]
+
+ROUTES: list[tuple[str, str, Handler]] = [
+    ("GET", "/health", models.health),
+    ("GET", "/ready", models.ready),
+    ("GET", "/status", models.status),
+    ("GET", "/v1/models", models.list_models),
+    ("GET", "/v1/models/{name:path}", models.get_model),
+    ("POST", "/v1/chat/completions", chat.chat_completions),
+]
+
+
+def make_app(options: HttpFrontOptions) -> Starlette:
+    """The application. `app.state.front` is what its requests share."""
+    front = Front(options)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await front.upstream.close()
+
+    routes: list[BaseRoute] = [
+        Route(path, Endpoint(front, f"{method} {path}", handle), methods=[method]) for method, path, handle in ROUTES
+    ]
+    routes.append(Mount("/", _Page(StaticFiles(directory=PLAYGROUND, html=True))))
+    middleware = []
+    if options.http_cors_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware, allow_origins=list(options.http_cors_origins), allow_methods=["*"],
+                allow_headers=["*"], expose_headers=["x-request-id", "retry-after", "x-saccade-ignored"],
+            )
+        )  # fmt: skip
+    app = Starlette(
+        routes=routes, middleware=middleware, exception_handlers={HTTPException: _refusal}, lifespan=lifespan
+    )
+    app.state.front = front
+    return app
+
+
+async def _refusal(request: Request, error: Exception) -> Response:
+    """Paths and methods that are not served, in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    document = {"error": {"message": message, "type": error_type(error.status_code), "param": None, "code": "HTTP"}}
+    return Response(json.dumps(document), error.status_code, dict(error.headers or {}), "application/json")
+
+
+class _Page:
+    """Static files with headers that keep the page to itself: no scripts, styles or connections from elsewhere."""
+
+    def __init__(self, app: StaticFiles) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Scope) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *PAGE_HEADERS]
+            await send(message)
+
+        await self._app(scope, receive, with_headers)

@@ -1,0 +1,330 @@
+"""One HTTP request: its body within limits, its caller's metadata, its answer, its end when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, TypeAlias
+
+from saccade._openai.errors import error_object, status_code
+from saccade._openai.problems import load_json
+from saccade.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    MessageTooLarge,
+    Overloaded,
+    SaccadeError,
+    Unimplemented,
+)
+from service.common.config import HttpFrontOptions
+from service.http.upstream import Caller, Upstream
+
+log = logging.getLogger(__name__)
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+PASSED = ("authorization", "x-api-key", "traceparent", "tracestate")
+"""Headers that gRPC servers get as metadata."""
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+BESIDE_THE_LOOP = 256 * 1024
+"""Bodies of more bytes than this are parsed in a thread, so that other streams go on meanwhile."""
+
+
+class ClientGone(Exception):
+    """The client has closed its connection, or does not read: nobody waits for the answer."""
+
+
+class WrongContent(SaccadeError):
+    """The body's type or coding is not one that is read."""
+
+
+class BodyBudget:
+    """Bytes of request bodies that are held at a time."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used = limit, 0
+
+    def add(self, size: int) -> None:
+        """Raises Overloaded if the budget is full."""
+        if self.used + size > self.limit:
+            raise Overloaded(
+                f"the bodies of all requests hold {self.used} of {self.limit} bytes, and this one needs {size} more",
+                reason="QUEUE_FULL", retryable=True, retry_after=1.0,
+            )  # fmt: skip
+        self.used += size
+
+
+class Front:
+    """What all requests share."""
+
+    def __init__(self, options: HttpFrontOptions) -> None:
+        self.options = options
+        self.upstream = Upstream(options)
+        self.budget = BodyBudget(options.max_inflight_bytes)
+        self.calls: dict[tuple[str, int], int] = {}
+        """Requests that have ended, by route and status."""
+        self.running = 0
+        self.streams = 0
+        """Answers that are being streamed."""
+
+
+class HttpCall:
+    """One request. Used by its handler, in one task."""
+
+    def __init__(self, front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+        self.front, self.scope, self._receive, self._send = front, scope, receive, send
+        self.headers: dict[str, str] = {}
+        for name, value in scope["headers"]:
+            self.headers[name.decode("latin-1")] = value.decode("latin-1")
+        given = self.headers.get("x-request-id", "")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        self.started = False
+        self.status = 0
+        self.notes: list[tuple[str, str]] = []
+        """Further headers of the answer."""
+        self._held = 0
+        self._sending_since: float | None = None
+
+    # -- what the client sends -----------------------------------------------------------------------------------------
+
+    def caller(self) -> Caller:
+        """Calls in the client's name, within its deadline."""
+        metadata = tuple((name, self.headers[name]) for name in PASSED if name in self.headers)
+        for name, value in metadata:
+            if not value.isascii() or not value.isprintable():
+                raise InvalidArgument(f"the header {name} has characters that are not printable ASCII")
+        return Caller(self.front.upstream, metadata, self.timeout())
+
+    def timeout(self) -> float:
+        """Seconds that the call may take: those of the header `x-request-timeout`, at most the server's own."""
+        limit = self.front.options.default_timeout
+        text = self.headers.get("x-request-timeout")
+        if text is None:
+            return limit
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+        if not 0 < seconds < math.inf:
+            raise InvalidArgument(f"x-request-timeout: expected a number of seconds above 0, got {text[:40]!r}")
+        return min(seconds, limit)
+
+    @property
+    def priority(self) -> int | None:
+        """Of the header `x-priority`; None without it."""
+        text = self.headers.get("x-priority")
+        if text is None:
+            return None
+        if not re.fullmatch(r"-?\d{1,9}", text):
+            raise InvalidArgument(f"x-priority: expected a whole number, got {text[:40]!r}")
+        return int(text)
+
+    async def body(self) -> bytes:
+        """The whole body. Raises SaccadeError if it is too large or too slow, and ClientGone."""
+        options = self.front.options
+        if self.headers.get("content-encoding", "identity").lower() != "identity":
+            raise WrongContent(f"content-encoding: expected none, got {self.headers['content-encoding'][:40]!r}")
+        declared = self.headers.get("content-length", "")
+        if declared.isdigit():
+            self._check_size(int(declared))
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(options.receive_timeout):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    chunk = message.get("body", b"")
+                    size += len(chunk)
+                    self._check_size(size)
+                    self.front.budget.add(len(chunk))
+                    self._held += len(chunk)
+                    chunks.append(chunk)
+                    if not message.get("more_body"):
+                        return b"".join(chunks)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the body did not arrive within {options.receive_timeout:g} s", reason="SLOW_WRITER"
+            ) from None
+
+    def _check_size(self, size: int) -> None:
+        limit = self.front.options.max_message_bytes
+        if size > limit:
+            raise MessageTooLarge(f"the body has more than {limit} bytes: {size}", reason="MESSAGE_TOO_LARGE")
+
+    async def json(self) -> Any:
+        """The body as JSON. Raises SaccadeError and ClientGone."""
+        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise WrongContent(f"content-type: expected application/json, got {kind[:60]!r}")
+        data = await self.body()
+        return await beside(len(data), load_json, data)
+
+    def release(self) -> None:
+        """Called at the end of the request."""
+        self.front.budget.used -= self._held
+        self._held = 0
+
+    # -- what it gets --------------------------------------------------------------------------------------------------
+
+    async def respond(self, document: Any, status: int = 200) -> None:
+        """Sends a JSON document."""
+        text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+        await self.respond_bytes(text.encode("utf-8", "replace"), "application/json", status)
+
+    async def respond_bytes(self, body: bytes, content_type: str, status: int = 200) -> None:
+        await self.start(status, content_type, [("content-length", str(len(body)))])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def start(self, status: int, content_type: str, headers: list[tuple[str, str]]) -> None:
+        """Sends the status and the headers."""
+        self.started, self.status = True, status
+        listed = [("content-type", content_type), ("x-request-id", self.request_id), *headers, *self.notes]
+        encoded = [(name.encode(), value.encode("latin-1", "replace")) for name, value in listed]
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+    async def write(self, data: bytes) -> None:
+        """Sends a piece of a streamed body; see `connected` for readers that do not read."""
+        self._sending_since = asyncio.get_running_loop().time()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._sending_since = None
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def fail(self, error: SaccadeError) -> None:
+        """Answers with an error, in OpenAI's form."""
+        status = http_status(error)
+        error.request_id = error.request_id or self.request_id
+        headers = retry_headers(error, status)
+        body = json.dumps({"error": error_object(error, status)}, ensure_ascii=False).encode("utf-8", "replace")
+        if status in (408, 413, 415):  # the rest of the body is not read
+            headers.append(("connection", "close"))
+        await self.start(status, "application/json", [*headers, ("content-length", str(len(body)))])
+        await self._send({"type": "http.response.body", "body": body})
+
+    def connected(self) -> Connected:
+        """A context that ends with ClientGone when the client closes its connection, or has not read a piece of the
+        answer for `stall_timeout` seconds."""
+        return Connected(self)
+
+
+class Connected:
+    """See `HttpCall.connected`."""
+
+    def __init__(self, call: HttpCall) -> None:
+        self._call = call
+        self._gone = False
+        self._loop = asyncio.get_running_loop()
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._before = task, task.cancelling()
+        self._watch = self._loop.create_task(self._until_disconnect())
+        self._timer = self._loop.call_later(self._call.front.options.stall_timeout / 2, self._look)
+
+    async def _until_disconnect(self) -> None:
+        while (await self._call._receive())["type"] != "http.disconnect":
+            pass
+        self._end()
+
+    def _look(self) -> None:
+        timeout, since = self._call.front.options.stall_timeout, self._call._sending_since
+        if since is not None and self._loop.time() - since > timeout:
+            log.warning("a stream's reader has not read for %g s: its answer is dropped", timeout)
+            self._call.scope["abort"]()
+            self._end()
+        else:
+            self._timer = self._loop.call_later(timeout / 2, self._look)
+
+    def _end(self) -> None:
+        if not self._gone:
+            self._gone = True
+            self._task.cancel()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._watch.cancel()
+        self._timer.cancel()
+        if self._gone and self._task.uncancel() <= self._before and kind is not None:
+            raise ClientGone from None
+
+
+async def beside(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a function whose work grows with `size` bytes: large ones do not stop the event loop."""
+    if size < BESIDE_THE_LOOP:
+        return function(*arguments)
+    return await asyncio.to_thread(function, *arguments)
+
+
+def http_status(error: SaccadeError) -> int:
+    """The status of an error's answer."""
+    if isinstance(error, WrongContent):
+        return 415
+    if isinstance(error, Unimplemented):  # the request asks for something that is not served
+        return 400
+    if isinstance(error, DeadlineExceeded) and error.reason == "SLOW_WRITER":
+        return 408
+    return status_code(error)
+
+
+def retry_headers(error: SaccadeError, status: int) -> list[tuple[str, str]]:
+    """When to try again, for clients that wait by themselves."""
+    if status not in (429, 503):
+        return []
+    if not error.retryable and status == 429:
+        return [("x-should-retry", "false")]
+    seconds = error.retry_after if error.retry_after is not None else 1.0
+    return [("retry-after", str(max(1, math.ceil(seconds)))), ("retry-after-ms", str(round(seconds * 1000)))]
+
+
+Handler: TypeAlias = Callable[[HttpCall], Awaitable[None]]
+
+
+class Endpoint:
+    """A handler as an ASGI application: its exceptions become answers, and what it holds is released."""
+
+    def __init__(self, front: Front, name: str, handle: Handler) -> None:
+        self._front, self._name, self._handle = front, name, handle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        front, call = self._front, HttpCall(self._front, scope, receive, send)
+        front.running += 1
+        try:
+            await self._answered(call)
+        finally:
+            front.running -= 1
+            call.release()
+            counted = (self._name, call.status)
+            front.calls[counted] = front.calls.get(counted, 0) + 1
+
+    async def _answered(self, call: HttpCall) -> None:
+        try:
+            await self._handle(call)
+        except ClientGone:
+            call.status = 499
+        except SaccadeError as error:
+            if call.started:
+                raise
+            await call.fail(error)
+        except Exception as error:
+            log.exception("%s failed, request %s", self._name, call.request_id)
+            if call.started:
+                raise
+            await call.fail(Internal("the HTTP server failed", reason="INTERNAL", request_id=call.request_id))
+            del error
+
+
+def path_values(scope: Scope) -> Mapping[str, str]:
+    """Values of the route's parameters."""
+    values: Mapping[str, str] = scope.get("path_params", {})
+    return values

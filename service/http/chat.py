@@ -1,0 +1,186 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from json.encoder import encode_basestring
+from typing import Any
+
+from saccade._core.results import generation_from
+from saccade._openai.answers import completion, extension, logprobs_object, usage_object
+from saccade._openai.chat import chat_request
+from saccade._openai.errors import error_object
+from saccade._openai.problems import validated
+from saccade._openai.schema import ChatCompletion
+from saccade.errors import InvalidArgument, SaccadeError
+from saccade.types import Delta, Generation
+from saccade.v1 import inference_pb2, types_pb2
+from service.http.call import HttpCall, beside, http_status
+from service.http.upstream import Answer, Caller
+
+DONE = b"data: [DONE]\n\n"
+SSE_HEADERS = [("cache-control", "no-cache"), ("x-accel-buffering", "no")]
+
+
+def no_paths(source: str | types_pb2.Image, name: str) -> types_pb2.Image:
+    """Images of HTTP requests are in the request, uploaded, or at a URL that the gRPC server fetches."""
+    if isinstance(source, str):
+        raise InvalidArgument(f"{name}: expected a data URL, media:ID or an http URL, got {source[:60]!r}")
+    return source
+
+
+def affinity_key(request: inference_pb2.GenerateRequest) -> bytes:
+    """Equal for requests that share much of their prompt: of the first image, else of the prompt's beginning."""
+    for message in request.chat.messages:
+        for part in message.parts:
+            if part.HasField("image"):
+                return hashlib.blake2b(part.image.SerializeToString(), digest_size=16).digest()
+    text = "".join(part.text for message in request.chat.messages[:1] for part in message.parts) or request.prompt.text
+    return hashlib.blake2b(text[:1024].encode("utf-8", "replace"), digest_size=16).digest()
+
+
+async def chat_completions(call: HttpCall) -> None:
+    """Answers one chat completion, whole or as a stream of events."""
+    body = validated(ChatCompletion, await call.json())
+    request = await beside(call._held, build_chat, call, body)
+    caller = call.caller()
+    if any(getattr(part, "type", "") == "image_url" and part.image_url.detail for part in _parts(body)):  # type: ignore[union-attr]
+        call.notes.append(("x-saccade-ignored", "detail"))
+    if body.stream:
+        await stream_events(call, caller, request, ChatEvents(call, body))
+    else:
+        answer = await whole_answer(call, caller, request)
+        await call.respond({**completion(answer), "saccade": extension(answer)})
+
+
+def _parts(body: ChatCompletion) -> list[Any]:
+    return [part for message in body.messages if isinstance(message.content, list) for part in message.content]
+
+
+def build_chat(call: HttpCall, body: ChatCompletion) -> inference_pb2.GenerateRequest:
+    request = chat_request(body, no_paths, request_id=call.request_id)
+    if body.priority is None and call.priority is not None:
+        request.priority = call.priority
+    return request
+
+
+async def whole_answer(call: HttpCall, caller: Caller, request: inference_pb2.GenerateRequest) -> Generation:
+    """The answer, unless the client goes away first. Raises SaccadeError and ClientGone."""
+    async with call.connected():
+        response = await caller.call("inference", "Generate", request, key=affinity_key(request))
+    return generation_from(response, request.sampling.HasField("logprobs"))
+
+
+class Events:
+    """The events of one streamed answer, as bytes. Subclasses are the formats."""
+
+    def begin(self, started: inference_pb2.Started) -> bytes:
+        raise NotImplementedError
+
+    def piece(self, delta: Delta) -> bytes:
+        """May be empty."""
+        raise NotImplementedError
+
+    def end(self, answer: Generation) -> bytes:
+        raise NotImplementedError
+
+    def error(self, error: dict[str, Any]) -> bytes:
+        """The answer broke off."""
+        raise NotImplementedError
+
+
+async def stream_events(call: HttpCall, caller: Caller, request: inference_pb2.GenerateRequest, events: Events) -> None:
+    """Sends an answer as server-sent events. Raises SaccadeError only before the first."""
+    answer = caller.stream(request, affinity_key(request))
+    call.front.streams += 1
+    try:
+        async with call.connected():
+            started = await answer.start()
+            await call.start(200, "text/event-stream; charset=utf-8", SSE_HEADERS)
+            await call.write(events.begin(started))
+            await _pieces(call, answer, events)
+        await call.end()
+    finally:
+        call.front.streams -= 1
+        answer.close()
+
+
+async def _pieces(call: HttpCall, answer: Answer, events: Events) -> None:
+    try:
+        while (delta := await answer.read()) is not None:
+            if data := events.piece(delta):
+                await call.write(data)
+        data = events.end(answer.state.assembler.finish())
+    except SaccadeError as error:
+        error.request_id = error.request_id or call.request_id
+        call.status = http_status(error)
+        data = events.error(error_object(error, call.status))
+    await call.write(data)
+
+
+def quoted(text: str) -> str:
+    """A JSON string."""
+    return encode_basestring(text)
+
+
+class ChatEvents(Events):
+    """`chat.completion.chunk`s."""
+
+    def __init__(self, call: HttpCall, body: ChatCompletion) -> None:
+        self._call = call
+        self._n = body.n or 1
+        self._usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._head = self._null_usage = ""
+
+    def begin(self, started: inference_pb2.Started) -> bytes:
+        self._head = (
+            f'data: {{"id":"chatcmpl-{self._call.request_id}","object":"chat.completion.chunk",'
+            f'"created":{int(time.time())},"model":{quoted(started.model)},'
+            f'"system_fingerprint":{quoted(started.model_version)},"choices":['
+        )
+        self._tail = ',"usage":null}\n\n' if self._usage else "}\n\n"
+        return b"".join(
+            self._chunk(f'{{"index":{i},"delta":{{"role":"assistant","content":""}},"logprobs":null,'
+                        f'"finish_reason":null}}')
+            for i in range(self._n)
+        )  # fmt: skip
+
+    def _chunk(self, choice: str) -> bytes:
+        return f"{self._head}{choice}]{self._tail}".encode("utf-8", "replace")
+
+    def piece(self, delta: Delta) -> bytes:
+        fields = []
+        if delta.text or (delta.logprobs and not delta.reasoning):
+            fields.append(f'"content":{quoted(delta.text)}')
+        if delta.reasoning:
+            thought = quoted(delta.reasoning)
+            fields.append(f'"reasoning":{thought},"reasoning_content":{thought}')
+        if not fields:
+            return b""
+        logprobs = "null" if not delta.logprobs else _dumps(logprobs_object(delta.logprobs))
+        return self._chunk(
+            f'{{"index":{delta.index},"delta":{{{",".join(fields)}}},"logprobs":{logprobs},"finish_reason":null}}'
+        )
+
+    def end(self, answer: Generation) -> bytes:
+        chunks = []
+        for sample in answer.samples:
+            matched = _dumps(sample.stop_match)
+            chunks.append(self._chunk(
+                f'{{"index":{sample.index},"delta":{{}},"logprobs":null,"finish_reason":{quoted(sample.finish_reason)},'
+                f'"stop_reason":{matched}}}'
+            ))  # fmt: skip
+        if self._usage:
+            usage = _dumps(usage_object([sample.usage for sample in answer.samples]))
+            chunks.append(f'{self._head}],"usage":{usage},"saccade":{_dumps(extension(answer))}}}\n\n'.encode())
+        return b"".join([*chunks, DONE])
+
+    def error(self, error: dict[str, Any]) -> bytes:
+        return b"data: " + _dumps({"error": error}).encode("utf-8", "replace") + b"\n\n" + DONE
+
+
+def _dumps(value: Any) -> str:
+    import json
+
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,160 @@
+"""`/v1/models`, health and the state of the servers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from google.protobuf import json_format
+
+from saccade._core.results import model_from
+from saccade._transport.aio import AsyncConnection
+from saccade.errors import NotFound, SaccadeError, Unavailable
+from saccade.types import Model
+from saccade.v1 import admin_pb2, model_pb2
+from service.http.call import HttpCall, path_values
+from service.http.upstream import Caller
+
+PROBE_SECONDS = 2.0
+
+
+async def health(call: HttpCall) -> None:
+    """The HTTP server itself is alive."""
+    await call.respond({"status": "ok"})
+
+
+async def ready(call: HttpCall) -> None:
+    """Whether one of the servers answers. Needs no key: the gRPC servers' health service has none either."""
+    found = await asyncio.gather(*(_serving(call, connection) for connection in call.front.upstream.connections))
+    servers = dict(zip(call.front.upstream.addresses, found, strict=True))
+    ready = any(state == "serving" for state in found)
+    await call.respond({"status": "ready" if ready else "not ready", "servers": servers}, 200 if ready else 503)
+
+
+async def _serving(call: HttpCall, connection: AsyncConnection) -> str:
+    import grpc
+    from grpc_health.v1 import health_pb2
+
+    channel = connection.grpc_channel()
+    check = channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+    try:
+        answer = await check(health_pb2.HealthCheckRequest(), timeout=PROBE_SECONDS)
+    except grpc.RpcError:
+        return "unreachable"
+    return "serving" if answer.status == health_pb2.HealthCheckResponse.SERVING else "not serving"
+
+
+async def list_models(call: HttpCall) -> None:
+    found = await _models(call.caller())
+    await call.respond({"object": "list", "data": [model_object(model) for model in found.values()]})
+
+
+async def get_model(call: HttpCall) -> None:
+    name = path_values(call.scope)["name"]
+    found = await _models(call.caller())
+    if name not in found:
+        raise NotFound(f"there is no model {name[:200]!r}; there are {', '.join(found)}")
+    await call.respond(model_object(found[name]))
+
+
+async def _models(caller: Caller) -> dict[str, Model]:
+    """The models of all servers that answer, by name."""
+    results = await asyncio.gather(
+        *(
+            caller.call("model", "ListModels", model_pb2.ListModelsRequest(), on=connection)
+            for connection in caller.upstream.connections
+        ),
+        return_exceptions=True,
+    )
+    found: dict[str, Model] = {}
+    failures: list[BaseException] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            failures.append(result)
+        else:
+            found |= {model.name: model for model in map(model_from, result.models)}
+    if not found:
+        raise failures[0] if failures else Unavailable("no server has a model", retryable=True)
+    return found
+
+
+def model_object(model: Model) -> dict[str, Any]:
+    """OpenAI's object for a model; `saccade` has what its format has no field for."""
+    limits = model.limits
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "saccade",
+        "max_model_len": limits.context_length,
+        "saccade": {
+            "version": model.version,
+            "dtype": model.dtype,
+            "takes_images": model.takes_images,
+            "takes_videos": model.takes_videos,
+            "image_formats": list(limits.image_formats),
+            "video_formats": list(limits.video_formats),
+            "url_schemes": list(limits.uri_schemes),
+            "max_images": limits.max_images,
+            "max_image_bytes": limits.max_image_bytes,
+            "max_image_tokens": limits.max_image_tokens,
+            "max_videos": limits.max_videos,
+            "max_samples": limits.max_samples,
+            "max_logprobs": limits.max_logprobs,
+            "default_sampling": model.default_sampling,
+        },
+    }
+
+
+_STARTED = int(time.time())
+
+
+async def status(call: HttpCall) -> None:
+    """The state of each server. Its loads need the scope "admin", as AdminService does."""
+    caller, upstream = call.caller(), call.front.upstream
+    servers = await asyncio.gather(
+        *(
+            _server_state(caller, address, connection)
+            for address, connection in zip(upstream.addresses, upstream.connections, strict=True)
+        )
+    )
+    front = {
+        "running": call.front.running,
+        "streams": call.front.streams,
+        "body_bytes": call.front.budget.used,
+        "servers": len(servers),
+    }
+    await call.respond({"http": front, "servers": servers})
+
+
+async def _server_state(caller: Caller, address: str, connection: AsyncConnection) -> dict[str, Any]:
+    state: dict[str, Any] = {"address": address, "error": None, "models": [], "loads": None, "loads_error": None}
+    try:
+        models = await caller.call("model", "ListModels", model_pb2.ListModelsRequest(), on=connection)
+        state["models"] = [model_object(model_from(model)) for model in models.models]
+    except SaccadeError as error:
+        state["error"] = {"code": error.reason or type(error).__name__, "message": error.message}
+        return state
+    try:
+        loads = await caller.call("admin", "GetLoads", admin_pb2.GetLoadsRequest(), on=connection)
+        state["loads"] = {name: _number(value) for name, value in _all_fields(loads).items()}
+    except SaccadeError as error:
+        state["loads_error"] = {"code": error.reason or type(error).__name__, "message": error.message}
+    return state
+
+
+def _all_fields(message: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = json_format.MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return fields
+
+
+def _number(value: Any) -> Any:
+    """proto3's JSON has 64-bit numbers as strings."""
+    return int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else value

@@ -1,0 +1,112 @@
+"""uvicorn's HTTP/1.1 protocol with limits that it lacks: size and time of a request's head, number of connections.
+
+HTTP/1.1 only: uvicorn's HTTP/2 needs `zttp`, which is at version 0.0; a proxy such as Caddy or Envoy in front speaks
+HTTP/2 and HTTP/3 to clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from service.common.config import HttpOptions
+
+log = logging.getLogger(__name__)
+
+
+def protocol_class(options: HttpOptions) -> type[HttpToolsProtocol]:
+    """The protocol with these limits."""
+
+    class Limited(LimitedProtocol):
+        limits = options
+
+    return Limited
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection. `scope["abort"]` closes it without waiting for a reader that does not read."""
+
+    limits: HttpOptions
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._head_bytes: int | None = 0
+        """Bytes received since the last request's end; None while a body arrives."""
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.http_max_connections:
+            self._refuse(503, f"the server has its limit of {self.limits.http_max_connections} connections")
+            return
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_arrived()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
+            if self._head_timer is None:
+                self._await_head()
+        super().data_received(data)
+        if self._head_bytes is not None and self._head_bytes > self.limits.http_max_header_bytes:
+            self._refuse(431, f"the request's head has more than {self.limits.http_max_header_bytes} bytes")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = None
+        self._head_arrived()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._head_bytes = 0
+        super().on_message_complete()
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(self.limits.http_header_timeout, self._too_slow)
+
+    def _head_arrived(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _too_slow(self) -> None:
+        self._head_timer = None
+        if self.cycle is None or self.cycle.response_complete:
+            self._refuse(408, f"the request's head did not arrive within {self.limits.http_header_timeout:g} s")
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "this is not an HTTP/1.1 request")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answers without the application, and closes the connection."""
+        if self.transport.is_closing():
+            return
+        phrase = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+        kind = "invalid_request_error" if status < 500 else "overloaded_error"
+        body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": "HTTP"}}).encode()
+        head = (
+            f"HTTP/1.1 {status} {phrase.get(status, 'Service Unavailable')}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n{'retry-after: 1' if status == 503 else 'x-error: 1'}"
+        )
+        self.transport.write(head.encode() + b"\r\n\r\n" + body)
+        self.transport.close()

@@ -1,0 +1,159 @@
+"""The gRPC servers behind the HTTP server: which of them gets a call, and calls with the caller's own metadata."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from saccade._async.driver import run
+from saccade._core.resuming import StreamState
+from saccade._core.retrying import Deadline
+from saccade._core.settings import CallSettings, TLSConfig, make_settings
+from saccade._core.steps import Call
+from saccade._transport.aio import AsyncConnection, AsyncExchange
+from saccade.errors import Overloaded, SaccadeError, Unavailable
+from saccade.types import Delta
+from saccade.v1 import inference_pb2
+from service.common.config import HttpFrontOptions
+
+Metadata = tuple[tuple[str, str], ...]
+RESUMES = 8
+"""Attempts to continue an answer that broke off, since its last piece."""
+
+
+class Upstream:
+    """Connections to all servers."""
+
+    def __init__(self, options: HttpFrontOptions) -> None:
+        tls = None
+        if options.servers_ca is not None:
+            tls = TLSConfig(ca=options.servers_ca, certificate=options.servers_cert, key=options.servers_cert_key)
+        self.connections = [
+            AsyncConnection(
+                make_settings(
+                    address, api_key="", tls=tls, timeout=None, max_retries=0,
+                    channel_options={"grpc.max_receive_message_length": -1},
+                )
+            )
+            for address in options.servers
+        ]  # fmt: skip
+        self.addresses = options.servers
+        self._turn = itertools.count()
+
+    def order(self, key: bytes = b"") -> list[AsyncConnection]:
+        """The servers in the order in which a call tries them: the same order for the same key, so that its images and
+        prompts meet their caches; without a key, in turn."""
+        if len(self.connections) == 1:
+            return self.connections
+        if not key:
+            first = next(self._turn) % len(self.connections)
+            return self.connections[first:] + self.connections[:first]
+        ranked = sorted(
+            zip(self.addresses, self.connections, strict=True),
+            key=lambda entry: hashlib.blake2b(key + entry[0].encode(), digest_size=8).digest(),
+        )
+        return [connection for _, connection in ranked]
+
+    async def close(self) -> None:
+        for connection in self.connections:
+            await connection.close()
+
+
+class Caller:
+    """Makes the calls of one HTTP request: with its metadata, until its deadline."""
+
+    def __init__(self, upstream: Upstream, metadata: Metadata, timeout: float) -> None:
+        self.upstream, self.metadata = upstream, metadata
+        self.deadline = Deadline(timeout)
+
+    async def call(
+        self, service: str, method: str, message: Any, *, key: bytes = b"", on: AsyncConnection | None = None
+    ) -> Any:
+        """The answer of a unary call, from the first server that takes it. Raises SaccadeError."""
+        failure: SaccadeError | None = None
+        for connection in [on] if on is not None else self.upstream.order(key):
+            exchange = AsyncExchange(_Authorized([connection], self.metadata))
+            try:
+                return await exchange.send(Call(service, method, message), self.deadline.left())
+            except (Unavailable, Overloaded) as error:
+                failure = error
+            finally:
+                exchange.close()
+        assert failure is not None
+        raise failure
+
+    async def messages(self, service: str, method: str, message: Any, *, on: AsyncConnection) -> AsyncIterator[Any]:
+        """The messages of a stream of one server. Raises SaccadeError."""
+        exchange = AsyncExchange(_Authorized([on], self.metadata))
+        try:
+            await exchange.open(Call(service, method, message), self.deadline.left(), "")
+            while (received := await exchange.receive(None)) is not None:
+                yield received
+        finally:
+            exchange.close()
+
+    def stream(self, request: inference_pb2.GenerateRequest, key: bytes = b"") -> Answer:
+        """A streamed answer; `key` chooses the server."""
+        return Answer(request, _Authorized(self.upstream.order(key), self.metadata), self.deadline)
+
+
+class _Authorized:
+    """Connections seen by one caller: each attempt of a call goes to the next one, with the caller's metadata."""
+
+    def __init__(self, connections: Sequence[AsyncConnection], metadata: Metadata) -> None:
+        self._connections, self._metadata = connections, metadata
+        self.attempts = 0
+
+    @property
+    def closed(self) -> bool:
+        return self._connections[0].closed
+
+    def start(self, call: Call, message: Any, timeout: float | None) -> Any:
+        connection = self._connections[self.attempts % len(self._connections)]
+        self.attempts += 1
+        return connection.start(call, message, timeout, self._metadata)
+
+
+class _State(StreamState):
+    """Retries what has begun. A request that no server has taken fails at once, after each server was tried once."""
+
+    attempts: Callable[[], int]
+    servers: int
+
+    def delay_after(self, error: SaccadeError) -> float:
+        if self.assembler.started is not None:
+            return super().delay_after(error)
+        if isinstance(error, Unavailable | Overloaded) and self.attempts() < self.servers:
+            return 0.0
+        raise error from error.__cause__
+
+
+class Answer:
+    """A streamed answer, which is continued after the tokens received if its server stops."""
+
+    def __init__(self, request: inference_pb2.GenerateRequest, connection: _Authorized, deadline: Deadline) -> None:
+        self._exchange = AsyncExchange(connection)
+        self.state = _State(request, CallSettings(timeout=None, max_retries=RESUMES), deadline, resume=True)
+        self.state.attempts = lambda: connection.attempts
+        self.state.servers = len(connection._connections)
+
+    async def start(self) -> inference_pb2.Started:
+        """Waits until a server has admitted the request. Raises SaccadeError."""
+        await run(self.state.begin(), self._exchange)
+        while self.state.assembler.started is None:
+            response = await run(self.state._receive(), self._exchange)
+            if response is None:
+                break
+            self.state.take(response)
+        assert self.state.assembler.started is not None
+        return self.state.assembler.started
+
+    async def read(self) -> Delta | None:
+        """The next piece; None at the end. Raises SaccadeError."""
+        return await run(self.state.read(), self._exchange)
+
+    def close(self) -> None:
+        """Cancels the rest."""
+        self._exchange.close()
