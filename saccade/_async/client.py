@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from saccade._async.batches import AsyncBatchMethods
 from saccade._async.media import AsyncMediaMethods
 from saccade._async.methods import AsyncMethods
+from saccade._core.affinity import Affinity
 from saccade._core.settings import Settings, TLSConfig, make_settings
 from saccade._transport.aio import AsyncConnection
 
@@ -19,24 +20,30 @@ class AsyncClient(AsyncMethods):
     Copies of it in a forked or spawned process make connections of their own.
 
     Args:
-        address: "host:port", or any gRPC target such as "unix:/path".
+        address: "host:port", or any gRPC target such as "unix:/path"; or the addresses "IP:PORT" of several replicas,
+            as a sequence or joined by commas.
         api_key: sent with each call; without one the environment's SACCADE_API_KEY is taken.
         tls: True for the system's certificates, or a `TLSConfig`; None for plain text.
         timeout: seconds for a whole call, retries included; None for no limit.
         max_retries: how often a call that failed as UNAVAILABLE, or over its rate with a time to wait, is tried again;
             None: as often as the timeout allows. A stream that breaks off is continued.
         channel_options: further gRPC channel options, over the client's own.
+        affinity: which replica a call goes to, if the address has several. "auto": the same for all requests with the
+            same first image or, if they have none, the same system prompt, whose caches then have it; "image": the
+            same only for images. A replica that is full or gone is replaced by another. None: in turns over several
+            listed addresses, else gRPC's default. Needs grpcio 1.70 or newer.
     """
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         api_key: str | None = None,
         tls: bool | TLSConfig | None = None,
         timeout: float | None = 600.0,
         max_retries: int | None = None,
         channel_options: Mapping[str, Any] | None = None,
+        affinity: Affinity | None = None,
     ) -> None:
         settings = make_settings(
             address,
@@ -45,6 +52,7 @@ class AsyncClient(AsyncMethods):
             timeout=timeout,
             max_retries=max_retries,
             channel_options=channel_options,
+            affinity=affinity,
         )
         self.__setstate__(settings)
 

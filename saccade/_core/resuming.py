@@ -107,7 +107,9 @@ class StreamState:
 
     def _open(self) -> Open:
         message = inference_pb2.StreamGenerateRequest(request=self.next_request())
-        return Open(Call("inference", "StreamGenerate", message), self.deadline.remaining(), self.request.request_id)
+        stays = self._uploads is not None and self._uploads.too_large
+        call = Call("inference", "StreamGenerate", message, stays=stays).after(self._retries.rejections)
+        return Open(call, self.deadline.remaining(), self.request.request_id)
 
     def _with_retries(self, steps: Steps[None]) -> Actions[None]:
         return with_retries(steps, self.calls.max_retries, self.deadline)

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable
 
-from saccade.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, SaccadeError, Unavailable
+from saccade.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, RateLimited, SaccadeError, Unavailable
 
 _LOG = logging.getLogger("saccade")
 _WARN_AT = 4
@@ -102,6 +102,9 @@ class Retries:
         self._random_unit = random_unit
         self._failures = 0
         self._last: SaccadeError | None = None
+        self.rejections = 0
+        """Failures that a server itself has reported: its queue is full, it drains, its engine has ended. gRPC knows
+        nothing of these and would choose the same replica again. Not counted: lost connections, of which it knows."""
 
     def progress(self) -> None:
         """The call has received something: failures are counted from 0 again."""
@@ -130,6 +133,7 @@ class Retries:
         if delay is None:
             raise seen from seen.__cause__
         self._last = seen
+        self.rejections += bool(seen.reason) and not isinstance(seen, RateLimited)
         if self._failures == _WARN_AT:
             level = logging.WARNING if type(seen) is Unavailable else logging.INFO
             _LOG.log(level, "%d attempts have failed and further ones follow: %s", self._failures, seen)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from saccade._core.affinity import CHOICES, HEADER, LB_CONFIG, Affinity, call_key
 from saccade.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from saccade._core.steps import Call
+
 API_KEY_VARIABLE = "SACCADE_API_KEY"
 
 _TARGETS = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:", "xds:", "google-c2p:")
 """Prefixes of gRPC target names; anything else is HOST:PORT."""
+
+_BALANCING = frozenset({"grpc.service_config", "grpc.lb_policy_name"})
+ROUND_ROBIN = '{"loadBalancingConfig":[{"round_robin":{}}]}'
+"""The service config for several addresses without affinity."""
 
 DEFAULT_OPTIONS: Mapping[str, int] = {
     # Answers with logprobs can exceed gRPC's default of 4 MiB; the size of requests is limited by the server.
@@ -101,40 +109,87 @@ class Settings:
     tls: TLSConfig | None = None
     calls: CallSettings = CallSettings()
     channel_options: tuple[tuple[str, Any], ...] = ()
+    affinity: Affinity | None = None
 
     def all_channel_options(self) -> list[tuple[str, Any]]:
         options: dict[str, Any] = dict(DEFAULT_OPTIONS)
         if self.tls is not None and self.tls.server_name is not None:
             options["grpc.ssl_target_name_override"] = self.tls.server_name
+        if self.affinity is not None:
+            options["grpc.service_config"] = LB_CONFIG
+        elif "," in self.address:
+            options["grpc.service_config"] = ROUND_ROBIN
         options.update(self.channel_options)
         return list(options.items())
 
-    def call_metadata(self) -> tuple[tuple[str, str], ...]:
-        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
+    def call_metadata(self, call: Call) -> tuple[tuple[str, str], ...]:
+        metadata: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
+        key = call_key(call, self.affinity) if self.affinity is not None else ""
+        return (*metadata, (HEADER, key)) if key else metadata
 
 
 def make_settings(
-    address: str,
+    address: str | Sequence[str],
     *,
     api_key: str | None,
     tls: bool | TLSConfig | None,
     timeout: float | None,
     max_retries: int | None,
     channel_options: Mapping[str, Any] | None,
+    affinity: Affinity | None = None,
 ) -> Settings:
     """Checks what the user has given and fills in the API key from the environment.
 
     Raises:
-        InvalidArgument: an address without a port, a timeout that is not positive, a negative number of retries.
+        InvalidArgument: an address without a port, a timeout that is not positive, a negative number of retries, an
+            unknown affinity.
     """
-    if not address.startswith(_TARGETS):
-        host, colon, port = address.rpartition(":")
-        if not (colon and host and "/" not in host and port.isdigit() and int(port) < 65536):
-            raise InvalidArgument(f"address: expected HOST:PORT, got {address!r}")
+    given = [address] if isinstance(address, str) else list(address)
+    several = given[0].split(",") if len(given) == 1 and not given[0].startswith(_TARGETS) else given
+    target = several[0] if len(several) == 1 else _target_of(several)
+    if not target.startswith(_TARGETS):
+        _check_host_and_port(target)
+    if affinity not in (None, *CHOICES):
+        raise InvalidArgument(f"affinity: expected one of {', '.join(CHOICES)} or None, got {affinity!r}")
+    if affinity is not None and (taken := _BALANCING & (channel_options or {}).keys()):
+        raise InvalidArgument(f"affinity: it sets how calls are balanced, and so does channel_options {min(taken)!r}")
+    if tls and len(several) > 1 and not (isinstance(tls, TLSConfig) and tls.server_name):
+        raise InvalidArgument("tls: several addresses need TLSConfig(server_name=...), the name in their certificates")
     return Settings(
-        address=address,
+        address=target,
         api_key=api_key if api_key is not None else os.environ.get(API_KEY_VARIABLE) or None,
         tls=TLSConfig() if tls is True else tls or None,
         calls=CallSettings(timeout=timeout, max_retries=max_retries),
         channel_options=tuple((channel_options or {}).items()),
+        affinity=affinity,
     )
+
+
+def _check_host_and_port(address: str) -> None:
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and "/" not in host and port.isdigit() and int(port) < 65536):
+        raise InvalidArgument(f"address: expected HOST:PORT, got {address!r}")
+
+
+def _target_of(addresses: Sequence[str]) -> str:
+    """gRPC's target for several addresses, which have to be numbers: gRPC resolves one name only.
+
+    Raises:
+        InvalidArgument: no address, an address that is no IP:PORT, or IPv4 and IPv6 mixed.
+    """
+    if not addresses:
+        raise InvalidArgument("address: expected one or more addresses, got none")
+    versions = set()
+    for address in addresses:
+        _check_host_and_port(address)
+        host = address.rpartition(":")[0]
+        try:
+            versions.add(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).version)
+        except ValueError:
+            raise InvalidArgument(
+                f"address: of several addresses each is IP:PORT, got {address!r}; replicas with names need one name "
+                "for all of them, such as dns:///NAME:PORT of a headless Kubernetes service"
+            ) from None
+    if len(versions) > 1:
+        raise InvalidArgument("address: expected IPv4 or IPv6 addresses, got both")
+    return f"ipv{versions.pop()}:{','.join(addresses)}"

@@ -8,7 +8,7 @@ which is one attempt or one wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 from saccade._core.retrying import Deadline, Retries
@@ -27,12 +27,22 @@ class Call:
     message: Any
     give_up: frozenset[str] = frozenset()
     """Reasons of errors that are not retried because the caller handles them."""
+    affinity: str = ""
+    """The key that chooses the replica, if it does not follow from the message; see `saccade._core.affinity`."""
+    moved: int = 0
+    """How often a replica has rejected the call before; the next attempt then goes to another one."""
+    stays: bool = False
+    """All attempts go to one replica, which has the call's files."""
 
     @property
     def request_id(self) -> str:
         """The id under which the server registers the request while it runs; empty if it does not register the
         request."""
         return str(getattr(self.message, "request_id", ""))
+
+    def after(self, rejections: int) -> Call:
+        """The next attempt after this many rejections."""
+        return self if self.stays or not rejections else replace(self, moved=rejections)
 
     def judged(self, error: SaccadeError) -> SaccadeError:
         """Returns the error if it may be retried; raises it otherwise."""
@@ -110,7 +120,7 @@ def _one(step: Call | Do, max_retries: int | None, deadline: Deadline) -> Action
     retries = Retries(max_retries, deadline, registers=bool(step.request_id))
     while True:
         try:
-            return (yield Send(step, deadline.left()))
+            return (yield Send(step.after(retries.rejections), deadline.left()))
         except SaccadeError as error:
             delay = retries.delay_after(step.judged(error))
         yield Wait(delay)

@@ -6,8 +6,10 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from saccade._core.affinity import files, prompt_key
 from saccade._core.steps import Call, Steps
 from saccade.errors import MessageTooLarge, NotFound, PermissionDenied, RateLimited, SaccadeError, Unimplemented
 from saccade.types import Media
@@ -37,12 +39,21 @@ def chunks(data: bytes) -> Iterator[bytes]:
         yield data[start : start + CHUNK_BYTES]
 
 
-def upload_steps(data: bytes, *, ask: bool = True, give_up: frozenset[str] = frozenset()) -> Steps[Media]:
-    """Uploads a file. `ask`: first asks whether the server has it for long enough, and if so does not send it."""
+def upload_steps(
+    data: bytes, *, ask: bool = True, give_up: frozenset[str] = frozenset(), affinity: str = ""
+) -> Steps[Media]:
+    """Uploads a file.
+
+    Args:
+        ask: first asks whether the server has it for long enough, and if so does not send it.
+        affinity: key of the replica; the file's own if empty.
+    """
     media_id = hashlib.sha256(data).hexdigest()
+    affinity = affinity or media_id
     if ask:
         try:
-            answer = yield Call("media", "GetMedia", media_pb2.GetMediaRequest(media_id=media_id))
+            request = media_pb2.GetMediaRequest(media_id=media_id)
+            answer = yield Call("media", "GetMedia", request, affinity=affinity)
             media = media_from(answer.media)
             if media.expires > time.time() + FRESH_SECONDS:
                 return media
@@ -55,27 +66,8 @@ def upload_steps(data: bytes, *, ask: bool = True, give_up: frozenset[str] = fro
         for chunk in chunks(data):
             yield media_pb2.UploadMediaRequest(chunk=chunk)
 
-    answer = yield Call("media", "UploadMedia", messages, give_up)
+    answer = yield Call("media", "UploadMedia", messages, give_up, affinity)
     return media_from(answer.media)
-
-
-def files(request: Any) -> Iterator[types_pb2.Image | types_pb2.Video]:
-    """The images and videos of any request with a prompt; for a video that is a list of frames, the frames."""
-    match request.WhichOneof("input"):
-        case "chat":
-            parts = [part for message in request.chat.messages for part in message.parts]
-            yield from (part.image for part in parts if part.HasField("image"))
-            videos = [part.video for part in parts if part.HasField("video")]
-        case "image":
-            yield request.image
-            return
-        case None:
-            return
-        case name:
-            yield from getattr(request, name).images
-            videos = list(getattr(request, name).videos)
-    for video in videos:
-        yield from video.frames.images if video.HasField("frames") else (video,)
 
 
 class Uploads:
@@ -93,19 +85,24 @@ class Uploads:
         self._request = request
         self._above = above
         self._sent: list[tuple[types_pb2.Image | types_pb2.Video, bytes]] = []
-        self._inline = self._too_large = False
+        self._inline = False
+        self.too_large = False
+        """A file fits no message: only replicas that have the uploads can answer."""
         self._rounds = 0
+        self._affinity = ""
 
     def steps(self) -> Steps[None]:
         """Replaces large files by their ids. Files stay in the request if the server does not accept uploads from this
         caller, or has no space for them."""
         if self._above is None:
             return
+        # The key stays the same when the first file is replaced by its id.
+        self._affinity = prompt_key(self._request)
         for file in files(self._request):
             data = file.data
             if len(data) > self._above:
                 try:
-                    media = yield from upload_steps(data, give_up=_SPOOL_FULL)
+                    media = yield from upload_steps(data, give_up=_SPOOL_FULL, affinity=self._affinity)
                 except (Unimplemented, PermissionDenied):
                     return
                 except RateLimited as error:
@@ -120,9 +117,9 @@ class Uploads:
         if not self._sent:
             return None
         if not self._inline and isinstance(error, NotFound) and error.reason == "MEDIA_NOT_FOUND":
-            return self._again() if self._too_large else self._in_the_request()
+            return self._again() if self.too_large else self._in_the_request()
         if self._inline and isinstance(error, MessageTooLarge):
-            self._too_large = True
+            self.too_large = True
             return self._again()
         return None
 
@@ -138,7 +135,7 @@ class Uploads:
 
     def _uploaded_again(self) -> Steps[None]:
         for file, data in self._sent:
-            media = yield from upload_steps(data, ask=False)
+            media = yield from upload_steps(data, ask=False, affinity=self._affinity)
             file.media_id = media.media_id
         self._inline = False
 
@@ -149,7 +146,7 @@ def call_steps(call: Call, upload_above: int | None) -> Steps[Any]:
     yield from uploads.steps()
     while True:
         try:
-            return (yield call)
+            return (yield replace(call, stays=uploads.too_large))
         except SaccadeError as error:
             recovery = uploads.recovery(error)
             if recovery is None:

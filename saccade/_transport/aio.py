@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from saccade._core.settings import Settings
 from saccade._core.steps import Call
-from saccade._transport.channel import channel_credentials, left_to_the_parent, stub_class
+from saccade._transport.channel import channel_credentials, channel_options, left_to_the_parent, stub_class
 from saccade.errors import Cancelled, FailedPrecondition, error_from_rpc
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ class _Channel:
     def __init__(self, settings: Settings) -> None:
         import grpc
 
-        options = settings.all_channel_options()
+        options = channel_options(settings)
         if settings.tls is None:
             self.channel = grpc.aio.insecure_channel(settings.address, options)
         else:
@@ -210,7 +210,7 @@ class AsyncConnection:
         Args:
             metadata: instead of the settings' own, for calls in somebody else's name.
         """
-        sent = self._settings.call_metadata() if metadata is None else metadata
+        sent = self._settings.call_metadata(call) if metadata is None else metadata
         return self._channel().start(call, message, timeout, sent)
 
     def grpc_channel(self) -> Any:

@@ -7,12 +7,34 @@ import os
 from pathlib import Path
 from typing import Any
 
-from saccade._core.settings import TLSConfig
-from saccade.errors import InvalidArgument
+from saccade._core.settings import Settings, TLSConfig
+from saccade.errors import FailedPrecondition, InvalidArgument
 
 left_to_the_parent: list[Any] = []
 """Channels that a fork has copied into this process. They are never closed or garbage-collected here, which would
 disturb the parent's connections."""
+
+
+AFFINITY_NEEDS = (1, 70)
+"""The first gRPC whose hash ring reads the key from a header."""
+
+
+def channel_options(settings: Settings) -> list[tuple[str, Any]]:
+    """The options of a channel. With affinity, also switches on the header's use in gRPC's hash ring, which is an
+    experiment there: without the variable all calls would wait until their deadlines.
+
+    Raises:
+        FailedPrecondition: affinity needs a newer gRPC.
+    """
+    if settings.affinity is not None:
+        import grpc
+
+        version = str(grpc.__version__)
+        if tuple(int(part) for part in version.split(".")[:2]) < AFFINITY_NEEDS:
+            least = ".".join(map(str, AFFINITY_NEEDS))
+            raise FailedPrecondition(f"affinity needs grpcio {least} or newer, {version} is installed")
+        os.environ["GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY"] = "true"
+    return settings.all_channel_options()
 
 
 def channel_credentials(tls: TLSConfig) -> Any:

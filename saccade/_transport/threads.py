@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from saccade._core.settings import Settings
 from saccade._core.steps import Call
-from saccade._transport.channel import channel_credentials, left_to_the_parent, stub_class
+from saccade._transport.channel import channel_credentials, channel_options, left_to_the_parent, stub_class
 from saccade._transport.exchange import Exchange, Responses, UnaryCall
 from saccade._transport.watchdog import Watchdog
 from saccade.errors import Cancelled, FailedPrecondition, error_from_rpc
@@ -43,7 +43,7 @@ class Connection:
         message = call.message() if callable(call.message) else call.message
         try:
             return (method.future if future else method)(
-                message, timeout=timeout, metadata=self._settings.call_metadata()
+                message, timeout=timeout, metadata=self._settings.call_metadata(call)
             )
         except ValueError as error:
             # gRPC raises ValueError if another thread has closed the channel in between.
@@ -61,7 +61,7 @@ class Connection:
         if self._channel is None:
             import grpc
 
-            options = self._settings.all_channel_options()
+            options = channel_options(self._settings)
             if self._settings.tls is None:
                 self._channel = grpc.insecure_channel(self._settings.address, options)
             else:

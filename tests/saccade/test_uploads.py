@@ -14,11 +14,12 @@ from fake_server import Failure, Script, serve
 
 import saccade
 from saccade import errors
+from saccade._core.affinity import files
 from saccade._core.images import image_message
 from saccade._core.requests import build_request
 from saccade._core.retrying import Deadline
 from saccade._core.steps import Call, Send, Steps, with_retries
-from saccade._core.uploads import Uploads, files
+from saccade._core.uploads import Uploads
 from saccade._transport.aio import _ServersStatus
 from saccade.v1 import inference_pb2, media_pb2, media_pb2_grpc
 
