@@ -222,4 +222,4 @@ def _client(options: argparse.Namespace) -> Methods:
 
 def _server(options: argparse.Namespace) -> Client:
     tls = TLSConfig(ca=options.ca) if options.ca else options.tls
-    return Client(options.server, tls=tls, max_retries=options.max_retries)
+    return Client(options.server, tls=tls, max_retries=options.max_retries, affinity=options.affinity)

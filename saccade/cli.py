@@ -99,6 +99,7 @@ def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--video", action="append", default=[], metavar="FILE", help="a video whatever its name is, such as a GIF"
     )
     _add_connection(ask)
+    _add_affinity(ask)
     ask.add_argument("--max-tokens", type=int, metavar="N", help="largest number of tokens of the answer")
     ask.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's own)")
     ask.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
@@ -115,12 +116,20 @@ def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def _add_connection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--server",
-        metavar="HOST:PORT",
+        metavar="HOST:PORT[,...]",
         default=os.environ.get(SERVER_VARIABLE, DEFAULT_SERVER),
         help=f"the server's address (default: ${SERVER_VARIABLE}, else {DEFAULT_SERVER})",
     )
     parser.add_argument("--tls", action="store_true", help="use TLS and trust the system's certificates")
     parser.add_argument("--ca", metavar="FILE", help="use TLS and trust the certificates in FILE")
+
+
+def _add_affinity(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--affinity",
+        choices=("auto", "image"),
+        help="of several replicas, the same one for requests with the same image or, with auto, system prompt",
+    )
 
 
 def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -134,6 +143,7 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     batch.add_argument("input", metavar="IN.jsonl", help="images may be named by paths inside its folder")
     batch.add_argument("output", metavar="OUT.jsonl", help="an interrupted job's answers in it are kept")
     _add_connection(batch)
+    _add_affinity(batch)
     batch.add_argument("--model", metavar="MODEL", help="load this model here instead of asking a server")
     batch.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests in flight (default: 32)")
     batch.add_argument("--ordered", action="store_true", help="answers in the order of the requests")
@@ -191,7 +201,7 @@ def _ask(options: argparse.Namespace) -> int:
         options.refuse(f"the question is missing: {question!r}, the last argument, is a file")
     tls = TLSConfig(ca=options.ca) if options.ca else options.tls
     with (
-        Client(options.server, tls=tls, max_retries=ASK_RETRIES) as client,
+        Client(options.server, tls=tls, max_retries=ASK_RETRIES, affinity=options.affinity) as client,
         client.stream(
             question,
             images=images,

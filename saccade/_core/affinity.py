@@ -74,7 +74,7 @@ def prompt_key(request: Any, affinity: Affinity = "auto") -> str:
         case "prompt":
             beginning = request.prompt.text[:BEGINNING]
         case "tokens":
-            beginning = ",".join(map(str, request.tokens.token_ids[:BEGINNING]))
+            beginning = ",".join(map(str, request.tokens.ids[:BEGINNING]))
         case _:
             beginning = ""
     return hashlib.sha256(beginning.encode()).hexdigest() if beginning else ""

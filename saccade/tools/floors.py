@@ -17,7 +17,7 @@ from pathlib import Path
 SACCADE = Path(__file__).resolve().parents[1]
 CHECKOUT = SACCADE.parent
 # Tests that need neither the server nor torch.
-TESTS = ("aio", "client", "jobs", "journal", "map", "requests", "resume", "retrying", "top", "uploads")
+TESTS = ("affinity", "aio", "client", "jobs", "journal", "map", "requests", "resume", "retrying", "top", "uploads")
 NEEDS = ("pytest", "pytest-timeout", "hypothesis", "pillow")
 
 SAY_VERSIONS = """
