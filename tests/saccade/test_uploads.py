@@ -334,3 +334,15 @@ def test_what_upload_does_not_take(client: saccade.Client, address: str, script:
                     await other.media.upload(wrong)
 
         asyncio.run(main())
+
+
+def test_with_affinity_files_are_uploaded_to_the_replica_that_gets_the_request(
+    replicas: tuple[list[Replica], str],
+) -> None:
+    both, address = replicas
+    with saccade.Client(address, timeout=20, affinity="auto") as first:
+        client = first.with_options(upload_above=20)
+        for number in range(12):
+            client.generate("?", images=[b"small %d" % number, LARGE, b"large enough to be uploaded %d" % number])
+    seen = [request for replica in both for request in replica.seen]
+    assert seen == [["data", "media_id", "media_id"]] * 12 and both[0].seen and both[1].seen
