@@ -377,7 +377,7 @@ class HttpFrontOptions(HttpOptions):
     tls_cert: str | None = _option(None, "PEM file of the certificate chain; read again when it changes")
     tls_key: str | None = _option(None, "PEM file of its private key, not encrypted")
     tls_client_ca: str | None = _option(None, "PEM file of the authority that clients' certificates must come from")
-    max_message_bytes: int = _option(64 * 2**20, "largest request body", minimum=1024, size=True)
+    max_message_bytes: int = _option(96 * 2**20, "largest request body", minimum=1024, size=True)
     max_inflight_bytes: int = _option(
         512 * 2**20, "bytes of the request bodies of all calls in progress", minimum=1024, size=True
     )
@@ -402,6 +402,8 @@ class ServerOptions(
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.http_port is not None and self.role == "encoder":
+            raise ConfigError(f"http_port: {self.http_port} would not be used by --role encoder, which answers nobody")
         if self.max_connection_age_grace is not None and self.max_connection_age is None:
             raise ConfigError(
                 f"max_connection_age_grace: {self.max_connection_age_grace:g} would not be used without "

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,16 @@ class HelperFailed(RuntimeError):
     """A helper has ended, or was killed, before it was ready."""
 
 
-def start_helper(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Starts `python -m module FD`; returns the process and this side of the socket pair."""
+def start_helper(module: str, descriptors: Sequence[int] = ()) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Starts `python -m module FD`, which also inherits `descriptors`; returns the process and this side of the socket
+    pair."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         root = str(Path(__file__).resolve().parent.parent.parent)
         path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), *descriptors],
             stdin=subprocess.DEVNULL,
             env={**SPINNING, **os.environ, "PYTHONPATH": path},
         )

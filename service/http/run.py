@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import signal
 import socket
 import ssl
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 import uvicorn
 
 from service.common.config import ConfigError, HttpFrontOptions
-from service.common.tls import check_pair, is_loopback
+from service.common.tls import check_pair
 from service.http.app import make_app
+from service.http.listen import bind, check_exposure, url_of
 from service.http.protocol import protocol_class
 
 log = logging.getLogger(__name__)
@@ -30,44 +29,19 @@ def run(options: HttpFrontOptions) -> int:
     logging.basicConfig(
         level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    options = replace(options, http_port=DEFAULT_PORT if options.http_port is None else options.http_port)
     check_exposure(options)
-    listener = bind(options)
     server = HttpServer(options)
+    listener = bind(options, DEFAULT_PORT if options.http_port is None else options.http_port)
 
     async def serve() -> None:
-        print(f"saccade http ready on {server.url(listener)}", flush=True)
-        await server.serve(sockets=[listener])
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        await server.listening.wait()
+        print(f"saccade http ready on {url_of(listener, options.tls_cert is not None)}", flush=True)
+        await task
 
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     asyncio.run(serve())
     return 0
-
-
-def check_exposure(options: HttpFrontOptions) -> None:
-    """Raises ConfigError for an address that others can reach without TLS, unless `insecure` is set. Keys are checked
-    by the gRPC servers."""
-    if not options.insecure and options.tls_cert is None and not is_loopback(options.http_host):
-        raise ConfigError(
-            f"http_host: {options.http_host} can be reached from other machines, and this server speaks plain text (no "
-            "--tls-cert and --tls-key); give it those, or use 127.0.0.1 behind a proxy that has them, or say --insecure"
-        )
-
-
-def bind(options: HttpFrontOptions) -> socket.socket:
-    """A listening socket. Raises ConfigError."""
-    host = options.http_host
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, options.http_port or 0))
-        listener.listen(2048)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"http_port: cannot listen on {host}:{options.http_port}: {why}") from None
-    return listener
 
 
 def tls_context(options: HttpFrontOptions) -> ssl.SSLContext | None:
@@ -106,6 +80,12 @@ class HttpServer(uvicorn.Server):
         config.load()
         config.ssl = context
         super().__init__(config)
+        self.listening = asyncio.Event()
+        """Set once connections are accepted."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -118,9 +98,3 @@ class HttpServer(uvicorn.Server):
     def _told(self) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
-
-    def url(self, listener: socket.socket) -> str:
-        """The address of the server, as people type it."""
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ipaddress.ip_address(host.partition("%")[0]).version == 6 else host
-        return f"{'https' if self.config.ssl else 'http'}://{shown}:{port}"

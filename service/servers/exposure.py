@@ -12,12 +12,13 @@ from service.common.config import ConfigError, ServerOptions
 log = logging.getLogger(__name__)
 
 
-def check_exposure(options: ServerOptions) -> None:
-    """Raises ConfigError for an address that others can reach without TLS or without keys, unless `insecure` is set."""
+def check_exposure(options: ServerOptions, name: str = "host") -> None:
+    """Raises ConfigError for an address that others can reach without TLS or without keys, unless `insecure` is set.
+    `name`: of the option, for errors."""
     try:
         addresses = {entry[4][0] for entry in socket.getaddrinfo(options.host, None)}
     except OSError:
-        raise ConfigError(f"host: {options.host!r} is no address of this machine") from None
+        raise ConfigError(f"{name}: {options.host!r} is no address of this machine") from None
     exposed = [a for a in addresses if not ipaddress.ip_address(str(a).partition("%")[0]).is_loopback]
     missing = []
     if options.tls_cert is None:
@@ -26,7 +27,8 @@ def check_exposure(options: ServerOptions) -> None:
         missing.append("with everybody (no --api-keys and no --tls-client-ca)")
     if exposed and missing and not options.insecure:
         raise ConfigError(
-            f"host: {options.host} can be reached from other machines, and this server speaks {' and '.join(missing)}; "
+            f"{name}: {options.host} can be reached from other machines, and this server speaks "
+            f"{' and '.join(missing)}; "
             "give it those, or use 127.0.0.1 behind a proxy that has them, or say --insecure"
         )
 

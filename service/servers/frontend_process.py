@@ -1,7 +1,8 @@
 """One of several frontend processes: `python -m service.servers.frontend_process FD`, started by
 `service.servers.frontends`.
 
-Protocol on the socket pair FD. Hub to frontend: (options, engine info, member) first; then what an engine process
+Protocol on the socket pair FD. Hub to frontend: (options, engine info, member, path of a private
+socket or None) first; then what an engine process
 sends, and ("alive", bool), ("given up",), ("drain",), ("beat",). Frontend to hub: ("serving", port) or ("failed",
 message) first; then what an engine process receives, and ("cancel", number, salt, request id), ("drain",), and
 ("beat",) as the answer to each ("beat",). A frontend whose connection to the hub closes ends its process.
@@ -111,12 +112,15 @@ class FrontendServer(Server):
         self._link.drain_all()
 
 
-async def serve(connection: Connection, options: ServerOptions, info: EngineInfo, member: int) -> int:
+async def serve(
+    connection: Connection, options: ServerOptions, info: EngineInfo, member: int, private_socket: str | None
+) -> int:
     """Runs a frontend until SIGTERM, or until the connection to the hub closes. Returns the exit code."""
     stopping = stop_signals()
     link = HubLink(connection, info, on_death=_orphaned)
     try:
         server = FrontendServer(options, link, member)
+        server.private_socket = private_socket
         await server.start()
     except ValueError as error:
         link.tell(("failed", str(error)))
@@ -135,12 +139,12 @@ def _orphaned() -> None:
 
 def main(descriptor: int) -> int:
     connection: Connection = Connection(descriptor)
-    options, info, member = connection.recv()
+    options, info, member, private_socket = connection.recv()
     logging.basicConfig(
         level=options.log_level.upper(), stream=sys.stderr,
         format=f"%(asctime)s %(levelname)s frontend {member} %(name)s: %(message)s",
     )  # fmt: skip
-    return asyncio.run(serve(connection, options, info, member))
+    return asyncio.run(serve(connection, options, info, member, private_socket))
 
 
 if __name__ == "__main__":

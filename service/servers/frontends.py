@@ -38,6 +38,7 @@ from service.engine.engine_client import SupervisedEngine
 from service.engine.types import EngineEvent
 from service.servers.credentials import server_credentials
 from service.servers.exposure import check_exposure
+from service.servers.http_process import HttpProcess, http_beside
 from service.servers.lifetime import stop_signals, until_stopped
 
 log = logging.getLogger(__name__)
@@ -75,9 +76,10 @@ class _Frontend:
 class Hub:
     """Owns the engine and the frontend processes, and forwards messages between them."""
 
-    def __init__(self, options: ServerOptions, port: int) -> None:
+    def __init__(self, options: ServerOptions, port: int, http: HttpProcess | None = None) -> None:
         """Starts the engine. Raises ConfigError."""
         self.port = port
+        self._http = http
         self._options = options
         self._lock, self._life = threading.Lock(), threading.Lock()
         self._owners: dict[str, tuple[_Frontend, bytes]] = {}
@@ -131,7 +133,8 @@ class Hub:
                 return
             process, connection = start_helper("service.servers.frontend_process")
             frontend = self._frontends[member] = _Frontend(member, process, connection)
-        frontend.send((share(self._options, member, self.port), self.engine.info, member))
+        private_socket = None if self._http is None else self._http.socket_of(member)
+        frontend.send((share(self._options, member, self.port), self.engine.info, member, private_socket))
         if not self.engine.alive:
             frontend.send(("alive", False))
         if self.engine.given_up:
@@ -331,17 +334,18 @@ async def serve_frontends(options: ServerOptions) -> int:
     check_exposure(options)
     check(options)
     loop, stopping = asyncio.get_running_loop(), stop_signals()
-    with contextlib.ExitStack() as ends:
+    async with contextlib.AsyncExitStack() as ends:
+        http = await ends.enter_async_context(http_beside(options))
         port = ends.enter_context(reserved_port(options))
         if options.media_dir is None:
             media = ends.enter_context(tempfile.TemporaryDirectory(prefix="saccade-media-"))
             options = replace(options, media_dir=media)
-        hub = await loop.run_in_executor(None, Hub, options, port)
+        hub = await loop.run_in_executor(None, Hub, options, port, http)
         try:
             await loop.run_in_executor(None, hub.start)
         except BaseException:
             await hub.stop()
             raise
         log.info("%d frontends on port %d; BatchService is served only by a single one", options.frontends, port)
-        await until_stopped(hub, stopping, options)
+        await until_stopped(hub, stopping, options, http)
     return 0

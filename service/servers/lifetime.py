@@ -8,6 +8,7 @@ import signal
 from typing import Protocol
 
 from service.common.config import ServerOptions
+from service.servers.http_process import HttpProcess
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +29,34 @@ def stop_signals() -> asyncio.Event:
     return stopping
 
 
-async def until_stopped(server: Stoppable, stopping: asyncio.Event, options: ServerOptions) -> None:
-    """Prints the ready line, and stops the server on a signal."""
+async def until_stopped(
+    server: Stoppable, stopping: asyncio.Event, options: ServerOptions, http: HttpProcess | None
+) -> None:
+    """Prints the ready line, and one for the HTTP server if there is one; stops both on a signal. Raises ConfigError if
+    the HTTP server cannot start."""
     print(f"saccade ready on {options.host}:{server.port}", flush=True)
-    await stop_when_told(server, stopping, options.grace)
+    if http is None:
+        await stop_when_told(server, stopping, options.grace)
+        return
+    try:
+        await http.started()
+    except BaseException:
+        await server.stop(grace=0)
+        raise
+    print(f"saccade http ready on {http.url}", flush=True)
+    await stop_when_told(_WithHttp(server, http), stopping, options.grace)
+
+
+class _WithHttp:
+    """A server with its HTTP server: both stop at the same time."""
+
+    def __init__(self, server: Stoppable, http: HttpProcess) -> None:
+        self._server, self._http = server, http
+        self.port = server.port
+
+    async def stop(self, grace: float | None = None) -> None:
+        self._http.stop()
+        await self._server.stop(grace)
 
 
 async def stop_when_told(server: Stoppable, stopping: asyncio.Event, grace: float) -> None:

@@ -12,6 +12,7 @@ from service.model.assets import ModelAssets
 from service.model.hub import fetched
 from service.servers.exposure import check_exposure
 from service.servers.frontends import serve_frontends
+from service.servers.http_process import http_beside
 from service.servers.lifetime import stop_signals, until_stopped
 from service.servers.limits import load_assets
 from service.servers.server import Server
@@ -37,15 +38,17 @@ async def serve(options: ServerOptions) -> int:
         return engine, assets
 
     check_exposure(options)
-    engine, assets = await loop.run_in_executor(None, build)
-    try:
-        server = Server(options, engine, assets)
-        servers.append(server)
-        await server.start()
-    except BaseException:
-        engine.close()
-        raise
-    await until_stopped(server, stopping, options)
+    async with http_beside(options) as http:
+        engine, assets = await loop.run_in_executor(None, build)
+        try:
+            server = Server(options, engine, assets)
+            server.private_socket = None if http is None else http.socket_of(0)
+            servers.append(server)
+            await server.start()
+        except BaseException:
+            engine.close()
+            raise
+        await until_stopped(server, stopping, options, http)
     return 0
 
 

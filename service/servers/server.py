@@ -108,6 +108,8 @@ class Server:
         self._set_health: SetHealth = lambda serving, live=None: None
         self.port = 0
         self.metrics_port = 0
+        self.private_socket: str | None = None
+        """Path of a Unix socket to listen on besides, in plain text: for the HTTP server beside this one."""
 
     async def start(self) -> None:
         """Listens and warms up; health is SERVING on return. Raises ConfigError if the address cannot be bound or the
@@ -118,6 +120,8 @@ class Server:
         server = grpc.aio.server(options=channel_options(self.options), interceptors=[DoorInterceptor(self._door)])
         self._set_health = add_standard_services(server, self._add_services(server))
         self.port = listen(server, self.options, self._credentials)
+        if self.private_socket is not None:
+            server.add_insecure_port(f"unix:{self.private_socket}")
         if self.options.metrics_port is not None:
             self.metrics_port, end = self.metrics.serve(self.options.metrics_host, self.options.metrics_port)
             self._ends.callback(end)

@@ -1,0 +1,51 @@
+"""The HTTP server's address: requirements for being reachable from other machines, and the listening socket."""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import socket
+
+from service.common.config import ConfigError, HttpFrontOptions, HttpOptions
+from service.common.tls import is_loopback
+
+_PACKAGES = ("starlette", "uvicorn", "httptools", "pydantic", "python_multipart")
+
+
+def check_packages() -> None:
+    """Raises ConfigError if a package of the HTTP server is not installed."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"http_port: {', '.join(missing)} is not installed: pip install 'saccade-server[http]'")
+
+
+def check_exposure(options: HttpFrontOptions) -> None:
+    """Raises ConfigError for an address that others can reach without TLS, unless `insecure` is set. Keys are checked
+    by the gRPC servers."""
+    if not options.insecure and options.tls_cert is None and not is_loopback(options.http_host):
+        raise ConfigError(
+            f"http_host: {options.http_host} can be reached from other machines, and this server speaks plain text (no "
+            "--tls-cert and --tls-key); give it those, or use 127.0.0.1 behind a proxy that has them, or say --insecure"
+        )
+
+
+def bind(options: HttpOptions, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError."""
+    host = options.http_host
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"http_port: cannot listen on {host}:{port}: {why}") from None
+    return listener
+
+
+def url_of(listener: socket.socket, tls: bool) -> str:
+    """The address of the server, as people type it."""
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ipaddress.ip_address(host.partition("%")[0]).version == 6 else host
+    return f"{'https' if tls else 'http'}://{shown}:{port}"

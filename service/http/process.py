@@ -1,0 +1,63 @@
+"""The HTTP server beside `saccade serve`: `python -m service.http.process FD`, by `service.servers.http_process`.
+
+Protocol on the socket pair FD. Parent to child: (options, descriptor of the listening socket). Child to parent:
+("ready",) once it serves, or ("failed", message). It ends on SIGTERM, and when the connection closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+from service.common.config import HttpFrontOptions
+from service.http.run import HttpServer
+
+log = logging.getLogger(__name__)
+
+
+def _ends_with(connection: Connection) -> None:
+    """Ends the process when its parent has ended."""
+    try:
+        connection.recv()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def main(descriptor: int) -> int:
+    connection: Connection = Connection(descriptor)
+    options: HttpFrontOptions
+    options, listening = connection.recv()
+    logging.basicConfig(
+        level=options.log_level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s http %(name)s: %(message)s",
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    try:
+        server = HttpServer(options)
+    except ValueError as error:
+        connection.send(("failed", str(error)))
+        return 2
+    threading.Thread(target=_ends_with, args=(connection,), daemon=True).start()
+
+    async def serve() -> None:
+        task = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=listening)]))
+        await server.listening.wait()
+        connection.send(("ready",))
+        await task
+
+    asyncio.run(serve())
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent sends SIGTERM
+    code = main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(code)  # not exit(): the thread may still be blocked on the connection

@@ -1,0 +1,143 @@
+"""The HTTP server of `saccade serve --http-port`: a process of its own, replaced when it ends by itself.
+
+It is a client of this server's gRPC services, through Unix sockets in a folder that only this user can open; API keys
+are passed on and checked there. The listening socket belongs to this process, so that no connection is refused while
+the HTTP server is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import AsyncIterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from service.common.config import ConfigError, HttpFrontOptions, ServerOptions
+from service.common.helper_process import HelperFailed, first_message, start_helper
+from service.http.listen import bind, check_packages, url_of
+from service.servers.exposure import check_exposure
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
+BASE64 = 4 / 3
+"""Images in JSON are longer than in gRPC messages."""
+
+
+class HttpProcess:
+    """Starts, watches and stops the process. A context manager around the life of the gRPC server."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        """Binds the port. Raises ConfigError."""
+        assert options.http_port is not None
+        check_packages()
+        check_exposure(dataclasses.replace(options, host=options.http_host), "http_host")
+        self._folder = tempfile.TemporaryDirectory(prefix="saccade-http-")
+        self._listener = bind(options, options.http_port)
+        self.url = url_of(self._listener, options.tls_cert is not None)
+        self._options = front_options(options, [f"unix:{self.socket_of(i)}" for i in range(options.frontends)])
+        self._load_timeout = options.load_timeout
+        self._stopping = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watch: threading.Thread | None = None
+        self.starting: asyncio.Future[None] | None = None
+
+    def socket_of(self, member: int) -> str:
+        """The path of the Unix socket of a frontend process."""
+        return str(Path(self._folder.name) / f"{member}.sock")
+
+    async def started(self) -> None:
+        """Waits until it serves. Raises ConfigError if it cannot."""
+        assert self.starting is not None
+        await self.starting
+
+    def start(self) -> None:
+        """Starts the process; it serves on return. Raises ConfigError if it cannot."""
+        connection = self._start()
+        self._watch = threading.Thread(target=self._keep, args=(connection,), name="saccade-http-watch", daemon=True)
+        self._watch.start()
+
+    def _start(self) -> Connection:
+        self._process, connection = start_helper("service.http.process", [self._listener.fileno()])
+        try:
+            connection.send((self._options, self._listener.fileno()))
+            answer = first_message(self._process, connection, self._load_timeout, "HTTP")
+        except (HelperFailed, OSError) as error:
+            connection.close()
+            raise ConfigError(f"http_port: {error}") from None
+        if answer[0] == "failed":
+            self._process.wait()
+            connection.close()
+            raise ConfigError(answer[1])
+        return connection
+
+    def _keep(self, connection: Connection) -> None:
+        """Starts another process whenever one ends, after a pause that doubles with each failure to start."""
+        failures = 0
+        while True:
+            assert self._process is not None
+            code = self._process.wait()
+            connection.close()
+            if self._stopping.is_set():
+                return
+            log.error("the HTTP server ended by itself (code %d); another one is started", code)
+            while not self._stopping.wait(min(FIRST_PAUSE * 2**failures, LONGEST_PAUSE)):
+                try:
+                    connection = self._start()
+                except ConfigError as error:
+                    failures += 1
+                    log.error("the HTTP server did not start: %s", error)
+                else:
+                    failures = 0
+                    break
+            else:
+                return
+
+    def stop(self) -> None:
+        """Ends the process, which lets running requests end within `grace` seconds; a second call ends it at once.
+        Returns without waiting for it; see `join`."""
+        again = self._stopping.is_set()
+        self._stopping.set()
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGKILL if again else signal.SIGTERM)
+
+    def join(self) -> None:
+        """Waits until it has ended, and releases what it used."""
+        self.stop()
+        if self._watch is not None:
+            self._watch.join()
+        self._listener.close()
+        self._folder.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def http_beside(options: ServerOptions) -> AsyncIterator[HttpProcess | None]:
+    """The HTTP server of a gRPC server, if its options ask for one; it starts while the model is loaded, and has ended
+    at the context's end. Raises ConfigError."""
+    if options.http_port is None:
+        yield None
+        return
+    http = HttpProcess(options)
+    loop = asyncio.get_running_loop()
+    http.starting = loop.run_in_executor(None, http.start)
+    try:
+        yield http
+    finally:
+        with contextlib.suppress(ConfigError):
+            await http.starting
+        await loop.run_in_executor(None, http.join)
+
+
+def front_options(options: ServerOptions, servers: list[str]) -> HttpFrontOptions:
+    """The HTTP server's options: those of the gRPC server that have the same names."""
+    names = {field.name for field in dataclasses.fields(HttpFrontOptions)}
+    shared = {f.name: getattr(options, f.name) for f in dataclasses.fields(ServerOptions) if f.name in names}
+    shared["max_message_bytes"] = round(options.max_message_bytes * BASE64)
+    return HttpFrontOptions(**shared, servers=tuple(servers))
