@@ -30,7 +30,7 @@ def stop_signals() -> asyncio.Event:
 
 
 async def until_stopped(
-    server: Stoppable, stopping: asyncio.Event, options: ServerOptions, http: HttpProcess | None
+    server: Stoppable, stopping: asyncio.Event, options: ServerOptions, http: HttpProcess | None = None
 ) -> None:
     """Prints the ready line, and one for the HTTP server if there is one; stops both on a signal. Raises ConfigError if
     the HTTP server cannot start."""
