@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as _Tokenizer
 
@@ -16,10 +17,7 @@ ToBytes = Callable[[str], bytes]
 def to_bytes(tokenizer: _Tokenizer) -> ToBytes | None:
     """A function from vocabulary entries to their bytes, for byte-level vocabularies and for those of SentencePiece
     with or without byte fallback. None for other vocabularies, whose entries have no bytes of their own."""
-    if tokenizer.decoder is None:
-        return None
-    decoder = json.loads(tokenizer.decoder.__getstate__())
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    steps = _decoder_steps(tokenizer)
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
         return _byte_level
@@ -34,6 +32,18 @@ def to_bytes(tokenizer: _Tokenizer) -> ToBytes | None:
     if not replaced:
         return None
     return lambda entry: _pieces(entry, replaced, fallback="ByteFallback" in kinds)
+
+
+def joins_bytes(tokenizer: _Tokenizer) -> bool:
+    """Whether decoding joins the bytes of tokens and does nothing else."""
+    return [step["type"] for step in _decoder_steps(tokenizer)] == ["ByteLevel"]
+
+
+def _decoder_steps(tokenizer: _Tokenizer) -> list[dict[str, Any]]:
+    if tokenizer.decoder is None:
+        return []
+    decoder = json.loads(tokenizer.decoder.__getstate__())
+    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
 
 
 def _pieces(entry: str, replaced: list[tuple[str, str]], *, fallback: bool) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as _Tokenizer
 
 from families import CheckpointError
-from service.model.token_bytes import to_bytes
+from service.model.token_bytes import joins_bytes, to_bytes
 
 # Private-use code points, which do not occur in exchanged text.
 _LITERAL_OPEN, _LITERAL_CLOSE = "\ufdd0", "\ufdd1"
@@ -38,6 +39,9 @@ class Tokenizer:
         self.longest = max(map(len, vocabulary), default=1)
         """Largest number of characters of one token."""
         self._to_bytes = to_bytes(self._tokenizer)
+        self.joins_bytes = joins_bytes(self._tokenizer)
+        """Whether text is the bytes of its tokens, one after another."""
+        self._shown: dict[int, bytes] = {}
         self._special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         self._has_text = bytearray(max(vocabulary.values(), default=-1) + 1)  # by id; asking the library takes longer
         for i in vocabulary.values():
@@ -82,6 +86,15 @@ class Tokenizer:
         """Whether a token has no text: a special one, or an id without an entry."""
         return token_id >= len(self._has_text) or not self._has_text[token_id]
 
+    def shown_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token in decoded text, if `joins_bytes`: none of a token without text."""
+        found = self._shown.get(token_id)
+        if found is None:
+            if self.silent(token_id):
+                return b""
+            found = self._shown[token_id] = self.token_bytes(token_id)
+        return found
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; special tokens and ids without an entry decode to nothing."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -122,15 +135,17 @@ def substitute(text: str, token: str, words: Iterable[str | None]) -> str:
 class Detokenizer:
     """Converts ids to text as soon as the text is certain.
 
-    A character may span several byte-level tokens, and a token's text may depend on the token before it, so a short
-    window is decoded with and without the new ids, and the difference is their text. Text that ends in an incomplete
-    character is held back.
+    A character may span several byte-level tokens; an incomplete one at the end is held back. In other vocabularies a
+    token's text may depend on the token before it, so a short window is decoded with and without the new ids, and the
+    difference is their text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._prefix = self._read = 0
+        joins_bytes = tokenizer is not None and tokenizer.joins_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if joins_bytes else None
 
     def _text(self, start: int, stop: int) -> str:
         assert self._tokenizer is not None
@@ -140,13 +155,15 @@ class Detokenizer:
         """The text that became certain with `ids`."""
         if self._tokenizer is None:
             return ""
+        if self._utf8 is not None:
+            return self._utf8.decode(b"".join(map(self._tokenizer.shown_bytes, ids)))
         # Ids without text would only lengthen the window.
         self._ids.extend([i for i in ids if not self._tokenizer.silent(i)])
         return self._advance(final=False)
 
     def flush(self) -> str:
         """The text that was held back, an incomplete character as U+FFFD."""
-        return self._advance(final=True)
+        return self._advance(final=True) if self._utf8 is None else self._utf8.decode(b"", final=True)
 
     def _advance(self, *, final: bool) -> str:
         if self._tokenizer is None or self._read == len(self._ids):

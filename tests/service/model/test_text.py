@@ -27,19 +27,24 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One token per byte, so that characters are split in every possible way."""
+@pytest.fixture(scope="module", params=["bytes", "window"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One token per byte, so that characters are split in every possible way. With and without a second step of
+    decoding, which changes nothing but is not known to."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = RawTokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r"\s"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     raw.decoder = decoders.ByteLevel()
+    if request.param == "window":
+        raw.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
     raw.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     raw.save(str(path))
-    return Tokenizer(path)
+    made = Tokenizer(path)
+    assert made.joins_bytes == (request.param == "bytes")
+    return made
 
 
 @given(text=st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\ufdd0\ufdd1")), cut=st.integers(1, 5))
@@ -88,7 +93,7 @@ def test_a_long_answer_of_no_text_costs_no_more_for_each_token(tokenizer: Tokeni
     decoded = 0
 
     class Counting:
-        silent = tokenizer.silent
+        silent, joins_bytes, shown_bytes = tokenizer.silent, tokenizer.joins_bytes, tokenizer.shown_bytes
 
         def decode(self, ids: list[int]) -> str:
             nonlocal decoded
