@@ -12,6 +12,7 @@ from decoder.positions import Positions
 from encoder.item import EncoderItem, Grid, ItemLayout
 from encoder.stopwatch import Stopwatch
 from encoder.tower import TowerSpec
+from families.tool_calls import ToolMarkup
 
 if TYPE_CHECKING:
     import torch
@@ -165,3 +166,9 @@ class Family:
     """Tokens that the released processor writes before and after the placeholders of an image."""
     reasoning: tuple[str, str] | None = None
     """Tokens that open and close the model's reasoning, which is the first part of its output."""
+    tool_markups: tuple[ToolMarkup, ...] = ()
+    """How models of the family write tool calls. The first one whose sign is in the chat template is used."""
+
+    def tool_markup(self, template: str) -> ToolMarkup | None:
+        """How a model with this chat template writes tool calls; None if it is not known."""
+        return next((markup for markup in self.tool_markups if markup.sign in template), None)

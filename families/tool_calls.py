@@ -1,17 +1,20 @@
-"""Finds tool calls in the text of a model, while it is generated. Without I/O; one table per markup.
+"""Finds tool calls in the text of a model, while it is generated. Without I/O; one parser per markup.
 
-Text is passed on until a call begins. A call in XML is reported once its name is known to be that of a tool, then
-parameter by parameter; calls in JSON once their JSON is complete. What is no call remains text, markers included. If a
-call in XML breaks off, its arguments are closed and the rest is text. How the text is divided does not change the
-result.
+Text is passed on until a call begins. A call is reported once its name is known to be that of a tool, and its arguments
+as they are written. What is no call remains text, markers included; if a call breaks off, its arguments stay incomplete
+and the rest is text. White space between text and calls belongs to the markup. How the text is divided does not change
+the result.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
+
+from families.tool_steps import SPACE, Cursor, Mismatch, Steps, json_steps, overlap
+from families.tool_values import json_text, only_string, typed
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,16 @@ class ToolMarkup:
     body: Literal["xml", "object", "list"]
     """`xml`: `<function=NAME><parameter=KEY>VALUE</parameter>...</function>`, one call. `object`: a JSON object with
     `name` and `arguments`. `list`: a JSON list of such objects."""
+    sign: str
+    """Text that a chat template contains if the model writes calls like this."""
 
 
-XML = ToolMarkup("<tool_call>", "</tool_call>", "xml")
-HERMES = ToolMarkup("<tool_call>", "</tool_call>", "object")
-CALL_LIST = ToolMarkup("<TOOLCALL>", "</TOOLCALL>", "list")
+XML = ToolMarkup("<tool_call>", "</tool_call>", "xml", "<function=")
+"""Nemotron 3, Qwen3-Coder, Qwen3.5 and later."""
+HERMES = ToolMarkup("<tool_call>", "</tool_call>", "object", "<tool_call>")
+"""Hermes, Qwen2.5, Qwen3, Granite 4."""
+CALL_LIST = ToolMarkup("<TOOLCALL>", "</TOOLCALL>", "list", "<TOOLCALL>")
+"""Nemotron Nano v2."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,8 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class CallPiece:
-    """A part of call `index`. The first has the name; the arguments of all parts together are a JSON object."""
+    """A part of call `index`. The first has the name; the arguments of all parts together are a JSON object, unless the
+    call breaks off."""
 
     index: int
     arguments: str
@@ -49,221 +58,249 @@ class CallPiece:
 Piece = TextPiece | CallPiece
 
 
-class _Incomplete(Exception):
-    """More text is needed."""
-
-
-class _NoCall(Exception):
-    """The text is no call, or does not go on as one."""
-
-
-@dataclass
-class _Call:
-    """What has been read of a call."""
-
-    named: bool = False
-    tool: Mapping[str, Any] = field(default_factory=dict)
-    """The schema of its arguments."""
-    keys: set[str] = field(default_factory=set)
-    complete: bool = False
-    """Only the closing marker is missing."""
-    place: int = 0
-    """For JSON: number of characters that have been looked at."""
-    depth: int = 0
-    quoted: bool = False
-    escaped: bool = False
-
-    def schema(self, key: str) -> Any:
-        properties = self.tool.get("properties")
-        return properties.get(key) if isinstance(properties, Mapping) else None
-
-    def json_end(self, text: str, begin: int) -> int:
-        """Index after the JSON object or list that begins at `text[begin]`. Raises _Incomplete."""
-        for at in range(max(begin, self.place), len(text)):
-            letter = text[at]
-            if self.quoted:
-                self.quoted = self.escaped or letter != '"'
-                self.escaped = letter == "\\" and not self.escaped
-            elif letter == '"':
-                self.quoted = True
-            elif letter in "{[":
-                self.depth += 1
-            elif letter in "}]":
-                self.depth -= 1
-                if not self.depth:
-                    return at + 1
-        self.place = len(text)
-        raise _Incomplete
-
-
 class CallScanner:
     """Converts one sample's text to text and calls."""
 
-    def __init__(self, markup: ToolMarkup, tools: Mapping[str, Mapping[str, Any]]) -> None:
-        """`tools`: the JSON schema of each tool's arguments, by name."""
-        self._markup, self._tools = markup, tools
-        self._held = ""
-        """Text that has not been decided; inside a call, without the opening marker."""
-        self._call: _Call | None = None
+    def __init__(self, markup: ToolMarkup, tools: Mapping[str, Mapping[str, Any]], *, single: bool = False) -> None:
+        """`tools`: the JSON schema of each tool's arguments, by name. `single`: the first complete call is the end of
+        the answer; nothing after it is reported."""
+        self._markup, self._tools, self._single = markup, tools, single
+        self._longest_name = max(map(len, tools), default=0) + 2
+        self._cursor = Cursor()
+        self._pieces: list[Piece] = []
+        self._after_call = False
+        """Whether no text has followed the last call."""
         self.calls = 0
+        """Number of calls that have begun."""
+        self.complete = 0
+        """Number of calls whose arguments are complete."""
+        self._steps: Iterator[None] = self._parse()
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer ends here."""
+        return self._single and self.complete > 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether some call is not complete."""
+        return self.complete < self.calls
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that became certain."""
-        self._held += text
-        pieces: list[Piece] = []
-        while self._call is not None or self._outside(pieces):
-            try:
-                self._inside(pieces)
-            except _Incomplete:
-                break
-            except _NoCall:
-                self._give_up(pieces)
+        self._cursor.text += text
+        next(self._steps, None)
+        pieces, self._pieces = self._pieces, []
         return pieces
 
     def finish(self) -> list[Piece]:
         """The rest, at the end of the text."""
-        pieces: list[Piece] = []
-        while self._call is not None:
-            self._give_up(pieces)
-            pieces += self.feed("")
-        if self._held:
-            pieces.append(TextPiece(self._held))
-        self._held = ""
-        return pieces
+        self._cursor.final = True
+        return self.feed("")
 
-    def _outside(self, pieces: list[Piece]) -> bool:
-        """Passes text on; whether a call begins."""
+    # -- parsing -------------------------------------------------------------------------------------------------------
+
+    def _parse(self) -> Steps:
+        cursor = self._cursor
+        body = {"xml": self._xml, "object": self._item, "list": self._list}[self._markup.body]
         begin = self._markup.begin
-        at = self._held.find(begin)
-        end = at if at >= 0 else len(self._held) - _overlap(self._held, begin)
-        if end:
-            pieces.append(TextPiece(self._held[:end]))
-        self._held = self._held[end:]
-        if at < 0:
-            return False
-        self._held, self._call = self._held[len(begin) :], _Call()
-        return True
+        while True:
+            yield from self._outside()
+            if cursor.final and begin not in cursor.text:
+                return
+            started, cursor.at = self.calls, cursor.text.index(begin) + len(begin)
+            try:
+                yield from body()
+                if self.done:
+                    break
+                yield from cursor.space()
+                yield from cursor.word(self._markup.end)
+                cursor.drop()
+            except Mismatch:
+                if self.calls == started:
+                    self._pass_on(cursor.text.index(begin) + len(begin))
+        cursor.final = True  # nothing after the only call
+        while True:
+            cursor.text = ""
+            yield
 
-    def _give_up(self, pieces: list[Piece]) -> None:
-        """Ends a call that does not go on as one; what is held is text."""
-        assert self._call is not None
-        if not self._call.named:
-            pieces.append(TextPiece(self._markup.begin))
-        elif not self._call.complete:
-            pieces.append(CallPiece(self.calls - 1, "}"))
-        self._call = None
+    def _outside(self) -> Steps:
+        """Passes text on until it begins with the marker of a call, perhaps after white space, or is at its end."""
+        cursor = self._cursor
+        begin = self._markup.begin
+        while (at := cursor.text.find(begin)) < 0 and not cursor.final:
+            self._pass_on(_trimmed(cursor.text, len(cursor.text) - overlap(cursor.text, begin)))
+            yield
+        if at < 0 and self._after_call and not cursor.text.strip(SPACE):
+            cursor.text = ""
+        self._pass_on(_trimmed(cursor.text, at) if at >= 0 else len(cursor.text))
 
-    def _inside(self, pieces: list[Piece]) -> None:
-        """Reads on in a call up to its end. Raises _Incomplete, _NoCall."""
-        call = self._call
-        assert call is not None
-        while not call.complete:
-            (self._read_xml if self._markup.body == "xml" else self._read_json)(call, pieces)
-        self._held = self._held[_literal(self._held, _space(self._held, 0), self._markup.end) :]
-        self._call = None
+    def _xml(self) -> Steps:
+        """The function with its parameters."""
+        cursor = self._cursor
+        yield from cursor.space()
+        yield from cursor.word("<function=")
+        name = yield from cursor.until(">", self._longest_name)
+        schema = self._start(name.strip())
+        self._argue("{")
+        keys = set[str]()
+        while True:
+            yield from cursor.space()
+            if (yield from cursor.word("</function>", "<parameter=")) == "</function>":
+                break
+            key = (yield from cursor.until(">", _LONGEST_KEY)).strip()
+            if key in keys:
+                raise Mismatch
+            before = f"{', ' if keys else ''}{json_text(key)}: "
+            keys.add(key)
+            if only_string(schema, key):
+                self._argue(f'{before}"')
+                yield from self._string()
+            else:
+                value = yield from cursor.until("</parameter>")
+                self._argue(before + typed(value.removeprefix("\n").removesuffix("\n"), schema, key))
+        self._end()
+        self._argue("}")
 
-    def _read_xml(self, call: _Call, pieces: list[Piece]) -> None:
-        """Reads the head, a parameter, or the closing tag of the function."""
-        text, at = self._held, _space(self._held, 0)
-        if not call.named:
-            name, at = _until(text, _literal(text, at, "<function="), ">", max(map(len, self._tools), default=0))
-            if name not in self._tools:
-                raise _NoCall
-            pieces.append(CallPiece(self.calls, "{", name))
-            call.named, call.tool, self.calls = True, self._tools[name], self.calls + 1
-        elif text.startswith("</", at):
-            at = _literal(text, at, "</function>")
-            pieces.append(CallPiece(self.calls - 1, "}"))
-            call.complete = True
-        else:
-            key, at = _until(text, _literal(text, at, "<parameter="), ">", _LONGEST_KEY)
-            value, at = _until(text, at, "</parameter>")
-            if key in call.keys:
-                raise _NoCall
-            argument = f"{json.dumps(key, ensure_ascii=False)}: {typed(_unwrapped(value), call.schema(key))}"
-            pieces.append(CallPiece(self.calls - 1, f"{', ' if call.keys else ''}{argument}"))
-            call.keys.add(key)
-        self._held = text[at:]
+    def _string(self) -> Steps:
+        """A parameter that is a string, as it is written: the newlines next to the tags are not part of it."""
+        cursor = self._cursor
+        yield from cursor.char()
+        cursor.at += cursor.text.startswith("\n", cursor.at)
+        while (end := cursor.text.find("</parameter>", cursor.at)) < 0:
+            end = len(cursor.text) - overlap(cursor.text, "</parameter>")
+            end = max(cursor.at, end - cursor.text.endswith("\n", cursor.at, end))
+            written, cursor.at = cursor.text[cursor.at : end], end
+            if written:
+                self._argue(json_text(written)[1:-1])
+            yield from cursor.more()
+        written = cursor.text[cursor.at : end].removesuffix("\n")
+        cursor.at = end + len("</parameter>")
+        self._argue(json_text(written)[1:])
 
-    def _read_json(self, call: _Call, pieces: list[Piece]) -> None:
-        """Reads the object or the list."""
-        begin = _space(self._held, 0)
-        _literal(self._held, begin, "{" if self._markup.body == "object" else "[")
-        end = call.json_end(self._held, begin)
+    def _list(self) -> Steps:
+        """A JSON list of calls."""
+        cursor = self._cursor
+        yield from cursor.space()
+        yield from cursor.word("[")
+        while True:
+            yield from self._item()
+            if self.done:
+                return
+            yield from cursor.space()
+            if (yield from cursor.word("]", ",")) == "]":
+                cursor.drop()
+                return
+
+    def _item(self) -> Steps:
+        """A JSON object with `name` and `arguments`, usually in this order: then the arguments are reported as they are
+        written."""
+        cursor = self._cursor
+        yield from cursor.space()
+        begin = cursor.at
         try:
-            value = json.loads(self._held[begin:end])
+            name = yield from self._head()
+        except Mismatch:
+            cursor.at = begin
+            return (yield from self._whole())
+        self._start(name)
+        yield from json_steps(cursor, self._flush)
+        self._end()
+        if not self.done:
+            yield from cursor.space()
+            yield from cursor.word("}")
+            cursor.drop()
+
+    def _head(self) -> Generator[None, None, str]:
+        """The name of a call whose arguments follow. Raises Mismatch for another order."""
+        cursor = self._cursor
+        for word in ("{", '"name"', ":", '"'):
+            yield from cursor.word(word)
+            if word != '"':
+                yield from cursor.space()
+        name = yield from cursor.until('"', self._longest_name)
+        if name not in self._tools:
+            raise Mismatch
+        yield from cursor.space()
+        yield from cursor.word(",")
+        yield from cursor.space()
+        yield from cursor.word('"arguments"', '"parameters"')
+        yield from cursor.space()
+        yield from cursor.word(":")
+        yield from cursor.space()
+        if not cursor.text.startswith("{", cursor.at):
+            raise Mismatch
+        return name
+
+    def _whole(self) -> Steps:
+        """A JSON object with `name` and `arguments` in any order."""
+        cursor = self._cursor
+        begin = cursor.at
+        yield from json_steps(cursor)
+        try:
+            item = json.loads(cursor.text[begin : cursor.at])
+            if not isinstance(item, dict):
+                raise Mismatch
+            arguments = item.get("arguments", item.get("parameters", {}))
+            if isinstance(arguments, str):  # as in OpenAI's protocol
+                arguments = json.loads(arguments, parse_constant=_refuse)
         except (ValueError, RecursionError):
-            raise _NoCall from None
-        calls = [self._checked(item) for item in ([value] if isinstance(value, dict) else value)]
-        if not calls:
-            raise _NoCall
-        for name, arguments in calls:
-            pieces.append(CallPiece(self.calls, arguments, name))
-            self.calls += 1
-        call.named = call.complete = True
-        self._held = self._held[end:]
+            raise Mismatch from None
+        if not isinstance(item.get("name"), str) or not isinstance(arguments, dict):
+            raise Mismatch
+        self._start(item["name"])
+        self._argue(json_text(arguments))
+        self._end()
 
-    def _checked(self, item: Any) -> tuple[str, str]:
-        """Name and arguments of a call. Raises _NoCall."""
-        name = item.get("name") if isinstance(item, dict) else None
-        if not isinstance(name, str) or name not in self._tools:
-            raise _NoCall
-        arguments = item.get("arguments", item.get("parameters", {}))
-        if not isinstance(arguments, dict):
-            raise _NoCall
-        return name, json.dumps(arguments, ensure_ascii=False)
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def _add(self, piece: Piece) -> None:
+        self._after_call = isinstance(piece, CallPiece)
+        match (self._pieces[-1] if self._pieces else None), piece:
+            case TextPiece(before), TextPiece(text):
+                self._pieces[-1] = TextPiece(before + text)
+            case CallPiece(index, arguments, name), CallPiece() if index == piece.index:
+                self._pieces[-1] = CallPiece(index, arguments + piece.arguments, name)
+            case _:
+                self._pieces.append(piece)
+
+    def _pass_on(self, end: int) -> None:
+        """Reports the text before `end` as such."""
+        cursor = self._cursor
+        if end:
+            self._add(TextPiece(cursor.text[:end]))
+        cursor.text, cursor.at = cursor.text[end:], 0
+
+    def _start(self, name: str) -> Mapping[str, Any]:
+        """Reports that a call begins; returns the schema of its arguments. Raises Mismatch for an unknown tool."""
+        if name not in self._tools:
+            raise Mismatch
+        self.calls += 1
+        self._add(CallPiece(self.calls - 1, "", name))
+        self._cursor.drop()
+        return self._tools[name]
+
+    def _argue(self, arguments: str) -> None:
+        """Reports text of the call's arguments, for all that has been parsed."""
+        self._add(CallPiece(self.calls - 1, arguments))
+        self._cursor.drop()
+
+    def _flush(self) -> None:
+        """Reports what has been parsed as text of the call's arguments."""
+        cursor = self._cursor
+        if cursor.at:
+            self._argue(cursor.text[: cursor.at])
+
+    def _end(self) -> None:
+        self.complete += 1
 
 
-_SPACE = " \t\r\n"
 _LONGEST_KEY = 1024
 
 
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
-    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
-
-
-def _space(text: str, at: int) -> int:
-    """Index of the first character from `at` that is no white space. Raises _Incomplete."""
-    while at < len(text) and text[at] in _SPACE:
-        at += 1
-    if at == len(text):
-        raise _Incomplete
-    return at
-
-
-def _literal(text: str, at: int, word: str) -> int:
-    """Index after `word`, which must be at `at`. Raises _Incomplete, _NoCall."""
-    if text.startswith(word, at):
-        return at + len(word)
-    raise _Incomplete if word.startswith(text[at:]) else _NoCall
-
-
-def _until(text: str, at: int, word: str, longest: int | None = None) -> tuple[str, int]:
-    """The text before the next `word`, at most `longest` characters, and the index after it. Raises _Incomplete,
-    _NoCall."""
-    end = text.find(word, at)
-    if longest is not None and (end if end >= 0 else len(text)) - at > longest:
-        raise _NoCall
-    if end < 0:
-        raise _Incomplete
-    return text[at:end], end + len(word)
-
-
-def _unwrapped(value: str) -> str:
-    """A parameter's value without the newlines that the markup has around it."""
-    return value.removeprefix("\n").removesuffix("\n")
-
-
-def typed(value: str, schema: Any) -> str:
-    """JSON of a parameter that was written as text: a string if the schema says so or the value is no JSON."""
-    kinds = schema.get("type") if isinstance(schema, Mapping) else None
-    if kinds not in ("string", ["string"]):
-        try:
-            return json.dumps(json.loads(value, parse_constant=_refuse), ensure_ascii=False)
-        except (ValueError, RecursionError):
-            pass
-    return json.dumps(value, ensure_ascii=False)
+def _trimmed(text: str, end: int) -> int:
+    """`end` without the white space before it."""
+    return len(text[:end].rstrip(SPACE))
 
 
 def _refuse(constant: str) -> None:

@@ -3,5 +3,6 @@
 from families.family import Family
 from families.granitemoehybrid.config import read_config
 from families.granitemoehybrid.names import weights
+from families.tool_calls import HERMES
 
-FAMILY = Family(name="granitemoehybrid", read_config=read_config, weights=weights)
+FAMILY = Family(name="granitemoehybrid", read_config=read_config, weights=weights, tool_markups=(HERMES,))

@@ -3,6 +3,7 @@
 from families.family import Family
 from families.minicpmv4_6.config import read_config
 from families.minicpmv4_6.names import weights
+from families.tool_calls import HERMES, XML
 
 FAMILY = Family(
     name="minicpmv4_6",
@@ -10,4 +11,5 @@ FAMILY = Family(
     weights=weights,
     aliases=("MiniCPMV4_6ForConditionalGeneration",),
     reasoning=("<think>", "</think>"),
+    tool_markups=(XML, HERMES),
 )

@@ -5,6 +5,7 @@ from functools import partial
 from families.family import Family
 from families.qwen3_5.config import read_config
 from families.qwen3_5.names import weights
+from families.tool_calls import HERMES, XML
 
 FAMILY = Family(
     name="qwen3_5",
@@ -13,6 +14,7 @@ FAMILY = Family(
     aliases=("qwen3_5_text", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
     image_wrappers=("<|vision_start|>", "<|vision_end|>"),
     reasoning=("<think>", "</think>"),
+    tool_markups=(XML, HERMES),
 )
 MOE_FAMILY = Family(
     name="qwen3_5_moe",
@@ -21,4 +23,5 @@ MOE_FAMILY = Family(
     aliases=("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
     image_wrappers=("<|vision_start|>", "<|vision_end|>"),
     reasoning=("<think>", "</think>"),
+    tool_markups=(XML, HERMES),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from service.common import errors
-from service.common.types import ChatInput, GenerateSpec, Image, RawInput, TokensInput, Video
+from service.common.types import ChatInput, GenerateSpec, Image, RawInput, TokensInput, ToolCall, Video
 from service.media.images import MediaLimits
 
 MAX_COUNT = 2**31 - 1
@@ -99,11 +99,18 @@ def too_long(message: str, name: str, limit: int, got: int) -> errors.InvalidArg
     )
 
 
+def _written(call: ToolCall) -> int:
+    """At least so many characters of a call are in the prompt."""
+    return len(call.name) + sum(len(key) + (len(value) if isinstance(value, str) else 1)
+                                for key, value in call.arguments.items())  # fmt: skip
+
+
 def characters(spec: GenerateSpec) -> int:
     """Characters of the input's text."""
     match spec.input:
         case ChatInput(messages):
-            return sum(len(part or "") for message in messages for part in (message.reasoning, *message.parts))
+            text = sum(len(part or "") for message in messages for part in (message.reasoning, *message.parts))
+            return text + sum(_written(call) for message in messages for call in message.tool_calls)
         case RawInput(text):
             return len(text)
     return 0

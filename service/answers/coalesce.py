@@ -29,6 +29,7 @@ class _Held:
             self.deltas[0],
             text="".join(delta.text for delta in self.deltas),
             reasoning="".join(delta.reasoning for delta in self.deltas),
+            calls=tuple(call for delta in self.deltas for call in delta.calls),
             token_ids=tuple(i for delta in self.deltas for i in delta.token_ids),
             logprobs=tuple(p for delta in self.deltas for p in delta.logprobs),
             sequence=self.sent,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from saccade.v1 import inference_pb2, model_pb2, types_pb2
@@ -19,6 +19,7 @@ from service.answers.inputs import asked_thinking, image_from_proto, input_from_
 from service.common import errors
 from service.common.config import ServerOptions
 from service.common.types import (
+    CallDelta,
     ChatInput,
     Delta,
     Embedded,
@@ -44,6 +45,7 @@ _REASONS = {
     "stop": types_pb2.FINISH_REASON_STOP,
     "length": types_pb2.FINISH_REASON_LENGTH,
     "aborted": types_pb2.FINISH_REASON_ABORTED,
+    "tool_calls": types_pb2.FINISH_REASON_TOOL_CALLS,
 }
 _SCALARS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
@@ -154,6 +156,7 @@ def event_to_proto(event: Event) -> inference_pb2.StreamGenerateResponse:
             delta = inference_pb2.Delta(
                 index=event.index, text=event.text, token_ids=event.token_ids,
                 logprobs=[_logprob(p) for p in event.logprobs], sequence=event.sequence, reasoning=event.reasoning,
+                tool_calls=_calls(event.calls),
             )  # fmt: skip
             return inference_pb2.StreamGenerateResponse(delta=delta)
     finished = inference_pb2.Finished(
@@ -162,6 +165,19 @@ def event_to_proto(event: Event) -> inference_pb2.StreamGenerateResponse:
     )  # fmt: skip
     _set_stop(finished, event)
     return inference_pb2.StreamGenerateResponse(finished=finished)
+
+
+def _calls(deltas: Sequence[CallDelta]) -> list[types_pb2.ToolCallDelta]:
+    """One for each call of which there are parts."""
+    parts: dict[int, list[CallDelta]] = {}
+    for delta in deltas:
+        parts.setdefault(delta.index, []).append(delta)
+    return [
+        types_pb2.ToolCallDelta(
+            index=index, id=found[0].id, name=found[0].name, arguments="".join(part.arguments for part in found)
+        )
+        for index, found in parts.items()
+    ]
 
 
 def _set_stop(target: Any, event: Finished) -> None:
@@ -211,6 +227,7 @@ class ResponseBuilder:
         self._samples: dict[int, inference_pb2.Sample] = {}
         self._text: dict[int, list[tuple[str, str]]] = {}
         """Reasoning and text of the deltas of each sample."""
+        self._calls: dict[int, list[CallDelta]] = {}
         self._prompt: list[types_pb2.PromptLogprob] = []
 
     def add(self, event: Event) -> None:
@@ -222,6 +239,7 @@ class ResponseBuilder:
                 sample.token_ids.extend(event.token_ids)
                 sample.logprobs.extend(_logprob(p) for p in event.logprobs)
                 self._text.setdefault(event.index, []).append((event.reasoning, event.text))
+                self._calls.setdefault(event.index, []).extend(event.calls)
             case Finished():
                 sample = self._sample(event.index)
                 sample.finish_reason = _REASONS[event.reason]
@@ -237,6 +255,8 @@ class ResponseBuilder:
         for index, pieces in self._text.items():
             reasoning, text = ("".join(part) for part in zip(*pieces))
             self._samples[index].reasoning, self._samples[index].text = reasoning, text
+            for call in _calls(self._calls[index]):
+                self._samples[index].tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
         return inference_pb2.GenerateResponse(
             request_id=self._started.request_id,
             model=self._started.model,

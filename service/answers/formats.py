@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from saccade.v1 import types_pb2
+from service.answers.json_values import json_value
 from service.common import errors
 from service.common.types import ConstraintSpec, TextFormat
 
 MAX_FORMAT = 2**17
 """Largest number of characters of a format, all its parts together."""
-MAX_NESTING = 100
-"""Maximum nesting of objects and arrays in a JSON schema."""
 MAX_CHOICES = 4096
 MAX_TAGS = 256
 MAX_BAD_WORDS = 256
@@ -101,30 +99,11 @@ def _tag(tag: types_pb2.StructuralTag, field: str, triggers: list[str]) -> Mappi
 
 
 def _check_schema(field: str, text: str) -> None:
-    _check_length(field, text, MAX_FORMAT)
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        schema = json.loads(text, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise errors.InvalidArgument(f"{field} cannot be read: {error}", field=field) from None
+    schema = json_value(field, text, MAX_FORMAT)
     if not isinstance(schema, dict | bool):
         raise errors.InvalidArgument(f"{field} must be a JSON object, not a {type(schema).__name__}", field=field)
-    if (depth := _nesting(schema)) > MAX_NESTING:
-        raise errors.InvalidArgument(f"{field} is nested {depth} deep; at most {MAX_NESTING} are allowed", field=field)
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise errors.InvalidArgument(f"{field}: x-guidance cannot be set", field=field)
-
-
-def _nesting(value: Any) -> int:
-    depth, level = 0, [value] if isinstance(value, dict | list) else []
-    while level:
-        depth += 1
-        inner = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
-        level = [item for item in inner if isinstance(item, dict | list)]
-    return depth
 
 
 def _check_length(field: str, text: str, most: int) -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from decoder.sampling import SamplingParams
 from service.answers.bounds import FrontendLimits
@@ -26,13 +26,23 @@ from service.answers.mailbox import Mailbox
 from service.answers.prepare import Preparation, Resolver, no_references
 from service.answers.prompts import Prompt
 from service.answers.reasoning import ReasoningSplit, phase_of, with_reasoning
-from service.answers.relay import Clock, SampleState, engine_error, read_logprob, read_prompt_scores
+from service.answers.relay import (
+    Clock,
+    SampleState,
+    Shown,
+    engine_error,
+    merged,
+    read_logprob,
+    read_prompt_scores,
+)
+from service.answers.tool_calls import CallSplit, silent_markers, tool_use, with_tools
 from service.common import errors
 from service.common.types import (
     Delta,
     Embedded,
     Event,
     Finished,
+    FinishReason,
     GenerateSpec,
     ImageInput,
     Logprob,
@@ -143,7 +153,7 @@ class Frontend:
         enforces it.
         """
         with self._admitted(spec, salt) as call:
-            arrived = time.monotonic()
+            arrived, spec = time.monotonic(), with_tools(spec, self.assets)
             async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, pixels):
                 params = await self._sampling(spec, len(prompt.ids))
                 # aclosing: the engine learns of the end before the memory is released.
@@ -267,13 +277,13 @@ class Frontend:
         )  # fmt: skip
         phase = phase_of(prompt.ids, self.assets)
         constraint = with_reasoning(spec, phase, self.assets)
-        states = [self._state(spec, params, ReasoningSplit(self.assets.reasoning, phase)) for _ in range(spec.n)]
+        states = [self._state(spec, params, ReasoningSplit(self.assets.reasoning, phase), i) for i in range(spec.n)]
         names = [f"{next(self._numbers)}:{spec.request_id}" for _ in range(spec.n)]
         index_of = {name: i for i, name in enumerate(names)}
         clock = Clock(arrived)
         prompt_scores: list[PromptLogprob] = []
 
-        def finished(index: int, reason: Any, stop_token: int | None = None) -> Finished:
+        def finished(index: int, reason: FinishReason, stop_token: int | None = None) -> Finished:
             state = states[index]
             state.done = True
             usage = Usage(
@@ -324,7 +334,7 @@ class Frontend:
                         if delta is not None:
                             yield delta
                         if reason is not None:
-                            if states[index].stop_string is not None or reason == "aborted":
+                            if states[index].over or reason == "aborted":
                                 self.engine.abort(name)
                             yield finished(index, reason, stop_token)
         finally:
@@ -333,34 +343,38 @@ class Frontend:
                 if not states[index_of[name]].done:
                     self.engine.abort(name)
 
-    def _state(self, spec: GenerateSpec, params: SamplingParams, split: ReasoningSplit) -> SampleState:
-        formatted = spec.constraint is not None and spec.constraint.format is not None
-        return SampleState(self.assets.tokenizer, spec.stop, params.min_tokens, split, exact=formatted)
+    def _state(self, spec: GenerateSpec, params: SamplingParams, split: ReasoningSplit, index: int) -> SampleState:
+        use, markup, calls = tool_use(spec), self.assets.tool_markup, None
+        if use is not None and use.choice != "none" and markup is not None:
+            calls = CallSplit(markup, use, silent_markers(markup, self.assets), f"{spec.request_id}/{index}")
+        text_format = None if spec.constraint is None else spec.constraint.format
+        exact = text_format is not None and text_format.kind != "tool_calls"
+        return SampleState(self.assets.tokenizer, spec.stop, params.min_tokens, split, exact=exact, calls=calls)
 
     def _eos(self, params: SamplingParams) -> frozenset[int]:
         return frozenset() if params.ignore_eos else self.assets.config.eos_token_ids
 
     def _already_ended(
         self, spec: GenerateSpec, params: SamplingParams, state: SampleState
-    ) -> tuple[str, int | None] | None:
+    ) -> tuple[FinishReason, int | None] | None:
         """Whether an answer that is to be continued has already ended: (reason, stop token)."""
         last = spec.continued[-1]
-        if state.stop_string is not None:
-            return "stop", None
+        if state.over:
+            return state.reason("stop"), None
         if len(spec.continued) > params.min_tokens and last in (self._eos(params) | params.stop_token_ids):
-            return "stop", last
+            return state.reason("stop"), last
         if params.max_tokens is not None and len(spec.continued) >= params.max_tokens:
             return "length", None
         return None
 
     def _relay(
         self, index: int, state: SampleState, events: list[EngineEvent]
-    ) -> tuple[Delta | None, str | None, int | None]:
+    ) -> tuple[Delta | None, FinishReason | None, int | None]:
         """Events of one sample -> (delta, finish reason, stop token). Raises StatusError for an error event."""
-        pieces: list[tuple[str, str]] = []
+        pieces: list[Shown] = []
         ids: list[int] = []
         logprobs: list[Logprob] = []
-        reason: str | None = None
+        reason: FinishReason | None = None
         stop_token: int | None = None
         for event in events:
             if event.error is not None:
@@ -371,16 +385,16 @@ class Frontend:
                 pieces.append(state.push(event.token_id, shown=event.stop_token is None))
                 if event.logprob is not None:
                     logprobs.append(read_logprob(event.token_id, event.logprob, event.top, self.assets.tokenizer))
-            if state.stop_string is not None:
-                reason = "stop"
+            if state.over:
+                reason = state.reason("stop")
                 break
             if event.finish_reason is not None:
-                reason, stop_token = event.finish_reason, event.stop_token
                 pieces.append(state.flush())
-        reasoning, text = ("".join(part) for part in zip(*pieces)) if pieces else ("", "")
-        if not reasoning and not text and not ids:
+                reason, stop_token = state.reason(cast(FinishReason, event.finish_reason)), event.stop_token
+        shown = merged(pieces)
+        if not any(shown) and not ids:
             return None, reason, stop_token
-        delta = Delta(index, text, tuple(ids), tuple(logprobs), state.sequence, reasoning)
+        delta = Delta(index, shown.text, tuple(ids), tuple(logprobs), state.sequence, shown.reasoning, shown.calls)
         state.sequence += 1
         return delta, reason, stop_token
 

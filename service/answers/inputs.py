@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,14 @@ from google.protobuf import json_format
 
 from saccade.v1 import inference_pb2, types_pb2
 from service.answers.bounds import MAX_TEMPLATE_JSON
-from service.answers.unserved import refuse_unserved
+from service.answers.json_values import json_object
+from service.answers.tool_inputs import (
+    ToolHistory,
+    calls_from_proto,
+    in_order_of_calls,
+    tool_arguments,
+    tool_use_from_proto,
+)
 from service.common import errors
 from service.common.types import (
     ChatInput,
@@ -54,16 +60,14 @@ def input_from_proto(
 def _chat(chat: inference_pb2.ChatInput, media: list[MediaSource]) -> ChatInput:
     if not chat.messages:
         raise errors.InvalidArgument("chat.messages is empty", field="chat.messages")
-    refuse_unserved(chat, "chat")
-    messages = []
+    messages, media_of, history = list[Message](), list[list[MediaSource]](), ToolHistory()
     for i, message in enumerate(chat.messages):
-        refuse_unserved(message, f"chat.messages[{i}]")
         if message.role not in _ROLES:
             raise errors.InvalidArgument(
                 f"chat.messages[{i}].role is {message.role}; known are {', '.join(_ROLES.values())}",
                 field=f"chat.messages[{i}].role",
             )
-        parts: list[str | None] = []
+        parts, found = list[str | None](), list[MediaSource]()
         for j, part in enumerate(message.parts):
             path = f"chat.messages[{i}].parts[{j}]"
             match part.WhichOneof("part"):
@@ -71,10 +75,10 @@ def _chat(chat: inference_pb2.ChatInput, media: list[MediaSource]) -> ChatInput:
                     parts.append(part.text)
                 case "image":
                     parts.append(None)
-                    media.append(image_from_proto(part.image, f"{path}.image"))
+                    found.append(image_from_proto(part.image, f"{path}.image"))
                 case "video":
                     parts.append(None)
-                    media.append(_video(part.video, f"{path}.video"))
+                    found.append(_video(part.video, f"{path}.video"))
                 case _:
                     raise errors.InvalidArgument(f"{path} is empty", field=path)
         if message.reasoning and message.role != types_pb2.ROLE_ASSISTANT:
@@ -82,8 +86,31 @@ def _chat(chat: inference_pb2.ChatInput, media: list[MediaSource]) -> ChatInput:
                 f"chat.messages[{i}].reasoning is set, and the role is {_ROLES[message.role]}, not assistant",
                 field=f"chat.messages[{i}].reasoning",
             )
-        messages.append(Message(_ROLES[message.role], tuple(parts), message.reasoning))
-    return _with_reasoning_options(ChatInput(tuple(messages), _template_arguments(chat)), chat)
+        calls, answered = (
+            calls_from_proto(message, f"chat.messages[{i}]"),
+            history.answer(message, f"chat.messages[{i}]"),
+        )
+        history.add(calls, f"chat.messages[{i}]")
+        messages.append(Message(_ROLES[message.role], tuple(parts), message.reasoning, calls, answered))
+        media_of.append(found)
+    order = in_order_of_calls(messages)
+    media += (source for i in order for source in media_of[i])
+    value = ChatInput(tuple(messages[i] for i in order), _template_arguments(chat))
+    return _with_tools(_with_reasoning_options(value, chat), chat)
+
+
+def _with_tools(value: ChatInput, chat: inference_pb2.ChatInput) -> ChatInput:
+    use, arguments, needed = tool_use_from_proto(chat), dict(value.template_arguments), list(value.needed)
+    if use is not None:
+        if "tools" in arguments:
+            raise errors.InvalidArgument(
+                f"chat.tools hold {len(use.tools)}, and chat_template_kwargs set tools, too", field="chat.tools"
+            )
+        arguments["tools"] = tool_arguments(use)
+        needed.append("tools")
+    if any(message.tool_calls for message in value.messages):
+        needed.append("tool_calls")
+    return replace(value, template_arguments=arguments, needed=tuple(needed), tool_use=use)
 
 
 def _with_reasoning_options(value: ChatInput, chat: inference_pb2.ChatInput) -> ChatInput:
@@ -115,30 +142,12 @@ def _prompt(prompt: inference_pb2.PromptInput, media: list[MediaSource]) -> Chat
 
 def _template_arguments(holder: inference_pb2.ChatInput | inference_pb2.PromptInput) -> Mapping[str, Any]:
     if holder.chat_template_kwargs_json:
-        arguments = _json_object("chat_template_kwargs_json", holder.chat_template_kwargs_json)
+        arguments = json_object("chat_template_kwargs_json", holder.chat_template_kwargs_json, MAX_TEMPLATE_JSON)
     else:  # a Struct holds only doubles: whole numbers were meant as integers
         arguments = _whole(json_format.MessageToDict(holder.chat_template_kwargs))
     if bad := sorted({"messages", "add_generation_prompt"} & set(arguments)):
         raise errors.InvalidArgument(f"chat_template_kwargs may not set {', '.join(bad)}", field="chat_template_kwargs")
     return arguments
-
-
-def _json_object(field: str, text: str) -> dict[str, Any]:
-    if len(text) > MAX_TEMPLATE_JSON:
-        raise errors.InvalidArgument(
-            f"{field} has {len(text)} characters; at most {MAX_TEMPLATE_JSON} are allowed", field=field
-        )
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        value = json.loads(text, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise errors.InvalidArgument(f"{field} cannot be read: {error}", field=field) from None
-    if not isinstance(value, dict):
-        raise errors.InvalidArgument(f"{field} must be a JSON object, not a {type(value).__name__}", field=field)
-    return value
 
 
 def _whole(value: Any) -> Any:

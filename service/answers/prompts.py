@@ -76,8 +76,9 @@ def read(spec: GenerateSpec, media: Sequence[PreparedItem], assets: ModelAssets)
     assert isinstance(spec.input, ChatInput)
     for name in spec.input.needed:
         if name not in assets.template.names:
+            field = "chat.messages.tool_calls" if name == "tool_calls" else f"chat.{name}"
             raise errors.FailedPrecondition(
-                f"chat.{name}: the chat template of {assets.config.name} does not read it", field=f"chat.{name}"
+                f"{field}: the chat template of {assets.config.name} does not read it", field=field
             )
     # Placeholders of clips for the template: their own token, or text.
     known = None if assets.video_token is None else Clip(assets.video_token)

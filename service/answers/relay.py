@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from service.answers.reasoning import ReasoningSplit
 from service.answers.stops import StopMatcher
+from service.answers.tool_calls import CallSplit
 from service.common import errors
-from service.common.types import Logprob, PromptLogprob
+from service.common.types import CallDelta, FinishReason, Logprob, PromptLogprob
 from service.engine.types import EngineEvent
 from service.model.tokenizer import Detokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
+
+
+class Shown(NamedTuple):
+    """What became certain of a sample."""
+
+    reasoning: str = ""
+    text: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+
+def merged(shown: Iterable[Shown]) -> Shown:
+    reasoning, text, calls = zip(*shown, Shown())
+    return Shown("".join(reasoning), "".join(text), tuple(call for part in calls for call in part))
 
 
 class SampleState:
@@ -21,14 +36,15 @@ class SampleState:
 
     def __init__(
         self, tokenizer: Tokenizer | None, stops: Sequence[str], min_tokens: int, split: ReasoningSplit, *,
-        exact: bool = False,
+        exact: bool = False, calls: CallSplit | None = None,
     ) -> None:  # fmt: skip
-        """`exact`: newlines after the closing marker of reasoning belong to the text, not to the marker."""
+        """`exact`: newlines after the closing marker of reasoning belong to the text, not to the marker. `calls`: None
+        if the request has no tools that can be called."""
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopMatcher(stops)
         self._min_tokens = min_tokens
-        self._split, self._exact = split, exact
+        self._split, self._exact, self._calls = split, exact, calls
         self._after_marker = split.reasoning
         """Whether nothing but newlines has followed the last marker."""
         self.tokens = self.reasoning_tokens = 0
@@ -40,22 +56,63 @@ class SampleState:
     def stop_string(self) -> str | None:
         return self._stops.matched
 
-    def push(self, token: int, *, shown: bool = True) -> tuple[str, str]:
-        """Counts a token and returns the reasoning and the text that became certain. `shown` is False for an end
-        token."""
+    @property
+    def over(self) -> bool:
+        """Whether the text ends the answer: by a stop string, or by the only call that is allowed."""
+        called = self._calls is not None and self._calls.done and self.tokens >= self._min_tokens
+        return called or self.stop_string is not None
+
+    def reason(self, given: FinishReason) -> FinishReason:
+        """Why the sample ended: `given` where no calls wait for their results."""
+        return "tool_calls" if given == "stop" and self._calls is not None and self._calls.called else given
+
+    def push(self, token: int, *, shown: bool = True) -> Shown:
+        """Counts a token and returns what became certain. `shown` is False for an end token."""
         self.tokens += 1
         reasoning, kind = self._split.reasoning, self._split.take(token)
         if kind == "marker":
-            text = self._trimmed(self._detokenizer.flush())
+            found = merged((self._take(self._detokenizer.flush(), reasoning), self._end(reasoning)))
             self._detokenizer = Detokenizer(self._tokenizer)
             self._after_marker = self._split.reasoning or not self._exact
-            return (text, "") if reasoning else ("", text)
-        text = self._trimmed(self._detokenizer.push([token])) if shown else ""
-        if kind == "reasoning":
-            self.reasoning_tokens += shown
-            return text, ""
+            return found
+        self.reasoning_tokens += shown and kind == "reasoning"
+        return self._take(self._decoded(token) if shown else "", kind == "reasoning")
+
+    def _decoded(self, token: int) -> str:
+        """The text that became certain with a token; special tokens of the markup of calls have one, too."""
+        marker = None if self._calls is None else self._calls.silent.get(token)
+        if marker is None:
+            return self._detokenizer.push([token])
+        text = self._detokenizer.flush() + marker
+        self._detokenizer = Detokenizer(self._tokenizer)
+        return text
+
+    def _take(self, text: str, reasoning: bool) -> Shown:
+        text = self._trimmed(text)
+        if self._calls is None or (reasoning and not self._calls.in_reasoning):
+            return Shown(text) if reasoning else Shown("", self._stopped(text))
+        return self._sorted(self._calls.feed(text), reasoning)
+
+    def _end(self, reasoning: bool) -> Shown:
+        """The rest of the reasoning, or of the answer: a call does not go on after it."""
+        return Shown() if self._calls is None else self._sorted(self._calls.finish(), reasoning)
+
+    def _sorted(self, pieces: Iterable[str | CallDelta], reasoning: bool) -> Shown:
+        texts, calls = list[str](), list[CallDelta]()
+        for piece in pieces:
+            if self.stop_string is not None:
+                break
+            if isinstance(piece, str):
+                texts.append(piece if reasoning else self._stopped(piece))
+            else:
+                texts.append("" if reasoning else self._stops.flush())  # no stop string goes across a call
+                calls.append(piece)
+        text = "".join(texts)
+        return Shown(text, "", tuple(calls)) if reasoning else Shown("", text, tuple(calls))
+
+    def _stopped(self, text: str) -> str:
         # Before min_tokens are reached, stop strings are ordinary text.
-        return "", self._stops.push(text) if self.tokens >= self._min_tokens else text
+        return self._stops.push(text) if self.tokens >= self._min_tokens else text
 
     def _trimmed(self, text: str) -> str:
         """The text without the newlines that templates write after a marker."""
@@ -69,12 +126,11 @@ class SampleState:
         for token in tokens:
             self.push(token)
 
-    def flush(self) -> tuple[str, str]:
-        """The reasoning and the text that were held back."""
-        text = self._trimmed(self._detokenizer.flush())
-        if self._split.reasoning:
-            return text, ""
-        return "", self._stops.push(text) + self._stops.flush()
+    def flush(self) -> Shown:
+        """What was held back."""
+        reasoning = self._split.reasoning
+        parts = [self._take(self._detokenizer.flush(), reasoning), self._end(reasoning)]
+        return merged(parts if reasoning else [*parts, Shown("", self._stops.flush())])
 
 
 class Clock:

@@ -6,7 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-FinishReason = Literal["stop", "length", "aborted"]
+FinishReason = Literal["stop", "length", "aborted", "tool_calls"]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call in the history of a conversation."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -17,6 +26,34 @@ class Message:
     parts: tuple[str | None, ...]
     reasoning: str = ""
     """The assistant's reasoning before its answer."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Those of the assistant."""
+    answered: ToolCall | None = None
+    """In a message of a tool: the call of which it is the result."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may ask its caller to run."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """JSON schema of the arguments; empty: there are none."""
+    strict: bool = False
+    """Whether calls that the model chooses to make keep to the schema."""
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of a request, and which of them are called."""
+
+    tools: tuple[Tool, ...]
+    choice: Literal["auto", "none", "required"] = "auto"
+    name: str = ""
+    """The only tool that may be called, which is `required` then."""
+    parallel: bool = True
+    """Whether one answer may have several calls."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +109,7 @@ class ChatInput:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     needed: tuple[str, ...] = ()
     """Names among the arguments that the template must read, since the request could not be followed otherwise."""
+    tool_use: ToolUse | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +127,7 @@ class TokensInput:
     ids: tuple[int, ...]
 
 
-FormatKind = Literal["json_schema", "json_object", "regex", "lark", "choice", "structural_tags"]
+FormatKind = Literal["json_schema", "json_object", "regex", "lark", "choice", "structural_tags", "tool_calls"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +137,8 @@ class TextFormat:
     kind: FormatKind
     source: str = ""
     """A JSON schema, a regular expression or a Lark grammar; for `choice` a JSON list of strings, for `structural_tags`
-    JSON `{"tags": [{"begin", "kind", "content", "end"}], "triggers": [...]}`."""
+    JSON `{"tags": [{"begin", "kind", "content", "end"}], "triggers": [...]}`, for `tool_calls` the JSON that
+    `service.answers.tool_formats` describes."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +293,16 @@ class Started:
 
 
 @dataclass(frozen=True)
+class CallDelta:
+    """A part of tool call `index` of a sample. The first part has its id and its name."""
+
+    index: int
+    arguments: str
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True)
 class Delta:
     """New text and tokens of sample `index`. The text has whole characters only, so the ids may be ahead of it."""
 
@@ -264,6 +313,7 @@ class Delta:
     sequence: int
     reasoning: str = ""
     """Precedes `text`."""
+    calls: tuple[CallDelta, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from decoder.sampling import SamplingParams
 from families import CheckpointError, VisionSpec
+from families.tool_calls import ToolMarkup
 from service.model.chat import ChatTemplate, load_template
 from service.model.modelconfig import ModelConfig
 from service.model.tokenizer import Tokenizer
@@ -46,6 +47,11 @@ class ModelAssets:
             return None
         opening, closing = map(self.tokenizer.token_id, self.config.family.reasoning)
         return None if opening is None or closing is None else ReasoningMarkers(opening, closing)
+
+    @property
+    def tool_markup(self) -> ToolMarkup | None:
+        """How the model writes tool calls; None if that is not known."""
+        return self.config.family.tool_markup(self.template.source)
 
     @property
     def image_wrappers(self) -> tuple[str, str]:

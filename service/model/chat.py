@@ -51,6 +51,7 @@ class ChatTemplate:
         self._tokens = tuple(token for token in (image_token, video_token) if token is not None)
         self._special_tokens = dict(special_tokens)
         self._template = None
+        self.source = source or ""
         self.names: frozenset[str] = frozenset()
         """All names in the template's code: an argument that is not among them has no effect."""
         if source is not None:
@@ -102,6 +103,8 @@ class ChatTemplate:
     def _render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any] | None) -> str:
         assert self._template is not None
         values = {"add_generation_prompt": True, **self._special_tokens, **(arguments or {}), "messages": messages}
+        if "tools" in values:
+            values["tools"] = self._safe_json(values["tools"])
         try:
             return self._template.render(values)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError) as error:
@@ -116,10 +119,31 @@ class ChatTemplate:
     def _safe(self, text: str) -> str:
         return text if isinstance(text, Marked) else literal(text, *self._tokens)
 
+    def _safe_json(self, value: Any) -> Any:
+        """A JSON value with its strings as `_safe` has them."""
+        match value:
+            case str():
+                return self._safe(value)
+            case Mapping():
+                return {self._safe(key): self._safe_json(item) for key, item in value.items()}
+            case list():
+                return [self._safe_json(item) for item in value]
+        return value
+
     def _head(self, message: Message) -> dict[str, Any]:
-        """A message without its content. Reasoning has the name that published templates read."""
-        head = {"role": message.role}
-        return {**head, "reasoning_content": self._safe(message.reasoning)} if message.reasoning else head
+        """A message without its content. Reasoning, calls and results have the names that published templates read."""
+        head: dict[str, Any] = {"role": message.role}
+        if message.reasoning:
+            head["reasoning_content"] = self._safe(message.reasoning)
+        if message.tool_calls:
+            head["tool_calls"] = [
+                {"id": call.id, "type": "function",
+                 "function": {"name": call.name, "arguments": self._safe_json(call.arguments)}}
+                for call in message.tool_calls
+            ]  # fmt: skip
+        if message.answered is not None:
+            head |= {"tool_call_id": message.answered.id, "name": message.answered.name}
+        return head
 
     def _structured(self, message: Message) -> dict[str, Any]:
         head = self._head(message)

@@ -7,62 +7,49 @@ import random
 from typing import Any
 
 import pytest
+from tool_texts import TOOLS, check_text, joined, random_text, xml
 
-from families.tool_calls import CALL_LIST, HERMES, XML, CallScanner, Piece, TextPiece, ToolMarkup
+from families.tool_calls import CALL_LIST, HERMES, XML, CallScanner, TextPiece, ToolMarkup
+from families.tool_values import typed
 
-TOOLS: dict[str, Any] = {
-    "weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
-    "now": {"type": "object", "properties": {}},
-}
-Result = tuple[str, list[tuple[str, str]]]
-
-
-def joined(pieces: list[Piece]) -> Result:
-    text, calls = "", list[tuple[str, str]]()
-    for piece in pieces:
-        if isinstance(piece, TextPiece):
-            text += piece.text
-        elif piece.index == len(calls):
-            assert piece.name
-            calls.append((piece.name, piece.arguments))
-        else:
-            assert piece.index == len(calls) - 1 and not piece.name
-            calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
-    return text, calls
+CITY = "Köln </tool_call>"
+WEATHER = json.dumps({"name": "weather", "arguments": {"city": CITY, "days": 2}}, ensure_ascii=False)
+FOUND = ("weather", {"city": CITY, "days": 2})
 
 
-def scanned(markup: ToolMarkup, *parts: str) -> Result:
-    scanner, pieces = CallScanner(markup, TOOLS), list[Piece]()
-    for part in parts:
-        pieces += scanner.feed(part)
-    return joined(pieces + scanner.finish())
-
-
-def xml(name: str, **values: str) -> str:
-    told = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
-    return f"<tool_call>\n<function={name}>\n{told}</function>\n</tool_call>"
-
-
-WEATHER = '{"name": "weather", "arguments": {"city": "Köln </tool_call>", "days": 2}}'
+def scanned(markup: ToolMarkup, text: str, **options: Any) -> tuple[str, list[tuple[str, str]]]:
+    scanner = CallScanner(markup, TOOLS, **options)
+    return joined(scanner.feed(text) + scanner.finish())
 
 
 @pytest.mark.parametrize(
     ("markup", "text", "rest", "calls"),
     [
-        (XML, f"So. {xml('weather', city='12', days='2')}\n{xml('now')}", "So. \n",
+        (XML, f"So. \n{xml('weather', city='12', days='2')}\n{xml('now')}\n", "So.",
          [("weather", {"city": "12", "days": 2}), ("now", {})]),
-        (XML, xml("weather", city='a\n"<b>"'), "", [("weather", {"city": 'a\n"<b>"'})]),
+        (XML, xml("weather", city='a\n"<b>"\\'), "", [("weather", {"city": 'a\n"<b>"\\'})]),
+        (XML, xml("weather", city="\n\na\n"), "", [("weather", {"city": "\n\na\n"})]),
+        (XML, "<tool_call><function= now ></function></tool_call> so\n", " so\n", [("now", {})]),
         (XML, xml("other", city="a"), xml("other", city="a"), []),
-        (XML, f"<tool_call>{xml('now')}", "<tool_call>", [("now", {})]),
-        (XML, "<tool_call>\n<function=weather>\n<parameter=days>\n2\n</parameter>\nso</tool_call>",
-         "\nso</tool_call>", [("weather", {"days": 2})]),
-        (XML, "<tool_call>\n<function=now>\n</function>\n", "\n", [("now", {})]),
-        (HERMES, f"a<tool_call>\n{WEATHER}\n</tool_call>b", "ab",
-         [("weather", {"city": "Köln </tool_call>", "days": 2})]),
+        (XML, f" \n<tool_call>{xml('now')}", " \n<tool_call>", [("now", {})]),
+        (XML, "<tool_call>\n<function=now>\n</function>\n", "", [("now", {})]),
+        (XML, "<tool_call>\n<function=now>\n</function>\nso", "\nso", [("now", {})]),
+        (HERMES, f"a <tool_call>\n{WEATHER}\n</tool_call>b", "ab", [FOUND]),
         (HERMES, "<tool_call>{'name': 'now'}</tool_call>", "<tool_call>{'name': 'now'}</tool_call>", []),
-        (CALL_LIST, f'<TOOLCALL>[{WEATHER}, {{"name": "now"}}]</TOOLCALL>', "",
-         [("weather", {"city": "Köln </tool_call>", "days": 2}), ("now", {})]),
+        (HERMES, '<tool_call>{"arguments": {"city": "é"}, "name": "weather"}</tool_call>', "",
+         [("weather", {"city": "é"})]),
+        (HERMES, '<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
+        (HERMES, '<tool_call>{"name": "weather", "arguments": "{\\"days\\": 1}"}</tool_call>', "",
+         [("weather", {"days": 1})]),
+        (HERMES, '<tool_call>{"name": "weather", "arguments": {"a": [1, {"b": null}], "c": "\\ud83d\\u00e9"}}'
+                 "</tool_call>", "", [("weather", {"a": [1, {"b": None}], "c": "\ud83dé"})]),
+        (HERMES, '<tool_call>{"name": "now", "arguments": {}, "id": 3}</tool_call>', ', "id": 3}</tool_call>',
+         [("now", {})]),
+        (CALL_LIST, f'<TOOLCALL>[{WEATHER}, {{"name": "now"}}]</TOOLCALL>', "", [FOUND, ("now", {})]),
+        (CALL_LIST, f'<TOOLCALL>[{WEATHER}, {{"name": "other"}}]</TOOLCALL>', ', {"name": "other"}]</TOOLCALL>',
+         [FOUND]),
         (CALL_LIST, "<TOOLCALL>[]</TOOLCALL>", "<TOOLCALL>[]</TOOLCALL>", []),
+        (CALL_LIST, "<TOOLCALL>[[1]]</TOOLCALL>", "<TOOLCALL>[[1]]</TOOLCALL>", []),
     ],
 )  # fmt: skip
 def test_calls_and_the_text_around_them(markup: ToolMarkup, text: str, rest: str, calls: list[tuple[str, Any]]) -> None:
@@ -70,33 +57,88 @@ def test_calls_and_the_text_around_them(markup: ToolMarkup, text: str, rest: str
     assert found[0] == rest and [(name, json.loads(arguments)) for name, arguments in found[1]] == calls
 
 
-PIECES = (
-    "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>", "<function=", "weather", "now", ">", "</function>",
-    "<parameter=", "city", "days", "</parameter>", "\n", " ", "写真", "😀",
-    "<", "{", "}", "[", "]", '"', ":", ",", "\\",
-    WEATHER, f"[{WEATHER}]", xml("weather", city="é"), xml("now"), f"<tool_call>{WEATHER}</tool_call>", "</think>",
-    f"<TOOLCALL>[{WEATHER}]</TOOLCALL>", "text", "2",
+@pytest.mark.parametrize(
+    ("markup", "text", "rest", "arguments"),
+    [
+        (XML, "<tool_call>\n<function=weather>\n<parameter=days>\n2\n</parameter>\nso</tool_call>", "\nso</tool_call>",
+         '{"days": 2'),
+        (XML, "<tool_call>\n<function=weather>\n<parameter=city>\nKö\n</par", "\n</par", '{"city": "Kö'),
+        (XML, "<tool_call>\n<function=weather>\n<parameter=days>\n2", "<parameter=days>\n2", "{"),
+        (HERMES, '<tool_call>{"name": "weather", "arguments": {"city": "a\\u00', "\\u00", '{"city": "a'),
+        (HERMES, '<tool_call>{"name": "weather", "arguments": {"days": 01}}', "01}}", '{"days": '),
+    ],
 )  # fmt: skip
+def test_a_call_that_breaks_off_stays_incomplete(markup: ToolMarkup, text: str, rest: str, arguments: str) -> None:
+    """Nobody should take it for a whole one."""
+    scanner = CallScanner(markup, TOOLS)
+    found = joined(scanner.feed(text) + scanner.finish())
+    assert scanner.pending and not scanner.complete
+    assert found[1] == [("weather", arguments)] and found[0].strip() == rest.strip()
 
 
-def fuzzed(count: int) -> None:
-    rng = random.Random(count)
-    for _ in range(count):
-        markup = rng.choice([XML, HERMES, CALL_LIST])
-        text = "".join(rng.choices(PIECES, k=rng.randint(1, 14)))
-        if rng.random() < 0.4:
-            text = text[: rng.randrange(len(text) + 1)]
-        whole = scanned(markup, text)
-        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 6)))
-        parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
-        assert scanned(markup, *parts) == whole == scanned(markup, *text), text
-        for name, arguments in whole[1]:
-            assert name in TOOLS and isinstance(json.loads(arguments), dict), text
-        if not whole[1]:
-            assert whole[0] == text, "nothing is lost"
-        left = iter(text)
-        assert all(letter in left for letter in whole[0]), "text keeps its order"
+@pytest.mark.parametrize("markup", [XML, HERMES, CALL_LIST], ids=lambda markup: markup.body)
+def test_arguments_are_reported_as_they_are_written(markup: ToolMarkup) -> None:
+    long = "so " * 100
+    calls = f'{{"name": "weather", "arguments": {{"city": "{long}"}}}}'
+    body = {"xml": xml("weather", city=long)[len(XML.begin) :], "object": calls, "list": f"[{calls}"}[markup.body]
+    scanner = CallScanner(markup, TOOLS)
+    pieces = [piece for letter in markup.begin + body for piece in scanner.feed(letter)]
+    assert len(pieces) > 250, "nearly every character is reported when it is known"
+    assert json.loads(joined(pieces)[1][0][1]) == {"city": long} and scanner.complete == 1
+
+
+@pytest.mark.parametrize("markup", [XML, HERMES, CALL_LIST], ids=lambda markup: markup.body)
+def test_after_a_single_call_the_answer_is_over(markup: ToolMarkup) -> None:
+    now = '{"name": "now", "arguments": {}}'
+    body = {"xml": xml("now")[len(XML.begin) : -len(XML.end)], "object": now, "list": f"[{now}, {now}]"}[markup.body]
+    call = f"{markup.begin}{body}{markup.end}"
+    scanner = CallScanner(markup, TOOLS, single=True)
+    assert joined(scanner.feed("a" + call[:9])) == ("a", []) and not scanner.done
+    assert joined(scanner.feed(f"{call[9:]} b {call}") + scanner.finish()) == ("", [("now", "{}")])
+    assert scanner.done and not scanner.pending
+
+
+SCHEMA = {
+    "properties": {
+        "text": {"type": "string"}, "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "count": {"type": "integer"}, "share": {"type": "number"}, "on": {"type": ["boolean", "null"]},
+        "list": {"type": "array"}, "of": {"$ref": "#/$defs/a~1b"}, "one": {"enum": [1, "x"]}, "const": {"const": "5"},
+        "all": {"allOf": [{"type": "integer"}, {"minimum": 2}]}, "lost": {"$ref": "#/$defs/none"},
+        "loop": {"$ref": "#/properties/loop"}, "odd": {"type": 3}, "any": {},
+    },
+    "$defs": {"a/b": {"type": "object"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("text", "5", "5"), ("text", '"5"', '"5"'), ("maybe", "5", "5"), ("maybe", "null", None),
+        ("maybe", "None", None), ("maybe", "", ""), ("count", " 5 ", 5), ("count", "5.0", 5.0), ("count", "5.5", "5.5"),
+        ("count", "five", "five"), ("share", "5", 5), ("share", "1e3", 1000.0), ("share", "NaN", "NaN"),
+        ("on", "True", True), ("on", "false", False), ("on", "None", None), ("on", "1", "1"),
+        ("list", '[1, "a\n"]', '[1, "a\n"]'), ("list", '[1,\n"é"]', [1, "é"]), ("of", '{"a": 1}', {"a": 1}),
+        ("one", "1", 1), ("one", "x", "x"), ("const", "5", "5"), ("all", "5", 5), ("lost", "5", 5), ("loop", "5", 5),
+        ("odd", "x", "x"), ("any", "True", "True"), ("any", '"x"', '"x"'), ("any", "null", None), ("other", "[]", []),
+        ("count", "1" * 5000, "1" * 5000), ("list", "[" * 5000, "[" * 5000),
+    ],
+)  # fmt: skip
+def test_the_schema_says_what_a_value_is(key: str, text: str, value: Any) -> None:
+    found = json.loads(typed(text, SCHEMA, key))
+    assert (found, type(found)) == (value, type(value))
 
 
 def test_any_text_in_any_division_gives_the_same() -> None:
-    fuzzed(1500)
+    rng = random.Random(1)
+    for _ in range(1500):
+        check_text(rng, *random_text(rng))
+
+
+def test_a_long_value_takes_linear_time() -> None:
+    scanner = CallScanner(XML, TOOLS)
+    pieces = scanner.feed("<tool_call><function=weather><parameter=city>")
+    for _ in range(40_000):
+        pieces += scanner.feed("photos\n")
+    pieces += scanner.feed("</parameter></function></tool_call>") + scanner.finish()
+    assert not [piece for piece in pieces if isinstance(piece, TextPiece)]
+    assert len(joined(pieces)[1][0][1]) > 300_000

@@ -221,10 +221,7 @@ def slow_readers(model: str, readers: int) -> Numbers:
     return {"readers": readers, "outcomes": dict(outcomes)}
 
 
-FAIR = {
-    "OK", "INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "PERMISSION_DENIED", "FAILED_PRECONDITION",
-    "UNIMPLEMENTED",  # a field that this server does not serve
-}  # fmt: skip
+FAIR = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "PERMISSION_DENIED", "FAILED_PRECONDITION"}
 """What a request that nobody meant may end with."""
 
 

@@ -2,101 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
+from scripted import END, answered, ids, split
 
-from service.answers.bounds import FrontendLimits
-from service.answers.coalesce import coalesce
-from service.answers.frontend import Frontend
 from service.answers.reasoning import ReasoningSplit, phase_of
-from service.answers.relay import SampleState
+from service.answers.relay import SampleState, merged
 from service.common import errors
 from service.common.config import ServerOptions
 from service.common.types import (
     ChatInput,
     ConstraintSpec,
-    Delta,
     Event,
     Finished,
-    GenerateSpec,
     Message,
-    RawInput,
     ReasoningSpec,
     TextFormat,
     TokensInput,
 )  # fmt: skip
 from service.engine.constraining import Constraining
-from service.engine.types import EngineEvent, EngineRequest
-from service.media.patches import local_processor
 from service.model.assets import ModelAssets
 from service.model.chat import ChatTemplate
 from service.servers.limits import load_assets
-
-END = 4
-
-
-class Scripted(FakeEngine):
-    """Sends fixed tokens as the only sample of each request, one per event, after those that it is given."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        super().__init__(vocabulary=1024, max_len=1000)
-        self.tokens, self.requests = list(tokens), list[EngineRequest]()
-
-    def submit(self, request: EngineRequest) -> None:
-        self.requests.append(request)
-        left = self.tokens[len(request.output_ids) :]
-        for name in request.names:
-            events = [EngineEvent(name, token) for token in left[:-1]]
-            ended = {"finish_reason": "stop", "stop_token": END} if left[-1] == END else {"finish_reason": "length"}
-            for event in [*events, EngineEvent(name, left[-1], **ended)]:
-                self._emit([event])
-
-    def abort(self, request_id: str) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
 def assets() -> ModelAssets:
     return load_assets(ServerOptions())
-
-
-def ids(assets: ModelAssets, text: str) -> list[int]:
-    assert assets.tokenizer is not None
-    return assets.tokenizer.encode(text)
-
-
-def answered(
-    assets: ModelAssets, output: str, prompt: str = "a<think>\n", *, chunk: int | None = None, **fields: Any
-) -> tuple[list[Event], list[EngineRequest]]:
-    """The events of an answer whose tokens are those of `output`, to a raw prompt."""
-
-    async def run() -> tuple[list[Event], list[EngineRequest]]:
-        engine = Scripted(ids(assets, output))
-        processor = local_processor(FrontendLimits().media, assets.vision, "float32")
-        frontend = Frontend(engine, assets, FrontendLimits(), processor=processor)
-        frontend.start()
-        given: dict[str, Any] = {"input": RawInput(prompt), "sampling": {"max_tokens": 200}, **fields}
-        try:
-            events = frontend.stream(GenerateSpec("r", "", **given))
-            if chunk is not None:
-                events = coalesce(events, chunk_tokens=chunk, max_delay=None)
-            async with asyncio.timeout(60):
-                return [event async for event in events], engine.requests
-        finally:
-            await asyncio.to_thread(frontend.close)
-
-    return asyncio.run(run())
-
-
-def split(events: list[Event]) -> tuple[str, str]:
-    deltas = [event for event in events if isinstance(event, Delta)]
-    return "".join(delta.reasoning for delta in deltas), "".join(delta.text for delta in deltas)
 
 
 def usage(events: list[Event]) -> tuple[int, int]:
@@ -168,10 +103,10 @@ def test_any_output_is_the_same_streamed_in_chunks_and_resumed_at_any_token(asse
         state = SampleState(
             assets.tokenizer, (), 0, ReasoningSplit(assets.reasoning, phase_of(ids(assets, prompt), assets))
         )
-        reasoning, text = ("".join(part) for part in zip(("", ""), *map(state.push, tokens[:cut])))
+        shown = merged(map(state.push, tokens[:cut]))
         resumed, _ = answered(assets, output, prompt, continued=tuple(tokens[:cut]))
         rest = split(resumed)
-        assert (reasoning + rest[0], text + rest[1]) == whole and usage(resumed) == usage(events)
+        assert (shown.reasoning + rest[0], shown.text + rest[1]) == whole and usage(resumed) == usage(events)
 
 
 # -- budgets and constraints -------------------------------------------------------------------------------------------

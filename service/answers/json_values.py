@@ -1,0 +1,51 @@
+"""Reads JSON that a client sent as text in a field of a message."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from service.common import errors
+
+MAX_NESTING = 100
+"""Maximum nesting of objects and arrays."""
+
+
+def json_value(field: str, text: str, most: int) -> Any:
+    """The value of JSON of 1 to `most` characters. Raises InvalidArgument naming the field."""
+    if not 1 <= len(text) <= most:
+        raise errors.InvalidArgument(f"{field} has {len(text)} characters; it must have from 1 to {most}", field=field)
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        value = json.loads(text, parse_constant=refuse)
+        if (depth := nesting(value)) > MAX_NESTING:
+            raise errors.InvalidArgument(
+                f"{field} is nested {depth} deep; at most {MAX_NESTING} are allowed", field=field
+            )
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise errors.InvalidArgument(f"{field} has a \\u escape that is half a character", field=field) from None
+    except (ValueError, RecursionError) as error:
+        raise errors.InvalidArgument(f"{field} cannot be read: {error}", field=field) from None
+    return value
+
+
+def json_object(field: str, text: str, most: int) -> dict[str, Any]:
+    """The same for an object."""
+    value = json_value(field, text, most)
+    if not isinstance(value, dict):
+        raise errors.InvalidArgument(f"{field} must be a JSON object, not a {type(value).__name__}", field=field)
+    return value
+
+
+def nesting(value: Any) -> int:
+    """Depth of the objects and arrays in a JSON value."""
+    depth, level = 0, [value] if isinstance(value, dict | list) else []
+    while level:
+        depth += 1
+        inner = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [item for item in inner if isinstance(item, dict | list)]
+    return depth

@@ -1,0 +1,114 @@
+"""Tool calls in the output of a request: what the request allows, and their separation from the text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import blake2s
+from typing import Any
+
+from decoder.sampling import MAX_BIAS
+from families.tool_calls import CallPiece, CallScanner, Piece, TextPiece, ToolMarkup
+from service.common import errors
+from service.common.types import CallDelta, ChatInput, GenerateSpec, ToolUse
+from service.model.assets import ModelAssets
+
+_WORDS = ("<function=", "</function>", "<parameter=", "</parameter>")
+"""Parts of markup that may be special tokens, besides its markers."""
+
+
+def tool_use(spec: GenerateSpec) -> ToolUse | None:
+    return spec.input.tool_use if isinstance(spec.input, ChatInput) else None
+
+
+def with_tools(spec: GenerateSpec, assets: ModelAssets) -> GenerateSpec:
+    """The request with what its tools mean for sampling. Raises StatusError for what cannot be followed."""
+    use = tool_use(spec)
+    if use is None:
+        return spec
+    markup = _markup(assets)
+    if use.choice == "none":
+        return _without_calls(spec, markup, assets)
+    if use.choice == "required" or any(tool.strict for tool in use.tools):
+        raise errors.Unimplemented("required and strict calls are not served by this version", field="chat.tool_choice")
+    return spec
+
+
+def _markup(assets: ModelAssets) -> ToolMarkup:
+    markup = assets.tool_markup
+    if markup is None or assets.tokenizer is None:
+        raise errors.FailedPrecondition(
+            f"chat.tools: it is not known how {assets.config.name} writes tool calls", field="chat.tools"
+        )
+    return markup
+
+
+def _without_calls(spec: GenerateSpec, markup: ToolMarkup, assets: ModelAssets) -> GenerateSpec:
+    """The same prompt, so that cached parts of it can be used, without the token that begins a call. Written in other
+    tokens it would be text."""
+    assert assets.tokenizer is not None
+    begin = assets.tokenizer.token_id(markup.begin)
+    if begin is None:
+        return spec
+    bias = {**spec.sampling.get("logit_bias", {}), begin: -MAX_BIAS}
+    return replace(spec, sampling={**spec.sampling, "logit_bias": bias})
+
+
+def silent_markers(markup: ToolMarkup, assets: ModelAssets) -> Mapping[int, str]:
+    """Special tokens that belong to the markup, whose text a detokenizer leaves out: id -> text."""
+    assert assets.tokenizer is not None
+    ids = {word: assets.tokenizer.token_id(word) for word in (markup.begin, markup.end, *_WORDS)}
+    return {i: word for word, i in ids.items() if i is not None and assets.tokenizer.silent(i)}
+
+
+class CallSplit:
+    """Separates one sample's calls from its text, and from its reasoning, within which some models begin a call."""
+
+    def __init__(self, markup: ToolMarkup, use: ToolUse, silent: Mapping[int, str], name: str) -> None:
+        """`silent`: see `silent_markers`. `name`: of the sample, for the ids of its calls: these are the same if the
+        request is sent again."""
+        self._markup, self._use, self._name = markup, use, name
+        self.silent = silent
+        self.in_reasoning = use.choice == "auto" and not any(tool.strict for tool in use.tools)
+        """Whether reasoning may contain calls; where a constraint makes them, it begins after the reasoning."""
+        self._tools: dict[str, Mapping[str, Any]] = {tool.name: tool.parameters for tool in use.tools}
+        self._before = 0
+        """Number of calls of earlier scanners."""
+        self._broken = False
+        self._scanner = self._made()
+
+    def _made(self) -> CallScanner:
+        return CallScanner(self._markup, self._tools, single=not self._use.parallel)
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is over: its only call is complete."""
+        return self._scanner.done
+
+    @property
+    def called(self) -> bool:
+        """Whether there are calls, all of them complete."""
+        return bool(self._before + self._scanner.calls) and not self._broken and not self._scanner.pending
+
+    def feed(self, text: str) -> list[str | CallDelta]:
+        """Text and parts of calls that became certain, in order."""
+        return self._told(self._scanner.feed(text))
+
+    def finish(self) -> list[str | CallDelta]:
+        """The rest: at the end of the reasoning or of the answer."""
+        found = self._told(self._scanner.finish())
+        if not self._scanner.done:
+            self._broken |= self._scanner.pending
+            self._before += self._scanner.calls
+            self._scanner = self._made()
+        return found
+
+    def _told(self, pieces: list[Piece]) -> list[str | CallDelta]:
+        return [piece.text if isinstance(piece, TextPiece) else self._delta(piece) for piece in pieces]
+
+    def _delta(self, piece: CallPiece) -> CallDelta:
+        index = self._before + piece.index
+        if not piece.name:
+            return CallDelta(index, piece.arguments)
+        digest = blake2s(f"{self._name}/{index}".encode(), digest_size=12)
+        return CallDelta(index, piece.arguments, f"call_{digest.hexdigest()}", piece.name)

@@ -1,0 +1,177 @@
+"""Converts tools, tool calls and their results in requests from messages. A history that does not fit together is
+rejected: each result belongs to one call before it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from saccade.v1 import inference_pb2, types_pb2
+from service.answers.json_values import json_object
+from service.common import errors
+from service.common.types import Message, Tool, ToolCall, ToolUse
+
+MAX_TOOLS = 128
+MAX_TOOL_NAME = 128
+MAX_TOOL_TEXT = 2**17
+"""Largest number of characters of the descriptions and schemas of a request's tools, all together, and of the arguments
+of one call in the history."""
+MAX_CALL_ID = 256
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
+
+
+def tool_use_from_proto(chat: inference_pb2.ChatInput) -> ToolUse | None:
+    """The tools of a request; None if there are none. Raises InvalidArgument."""
+    _check_count("chat.tools", len(chat.tools), MAX_TOOLS)
+    total = sum(len(tool.description) + len(tool.parameters_json) for tool in chat.tools)
+    if total > MAX_TOOL_TEXT:
+        raise errors.InvalidArgument(
+            f"chat.tools have {total} characters; at most {MAX_TOOL_TEXT} are allowed", field="chat.tools"
+        )
+    tools = [_tool(tool, f"chat.tools[{i}]") for i, tool in enumerate(chat.tools)]
+    names = [tool.name for tool in tools]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise errors.InvalidArgument(
+                f"chat.tools[{i}].name is {name!r}, like that of chat.tools[{names.index(name)}]",
+                field=f"chat.tools[{i}].name",
+            )
+    choice, name = _choice(chat.tool_choice, names)
+    if not tools:
+        return None
+    parallel = chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True
+    return ToolUse(tuple(tools), choice, name, parallel)
+
+
+def _tool(tool: types_pb2.Tool, field: str) -> Tool:
+    if len(tool.name) > MAX_TOOL_NAME or not _NAME.fullmatch(tool.name):
+        raise errors.InvalidArgument(
+            f"{field}.name has {len(tool.name)} characters: {tool.name[:50]!r}; it must have from 1 to "
+            f"{MAX_TOOL_NAME}, out of letters, digits and _ . : / -",
+            field=f"{field}.name",
+        )
+    parameters: dict[str, Any] = {}
+    if tool.parameters_json:
+        where = f"{field}.parameters_json"
+        parameters = json_object(where, tool.parameters_json, MAX_TOOL_TEXT)
+        if parameters.get("type", "object") != "object":
+            raise errors.InvalidArgument(
+                f"{where} has the type {str(parameters['type'])[:50]!r}; arguments are an object", field=where
+            )
+        if not isinstance(parameters.get("properties", {}), dict):
+            raise errors.InvalidArgument(f"{where}: properties must be an object", field=where)
+    return Tool(tool.name, tool.description, parameters, tool.strict)
+
+
+def _choice(choice: types_pb2.ToolChoice, names: Sequence[str]) -> tuple[Any, str]:
+    field = "chat.tool_choice"
+    match choice.WhichOneof("kind"):
+        case "name":
+            if choice.name not in names:
+                raise errors.InvalidArgument(
+                    f"{field}.name is {choice.name[:100]!r}, which is none of the {len(names)} tools",
+                    field=f"{field}.name",
+                )
+            return "required", choice.name
+        case "mode":
+            modes = {0: "auto", 1: "auto", 2: "none", 3: "required"}
+            if choice.mode not in modes:
+                raise errors.InvalidArgument(
+                    f"{field}.mode is {choice.mode}; known are auto (1), none (2), required (3)", field=f"{field}.mode"
+                )
+            if choice.mode == types_pb2.TOOL_MODE_REQUIRED and not names:
+                raise errors.InvalidArgument(f"{field} requires a call, and there are 0 tools", field=field)
+            return modes[choice.mode], ""
+    return "auto", ""
+
+
+def calls_from_proto(message: types_pb2.ChatMessage, field: str) -> tuple[ToolCall, ...]:
+    """The calls of one message. Raises InvalidArgument."""
+    if message.tool_calls and message.role != types_pb2.ROLE_ASSISTANT:
+        raise errors.InvalidArgument(
+            f"{field}.tool_calls holds {len(message.tool_calls)}, and the role is not assistant",
+            field=f"{field}.tool_calls",
+        )
+    _check_count(f"{field}.tool_calls", len(message.tool_calls), MAX_TOOLS)
+    return tuple(_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls))
+
+
+def _call(call: types_pb2.ToolCall, field: str) -> ToolCall:
+    for name, text, least, most in (("id", call.id, 0, MAX_CALL_ID), ("name", call.name, 1, MAX_TOOL_NAME)):
+        if not least <= len(text) <= most:
+            raise errors.InvalidArgument(
+                f"{field}.{name} has {len(text)} characters; it must have from {least} to {most}",
+                field=f"{field}.{name}",
+            )
+    return ToolCall(call.id, call.name, json_object(f"{field}.arguments", call.arguments or "{}", MAX_TOOL_TEXT))
+
+
+class ToolHistory:
+    """The calls of a conversation so far, in which each result finds its call."""
+
+    def __init__(self) -> None:
+        self._open: list[ToolCall] = []
+        """Calls without a result, in order."""
+        self._ids: set[str] = set()
+
+    def add(self, calls: Sequence[ToolCall], field: str) -> None:
+        """The calls of the next message of the assistant."""
+        for i, call in enumerate(calls):
+            if call.id and call.id in self._ids:
+                where = f"{field}.tool_calls[{i}].id"
+                raise errors.InvalidArgument(f"{where} is {call.id[:100]!r}, like that of an earlier call", field=where)
+            self._ids.add(call.id)
+            self._open.append(call)
+
+    def answer(self, message: types_pb2.ChatMessage, field: str) -> ToolCall | None:
+        """The call of which the next message is the result: the one with its id, or, if it has none, the first without
+        a result. None if the message is not from a tool."""
+        if message.role != types_pb2.ROLE_TOOL:
+            if message.tool_call_id:
+                raise errors.InvalidArgument(
+                    f"{field}.tool_call_id is set, and the role is not tool", field=f"{field}.tool_call_id"
+                )
+            return None
+        wanted = message.tool_call_id
+        found = next((call for call in self._open if not wanted or call.id == wanted), None)
+        if found is None:
+            which = f" with the id {wanted[:100]!r}" if wanted else ""
+            raise errors.InvalidArgument(
+                f"{field} is the result of a tool, and none of the {len(self._open)} calls before it that have no "
+                f"result is one{which}",
+                field=f"{field}.tool_call_id",
+            )
+        self._open.remove(found)
+        return found
+
+
+def in_order_of_calls(messages: Sequence[Message]) -> list[int]:
+    """Indices of `messages` in an order in which the results after one message of the assistant are in the order of its
+    calls: chat templates print no ids, so a model tells results by their order."""
+    order, ranks = list(range(len(messages))), dict[int, int]()
+    begin = 0
+    for i, message in enumerate(messages):
+        if message.answered is None:
+            ranks = {id(call): rank for rank, call in enumerate(message.tool_calls)}
+            begin = i + 1
+        elif i + 1 == len(messages) or messages[i + 1].answered is None:
+            order[begin : i + 1] = sorted(order[begin : i + 1], key=lambda at: ranks.get(id(messages[at].answered), -1))
+    return order
+
+
+def tool_arguments(use: ToolUse) -> list[dict[str, Any]]:
+    """The tools for the chat template, in the form that published templates read."""
+    made = []
+    for tool in use.tools:
+        function: dict[str, Any] = {"name": tool.name}
+        if tool.description:
+            function["description"] = tool.description
+        function["parameters"] = tool.parameters or {"type": "object", "properties": {}}
+        made.append({"type": "function", "function": function})
+    return made
+
+
+def _check_count(field: str, count: int, most: int) -> None:
+    if count > most:
+        raise errors.InvalidArgument(f"{field} holds {count}; at most {most} are allowed", field=field)

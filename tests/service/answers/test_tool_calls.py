@@ -1,0 +1,263 @@
+"""Tool calls of an answer, with the vocabulary of the embedded model: streamed, whole, resumed, beside reasoning."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from scripted import answered, ids, split
+from tool_texts import TOOLS, random_text, xml
+
+from families.tool_calls import CALL_LIST, HERMES, XML, CallScanner, TextPiece, ToolMarkup
+from service.answers.convert import ResponseBuilder, event_to_proto
+from service.answers.reasoning import ReasoningSplit
+from service.answers.relay import SampleState, Shown, merged
+from service.answers.tool_calls import CallSplit
+from service.common import errors
+from service.common.config import ServerOptions
+from service.common.types import CallDelta, ChatInput, Delta, Event, Finished, Message, Tool, ToolCall, ToolUse
+from service.model.assets import ModelAssets
+from service.model.chat import ChatTemplate
+from service.servers.limits import load_assets
+
+TEMPLATE = (
+    "{{ tools | tojson if tools else '' }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call><function={{ call.function.name }}>"
+    "{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}{{ '<think>\n' if enable_thinking }}"
+)
+WEATHER = json.dumps({"name": "weather", "arguments": {"city": "Köln", "days": 2}}, ensure_ascii=False)
+BEGIN = 943
+"""The first id that the embedded model's vocabulary has no entry for."""
+CALLS = [("weather", {"city": "Köln", "days": 2}), ("now", {})]
+WRITTEN = {
+    XML: f"{xml('weather', city='Köln', days='2')}\n{xml('now')}",
+    HERMES: f'<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>',
+    CALL_LIST: f'<TOOLCALL>[{WEATHER}, {{"name": "now", "arguments": {{}}}}]</TOOLCALL>',
+}
+
+
+def made_assets(markup: ToolMarkup = XML, options: ServerOptions | None = None) -> ModelAssets:
+    assets = load_assets(options or ServerOptions())
+    family = replace(assets.config.family, tool_markups=(markup,))
+    assets = ModelAssets(replace(assets.config, family=family), assets.vision)
+    text = TEMPLATE.replace("<tool_call><function=", markup.sign)
+    assets.template = ChatTemplate(text, image_token=assets.image_token, special_tokens={})
+    return assets
+
+
+@pytest.fixture(scope="module")
+def assets() -> ModelAssets:
+    return made_assets()
+
+
+def using(*, thinking: bool = False, **options: Any) -> dict[str, Any]:
+    tools = tuple(Tool(name, "", schema) for name, schema in TOOLS.items())
+    arguments = {"tools": [{"name": tool.name} for tool in tools], "enable_thinking": thinking}
+    return {"input": ChatInput((Message("user", ("a",)),), arguments, ("tools",), ToolUse(tools, **options))}
+
+
+def calls_of(events: Sequence[Event]) -> list[tuple[str, Any]]:
+    """Of a stream, compared with the whole answer."""
+    parts: dict[int, list[Any]] = {}
+    builder = ResponseBuilder()
+    for event in events:
+        builder.add(event)
+        for part in event_to_proto(event).delta.tool_calls if isinstance(event, Delta) else ():
+            assert (part.index in parts) != bool(part.id and part.name), "the first part of a call names it"
+            parts.setdefault(part.index, []).append(part)
+    found = [(mine[0].id, mine[0].name, "".join(part.arguments for part in mine)) for mine in parts.values()]
+    assert list(parts) == list(range(len(parts)))
+    (sample,) = builder.response().samples
+    assert found == [(call.id, call.name, call.arguments) for call in sample.tool_calls]
+    assert (sample.reasoning, sample.text) == split(list(events))
+    return [(name, arguments) for _, name, arguments in found]
+
+
+def parsed(events: Sequence[Event]) -> list[tuple[str, Any]]:
+    return [(name, json.loads(arguments)) for name, arguments in calls_of(events)]
+
+
+def reason(events: Sequence[Event]) -> str:
+    end = events[-1]
+    assert isinstance(end, Finished)
+    return end.reason
+
+
+@pytest.mark.parametrize("markup", WRITTEN, ids=lambda markup: markup.body)
+def test_calls_are_apart_from_text(markup: ToolMarkup) -> None:
+    events, _ = answered(made_assets(markup), f"So:\n{WRITTEN[markup]}\n<|im_end|>", **using())
+    assert parsed(events) == CALLS and split(events) == ("", "So:") and reason(events) == "tool_calls"
+    ids = {part.id for event in events if isinstance(event, Delta) for part in event.calls if part.id}
+    assert len(ids) == 2 and all(len(i) == 29 for i in ids)
+
+
+def test_without_tools_markup_is_text(assets: ModelAssets) -> None:
+    output = WRITTEN[XML]
+    assert split(answered(assets, output, "a")[0]) == ("", output)
+    use = using(choice="none")
+    assert split(answered(assets, output, **use)[0]) == ("", output)
+
+
+def test_what_is_cut_off_or_broken_does_not_wait_for_results(assets: ModelAssets) -> None:
+    events, _ = answered(assets, WRITTEN[XML][:70], **using())
+    assert reason(events) == "length"
+    events, _ = answered(assets, "<tool_call><function=weather><parameter=city>Kö<|im_end|>", **using())
+    assert calls_of(events) == [("weather", '{"city": "Kö')] and reason(events) == "stop"
+    events, _ = answered(assets, f"{WRITTEN[XML]}<tool_call><function=now>!<|im_end|>", **using())
+    assert len(calls_of(events)) == 3 and split(events) == ("", "!") and reason(events) == "stop"
+
+
+def test_only_one_call_ends_the_answer(assets: ModelAssets) -> None:
+    events, _ = answered(assets, f"a{WRITTEN[XML]}b<|im_end|>", **using(parallel=False))
+    assert parsed(events) == CALLS[:1] and split(events) == ("", "a") and reason(events) == "tool_calls"
+    end = events[-1]
+    assert isinstance(end, Finished) and end.usage.completion_tokens < len(ids(assets, "a" + WRITTEN[XML]))
+    long = {"sampling": {"max_tokens": 200, "min_tokens": 190}}
+    events, _ = answered(assets, f"a{WRITTEN[XML]}b<|im_end|>", **using(parallel=False), **long)
+    assert parsed(events) == CALLS[:1] and split(events) == ("", "a"), "stop conditions wait for min_tokens"
+
+
+def test_stop_strings_are_looked_for_in_text_only(assets: ModelAssets) -> None:
+    events, _ = answered(assets, f"a{WRITTEN[XML]}b\nc", **using(), stop=("\n", "ab"))
+    assert parsed(events) == CALLS and split(events) == ("", "ab")
+    end = events[-1]
+    assert isinstance(end, Finished) and (end.stop_string, end.reason) == ("\n", "tool_calls")
+
+
+def test_calls_within_reasoning_are_not_lost(assets: ModelAssets) -> None:
+    output = f"so {xml('weather', city='Köln', days='2')} well</think>\n\nred{xml('now')}<|im_end|>"
+    events, _ = answered(assets, output, **using(thinking=True))
+    assert parsed(events) == CALLS and split(events) == ("so well", "red") and reason(events) == "tool_calls"
+    broken = "so <tool_call> is how\n<tool_call><function=now></think>red<|im_end|>"
+    events, _ = answered(assets, broken, **using(thinking=True))
+    assert split(events)[1] == "red" and split(events)[0].startswith("so <tool_call> is how")
+    assert calls_of(events) == [("now", "{")] and reason(events) == "stop"
+
+
+def test_samples_have_calls_of_their_own(assets: ModelAssets) -> None:
+    events, _ = answered(assets, f"a{WRITTEN[XML]}<|im_end|>", **using(), n=3)
+    found = [[e.calls for e in events if isinstance(e, Delta) and e.index == i and e.calls] for i in range(3)]
+    names = {part.id for sample in found for calls in sample for part in calls if part.id}
+    assert len(names) == 6 and len({json.dumps([[p.arguments for p in c] for c in s]) for s in found}) == 1
+
+
+def test_any_output_is_the_same_streamed_in_chunks_and_resumed_at_any_token() -> None:
+    rng = random.Random(5)
+    models = {markup: made_assets(markup) for markup in WRITTEN}
+    for _ in range(60):
+        markup, output = random_text(rng)
+        tokens, use = ids(models[markup], output)[:190], using(thinking=rng.random() < 0.3)
+        if not tokens:
+            continue
+        assert models[markup].tokenizer is not None
+        text = models[markup].tokenizer.decode(tokens)
+        events, _ = answered(models[markup], tokens, **use)
+        whole, calls = split(events), calls_of(events)
+        scanner = CallScanner(markup, TOOLS)
+        pieces = scanner.feed(text) + scanner.finish()
+        if "think>" not in output and not use["input"].template_arguments["enable_thinking"]:
+            assert (
+                whole == ("", "".join(p.text for p in pieces if isinstance(p, TextPiece)))
+                and len(calls) == scanner.calls
+            )
+        chunked = answered(models[markup], tokens, chunk=rng.randint(2, 5), **use)[0]
+        assert (split(chunked), calls_of(chunked), reason(chunked)) == (whole, calls, reason(events))
+        cut = rng.randrange(len(tokens))
+        resumed, _ = answered(models[markup], tokens, **use, continued=tuple(tokens[:cut]))
+        before = sent_before(models[markup], use["input"], tokens[:cut])
+        rest = split(resumed)
+        assert (before.reasoning + rest[0], before.text + rest[1]) == whole and reason(resumed) == reason(events)
+        assert joined_calls([*before.calls, *call_parts(resumed)]) == joined_calls(call_parts(events))
+
+
+def sent_before(assets: ModelAssets, value: ChatInput, tokens: Sequence[int]) -> Shown:
+    """What a client has received with the first tokens of an answer."""
+    assert value.tool_use is not None and assets.tool_markup is not None
+    opened = value.template_arguments["enable_thinking"]
+    state = SampleState(
+        assets.tokenizer, (), 0, ReasoningSplit(assets.reasoning, "opened" if opened else "possible"),
+        calls=CallSplit(assets.tool_markup, value.tool_use, {}, "r/0"),
+    )  # fmt: skip
+    return merged(map(state.push, tokens))
+
+
+def call_parts(events: Sequence[Event]) -> list[CallDelta]:
+    return [part for event in events if isinstance(event, Delta) for part in event.calls]
+
+
+def joined_calls(parts: Sequence[CallDelta]) -> dict[int, str]:
+    """Ids, names and arguments, each as often as it was sent."""
+    told: dict[int, str] = {}
+    for part in parts:
+        told[part.index] = told.get(part.index, "") + f"{part.id}{part.name}{part.arguments}"
+    return told
+
+
+# -- markers that are special tokens -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def special(tmp_path_factory: pytest.TempPathFactory) -> ModelAssets:
+    """The same model, with special tokens for both markers and for a tag."""
+    path = tmp_path_factory.mktemp("special") / "model"
+    shutil.copytree(load_assets(ServerOptions()).config.path, path)
+    file = path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    for token, content in ((BEGIN, "<tool_call>"), (BEGIN + 1, "</tool_call>"), (BEGIN + 2, "<function=")):
+        tokenizer["model"]["vocab"][content] = token
+        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        tokenizer["added_tokens"].append({"id": token, "content": content, **plain})
+    file.write_text(json.dumps(tokenizer))
+    return made_assets(options=ServerOptions(model=str(path)))
+
+
+def test_markers_that_are_special_tokens_are_found_by_their_ids(special: ModelAssets) -> None:
+    output = f"é{WRITTEN[XML]}<tool_call>x<|im_end|>"
+    assert {BEGIN, BEGIN + 1, BEGIN + 2} <= {*ids(special, output)}
+    events, _ = answered(special, output, **using())
+    assert parsed(events) == CALLS and split(events) == ("", "é<tool_call>x")
+    assert split(answered(special, output, "a")[0])[1].count("<tool_call>") == 0, "special tokens have no text"
+    _, (request,) = answered(special, "x", **using(choice="none"))
+    assert request.sampling.logit_bias[BEGIN] <= -1e9, "no call can begin"
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def test_tools_calls_and_results_go_through_the_template(assets: ModelAssets) -> None:
+    call = ToolCall("c1", "weather", {"city": "<image>", "days": [1]})
+    asked, answer = Message("assistant", (), tool_calls=(call,)), Message("tool", ("warm",), answered=call)
+    history = (Message("user", ("a",)), asked, answer)
+    tools = [{"type": "function", "function": {"name": "weather", "description": "of <image>"}}]
+    value = ChatInput(history, {"tools": tools}, ("tools", "tool_calls"))
+    _, (request,) = answered(assets, "x", input=value)
+    assert assets.tokenizer is not None and assets.image_token_id not in request.prompt_ids, "a text is no image"
+    text = assets.tokenizer.decode(request.prompt_ids)
+    assert '"description": "of <image>"' in text and '{"city": "<image>", "days": [1]}[tool]warm' in text
+
+
+def test_what_the_model_or_its_template_cannot_do_is_refused(assets: ModelAssets) -> None:
+    plain = load_assets(ServerOptions())
+    with pytest.raises(errors.FailedPrecondition, match="not known how .* writes tool calls") as error:
+        answered(plain, "x", **using())
+    assert error.value.field == "chat.tools"
+    deaf = made_assets()
+    deaf.template = ChatTemplate("<function= {{ messages[0].content }}", image_token=None, special_tokens={})
+    with pytest.raises(errors.FailedPrecondition, match="chat.tools: .* does not read it"):
+        answered(deaf, "x", **using())
+    history = ChatInput((Message("assistant", (), tool_calls=(ToolCall("", "f", {}),)),), {}, ("tool_calls",))
+    with pytest.raises(errors.FailedPrecondition, match="chat.messages.tool_calls: .* does not read it"):
+        answered(deaf, "x", input=history)
+
+
+def test_the_template_decides_between_markups_of_a_family() -> None:
+    family = replace(load_assets(ServerOptions()).config.family, tool_markups=(XML, HERMES, CALL_LIST))
+    assert family.tool_markup("x <tool_call>\n<function=a>") == XML
+    assert family.tool_markup("x <tool_call>\n{json}") == HERMES
+    assert family.tool_markup("x <TOOLCALL>") == CALL_LIST
+    assert family.tool_markup("x") is None

@@ -1,0 +1,77 @@
+"""Answers whose tokens are given: a frontend over an engine that sends them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from fake_engine import FakeEngine
+
+from service.answers.bounds import FrontendLimits
+from service.answers.coalesce import coalesce
+from service.answers.frontend import Frontend
+from service.common.types import Delta, Event, GenerateSpec, RawInput
+from service.engine.types import EngineEvent, EngineRequest
+from service.media.patches import local_processor
+from service.model.assets import ModelAssets
+
+END = 4
+
+
+class Scripted(FakeEngine):
+    """Sends fixed tokens as the only sample of each request, one per event, after those that it is given."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        super().__init__(vocabulary=1024, max_len=1000)
+        self.tokens, self.requests = list(tokens), list[EngineRequest]()
+
+    def submit(self, request: EngineRequest) -> None:
+        self.requests.append(request)
+        left = self.tokens[len(request.output_ids) :]
+        for name in request.names:
+            events = [EngineEvent(name, token) for token in left[:-1]]
+            ended = {"finish_reason": "stop", "stop_token": END} if left[-1] == END else {"finish_reason": "length"}
+            for event in [*events, EngineEvent(name, left[-1], **ended)]:
+                self._emit([event])
+
+    def abort(self, request_id: str) -> None:
+        pass
+
+
+def ids(assets: ModelAssets, text: str) -> list[int]:
+    assert assets.tokenizer is not None
+    return assets.tokenizer.encode(text)
+
+
+def answered(
+    assets: ModelAssets,
+    output: str | Sequence[int],
+    prompt: str = "a<think>\n",
+    *,
+    chunk: int | None = None,
+    **fields: Any,
+) -> tuple[list[Event], list[EngineRequest]]:  # fmt: skip
+    """The events of an answer whose tokens are those of `output`, or these, to a raw prompt."""
+
+    async def run() -> tuple[list[Event], list[EngineRequest]]:
+        engine = Scripted(ids(assets, output) if isinstance(output, str) else output)
+        processor = local_processor(FrontendLimits().media, assets.vision, "float32")
+        frontend = Frontend(engine, assets, FrontendLimits(), processor=processor)
+        frontend.start()
+        given: dict[str, Any] = {"input": RawInput(prompt), "sampling": {"max_tokens": 200}, **fields}
+        try:
+            events = frontend.stream(GenerateSpec("r", "", **given))
+            if chunk is not None:
+                events = coalesce(events, chunk_tokens=chunk, max_delay=None)
+            async with asyncio.timeout(60):
+                return [event async for event in events], engine.requests
+        finally:
+            await asyncio.to_thread(frontend.close)
+
+    return asyncio.run(run())
+
+
+def split(events: list[Event]) -> tuple[str, str]:
+    deltas = [event for event in events if isinstance(event, Delta)]
+    return "".join(delta.reasoning for delta in deltas), "".join(delta.text for delta in deltas)
