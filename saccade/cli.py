@@ -135,13 +135,13 @@ def _add_affinity(parser: argparse.ArgumentParser) -> None:
 def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     batch = commands.add_parser(
         "batch",
-        help="answer a JSONL file of requests",
+        help="answer a JSONL file of requests or, with --ray, a data set",
         description="Answers a file in OpenAI's batch format (a chat completion request in each line) into another. "
         "Started again after any interruption it continues. Exit code 0: each row has its answer; 1: some "
         "rows are errors; 2: it could not be done. The last line on stdout is a summary in JSON.",
     )
-    batch.add_argument("input", metavar="IN.jsonl", help="images may be named by paths inside its folder")
-    batch.add_argument("output", metavar="OUT.jsonl", help="an interrupted job's answers in it are kept")
+    batch.add_argument("input", metavar="IN", help="a JSONL file; images may be named by paths inside its folder")
+    batch.add_argument("output", metavar="OUT", help="a JSONL file; an interrupted job's answers in it are kept")
     _add_connection(batch)
     _add_affinity(batch)
     batch.add_argument("--model", metavar="MODEL", help="load this model here instead of asking a server")
@@ -159,10 +159,21 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="upload the file and let the server process it in the background; the same command finds it again",
     )
     batch.add_argument("--quiet", action="store_true", help="show no progress")
-    batch.set_defaults(run=_batch)
+    from saccade.ray_command import add_options
+
+    add_options(batch)
+    batch.set_defaults(run=_batch, refuse=batch.error)
 
 
 def _batch(options: argparse.Namespace) -> int:
+    from saccade import ray_command
+
+    try:
+        ray_command.check_options(options)
+    except InvalidArgument as error:
+        options.refuse(error.message)
+    if options.ray is not None:
+        return ray_command.run(options)
     from saccade.batch_command import run
 
     return run(options)

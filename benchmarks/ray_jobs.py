@@ -1,0 +1,258 @@
+"""Jobs with Ray Data: exactly once under faults, and the cost of Ray beside our own client.
+
+    python -m benchmarks.ray_jobs faults [--rows 20000] [--strikes 6] [--folder DIR] [--write]
+    python -m benchmarks.ray_jobs overhead [--rows 3000] [--tokens 32] [--write]
+
+faults     `saccade batch --ray` on a cluster of two nodes (`ray.cluster_utils.Cluster`, real processes). The driver, an
+           actor and a worker node are killed at random times, in turn; the driver is started again. At the end each id
+           must be in the output once, and the peak memory of drivers and object stores is printed.
+overhead   the same rows through `Client.map` and a Parquet writer, and through a Ray job that is running already
+
+Needs `pip install 'saccade[ray]'`. The last line on stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+from PIL import Image
+from pyarrow import parquet
+from ray.cluster_utils import Cluster
+
+import saccade
+from benchmarks import machine
+from saccade.ray import RayJob, RowFormat, run_ray_job
+from saccade.ray.ids import ID, row_id
+from service.commands.cli import ServerProcess
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+SERVER = ["demo", "--log-level", "error", "--threads", "1", "--max-seqs", "32", "--no-warmup"]
+STORE = 150 * 2**20
+"""Bytes of a node's object store."""
+CPUS = 3
+"""Of a node, as Ray counts them: rows are read, filtered and written in processes of one each."""
+
+
+def write_rows(folder: Path, rows: int, files: int = 8) -> Path:
+    """Parquet files with columns id, thing, image (PNG, 2 kB of noise, different in each row)."""
+    folder.mkdir(parents=True)
+    random_bytes = np.random.default_rng(0)
+    for part in range(files):
+        numbers = range(part * rows // files, (part + 1) * rows // files)
+        images = []
+        for _ in numbers:
+            out = io.BytesIO()
+            Image.fromarray(random_bytes.integers(0, 256, (24, 24, 3), dtype=np.uint8)).save(out, "PNG")
+            images.append(out.getvalue())
+        columns = {"id": [f"row {n}" for n in numbers], "thing": [f"thing {n}" for n in numbers], "image": images}
+        parquet.write_table(pa.table(columns), folder / f"{part}.parquet", row_group_size=1000)
+    return folder
+
+
+def descendants(pid: int) -> Iterator[int]:
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in task.read_text().split():
+                yield int(child)
+                yield from descendants(int(child))
+
+
+def command_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return ""
+
+
+def memory_of(pid: int, name: str) -> int:
+    """A line of /proc/PID/status in MiB; 0 if the process has ended."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith(name + ":")).split()[1]) // 1024
+    return 0
+
+
+class FaultRun:
+    """One job on a cluster, with processes that are killed."""
+
+    def __init__(self, folder: Path, rows: int, seed: int) -> None:
+        self.folder = folder
+        self.rows = rows
+        self.random = random.Random(seed)
+        self.peaks = {"driver_mib": 0, "object_store_mib": 0, "spilled_mib": 0}
+        self.strikes: list[str] = []
+        self.driver: subprocess.Popen[bytes] | None = None
+
+    def run(self, strikes: int) -> dict[str, Any]:
+        """Runs the job to its end. Raises AssertionError if a row is lost, or is there twice."""
+        source, began = write_rows(self.folder / "in", self.rows), time.monotonic()
+        with ExitStack() as ends:
+            server = ends.enter_context(ServerProcess(SERVER))
+            node = {"num_cpus": CPUS, "object_store_memory": STORE, "include_dashboard": False}
+            self.cluster = Cluster(initialize_head=True, head_node_args=node)
+            ends.callback(self.cluster.shutdown)
+            self.worker = self.cluster.add_node(num_cpus=CPUS, object_store_memory=STORE)
+            self.command = [
+                sys.executable, "-m", "saccade", "batch", str(source), str(self.folder / "out"),
+                "--ray", self.cluster.address, "--server", server.address, "--prompt", "What is {thing}?",
+                "--id-column", "id", "--image-column", "image", "--sampling", '{"max_tokens": 4, "ignore_eos": true}',
+                "--rows-per-file", "256", "--actors", "2", "--concurrency", "16", "--quiet",
+            ]  # fmt: skip
+            self.start()
+            ends.callback(lambda: self.driver is not None and self.driver.kill())
+            self.strike_until_done(strikes)
+        found = parquet.read_table(self.folder / "out", columns=["id", "error"])
+        ids = found["id"].to_pylist()
+        assert len(ids) == len(set(ids)) == self.rows, (len(ids), len(set(ids)), self.rows)
+        assert found["error"].null_count == self.rows
+        return {
+            "rows": self.rows, "seconds": round(time.monotonic() - began, 1), "strikes": self.strikes,
+            "object_store_limit_mib": 2 * STORE // 2**20, **self.peaks,
+        }  # fmt: skip
+
+    def start(self) -> None:
+        log = open(self.folder / "driver.log", "ab")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
+        self.driver = subprocess.Popen(self.command, cwd=self.folder, stdout=log, stderr=log, env=environment)
+
+    def written(self) -> int:
+        """Rows whose ids are recorded."""
+        done = 0
+        for path in (self.folder / "out.checkpoint").glob("*.parquet"):
+            if not path.name.endswith(".pending.parquet"):
+                with contextlib.suppress(OSError, pa.ArrowInvalid):
+                    done += parquet.read_metadata(path).num_rows
+        return done
+
+    def strike_until_done(self, strikes: int) -> None:
+        """Strikes at random shares of the rows, and watches memory."""
+        due = sorted(self.random.uniform(0.03, 0.9) for _ in range(strikes))
+        kinds = [(self.kill_driver, self.kill_actor, self.kill_node)[i % 3] for i in range(strikes)]
+        self.random.shuffle(kinds)
+        while True:
+            assert self.driver is not None
+            self.watch()
+            code = self.driver.poll()
+            if code is not None:
+                assert code == 0, (self.folder / "driver.log").read_text(errors="replace")[-4000:]
+                return
+            done = self.written()
+            if due and done >= due[0] * self.rows:
+                due.pop(0)
+                kinds.pop(0)()
+                print(f"{done} rows written: {self.strikes[-1]}", flush=True)
+            time.sleep(0.5)
+
+    def watch(self) -> None:
+        assert self.driver is not None
+        stores = [pid for pid in descendants(os.getpid()) if "/raylet/raylet " in command_of(pid)]
+        now = {
+            "driver_mib": memory_of(self.driver.pid, "VmRSS"),
+            "object_store_mib": sum(memory_of(pid, "RssShmem") for pid in stores),
+            "spilled_mib": sum(
+                path.stat().st_size for path in Path("/tmp/ray/session_latest").glob("ray_spilled_objects*/*")
+            ) // 2**20,
+        }  # fmt: skip
+        self.peaks = {name: max(peak, now[name]) for name, peak in self.peaks.items()}
+
+    def kill_driver(self) -> None:
+        assert self.driver is not None
+        self.driver.kill()
+        self.driver.wait()
+        self.start()
+        self.strikes.append("driver")
+
+    def kill_actor(self) -> None:
+        actors = [pid for pid in descendants(os.getpid()) if "MapBatches(Generate)" in command_of(pid)]
+        if actors:
+            os.kill(self.random.choice(actors), signal.SIGKILL)
+        self.strikes.append(f"actor, of {len(actors)}")
+
+    def kill_node(self) -> None:
+        self.cluster.remove_node(self.worker, allow_graceful=False)
+        self.worker = self.cluster.add_node(num_cpus=CPUS, object_store_memory=STORE)
+        self.strikes.append("node")
+
+
+def own_loop(server: str, source: Path, output: Path, rows: RowFormat) -> float:
+    """Seconds for all rows through our own client and one Parquet writer."""
+    table = parquet.read_table(source).to_pylist()
+    began = time.perf_counter()
+    with saccade.Client(server) as client:
+        requests = (
+            {"prompt": rows.template.fill(row), "images": [row["image"]], "custom_id": row["id"], **rows.sampling}
+            for row in table
+        )
+        found = [(answer.custom_id, answer.result().text) for answer in client.map(requests, concurrency=32)]
+    columns = {ID: [row_id(name) for name, _ in found], "text": [text for _, text in found]}
+    parquet.write_table(pa.table(columns), output)
+    return time.perf_counter() - began
+
+
+def overhead(folder: Path, rows: int, tokens: int, turns: int = 2) -> dict[str, Any]:
+    """Seconds of both ways, in turn. The cluster runs already, and so does the server."""
+    source = write_rows(folder / "in", rows)
+    form = RowFormat(
+        "What is {thing}?", id_column="id", images=["image"], sampling={"max_tokens": tokens, "ignore_eos": True}
+    )
+    ours, rays = [], []
+    with ServerProcess(SERVER) as server:
+        ray.init(num_cpus=CPUS + 1, object_store_memory=STORE, include_dashboard=False, log_to_driver=False)
+        warm = write_rows(folder / "warm", 64, files=1)
+        run_ray_job(RayJob(str(warm), str(folder / "warm-out"), form, server=server.address, progress=False))
+        for turn in range(turns):
+            ours.append(own_loop(server.address, source, folder / f"{turn}.parquet", form))
+            job = RayJob(str(source), str(folder / f"out{turn}"), form, server=server.address, progress=False)
+            rays.append(run_ray_job(job).seconds)
+        ray.shutdown()
+    return {
+        "rows": rows, "tokens": tokens, "own_seconds": [round(s, 2) for s in ours],
+        "ray_seconds": [round(s, 2) for s in rays], "overhead": round(min(rays) / min(ours) - 1, 3),
+    }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("faults", "overhead"))
+    parser.add_argument("--rows", type=int)
+    parser.add_argument("--strikes", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results")
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="saccade-ray-") as name:
+        folder = options.folder or Path(name)
+        if options.part == "faults":
+            result = FaultRun(folder, options.rows or 20_000, options.seed).run(options.strikes)
+        else:
+            result = overhead(folder, options.rows or 3000, options.tokens)
+    result |= {"part": options.part, "machine": machine.describe(), "load": machine.load(), "ray": ray.__version__}
+    if options.write:
+        RESULTS.mkdir(exist_ok=True)
+        name = f"{datetime.date.today():%Y-%m-%d}-ray-{options.part}.json"
+        (RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

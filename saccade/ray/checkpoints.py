@@ -1,0 +1,70 @@
+"""Ray's checkpoints for rows whose ids are of any type, and the file that says what an output belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from ray.data.block import BlockAccessor
+from ray.data.checkpoint import CheckpointConfig
+from ray.data.checkpoint.checkpoint_filter import NumpyArrayBasedCheckpointFilter
+
+from saccade.errors import AlreadyExists
+from saccade.ray.ids import ID, row_id
+
+
+class RowFilter(NumpyArrayBasedCheckpointFilter):
+    """Drops rows that have been answered: the input has ids of any type, the checkpoint their 64-bit form."""
+
+    def filter_rows_for_block(self, block: Any) -> Any:
+        """The `pyarrow.Table` of the block's other rows. Raises InvalidArgument for an id that is none."""
+        import numpy as np
+        import pyarrow as pa
+
+        table = BlockAccessor.for_block(block).to_arrow()
+        done = self.checkpointed_ids
+        column = self.ckpt_config.saccade_source_column
+        ids = np.fromiter((row_id(value) for value in table[column].to_pylist()), np.int64, len(table))
+        places = np.minimum(np.searchsorted(done, ids), len(done) - 1)
+        return table.filter(pa.array(done[places] != ids)) if len(done) else table
+
+
+def checkpoint_config(folder: str, source_column: str) -> CheckpointConfig:
+    """Checkpoints in a folder, which stay there after the job: started again, it finds nothing to do."""
+    config = CheckpointConfig(ID, folder, delete_checkpoint_on_success=False, checkpoint_filter_cls=RowFilter)
+    config.saccade_source_column = source_column
+    return config
+
+
+def claim(output: str, description: dict[str, Any]) -> bool:
+    """Makes the output this job's, by a file beside it. Returns whether it is so already.
+
+    Raises:
+        AlreadyExists: it belongs to another job, or has files and belongs to none.
+    """
+    from pyarrow import fs
+
+    files, path = fs.FileSystem.from_uri(output) if "://" in output else (fs.LocalFileSystem(), output)
+    name, text = f"{path.rstrip('/')}.job.json", json.dumps(description, indent=1, sort_keys=True, default=repr)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    if files.get_file_info(name).type == fs.FileType.File:
+        with files.open_input_stream(name) as stream:
+            held = json.loads(stream.read())
+        if held.get("digest") == digest:
+            return True
+        changed = sorted(
+            key for key in {*held, *description} - {"digest"} if held.get(key) != json.loads(text).get(key)
+        )
+        raise AlreadyExists(
+            f"{output!r} belongs to a job with other options ({', '.join(changed)}); name another output, or delete "
+            f"it, {name!r} and the folder of checkpoints",
+            reason="BATCH_OUTPUT_FOREIGN",
+        )
+    inside = fs.FileSelector(path, allow_not_found=True)
+    if any(item.type == fs.FileType.File for item in files.get_file_info(inside)):
+        raise AlreadyExists(f"{output!r} has files, and they are not this job's", reason="BATCH_OUTPUT_FOREIGN")
+    files.create_dir(path, recursive=True)
+    with files.open_output_stream(name) as stream:
+        stream.write(json.dumps({**json.loads(text), "digest": digest}, indent=1).encode())
+    return False
