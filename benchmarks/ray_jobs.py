@@ -181,9 +181,11 @@ class FaultRun:
         self.strikes.append("driver")
 
     def kill_actor(self) -> None:
-        actors = [pid for pid in descendants(os.getpid()) if "MapBatches(Generate)" in command_of(pid)]
-        if actors:
-            os.kill(self.random.choice(actors), signal.SIGKILL)
+        actors: list[int] = []
+        while not actors:  # those of a driver that has just been started
+            actors = [pid for pid in descendants(os.getpid()) if "MapBatches(Generate)" in command_of(pid)]
+            time.sleep(0.1)
+        os.kill(self.random.choice(actors), signal.SIGKILL)
         self.strikes.append(f"actor, of {len(actors)}")
 
     def kill_node(self) -> None:

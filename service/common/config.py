@@ -213,6 +213,9 @@ class ListenOptions:
     tls_client_ca: str | None = _option(None, "PEM file of the authority that clients' certificates must come from")
     api_keys: str | None = _option(None, "TOML file of API key hashes; read again when it changes")
     admin: bool = _option(False, "without API keys: let every caller use AdminService")
+    vllm_engine: bool = _option(
+        False, "serve gateways such as smg, too: the gRPC service vllm.grpc.engine.VllmEngine; needs smg-grpc-proto"
+    )
     max_connection_streams: int = _option(
         1024, "calls of one connection at a time; the client keeps back what is more", minimum=1
     )

@@ -171,7 +171,23 @@ class Server:
             ready=lambda: self.frontend.engine.alive and self._refusal() is None,
         )  # fmt: skip
         server.add_generic_rpc_handlers((triton.handler(),))
-        return [*(f"saccade.v1.{name}Service" for name in names), SERVICE]
+        others = [SERVICE]
+        if self.options.vllm_engine:
+            others.append(self._add_gateway_service(server))
+        return [*(f"saccade.v1.{name}Service" for name in names), *others]
+
+    def _add_gateway_service(self, server: grpc.aio.Server) -> str:
+        try:
+            from service.rpc import vllm_engine
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"vllm_engine: {error.name} is not installed: pip install smg-grpc-proto") from error
+        servicer = vllm_engine.VllmEngineServicer(
+            self.calls, self._model, self.frontend.assets.config.path, version=_version(),
+            max_seqs=self.frontend.engine.info.max_seqs,
+            ready=lambda: self.frontend.engine.alive and self._refusal() is None,
+        )  # fmt: skip
+        server.add_generic_rpc_handlers((servicer.handler(),))
+        return vllm_engine.SERVICE
 
     def _open_spool(self, limits: MediaLimits) -> Spool:
         options = self.options

@@ -14,7 +14,7 @@ from saccade.ray.ids import ID, row_id, row_seed
 from saccade.ray.job import RayJob, complete
 from saccade.ray.rows import ANSWER_COLUMNS, Prices, RowFormat, Template
 from saccade.ray.sources import find_source
-from saccade.v1 import inference_pb2
+from saccade.v1 import inference_pb2, types_pb2
 
 ROWS = RowFormat("What is {thing}?", id_column="id", images=["image"], keep=["note"], sampling={"max_tokens": 5})
 
@@ -102,7 +102,7 @@ def test_answers_and_errors_are_rows_of_the_same_columns() -> None:
     prices = Prices(prompt=2.0, completion=10.0, cached=0.5)
     rows = RowFormat("?", id_column="id", keep=["note"], prices=prices)
     sample = inference_pb2.Sample(text="yes", token_ids=[1, 2])
-    usage = inference_pb2.Usage(prompt_tokens=100, cached_tokens=40, completion_tokens=2)
+    usage = types_pb2.Usage(prompt_tokens=100, cached_tokens=40, completion_tokens=2)
     response = inference_pb2.GenerateResponse(samples=[sample], model="m", model_version="v", seed=3)
     response.samples[0].usage.CopyFrom(usage)
     row = {"id": "a", "note": 1.5, "image": b"x"}
