@@ -58,7 +58,8 @@ def test_manifests_fit_together(path: Path) -> None:
     parsed = list(yaml.safe_load_all(path.read_text()))
     assert all({"apiVersion", "kind", "metadata", "spec"} <= set(document) for document in parsed)
     workloads = [d for d in parsed if d["kind"] in ("Deployment", "StatefulSet")]
-    assert workloads
+    services = [d for d in parsed if d["kind"] == "Service"]
+    assert workloads or not services
     for workload in workloads:
         pod = workload["spec"]["template"]
         assert workload["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
@@ -86,8 +87,43 @@ def test_manifests_fit_together(path: Path) -> None:
                 asked[kind] = command[command.index("--service") + 1] if "--service" in command else ""
         assert asked["livenessProbe"] == LIVENESS, "a drain would be a reason to kill the pod"
         assert LIVENESS not in (asked["readinessProbe"], asked["startupProbe"])
-    for service in (d for d in parsed if d["kind"] == "Service"):
-        assert service["spec"]["selector"].items() <= workloads[0]["spec"]["template"]["metadata"]["labels"].items()
+    labels = [workload["spec"]["template"]["metadata"]["labels"] for workload in workloads]
+    for service in services:
+        assert any(service["spec"]["selector"].items() <= pod.items() for pod in labels)
+
+
+def test_the_names_between_manifests_fit() -> None:
+    """Encoders by the names of their pods, the header that the client sends, and Ray Serve's arguments."""
+    from saccade._core.affinity import HEADER
+
+    roles = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "roles.yaml").read_text()))
+    encoder = next(d for d in roles if d["kind"] == "StatefulSet")
+    decoder = next(d for d in roles if d["kind"] == "Deployment")
+    (container,) = decoder["spec"]["template"]["spec"]["containers"]
+    name, count = encoder["metadata"]["name"], encoder["spec"]["replicas"]
+    wanted = ",".join(f"{name}-{i}.{encoder['spec']['serviceName']}:50051" for i in range(count))
+    assert container["args"][container["args"].index("--encoders") + 1] == wanted
+    gateway = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "gateway-api.yaml").read_text()))
+    policy = next(d for d in gateway if d["kind"] == "BackendTrafficPolicy")
+    assert policy["spec"]["loadBalancer"]["consistentHash"]["header"]["name"] == HEADER
+    backend = next(d for d in gateway if d["kind"] == "GRPCRoute")["spec"]["rules"][0]["backendRefs"][0]
+    replicas = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "replicas.yaml").read_text()))
+    service = next(d for d in replicas if d["kind"] == "Service")
+    assert backend == {"name": service["metadata"]["name"], "port": service["spec"]["ports"][0]["port"]}
+
+
+def test_the_application_of_ray_serve_names_what_there_is() -> None:
+    import importlib
+
+    config = yaml.safe_load((ROOT / "deploy" / "ray" / "serve.yaml").read_text())
+    for name in config["grpc_options"]["grpc_servicer_functions"]:
+        module, _, function = name.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), function))
+    (application,) = config["applications"]
+    module, _, function = application["import_path"].partition(":")
+    source = (ROOT / Path(*module.split("."))).with_suffix(".py").read_text()
+    assert f"def {function}(" in source
+    resolve(ServerOptions, {"model": application["args"]["model"], **application["args"]["options"]}, {})
 
 
 def _options(arguments: list[str]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Source:
         paths = list(self.paths)
         if self.format == "parquet":
             self._check_columns(paths[0], rows.columns)
-            return data.read_parquet(paths, columns=rows.columns)
+            return data.read_parquet(paths).select_columns(rows.columns)
         if self.format == "webdataset":
             return data.read_webdataset(paths, decoder=None)
         if unknown := set(rows.columns) - {"bytes", "path"}:
