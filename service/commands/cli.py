@@ -68,7 +68,12 @@ def needs_http() -> Callable[[HttpFrontOptions], int]:
 
 
 def plan(argv: Sequence[str]) -> int:
-    """`saccade plan [MODEL] [options]`: what `serve` would do with these options, without running it."""
+    """`saccade plan [MODEL] [options]`: what `serve` would do with these options, without running it. With `--replicas`:
+    how many servers a load needs."""
+    if "--replicas" in argv:
+        from service.commands.replicas import main as replicas
+
+        return replicas([argument for argument in argv if argument != "--replicas"])
     parser = argparse.ArgumentParser(
         "saccade plan", description="Say what `saccade serve` would do with the same options, before it runs."
     )

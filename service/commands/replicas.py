@@ -1,0 +1,202 @@
+"""`saccade plan --replicas`: how many replicas a load needs, and what saturates first as they become many.
+
+A simulation of queues. A replica answers `slots` requests at a time, each in `seconds`, as measured with that many in
+flight (`saccade batch`'s summary, or `benchmarks.serve`). Requests arrive at random times; their keys, images or system
+prompts, are as popular as `skew` says. Without affinity replicas take turns; with it, a key has one replica.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import heapq
+import math
+import random
+from bisect import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from service.commands.plan import Table, size
+from service.common.config import ConfigError
+
+SIZES = (1, 3, 10, 30, 100, 300, 1000)
+MOST = 1000
+REQUESTS_EACH = 400
+"""Simulated requests for each batch slot, up to a limit for all."""
+MOST_REQUESTS = 200_000
+FRONTEND_TOKENS = 79_000.0
+"""Tokens/s that one frontend process streams, measured by `benchmarks.serve --only ceiling` on two cores."""
+ROUTER_SECONDS = 0.005
+"""Processor time that Ray Serve's proxy takes for a request, as its users report; an Envoy takes a tenth of it."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What clients ask for, and what one replica does."""
+
+    rate: float
+    """Requests per second, of all clients."""
+    seconds: float
+    """For one answer, in a replica with all slots in use."""
+    slots: int = 32
+    """Requests that a replica answers at a time."""
+    wait: float = 1.0
+    """Seconds that 99 of 100 requests may wait at most."""
+    tokens: float = 100.0
+    """Of an answer."""
+    request_bytes: float = 200_000.0
+    keys: int = 10_000
+    """Different images or system prompts at a time."""
+    skew: float = 0.8
+    """The n-th key is asked for n^-skew times as often as the first."""
+    network: float = 1.25e9
+    """Bytes/s of a machine's network."""
+    frontend_tokens: float = FRONTEND_TOKENS
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "seconds", "slots", "wait", "tokens", "request_bytes", "keys", "network"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{name.replace('_', '-')}: expected a number above 0, got {value}")
+        if not 0 <= self.skew <= 4:
+            raise ConfigError(f"skew: expected a number from 0 to 4, got {self.skew}")
+
+    @property
+    def of_one(self) -> float:
+        """Requests per second of one replica that is always full."""
+        return self.slots / self.seconds
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Result of a simulation, in seconds; `busiest`: share of its slots' time that the busiest replica works."""
+
+    median: float
+    p99: float
+    busiest: float
+
+
+def simulate(load: Load, replicas: int, *, affinity: bool, seed: int = 0) -> Waits:
+    """Waiting times for a batch slot. Service times are exponential, which is pessimistic for answers of a limited
+    length."""
+    drawn = random.Random(seed)
+    count = min(MOST_REQUESTS, REQUESTS_EACH * load.slots * replicas)
+    weights = list(accumulate((n + 1) ** -load.skew for n in range(load.keys)))
+    home = [_home(key, replicas) for key in range(load.keys)] if affinity else []
+    free = [[0.0] * load.slots for _ in range(replicas)]
+    worked = [0.0] * replicas
+    waits, now = [], 0.0
+    for number in range(count):
+        now += drawn.expovariate(load.rate)
+        chosen = home[bisect(weights, drawn.random() * weights[-1])] if affinity else number % replicas
+        begins = max(now, free[chosen][0])
+        takes = drawn.expovariate(1 / load.seconds)
+        heapq.heapreplace(free[chosen], begins + takes)
+        worked[chosen] += takes
+        waits.append(begins - now)
+    waits = sorted(waits[len(waits) // 5 :])  # at first all slots are free
+    return Waits(
+        waits[len(waits) // 2], waits[min(len(waits) - 1, int(0.99 * len(waits)))], max(worked) / (now * load.slots)
+    )
+
+
+def _home(key: int, replicas: int) -> int:
+    return int.from_bytes(hashlib.blake2b(b"%d" % key, digest_size=8).digest(), "little") % replicas
+
+
+def needed(load: Load, *, affinity: bool) -> int | None:
+    """The smallest number of replicas, up to 1,000, for which 99 of 100 requests wait no longer than they may."""
+
+    def enough(replicas: int) -> bool:
+        return simulate(load, replicas, affinity=affinity).p99 <= load.wait
+
+    return _smallest(max(1, math.ceil(load.rate / load.of_one)), enough)
+
+
+def _smallest(low: int, enough: Callable[[int], bool]) -> int | None:
+    """The smallest number from `low` to MOST for which `enough` is true."""
+    high = low
+    while high <= MOST and not enough(high):
+        low, high = high + 1, max(high + 1, math.ceil(high * 1.3))
+    if high > MOST and (low > MOST or not enough(high := MOST)):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle + 1, high)
+    return high
+
+
+def held(load: Load, replicas: int, *, affinity: bool) -> float:
+    """The highest rate, to 2 %, that so many replicas answer within the allowed wait."""
+    low, high = 0.0, 1.0
+    while high - low > 0.02:
+        middle = (low + high) / 2
+        rate = middle * replicas * load.of_one
+        fine = simulate(replace(load, rate=rate), replicas, affinity=affinity).p99 <= load.wait
+        low, high = (middle, high) if fine else (low, middle)
+    return low * replicas * load.of_one
+
+
+def needed_table(load: Load) -> Table:
+    rows: list[tuple[str, ...]] = [("policy", "replicas", "median wait", "p99 wait", "busiest replica")]
+    for name, affinity in (("in turns", False), ("affinity", True)):
+        count = needed(load, affinity=affinity)
+        if count is None:
+            rows.append((name, f"more than {MOST}", "", "", ""))
+            continue
+        waits = simulate(load, count, affinity=affinity)
+        rows.append((name, str(count), f"{waits.median:.2f} s", f"{waits.p99:.2f} s", f"{waits.busiest:.0%}"))
+    return Table(f"{load.rate:g} requests/s, {load.slots} at a time in a replica, {load.seconds:g} s each", rows)
+
+
+def growth_table(load: Load, sizes: Sequence[int] = SIZES) -> Table:
+    """What so many replicas hold, and the load on what they share. Percentages of more than 100 are what saturates."""
+    rows: list[tuple[str, ...]] = [
+        ("replicas", "in turns", "affinity", "frontend", "network of a replica", "of one router", "Serve proxies")
+    ]
+    for count in sizes:
+        turns, sticky = (held(load, count, affinity=affinity) for affinity in (False, True))
+        frontend = turns / count * load.tokens / load.frontend_tokens
+        network = turns / count * load.request_bytes / load.network
+        router = turns * load.request_bytes / load.network
+        proxies = math.ceil(turns * ROUTER_SECONDS)
+        rows.append(
+            (
+                str(count),
+                f"{turns:.0f}/s",
+                f"{sticky:.0f}/s",
+                f"{frontend:.1%}",
+                f"{network:.1%}",
+                f"{router:.1%}",
+                str(proxies),
+            )  # fmt: skip
+        )
+    return Table(f"held with waits below {load.wait:g} s, requests of {size(int(load.request_bytes))}", rows)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints both tables. Raises ConfigError."""
+    parser = argparse.ArgumentParser("saccade plan --replicas", description=__doc__)
+    parser.add_argument("--rate", type=float, required=True, help="requests per second of all clients")
+    parser.add_argument("--seconds", type=float, required=True, help="one answer takes, in a full replica")
+    parser.add_argument("--slots", type=int, default=32, help="requests of a replica at a time (default: 32)")
+    parser.add_argument("--wait", type=float, default=1.0, help="seconds that 99 of 100 may wait (default: 1)")
+    parser.add_argument("--tokens", type=float, default=100.0, help="of an answer (default: 100)")
+    parser.add_argument("--request-bytes", type=float, default=200_000.0, help="images included (default: 200000)")
+    parser.add_argument("--keys", type=int, default=10_000, help="different images at a time (default: 10000)")
+    parser.add_argument("--skew", type=float, default=0.8, help="of their popularity, 0 = equal (default: 0.8)")
+    parser.add_argument("--network", type=float, default=1.25e9, help="bytes/s of a machine (default: 1.25e9)")
+    parser.add_argument(
+        "--frontend-tokens", type=float, default=FRONTEND_TOKENS, help="tokens/s that a frontend process streams"
+    )
+    parser.add_argument(
+        "--sizes", default=",".join(map(str, SIZES)), help="numbers of replicas in the second table, with commas"
+    )
+    options = vars(parser.parse_args(argv))
+    sizes = options.pop("sizes")
+    if not all(part.isdecimal() and 1 <= int(part) <= MOST for part in sizes.split(",")):
+        raise ConfigError(f"sizes: expected numbers from 1 to {MOST} with commas, got {sizes!r}")
+    load = Load(**options)
+    print(f"{needed_table(load)}\n\n{growth_table(load, [int(part) for part in sizes.split(',')])}")
+    return 0
