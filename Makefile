@@ -36,7 +36,7 @@ STAMP := $(VENV)/.saccade-setup-$(SETUP_HASH)
 # $(call needs,PATH): stops with a plain sentence where a checkout does not hold PATH.
 needs = @test -e '$(1)' || { echo "make $@: this checkout has no $(1) yet" >&2; exit 1; }
 
-.PHONY: help setup demo serve test test-fast lint format protos sdk test-floors demo-model bench aot soak gpu-check gpu-bench peers
+.PHONY: help setup demo serve test test-fast test-ray lint format protos sdk test-floors demo-model bench aot soak gpu-check gpu-bench peers
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -93,6 +93,10 @@ protos: setup  ## regenerate saccade/v1 from protos/
 
 sdk: setup  ## regenerate the synchronous client from the asyncio one
 	@$(PY) saccade/tools/async_to_sync.py
+
+test-ray: setup  ## the tests that need Ray, OpenAI's client and the gateway smg, which this installs
+	@$(PY) -m pip install --quiet -c $(VENV)/constraints.txt 'ray[data,serve-grpc]>=2.60,<2.61' smg smg-grpc-proto openai
+	@$(PY) -m pytest -q tests/e2e/test_ray.py tests/e2e/test_ray_serve.py tests/e2e/test_gateway.py $(ARGS)
 
 test-floors: setup  ## run the client's tests with the oldest and the newest supported versions of its dependencies (from the index)
 	@$(PY) saccade/tools/floors.py

@@ -122,14 +122,14 @@ def run_ray_job(job: RayJob) -> RaySummary:
     source = find_source(job.source, job.format)
     job = replace(job, rows=complete(job.rows, source), output=_absolute(job.output))
     assert job.rows.id_column
-    if source.format == "parquet":
-        _check_ids(source, job.rows.id_column)
     context = data.DataContext.get_current().copy()
     context.checkpoint_config = checkpoint_config(f"{job.output.rstrip('/')}.checkpoint", job.rows.id_column)
     context.enable_progress_bars = job.progress
     try:
         with data.DataContext.current(context):
             dataset = _answers(source.read(job.rows), job)
+            if source.format == "parquet":
+                _check_ids(source, job.rows.id_column)
             resumed = claim(job.output, job.described(source))
             _warn_if_too_small(job)
             dataset.write_parquet(job.output, min_rows_per_file=job.rows_per_file)
@@ -198,7 +198,9 @@ def _count_ids(table: Any, column: str) -> int:
     ids = np.sort(np.concatenate(found))
     again = ids[1:][ids[1:] == ids[:-1]]
     if len(again):
-        raise InvalidArgument(f"{column}: {len(again)} rows have the id of another row, for example {again[0]}")
+        values = (value for batch in table.to_batches(columns=[column]) for value in batch.column(0).to_pylist())
+        example = next(value for value in values if row_id(value) == again[0])
+        raise InvalidArgument(f"{column}: {len(again)} rows have the id of another row, for example {example!r}")
     return len(ids)
 
 

@@ -68,7 +68,7 @@ def needs_http() -> Callable[[HttpFrontOptions], int]:
 
 
 def plan(argv: Sequence[str]) -> int:
-    """`saccade plan [MODEL] [options]`: what `serve` would do with these options, without running it. With `--replicas`:
+    """`saccade plan [MODEL] [options]`: what `serve` would do with these options, without running it. `--replicas`:
     how many servers a load needs."""
     if "--replicas" in argv:
         from service.commands.replicas import main as replicas

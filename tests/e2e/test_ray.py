@@ -84,7 +84,7 @@ def test_wrong_inputs_are_named_before_anything_is_answered(server: str, cluster
 
     twice = pa.table({"id": ["a", "b", "a"], "thing": ["x"] * 3, "image": [png(1)] * 3})
     parquet.write_table(twice, tmp_path / "twice.parquet")
-    with pytest.raises(errors.InvalidArgument, match="1 rows have the id of another"):
+    with pytest.raises(errors.InvalidArgument, match="1 rows have the id of another row, for example 'a'"):
         run_ray_job(job(tmp_path / "twice.parquet", tmp_path / "out", server=server))
     with pytest.raises(errors.InvalidArgument, match="not other"):
         run_ray_job(job(tmp_path / "twice.parquet", tmp_path / "out", server=server, rows={"keep": ["other"]}))

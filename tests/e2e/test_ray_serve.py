@@ -67,10 +67,9 @@ def requests() -> list[dict[str, Any]]:
 
 
 def replica_pids() -> list[int]:
-    from ray.util.state import list_actors
+    from benchmarks.ray_jobs import command_of, descendants
 
-    found = list_actors(filters=[("state", "=", "ALIVE")], detail=True)
-    return [actor.pid for actor in found if "ServeReplica" in actor.class_name]
+    return sorted(pid for pid in descendants(os.getpid()) if command_of(pid).startswith("ray::ServeReplica"))
 
 
 def test_the_ingress_gives_the_same_answers(address: str, wanted: list[saccade.Generation]) -> None:

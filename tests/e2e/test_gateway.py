@@ -1,0 +1,247 @@
+"""`vllm.grpc.engine.VllmEngine` by itself, and behind the gateway smg. Skipped where packages are missing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from images import png
+from running import RunningServer
+from served import IMAGE_TOKEN
+
+import saccade
+from service.commands.cli import ServerProcess
+
+pytest.importorskip("smg_grpc_proto", reason="smg-grpc-proto is not installed")
+SMG = Path(sys.executable).with_name("smg")
+needs_smg = pytest.mark.skipif(not SMG.exists() and shutil.which("smg") is None, reason="smg is not installed")
+
+
+def data_url(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+# -- the service -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def worker(model: Path) -> Iterator[RunningServer]:
+    with RunningServer(str(model), max_seqs=16, max_len=600, vllm_engine=True) as running:
+        yield running
+
+
+@pytest.fixture
+def stub(worker: RunningServer) -> Iterator[Any]:
+    from smg_grpc_proto import vllm_engine_pb2_grpc
+
+    with grpc.insecure_channel(worker.address) as channel:
+        yield vllm_engine_pb2_grpc.VllmEngineStub(channel)
+    worker.drained()
+
+
+def generate(stub: Any, ids: list[int], *, stream: bool = True, images: list[str] | None = None, **params: Any) -> Any:
+    from smg_grpc_proto import vllm_engine_pb2 as pb
+
+    sampling = pb.SamplingParams(**{"max_tokens": 8, "seed": 3, "temperature": 1.0, "ignore_eos": True, **params})
+    request = pb.GenerateRequest(request_id=f"r{len(ids)}", stream=stream, sampling_params=sampling)
+    request.tokenized.input_ids.extend(ids)
+    for url in images or []:
+        request.media_refs.items.add(modality=1, url=url)
+    return list(stub.Generate(request, timeout=60))
+
+
+def test_token_ids_in_and_out(stub: Any, worker: RunningServer) -> None:
+    ids = [9, 10, IMAGE_TOKEN, 40, 41]
+    with saccade.Client(worker.address) as client:
+        wanted = client.generate(
+            ids, images=[png(2)], max_tokens=8, seed=3, temperature=1.0, ignore_eos=True, n=2, logprobs=2
+        )
+    options = {"n": 2, "logprobs": 2, "images": [data_url(png(2))]}
+    chunks = generate(stub, ids, **options)
+    (whole) = generate(stub, ids, stream=False, **options)
+    assert {message.WhichOneof("response") for message in whole} == {"complete"}
+    for index, sample in enumerate(wanted.samples):
+        parts = [m.chunk for m in chunks if m.HasField("chunk") and m.chunk.index == index]
+        (end,) = (m.complete for m in chunks if m.HasField("complete") and m.complete.index == index)
+        (complete,) = (m.complete for m in whole if m.complete.index == index)
+        assert [token for part in parts for token in part.token_ids] == list(complete.output_ids) == sample.token_ids
+        assert not end.output_ids and end.finish_reason == complete.finish_reason == "length"
+        assert complete.prompt_tokens == wanted.usage.prompt_tokens and complete.completion_tokens == 8
+        assert list(complete.output_logprobs.token_ids) == sample.token_ids
+        assert [len(top.values) for top in complete.output_logprobs.top_logprobs] == [2] * 8
+        found = [value for part in parts for value in part.output_logprobs.token_logprobs]
+        assert found == pytest.approx(list(complete.output_logprobs.token_logprobs), abs=1e-4)
+
+
+def test_constraints_and_stops(stub: Any) -> None:
+    (complete,) = generate(stub, [50, 51], stream=False, ignore_eos=False, regex="[ab]{3}", max_tokens=20)
+    text = bytes(complete.complete.output_ids)
+    assert complete.complete.finish_reason == "stop" and len(text) == 4, "three letters and the end"
+    (first,) = generate(stub, [50, 51], stream=False)
+    stop = first.complete.output_ids[2]
+    (stopped,) = generate(stub, [50, 51], stream=False, ignore_eos=False, stop_token_ids=[stop], max_tokens=20)
+    assert stopped.complete.finish_reason == "stop" and stopped.complete.matched_token_id == stop
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "named"),
+    [
+        ({"images": ["data:image/png;base64,???"]}, "INVALID_ARGUMENT", "media_refs.items[0]"),
+        ({"images": [data_url(b"x"), data_url(b"y")]}, "INVALID_ARGUMENT", "image"),
+        ({"images": ["http://localhost/a.png"]}, "INVALID_ARGUMENT|PERMISSION_DENIED|UNIMPLEMENTED", ""),
+        ({"max_tokens": 2**32 - 1}, "INVALID_ARGUMENT", "max_tokens"),
+        ({"min_tokens": 2**31}, "INVALID_ARGUMENT", "min_tokens"),
+        ({"logprobs": -1}, "INVALID_ARGUMENT", "logprobs"),
+        ({"logit_bias": {-1: 1.0}}, "INVALID_ARGUMENT", "logit_bias"),
+        ({"json_schema": "{"}, "INVALID_ARGUMENT", "json_schema"),
+        ({"structural_tag": "{}"}, "UNIMPLEMENTED", "structural_tag"),
+        ({"prompt_logprobs": 1}, "UNIMPLEMENTED", "prompt_logprobs"),
+        ({"include_stop_str_in_output": True}, "UNIMPLEMENTED", "include_stop"),
+    ],
+)
+def test_what_is_not_served_is_an_error(stub: Any, change: dict[str, Any], code: str, named: str) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        generate(stub, [9, IMAGE_TOKEN] if "images" in change else [9], **change)
+    assert caught.value.code().name in code.split("|") and named in caught.value.details()
+
+
+def test_what_gateways_ask_about_a_worker(stub: Any, worker: RunningServer, model: Path) -> None:
+    from smg_grpc_proto import vllm_engine_pb2 as pb
+    from smg_grpc_proto.generated import common_pb2
+
+    assert stub.HealthCheck(pb.HealthCheckRequest()).healthy
+    info = stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert info.is_generation and info.supports_vision and info.max_context_length == 600 and info.vocab_size > 256
+    server = stub.GetServerInfo(pb.GetServerInfoRequest())
+    assert (server.mm_processor, server.mm_media_ref_schemes, server.max_num_seqs) == ("inprocess", "data", 16)
+    (load,) = stub.GetLoads(pb.GetLoadsRequest()).loads
+    assert load.num_total_reqs == 0 and load.max_running_requests == 16 and 0 <= load.token_usage < 1
+    chunks = list(stub.GetTokenizer(common_pb2.GetTokenizerRequest()))
+    data = b"".join(chunk.data for chunk in chunks)
+    assert chunks[-1].sha256 == hashlib.sha256(data).hexdigest()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.read("tokenizer.json") == (model / "tokenizer.json").read_bytes()
+    stub.Abort(pb.AbortRequest(request_ids=["no such request"]))
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.FlushCache(common_pb2.FlushCacheRequest())
+    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_cancelling_and_aborting_free_the_slot(stub: Any, worker: RunningServer) -> None:
+    from smg_grpc_proto import vllm_engine_pb2 as pb
+
+    for how in ("cancel", "abort"):
+        sampling = pb.SamplingParams(max_tokens=500, ignore_eos=True)
+        request = pb.GenerateRequest(request_id="long", stream=True, sampling_params=sampling)
+        request.tokenized.input_ids.extend([9, 10])
+        call = stub.Generate(request)
+        next(call)
+        if how == "cancel":
+            call.cancel()
+        else:
+            stub.Abort(pb.AbortRequest(request_ids=["long"]))
+            assert [m.complete.finish_reason for m in call if m.HasField("complete")] in (["abort"], [])
+        worker.drained()
+
+
+# -- smg ---------------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def behind_smg(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
+    """The gateway's URL and the addresses of two servers behind it."""
+    with ExitStack() as ends:
+        arguments = ["demo", "--log-level", "error", "--threads", "1", "--vllm-engine", "--no-warmup", "--admin"]
+        servers = [ends.enter_context(ServerProcess(arguments)).address for _ in range(2)]
+        port = free_port()
+        command = [
+            str(SMG), "launch", "--host", "127.0.0.1", "--port", str(port), "--mm-processing", "worker",
+            "--policy", "cache_aware", "--prometheus-port", str(free_port()),
+            "--worker-urls", *(f"grpc://{address}" for address in servers),
+        ]  # fmt: skip
+        log = open(tmp_path_factory.mktemp("smg") / "log", "wb")
+        gateway = subprocess.Popen(command, stdout=log, stderr=log)
+        ends.callback(gateway.wait)
+        ends.callback(gateway.terminate)
+        url = f"http://127.0.0.1:{port}/v1"
+        while True:
+            assert gateway.poll() is None, Path(log.name).read_text()[-2000:]
+            try:
+                with urllib.request.urlopen(f"{url}/models", timeout=5) as response:
+                    if json.loads(response.read())["data"]:
+                        break
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                pass
+        yield url, servers
+
+
+@needs_smg
+def test_openai_clients_get_the_same_answers_through_smg(behind_smg: tuple[str, list[str]]) -> None:
+    openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
+    url, servers = behind_smg
+    client = openai.OpenAI(base_url=url, api_key="none")
+    model = client.models.list().data[0].id
+    image = Path(__file__).resolve().parents[2] / "demo" / "pictures"
+    files = sorted(image.glob("*.png"))[:3]
+    with saccade.Client(servers[0]) as own:
+        for file in files:
+            question = "What does the image show?"
+            wanted = own.generate(question, images=[file], max_tokens=16, temperature=0)
+            content = [
+                {"type": "image_url", "image_url": {"url": data_url(file.read_bytes())}},
+                {"type": "text", "text": question},
+            ]
+            asked = {
+                "model": model,
+                "messages": [{"role": "user", "content": content}],
+                "max_tokens": 16,
+                "temperature": 0,
+            }
+            whole = client.chat.completions.create(**asked)
+            assert whole.choices[0].message.content == wanted.text
+            assert whole.usage.prompt_tokens == wanted.usage.prompt_tokens
+            streamed = client.chat.completions.create(**asked, stream=True)
+            parts = [chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices]
+            assert "".join(parts) == wanted.text
+
+
+@needs_smg
+def test_cancelling_through_smg_frees_the_slot(behind_smg: tuple[str, list[str]]) -> None:
+    openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
+    from saccade.v1 import admin_pb2, admin_pb2_grpc
+
+    url, servers = behind_smg
+    client = openai.OpenAI(base_url=url, api_key="none")
+    message = {"role": "user", "content": "go on"}
+    extra = {"ignore_eos": True}
+    stream = client.chat.completions.create(
+        model=client.models.list().data[0].id, messages=[message], max_tokens=200, stream=True, extra_body=extra
+    )
+    next(iter(stream))
+    stream.close()
+    for address in servers:
+        with grpc.insecure_channel(address) as channel:
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
+            while stub.GetLoads(admin_pb2.GetLoadsRequest(), timeout=60).live_requests:
+                pass
