@@ -237,6 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int)
     parser.add_argument("--strikes", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results")
@@ -246,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.part == "faults":
             result = FaultRun(folder, options.rows or 20_000, options.seed).run(options.strikes)
         else:
-            result = overhead(folder, options.rows or 3000, options.tokens)
+            result = overhead(folder, options.rows or 3000, options.tokens, options.turns)
     result |= {"part": options.part, "machine": machine.describe(), "load": machine.load(), "ray": ray.__version__}
     if options.write:
         RESULTS.mkdir(exist_ok=True)
