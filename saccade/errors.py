@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 OVERLOADED_REASONS = frozenset({"QUEUE_FULL", "WARMING", "DRAINING"})
 # The server has said that the call will fail in the same way until the other host is back.
 _NOT_RETRYABLE_REASONS = frozenset({"MEDIA_FETCH_FAILED"})
+# What Ray Serve's ingress says of a replica that died, or cannot be reached, during a call.
+_SERVE_REPLICA_LOST = re.compile(r"The actor .*(died|is dead|unavailable)")
 _STATUS_DETAILS = "grpc-status-details-bin"
 _PUSHBACK = "grpc-retry-pushback-ms"
 
@@ -195,6 +198,8 @@ def _kind(code: str, message: str, reason: str) -> type[SaccadeError]:
             return Internal
     if code == "RESOURCE_EXHAUSTED" and reason == "MESSAGE_TOO_LARGE":
         return MessageTooLarge
+    if code == "INTERNAL" and not reason and _SERVE_REPLICA_LOST.match(message):
+        return Unavailable
     return _BY_CODE.get(code, Internal)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from saccade.errors import FailedPrecondition, InvalidArgument
+from saccade.errors import FailedPrecondition, InvalidArgument, SaccadeError
 from saccade.ray.generate import Generate
 from saccade.ray.ids import ID
 from saccade.ray.rows import RowFormat
@@ -111,7 +111,6 @@ def run_ray_job(job: RayJob) -> RaySummary:
     """
     try:
         from ray import data
-        from ray.exceptions import RayTaskError
 
         from saccade.ray.checkpoints import checkpoint_config, claim
     except ModuleNotFoundError as error:
@@ -133,11 +132,26 @@ def run_ray_job(job: RayJob) -> RaySummary:
             resumed = claim(job.output, job.described(source))
             _warn_if_too_small(job)
             dataset.write_parquet(job.output, min_rows_per_file=job.rows_per_file)
-    except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, Exception) else error) from error
+    except Exception as error:
+        found = _ours(error)
+        if found is None or found is error:
+            raise
+        raise found from error
     summary = summarize(job.output)
     summary.resumed, summary.seconds = resumed, round(time.monotonic() - began, 3)
     return summary
+
+
+def _ours(error: BaseException | None) -> SaccadeError | None:
+    """The error of ours that Ray reports: it wraps those of actors, in several layers."""
+    while error is not None:
+        inner = getattr(error, "cause", None)
+        for found in (inner, error):
+            # Ray's own classes are made to inherit from the cause's, without its fields.
+            if isinstance(found, SaccadeError) and not type(found).__module__.startswith("ray."):
+                return found
+        error = inner if isinstance(inner, BaseException) else error.__cause__ or error.__context__
+    return None
 
 
 def _answers(dataset: Any, job: RayJob) -> Any:

@@ -425,3 +425,25 @@ def test_chat_models_and_tokens(client: saccade.Client, address: str, script: Sc
     for wrong in ([1, 2], []):
         with pytest.raises(errors.InvalidArgument):
             client.chat(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("message", "resumed"),
+    [
+        ("The actor died unexpectedly before finishing this task.\n\tclass_name: ServeReplica:default:Saccade", True),
+        ("The actor 8bd7 is unavailable: The actor is temporarily unavailable: IOError", True),
+        ("the pool is damaged; The actor died", False),
+    ],
+)
+def test_a_lost_replica_of_ray_serve_is_like_a_lost_server(
+    client: saccade.Client, script: Script, message: str, resumed: bool
+) -> None:
+    script.fail_after = 1
+    script.failures.append(Failure(grpc.StatusCode.INTERNAL, message))
+    stream = client.stream("?")
+    if resumed:
+        assert stream.final().text == "a red square"
+        assert len(script.requests) == 2
+    else:
+        with pytest.raises(errors.Internal):
+            stream.final()

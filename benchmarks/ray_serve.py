@@ -1,0 +1,127 @@
+"""Cost of Ray Serve's gRPC ingress beside our own server, and what the ingress does not have.
+
+    python -m benchmarks.ray_serve [--requests 60] [--tokens 100] [--write]
+
+One caller asks the embedded model by both ways in turn: whole answers of one token, and streams. Then the ingress is
+asked for the standard health service, for TLS, with a deadline, and with an image of 6 MB. Needs
+`pip install 'ray[serve-grpc]'`. The last line on stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import io
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import ray
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from PIL import Image
+from ray import serve
+
+import saccade
+from benchmarks import machine
+from saccade.ray.serve import SERVICERS, app
+from service.commands.cli import ServerProcess
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PORT = 9234
+
+
+def one_token(client: saccade.Client) -> float:
+    """Seconds of a whole answer of one token."""
+    began = time.perf_counter()
+    client.generate("What?", max_tokens=1, temperature=0, ignore_eos=True)
+    return time.perf_counter() - began
+
+
+def per_token(client: saccade.Client, tokens: int) -> float:
+    """Seconds between tokens of a stream."""
+    with client.stream("What?", max_tokens=tokens, temperature=0, ignore_eos=True) as stream:
+        next(stream)
+        began = time.perf_counter()
+        got = sum(len(delta.token_ids) for delta in stream)
+    return (time.perf_counter() - began) / max(1, got)
+
+
+def said(call: Callable[[], Any]) -> str:
+    """How a call ends: OK, a gRPC status, or an error of the client."""
+    try:
+        call()
+    except grpc.RpcError as error:
+        return str(error.code().name)
+    except saccade.SaccadeError as error:
+        return f"{type(error).__name__}: {error.message[:80]}"
+    return "OK"
+
+
+def lacks(address: str) -> dict[str, str]:
+    """What the ingress answers to what our own server has."""
+    noise = np.random.default_rng(0).integers(0, 256, (1420, 1420, 3), dtype=np.uint8)
+    large = io.BytesIO()
+    Image.fromarray(noise).save(large, "PNG")
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        health = said(lambda: stub.Check(health_pb2.HealthCheckRequest(), timeout=5))
+    with saccade.Client(address, tls=True, timeout=3, max_retries=0) as secure:
+        tls = said(secure.models)
+    with saccade.Client(address, timeout=60, max_retries=0) as client:
+        deadline = said(lambda: client.generate("?", max_tokens=200, ignore_eos=True, timeout=0.05))
+        inline = client.with_options(upload_above=None)
+        image = said(lambda: inline.generate("?", images=[large.getvalue()], max_tokens=1))
+    return {
+        "grpc.health.v1": health, "tls": tls, "deadline_of_50_ms": deadline,
+        f"image_of_{len(large.getvalue()) / 1e6:.1f}_MB": image,
+    }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results")
+    options = parser.parse_args(argv)
+    ray.init(num_cpus=3, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    serve.start(
+        proxy_location="HeadOnly", http_options={"port": 0},
+        grpc_options={"port": PORT, "grpc_servicer_functions": list(SERVICERS)},
+    )  # fmt: skip
+    serve.run(app({"model": "demo", "options": {"threads": 1}, "deployment": {"ray_actor_options": {"num_cpus": 0}}}))
+    times: dict[str, list[float]] = {}
+    with ServerProcess(["demo", "--log-level", "error", "--threads", "1"]) as server:
+        ways = {"own": saccade.Client(server.address), "serve": saccade.Client(f"127.0.0.1:{PORT}")}
+        for _ in range(options.requests):
+            for name, client in ways.items():
+                times.setdefault(f"{name}_request", []).append(one_token(client))
+                times.setdefault(f"{name}_token", []).append(per_token(client, options.tokens))
+        for client in ways.values():
+            client.close()
+    found = {name: round(1000 * statistics.median(values), 3) for name, values in times.items()}
+    result = {
+        "median_ms": found,
+        "overhead_ms": {
+            "request": round(found["serve_request"] - found["own_request"], 3),
+            "token": round(found["serve_token"] - found["own_token"], 3),
+        },
+        "ingress": lacks(f"127.0.0.1:{PORT}"),
+        "machine": machine.describe(), "load": machine.load(), "ray": ray.__version__,
+    }  # fmt: skip
+    serve.shutdown()
+    ray.shutdown()
+    if options.write:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{datetime.date.today():%Y-%m-%d}-ray-serve.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
