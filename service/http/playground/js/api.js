@@ -1,0 +1,84 @@
+// Calls to the server that this page came from.
+
+import { events } from "./sse.js";
+
+/** What the server refused, with its reason and the request's id. */
+export class ApiError extends Error {
+  constructor(message, { status = 0, reason = "", requestId = "", retryAfter = null, field = "" } = {}) {
+    super(message);
+    Object.assign(this, { status, reason, requestId, retryAfter, field });
+  }
+}
+
+export class Api {
+  /** Kept here only, so that reloading the page forgets it. */
+  key = "";
+
+  async #fetch(path, options = {}) {
+    const headers = { ...options.headers };
+    if (this.key) headers.authorization = `Bearer ${this.key}`;
+    let response;
+    try {
+      response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new ApiError("The server cannot be reached.", { reason: "UNREACHABLE" });
+    }
+    if (!response.ok) throw await refusal(response);
+    return response;
+  }
+
+  async get(path, signal) {
+    const response = await this.#fetch(path, { signal });
+    return response.json();
+  }
+
+  async models() {
+    return (await this.get("v1/models")).data;
+  }
+
+  async status(signal) {
+    return this.get("status", signal);
+  }
+
+  /** The chunks of a streamed chat completion. Aborting the signal ends the work on the server. */
+  async *chat(body, signal) {
+    const response = await this.#fetch("v1/chat/completions", {
+      method: "POST",
+      headers: { "content-type": "application/json" },
+      body: JSON.stringify(body),
+      signal,
+    });
+    const requestId = response.headers.get("x-request-id") ?? "";
+    for await (const data of events(response.body)) {
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw fromObject(chunk.error, { requestId });
+      yield chunk;
+    }
+    throw new ApiError("The stream ended before the answer did.", { reason: "STREAM_CUT", requestId });
+  }
+}
+
+function fromObject(error, facts) {
+  return new ApiError(error.message, {
+    ...facts,
+    reason: error.code ?? error.type ?? "",
+    requestId: error.request_id ?? facts.requestId,
+    field: error.param ?? "",
+  });
+}
+
+async function refusal(response) {
+  const seconds = Number.parseFloat(response.headers.get("retry-after"));
+  const facts = {
+    status: response.status,
+    requestId: response.headers.get("x-request-id") ?? "",
+    retryAfter: Number.isFinite(seconds) ? seconds : null,
+  };
+  try {
+    return fromObject((await response.json()).error, facts);
+  } catch {
+    return new ApiError(`The server answered ${response.status} ${response.statusText}.`, { ...facts, reason: "HTTP" });
+  }
+}

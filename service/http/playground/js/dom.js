@@ -1,0 +1,67 @@
+// Small helpers around the document.
+
+export const byId = (id) => document.getElementById(id);
+
+/** An element with properties and children; `data`, `attrs` and `on` are objects of their own. */
+export function el(tag, { data = {}, attrs = {}, on = {}, ...props } = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), props);
+  Object.assign(made.dataset, data);
+  for (const [name, value] of Object.entries(attrs)) made.setAttribute(name, value);
+  for (const [name, handler] of Object.entries(on)) made.addEventListener(name, handler);
+  made.append(...children);
+  return made;
+}
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export function svg(tag, attrs = {}, ...children) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attrs)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+/** Shows an element or hides it. */
+export function show(element, visible) {
+  element.hidden = !visible;
+}
+
+/** Says something to screen readers; the text replaces what was said before. */
+export function say(text) {
+  byId("live").textContent = text;
+}
+
+/** Copies text, and shows on the button for a moment that it did. */
+export async function copy(text, button) {
+  const label = button.dataset.label ?? button.textContent;
+  button.dataset.label = label;
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+    say("Copied.");
+  } catch {
+    button.textContent = "Not allowed";
+    say("The browser did not allow copying.");
+  }
+  clearTimeout(Number(button.dataset.timer));
+  button.dataset.timer = String(setTimeout(() => (button.textContent = label), 1600));
+}
+
+/** A value of the browser's storage, which may be closed to the page. */
+export const stored = {
+  get(name) {
+    try {
+      return localStorage.getItem(name);
+    } catch {
+      return null;
+    }
+  },
+  set(name, value) {
+    try {
+      if (value === null) localStorage.removeItem(name);
+      else localStorage.setItem(name, value);
+    } catch {
+      // It holds for this visit only.
+    }
+  },
+};

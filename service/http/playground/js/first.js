@@ -1,0 +1,7 @@
+// Runs before the page is drawn, so that a chosen colour scheme does not flash.
+try {
+  const theme = localStorage.getItem("saccade-theme");
+  if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
+} catch {
+  // Storage is closed to this page: the system's scheme holds.
+}

@@ -1,0 +1,192 @@
+// Puts the page together.
+
+import { Api } from "./api.js";
+import { codeDialog, keyDialog } from "./dialogs.js";
+import { byId, say, show } from "./dom.js";
+import { count } from "./format.js";
+import { Media } from "./media.js";
+import { Pane } from "./pane.js";
+import { SettingError, chatBody } from "./request.js";
+import { Run } from "./run.js";
+import { Settings } from "./settings.js";
+import { Shortcuts } from "./shortcuts.js";
+import { Stage } from "./stage.js";
+import { Status } from "./status.js";
+import { theme } from "./theme.js";
+
+const api = new Api();
+const media = new Media();
+const settings = new Settings();
+const question = byId("question");
+const status = new Status(api);
+let model = null;
+let runs = [];
+
+// -- the model -------------------------------------------------------------------------------------------------------
+
+async function connect() {
+  const badge = byId("model");
+  try {
+    [model] = await api.models();
+    const { saccade } = model;
+    byId("model-text").textContent = `${model.id} · ${saccade.dtype} · ${count(model.max_model_len)} tokens`;
+    badge.dataset.state = "ready";
+    media.takesClips = saccade.takes_videos;
+    settings.defaults(saccade.default_sampling ?? {});
+  } catch (error) {
+    byId("model-text").textContent = error.status === 401 ? "Needs an API key" : error.message;
+    badge.dataset.state = "failed";
+  }
+}
+
+// -- asking ----------------------------------------------------------------------------------------------------------
+
+const askKey = keyDialog(api, connect);
+const panes = { a: pane("a"), b: pane("b") };
+byId("panes").append(panes.a.root);
+
+function pane(which) {
+  return new Pane(which, { again: () => ask(), askKey: () => askKey() });
+}
+
+function body(which, items = media.items) {
+  return chatBody({ model: model?.id, values: settings.values(which), items, question: question.value });
+}
+
+const running = () => runs.some((run) => run.running);
+
+async function ask() {
+  if (running()) return;
+  if (!question.value.trim()) {
+    question.focus();
+    say("The question is empty.");
+    return;
+  }
+  const items = [...media.items];
+  const sides = settings.comparing ? ["a", "b"] : ["a"];
+  const bodies = [];
+  for (const which of sides) {
+    try {
+      bodies.push(body(which, items));
+    } catch (error) {
+      if (!(error instanceof SettingError)) throw error;
+      settings.point(which, error);
+      say(error.message);
+      return;
+    }
+  }
+  runs = bodies.map((each) => new Run(api, each));
+  button(true);
+  await Promise.all(
+    runs.map((run, index) => {
+      const drawn = (event) => event.detail && run.facts?.media && described(run, items, drawn);
+      run.addEventListener("piece", drawn);
+      return panes[sides[index]].follow(run);
+    }),
+  );
+  button(false);
+}
+
+function described(run, items, listener) {
+  run.removeEventListener("piece", listener);
+  media.describe(items, run.facts.media);
+}
+
+function button(asking) {
+  byId("go-text").textContent = asking ? "Stop" : "Ask";
+  byId("go-key").hidden = asking;
+  byId("go").classList.toggle("stop", asking);
+}
+
+function stop() {
+  if (!running()) return false;
+  runs.forEach((run) => run.stop());
+  say("Stopped.");
+  return true;
+}
+
+byId("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (!stop()) ask();
+});
+
+byId("compare").addEventListener("change", (event) => compare(event.target.checked));
+
+function compare(on) {
+  byId("compare").checked = on;
+  settings.compare(on);
+  byId("panes").classList.toggle("two", on);
+  if (on) byId("panes").append(panes.b.root);
+  else panes.b.root.remove();
+  differ();
+}
+
+function differ() {
+  for (const which of ["a", "b"]) {
+    panes[which].differs(settings.comparing ? settings.differences(which) || "the same" : "");
+  }
+}
+
+settings.addEventListener("change", differ);
+
+const stage = new Stage(media, (words) => {
+  question.value = words;
+});
+
+// -- code ------------------------------------------------------------------------------------------------------------
+
+let grpcAddress = "127.0.0.1:50051";
+
+const openCode = codeDialog(() => {
+  const which = settings.current;
+  const context = {
+    origin: location.origin, grpc: grpcAddress, hasKey: Boolean(api.key), items: media.items, question: question.value,
+    values: settings.sets[which],
+  };
+  const files = media.items.length ? "Run it in the folder of the files. " : "";
+  const key = api.key ? "The key comes from SACCADE_API_KEY." : "";
+  try {
+    return { body: body(which), context, note: files + key };
+  } catch (error) {
+    return { body: null, context, note: error.message };
+  }
+});
+
+api.status().then(({ servers }) => (grpcAddress = servers[0]?.address ?? grpcAddress), () => {});
+
+// -- views and keys --------------------------------------------------------------------------------------------------
+
+function view() {
+  const name = location.hash === "#status" ? "status" : "ask";
+  for (const each of ["ask", "status"]) {
+    show(byId(each), each === name);
+    if (each === name) byId(`nav-${each}`).setAttribute("aria-current", "page");
+    else byId(`nav-${each}`).removeAttribute("aria-current");
+  }
+  document.title = name === "status" ? "Status - Saccade" : "Saccade playground";
+  status.show(name === "status");
+}
+
+const turn = theme();
+const help = () => byId("help-dialog").showModal();
+byId("help-open").addEventListener("click", help);
+addEventListener("hashchange", view);
+view();
+
+new Shortcuts([
+  { keys: "ctrl+enter", words: "Ask", run: () => void ask() },
+  { keys: "escape", words: "Stop the answer", run: stop },
+  { keys: "/", words: "Go to the question", run: () => question.focus() },
+  { keys: "o", words: "Choose files", run: () => stage.pick() },
+  { keys: "g", words: "Patch grid on or off", run: () => byId("grid-on").click() },
+  { keys: "c", words: "Compare two settings", run: () => compare(!settings.comparing) },
+  { keys: "s", words: "Settings", run: () => settings.toggle() },
+  { keys: "x", words: "This request as code", run: openCode },
+  { keys: "k", words: "API key", run: askKey },
+  { keys: "t", words: "Change the colours", run: turn },
+  { keys: "1", words: "Ask view", run: () => void (location.hash = "#ask") },
+  { keys: "2", words: "Status view", run: () => void (location.hash = "#status") },
+  { keys: "?", words: "These shortcuts", run: help },
+]);
+
+connect();
