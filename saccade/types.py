@@ -90,6 +90,7 @@ class Usage:
     video_frames: int = 0
     reasoning_tokens: int = 0
     """Those of `completion_tokens` that are reasoning."""
+    time_to_last_token: float | None = field(default=None, compare=False)
 
     @property
     def total_tokens(self) -> int:

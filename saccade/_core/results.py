@@ -47,6 +47,7 @@ def usage_from(message: types_pb2.Usage) -> Usage:
         video_tokens=message.video_tokens,
         video_frames=message.video_frames,
         reasoning_tokens=message.reasoning_tokens,
+        time_to_last_token=seconds("time_to_last_token"),
     )
 
 

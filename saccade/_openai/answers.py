@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
-from saccade.types import Generation, Sample, TokenLogprob, Usage
+from saccade.types import Generation, MediaLayout, Sample, TokenLogprob, Usage
 
 
 def completion(answer: Generation) -> dict[str, Any]:
@@ -53,7 +54,27 @@ def extension(answer: Generation) -> dict[str, Any]:
         "reasoning_tokens": usage.reasoning_tokens,
         "queue_seconds": usage.queue_time,
         "first_token_seconds": usage.time_to_first_token,
+        "last_token_seconds": usage.time_to_last_token,
+        "media": media_objects(answer.media),
     }
+
+
+def media_objects(layouts: Iterable[MediaLayout]) -> list[dict[str, int]]:
+    """How each image and clip was divided, in the order of the prompt; the keys are those of `MediaLayout` in gRPC."""
+    return [
+        {
+            "grid_rows": item.grid[0],
+            "grid_columns": item.grid[1],
+            "merge_size": item.merge_size,
+            "tokens": item.tokens,
+            "slice_rows": item.slices[0],
+            "slice_columns": item.slices[1],
+            "slice_grid_rows": item.slice_grid[0],
+            "slice_grid_columns": item.slice_grid[1],
+            "frames": item.frames,
+        }
+        for item in layouts
+    ]
 
 
 def _choice(sample: Sample) -> dict[str, Any]:

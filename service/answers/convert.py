@@ -216,6 +216,7 @@ def _usage(usage: Usage) -> types_pb2.Usage:
     )  # fmt: skip
     proto.queue_time.FromMicroseconds(round(usage.queue_seconds * 1e6))
     proto.time_to_first_token.FromMicroseconds(round(usage.first_token_seconds * 1e6))
+    proto.time_to_last_token.FromMicroseconds(round(usage.last_token_seconds * 1e6))
     return proto
 
 

@@ -288,7 +288,7 @@ class Frontend:
             state.done = True
             usage = Usage(
                 len(prompt.ids), prompt.image_tokens, state.cached_tokens, state.tokens, clock.queue, clock.first_token,
-                prompt.video_tokens, prompt.frames, state.reasoning_tokens,
+                prompt.video_tokens, prompt.frames, state.reasoning_tokens, clock.last_token,
             )  # fmt: skip
             scores = tuple(prompt_scores) if index == 0 else ()
             return Finished(index, reason, usage, state.stop_string, stop_token, scores)

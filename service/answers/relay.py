@@ -139,7 +139,7 @@ class Clock:
     def __init__(self, arrived: float) -> None:
         self._arrived = arrived
         self._scheduled: float | None = None
-        self.first_token = 0.0
+        self.first_token = self.last_token = 0.0
 
     @property
     def queue(self) -> float:
@@ -150,8 +150,9 @@ class Clock:
         for event in events:
             if self._scheduled is None:
                 self._scheduled = event.scheduled
-            if not self.first_token and event.token_id is not None:
-                self.first_token = time.monotonic() - self._arrived
+            if event.token_id is not None:
+                self.last_token = time.monotonic() - self._arrived
+                self.first_token = self.first_token or self.last_token
 
 
 def read_prompt_scores(event: EngineEvent, tokenizer: Tokenizer | None) -> list[PromptLogprob]:

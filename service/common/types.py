@@ -275,6 +275,7 @@ class Usage:
     video_tokens: int = 0
     video_frames: int = 0
     reasoning_tokens: int = 0
+    last_token_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import time
 from json.encoder import encode_basestring
 from typing import Any
 
-from saccade._core.results import generation_from
-from saccade._openai.answers import completion, extension, logprobs_object, usage_object
+from saccade._core.results import generation_from, media_from
+from saccade._openai.answers import completion, extension, logprobs_object, media_objects, usage_object
 from saccade._openai.chat import chat_request
 from saccade._openai.errors import error_object
 from saccade._openai.problems import validated
@@ -119,6 +119,18 @@ async def _pieces(call: HttpCall, answer: Answer, events: Events) -> None:
     await call.write(data)
 
 
+def started_extension(started: inference_pb2.Started) -> dict[str, Any]:
+    """What is known before the first token, for clients that ask for usage."""
+    return {
+        "request_id": started.request_id,
+        "prompt_tokens": started.prompt_tokens,
+        "image_tokens": started.image_tokens,
+        "video_tokens": started.video_tokens,
+        "seed": started.seed,
+        "media": media_objects(media_from(started.media)),
+    }
+
+
 def quoted(text: str) -> str:
     """A JSON string."""
     return encode_basestring(text)
@@ -140,14 +152,15 @@ class ChatEvents(Events):
             f'"system_fingerprint":{quoted(started.model_version)},"choices":['
         )
         self._tail = ',"usage":null}\n\n' if self._usage else "}\n\n"
+        first = f',"usage":null,"saccade":{_dumps(started_extension(started))}}}\n\n' if self._usage else self._tail
         return b"".join(
             self._chunk(f'{{"index":{i},"delta":{{"role":"assistant","content":""}},"logprobs":null,'
-                        f'"finish_reason":null}}')
+                        f'"finish_reason":null}}', self._tail if i else first)
             for i in range(self._n)
         )  # fmt: skip
 
-    def _chunk(self, choice: str) -> bytes:
-        return f"{self._head}{choice}]{self._tail}".encode("utf-8", "replace")
+    def _chunk(self, choice: str, tail: str | None = None) -> bytes:
+        return f"{self._head}{choice}]{self._tail if tail is None else tail}".encode("utf-8", "replace")
 
     def piece(self, delta: Delta) -> bytes:
         fields = []

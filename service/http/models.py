@@ -142,7 +142,7 @@ async def _server_state(caller: Caller, address: str, connection: AsyncConnectio
         return state
     try:
         loads = await caller.call("admin", "GetLoads", admin_pb2.GetLoadsRequest(), on=connection)
-        state["loads"] = {name: _number(value) for name, value in _all_fields(loads).items()}
+        state["loads"] = _numbers(_all_fields(loads))
     except SaccadeError as error:
         state["loads_error"] = {"code": error.reason or type(error).__name__, "message": error.message}
     return state
@@ -155,6 +155,10 @@ def _all_fields(message: Any) -> dict[str, Any]:
     return fields
 
 
-def _number(value: Any) -> Any:
-    """proto3's JSON has 64-bit numbers as strings."""
+def _numbers(value: Any) -> Any:
+    """The same with numbers for the strings that 64-bit numbers are in proto3's JSON."""
+    if isinstance(value, dict):
+        return {name: _numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
     return int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else value

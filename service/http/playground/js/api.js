@@ -50,13 +50,15 @@ export class Api {
       signal,
     });
     const requestId = response.headers.get("x-request-id") ?? "";
+    let done = false;
     for await (const data of events(response.body)) {
-      if (data === "[DONE]") return;
+      if (data === "[DONE]") done = true; // what follows is the end of the body
+      if (done) continue;
       const chunk = JSON.parse(data);
       if (chunk.error) throw fromObject(chunk.error, { requestId });
       yield chunk;
     }
-    throw new ApiError("The stream ended before the answer did.", { reason: "STREAM_CUT", requestId });
+    if (!done) throw new ApiError("The stream ended before the answer did.", { reason: "STREAM_CUT", requestId });
   }
 }
 

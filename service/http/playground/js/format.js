@@ -20,7 +20,7 @@ export function bytes(value) {
   return `${unit && value < 100 ? value.toFixed(1) : Math.round(value)} ${units[unit]}`;
 }
 
-export const rate = (value) => (value < 10 ? value.toFixed(1) : whole.format(value));
+export const rate = (value) => (value > 0 && value < 10 ? value.toFixed(1) : whole.format(value));
 
 export const percent = (part) => (part > 0 && part < 0.001 ? "<0.1 %" : `${(part * 100).toFixed(part < 0.1 ? 1 : 0)} %`);
 

@@ -17,7 +17,7 @@ export class Pane {
     const tag = this.part(".tag");
     tag.textContent = which.toUpperCase();
     tag.classList.add(which);
-    this.text = new TokenText(this.part(".text"));
+    this.text = new TokenText(this.part(".words"));
     this.part(".copy").addEventListener("click", (event) => copy(this.text.text, event.currentTarget));
     this.root.setAttribute("aria-label", `Answer ${which.toUpperCase()}`);
     this.run = null;
@@ -136,9 +136,9 @@ export class Pane {
   #bar(prompt, media, cached) {
     const part = (selector, tokens) =>
       this.part(selector).style.setProperty("--part", String(prompt ? (tokens ?? 0) / prompt : 0));
-    part(".bar .image", media);
-    part(".bar .text", prompt - (media ?? 0));
-    part(".bar .cached", cached);
+    part(".of-media", media);
+    part(".of-text", prompt - (media ?? 0));
+    part(".of-cache", cached);
   }
 
   #failed(error) {

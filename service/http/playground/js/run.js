@@ -11,6 +11,8 @@ export class Run extends EventTarget {
   last = null;
   /** Tokens counted while they come; `usage` has the server's count at the end. */
   tokens = 0;
+  /** Those of the first piece. */
+  atFirst = 0;
   usage = null;
   facts = null;
   requestId = "";
@@ -31,10 +33,11 @@ export class Run extends EventTarget {
     return this.state === "waiting" || this.state === "streaming";
   }
 
-  /** Tokens a second after the first; null before there are two. */
+  /** Tokens a second after the first: at the end as the server measured, before as they came. Null before there are two. */
   get rate() {
-    const tokens = this.usage?.completion_tokens ?? this.tokens;
-    return tokens > 1 && this.last > this.first ? (tokens - 1) / (this.last - this.first) : null;
+    const { first_token_seconds: first, last_token_seconds: last } = this.facts ?? {};
+    if (this.usage && last > first) return (this.usage.completion_tokens - 1) / (last - first);
+    return this.last > this.first ? (this.tokens - this.atFirst) / (this.last - this.first) : null;
   }
 
   async #read(api, body) {
@@ -63,8 +66,8 @@ export class Run extends EventTarget {
     if (choice?.finish_reason) this.finish = choice.finish_reason;
     if (text || reasoning || logprobs.length || calls.length) {
       this.last = (performance.now() - this.began) / 1000;
-      this.first ??= this.last;
       this.tokens += logprobs.length || 1;
+      if (this.first === null) [this.first, this.atFirst] = [this.last, this.tokens];
       this.state = "streaming";
     }
     this.dispatchEvent(new CustomEvent("piece", { detail: { text, reasoning, tokens: written(logprobs, text, reasoning) } }));

@@ -103,7 +103,8 @@ export class Settings extends EventTarget {
     const set = Object.keys(NAMES).filter((name) => !["logprobs", "schema", "max_tokens"].includes(name) && own[name]);
     const words = set.map((name) => (own[name].length < 12 ? `${NAMES[name]} ${own[name]}` : NAMES[name]));
     if (own.max_tokens) words.push(`at most ${own.max_tokens} tokens`);
-    byId("settings-summary").textContent = words.join(", ") || "The model's own";
+    const summary = words.join(", ") || "the model's own";
+    byId("settings-summary").textContent = summary[0].toUpperCase() + summary.slice(1);
   }
 
   /** Opens the form at the field of a set that an error is about. */

@@ -146,7 +146,7 @@ function details({ info, probability }) {
 function place(card, span) {
   const box = span.getClientRects()[0] ?? span.getBoundingClientRect();
   const [width, height] = [card.offsetWidth, card.offsetHeight];
-  const left = Math.max(8, Math.min(box.left, document.documentElement.clientWidth - width - 8));
+  const left = Math.max(8, Math.min(box.left, document.body.clientWidth - width - 8));
   const below = box.bottom + 8;
   const top = below + height > innerHeight - 8 ? Math.max(8, box.top - height - 8) : below;
   card.style.transform = `translate(${Math.round(left)}px, ${Math.round(top)}px)`;
