@@ -1,5 +1,6 @@
 // Calls to the server that this page came from.
 
+import { toJson } from "./request.js";
 import { events } from "./sse.js";
 
 /** What the server refused, with its reason and the request's id. */
@@ -46,7 +47,7 @@ export class Api {
     const response = await this.#fetch("v1/chat/completions", {
       method: "POST",
       headers: { "content-type": "application/json" },
-      body: JSON.stringify(body),
+      body: toJson(body),
       signal,
     });
     const requestId = response.headers.get("x-request-id") ?? "";
@@ -55,6 +56,8 @@ export class Api {
       if (data === "[DONE]") done = true; // what follows is the end of the body
       if (done) continue;
       const chunk = JSON.parse(data);
+      // A seed has more digits than a number of JavaScript keeps.
+      if (chunk.saccade) chunk.saccade.seed = data.match(/"seed":(\d+)/)?.[1];
       if (chunk.error) throw fromObject(chunk.error, { requestId });
       yield chunk;
     }

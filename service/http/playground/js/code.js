@@ -1,5 +1,7 @@
 // The request as code. Files are read by their names; the key comes from the environment.
 
+import { toJson } from "./request.js";
+
 /** `context`: `{origin, grpc, hasKey, items, question, values}`; `body`: as it is sent. */
 export const LANGUAGES = { curl, python, grpc };
 
@@ -22,7 +24,7 @@ function named(body, items, write) {
 /** A request for a shell: the here-document is expanded, so that it can read the files. */
 function curl(body, { origin, hasKey, items }) {
   const marks = items.map((item) => [`@@${item.id}@@`, `data:${item.kind};base64,$(base64 -w0 ${file(item)})`]);
-  const text = JSON.stringify(named(body, items, (item) => `@@${item.id}@@`), null, 2).replace(/[\\$`]/g, "\\$&");
+  const text = toJson(named(body, items, (item) => `@@${item.id}@@`), 2).replace(/[\\$`]/g, "\\$&");
   const filled = marks.reduce((all, [mark, value]) => all.replace(mark, () => value), text);
   const key = hasKey ? ` \\\n  -H "Authorization: Bearer $SACCADE_API_KEY"` : "";
   return `curl -sN ${origin}/v1/chat/completions${key} \\\n  -H 'Content-Type: application/json' --data-binary @- <<END\n${filled}\nEND\n`;

@@ -14,7 +14,7 @@ export function sampling(values) {
   const body = {};
   for (const name of NUMBERS) if (values[name] !== "") body[name] = number(name, values[name]);
   if (values.max_tokens !== "") body.max_completion_tokens = number("max_tokens", values.max_tokens);
-  if (values.seed !== "") body.seed = number("seed", values.seed);
+  if (values.seed !== "") body.seed = seed(values.seed);
   const stop = values.stop.split("\n").filter((line) => line !== "");
   if (stop.length) body.stop = stop;
   if (values.reasoning) body.enable_thinking = values.reasoning === "on";
@@ -30,6 +30,20 @@ function number(name, text) {
   const value = Number(text);
   if (!Number.isFinite(value)) throw new SettingError(name, `${name.replaceAll("_", " ")}: ${text} is not a number`);
   return value;
+}
+
+/** A seed has 64 bits, more than a number of JavaScript keeps. */
+function seed(text) {
+  if (!/^\d+$/.test(text)) throw new SettingError("seed", `seed: ${text} is not a whole number from 0 on`);
+  return BigInt(text);
+}
+
+const MARK = `integer-${Math.random()}-`;
+
+/** JSON in which big integers are numbers. */
+export function toJson(body, indent) {
+  const text = JSON.stringify(body, (_, value) => (typeof value === "bigint" ? MARK + value : value), indent);
+  return text.replaceAll(new RegExp(`"${MARK}(\\d+)"`, "g"), "$1");
 }
 
 /** A JSON schema. Raises SettingError. */

@@ -85,7 +85,8 @@ export class Settings extends EventTarget {
     const [own, other] = which === "a" ? [this.sets.a, this.sets.b] : [this.sets.b, this.sets.a];
     const differ = Object.keys(NAMES).filter((name) => own[name] !== other[name]);
     const relevant = differ.filter((name) => name !== "schema" || own.format === "json_schema");
-    return relevant.map((name) => (own[name] && own[name].length < 12 ? `${NAMES[name]} ${own[name]}` : NAMES[name])).join(", ");
+    const value = (name) => (own[name] === "" ? " default" : own[name].length < 12 ? ` ${own[name]}` : "");
+    return relevant.map((name) => NAMES[name] + value(name)).join(", ");
   }
 
   #drawn() {
