@@ -152,7 +152,12 @@ const openCode = codeDialog(() => {
   }
 });
 
-api.status().then(({ servers }) => (grpcAddress = servers[0]?.address ?? grpcAddress), () => {});
+function knowAddress({ servers: [first] }) {
+  const address = first?.address ?? grpcAddress;
+  grpcAddress = address.startsWith("unix:") ? `${location.hostname}:50051` : address;
+}
+
+api.status().then(knowAddress, () => {});
 
 // -- views and keys --------------------------------------------------------------------------------------------------
 

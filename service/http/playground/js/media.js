@@ -1,7 +1,7 @@
 // The images and clips of the next request.
 
 const CLIPS = /^video\//;
-const EITHER = new Set(["image/gif", "image/webp", "image/apng"]); // may hold one picture or many
+const EITHER = new Set(["image/gif", "image/webp", "image/apng"]); // may hold one image or many
 
 let next = 1;
 

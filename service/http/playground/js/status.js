@@ -83,21 +83,24 @@ export class Status {
 
 function section(server, history) {
   const model = server.models[0];
+  // `serve --http-port` reaches its own server through a socket in a private folder.
+  const name = server.address.startsWith("unix:") ? "This server" : server.address;
   const head = el(
     "header",
     {},
-    el("h2", {}, server.address),
+    el("h2", {}, name),
     el("p", {}, model ? `${model.id}, ${model.saccade.dtype}, context of ${count(model.max_model_len)} tokens` : ""),
     ...(server.loads?.draining ? [el("span", { className: "draining" }, "Draining")] : []),
   );
   const failure = server.error ?? server.loads_error;
   const body = failure ? [problem(server, failure)] : [el("div", { className: "cards" }, ...cards(server.loads, history))];
-  return el("section", { className: "server", attrs: { "aria-label": server.address } }, head, ...body);
+  return el("section", { className: "server", attrs: { "aria-label": name } }, head, ...body);
 }
 
 function problem(server, failure) {
-  const hint = server.error ? "" : " Enter a key with the scope admin to see the load of this server.";
-  return el("div", { className: "problem" }, el("strong", {}, failure.code), el("p", {}, failure.message + (failure.code === "PERMISSION_DENIED" || failure.code === "UNAUTHENTICATED" ? hint : "")));
+  const closed = !server.error && ["PERMISSION_DENIED", "UNAUTHENTICATED"].includes(failure.code);
+  const hint = closed ? "The load is for callers with the scope admin: enter such a key, or, for a server without keys, start it with --admin." : "";
+  return el("div", { className: "problem" }, el("strong", {}, failure.code), el("p", {}, failure.message), el("p", { className: "note" }, hint));
 }
 
 function cards(loads, history) {
