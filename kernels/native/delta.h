@@ -32,7 +32,7 @@ struct DeltaBlock {  // of a block of tokens and one value head
 };
 
 constexpr int DELTA_VECTORS = 2;  // of values whose states stay in the first-level cache for a block: 16 KB for 128 keys
-constexpr int DELTA_WIDE = 8;     // the same where a state comes from memory or goes there at once: whole rows of 128 values
+constexpr int DELTA_WIDE = VECTOR_REGISTERS == 1 ? 8 : DELTA_VECTORS;  // the same where a state comes from memory or goes there at once: whole rows of 128 values
 
 // W vectors of a row of values; all lanes are used unless W is 1.
 template <int W>

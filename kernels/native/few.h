@@ -18,17 +18,6 @@ namespace {
 constexpr int64_t FEW = 16;                // queries: they fill a vector
 constexpr int64_t WINDOW_BYTES = 1 << 17;  // of keys and values that all heads of a unit meet before they go on
 
-// Cells of two rows' 32 numbers, of which `left` are valid; of one row if a cell is a single number.
-inline void interleave(const uint16_t* a, const uint16_t* b, int64_t left, Words (&cells)[2]) {
-    pairs_between(load_pairs(a, left), load_pairs(b, left), cells);
-}
-inline void interleave(const float* a, const float*, int64_t left, Words (&cells)[2]) {
-    cells[0] = as_words(load16(a, lanes(left))), cells[1] = as_words(load16(a + 16, lanes(left - 16)));
-}
-
-template <typename T>
-using CellsOf = std::conditional_t<std::is_same_v<T, float>, F32Cells, Bf16Cells>;
-
 template <typename T, typename Ahead>
 struct FewProducts {
     using Cells = CellsOf<T>;
@@ -44,16 +33,14 @@ struct FewProducts {
     // Multiplies each cell of a key with all queries.
     inline __attribute__((always_inline)) void scores(int64_t at, Floats score[TILE][1]) const {
         ahead();
-        const uint32_t* row[TILE];
-        for (int i = 0; i < TILE; i++) row[i] = reinterpret_cast<const uint32_t*>(keys[std::min(at + i, end - 1) - begin] + skip);
-        for (int64_t cell = 0; cell < head.cells; cell++) {
-            const Words query = load_words(queries + 16 * cell);
-            for (int i = 0; i < TILE; i++) {
-                int32_t bits;
-                std::memcpy(&bits, row[i] + cell, 4);
-                score[i][0] = Cells::multiply(score[i][0], splat_word(bits), query);
+        const T* row[TILE];
+        for (int i = 0; i < TILE; i++) row[i] = keys[std::min(at + i, end - 1) - begin] + skip;
+        for (int first = 0; first < TILE; first += TILE_ROWS)
+            for (int64_t cell = 0; cell < head.cells; cell++) {
+                const Words query = load_words(queries + 16 * cell);
+                for (int i = first; i < first + TILE_ROWS; i++)
+                    score[i][0] = Cells::multiply(score[i][0], Cells::all(row[i], cell), query);
             }
-        }
     }
     // J queries from `first` on, two vectors of features from `feature` on.
     template <int J>
@@ -66,7 +53,7 @@ struct FewProducts {
             const T* a = values[std::min(at, end - 1) - begin] + skip + feature;
             const T* b = Cells::EACH == 1 ? a : values[std::min(at + 1, end - 1) - begin] + skip + feature;
             Words cells[2];
-            interleave(a, b, head.width - feature, cells);
+            Cells::between(a, b, head.width - feature, cells);
             for (int j = 0; j < J; j++) {
                 const Words chance = splat_word(int32_t(chances[first + j]));
                 for (int f = 0; f < 2; f++) sum[j][f] = Cells::multiply(sum[j][f], chance, cells[f]);
@@ -77,8 +64,9 @@ struct FewProducts {
     }
     void add(int64_t from, int64_t to, const uint32_t* chances) const {
         for (int64_t feature = 0; feature < head.width && from < to; feature += 32) {
+            constexpr int MOST = VECTOR_REGISTERS == 1 ? 4 : 2;
             int64_t j = 0;
-            for (; j + 4 <= count; j += 4) add<4>(j, feature, from, to, chances);
+            for (; j + MOST <= count; j += MOST) add<MOST>(j, feature, from, to, chances);
             if (count - j == 3) add<3>(j, feature, from, to, chances);
             if (count - j == 2) add<2>(j, feature, from, to, chances);
             if (count - j == 1) add<1>(j, feature, from, to, chances);

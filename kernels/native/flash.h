@@ -12,11 +12,13 @@
 #include <utility>
 #include <vector>
 
+#include "cells.h"
 #include "numbers.h"
 
 namespace {
 
 constexpr int64_t TILE = 8;          // keys whose scores are held in registers; also features whose sums are
+constexpr int TILE_ROWS = VECTOR_REGISTERS == 1 ? TILE : 4;  // of a tile, whose sums are held at a time
 constexpr int64_t LANES = 48;        // queries of a block: with TILE, 24 accumulators of 16
 constexpr int64_t KEY_BLOCK = 128;   // keys whose probabilities are kept until values are multiplied with them
 constexpr int64_t KEY_PACK = 1024;   // keys that are packed at once: they stay in the second-level cache
@@ -25,56 +27,11 @@ constexpr int64_t AHEAD = 4 * TILE;  // keys after those that are being packed, 
 constexpr float LOWEST = -1e30f;     // of a reference: below any score that counts, and finite
 constexpr float HEADROOM = 32.0f;    // a score may be 2^this above its reference: float32 has the room, and rescaling is rare
 
-// -- two kinds of arithmetic. A cell is 32 bits: what one instruction multiplies in a lane --------------------------------
-
-struct Bf16Cells {  // two bfloat16, summed in float32
-    static constexpr int64_t EACH = 2;
-    static Floats multiply(Floats sum, Words a, Words b) { return dot_pairs(sum, a, b); }
-    // 16 cells of a row of `width` numbers, from cell `cell` on; zeros after its end.
-    static Words row(const uint16_t* p, int64_t width, int64_t cell) {
-        return load_pairs(p + 2 * cell, width - 2 * cell);
-    }
-    static Words row(const float* p, int64_t width, int64_t cell) {
-        const Floats low = load16(p + 2 * cell, lanes(width - 2 * cell));
-        const Floats high = load16(p + 2 * cell + 16, lanes(width - 2 * cell - 16));
-        return pairs_after(low, high);
-    }
-    static Words beside(Floats a, Floats b) {  // 16 cells, a's numbers below b's
-        return pairs_beside(a, b);
-    }
-    static Floats power(Floats x) {  // 2^x within 9e-5 of itself, a twentieth of what rounding to bfloat16 may take
-        const Floats rest = above_floor(x);  // x - floor(x)
-        Floats p = fmadd(rest, splat(0.07706704231f), splat(0.2276449907f));
-        p = fmadd(p, rest, splat(0.6951167866f));
-        p = fmadd(p, rest, splat(1.0f));
-        return times_power(p, x);
-    }
-};
-
-struct F32Cells {
-    static constexpr int64_t EACH = 1;
-    static Floats multiply(Floats sum, Words a, Words b) { return fmadd(as_floats(a), as_floats(b), sum); }
-    template <typename T>
-    static Words row(const T* p, int64_t width, int64_t cell) { return as_words(load16(p + cell, lanes(width - cell))); }
-    static Words beside(Floats a, Floats) { return as_words(a); }
-    static Floats power(Floats x) {  // 2^x within 2 ulp
-        const Floats whole = nearest(x), rest = from_nearest(x);
-        Floats p = fmadd(rest, splat(0.0001535336192f), splat(0.001339887441f));
-        p = fmadd(p, rest, splat(0.009618437358f));
-        p = fmadd(p, rest, splat(0.05550332471f));
-        p = fmadd(p, rest, splat(0.2402264791f));
-        p = fmadd(p, rest, splat(0.6931472029f));
-        p = fmadd(p, rest, splat(1.0f));
-        return times_power(p, whole);
-    }
-};
-
-// Prefetches a row. GCC treats a function that only calls _mm_prefetch as having no effects, and drops the call.
+// Prefetches a row.
 template <typename T>
 void fetch(const T* row, int64_t width) {
     const char *at = reinterpret_cast<const char*>(row), *end = reinterpret_cast<const char*>(row + width);
-    for (; at < end; at += 64)
-        asm volatile("prefetcht1 %0" : : "m"(*at));
+    for (; at < end; at += 64) fetch_line(at);
 }
 
 // -- packing ---------------------------------------------------------------------------------------------------------------
@@ -251,19 +208,29 @@ struct Keys {  // packed, from a multiple of TILE on
     uint32_t *values;    // [tile of features][VALUE_ROOM / EACH][TILE]
 };
 
-// sum[i][v] += a[step][i] * b[step][16 v ..], step by step.
+// sum[i][v] += a[step][i] * b[step][16 v ..], step by step, for as many sums at a time as there are registers for.
 template <typename Cells, int V>
 inline __attribute__((always_inline)) void multiply_tile(
     int64_t steps, const uint32_t* a, const uint32_t* b, Floats sum[TILE][V]
 ) {
-    for (int64_t step = 0; step < steps; step++, a += TILE, b += 16 * V) {
-        Words column[V];
-        for (int v = 0; v < V; v++) column[v] = load_words(b + 16 * v);
-        for (int i = 0; i < TILE; i++) {
-            const Words x = splat_word(int32_t(a[i]));
-            for (int v = 0; v < V; v++) sum[i][v] = Cells::multiply(sum[i][v], x, column[v]);
+    constexpr int I = TILE_ROWS, W = TILE_ROWS == TILE ? V : 1;
+    for (int first = 0; first < TILE; first += I)
+        for (int beside = 0; beside < V; beside += W) {
+            const uint32_t *x_at = a + first, *column_at = b + 16 * beside;
+            Floats part[I][W];
+            for (int i = 0; i < I; i++)
+                for (int v = 0; v < W; v++) part[i][v] = sum[first + i][beside + v];
+            for (int64_t step = 0; step < steps; step++, x_at += TILE, column_at += 16 * V) {
+                Words column[W];
+                for (int v = 0; v < W; v++) column[v] = load_words(column_at + 16 * v);
+                for (int i = 0; i < I; i++) {
+                    const Words x = splat_word(int32_t(x_at[i]));
+                    for (int v = 0; v < W; v++) part[i][v] = Cells::multiply(part[i][v], x, column[v]);
+                }
+            }
+            for (int i = 0; i < I; i++)
+                for (int v = 0; v < W; v++) sum[first + i][beside + v] = part[i][v];
         }
-    }
 }
 
 template <typename Cells, int V>

@@ -1,7 +1,7 @@
 """Builds and loads native.cpp.
 
-The library is compiled for the current processor in about seven seconds, and cached under a name made of the source,
-the compiler and the processor's features.
+The library is compiled for one instruction set (`instruction_sets.py`) in about seven seconds, and cached under a name
+made of the source, the compiler and the processor's features.
 """
 
 from __future__ import annotations
@@ -19,53 +19,46 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kernels.native.instruction_sets import (
+    InstructionSet,
+    NativeUnavailable,
+    choose,
+    in_use,
+    processor_features,
+    supported,
+)
 from kernels.native.layout import check_layout
 
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("native.cpp")
-FLAGS = [
-    "-std=c++17",
-    "-O3",
-    "-march=native",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fopenmp-simd",
-    "-fPIC",
-    "-shared",
-]
-FEATURES = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "avx512vbmi"}
-
-
-class NativeUnavailable(RuntimeError):
-    """This machine cannot build or run the compiled code; the text gives the reason."""
+FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC", "-shared"]
 
 
 def library() -> ctypes.CDLL:
-    """The compiled code. Raises NativeUnavailable; a failed attempt is not repeated."""
-    found = _library()
+    """The compiled code for the instruction set in use. Raises NativeUnavailable; a failed attempt is not repeated."""
+    found = _library(in_use())
     if isinstance(found, NativeUnavailable):
         raise found
     return found
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | NativeUnavailable:
+def _library(name: str) -> ctypes.CDLL | NativeUnavailable:
     try:
-        return _load()
+        return _load(choose(name, processor_features()))
     except NativeUnavailable as reason:
         return reason
 
 
-def _load() -> ctypes.CDLL:
-    missing = FEATURES - processor_features()
-    if missing:
-        raise NativeUnavailable(f"this processor lacks {', '.join(sorted(missing))}")
+def _load(wanted: InstructionSet) -> ctypes.CDLL:
     try:
         with contextlib.ExitStack() as ends:
-            loaded = ctypes.CDLL(str(_built(ends)))
+            loaded = ctypes.CDLL(str(_built(wanted, ends)))
     except OSError as error:
         raise NativeUnavailable(str(error)) from None
+    there = ", ".join(each.name for each in supported(processor_features()))
+    log.info("compiled code uses the instruction set %s (this processor has %s)", wanted.name, there)
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     _declare(loaded.saccade_layout, [], ctypes.c_char_p)
     check_layout(loaded.saccade_layout().decode())
@@ -99,21 +92,12 @@ def _raise(reason: bytes | None, *_: object) -> None:
         raise IndexError(f"compiled code: {reason.decode()}")
 
 
-def processor_features() -> set[str]:
-    """The flags of /proc/cpuinfo; empty if there is no such file."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())
-
-
 def cache_folder() -> Path:
     """Folder of builds: $XDG_CACHE_HOME/saccade/native, or under ~/.cache. `RuntimeError` without a home directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "saccade" / "native"
 
 
-def _built(ends: contextlib.ExitStack) -> Path:
+def _built(wanted: InstructionSet, ends: contextlib.ExitStack) -> Path:
     """The library's file, compiled now if necessary. If it cannot be cached it exists until `ends`; once loaded, the
     code needs no file."""
     compiler = shutil.which(os.environ.get("CXX") or "g++")
@@ -121,7 +105,8 @@ def _built(ends: contextlib.ExitStack) -> Path:
         raise NativeUnavailable("there is no C++ compiler (g++, or what CXX names)")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     headers = sorted(SOURCE.parent.glob("*.h"))
-    parts = [*(file.read_text() for file in (SOURCE, *headers)), version, *FLAGS, *sorted(processor_features())]
+    flags = [*FLAGS, *wanted.options(processor_features())]
+    parts = [*(file.read_text() for file in (SOURCE, *headers)), version, *flags, *sorted(processor_features())]
     name = f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
     try:
         folder = cache_folder()
@@ -134,9 +119,9 @@ def _built(ends: contextlib.ExitStack) -> Path:
         log.warning("the compiled code cannot be kept, so that it is built again at each start: %s", error)
         unfinished = _new_file(folder)
     started = time.monotonic()
-    log.info("compiling the CPU's kernels with %s", compiler)
+    log.info("compiling the CPU's kernels for %s with %s", wanted.name, compiler)
     result = subprocess.run(
-        [compiler, *FLAGS, str(SOURCE), "-o", str(unfinished)], capture_output=True, text=True, check=False
+        [compiler, *flags, str(SOURCE), "-o", str(unfinished)], capture_output=True, text=True, check=False
     )
     if result.returncode:
         unfinished.unlink()

@@ -31,37 +31,42 @@ struct Recurrence {  // of a block of tokens: x [tokens, width] times its step, 
 };
 
 // For n = 16 * V, heads of an even size, a width that is a multiple of 16. Two rows of the state stay in registers for the
-// whole block and share the loads of B and C; their products with C are reduced for sixteen rows together.
+// whole block (part by part if there are few registers) and share the loads of B and C; their products with C are reduced for sixteen rows together.
 template <int V>
 void advance(const Recurrence& r) {
-    Floats pairs[BLOCK][8];
+    constexpr int W = VECTOR_REGISTERS == 1 ? V : 2;  // of a row of the state, so many vectors fit the registers
+    Floats pairs[BLOCK][8], sums[W < V ? BLOCK : 1][2];
     for (int64_t first = 0; first < r.width; first += 16) {
         for (int64_t pair = 0; pair < 8; pair++) {
             const int64_t p = first + 2 * pair, h = p / r.head;
             const float* before = r.before + p * 16 * V;
             float* after = r.states + p * 16 * V;
-            Floats s[2][V];
-            for (int j = 0; j < 2; j++)
-                for (int v = 0; v < V; v++) {
-                    s[j][v] = load_floats(before + (j * V + v) * 16);
-                    if (p + ROWS_AHEAD < r.width) prefetch_near(before + ((j + ROWS_AHEAD) * V + v) * 16);
-                }
-            for (int64_t t = 0; t < r.tokens; t++) {
-                const float* x = r.x + t * r.width + p;
-                const Floats decay = splat(r.decays[t * r.heads + h]);
-                const Floats in[2] = {splat(x[0]), splat(x[1])};
-                Floats sum[2] = {zero(), zero()};
-                for (int v = 0; v < V; v++) {
-                    const Floats b = load_floats(r.b + (t * V + v) * 16), c = load_floats(r.c + (t * V + v) * 16);
-                    for (int j = 0; j < 2; j++) {
-                        s[j][v] = fmadd(in[j], b, s[j][v] * decay);
-                        sum[j] = fmadd(s[j][v], c, sum[j]);
+            for (int part = 0; part < V; part += W) {
+                Floats s[2][W];
+                for (int j = 0; j < 2; j++)
+                    for (int v = 0; v < W; v++) {
+                        s[j][v] = load_floats(before + (j * V + part + v) * 16);
+                        if (p + ROWS_AHEAD < r.width) prefetch_near(before + ((j + ROWS_AHEAD) * V + part + v) * 16);
                     }
+                for (int64_t t = 0; t < r.tokens; t++) {
+                    const float* x = r.x + t * r.width + p;
+                    const Floats decay = splat(r.decays[t * r.heads + h]);
+                    const Floats in[2] = {splat(x[0]), splat(x[1])};
+                    Floats sum[2] = {part ? sums[t][0] : zero(), part ? sums[t][1] : zero()};
+                    for (int v = 0; v < W; v++) {
+                        const int64_t at = (t * V + part + v) * 16;
+                        const Floats b = load_floats(r.b + at), c = load_floats(r.c + at);
+                        for (int j = 0; j < 2; j++) {
+                            s[j][v] = fmadd(in[j], b, s[j][v] * decay);
+                            sum[j] = fmadd(s[j][v], c, sum[j]);
+                        }
+                    }
+                    if (part + W < V) sums[t][0] = sum[0], sums[t][1] = sum[1];
+                    else pairs[t][pair] = fold(sum[0], sum[1]);
                 }
-                pairs[t][pair] = fold(sum[0], sum[1]);
+                for (int j = 0; j < 2; j++)
+                    for (int v = 0; v < W; v++) store_floats(after + (j * V + part + v) * 16, s[j][v]);
             }
-            for (int j = 0; j < 2; j++)
-                for (int v = 0; v < V; v++) store_floats(after + (j * V + v) * 16, s[j][v]);
         }
         for (int64_t t = 0; t < r.tokens; t++) {
             float* out = r.out + t * r.width + first;

@@ -1,4 +1,4 @@
-// For CPUs with AVX-512 (BF16 and VNNI): matrix products over packed weights, and a whole decode step or tower layer as one
+// For CPUs, with the vectors of vectors.h: matrix products over packed weights, and a whole decode step or tower layer as one
 // list of operations that a few threads process together. The layouts and the maths are in README.md.
 //
 // Every row is computed in an order that depends on that row only: a request gets the same numbers in any batch, and with

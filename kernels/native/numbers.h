@@ -62,16 +62,14 @@ inline void store(uint16_t* p, int64_t i, float v) { p[i] = float_to_bf16(v); }
 // Sixteen numbers at a time; fewer at the end of a row, where the other lanes are zero. A bfloat16 below 2^-126 is stored
 // as zero, as products treat it.
 inline Mask lanes(int64_t left) { return left >= 16 ? Mask(0xffff) : left <= 0 ? Mask(0) : Mask((1 << left) - 1); }
-inline Floats load16(const uint16_t* p, Mask m) { return from_bf16(load_halves(p, m)); }
 // A full store is not masked, since masked stores of bfloat16 take several times as long.
 inline void store16(float* p, Mask m, Floats v) {
     if (m == 0xffff) store_floats(p, v);
     else store_some(p, m, v);
 }
 inline void store16(uint16_t* p, Mask m, Floats v) {
-    const Halves bits = to_bf16(v);
-    if (m == 0xffff) store_halves(p, bits);
-    else store_some_halves(p, m, bits);
+    if (m == 0xffff) store_bf16(p, v);
+    else store_some_bf16(p, m, v);
 }
 
 void rms_norm(const float* from, const float* weight, int64_t width, float eps, float* out) {

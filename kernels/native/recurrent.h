@@ -49,7 +49,7 @@ inline Floats softplus16(Floats x) {
 // The value that a load returns for a number stored with this type.
 inline Floats kept16(const float*, Floats v) { return v; }
 inline Floats kept16(const uint16_t*, Floats v) {
-    return from_bf16(to_bf16(v));
+    return rounded_bf16(v);
 }
 
 inline float* aligned(float* p) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }

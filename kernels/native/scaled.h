@@ -147,6 +147,7 @@ struct Uint4 {
 };
 
 // A pair of inputs of a row times those of 16 outputs.
+#if BF16_PAIRS
 struct PairsOfBf16 {
     using Element = uint16_t;
     using Cell = Words;
@@ -158,6 +159,8 @@ struct PairsOfBf16 {
     };
     static Floats add(Floats sum, const Cell& x, const Column& w) { return dot_pairs(sum, x, w.pair); }
 };
+
+#endif
 
 struct PairsOfF32 {
     using Element = float;
@@ -176,6 +179,13 @@ struct PairsOfF32 {
         return fmadd(x.odd, w.odd, fmadd(x.even, w.even, sum));
     }
 };
+
+#if !BF16_PAIRS
+struct PairsOfBf16 : PairsOfF32 {  // widened
+    using Element = uint16_t;
+    static Cell cell(const Element* a) { return {splat(bf16_to_float(a[0])), splat(bf16_to_float(a[1]))}; }
+};
+#endif
 
 // Groups of inputs whose sums are scaled separately; 1 if the scales are part of the numbers, or belong to whole rows.
 inline int64_t summed_groups(const Weight& w) { return w.kind == NVFP4 ? 1 : (w.kpad + w.group - 1) / w.group; }
@@ -328,13 +338,13 @@ void tile_scaled(
         const auto* a = static_cast<const typename Rows::Element*>(rows) + row * lda;
         constexpr bool IS_BF16 = std::is_same_v<Rows, PairsOfBf16>;
         const auto packed = [&](auto numbers, auto has_groups) {
-            constexpr int V = R <= 3 ? 4 : 2;
+            constexpr int V = VECTOR_REGISTERS > 1 ? 1 : R <= 3 ? 4 : 2;
             for (int64_t first = 0; first < 4; first += V)
                 tile_packed<Rows, typename decltype(numbers)::type, decltype(has_groups)::value, R, V>(
                     a, lda, w, panel, first, unpacked, first + V < 4 ? Ahead{nullptr, nullptr, 0} : ahead, out + first * 16);
         };
         const auto plain = [&](auto has_groups) {
-            constexpr int V = IS_BF16 ? 4 : 2;  // of float32 a pair takes two registers
+            constexpr int V = VECTOR_REGISTERS > 1 ? 1 : IS_BF16 && BF16_PAIRS ? 4 : 2;  // of float32 a pair takes two registers
             for (int64_t first = 0; first < 4; first += V)
                 tile_unpacked<Rows, decltype(has_groups)::value, R, V>(
                     a, lda, w, unpacked, panel, first, first + V < 4 ? Ahead{nullptr, nullptr, 0} : ahead, out + first * 16);

@@ -1,6 +1,6 @@
 // Vectors of the instruction set that this is compiled for. Floats: 16 float32; Words: 64 bytes, as words of 32 bits, halves
-// of 16 or bytes; Halves: 16 bfloat16; Mask: a bit for each of 16 lanes. Floats have + - * /. Each header defines the same
-// functions, with these meanings where a name does not say it:
+// of 16 or bytes; Mask: a bit for each of 16 lanes. Floats have + - * /, Words & and |. Each header defines the same functions,
+// with these meanings where a name does not say it:
 //
 //   splat            all lanes alike
 //   load16(p, m)     lanes of the mask, zero elsewhere; load_or: `otherwise` elsewhere; store_some: lanes of the mask
@@ -16,4 +16,25 @@
 
 #pragma once
 
+#include <cstdint>
+
+#if defined(__AVX512F__)
 #include "vectors_avx512.h"
+#else
+#include "vectors_split.h"
+#endif
+
+#ifndef BF16_PAIRS  // whether one instruction multiplies pairs of bfloat16: dot_pairs, and functions that arrange pairs
+#define BF16_PAIRS 0
+#endif
+
+namespace {
+
+// How many vectors of columns a tile of so many rows multiplies at a time: their sums, a row and the columns fit the registers.
+constexpr int vectors_beside(int rows) {
+    const int most = (REGISTERS - 2) / VECTOR_REGISTERS;
+    return rows == 1 || (rows + 1) * 4 <= most ? 4 : (rows + 1) * 2 <= most ? 2 : 1;
+}
+constexpr int integers_beside(int rows) { return VECTOR_REGISTERS == 1 ? 4 : rows == 1 ? 2 : 1; }  // whose rows count twice
+
+}  // namespace

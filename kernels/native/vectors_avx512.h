@@ -1,4 +1,4 @@
-// Vectors of AVX-512 (F, BW, VL, DQ): the vocabulary of vectors.h.
+// Vectors of AVX-512 (F, BW, VL, DQ; BF16, VNNI and VBMI where there are): the vocabulary of vectors.h.
 
 #pragma once
 
@@ -11,7 +11,6 @@ namespace {
 
 using Floats = __m512;
 using Words = __m512i;
-using Halves = __m256i;
 using Mask = __mmask16;
 
 constexpr int REGISTERS = 32;       // vector registers ...
@@ -20,6 +19,8 @@ constexpr int VECTOR_REGISTERS = 1;  // ... of which Floats takes this many
 inline void spin_pause() { _mm_pause(); }
 inline void prefetch_near(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+// The same for functions without other effects, which GCC would drop.
+inline void fetch_line(const char* p) { asm volatile("prefetcht1 %0" : : "m"(*p)); }
 
 // -- floats ------------------------------------------------------------------------------------------------------------------
 
@@ -102,7 +103,21 @@ inline Words low_pairs(Words a, Words b) { return _mm512_unpacklo_epi64(a, b); }
 inline Words high_pairs(Words a, Words b) { return _mm512_unpackhi_epi64(a, b); }
 inline Words shuffle_bytes(Words a, Words order) { return _mm512_shuffle_epi8(a, order); }
 inline Words lookup_halves(Words index, Words table) { return _mm512_permutexvar_epi16(index, table); }
+
+#if defined(__AVX512VBMI__)
 inline Words lookup_bytes(const Words (&table)[2], Words index) { return _mm512_permutex2var_epi8(table[0], index, table[1]); }
+#else
+// One shuffle for each 16 of the table, which gives 0 where bit 7 of its index is set.
+inline Words lookup_bytes(const Words (&table)[2], Words index) {
+    const Words own = index & splat_byte(127);
+    Words found = zero_words();
+    for (int i = 0; i < 8; i++) {
+        const Words at = _mm512_adds_epu8(_mm512_xor_si512(own, splat_byte(int8_t(16 * i))), splat_byte(0x70));
+        found |= _mm512_shuffle_epi8(splat_quarter(reinterpret_cast<const char*>(table) + 16 * i), at);
+    }
+    return found;
+}
+#endif
 
 inline Words in_register(Words x) {
     asm("" : "+v"(x));
@@ -116,18 +131,39 @@ inline void store_bytes_in_fours(int8_t* p, Words low, Words high) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 16), _mm_unpackhi_epi32(l, h));
 }
 
+#if defined(__AVX512VNNI__)
 inline Words dot_bytes(Words sum, Words unsigned_bytes, Words signed_bytes) {
     return _mm512_dpbusd_epi32(sum, unsigned_bytes, signed_bytes);
 }
+#else
+// Even and odd bytes as numbers of 16 bits: products of bytes as such would saturate.
+inline Words dot_bytes(Words sum, Words u, Words s) {
+    const Words even = _mm512_madd_epi16(u & splat_half(255), _mm512_srai_epi16(_mm512_slli_epi16(s, 8), 8));
+    const Words odd = _mm512_madd_epi16(_mm512_srli_epi16(u, 8), _mm512_srai_epi16(s, 8));
+    return add32(add32(sum, even), odd);
+}
+#endif
 
 // -- bfloat16 ----------------------------------------------------------------------------------------------------------------
 
-inline Halves load_halves(const uint16_t* p, Mask m) { return _mm256_maskz_loadu_epi16(m, p); }
-inline void store_halves(uint16_t* p, Halves v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
-inline void store_some_halves(uint16_t* p, Mask m, Halves v) { _mm256_mask_storeu_epi16(p, m, v); }
-inline Floats from_bf16(Halves v) { return as_floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
-inline Halves to_bf16(Floats v) { return (__m256i)_mm512_cvtneps_pbh(v); }
+inline Floats load16(const uint16_t* p, Mask m) {
+    return as_floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16));
+}
+#if defined(__AVX512BF16__)
+inline __m256i to_bf16(Floats v) { return (__m256i)_mm512_cvtneps_pbh(v); }
+#else
+inline __m256i to_bf16(Floats v) {  // NaN stays NaN
+    const Words bits = as_words(v), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), splat_word(1));
+    const Words near = _mm512_srli_epi32(add32(bits, add32(odd, splat_word(0x7fff))), 16);
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), splat_word(0x7fc0)));
+}
+#endif
+inline void store_bf16(uint16_t* p, Floats v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16(v)); }
+inline void store_some_bf16(uint16_t* p, Mask m, Floats v) { _mm256_mask_storeu_epi16(p, m, to_bf16(v)); }
+inline Floats rounded_bf16(Floats v) { return as_floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bf16(v)), 16)); }
 
+#if defined(__AVX512BF16__)
+#define BF16_PAIRS 1
 // Sums of products of pairs of bfloat16.
 inline Floats dot_pairs(Floats sum, Words a, Words b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 inline Words load_pairs(const uint16_t* p, int64_t left) {
@@ -146,5 +182,6 @@ inline void pairs_between(Words a, Words b, Words (&pairs)[2]) {
     pairs[0] = _mm512_permutex2var_epi16(a, low, b);
     pairs[1] = _mm512_permutex2var_epi16(a, add16(low, splat_half(16)), b);
 }
+#endif
 
 }  // namespace

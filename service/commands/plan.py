@@ -15,13 +15,15 @@ from decoder.graphs import capture_plan, check_slots, graph_bytes
 from decoder.mtp import check_mtp
 from encoder.plan import describe
 from kernels.linear import quantised_bytes
-from service.common.config import EngineOptions
+from kernels.native.instruction_sets import NativeUnavailable, choose, processor_features, supported
+from service.common.config import ConfigError, EngineOptions
 from service.engine.build import (
     check_activations,
     check_handoff,
     check_role,
     decoder_options,
     encoder_options,
+    resolve_device,
     resolve_dtype,
 )
 from service.model.checkpoint import Checkpoint, open_checkpoint
@@ -72,8 +74,9 @@ def plan(options: EngineOptions) -> list[Table]:
     checkpoint = open_checkpoint(options.model, options.revision, outline=True)
     check_role(options, checkpoint)
     check_activations(options, checkpoint)
+    compiled = compiled_tables(options)
     if options.role == "encoder":
-        return [memory_table(options, checkpoint), encoder_table(options, checkpoint)]
+        return [memory_table(options, checkpoint), encoder_table(options, checkpoint), *compiled]
     if options.speculative == "mtp":
         check_mtp(checkpoint.config.decoder, checkpoint.decoder_shapes())
     tables = [
@@ -84,7 +87,23 @@ def plan(options: EngineOptions) -> list[Table]:
     ]
     if checkpoint.config.vision is not None and options.role == "all":
         tables.append(encoder_table(options, checkpoint))
-    return tables
+    return [*tables, *compiled]
+
+
+def compiled_tables(options: EngineOptions) -> list[Table]:
+    """On a CPU, the instruction sets that compiled code can use on this machine. Raises ConfigError for one that it
+    lacks."""
+    if options.native == "off" or not resolve_device(options).startswith("cpu"):
+        return []
+    features = processor_features()
+    try:
+        chosen = choose(options.instruction_set, features)
+    except NativeUnavailable as reason:
+        return [Table("compiled code", [("instruction set", "use"), ("none", str(reason))])]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    rows = [(each.name, "used" if each is chosen else "possible") for each in supported(features)]
+    return [Table("compiled code", [("instruction set", "use"), *rows])]
 
 
 def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:

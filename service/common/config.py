@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from kernels.native.instruction_sets import CHOICES
+
 
 class ConfigError(ValueError):
     """An option has a value that is not allowed; the message names it and the allowed values."""
@@ -41,6 +43,9 @@ class EngineOptions:
     )  # fmt: skip
     native: str = _option(
         "auto", "compiled decoder and vision tower on a CPU; on refuses to start without", choices=("auto", "on", "off")
+    )
+    instruction_set: str = _option(
+        "auto", "instructions that compiled code uses; auto: the best that the processor has", choices=CHOICES
     )
     device: str | None = _option(None, "'cpu' or 'cuda'; unset: cuda where there is one")
     threads: int | None = _option(None, "threads of the engine's maths; unset: one per core", minimum=1)

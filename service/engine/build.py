@@ -15,6 +15,7 @@ from decoder.runner import DecoderRunner
 from encoder.item import IMAGE, VIDEO
 from encoder.runner import EncoderOptions, EncoderRunner
 from families import VisionSpec
+from kernels.native import instruction_sets
 from service.common.config import ConfigError, EngineOptions
 from service.encoding.encoder import TURN_SECONDS, Encoding, LocalEncoder, WorkSource
 from service.encoding.encoder_pool import EncoderPool
@@ -92,10 +93,21 @@ def check_handoff(options: EngineOptions, vision: VisionSpec, dtype: torch.dtype
         )
 
 
+def use_processor(options: EngineOptions) -> None:
+    """Sets threads and instruction set of this process. Raises ConfigError for a set that the processor lacks."""
+    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
+    try:
+        instruction_sets.use(options.instruction_set)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if options.instruction_set != instruction_sets.AUTO and options.native == "off":
+        log.warning("instruction_set %s has no effect without compiled code (native is off)", options.instruction_set)
+
+
 def build_engine(options: EngineOptions) -> Engine:
     """Reads the checkpoint and builds encoder, handoff and decoder. Starts nothing. Raises ConfigError or
     CheckpointError with a value that would work."""
-    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
+    use_processor(options)
     checkpoint = open_checkpoint(options.model, options.revision)
     check_role(options, checkpoint)
     check_activations(options, checkpoint)
@@ -193,7 +205,7 @@ def encoder_process(options: EngineOptions, vision: VisionSpec, handoff: Handoff
 
 def encoder_of_process(options: EngineOptions, source: WorkSource) -> LocalEncoder:
     """Builds the encoder inside that process. On every device it runs when its caller calls it."""
-    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
+    use_processor(options)
     checkpoint = open_checkpoint(options.model, options.revision)
     vision = resolve_vision(options, checkpoint)
     assert vision is not None, "a process for the encoder of a model without one"
@@ -226,7 +238,7 @@ def check_activations(options: EngineOptions, checkpoint: Checkpoint) -> None:
 
 def build_encoder(options: EngineOptions) -> tuple[LocalEncoder, Handoff, Partner]:
     """The encoder's half of a model, for `--role encoder`. Raises ConfigError or CheckpointError."""
-    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
+    use_processor(options)
     checkpoint = open_checkpoint(options.model, options.revision)
     check_role(options, checkpoint)
     dtype = resolve_dtype(options, checkpoint)

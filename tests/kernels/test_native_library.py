@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from kernels.linear import Linear, quantise
 from kernels.native import NativeUnavailable, library, structs
+from kernels.native.instruction_sets import SETS, processor_features, supported
 from kernels.native.layout import check_layout, mirrored
-from kernels.native.library import FEATURES, _library, processor_features
+from kernels.native.library import _library
 
 THREADLESS = """
 import resource, torch
@@ -40,7 +41,7 @@ MODULE = sys.modules[_library.__module__]  # the package's function has the modu
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(MODULE, "processor_features", lambda: FEATURES)
+    monkeypatch.setattr(MODULE, "processor_features", lambda: set(SETS[0].needs))
     _library.cache_clear()
     yield
     _library.cache_clear()
@@ -64,8 +65,8 @@ def test_without_a_compiler_products_are_the_same(monkeypatch: pytest.MonkeyPatc
 
 
 def test_another_processor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODULE, "processor_features", lambda: FEATURES - {"avx512_bf16"})
-    with pytest.raises(NativeUnavailable, match="this processor lacks avx512_bf16"):
+    monkeypatch.setattr(MODULE, "processor_features", lambda: SETS[0].needs - {"avx2", "fma"})
+    with pytest.raises(NativeUnavailable, match="this processor lacks avx2, fma"):
         library()
 
 
@@ -118,7 +119,7 @@ def use_the_build_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "processor_features", processor_features)
 
 
-@pytest.mark.skipif(not FEATURES <= processor_features(), reason="the processor has no AVX-512 BF16")
+@pytest.mark.skipif(not supported(processor_features()), reason="no instruction set for this processor")
 def test_the_library_is_compared_with_its_mirrors_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     use_the_build_that_is_there(monkeypatch)
     monkeypatch.setattr(structs, "GROUP", 64)
@@ -139,7 +140,7 @@ print(all(torch.equal(packed(x), alone) for _ in range(2)))
 """
 
 
-@pytest.mark.skipif(not FEATURES <= processor_features(), reason="the processor has no AVX-512 BF16")
+@pytest.mark.skipif(not supported(processor_features()), reason="no instruction set for this processor")
 def test_a_phase_may_have_more_than_a_million_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs: one with an odd number, one with an even number."""
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.native.instruction_sets import processor_features, supported
 from kernels.native.library import FLAGS, SOURCE
 
 CALLS = """
@@ -19,7 +20,7 @@ CALLS = """
 template <typename F>
 void each(const float* from, float* to, int64_t count, F function) {
     for (int64_t i = 0; i < count; i += 16) {
-        const __mmask16 mask = lanes(count - i);
+        const Mask mask = lanes(count - i);
         store16(to + i, mask, function(load16(from + i, mask)));
     }
 }
@@ -29,12 +30,17 @@ extern "C" void soft_plus(const float* x, float* y, int64_t n) { each(x, y, n, s
 Function = Callable[[Tensor], Tensor]
 
 
-@pytest.fixture(scope="module")
-def functions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Function]:
+THERE = supported(processor_features())
+
+
+@pytest.fixture(scope="module", params=[each.name for each in THERE])
+def functions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Function]:
+    wanted = next(each for each in THERE if each.name == request.param)
     folder = tmp_path_factory.mktemp("numbers")
     (folder / "calls.cpp").write_text(CALLS)
     compiler = os.environ.get("CXX") or "g++"
-    command = [compiler, *FLAGS, "-I", str(SOURCE.parent), str(folder / "calls.cpp"), "-o", str(folder / "calls.so")]
+    flags = [*FLAGS, *wanted.options(processor_features())]
+    command = [compiler, *flags, "-I", str(SOURCE.parent), str(folder / "calls.cpp"), "-o", str(folder / "calls.so")]
     subprocess.run(command, check=True, capture_output=True)
     loaded = ctypes.CDLL(str(Path(folder / "calls.so")))
 

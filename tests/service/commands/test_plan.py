@@ -10,6 +10,7 @@ from quantised_files import FORMATS
 from tiny_checkpoint import make_checkpoint
 
 from decoder.arena import Arena
+from kernels.native.instruction_sets import SETS, processor_features, supported
 from service.commands.plan import plan, size, weight_bytes
 from service.common.config import ConfigError, EngineOptions
 from service.engine.build import build_engine, decoder_options
@@ -105,6 +106,23 @@ def test_what_cannot_work_is_an_error_with_the_number_that_would(tmp_path: Path)
         plan(EngineOptions(model=str(tmp_path), memory_bytes=64))
     with pytest.raises(ValueError, match="at least"):
         plan(EngineOptions(model=str(tmp_path), handoff_bytes=1))
+
+
+def test_the_instruction_set_is_in_the_plan_and_one_that_the_processor_lacks_is_refused(tmp_path: Path) -> None:
+    path = str(make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M"}).path)
+    there = [each.name for each in supported(processor_features())]
+    for name in ("auto", *there):
+        options = EngineOptions(model=path, device="cpu", instruction_set=name)
+        table = plan(options)[-1]
+        used = there[0] if name == "auto" else name
+        assert table.title == "compiled code" and [row[0] for row in table.rows[1:]] == there
+        assert [row[0] for row in table.rows if row[1] == "used"] == [used]
+    lacking = next(each.name for each in SETS if each.name not in there)
+    for run in (plan, build_engine):
+        with pytest.raises(ConfigError, match=f"instruction_set: {lacking} needs .* lacks; auto, .* would work"):
+            run(EngineOptions(model=path, device="cpu", instruction_set=lacking))
+    without = plan(EngineOptions(model=path, device="cpu", native="off"))
+    assert all(table.title != "compiled code" for table in without)
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB")])

@@ -1,0 +1,81 @@
+// The arithmetic of attention: cells of 32 bits, of which one operation multiplies sixteen.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "numbers.h"
+
+namespace {
+
+#if BF16_PAIRS
+struct Bf16Cells {  // two bfloat16, summed in float32
+    static constexpr int64_t EACH = 2;
+    static Floats multiply(Floats sum, Words a, Words b) { return dot_pairs(sum, a, b); }
+    // 16 cells of a row of `width` numbers, from cell `cell` on; zeros after its end.
+    static Words row(const uint16_t* p, int64_t width, int64_t cell) { return load_pairs(p + 2 * cell, width - 2 * cell); }
+    static Words row(const float* p, int64_t width, int64_t cell) {
+        const Floats low = load16(p + 2 * cell, lanes(width - 2 * cell));
+        const Floats high = load16(p + 2 * cell + 16, lanes(width - 2 * cell - 16));
+        return pairs_after(low, high);
+    }
+    static Words all(const uint16_t* p, int64_t cell) {  // one cell of a row in all lanes
+        int32_t bits;
+        std::memcpy(&bits, p + 2 * cell, 4);
+        return splat_word(bits);
+    }
+    static Words beside(Floats a, Floats b) { return pairs_beside(a, b); }  // 16 cells, a's numbers below b's
+    // Cells of two rows' 32 numbers, of which `left` are valid.
+    static void between(const uint16_t* a, const uint16_t* b, int64_t left, Words (&cells)[2]) {
+        pairs_between(load_pairs(a, left), load_pairs(b, left), cells);
+    }
+#else
+struct Bf16Cells {  // one bfloat16, widened to float32
+    static constexpr int64_t EACH = 1;
+    static Floats multiply(Floats sum, Words a, Words b) { return fmadd(as_floats(a), as_floats(b), sum); }
+    static Words row(const uint16_t* p, int64_t width, int64_t cell) { return as_words(load16(p + cell, lanes(width - cell))); }
+    static Words row(const float* p, int64_t width, int64_t cell) {
+        return as_words(rounded_bf16(load16(p + cell, lanes(width - cell))));
+    }
+    static Words all(const uint16_t* p, int64_t cell) { return splat_word(int32_t(uint32_t(p[cell]) << 16)); }
+    static Words beside(Floats a, Floats) { return as_words(rounded_bf16(a)); }
+    static void between(const uint16_t* a, const uint16_t*, int64_t left, Words (&cells)[2]) {
+        cells[0] = row(a, left, 0), cells[1] = row(a, left, 16);
+    }
+#endif
+    static Floats power(Floats x) {  // 2^x within 9e-5 of itself, a twentieth of what rounding to bfloat16 may take
+        const Floats rest = above_floor(x);
+        Floats p = fmadd(rest, splat(0.07706704231f), splat(0.2276449907f));
+        p = fmadd(p, rest, splat(0.6951167866f));
+        p = fmadd(p, rest, splat(1.0f));
+        return times_power(p, x);
+    }
+};
+
+struct F32Cells {
+    static constexpr int64_t EACH = 1;
+    static Floats multiply(Floats sum, Words a, Words b) { return fmadd(as_floats(a), as_floats(b), sum); }
+    template <typename T>
+    static Words row(const T* p, int64_t width, int64_t cell) { return as_words(load16(p + cell, lanes(width - cell))); }
+    static Words all(const float* p, int64_t cell) { return as_words(splat(p[cell])); }
+    static Words beside(Floats a, Floats) { return as_words(a); }
+    static void between(const float* a, const float*, int64_t left, Words (&cells)[2]) { cells[0] = row(a, left, 0), cells[1] = row(a, left, 16); }
+    static Floats power(Floats x) {  // 2^x within 2 ulp
+        const Floats whole = nearest(x), rest = from_nearest(x);
+        Floats p = fmadd(rest, splat(0.0001535336192f), splat(0.001339887441f));
+        p = fmadd(p, rest, splat(0.009618437358f));
+        p = fmadd(p, rest, splat(0.05550332471f));
+        p = fmadd(p, rest, splat(0.2402264791f));
+        p = fmadd(p, rest, splat(0.6931472029f));
+        p = fmadd(p, rest, splat(1.0f));
+        return times_power(p, whole);
+    }
+};
+
+template <typename T>
+using CellsOf = std::conditional_t<std::is_same_v<T, float>, F32Cells, Bf16Cells>;
+
+}  // namespace

@@ -1,0 +1,98 @@
+"""The instruction sets that the compiled code is built for, and which of them this process uses.
+
+Every set compiles the same source (`vectors.h`). Within one set an answer has the same bits whatever the batch, the
+chunks and the number of threads are; two sets may round differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from pathlib import Path
+
+AUTO = "auto"
+
+
+class NativeUnavailable(RuntimeError):
+    """This machine cannot build or run the compiled code; the text gives the reason."""
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    name: str
+    needs: frozenset[str]
+    """Flags of /proc/cpuinfo."""
+    flags: tuple[str, ...]
+    """Options of the compiler."""
+    optional: tuple[tuple[str, str], ...] = ()
+    """(flag of /proc/cpuinfo, option of the compiler where it is there)."""
+
+    def options(self, features: Set[str]) -> list[str]:
+        """The compiler's options on a processor with these flags."""
+        return [*self.flags, *(option for flag, option in self.optional if flag in features)]
+
+
+_AVX2 = frozenset(("avx2", "fma", "f16c", "bmi1", "bmi2"))
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
+_AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")
+_AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512cd")
+
+SETS = (
+    InstructionSet("avx512bf16", _AVX512 | {"avx512_bf16", "avx512_vnni", "avx512vbmi"}, ("-march=native",)),
+    InstructionSet("avx512vnni", _AVX512 | {"avx512_vnni"}, (*_AVX512_FLAGS, "-mavx512vnni", "-mtune=native")),
+    InstructionSet("avx512", _AVX512, (*_AVX512_FLAGS, "-mtune=native")),
+    InstructionSet("avx2", _AVX2, (*_AVX2_FLAGS, "-mtune=native"), (("avx_vnni", "-mavxvnni"),)),
+    InstructionSet("neon", frozenset(("asimd",)), ("-march=armv8-a",)),
+)  # fmt: skip
+"""Best first."""
+CHOICES = (AUTO, *(each.name for each in SETS))
+
+_forced = AUTO
+
+
+def processor_features() -> set[str]:
+    """The flags of /proc/cpuinfo (on AArch64 its features); empty if there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    named = (line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features")))
+    return set(next(named, ()))
+
+
+def supported(features: Set[str]) -> list[InstructionSet]:
+    """What a processor with these flags can run, best first."""
+    return [each for each in SETS if each.needs <= features]
+
+
+def choose(name: str, features: Set[str]) -> InstructionSet:
+    """The named set, or with "auto" the best. `NativeUnavailable` if the processor has none, `ValueError` if it has
+    others."""
+    there = supported(features)
+    if name == AUTO and not there:
+        lacking = ", ".join(sorted(_AVX2 - features))
+        raise NativeUnavailable(f"this processor lacks {lacking}, and is no AArch64 with asimd")
+    if name == AUTO:
+        return there[0]
+    if name not in CHOICES:
+        raise ValueError(f"instruction_set: {name} is none of {', '.join(CHOICES)}")
+    wanted = next(each for each in SETS if each.name == name)
+    if wanted not in there:
+        lacking = ", ".join(sorted(wanted.needs - features))
+        have = ", ".join((AUTO, *(each.name for each in there)))
+        raise ValueError(f"instruction_set: {name} needs {lacking}, which this processor lacks; {have} would work")
+    return wanted
+
+
+def use(name: str) -> None:
+    """Sets what this process uses from now on: a name, or "auto". What is laid out or built already keeps its own.
+    Raises like `choose`, but nothing if the processor has none at all and "auto" is asked for."""
+    global _forced  # one processor, one process
+    if name != AUTO:
+        choose(name, processor_features())
+    _forced = name
+
+
+def in_use() -> str:
+    """What `use` was last called with."""
+    return _forced

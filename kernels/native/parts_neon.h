@@ -1,0 +1,75 @@
+// One register of AArch64's Advanced SIMD: what vectors_split.h needs.
+
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cstdint>
+
+#define PART_BYTES 16
+
+namespace {
+
+typedef float FloatPart __attribute__((vector_size(16)));
+typedef uint32_t WordPart __attribute__((vector_size(16)));
+typedef int32_t IntegerPart __attribute__((vector_size(16)));
+typedef uint16_t HalfPart __attribute__((vector_size(16)));
+typedef uint8_t BytePart __attribute__((vector_size(16)));
+typedef uint16_t NarrowPart __attribute__((vector_size(8)));  // as many as there are words in a part
+typedef FloatPart Four;
+typedef WordPart FourWords;
+
+constexpr WordPart LANE_BITS = {1, 2, 4, 8};
+
+inline void spin_pause() { asm volatile("yield"); }
+inline void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }
+inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
+inline void fetch_line(const char* p) { asm volatile("prfm pldl2keep, %0" : : "Q"(*p)); }
+
+inline FloatPart splat_part(float x) { return vdupq_n_f32(x); }
+inline FloatPart fmadd(FloatPart a, FloatPart b, FloatPart c) { return vfmaq_f32(c, a, b); }
+inline FloatPart fnmadd(FloatPart a, FloatPart b, FloatPart c) { return vfmsq_f32(c, a, b); }
+inline FloatPart fmsub(FloatPart a, FloatPart b, FloatPart c) { return vfmaq_f32(-c, a, b); }
+inline FloatPart larger(FloatPart a, FloatPart b) { return a > b ? a : b; }
+inline FloatPart smaller(FloatPart a, FloatPart b) { return a < b ? a : b; }
+inline FloatPart nearest(FloatPart x) { return vrndnq_f32(x); }
+inline FloatPart floor_of(FloatPart x) { return vrndmq_f32(x); }
+inline WordPart to_integers(FloatPart x) { return (WordPart)vcvtnq_s32_f32(x); }
+inline uint32_t bits_of_lanes(WordPart all_or_nothing) { return vaddvq_u32(all_or_nothing & LANE_BITS); }
+
+inline WordPart sub16_saturating(WordPart a, WordPart b) { return (WordPart)vqsubq_s16((int16x8_t)a, (int16x8_t)b); }
+inline WordPart low_bytes(WordPart a, WordPart b) { return (WordPart)vzip1q_u8((uint8x16_t)a, (uint8x16_t)b); }
+inline WordPart high_bytes(WordPart a, WordPart b) { return (WordPart)vzip2q_u8((uint8x16_t)a, (uint8x16_t)b); }
+inline WordPart low_words(WordPart a, WordPart b) { return vzip1q_u32(a, b); }
+inline WordPart high_words(WordPart a, WordPart b) { return vzip2q_u32(a, b); }
+inline WordPart low_pairs(WordPart a, WordPart b) { return (WordPart)vzip1q_u64((uint64x2_t)a, (uint64x2_t)b); }
+inline WordPart high_pairs(WordPart a, WordPart b) { return (WordPart)vzip2q_u64((uint64x2_t)a, (uint64x2_t)b); }
+inline WordPart shuffle_bytes(WordPart a, WordPart order) { return (WordPart)vqtbl1q_u8((uint8x16_t)a, (uint8x16_t)order); }
+
+inline WordPart in_register(WordPart x) {
+    asm("" : "+w"(x));
+    return x;
+}
+
+// In a table of 128: two lookups in tables of 64, each of which gives 0 for an index beyond it.
+inline WordPart lookup_bytes_of(const uint8_t* table, WordPart index) {
+    const uint8x16_t own = vandq_u8((uint8x16_t)index, vdupq_n_u8(127));
+    const uint8x16_t first = vqtbl4q_u8(vld1q_u8_x4(table), own);
+    return (WordPart)vorrq_u8(first, vqtbl4q_u8(vld1q_u8_x4(table + 64), veorq_u8(own, vdupq_n_u8(64))));
+}
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+inline WordPart dot_bytes(WordPart sum, WordPart unsigned_bytes, WordPart signed_bytes) {
+    return (WordPart)vusdotq_s32((int32x4_t)sum, (uint8x16_t)unsigned_bytes, (int8x16_t)signed_bytes);
+}
+#else
+inline WordPart dot_bytes(WordPart sum, WordPart unsigned_bytes, WordPart signed_bytes) {
+    const uint8x16_t u = (uint8x16_t)unsigned_bytes;
+    const int8x16_t s = (int8x16_t)signed_bytes;  // a product is at least -32,640
+    const int16x8_t low = vmulq_s16((int16x8_t)vmovl_u8(vget_low_u8(u)), vmovl_s8(vget_low_s8(s)));
+    const int16x8_t high = vmulq_s16((int16x8_t)vmovl_high_u8(u), vmovl_high_s8(s));
+    return sum + (WordPart)vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
+}
+#endif
+
+}  // namespace

@@ -1,0 +1,249 @@
+// Register tiles of matrix products: a few rows times vectors of 16 columns of a panel.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "numbers.h"
+#include "panels.h"
+#include "structs.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t LINE = 64;        // bytes that are read from memory together
+constexpr int64_t STRIDE = 4;       // steps through the inputs between two looks at what is needed next
+constexpr int64_t WIDENED = 512;     // inputs of rows that are widened together: with 6 rows they stay in the first-level cache
+constexpr int64_t FETCHED_STEPS = 16;  // steps through the inputs that a first pass over a panel reads ahead
+
+inline Words broadcast_word(const void* p) {
+    int32_t v;
+    std::memcpy(&v, p, 4);
+    return splat_word(v);
+}
+
+// Memory that is needed next, prefetched into the second-level cache while the current panel is multiplied: some lines
+// every STRIDE steps of the inputs.
+struct Ahead {
+    const char *at = nullptr, *end = nullptr;
+    int64_t bytes = 0;
+    Ahead() = default;
+    Ahead(const char* at, const char* end, int64_t bytes) : at(at), end(end), bytes(bytes) {}
+    bool step() {  // whether there was something to read
+        if (at >= end) return false;
+        const char* stop = std::min(at + bytes, end);
+        for (; at < stop; at += LINE) prefetch_far(at);
+        return true;
+    }
+};
+
+struct Inputs {  // [begin, end) of a product's, begin a multiple of 2
+    int64_t begin, end;
+};
+
+#if BF16_PAIRS
+// R rows times 16 * V columns, from column 16 * first of a panel: the sums of some inputs, added to `sums` unless these are the
+// FIRST ones. Never inlined: the loop needs most of the registers.
+template <int R, int V, bool FIRST>
+__attribute__((noinline)) void tile_bf16(
+    const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, Ahead ahead, float* sums
+) {
+    const uint16_t* b = static_cast<const uint16_t*>(w.data) + (panel * w.kpad + inputs.begin) * PANEL + first * 32;
+    const uint16_t* const a_end = a + inputs.end;
+    a += inputs.begin;
+    Floats sum[R][V];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) sum[r][v] = FIRST ? zero() : load_floats(sums + r * PANEL + v * 16);
+    while (a < a_end) {
+        const uint16_t* const stop = ahead.step() ? std::min(a_end, a + 2 * STRIDE) : a_end;
+        for (; a < stop; a += 2, b += 2 * PANEL) {
+            Words column[V];
+            for (int v = 0; v < V; v++) column[v] = in_register(load_words(b + v * 32));
+            for (int r = 0; r < R; r++) {
+                const Words x = broadcast_word(a + r * lda);
+                for (int v = 0; v < V; v++) sum[r][v] = dot_pairs(sum[r][v], x, column[v]);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) store_floats(sums + r * PANEL + v * 16, sum[r][v]);
+}
+#else
+// The same without instructions for bfloat16: numbers are widened to float32. A row's numbers are widened once for some inputs,
+// and a panel's in registers, for as many vectors at a time as there are registers for.
+template <int R, int W>
+__attribute__((noinline)) void add_widened(
+    const float (&rows)[R][WIDENED], int64_t count, const uint16_t* b, bool from_zero, bool others, Ahead ahead, float* sums
+) {
+    Floats sum[R][W];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < W; v++) sum[r][v] = from_zero ? zero() : load_floats(sums + r * PANEL + v * 16);
+    for (int64_t i = 0; i < count;) {
+        const int64_t stop = ahead.step() ? std::min(count, i + 2 * STRIDE) : count;
+        for (; i < stop; i += 2, b += 2 * PANEL) {
+            if (others)  // their lines are read by the next passes
+                for (int v = 0; v < 4; v++) prefetch_near(b + FETCHED_STEPS * 2 * PANEL + v * 32);
+            Floats column[W];
+            for (int v = 0; v < W; v++) column[v] = as_floats(shift_left32<16>(load_words(b + v * 32)));
+            for (int r = 0; r < R; r++) {
+                const Floats x = splat(rows[r][i]);
+                for (int v = 0; v < W; v++) sum[r][v] = fmadd(x, column[v], sum[r][v]);
+            }
+            for (int v = 0; v < W; v++) column[v] = as_floats(load_words(b + v * 32) & splat_word(int32_t(0xffff0000)));
+            for (int r = 0; r < R; r++) {
+                const Floats x = splat(rows[r][i + 1]);
+                for (int v = 0; v < W; v++) sum[r][v] = fmadd(x, column[v], sum[r][v]);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < W; v++) store_floats(sums + r * PANEL + v * 16, sum[r][v]);
+}
+
+template <int R, int V, bool FIRST>
+void tile_bf16(const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, Ahead ahead, float* sums) {
+    constexpr int W = vectors_beside(R) < V ? vectors_beside(R) : V;
+    const uint16_t* b = static_cast<const uint16_t*>(w.data) + (panel * w.kpad + inputs.begin) * PANEL + first * 32;
+    alignas(64) float rows[R][WIDENED];
+    for (int64_t begin = inputs.begin; begin < inputs.end; begin += WIDENED, b += WIDENED * PANEL) {
+        const int64_t count = std::min(WIDENED, inputs.end - begin);
+        for (int r = 0; r < R; r++)
+            for (int64_t i = 0; i < count; i += 16) store_floats(rows[r] + i, load16(a + r * lda + begin + i, lanes(count - i)));
+        for (int v = 0; v < V; v += W)
+            add_widened<R, W>(rows, count, b + v * 32, FIRST && begin == inputs.begin, W < V && v == 0, v ? Ahead{} : ahead, sums + v * 16);
+        ahead = {};
+    }
+}
+#endif
+
+// Sums of low and high bytes -> sums of 256 high + low.
+inline Floats joined(const Words* sums) {
+    return fmadd(to_floats(sums[1]), splat(256.0f), to_floats(sums[0]));
+}
+
+// Products of unsigned 1-byte integers with 2-byte integers: R rows are 2 R rows of bytes. `sum` is initialised with the
+// values after the rows.
+template <int R, int V>
+inline void begin_sums(const int8_t* behind, int64_t lda, Words (&sum)[V][R][2]) {
+    for (int v = 0; v < V; v++)
+        for (int r = 0; r < R; r++)
+            for (int half = 0; half < 2; half++) sum[v][r][half] = broadcast_word(behind + r * lda + 4 * half);
+}
+
+template <int R, int V>
+inline void add_products(const int8_t* a, int64_t lda, const Words (&column)[V], Words (&sum)[V][R][2]) {
+    for (int r = 0; r < R; r++)
+        for (int half = 0; half < 2; half++) {
+            const Words x = broadcast_word(a + r * lda + 4 * half);
+            for (int v = 0; v < V; v++) sum[v][r][half] = dot_bytes(sum[v][r][half], column[v], x);
+        }
+}
+
+// V vectors of a tile, from column 16 * first on, at a time.
+template <int R, int V>
+__attribute__((noinline)) void add_int8(
+    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int64_t first, Ahead ahead, float* out
+) {
+    const uint8_t* b = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL + first * 64;
+    const int8_t* const a_end = a + 2 * w.kpad;
+    Words sum[V][R][2];
+    begin_sums<R, V>(a_end, lda, sum);
+    while (a < a_end) {
+        const int8_t* const stop = ahead.step() ? std::min(a_end, a + 8 * STRIDE) : a_end;
+        for (; a < stop; a += 8, b += 4 * PANEL) {
+            Words column[V];
+            for (int v = 0; v < V; v++) column[v] = in_register(load_words(b + v * 64));
+            add_products<R, V>(a, lda, column, sum);
+        }
+    }
+    for (int v = 0; v < V; v++) {
+        const Floats scale = load_floats(w.scale + panel * PANEL + (first + v) * 16);
+        for (int r = 0; r < R; r++) {
+            const Floats y = (joined(sum[v][r]) * scale) * splat(scales[r]);
+            store_floats(out + r * PANEL + v * 16, y);
+        }
+    }
+}
+
+template <int R, int V>
+void tile_int8(
+    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int64_t first, Ahead ahead, float* out
+) {
+    constexpr int W = integers_beside(R) < V ? integers_beside(R) : V;
+    for (int v = 0; v < V; v += W) add_int8<R, W>(a, lda, scales, w, panel, first + v, v ? Ahead{} : ahead, out + v * 16);
+}
+
+// Vectors [first, first + V) of a panel: a byte holds the same input of columns 0..31 (low half) and 32..63 (high half).
+template <int R, int V>
+__attribute__((noinline)) void add_int4(
+    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int first, Ahead ahead, float* out
+) {
+    const int64_t groups = w.kpad / GROUP;
+    const uint8_t* b = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL / 2;
+    const int8_t* behind = a + 2 * w.kpad;
+    const Words low = splat_byte(15);
+    Floats total[V][R];
+    for (int v = 0; v < V; v++)
+        for (int r = 0; r < R; r++) total[v][r] = zero();
+    for (int64_t g = 0; g < groups; g++, behind += 8) {
+        Words sum[V][R][2];
+        begin_sums<R, V>(behind, lda, sum);
+        for (const int8_t* const a_end = a + 2 * GROUP; a < a_end;) {
+            ahead.step();
+            for (const int8_t* const stop = a + 8 * STRIDE; a < stop; a += 8, b += 2 * PANEL) {
+                Words column[V];
+                if constexpr (V == 4) {
+                    const Words one = in_register(load_words(b)), two = in_register(load_words(b + 64));
+                    column[0] = one & low, column[1] = two & low;
+                    column[2] = shift_right16(one, 4) & low, column[3] = shift_right16(two, 4) & low;
+                } else {
+                    const Words line = load_words(b + first % 2 * 64);
+                    column[0] = shift_right16(line, first / 2 * 4) & low;
+                }
+                add_products<R, V>(a, lda, column, sum);
+            }
+        }
+        for (int v = 0; v < V; v++) {
+            const Floats scale = load_floats(w.scale + (panel * groups + g) * PANEL + (first + v) * 16);
+            for (int r = 0; r < R; r++) total[v][r] = fmadd(joined(sum[v][r]), scale, total[v][r]);
+        }
+    }
+    for (int v = 0; v < V; v++)
+        for (int r = 0; r < R; r++) store_floats(out + r * PANEL + v * 16, total[v][r] * splat(scales[r]));
+}
+
+template <int R>
+void tile_int4(const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, Ahead ahead, float* out) {
+    constexpr int W = VECTOR_REGISTERS == 1 ? 4 : 1;
+    for (int v = 0; v < 4; v += W) add_int4<R, W>(a, lda, scales, w, panel, v, v ? Ahead{} : ahead, out + v * 16);
+}
+
+// float32 weights stay in rows: columns of a panel are dot products, some at a time.
+template <int R>
+void tile_f32(const float* a, int64_t lda, const Weight& w, int64_t panel, float* out) {
+    const float* data = static_cast<const float*>(w.data);
+    const int64_t last = std::min(w.n, (panel + 1) * PANEL) - 1;
+    constexpr int W = vectors_beside(R);
+    for (int64_t c = 0; c < PANEL && panel * PANEL + c <= last; c += W) {
+        const float* b[W];
+        for (int v = 0; v < W; v++) b[v] = data + std::min(panel * PANEL + c + v, last) * w.k;
+        Floats sum[R][W];
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < W; v++) sum[r][v] = zero();
+        for (int64_t i = 0; i < w.k; i += 16) {
+            const Mask m = w.k - i >= 16 ? Mask(0xffff) : Mask((1 << (w.k - i)) - 1);
+            Floats column[W];
+            for (int v = 0; v < W; v++) column[v] = load16(b[v] + i, m);
+            for (int r = 0; r < R; r++) {
+                const Floats x = load16(a + r * lda + i, m);
+                for (int v = 0; v < W; v++) sum[r][v] = fmadd(x, column[v], sum[r][v]);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < W; v++) out[r * PANEL + c + v] = total_of(sum[r][v]);
+    }
+}
+
+}  // namespace

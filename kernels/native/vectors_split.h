@@ -1,0 +1,290 @@
+// Vectors of instruction sets whose registers are shorter than 64 bytes: the vocabulary of vectors.h on halves of halves.
+//
+// A part is one register, defined by parts_avx2.h or parts_neon.h with the operations that have instructions of their own; the
+// others are GCC's vector operations. All sums across lanes add in the same order as with AVX-512.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include "parts_avx2.h"
+#else
+#include "parts_neon.h"
+#endif
+
+namespace {
+
+template <class V>
+struct Two {
+    V low, high;
+};
+
+template <class V>
+struct LanesOf {
+    static constexpr int COUNT = PART_BYTES / 4;
+};
+template <class V>
+struct LanesOf<Two<V>> {
+    static constexpr int COUNT = 2 * LanesOf<V>::COUNT;
+};
+
+using Mask = uint16_t;
+constexpr Mask ALL = 0xffff;
+
+#define FORWARD inline __attribute__((always_inline))
+#define OF_ONE(name) \
+    template <class V> \
+    FORWARD Two<V> name(Two<V> a) { return {name(a.low), name(a.high)}; }
+#define OF_TWO(name) \
+    template <class V> \
+    FORWARD Two<V> name(Two<V> a, Two<V> b) { return {name(a.low, b.low), name(a.high, b.high)}; }
+#define OF_THREE(name) \
+    template <class V> \
+    FORWARD Two<V> name(Two<V> a, Two<V> b, Two<V> c) { return {name(a.low, b.low, c.low), name(a.high, b.high, c.high)}; }
+#define OPERATOR(symbol) \
+    template <class V> \
+    FORWARD Two<V> operator symbol(Two<V> a, Two<V> b) { return {a.low symbol b.low, a.high symbol b.high}; }
+
+// -- operations on a part that are the same for all ---------------------------------------------------------------------------
+
+FORWARD FloatPart as_floats(WordPart x) { return (FloatPart)x; }
+FORWARD WordPart as_words(FloatPart x) { return (WordPart)x; }
+FORWARD WordPart add32(WordPart a, WordPart b) { return a + b; }
+FORWARD WordPart sub32(WordPart a, WordPart b) { return a - b; }
+FORWARD WordPart add16(WordPart a, WordPart b) { return (WordPart)((HalfPart)a + (HalfPart)b); }
+FORWARD WordPart choose_bits(WordPart mask, WordPart yes, WordPart no) { return (mask & yes) | (~mask & no); }
+FORWARD WordPart or_and(WordPart a, WordPart b, WordPart c) { return a | (b & c); }
+template <int N>
+FORWARD WordPart shift_left32(WordPart a) { return a << N; }
+template <int N>
+FORWARD WordPart shift_right32(WordPart a) { return (WordPart)((IntegerPart)a >> N); }
+FORWARD WordPart shift_right16(WordPart a, int n) { return (WordPart)((HalfPart)a >> n); }
+FORWARD FloatPart to_floats(WordPart a) { return __builtin_convertvector((IntegerPart)a, FloatPart); }
+FORWARD FloatPart magnitude(FloatPart x) { return as_floats(as_words(x) & 0x7fffffffu); }
+FORWARD FloatPart above_floor(FloatPart x) {
+    x = larger(splat_part(-1000.0f), x);
+    return x - floor_of(x);
+}
+FORWARD FloatPart from_nearest(FloatPart x) {
+    x = larger(splat_part(-1000.0f), x);
+    return x - nearest(x);
+}
+// Results below the normal numbers become 0.
+FORWARD FloatPart times_power(FloatPart p, FloatPart n) {
+    const FloatPart whole = smaller(splat_part(127.0f), larger(splat_part(-127.0f), floor_of(n)));
+    return p * as_floats((to_integers(whole) + 127u) << 23);
+}
+// The nearest bfloat16, ties to even; NaN stays NaN.
+FORWARD FloatPart rounded_bf16(FloatPart x) {
+    const WordPart bits = as_words(x), near = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    return as_floats(x == x ? near : as_words(splat_part(__builtin_nanf(""))));
+}
+FORWARD FloatPart select(uint32_t mask, FloatPart yes, FloatPart no) { return (LANE_BITS & mask) != 0u ? yes : no; }
+FORWARD uint32_t at_least(FloatPart a, FloatPart b) { return bits_of_lanes((WordPart)(a >= b)); }
+FORWARD uint32_t above(FloatPart a, FloatPart b) { return bits_of_lanes((WordPart)(a > b)); }
+FORWARD uint32_t at_least(WordPart a, WordPart b) { return bits_of_lanes((WordPart)((IntegerPart)a >= (IntegerPart)b)); }
+FORWARD Four total_four(Four x) { return x + __builtin_shuffle(x, FourWords{2, 3, 0, 1}); }
+
+// -- two of them --------------------------------------------------------------------------------------------------------------
+
+OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/) OPERATOR(&) OPERATOR(|)
+OF_ONE(magnitude) OF_ONE(nearest) OF_ONE(from_nearest) OF_ONE(above_floor) OF_ONE(rounded_bf16) OF_ONE(in_register)
+OF_TWO(larger) OF_TWO(smaller) OF_TWO(times_power)
+OF_TWO(add32) OF_TWO(sub32) OF_TWO(add16) OF_TWO(sub16_saturating)
+OF_TWO(low_bytes) OF_TWO(high_bytes) OF_TWO(low_words) OF_TWO(high_words) OF_TWO(low_pairs) OF_TWO(high_pairs) OF_TWO(shuffle_bytes)
+OF_THREE(fmadd) OF_THREE(fnmadd) OF_THREE(fmsub) OF_THREE(choose_bits) OF_THREE(or_and) OF_THREE(dot_bytes)
+#undef OF_ONE
+#undef OF_TWO
+#undef OF_THREE
+#undef OPERATOR
+
+template <class V>
+FORWARD auto as_floats(Two<V> x) -> Two<decltype(as_floats(x.low))> { return {as_floats(x.low), as_floats(x.high)}; }
+template <class V>
+FORWARD auto as_words(Two<V> x) -> Two<decltype(as_words(x.low))> { return {as_words(x.low), as_words(x.high)}; }
+template <class V>
+FORWARD auto to_floats(Two<V> x) -> Two<decltype(to_floats(x.low))> { return {to_floats(x.low), to_floats(x.high)}; }
+template <class V>
+FORWARD auto to_integers(Two<V> x) -> Two<decltype(to_integers(x.low))> { return {to_integers(x.low), to_integers(x.high)}; }
+template <int N, class V>
+FORWARD Two<V> shift_left32(Two<V> x) { return {shift_left32<N>(x.low), shift_left32<N>(x.high)}; }
+template <int N, class V>
+FORWARD Two<V> shift_right32(Two<V> x) { return {shift_right32<N>(x.low), shift_right32<N>(x.high)}; }
+template <class V>
+FORWARD Two<V> shift_right16(Two<V> x, int n) { return {shift_right16(x.low, n), shift_right16(x.high, n)}; }
+template <class V>
+FORWARD Two<V> select(uint32_t mask, Two<V> yes, Two<V> no) {
+    return {select(mask, yes.low, no.low), select(mask >> LanesOf<V>::COUNT, yes.high, no.high)};
+}
+template <class V>
+FORWARD uint32_t at_least(Two<V> a, Two<V> b) { return at_least(a.low, b.low) | at_least(a.high, b.high) << LanesOf<V>::COUNT; }
+template <class V>
+FORWARD uint32_t above(Two<V> a, Two<V> b) { return above(a.low, b.low) | above(a.high, b.high) << LanesOf<V>::COUNT; }
+
+#if PART_BYTES == 32
+using Floats = Two<FloatPart>;
+using Words = Two<WordPart>;
+constexpr int REGISTERS = 16, VECTOR_REGISTERS = 2;
+FORWARD Floats splat(float x) { return {splat_part(x), splat_part(x)}; }
+FORWARD Words splat_words(WordPart x) { return {x, x}; }
+FORWARD Four half_sum(FloatPart x) { return lower_quarter(x) + upper_quarter(x); }
+FORWARD Four half_largest(FloatPart x) { return larger(lower_quarter(x), upper_quarter(x)); }
+template <int J>
+FORWARD FourWords quarter(Words x) { return part_quarter<J % 2>(J / 2 ? x.high : x.low); }
+FORWARD Floats of_quarters(Four a, Four b, Four c, Four d) { return {joined_part(a, b), joined_part(c, d)}; }
+#else
+using Floats = Two<Two<FloatPart>>;
+using Words = Two<Two<WordPart>>;
+constexpr int REGISTERS = 32, VECTOR_REGISTERS = 4;
+FORWARD Floats splat(float x) { return {{splat_part(x), splat_part(x)}, {splat_part(x), splat_part(x)}}; }
+FORWARD Words splat_words(WordPart x) { return {{x, x}, {x, x}}; }
+FORWARD Four half_sum(Two<FloatPart> x) { return x.low + x.high; }
+FORWARD Four half_largest(Two<FloatPart> x) { return larger(x.low, x.high); }
+template <int J>
+FORWARD FourWords quarter(Words x) { return J == 0 ? x.low.low : J == 1 ? x.low.high : J == 2 ? x.high.low : x.high.high; }
+FORWARD Floats of_quarters(Four a, Four b, Four c, Four d) { return {{a, b}, {c, d}}; }
+#endif
+
+FORWARD Floats zero() { return splat(0.0f); }
+FORWARD Words splat_word(int32_t x) { return splat_words(WordPart{} + uint32_t(x)); }
+FORWARD Words splat_half(int16_t x) { return splat_words((WordPart)(HalfPart{} + uint16_t(x))); }
+FORWARD Words splat_byte(int8_t x) { return splat_words((WordPart)(BytePart{} + uint8_t(x))); }
+FORWARD Words zero_words() { return splat_words(WordPart{}); }
+
+// -- memory -------------------------------------------------------------------------------------------------------------------
+
+FORWARD Floats load_floats(const float* p) {
+    Floats v;
+    std::memcpy(&v, p, 64);
+    return v;
+}
+FORWARD void store_floats(float* p, Floats v) { std::memcpy(p, &v, 64); }
+FORWARD Words load_words(const void* p) {
+    Words v;
+    std::memcpy(&v, p, 64);
+    return v;
+}
+FORWARD void store_words(void* p, Words v) { std::memcpy(p, &v, 64); }
+FORWARD void store_low_half(void* p, Words v) { std::memcpy(p, &v.low, 32); }
+FORWARD void store_high_half(void* p, Words v) { std::memcpy(p, &v.high, 32); }
+template <int J>
+FORWARD void store_quarter(void* p, Words v) {
+    const FourWords q = quarter<J>(v);
+    std::memcpy(p, &q, 16);
+}
+FORWARD Words splat_quarter(const void* p) {
+    Words v;
+    for (int i = 0; i < 4; i++) std::memcpy(reinterpret_cast<char*>(&v) + 16 * i, p, 16);
+    return v;
+}
+
+// Some lanes, one by one: never read or written are those outside the mask.
+__attribute__((noinline)) Floats load_lanes(Floats otherwise, Mask m, const float* p) {
+    alignas(64) float each[16];
+    store_floats(each, otherwise);
+    for (int i = 0; i < 16; i++)
+        if (m >> i & 1) each[i] = p[i];
+    return load_floats(each);
+}
+__attribute__((noinline)) void store_some(float* p, Mask m, Floats v) {
+    alignas(64) float each[16];
+    store_floats(each, v);
+    for (int i = 0; i < 16; i++)
+        if (m >> i & 1) p[i] = each[i];
+}
+FORWARD Floats load_or(Floats otherwise, Mask m, const float* p) { return m == ALL ? load_floats(p) : load_lanes(otherwise, m, p); }
+FORWARD Floats load16(const float* p, Mask m) { return load_or(zero(), m, p); }
+
+// -- across lanes -------------------------------------------------------------------------------------------------------------
+
+FORWARD float total_of(Floats x) {
+    const Four four = total_four(half_sum(x.low + x.high));
+    return four[0] + four[1];
+}
+FORWARD float largest_of(Floats x) {
+    const Four four = half_largest(larger(x.low, x.high));
+    const float a = four[0] > four[2] ? four[0] : four[2], b = four[1] > four[3] ? four[1] : four[3];
+    return a > b ? a : b;
+}
+FORWARD int32_t total_of(Words x) {
+    uint32_t each[16], sum = 0;
+    store_words(each, x);
+    for (uint32_t one : each) sum += one;
+    return int32_t(sum);
+}
+FORWARD Floats fold(Floats first, Floats second) { return {first.low + first.high, second.low + second.high}; }
+inline Floats sums_of(const Floats pairs[8]) {
+    Four sum[4];
+    for (int i = 0; i < 4; i++) {
+        const Four a = half_sum(pairs[2 * i].low), b = half_sum(pairs[2 * i].high);
+        const Four c = half_sum(pairs[2 * i + 1].low), d = half_sum(pairs[2 * i + 1].high);
+        const Four ab = __builtin_shuffle(a, b, FourWords{0, 1, 4, 5}) + __builtin_shuffle(a, b, FourWords{2, 3, 6, 7});
+        const Four cd = __builtin_shuffle(c, d, FourWords{0, 1, 4, 5}) + __builtin_shuffle(c, d, FourWords{2, 3, 6, 7});
+        sum[i] = __builtin_shuffle(ab, cd, FourWords{0, 2, 4, 6}) + __builtin_shuffle(ab, cd, FourWords{1, 3, 5, 7});
+    }
+    return of_quarters(sum[0], sum[1], sum[2], sum[3]);
+}
+
+// -- bytes --------------------------------------------------------------------------------------------------------------------
+
+template <class V>
+FORWARD Two<V> lookup_bytes_of(const uint8_t* table, Two<V> index) {
+    return {lookup_bytes_of(table, index.low), lookup_bytes_of(table, index.high)};
+}
+FORWARD Words lookup_bytes(const Words (&table)[2], Words index) {
+    return lookup_bytes_of(reinterpret_cast<const uint8_t*>(table), index);
+}
+inline Words lookup_halves(Words index, Words table) {
+    uint16_t at[32], from[32], found[32];
+    store_words(at, index), store_words(from, table);
+    for (int i = 0; i < 32; i++) found[i] = from[at[i] & 31];
+    return load_words(found);
+}
+
+// The lowest bytes of sixteen words of `low` and of `high`: four of the first, four of the second, and so on.
+inline void store_bytes_in_fours(int8_t* p, Words low, Words high) {
+    int32_t lows[16], highs[16];
+    store_words(lows, low), store_words(highs, high);
+    for (int i = 0; i < 16; i++) p[i / 4 * 8 + i % 4] = int8_t(lows[i]), p[i / 4 * 8 + 4 + i % 4] = int8_t(highs[i]);
+}
+
+// -- bfloat16 -----------------------------------------------------------------------------------------------------------------
+
+FORWARD Floats load_bf16(const uint16_t* p) {
+    Floats v;
+    for (int i = 0; i < 64 / PART_BYTES; i++) {
+        NarrowPart narrow;
+        std::memcpy(&narrow, p + i * (PART_BYTES / 4), PART_BYTES / 2);
+        const WordPart wide = __builtin_convertvector(narrow, WordPart) << 16;
+        std::memcpy(reinterpret_cast<char*>(&v) + i * PART_BYTES, &wide, PART_BYTES);
+    }
+    return v;
+}
+FORWARD void store_bf16(uint16_t* p, Floats v) {
+    const Floats near = rounded_bf16(v);
+    for (int i = 0; i < 64 / PART_BYTES; i++) {
+        WordPart wide;
+        std::memcpy(&wide, reinterpret_cast<const char*>(&near) + i * PART_BYTES, PART_BYTES);
+        const NarrowPart narrow = __builtin_convertvector(wide >> 16, NarrowPart);
+        std::memcpy(p + i * (PART_BYTES / 4), &narrow, PART_BYTES / 2);
+    }
+}
+__attribute__((noinline)) Floats load_some_bf16(const uint16_t* p, Mask m) {
+    uint16_t each[16] = {};
+    for (int i = 0; i < 16; i++)
+        if (m >> i & 1) each[i] = p[i];
+    return load_bf16(each);
+}
+__attribute__((noinline)) void store_some_bf16(uint16_t* p, Mask m, Floats v) {
+    uint16_t each[16];
+    store_bf16(each, v);
+    for (int i = 0; i < 16; i++)
+        if (m >> i & 1) p[i] = each[i];
+}
+FORWARD Floats load16(const uint16_t* p, Mask m) { return m == ALL ? load_bf16(p) : load_some_bf16(p, m); }
+
+#undef FORWARD
+
+}  // namespace

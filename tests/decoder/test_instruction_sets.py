@@ -1,0 +1,71 @@
+"""No option changes an answer, with any instruction set that this processor has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from compiled import needs_compiled
+from speculation import answers
+from tiny_decoder import delta_config, tiny_config
+
+from decoder.config import DecoderConfig
+from kernels.native import instruction_sets
+from kernels.native.instruction_sets import processor_features, supported
+
+pytestmark = needs_compiled
+THERE = [each.name for each in supported(processor_features())]
+
+
+@pytest.fixture(params=["avx512", "avx2"])
+def chosen(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The sets that are not the best of this processor: all other tests use that one."""
+    if request.param not in THERE[1:]:
+        pytest.skip(f"{request.param} is not a lesser instruction set of this processor: {', '.join(THERE)}")
+    instruction_sets.use(request.param)
+    yield request.param
+    instruction_sets.use("auto")
+
+
+MODELS: dict[str, DecoderConfig] = {
+    "mamba": tiny_config("M-*EM*", num_nextn_predict_layers=1, ssm_state_size=64, n_groups=1),
+    "delta": delta_config("G-*G", num_nextn_predict_layers=1),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "alone": {"max_seqs": 1},
+    "chunks": {"max_chunk": 5, "state_cache": "all"},
+    "drafts": {"speculative": "ngram", "spec_state": "replay", "max_chunk": 7},
+    "drafts-slots": {"speculative": "mtp", "spec_state": "slots"},
+    "preempted": {"preempted": True, "state_cache": "align"},
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_no_option_changes_an_answer(chosen: str, model: str, dtype: torch.dtype) -> None:
+    given: dict[str, Any] = {"config": MODELS[model], "dtype": dtype, "native": "on", "output": 16}
+    plain = answers(state_cache="none", **given)
+    for name, options in OPTIONS.items():
+        if name == "drafts":
+            options = {**options, "known": plain.drawn}
+        found = answers(**given, **options)
+        assert found.drawn == plain.drawn, name
+        assert found.logprobs == plain.logprobs, name
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8", "nvfp4"])
+def test_no_option_changes_an_answer_of_quantised_weights(chosen: str, weights: str) -> None:
+    config = tiny_config("M-*E", hidden_size=64, intermediate_size=64, moe_intermediate_size=32)
+    given: dict[str, Any] = {
+        "config": config,
+        "dtype": torch.bfloat16,
+        "weights": weights,
+        "native": "on",
+        "output": 12,
+    }
+    plain = answers(state_cache="none", **given)
+    for options in (OPTIONS["alone"], OPTIONS["chunks"]):
+        found = answers(**given, **options)
+        assert found.drawn == plain.drawn and found.logprobs == plain.logprobs, options
