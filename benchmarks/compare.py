@@ -2,7 +2,7 @@
 
     python -m benchmarks.compare [--family nemotron_h|qwen3_5] --peer transformers|vllm|llamacpp [--rounds 3]
                                  [--only decode,prefill,omni] [--weights int8] [--device cuda] [--concurrent 1,8,64]
-                                 [--new-tokens 64]
+                                 [--new-tokens 64] [--instruction-set avx2|avx512vnni|avx512]
 
 Saccade runs behind its gRPC server, the peer in a process of its own. In each round both sides run each workload in
 turn, short ones several times; the output is medians and their ratios. The machine's limits are measured with each
@@ -40,6 +40,12 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TURN = 1.0
 """Minimum seconds of a side's turn; a single run of some hundredths of a second would be too noisy."""
+LIMITS = {
+    "avx2": {"PEER_INSTRUCTION_SET": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "avx512vnni": {"PEER_INSTRUCTION_SET": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
+    "avx512": {"PEER_INSTRUCTION_SET": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+}
+"""For each of our instruction sets, the environment that limits the peer and its libraries to the same."""
 SETTLE = 0.5
 """Seconds before each turn, because OpenMP threads of the other side spin for a while after their work."""
 
@@ -313,11 +319,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="device of both sides")
     parser.add_argument("--concurrent", default="1,8,32", help="concurrent requests of the decode workloads")
     parser.add_argument("--new-tokens", type=int, default=64, help="output tokens of each concurrent request")
+    parser.add_argument(
+        "--instruction-set", choices=list(LIMITS), help="what both sides are limited to; of peers, vLLM alone"
+    )
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
     parser.add_argument("--out", type=Path, help="write the result to this file")
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)
+    if arguments.instruction_set and arguments.peer != "vllm":
+        parser.error("--instruction-set needs --peer vllm: the other peers cannot be limited")
     subject, only = SUBJECTS[arguments.family], set(arguments.only.split(","))
     if arguments.peer == "llamacpp":
         only -= {"omni"}  # its server takes images by way of its own tower files
@@ -335,6 +346,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 (models.released_names(path, arguments.folder) if omni else path, omni, l) for path, omni, l in sides
             ]
         options = ("--device", arguments.device, *(("--weights", arguments.weights) if arguments.weights else ()))
+        if arguments.instruction_set:
+            options = (*options, "--instruction-set", arguments.instruction_set)
+            os.environ |= LIMITS[arguments.instruction_set]  # the peer inherits it
         how = Sides(arguments.peer, options, arguments.folder, arguments.device, max(32, *concurrent))
         rows = measure(how, sides, arguments.rounds)
     result = {
@@ -349,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.write:
         RESULTS.mkdir(exist_ok=True)
-        kind = f"-{arguments.weights}" if arguments.weights else ""
+        kind = "".join(f"-{part}" for part in (arguments.weights, arguments.instruction_set) if part)
         family = "" if arguments.family == "nemotron_h" else f"-{arguments.family}"
         path = RESULTS / f"{result['date']}-compare{family}-{arguments.peer}{kind}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")

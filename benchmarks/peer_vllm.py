@@ -26,10 +26,23 @@ SETTINGS = {
 }
 
 
+def limit_instructions(name: str | None) -> None:
+    """Loads the build that vLLM ships for processors without AVX-512 ("avx2"), or without its BF16 ("avx512")."""
+    if name is None:
+        return
+    import torch
+
+    assert name in ("avx2", "avx512"), name
+    torch.cpu._is_avx512_bf16_supported = lambda: False
+    if name == "avx2":
+        torch.cpu._is_avx512_supported = lambda: False
+
+
 class Peer:
     """One loaded model."""
 
     def __init__(self, path: str, omni: bool) -> None:
+        limit_instructions(os.environ.get("PEER_INSTRUCTION_SET"))
         from vllm import LLM
 
         limits: dict[str, Any] = {}
