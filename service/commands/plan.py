@@ -74,9 +74,8 @@ def plan(options: EngineOptions) -> list[Table]:
     checkpoint = open_checkpoint(options.model, options.revision, outline=True)
     check_role(options, checkpoint)
     check_activations(options, checkpoint)
-    compiled = compiled_tables(options)
     if options.role == "encoder":
-        return [memory_table(options, checkpoint), encoder_table(options, checkpoint), *compiled]
+        return [memory_table(options, checkpoint), encoder_table(options, checkpoint)]
     if options.speculative == "mtp":
         check_mtp(checkpoint.config.decoder, checkpoint.decoder_shapes())
     tables = [
@@ -87,23 +86,23 @@ def plan(options: EngineOptions) -> list[Table]:
     ]
     if checkpoint.config.vision is not None and options.role == "all":
         tables.append(encoder_table(options, checkpoint))
-    return [*tables, *compiled]
+    return tables
 
 
-def compiled_tables(options: EngineOptions) -> list[Table]:
-    """On a CPU, the instruction sets that compiled code can use on this machine. Raises ConfigError for one that it
-    lacks."""
+def instructions(options: EngineOptions) -> str:
+    """What compiled code uses on this machine, for the end of a line; empty if there is none. Raises ConfigError for an
+    instruction set that the processor lacks."""
     if options.native == "off" or not resolve_device(options).startswith("cpu"):
-        return []
+        return ""
     features = processor_features()
     try:
         chosen = choose(options.instruction_set, features)
     except NativeUnavailable as reason:
-        return [Table("compiled code", [("instruction set", "use"), ("none", str(reason))])]
+        return f", without compiled code: {reason}"
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    rows = [(each.name, "used" if each is chosen else "possible") for each in supported(features)]
-    return [Table("compiled code", [("instruction set", "use"), *rows])]
+    others = ", ".join(each.name for each in supported(features) if each is not chosen)
+    return f", compiled for {chosen.name}" + (f" ({others} possible)" if others else "")
 
 
 def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
@@ -130,7 +129,7 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     of = "" if options.role == "all" else f", role {options.role}"
     outline = "as config.json describes it, without weights"
     source = f"revision {checkpoint.revision}" if checkpoint.files.files else outline
-    return Table(f"{checkpoint.config.name}, {source}, on {device}{of}", rows)
+    return Table(f"{checkpoint.config.name}, {source}, on {device}{instructions(options)}{of}", rows)
 
 
 def _decoder_memory(options: EngineOptions, checkpoint: Checkpoint, rows: list[tuple[str, ...]]) -> int:
