@@ -86,6 +86,11 @@ class Ours:
         firsts = list(self._pool.map(ask, range(len(workload.prompts))))
         return Timed(time.perf_counter() - started, firsts)
 
+    def ids(self, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
+        """Greedy answers, one prompt after the other."""
+        fixed: dict[str, Any] = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+        return [list(self._client.generate(prompt, **fixed).token_ids) for prompt in prompts]
+
     def peak_bytes(self) -> int:
         """Peak memory of the server's processes, in bytes."""
         return sum(machine.peak_bytes(pid) for pid in machine.family(self._server.pid))
@@ -162,6 +167,11 @@ class Peer:
         assert answer["tokens"] == workload.output_tokens
         self.peak_bytes = answer["peak_bytes"]
         return Timed(answer["seconds"], answer.get("firsts", []))
+
+    def ids(self, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
+        """Greedy answers, of llama.cpp only."""
+        answers = [self._ask({"prompts": [each], "new_tokens": new_tokens, "ids": True})["ids"] for each in prompts]
+        return [list(answer[0]) for answer in answers]
 
     def close(self) -> None:
         assert self._process.stdin is not None

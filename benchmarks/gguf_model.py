@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
-MIXTURE = ("expert", "moe", "routed", "n_group", "topk_group", "norm_topk_prob")
+MIXTURE = re.compile(r"expert|moe|routed|^n_group$|^topk_group$|^norm_topk_prob$")
+"""Fields of mixtures of experts; `n_groups` is a field of Mamba layers."""
 
 
 def converted(model: Path, folder: Path, kind: str = "bf16") -> Path:
@@ -52,7 +54,7 @@ def released_config(config: dict[str, Any]) -> dict[str, Any]:
     config["num_hidden_layers"] = len(kinds)
     config["rms_norm_eps"] = config["layer_norm_epsilon"]  # the released files have both names
     if "moe" not in kinds:
-        config = {name: value for name, value in config.items() if not any(part in name for part in MIXTURE)}
+        config = {name: value for name, value in config.items() if not MIXTURE.search(name)}
     return config
 
 

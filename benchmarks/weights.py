@@ -4,8 +4,9 @@
                                  [--peers q8_0,q4_0] [--concurrent 1,32] [--new-tokens 64] [--rounds 3] [--write]
 
 One gRPC server per kind, all started at the beginning; in each round each runs each workload in turn. The output is
-medians, and the speedup of each kind over bfloat16. `--peers` adds llama.cpp's types of the same checkpoint. Run it on
-an idle machine.
+medians, and the speedup of each kind over bfloat16. The prompts of a decode workload are also run alone; its decode
+rate is that of the remaining time. `--peers` adds llama.cpp's types of the same checkpoint. For all kinds, the result
+says how many of some prompts have the same first token as with the first kind. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -13,16 +14,51 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import operator
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks import machine
 from benchmarks.compare import RESULTS, TURN, Ours, Peer, turn
-from benchmarks.workloads import SUBJECTS, workloads
+from benchmarks.workloads import PROMPT, SUBJECTS, Workload, text_workload, workloads
 
 KINDS = ("bfloat16", "fp8", "nvfp4", "int8", "int4")
+
+
+SAME_PROMPTS = 32
+"""Prompts whose first tokens are compared."""
+
+
+def row_of(load: Workload, seconds: dict[str, list[float]], alone: dict[str, list[float]]) -> dict[str, Any]:
+    """The result of a workload. `alone`: seconds of its prompts, empty if it has no decode part."""
+    counted = load.prompt_tokens if load.new_tokens == 1 else load.output_tokens
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    row: dict[str, Any] = {"workload": load.name, "tokens_s": {name: counted / each for name, each in medians.items()}}
+    if load.new_tokens > 1:
+        later = load.output_tokens - len(load.prompts)
+        row["decode_tokens_s"] = {
+            name: later / (each - statistics.median(alone[name])) for name, each in medians.items()
+        }  # fmt: skip
+    return row | {"all": seconds, "prompts_alone": alone}
+
+
+def lines(row: dict[str, Any]) -> Iterator[str]:
+    for key, label in (("tokens_s", row["workload"]), ("decode_tokens_s", "  without prompts")):
+        if rates := row.get(key):
+            first = next(iter(rates.values()))
+            cells = (f"{name} {rate:8.1f} ({rate / first:.2f}x)" for name, rate in rates.items())
+            yield f"{label:18} tokens/s   " + "   ".join(cells)
+
+
+def agreement(sides: dict[str, Ours | Peer], prompts: list[list[int]]) -> dict[str, float]:
+    """Of each side, the share of prompts with the first side's first token: the weights are the same ones."""
+    found = {name: side.ids(prompts, 1) for name, side in sides.items()}
+    first = next(iter(found.values()))
+    return {name: sum(map(operator.eq, ids, first)) / len(prompts) for name, ids in found.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,23 +93,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = []
             for load in loads:
                 seconds: dict[str, list[float]] = {name: [] for name in sides}
+                alone: dict[str, list[float]] = {name: [] for name in sides}
                 times = max(1, round(TURN / min(side.run(load).seconds for side in sides.values())))
                 for _ in range(arguments.rounds):
                     for name, side in sides.items():
                         seconds[name] += [timed.seconds for timed in turn(side, load, times)]
-                counted = load.prompt_tokens if load.new_tokens == 1 else load.output_tokens
-                medians = {name: statistics.median(each) for name, each in seconds.items()}
-                first = next(iter(medians.values()))
-                rates = {name: counted / median for name, median in medians.items()}
-                rows.append({"workload": load.name, "tokens_s": rates, "all": seconds})
-                cells = (f"{name} {rate:8.1f} ({first / medians[name]:.2f}x)" for name, rate in rates.items())
-                print(f"{load.name:16} tokens/s   " + "   ".join(cells), flush=True)
+                        if load.new_tokens > 1:
+                            prompts = turn(side, replace(load, new_tokens=1), times)
+                            alone[name] += [timed.seconds for timed in prompts]
+                rows.append(row_of(load, seconds, alone))
+                for line in lines(rows[-1]):
+                    print(line, flush=True)
+            same = agreement(sides, text_workload(subject, "first tokens", SAME_PROMPTS, PROMPT, 1).prompts)
+            print("first tokens     " + "   ".join(f"{name} {share:.0%} the same" for name, share in same.items()))
             memory = {name: side.peak_bytes() for name, side in sides.items() if isinstance(side, Ours)}
         finally:
             for side in sides.values():
                 side.close()
     print("peak memory      " + "   ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in memory.items()))
-    result = {"machine": machine.describe(), "ceilings": ceilings, "model": str(model), "rows": rows, "peak": memory}
+    result = {"machine": machine.describe(), "ceilings": ceilings, "model": str(model), "rows": rows, "peak": memory,
+              "same_first_tokens": same}  # fmt: skip
     if arguments.write:
         file = RESULTS / f"{datetime.date.today()}-weights-{arguments.family}.json"
         file.write_text(json.dumps(result, indent=1) + "\n")
