@@ -15,6 +15,7 @@ from decoder.runner import DecoderRunner
 from encoder.item import IMAGE, VIDEO
 from encoder.runner import EncoderOptions, EncoderRunner
 from families import VisionSpec
+from kernels.host_memory import release_freed_memory
 from kernels.native import instruction_sets
 from service.common.config import ConfigError, EngineOptions
 from service.encoding.encoder import TURN_SECONDS, Encoding, LocalEncoder, WorkSource
@@ -128,6 +129,7 @@ def build_engine(options: EngineOptions) -> Engine:
             encoding = encoder_process(options, vision, handoff)
         else:
             encoding = local_encoder(options, checkpoint, vision, handoff, shared=True)
+    release_freed_memory()
     info = EngineInfo(
         model=checkpoint.config.name,
         revision=checkpoint.revision,
