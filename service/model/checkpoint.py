@@ -20,6 +20,7 @@ from service.model.cache import resolve_model
 from service.model.formats.declared import disagreements, read_declared
 from service.model.formats.tensors import FormatError, StoredWeight, find_weights, listed
 from service.model.modelconfig import ModelConfig, load_config
+from service.model.read_ahead import ReadAhead
 from service.model.weight_files import WeightFiles
 
 if TYPE_CHECKING:
@@ -74,14 +75,19 @@ class Checkpoint:
         return {name: StoredWeight(name, "plain", shape) for name, shape in shapes.items()}
 
     def _find_weights(self) -> dict[str, StoredWeight]:
-        block = (128, 128) if self.declared is None else self.declared.block
+        declared, own = self.declared, self.config.weights
         try:
-            found, unused = find_weights(self.files.table, block=block, own_kind=self.config.weights)
+            if declared is None:
+                found, unused = find_weights(self.files.table, own_kind=own)
+            else:
+                found, unused = find_weights(
+                    self.files.table, block=declared.block, group_of=declared.group_of, own_kind=own
+                )
         except FormatError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
         if unused:
             log.info("%d scales of activations and caches are passed over: both stay in 16 bits or more", len(unused))
-        if problems := disagreements(self.declared, found):
+        if problems := disagreements(declared, found):
             raise CheckpointError(
                 f"{self.path}: {len(problems)} weights are not as the configuration says:\n  {listed(problems)}"
             )
@@ -232,7 +238,9 @@ class Checkpoint:
         from service.model.formats.unpack import load
 
         wanted = [name for name in expected if name in self._plan]
-        total = sum(self.weights[n].nbytes for name in wanted for n in self._plan[name].names) or 1
+        stored = [self.weights[n] for name in wanted for n in self._plan[name].names]
+        total = sum(weight.nbytes for weight in stored) or 1
+        ahead = ReadAhead([self.files.where(part) for weight in stored for part in weight.parts.values()])
         done, offset = 0, 1 if self.declared is None else self.declared.gptq_offset
         try:
             for name in wanted:
@@ -240,11 +248,13 @@ class Checkpoint:
                 tensors = [load(self.weights[n], self.files.read, gptq_offset=offset) for n in source.names]
                 yield name, _made(stack(tensors) if source.target.how == "stack" else tensors[0], source.target)
                 done += sum(self.weights[n].nbytes for n in source.names)
+                ahead.reached(done)
                 if progress:
                     progress(done, total)
         except FormatError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
         finally:
+            ahead.close()
             self.files.close()
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from families import CheckpointError
 from service.model.cache import indexed_files
 from service.model.formats.tensors import Entry
+from service.model.read_ahead import Range
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +28,6 @@ DTYPES = {
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 """Dtypes that can be read: safetensors' names and torch's."""
-AHEAD = 64 * 2**20
-"""Bytes after a tensor that the kernel is asked to read ahead."""
 
 
 class WeightFiles:
@@ -56,6 +55,11 @@ class WeightFiles:
         self.digest = digest.hexdigest()
         """Digest of the tables and of samples of the content."""
 
+    def where(self, name: str) -> Range:
+        """The bytes of a tensor."""
+        file, begin = self._places[name]
+        return Range(file, begin, self.table[name].nbytes)
+
     def read(self, name: str) -> torch.Tensor:
         """Maps a tensor; writing to it changes no file."""
         import torch  # imported here: frontend processes read tables, not tensors
@@ -72,7 +76,7 @@ class WeightFiles:
                 self._open[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             handle = self._open[file]
             mapped = mmap.mmap(handle, offset - begin + entry.nbytes, access=mmap.ACCESS_COPY, offset=begin)
-            os.posix_fadvise(handle, begin, entry.nbytes + AHEAD, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(handle, begin, entry.nbytes, os.POSIX_FADV_WILLNEED)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file}: a weights file cannot be read: {error}") from error
         octets = torch.frombuffer(mapped, dtype=torch.uint8, offset=offset - begin, count=entry.nbytes)

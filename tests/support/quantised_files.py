@@ -143,22 +143,28 @@ def words(nibbles: Floats, axis: int, order: tuple[int, ...] = tuple(range(8))) 
     return torch.from_numpy(np.ascontiguousarray(np.moveaxis(packed, -1, axis)).view(np.int32))
 
 
+def in_groups(w: Floats, group: int) -> Floats:
+    """`[rows, inputs]` -> `[rows, groups, group]`; a short last group is filled with its last input."""
+    return np.pad(w, [(0, 0), (0, -w.shape[1] % group)], "edge").reshape(w.shape[0], -1, group)
+
+
 def packed_int4(name: str, w: Floats, group: int = 32, *, zeros: bool = False) -> Written:
     """compressed-tensors' pack-quantized: value + 8 along the inputs; optional zero points along the rows."""
     rows, inner = w.shape
-    groups = w.reshape(rows, inner // group, group)
+    groups = in_groups(w, group)
     low, high = groups.min(-1), groups.max(-1)
     step = (high - low) / 15 if zeros else np.abs(groups).max(-1) / 7
     stored, scale = bf16(step)
     point = np.clip(np.round(-low / scale), 0, 15) if zeros else np.full_like(scale, 8)
     numbers = np.clip(np.round(groups / scale[..., None] + point[..., None]), 0, 15)
+    meant = (numbers - point[..., None]).astype(np.float32) * scale[..., None]
     tensors = {
-        f"{name}.weight_packed": words(numbers.reshape(rows, inner), 1), f"{name}.weight_scale": stored,
+        f"{name}.weight_packed": words(numbers.reshape(rows, -1)[:, :inner], 1), f"{name}.weight_scale": stored,
         f"{name}.weight_shape": torch.tensor([rows, inner]),
     }  # fmt: skip
     if zeros:
         tensors[f"{name}.weight_zero_point"] = words(point, 0)
-    return tensors, ((numbers - point[..., None]).astype(np.float32) * scale[..., None]).reshape(rows, inner)
+    return tensors, meant.reshape(rows, -1)[:, :inner].copy()
 
 
 def gptq(name: str, w: Floats, group: int = 32, *, act_order: bool = False, version: int = 1) -> Written:
@@ -167,9 +173,10 @@ def gptq(name: str, w: Floats, group: int = 32, *, act_order: bool = False, vers
     group_of = np.arange(inner) // group
     if act_order:
         group_of = np.random.default_rng(inner).permutation(group_of)
-    scales, points = np.zeros((inner // group, rows), np.float16), np.zeros((inner // group, rows), np.uint8)
+    groups = -(-inner // group)
+    scales, points = np.zeros((groups, rows), np.float16), np.zeros((groups, rows), np.uint8)
     numbers, meant = np.zeros((inner, rows), np.uint8), np.zeros((inner, rows), np.float32)
-    for g in range(inner // group):
+    for g in range(groups):
         part = w[:, group_of == g].T
         low, high = part.min(0), part.max(0)
         scale = ((high - low) / 15).astype(np.float16)

@@ -52,6 +52,10 @@ class Declared:
     listed: frozenset[str] = field(default_factory=frozenset)
     """Modules that have their own entry, without globs."""
 
+    def group_of(self, module: str) -> int | None:
+        """Inputs of a module that share a scale, if the configuration says so."""
+        return self.say(module).group
+
 
 def read_declared(config: Mapping[str, Any], modelopt_file: Mapping[str, Any]) -> Declared | None:
     """None if neither file has a configuration. Raises CheckpointError naming what is not supported."""
@@ -122,9 +126,15 @@ def _block_fp8(entry: Mapping[str, Any], where: str) -> Declared:
     excluded = _names(entry, "modules_to_not_convert", "ignored_layers")
     if size is None:
         return Declared("fp8", where, _rule(("fp8-tensor", "fp8-channel"), excluded))
-    if not (isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) and n >= 1 for n in size)):
-        raise CheckpointError(f"{where}: weight_block_size {size!r} is not two positive whole numbers")
-    return Declared("fp8", where, _rule(("fp8-block",), excluded), block=(size[0], size[1]))
+    block = _block(size, f"{where}: weight_block_size")
+    return Declared("fp8", where, _rule(("fp8-block",), excluded), block=block)
+
+
+def _block(size: Any, what: str) -> tuple[int, int]:
+    """Outputs and inputs of a block."""
+    if not (isinstance(size, list) and len(size) == 2 and all(type(n) is int and n >= 1 for n in size)):
+        raise CheckpointError(f"{what} {size!r} is not two positive whole numbers")
+    return size[0], size[1]
 
 
 def _modelopt(entry: Mapping[str, Any], where: str) -> Declared:
@@ -168,9 +178,12 @@ def _modelopt(entry: Mapping[str, Any], where: str) -> Declared:
 def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
     overall, ignored = str(entry.get("format") or ""), _names(entry, "ignore")
     groups: list[tuple[list[str], Said]] = []
+    blocks: set[tuple[int, int]] = set()
     for name, group in entry["config_groups"].items():
         weights = group.get("weights") or {}
         of = str(group.get("format") or overall)
+        if weights.get("strategy") == "block":
+            blocks.add(_block(weights.get("block_structure", [128, 128]), f"{where}: block_structure of {name}"))
         groups.append((_names(group, "targets"), _compressed_group(name, of, weights, where)))
 
     def say(module: str) -> Said:
@@ -183,7 +196,10 @@ def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
                         return said._replace(how="default" if wanted else "table")
         return Said((), "excluded")
 
-    return Declared("compressed-tensors", where, say)
+    if len(blocks) > 1:
+        sizes = " and ".join(f"{rows}x{inner}" for rows, inner in sorted(blocks))
+        raise CheckpointError(f"{where}: blocks of {sizes} in one model are not read")
+    return Declared("compressed-tensors", where, say, block=blocks.pop() if blocks else (128, 128))
 
 
 def _compressed_group(name: str, form: str, weights: Mapping[str, Any], where: str) -> Said:

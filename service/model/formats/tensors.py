@@ -85,11 +85,16 @@ def listed(problems: Sequence[str], most: int = 20) -> str:
 
 
 def find_weights(
-    table: Mapping[str, Entry], *, block: tuple[int, int] = (128, 128), own_kind: str | None = None
+    table: Mapping[str, Entry],
+    *,
+    block: tuple[int, int] = (128, 128),
+    group_of: Callable[[str], int | None] = lambda module: None,
+    own_kind: str | None = None,
 ) -> tuple[dict[str, StoredWeight], list[str]]:
     """Weights by name, and the names of tensors that are not used (scales of activations and caches).
 
-    `block`: of fp8-block, from the configuration; `own_kind`: `int8` or `int4` for a checkpoint that this server wrote.
+    `block`: of fp8-block, from the configuration, as is `group_of`: a module's inputs per scale in int4, if it says so.
+    `own_kind`: `int8` or `int4` for a checkpoint that this server wrote.
     One `FormatError` lists every module whose tensors do not fit together.
     """
     grouped: dict[str, dict[str, str]] = {}
@@ -104,7 +109,7 @@ def find_weights(
     for name in sorted(grouped):
         parts = grouped[name]
         try:
-            found[name] = _weight(name, parts, table, block, own_kind)
+            found[name] = _weight(name, parts, table, block, group_of, own_kind)
         except FormatError as error:
             problems.append(str(error))
         unused += [parts[role] for role in ("input",) if role in parts]
@@ -129,7 +134,12 @@ def _role(name: str, table: Mapping[str, Entry]) -> tuple[str, str]:
 
 
 def _weight(
-    name: str, parts: Mapping[str, str], table: Mapping[str, Entry], block: tuple[int, int], own_kind: str | None
+    name: str,
+    parts: Mapping[str, str],
+    table: Mapping[str, Entry],
+    block: tuple[int, int],
+    group_of: Callable[[str], int | None],
+    own_kind: str | None,
 ) -> StoredWeight:
     module = name.removesuffix(".weight")
     entries = {role: table[stored] for role, stored in parts.items()}
@@ -144,7 +154,7 @@ def _weight(
         return StoredWeight(name, scheme, shape, dict(parts), size, group, block_rows)
 
     if stored.endswith(".qweight"):
-        return _grouped_by_columns(module, entries, made)
+        return _grouped_by_columns(module, entries, group_of(module), made)
     if stored.endswith(".values"):
         if own_kind is None:
             raise FormatError(f"{module}: {stored} is this server's own format, and config.json does not say so")
@@ -153,7 +163,7 @@ def _weight(
             raise FormatError(f"{module}: {stored} without its scale")
         return made("own", (*rows, inner * (2 if own_kind in ("int4", "nvfp4") else 1)))
     if stored.endswith(".weight_packed") and values.dtype == "I32":
-        return _packed_in_words(module, entries, made)
+        return _packed_in_words(module, entries, group_of(module), made)
     if values.dtype not in NEEDS_SCALES:
         extra = sorted(set(parts) - {"values", "input"})
         if extra:
@@ -235,7 +245,19 @@ def _four_bit_floats(module: str, entries: Mapping[str, Entry], made: Callable[.
     return made("nvfp4", (*leading, 2 * half), group=16)
 
 
-def _packed_in_words(module: str, entries: Mapping[str, Entry], made: Callable[..., StoredWeight]) -> StoredWeight:
+def _inputs_per_scale(module: str, groups: int, inputs: int, said: int | None, least: int | None = None) -> int:
+    """Inputs of a group, of which the last may be incomplete if the configuration says how many a group has (`said`).
+    `least`: where the number of inputs is not known yet, the smallest that it can be."""
+    if said is not None and said > 0 and -(-(least or inputs) // said) <= groups <= -(-inputs // said):
+        return min(said, inputs)
+    if groups < 1 or inputs % groups:
+        raise FormatError(f"{module}: {groups} groups do not divide {inputs} inputs")
+    return inputs // groups
+
+
+def _packed_in_words(
+    module: str, entries: Mapping[str, Entry], group: int | None, made: Callable[..., StoredWeight]
+) -> StoredWeight:
     """compressed-tensors' pack-quantized: eight values of a row per word."""
     _only(module, entries, "values", "scale", "zeros", "shape", "groups", "input")
     values, scale = entries["values"], entries.get("scale")
@@ -251,10 +273,14 @@ def _packed_in_words(module: str, entries: Mapping[str, Entry], made: Callable[.
         if zeros.dtype != "I32" or zeros.shape != wanted:
             raise FormatError(f"{module}: zero points of {zeros.dtype} {list(zeros.shape)}, not I32 {list(wanted)}")
     # `weight_shape`, which is read with the weight, gives the number of inputs in the last word.
-    return made("int4", (values.shape[0], 8 * values.shape[1]))
+    inputs = 8 * values.shape[1]
+    group = _inputs_per_scale(module, scale.shape[1], inputs, group, least=inputs - 7)
+    return made("int4", (values.shape[0], inputs), group=group)
 
 
-def _grouped_by_columns(module: str, entries: Mapping[str, Entry], made: Callable[..., StoredWeight]) -> StoredWeight:
+def _grouped_by_columns(
+    module: str, entries: Mapping[str, Entry], group: int | None, made: Callable[..., StoredWeight]
+) -> StoredWeight:
     """GPTQ and AWQ: inputs by outputs, eight numbers per word; along the inputs in GPTQ, along the outputs in AWQ."""
     values, scale = entries["values"], entries.get("scale")
     for role in ("scale", "zeros"):
@@ -286,6 +312,4 @@ def _grouped_by_columns(module: str, entries: Mapping[str, Entry], made: Callabl
             f"{module}: qweight of shape {list(values.shape)} fits neither GPTQ nor AWQ in 4 bits beside scales "
             f"{list(scale.shape)}"
         )
-    if groups < 1 or inputs % groups:
-        raise FormatError(f"{module}: {groups} groups do not divide {inputs} inputs")
-    return made(scheme, (outputs, inputs), group=inputs // groups)
+    return made(scheme, (outputs, inputs), group=_inputs_per_scale(module, groups, inputs, group))

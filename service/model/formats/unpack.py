@@ -94,23 +94,25 @@ def _int4(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
     if len(stored) != 2 or stored[0] != rows or not 8 * (words.shape[1] - 1) < stored[1] <= 8 * words.shape[1]:
         raise FormatError(f"{weight.module}: weight_shape {stored} does not fit packed words {list(words.shape)}")
     inner = stored[1]
-    if inner % groups:
-        raise FormatError(f"{weight.module}: {groups} groups do not divide {inner} inputs")
+    # A last word that is not full has fewer inputs than words can hold: a single group then has fewer too.
+    group = min(weight.group, inner)
+    if -(-inner // group) != groups:
+        raise FormatError(f"{weight.module}: {groups} groups of {group} do not cover {inner} inputs")
     zeros = None
     if "zeros" in parts:
         zeros = _words(parts["zeros"].t()).t()[:rows].contiguous()  # packed along the outputs
-    order = None if "groups" not in parts else _order(weight, parts["groups"], groups, inner)
+    order = None if "groups" not in parts else _order(weight, parts["groups"], groups, inner, group)
     values = _words(words)[:, :inner]
     if order is not None:
         values = values[:, order]
-    return Quantised("int4", _pairs(values), scale.contiguous(), inner, inner // groups, zeros, order=order)
+    return Quantised("int4", _pairs(values), scale.contiguous(), inner, group, zeros, order=order)
 
 
 def _gptq(weight: StoredWeight, parts: dict[str, Tensor], offset: int) -> Quantised:
     inner, scale = weight.shape[1], _finite(weight, parts["scale"].float())
     values = _words(parts["values"].t())  # eight inputs a word
     zeros = _words(parts["zeros"]) + offset
-    order = None if "groups" not in parts else _order(weight, parts["groups"], scale.shape[0], inner)
+    order = None if "groups" not in parts else _order(weight, parts["groups"], scale.shape[0], inner, weight.group)
     if order is not None:
         values = values[:, order]
     transposed = scale.t().contiguous(), zeros.t().contiguous()
@@ -128,11 +130,13 @@ def _awq(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
     return Quantised("int4", _pairs(values), scale.t().contiguous(), inner, weight.group, zeros.contiguous())
 
 
-def _order(weight: StoredWeight, group_of: Tensor, groups: int, inner: int) -> Tensor | None:
-    """Columns sorted by their group; None if they are sorted already."""
+def _order(weight: StoredWeight, group_of: Tensor, groups: int, inner: int, group: int) -> Tensor | None:
+    """Columns sorted by their group; None if they are sorted already. Only the last group may have fewer inputs."""
     counts = torch.bincount(group_of.long().clamp(0, groups), minlength=groups)
-    if bool((group_of < 0).any()) or counts.shape[0] != groups or not bool((counts == inner // groups).all()):
-        raise FormatError(f"{weight.module}: g_idx does not put {inner // groups} inputs into each of {groups} groups")
+    wanted = torch.full((groups,), group)
+    wanted[-1] = inner - group * (groups - 1)
+    if bool((group_of < 0).any()) or not torch.equal(counts, wanted):
+        raise FormatError(f"{weight.module}: g_idx does not put {group} inputs into each of {groups} groups")
     order = torch.argsort(group_of.long(), stable=True)
     return None if torch.equal(order, torch.arange(inner)) else order
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from images import png
 from quantised_checkpoint import edit_config, quantise_files
-from quantised_files import FORMATS, block_fp8
+from quantised_files import FORMATS, block_fp8, packed_int4
 from qwen_checkpoint import make_qwen
 from safetensors.torch import load_file, save_file
 from text_families import FAMILIES, make_text_checkpoint
@@ -50,7 +50,7 @@ def read_back(tensors: dict[str, torch.Tensor], config: dict[str, object]) -> Qu
     """Through detection, comparison with the configuration and unpacking."""
     declared = read_declared({"quantization_config": config}, {})
     assert declared is not None
-    found, _ = find_weights(entries(tensors), block=declared.block)
+    found, _ = find_weights(entries(tensors), block=declared.block, group_of=declared.group_of)
     assert not disagreements(declared, found)
     weight = load(found[f"{NAME}.weight"], tensors.__getitem__, gptq_offset=declared.gptq_offset)
     assert isinstance(weight, Quantised)
@@ -65,6 +65,54 @@ def test_a_weight_is_what_its_format_means_bit_for_bit(form: str, shape: tuple[i
     weight = read_back(tensors, config)
     assert weight.shape == shape
     assert np.array_equal(weight.dequantise().numpy(), meant)
+
+
+SHORT = [
+    ("packed-int4", 168), ("packed-int4", 100), ("packed-int4", 20), ("packed-int4-zeros", 168), ("gptq", 168),
+    ("gptq-act-order", 168), ("gptq-v2", 72), ("block-fp8", 200), ("modelopt-fp8-blocks", 130),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "inner"), SHORT)
+def test_a_last_group_may_be_short(form: str, inner: int) -> None:
+    """Groups of 32: 168 inputs are six groups, which must not be read as six groups of 28."""
+    write, config = FORMATS[form]
+    tensors, meant = write(NAME, matrix(24, inner))
+    weight = read_back(tensors, config)
+    assert np.array_equal(weight.dequantise().numpy(), meant)
+    x = torch.randn(3, inner).bfloat16()
+    exact = x.double() @ torch.from_numpy(meant).double().t()
+    found = Linear(weight, dtype=torch.bfloat16)(x)
+    assert float((found.double() - exact).abs().max()) <= 2**-8 * float(exact.abs().max())
+
+
+def test_other_groups_than_the_configuration_says_are_refused() -> None:
+    tensors, _ = packed_int4(NAME, matrix(24, 168))
+    config = json.loads(json.dumps(FORMATS["packed-int4"][1]))
+    config["config_groups"]["group_0"]["weights"]["group_size"] = 64
+    declared = read_declared({"quantization_config": config}, {})
+    assert declared is not None
+    found, _ = find_weights(entries(tensors), group_of=declared.group_of)
+    assert disagreements(declared, found) == [f"{NAME} has groups of 28, and {declared.where} says 64"]
+    with pytest.raises(FormatError, match=f"{NAME}: 6 groups do not divide 160 inputs"):
+        find_weights(entries(packed_int4(NAME, matrix(24, 160), 29)[0]))
+
+
+def test_blocks_of_another_size_in_compressed_tensors() -> None:
+    """192 rows are two blocks of 96 as well as two of 128."""
+    tensors, meant = block_fp8(NAME, matrix(192, 200), (96, 128))
+    tensors[f"{NAME}.weight_scale"] = tensors.pop(f"{NAME}.weight_scale_inv")
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [96, 128]}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    assert np.array_equal(read_back(tensors, config).dequantise().numpy(), meant)
+    other = {"targets": ["re:.*up.*"], "weights": {**weights, "block_structure": [128, 128]}}
+    with pytest.raises(CheckpointError, match="128x128"):
+        read_declared({"quantization_config": {**config, "config_groups": {**groups, "group_1": other}}}, {})
+    for wrong in ([0, 128], [128], "128x128", [True, 1]):
+        changed = {"group_0": {"targets": ["Linear"], "weights": {**weights, "block_structure": wrong}}}
+        with pytest.raises(CheckpointError, match="block_structure"):
+            read_declared({"quantization_config": {**config, "config_groups": changed}}, {})
 
 
 @pytest.mark.parametrize("rows", [1, 5, 9])
