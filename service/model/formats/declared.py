@@ -91,8 +91,25 @@ def _number(entry: Mapping[str, Any], key: str, where: str, default: int | None 
     return value
 
 
-def _names(entry: Mapping[str, Any], *keys: str) -> list[str]:
-    return [str(name) for key in keys for name in (entry.get(key) or ())]
+def _names(entry: Mapping[str, Any], where: str, *keys: str) -> list[str]:
+    """The names of modules, globs and regular expressions in these lists."""
+    found: list[str] = []
+    for key in keys:
+        listed = entry.get(key) or []
+        if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+            raise CheckpointError(f"{where}: {key} is {listed!r}, not a list of names")
+        found += listed
+    for name in found:
+        if name.startswith("re:"):
+            _expression(name[3:], f"{where}: {name!r}")
+    return found
+
+
+def _expression(pattern: str, what: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(f"{what} is no regular expression: {error}") from error
 
 
 def _below(module: str, name: str) -> bool:
@@ -123,7 +140,7 @@ def _block_fp8(entry: Mapping[str, Any], where: str) -> Declared:
     if entry.get("fmt", "e4m3") != "e4m3":
         raise CheckpointError(f"{where}: fmt {entry['fmt']!r} is not e4m3")
     size = entry.get("weight_block_size")
-    excluded = _names(entry, "modules_to_not_convert", "ignored_layers")
+    excluded = _names(entry, where, "modules_to_not_convert", "ignored_layers")
     if size is None:
         return Declared("fp8", where, _rule(("fp8-tensor", "fp8-channel"), excluded))
     block = _block(size, f"{where}: weight_block_size")
@@ -139,7 +156,7 @@ def _block(size: Any, what: str) -> tuple[int, int]:
 
 def _modelopt(entry: Mapping[str, Any], where: str) -> Declared:
     algorithm = str(entry.get("quant_algo") or "")
-    excluded = _names(entry, "exclude_modules", "ignore")
+    excluded = _names(entry, where, "exclude_modules", "ignore")
     if not algorithm:  # caches alone
         return Declared("modelopt", where, _rule((), []))
 
@@ -176,7 +193,7 @@ def _modelopt(entry: Mapping[str, Any], where: str) -> Declared:
 
 
 def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
-    overall, ignored = str(entry.get("format") or ""), _names(entry, "ignore")
+    overall, ignored = str(entry.get("format") or ""), _names(entry, where, "ignore")
     groups: list[tuple[list[str], Said]] = []
     blocks: set[tuple[int, int]] = set()
     for name, group in entry["config_groups"].items():
@@ -184,7 +201,9 @@ def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
         of = str(group.get("format") or overall)
         if weights.get("strategy") == "block":
             blocks.add(_block(weights.get("block_structure", [128, 128]), f"{where}: block_structure of {name}"))
-        groups.append((_names(group, "targets"), _compressed_group(name, of, weights, where)))
+        groups.append(
+            (_names(group, f"{where}: config group {name}", "targets"), _compressed_group(name, of, weights, where))
+        )
 
     def say(module: str) -> Said:
         if any(_matches(module, name) for name in ignored):
@@ -205,6 +224,8 @@ def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
 def _compressed_group(name: str, form: str, weights: Mapping[str, Any], where: str) -> Said:
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     group, mixed = weights.get("group_size"), form == "mixed-precision"
+    if group is not None and (type(group) is not int or group < -1):
+        raise CheckpointError(f"{where}: group_size {group!r} of config group {name} is not a whole number of inputs")
     if (mixed or form in ("float-quantized", "naive-quantized")) and (bits, kind) == (8, "float"):
         schemes = {"channel": "fp8-channel", "tensor": "fp8-tensor", "block": "fp8-block"}
         if strategy in schemes:
@@ -214,7 +235,7 @@ def _compressed_group(name: str, form: str, weights: Mapping[str, Any], where: s
     if (mixed or form == "pack-quantized") and (bits, kind) == (4, "int"):
         ordered = weights.get("actorder") in (True, "group", "dynamic")
         needed = ("groups",) * ordered + ("zeros",) * (weights.get("symmetric") is False)
-        return Said(("int4",), "default", group if isinstance(group, int) and group > 0 else None, needed)
+        return Said(("int4",), "default", group if group is not None and group > 0 else None, needed)
     if form in ("int-quantized", "naive-quantized", "mixed-precision") and (bits, kind, strategy) == (
         8,
         "int",
@@ -230,18 +251,17 @@ def _compressed_group(name: str, form: str, weights: Mapping[str, Any], where: s
 def _gptq(entry: Mapping[str, Any], where: str) -> Declared:
     if (bits := _number(entry, "bits", where)) != 4:
         raise CheckpointError(f"{where}: GPTQ with {bits} bits is not read, 4 is")
-    group, excluded = _number(entry, "group_size", where), _names(entry, "modules_to_not_convert")
+    group, excluded = _number(entry, "group_size", where), _names(entry, where, "modules_to_not_convert")
     form = str(entry.get("checkpoint_format") or "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise CheckpointError(f"{where}: checkpoint_format {form!r} is not gptq or gptq_v2")
     rules: list[tuple[bool, re.Pattern[str], Mapping[str, Any]]] = []
     for pattern, changes in (entry.get("dynamic") or {}).items():
-        try:
-            rules.append((pattern.startswith("-:"), re.compile(pattern.removeprefix("-:").removeprefix("+:")), changes))
-        except re.error as error:
-            raise CheckpointError(f"{where}: dynamic rule {pattern!r} is no regular expression: {error}") from error
+        expression = _expression(pattern.removeprefix("-:").removeprefix("+:"), f"{where}: dynamic rule {pattern!r}")
+        rules.append((pattern.startswith("-:"), expression, changes))
         if not pattern.startswith("-:") and (changes or {}).get("bits", 4) != 4:
             raise CheckpointError(f"{where}: dynamic rule {pattern!r} has {changes['bits']} bits; 4 are read")
+        _number(changes or {}, "group_size", f"{where}: dynamic rule {pattern!r}", group)
 
     def say(module: str) -> Said:
         if any(_matches(module, name) for name in excluded):
@@ -265,7 +285,7 @@ def _awq(entry: Mapping[str, Any], where: str) -> Declared:
     if (version := str(entry.get("version", "gemm")).lower()) != "gemm":
         raise CheckpointError(f"{where}: AWQ version {version!r} is not read, gemm is")
     group = _number(entry, "group_size" if "group_size" in entry else "q_group_size", where)
-    return Declared("awq", where, _rule(("awq",), _names(entry, "modules_to_not_convert"), group))
+    return Declared("awq", where, _rule(("awq",), _names(entry, where, "modules_to_not_convert"), group))
 
 
 def disagreements(declared: Declared | None, found: Mapping[str, StoredWeight]) -> list[str]:

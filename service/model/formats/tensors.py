@@ -214,7 +214,7 @@ def _eight_bit_floats(
         raise FormatError(f"{module}: a weight of shape {list(values.shape)} in F8_E4M3 is no matrix")
     *leading, rows, inner = values.shape
     lead = tuple(leading)
-    if scale.shape in (lead, (*lead, 1), (*lead, 1, 1)) and (lead or rows > 1):
+    if scale.shape in (lead, (*lead, 1), (*lead, 1, 1)):
         return made("fp8-tensor", values.shape, group=inner)
     if scale.shape in ((*lead, rows, 1), (*lead, rows)):
         return made("fp8-channel", values.shape, group=inner)

@@ -86,6 +86,13 @@ def test_a_last_group_may_be_short(form: str, inner: int) -> None:
     assert float((found.double() - exact).abs().max()) <= 2**-8 * float(exact.abs().max())
 
 
+@pytest.mark.parametrize("form", ["modelopt-fp8", "channel-fp8", "block-fp8", "modelopt-nvfp4", "packed-int4"])
+def test_a_weight_may_have_a_single_row(form: str) -> None:
+    write, config = FORMATS[form]
+    tensors, meant = write(NAME, matrix(1, 64))
+    assert np.array_equal(read_back(tensors, config).dequantise().numpy(), meant)
+
+
 def test_other_groups_than_the_configuration_says_are_refused() -> None:
     tensors, _ = packed_int4(NAME, matrix(24, 168))
     config = json.loads(json.dumps(FORMATS["packed-int4"][1]))
@@ -338,6 +345,36 @@ def test_a_configuration_that_says_something_else_is_refused(
         found, _ = find_weights(entries(tensors), block=declared.block)
         if problems := disagreements(declared, found):
             raise CheckpointError(problems[0])
+
+
+def compressed(weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", **weights}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": group}, **more}
+
+
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    (compressed({"group_size": 32}, ignore="lm_head"), "ignore is 'lm_head', not a list"),
+    (compressed({"group_size": 32}, ignore=[3]), r"ignore is \[3\], not a list"),
+    (compressed({"group_size": 32}, ignore=["re:(lm_head"]), r"'re:\(lm_head' is no regular expression"),
+    (compressed({"group_size": "32"}), "group_size '32' of config group g"),
+    (compressed({"group_size": True}), "group_size True of config group g"),
+    (compressed({"group_size": -32}), "group_size -32 of config group g"),
+    ({"quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": {"a": 1}}, "modules_to_not_conv"),
+    ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, "version 'gemv'"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"-:[": {}}}, "dynamic rule '-:\\['"),
+    (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {".*": {"group_size": "64"}}},
+        r"dynamic rule '\.\*': group_size is '64'",
+    ),
+    ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": "*"}, "exclude_modules is"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": [None]}, "not a list of names"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), BROKEN)
+def test_a_broken_configuration_is_refused_before_any_weight_is_read(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_declared({"quantization_config": config}, {})
 
 
 def test_a_module_of_the_table_without_quantised_tensors_is_named() -> None:
