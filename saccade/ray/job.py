@@ -124,6 +124,7 @@ def run_ray_job(job: RayJob) -> RaySummary:
     context = data.DataContext.get_current().copy()
     context.checkpoint_config = checkpoint_config(f"{job.output.rstrip('/')}.checkpoint", job.rows.id_column)
     context.enable_progress_bars = job.progress
+    context.raise_original_map_exception = True  # else Ray keeps no more than the text of an actor's error
     try:
         with data.DataContext.current(context):
             dataset = _answers(source.read(job.rows), job)
