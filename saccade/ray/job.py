@@ -68,7 +68,7 @@ class RayJob:
         """What the answers depend on."""
         rows = asdict(self.rows)
         return {
-            "source": self.source, "format": source.format, "rows": rows, "model": self.model,
+            "source": _absolute(self.source), "format": source.format, "rows": rows, "model": self.model,
             "engine": dict(self.engine),
         }  # fmt: skip
 
@@ -189,8 +189,8 @@ def _warn_if_too_small(job: RayJob) -> None:
         _LOG.warning("the Ray cluster has %g CPUs and the job needs %g: it waits until nodes are added", found, needed)
 
 
-def _absolute(output: str) -> str:
-    return output if "://" in output else os.path.abspath(output)
+def _absolute(path: str) -> str:
+    return path if "://" in path else os.path.abspath(path)
 
 
 def _check_ids(source: Source, column: str) -> None:

@@ -132,3 +132,11 @@ def test_an_engine_in_each_actor_and_plain_map_batches(model: Path, cluster: Non
     with saccade.LocalClient(model, **engine) as client:
         texts = [client.generate(f"What is {n}?", max_tokens=4, seed=1).text for n in range(6)]
     assert sorted(row["text"] for row in found) == sorted(texts)
+
+
+def test_a_job_survives_its_driver_and_an_actor(tmp_path: Path) -> None:
+    """`python -m benchmarks.ray_jobs faults` is the same with 20,000 rows, and with nodes that die."""
+    from benchmarks.ray_jobs import FaultRun
+
+    numbers = FaultRun(tmp_path / "run", 600, seed=1).run(2)
+    assert sorted(strike.partition(",")[0] for strike in numbers["strikes"]) == ["actor", "driver"]
