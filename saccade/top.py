@@ -12,6 +12,7 @@ from saccade._core.methods import one_call
 from saccade._core.settings import TLSConfig
 from saccade._core.steps import Call
 from saccade._sync.client import Client
+from saccade.errors import InvalidArgument
 from saccade.v1 import admin_pb2
 
 BAR = 30
@@ -62,6 +63,8 @@ def run(options: argparse.Namespace, stream: TextIO | None = None, pause: Callab
     terminal = out.isatty()
     tls = TLSConfig(ca=options.ca) if options.ca else options.tls
     shown = 0
+    if "," in options.server:
+        raise InvalidArgument(f"--server: this shows the state of one server, got {options.server!r}")
     with Client(options.server, tls=tls, timeout=ANSWER_SECONDS) as client:
         title = f"{options.server}  {client.get_model().name}"
         while True:

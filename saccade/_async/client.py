@@ -12,6 +12,7 @@ from saccade._async.methods import AsyncMethods
 from saccade._core.affinity import Affinity
 from saccade._core.settings import Settings, TLSConfig, make_settings
 from saccade._transport.aio import AsyncConnection
+from saccade.errors import InvalidArgument
 
 
 class AsyncClient(AsyncMethods):
@@ -73,5 +74,13 @@ class AsyncClient(AsyncMethods):
 
     @property
     def batches(self) -> AsyncBatchMethods:
-        """Batches that the server processes by itself."""
+        """Batches that the server processes by itself.
+
+        Raises:
+            InvalidArgument: several addresses without affinity, whose calls would go to different servers.
+        """
+        if "," in self._settings.address and self._settings.affinity is None:
+            raise InvalidArgument(
+                "batches: a batch belongs to one server; with several addresses name one of them, or set affinity"
+            )
         return AsyncBatchMethods(self)

@@ -13,6 +13,7 @@ from saccade._sync.batches import BatchMethods
 from saccade._sync.media import MediaMethods
 from saccade._sync.methods import Methods
 from saccade._transport.threads import Connection
+from saccade.errors import InvalidArgument
 
 
 class Client(Methods):
@@ -74,5 +75,13 @@ class Client(Methods):
 
     @property
     def batches(self) -> BatchMethods:
-        """Batches that the server processes by itself."""
+        """Batches that the server processes by itself.
+
+        Raises:
+            InvalidArgument: several addresses without affinity, whose calls would go to different servers.
+        """
+        if "," in self._settings.address and self._settings.affinity is None:
+            raise InvalidArgument(
+                "batches: a batch belongs to one server; with several addresses name one of them, or set affinity"
+            )
         return BatchMethods(self)

@@ -22,6 +22,7 @@ from saccade._core.affinity import BEGINNING, call_key, prompt_key
 from saccade._core.requests import build_request, embed_image_request
 from saccade._core.settings import make_settings
 from saccade._core.steps import Call
+from saccade.cli import main
 from saccade.v1 import batch_pb2, inference_pb2, media_pb2, model_pb2
 
 UNSET: dict[str, Any] = {
@@ -252,3 +253,13 @@ def test_the_command_line_has_addresses_and_affinity(
     for question in ("one?", "two?", "three?"):
         subprocess.run([*command, str(tmp_path / "a.png"), question], check=True, env=os.environ, capture_output=True)
     assert sorted(len(script.requests) for script in replicas) == [0, 0, 3]
+
+
+def test_calls_that_belong_to_one_server_need_affinity(capsys: pytest.CaptureFixture[str]) -> None:
+    two = "10.0.0.1:1,10.0.0.2:1"
+    for client in (saccade.Client(two), saccade.AsyncClient(two)):
+        with pytest.raises(errors.InvalidArgument, match="one server"):
+            _ = client.batches
+    assert saccade.Client(two, affinity="image").batches
+    assert main(["top", "--server", two]) == 1
+    assert "one server" in capsys.readouterr().err
