@@ -129,9 +129,9 @@ class FaultRun:
         }  # fmt: skip
 
     def start(self) -> None:
-        log = open(self.folder / "driver.log", "ab")
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
-        self.driver = subprocess.Popen(self.command, cwd=self.folder, stdout=log, stderr=log, env=environment)
+        with open(self.folder / "driver.log", "ab") as log:
+            self.driver = subprocess.Popen(self.command, cwd=self.folder, stdout=log, stderr=log, env=environment)
 
     def written(self) -> int:
         """Rows whose ids are recorded."""
