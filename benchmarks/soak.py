@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"parts to run: {', '.join(parts())} (default: all)")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the full length (default: 1)")
-    parser.add_argument("--family", help="model family, for the parts that take one (product)")
+    parser.add_argument("--family", help="model family, for the parts that take one (product, constrained)")
     parser.add_argument("--write", action="store_true", help="write the results to benchmarks/results")
     arguments = parser.parse_args(argv)
     if unknown := sorted(set(arguments.parts) - set(parts())):
