@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.byte_tokenizer import add_tokenizer
+
 KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 PATTERN = "M-M-M*-M-M-M*-M-"
 VOCAB = 32000
@@ -47,6 +49,17 @@ THIN_PATCH = 64
 def text_model(folder: Path) -> Path:
     """The 116 M decoder alone, in bf16."""
     return _write(folder / "nemotron-h-116m", vision=False)
+
+
+def written_model(folder: Path) -> Path:
+    """The same weights with a byte-level tokenizer of their vocabulary, for answers that are text."""
+    model, path = text_model(folder), folder / "nemotron-h-116m-written"
+    path.mkdir(exist_ok=True)
+    for file in model.iterdir():
+        if not (path / file.name).exists():
+            (path / file.name).symlink_to(file)
+    add_tokenizer(path, VOCAB)
+    return path
 
 
 def omni_model(folder: Path) -> Path:
