@@ -1,5 +1,5 @@
-"""A byte-level BPE tokenizer of a given size, trained on the source of Python's standard library: for random checkpoints
-whose answers must be text."""
+"""A byte-level BPE tokenizer of a given size, trained on the source of Python's standard library: for random
+checkpoints whose answers must be text."""
 
 from __future__ import annotations
 

@@ -49,10 +49,9 @@ class CompiledSampler:
         if all(sequence.plain for sequence in sequences):
             return list(map(Choice, self._largest(logits_LV) or self._drawing(logits_LV)[0]))
         borrowed: list[array[int]] = []
-        filled, masks = self._masks.fill([(s.guide, s.output_len) for s in sequences], ahead), [0] * len(sequences)
-        if filled is not None:
-            for row, words in zip(*filled, strict=True):
-                masks[row] = words.data_ptr()
+        masks = [0] * len(sequences)
+        for row, mask in self._masks.fill([(s.guide, s.output_len) for s in sequences], ahead):
+            masks[row] = mask.address
         rows = [self._row(*row, borrowed) for row in zip(sequences, ahead, masks, strict=True)]
         wanted = [sequence.request.sampling.logprobs for sequence in sequences]
         most = max((count for count in wanted if count is not None), default=None)

@@ -7,14 +7,29 @@ token was drawn; where the constraint does not restrict the text, its mask is fu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    import torch
+import numpy as np
+
+FULL = 0xFFFFFFFF
+"""A word of a mask that allows all of its tokens."""
 
 
 class ConstraintError(Exception):
     """The reason why a constraint cannot continue. It ends its own request only."""
+
+
+class Mask(NamedTuple):
+    """Memory for a mask."""
+
+    words: np.ndarray
+    """uint32 `[ceil(vocab_size / 32)]`, contiguous: bit `token % 32` of `words[token // 32]` allows the token."""
+    address: int
+    """Address of `words` for compiled code. Asking numpy takes longer than many a mask."""
+
+    @classmethod
+    def over(cls, words: np.ndarray) -> Mask:
+        return cls(words, words.ctypes.data)
 
 
 class Constraint(Protocol):
@@ -27,11 +42,11 @@ class Constraint(Protocol):
     def copy(self) -> Constraint:
         """An independent constraint in the same state, for another sample."""
 
-    def fill_mask(self, words: torch.Tensor) -> None:
-        """Writes which tokens may follow: bit `token % 32` of `words[token // 32]`.
+    def fill_mask(self, mask: Mask) -> None:
+        """Writes which tokens may follow.
 
-        `words`: int32 `[ceil(vocab_size / 32)]` on the CPU, contiguous. End-of-sequence ids are allowed exactly where
-        the text may end. At least one bit is set, unless the accepted tokens have ended the sample.
+        End-of-sequence ids are allowed exactly where the text may end. At least one bit is set, unless the accepted
+        tokens have ended the sample.
         """
 
     def accept(self, token: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decoder.constraints import ConstraintError
+from decoder.constraints import FULL, ConstraintError, Mask
 from decoder.request import DecoderRequest
 
 
@@ -27,8 +27,8 @@ class Guide:
         self.usable = 1
         """How many of the positions whose masks were written last may be drawn from, counted from the first."""
 
-    def fill(self, masks_NW: Tensor, ahead: SequenceOf[SequenceOf[int]], output: int, last: int) -> None:
-        """Writes the masks of consecutive positions, int32 on the CPU.
+    def fill(self, masks: SequenceOf[Mask], ahead: SequenceOf[SequenceOf[int]], output: int, last: int) -> None:
+        """Writes the masks of consecutive positions.
 
         `ahead`: for each position, the drafts before it; each list extends the one before. `output`: output tokens
         before the drafts. `last`: valid bits of the last word of a mask.
@@ -37,20 +37,19 @@ class Guide:
         error after a draft is reported when its position is reached.
         """
         self.usable = 0
-        words_NW = masks_NW.numpy()
         if self.error is None:
             taken, failed = 0, None
             try:
-                for mask_W, words_W, drafts in zip(masks_NW, words_NW, ahead, strict=True):
+                for mask, drafts in zip(masks, ahead, strict=True):
                     for token in self.cut([*drafts[taken:]]) if len(drafts) > taken else ():
                         self._constraint.accept(token)
                         taken += 1
                     if taken < len(drafts):
                         break
-                    words_W.fill(0)
-                    self._constraint.fill_mask(mask_W)
-                    words_W[-1] &= last
-                    self._postpone_end(words_W, output + taken)
+                    self._constraint.fill_mask(mask)
+                    if last != FULL:
+                        mask.words[-1] &= last
+                    self._postpone_end(mask.words, output + taken)
                     self.usable += 1
             except Exception as error:
                 failed = error
@@ -61,8 +60,8 @@ class Guide:
                 taken, failed = 0, error
             if failed is not None and not taken:
                 self._fail(failed)
-        if self.usable < len(words_NW):
-            words_NW[self.usable :] = -1
+        for mask in masks[self.usable :]:
+            mask.words.fill(FULL)
 
     def _postpone_end(self, words_W: np.ndarray, output: int) -> None:
         """Forbids the tokens that must not be drawn before `min_tokens` or under `ignore_eos`, unless nothing else is
@@ -71,10 +70,10 @@ class Guide:
         if early:
             rest = words_W.copy()
             for token in early:
-                rest[token // 32] &= _signed(~(1 << token % 32))
+                rest[token // 32] &= FULL ^ (1 << token % 32)
             if rest.any():
                 words_W[:] = rest
-        if not words_W.any():
+        if not np.count_nonzero(words_W):  # three times as fast as `any`
             raise ConstraintError(f"no token is allowed after {output} output tokens")
 
     def cut(self, drafts: list[int]) -> list[int]:
@@ -110,12 +109,8 @@ class Guide:
 
 
 def valid_bits(vocab_size: int) -> int:
-    """The mask that has a bit for each token in the last word, as a signed 32-bit number."""
-    return _signed((1 << (vocab_size - 1) % 32 + 1) - 1)
-
-
-def _signed(word: int) -> int:
-    return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
+    """The mask that has a bit for each token in the last word."""
+    return (1 << (vocab_size - 1) % 32 + 1) - 1
 
 
 class MaskBuffer:
@@ -123,29 +118,33 @@ class MaskBuffer:
 
     def __init__(self, vocab_size: int) -> None:
         self._words, self._last = -(-vocab_size // 32), valid_bits(vocab_size)
-        self._masks_GW = torch.empty(0, self._words, dtype=torch.int32)
+        self._words_GW = torch.empty(0, self._words, dtype=torch.int32)
+        self._masks: list[Mask] = []
+        """The rows of `_words_GW`."""
+
+    def words(self, count: int) -> Tensor:
+        """The first masks: int32 `[count, ceil(vocab_size / 32)]` on the CPU."""
+        return self._words_GW[:count]
 
     def fill(
         self, guides: SequenceOf[tuple[Guide | None, int]], ahead: SequenceOf[SequenceOf[int]]
-    ) -> tuple[list[int], Tensor] | None:
-        """The rows that have a mask, and their masks: int32 `[G, ceil(vocab_size / 32)]` on the CPU, valid until the
-        next call. None (and no work) if no row has one.
+    ) -> list[tuple[int, Mask]]:
+        """The rows that have a mask, and their masks, valid until the next call. Empty (and no work) if no row has one.
 
         `guides`: for each row, its guide (None if unconstrained) and the number of its sequence's output tokens. Rows
         of one sequence are consecutive, each with one more draft in `ahead`.
         """
         rows = [row for row, (guide, _) in enumerate(guides) if guide is not None]
-        if not rows:
-            return None
-        if len(rows) > self._masks_GW.shape[0]:
-            self._masks_GW = torch.empty(len(rows), self._words, dtype=torch.int32)
-        masks_GW, begin = self._masks_GW[: len(rows)], 0
+        if len(rows) > len(self._masks):
+            self._words_GW = torch.empty(len(rows), self._words, dtype=torch.int32)
+            self._masks = [Mask.over(words) for words in self._words_GW.numpy().view(np.uint32)]
+        begin = 0
         while begin < len(rows):
             guide, output = guides[rows[begin]]
             end = begin + 1
             while end < len(rows) and guides[rows[end]][0] is guide:
                 end += 1
             assert guide is not None
-            guide.fill(masks_GW[begin:end], [ahead[row] for row in rows[begin:end]], output, self._last)
+            guide.fill(self._masks[begin:end], [ahead[row] for row in rows[begin:end]], output, self._last)
             begin = end
-        return rows, masks_GW
+        return list(zip(rows, self._masks, strict=False))

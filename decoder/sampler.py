@@ -253,13 +253,12 @@ class Sampler:
     def _masks_of(self, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]) -> Masks | None:
         """What constraints allow, on the device."""
         filled = self._masks.fill([(sequence.guide, sequence.output_len) for sequence in sequences], ahead)
-        if filled is None:
+        if not filled:
             return None
-        rows, words_GW = filled
         index = [-1] * len(sequences)
-        for mask, row in enumerate(rows):
-            index[row] = mask
-        return Masks(send(words_GW, self.device), self._ids(index))
+        for place, (row, _) in enumerate(filled):
+            index[row] = place
+        return Masks(send(self._masks.words(len(filled)), self.device), self._ids(index))
 
     # -- reporting -----------------------------------------------------------------------------------------------------
 

@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from decoder.constraints import Constraint
-
-FULL = -1
-"""A word of a mask that allows all of its tokens."""
+from decoder.constraints import FULL, Constraint, Mask
 
 
 class AllowedTokens:
@@ -23,16 +18,16 @@ class AllowedTokens:
         if not allowed or min(allowed) < 0:
             raise ValueError(f"allowed tokens are {sorted(allowed)[:5]}: at least one, and none below 0")
         self.allowed = frozenset(allowed)
-        self._words: Tensor | None = None
+        self._words: np.ndarray | None = None
 
     def copy(self) -> AllowedTokens:
         return self  # without state
 
-    def fill_mask(self, words: Tensor) -> None:
-        if self._words is None or self._words.shape != words.shape:
-            self._words = torch.zeros_like(words)
+    def fill_mask(self, mask: Mask) -> None:
+        if self._words is None or self._words.shape != mask.words.shape:
+            self._words = np.zeros_like(mask.words)
             _set(self._words, self.allowed)
-        words.copy_(self._words)
+        mask.words[:] = self._words
 
     def accept(self, token: int) -> None:
         assert token in self.allowed, f"token {token} was not allowed"
@@ -53,20 +48,19 @@ class AllOf:
     def __init__(self, *parts: Constraint) -> None:
         assert parts
         self._parts = parts
-        self._other: Tensor | None = None
+        self._other: Mask | None = None
 
     def copy(self) -> AllOf:
         return AllOf(*(part.copy() for part in self._parts))
 
-    def fill_mask(self, words: Tensor) -> None:
+    def fill_mask(self, mask: Mask) -> None:
         first, *rest = self._parts
-        first.fill_mask(words)
-        if self._other is None or self._other.shape != words.shape:
-            self._other = torch.empty_like(words)
+        first.fill_mask(mask)
+        if self._other is None or self._other.words.shape != mask.words.shape:
+            self._other = Mask.over(np.empty_like(mask.words))
         for part in rest:
-            self._other.zero_()
             part.fill_mask(self._other)
-            words.bitwise_and_(self._other)
+            np.bitwise_and(mask.words, self._other.words, out=mask.words)
 
     def accept(self, token: int) -> None:
         for part in self._parts:
@@ -155,22 +149,22 @@ class ReasoningBudget:
     def _unopened(self) -> bool:
         return bool(self._opening) and len(self._matched) == 1 and not self._absent
 
-    def fill_mask(self, words: Tensor) -> None:
+    def fill_mask(self, mask: Mask) -> None:
         if self._unopened or not self.reasoning:
             if self._inner is None:
-                words.fill_(FULL)
+                mask.words.fill(FULL)
             else:
-                self._inner.fill_mask(words)
+                self._inner.fill_mask(mask)
             if self._unopened:
-                _set(words, [self._opening[0]])
+                _set(mask.words, [self._opening[0]])
             return
         must = self._must(self._matched[-1], len(self._matched) - 1)
         if must is None:
-            words.fill_(FULL)
-            _clear(words, self._ends)
+            mask.words.fill(FULL)
+            _clear(mask.words, self._ends)
         else:
-            words.zero_()
-            _set(words, [must])
+            mask.words.fill(0)
+            _set(mask.words, [must])
 
     def _outside(self, token: int) -> bool:
         """Whether the next token belongs to the part before `inner`'s."""
@@ -222,18 +216,18 @@ class ReasoningBudget:
         return found if self._inner is None else [*found, *self._inner.forced()]
 
 
-def _set(words: Tensor, tokens: Collection[int]) -> None:
+def _set(words: np.ndarray, tokens: Collection[int]) -> None:
     """Sets the bits of tokens; ids beyond the mask are ignored."""
-    np.bitwise_or.at(words.numpy().view(np.uint32), *_bits(words, tokens))
+    np.bitwise_or.at(words, *_bits(words, tokens))
 
 
-def _clear(words: Tensor, tokens: Collection[int]) -> None:
+def _clear(words: np.ndarray, tokens: Collection[int]) -> None:
     """Clears the bits of tokens."""
     places, bits = _bits(words, tokens)
-    np.bitwise_and.at(words.numpy().view(np.uint32), places, ~bits)
+    np.bitwise_and.at(words, places, ~bits)
 
 
-def _bits(words: Tensor, tokens: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
+def _bits(words: np.ndarray, tokens: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
     """For each token its word and its bit in the word."""
     ids = np.fromiter(tokens, np.int64, len(tokens))
     ids = ids[ids < 32 * words.shape[0]]

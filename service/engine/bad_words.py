@@ -11,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
-import torch
+
+from decoder.constraints import Mask
 
 _MAX_MASKS = 64
 """Number of cached masks, each with one bit per token. Most of an answer visits few states."""
@@ -108,8 +109,8 @@ class BadWords:
         made._automaton, made._states = self._automaton, list(self._states)
         return made
 
-    def fill_mask(self, words: torch.Tensor) -> None:
-        words.numpy().view(np.uint32)[:] = self._automaton.mask(self._states[-1])
+    def fill_mask(self, mask: Mask) -> None:
+        mask.words[:] = self._automaton.mask(self._states[-1])
 
     def accept(self, token: int) -> None:
         state = self._automaton.after(self._states[-1], token)

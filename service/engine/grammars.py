@@ -12,10 +12,10 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import torch
-
+from decoder.constraints import FULL, Mask
 from service.common.types import TextFormat
 from service.engine.grammar_sources import grammar_source
 from service.engine.types import UnusableConstraint
@@ -37,6 +37,10 @@ LIMITS = {
 }  # fmt: skip
 """Arguments of `llguidance.LLParserLimits`, which documents their units."""
 _MAX_MESSAGE = 300
+MAX_TOKENIZED = 4096
+"""Number of forced texts whose tokens are cached; tokenizing one takes longer than everything else in a mask."""
+_MAX_TEXT = 1024
+"""Maximum number of characters of such a text."""
 
 
 class Grammar:
@@ -72,22 +76,21 @@ class GrammarConstraint:
     def copy(self) -> GrammarConstraint:
         return GrammarConstraint(self._grammar, self._matcher.deep_copy(), self._ends, self._ended)
 
-    def fill_mask(self, words: torch.Tensor) -> None:
+    def fill_mask(self, mask: Mask) -> None:
         """As in `Constraint`. Raises UnusableConstraint if the library reaches one of its limits."""
         if self._ended:
-            words.zero_()
+            mask.words.fill(0)
             return
         started = time.thread_time()
-        self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(mask.address, 4 * len(mask.words))
         self._check()
         if (took := time.thread_time() - started) > MASK_SECONDS:
             raise self._grammar.refuse(f"one step of this grammar takes {took:.2g} s; at most {MASK_SECONDS} are given")
-        view = words.numpy().view("uint32")
-        placeholder = self._grammar.placeholder
-        view[placeholder // 32] &= ~(1 << placeholder % 32) & 0xFFFFFFFF
-        if self._matcher.is_accepting():
+        if self._matcher.is_accepting():  # only then the library allows the placeholder
+            placeholder = self._grammar.placeholder
+            mask.words[placeholder // 32] &= FULL ^ (1 << placeholder % 32)
             for end in self._ends:
-                view[end // 32] |= 1 << end % 32
+                mask.words[end // 32] |= 1 << end % 32
 
     def accept(self, token: int) -> None:
         assert not self._ended, "the text has ended"
@@ -192,10 +195,11 @@ class _Wrapper:
 
     def __init__(self, vocabulary: ByteVocabulary, end: int, special: list[int]) -> None:
         self.eos_token_id, self.tokens, self.special_token_ids = end, vocabulary.tokens, special
-        self._encode = vocabulary.encode
+        self._encode = lru_cache(MAX_TOKENIZED)(vocabulary.encode)
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+        """Called by the library in any thread, for texts that a grammar forces: the same ones in each answer."""
+        return self._encode(text) if len(text) <= _MAX_TEXT else self._encode.__wrapped__(text)
 
 
 def _cost(format: TextFormat) -> int:

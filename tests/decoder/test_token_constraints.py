@@ -6,11 +6,11 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from constrained import BadRuns
 
-from decoder.constraints import Constraint
+from decoder.constraints import Constraint, Mask
 from decoder.token_constraints import AllOf, AllowedTokens, ReasoningBudget
 
 VOCAB = 12
@@ -19,8 +19,8 @@ Allowed = Callable[[list[int]], set[int]]
 
 
 def mask_of(constraint: Constraint) -> set[int]:
-    words = torch.full((1,), 0x5A5A5A5A, dtype=torch.int32)
-    constraint.fill_mask(words)
+    words = np.full(1, 0x5A5A5A5A, np.uint32)
+    constraint.fill_mask(Mask.over(words))
     return {token for token in range(VOCAB) if int(words[0]) >> token & 1}
 
 

@@ -6,11 +6,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
-from decoder.constraints import Constraint
-from decoder.token_constraints import FULL, AllOf, AllowedTokens, ReasoningBudget
+from decoder.constraints import FULL, Constraint, Mask
+from decoder.token_constraints import AllOf, AllowedTokens, ReasoningBudget
 
 VOCAB, END = 97, 5
 """Vocabulary size of `tiny_decoder`'s models, and the end-of-sequence id of these machines."""
@@ -44,12 +41,12 @@ class BadRuns:
             return True
         return any(tuple(before[-len(start) :]) == start for start in self._endings.get(token, ()))
 
-    def fill_mask(self, words: Tensor) -> None:
-        words.fill_(FULL)
+    def fill_mask(self, mask: Mask) -> None:
+        mask.words.fill(FULL)
         before = self._tokens[-self._longest :]
         for token in [*self._single, *(token for token in self._endings if self._bad(token, before))]:
-            if token // 32 < len(words):
-                words.numpy().view("uint32")[token // 32] &= ~(1 << token % 32) & 0xFFFFFFFF
+            if token // 32 < len(mask.words):
+                mask.words[token // 32] &= ~(1 << token % 32) & FULL
 
     def accept(self, token: int) -> None:
         assert not self._bad(token, self._tokens[-self._longest :]), f"token {token} ends a bad word"
@@ -91,12 +88,12 @@ class Machine:
     def allowed(self, state: int) -> list[int]:
         return [*self.moves[state], *([END] if state in self.accepting else [])]
 
-    def fill_mask(self, words: Tensor) -> None:
+    def fill_mask(self, mask: Mask) -> None:
         if self.fails_after is not None and len(self.path) > self.fails_after:
             raise RuntimeError("the machine is out of order")
-        words.zero_()
+        mask.words.fill(0)
         for token in self.allowed(self.path[-1]):
-            words[token // 32] |= torch.tensor(1 << token % 32).to(torch.int32)
+            mask.words[token // 32] |= 1 << token % 32
 
     def accept(self, token: int) -> None:
         assert token in self.moves[self.path[-1]], f"token {token} is not allowed in state {self.path[-1]}"

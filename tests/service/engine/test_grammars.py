@@ -13,9 +13,9 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.schemas import random_schema
+from decoder.constraints import Mask
 from service.common.types import ConstraintSpec, TextFormat
 from service.engine.constraining import Constraining
 from service.engine.grammars import GrammarConstraint
@@ -55,9 +55,9 @@ def schema(value: Any) -> TextFormat:
 
 
 def allowed(constraint: Any) -> set[int]:
-    words = torch.full((VOCABULARY // 32,), -1, dtype=torch.int32)
-    constraint.fill_mask(words)
-    return set(np.flatnonzero(np.unpackbits(words.numpy().view(np.uint8), bitorder="little")).tolist())
+    words = np.full(VOCABULARY // 32, 0xFFFFFFFF, np.uint32)
+    constraint.fill_mask(Mask.over(words))
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
 
 
 def walk(constraint: Any, rng: random.Random, most: int = 300, end: float = 0.3) -> list[int]:
