@@ -75,6 +75,7 @@ class Answers:
         for event in tokens:
             if event.finish_reason is not None:
                 sequence = self.sequences[event.request_id]
+                _forget_unread(sequence)
                 if event.error is None:
                     self.states.keep(sequence)
                 self.end(sequence)
@@ -131,9 +132,6 @@ class Answers:
         if error is not None:
             self.counters["failed"] += 1
             reason = "error"
-        if reason is not None and sequence.unread:
-            del sequence.tokens[at + 1 :]
-            sequence.unread, sequence.computed = 0, min(sequence.computed, at)
         if error is not None:
             return TokenEvent(sequence.request_id, None, finish_reason=reason, error=error)
         scheduled, sequence.scheduled = sequence.scheduled, None
@@ -176,6 +174,13 @@ def _hits(row: Row, choices: SequenceOf[Choice]) -> int:
     drafts = row.sequence.draft.tokens
     acceptable = row.acceptable
     return next((place for place in range(acceptable) if choices[place].token != drafts[place]), acceptable)
+
+
+def _forget_unread(sequence: Sequence) -> None:
+    """Removes what the in-flight step draws for a sequence that has ended before it: there its row is padding."""
+    if sequence.unread:
+        del sequence.tokens[sequence.known :]
+        sequence.unread, sequence.computed = 0, min(sequence.computed, len(sequence.tokens) - 1)
 
 
 def _release_spans(sequence: Sequence, end: int) -> None:

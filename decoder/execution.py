@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, int64
 
 from decoder.batch import Unread, read_images
@@ -54,8 +56,12 @@ class Execution:
         self._at_once = at_once
         self._ends = EndTokens(options) if overlaps else None
 
-    def run(self, step: Step, started: float, before: Flight | None = None) -> Flight:
-        """`started`: when the step was scheduled. `before`: the in-flight step, whose tokens have not been read."""
+    def run(
+        self, step: Step, started: float, before: Flight | None = None, read: Callable[[], None] | None = None
+    ) -> Flight:
+        """`started`: when the step was scheduled. `before`: the in-flight step, whose tokens have not been read; `read`
+        reads them, so that constraints know what may follow.
+        """
         self.states.move(step)
         read_images(step, self._hidden_size)
         flight = Flight(step, started)
@@ -63,10 +69,10 @@ class Execution:
             self.counters["steps"] += 1
             self.counters["batched_tokens"] += step.tokens
             self.counters["overlapped_steps"] += before is not None
-            self._compute(flight, before)
+            self._compute(flight, before, read)
         return flight
 
-    def _compute(self, flight: Flight, before: Flight | None) -> None:
+    def _compute(self, flight: Flight, before: Flight | None, read: Callable[[], None] | None) -> None:
         step, unread = flight.step, None
         if before is not None and before.tokens_L is not None:
             unread = Unread(before.tokens_L, before.ended_L)
@@ -79,6 +85,8 @@ class Execution:
         self.pools.add(step.rows, computed.hidden_TD)
         self.prompt_scores.add(step.rows, computed.hidden_TD)
         if any(row.samples for row in step.rows):
+            if read is not None and any(row.sequence.guide and row.sequence.unread for row in step.rows):
+                read()  # while the device computes the layers
             self._draw(flight, self.model.logits(computed.hidden_TD, computed.samples), unread)
         elif not self._at_once:
             flight.send(self._device, None, None, None)

@@ -80,7 +80,10 @@ class SpeculativeLoop(PlainLoop):
 
 
 class OverlappedLoop(PlainLoop):
-    """Launches the next step before this one is read."""
+    """Launches the next step before this one is read; if it has rows with a constraint, all but its draws."""
+
+    _tokens: list[TokenEvent] | None = None
+    """The results of the in-flight step, if they have been read."""
 
     def step(self) -> list[TokenEvent]:
         """Launches a step; returns results, usually of the previous step, and the requests that have failed."""
@@ -102,10 +105,19 @@ class OverlappedLoop(PlainLoop):
         step = self.scheduler.schedule()
         if self.flight is not None and (step.saves or step.loads):
             self.waits["swap"] += 1
-        flight = self.execution.run(step, started, self.flight)
+        flight = self.execution.run(step, started, self.flight, self._read)
         self.states.commit(step)
         expect([row.sequence for row in step.rows if row.samples] + [fork.follower for fork in step.forks])
         return flight
+
+    def _read(self) -> None:
+        assert self.flight is not None and self._tokens is None
+        self._tokens = self.answers.read(self.flight)
+
+    def take(self, flight: Flight) -> list[TokenEvent]:
+        """The results of a step, after its memory and that of a step launched since have been committed."""
+        tokens, self._tokens = self._tokens, None
+        return self.answers.finish(flight.step, self.answers.read(flight) if tokens is None else tokens)
 
     def _why_wait(self) -> str | None:
         """The reason why the in-flight step must be read before the next one is scheduled; `None` if there is none."""

@@ -85,8 +85,8 @@ class Scheduler:
         for sequence in self.queues.running_order(budget):
             if budget == 0:
                 break
-            if sequence.status is not Status.RUNNING or (sequence.unread and (sequence.full or sequence.guide)):
-                continue  # what a constrained one may draw next depends on the token that has not been read
+            if sequence.status is not Status.RUNNING or (sequence.unread and sequence.full):
+                continue
             row = self._drafted(sequence, min(spare, budget - 1)) or self.admission.row(sequence, budget)
             if row is not None and self.preemption.grow(sequence, row.end, step, chosen):
                 chosen[sequence.arrival] = row

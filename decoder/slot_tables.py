@@ -87,7 +87,8 @@ class EndTokens:
         width = self.ends.shape[1]
         if width == 0:
             return None
-        open_ = [owner.output_len >= owner.request.sampling.min_tokens for owner in owners]
+        # A constraint ends its sequence when it must, whatever else was asked for.
+        open_ = [bool(owner.guide) or owner.output_len >= owner.request.sampling.min_tokens for owner in owners]
         batch_slots, able = upload([[owner.held.batch_slot for owner in owners], open_], torch.int64, self.ends.device)
         return (self.ends.index_select(0, batch_slots) == tokens_L[:, None]).any(-1).logical_and_(able)
 
@@ -96,7 +97,8 @@ class EndTokens:
             return
         self._written[owner.held.batch_slot] = owner.held.admission
         params = owner.request.sampling
-        ends = list(params.stop_token_ids | (frozenset() if params.ignore_eos else owner.request.eos_token_ids))
+        ignored = params.ignore_eos and owner.guide is None
+        ends = list(params.stop_token_ids | (frozenset() if ignored else owner.request.eos_token_ids))
         if len(ends) > self.ends.shape[1]:
             wider = self.ends.new_full((self.ends.shape[0], len(ends)), -1)
             wider[:, : self.ends.shape[1]] = self.ends

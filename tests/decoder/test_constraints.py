@@ -338,16 +338,15 @@ def test_drafts_end_before_what_cannot_follow_and_before_an_end() -> None:
     assert guide.cut([12]) == [12] and guide.cut([10]) == [] and constraint.path == [0]
 
 
-def test_only_constrained_rows_wait_when_steps_overlap() -> None:
-    runner = make_runner(CONFIG, WEIGHTS, overlap="on", state_cache="none")
-    runner.add(request("free", [3, 4], greedy_params(24)))
-    runner.add(request("held", [5, 6], greedy_params(24), constraint=AllowedTokens(range(50))))
-    counts = {"free": 0, "held": 0}
-    while counts["free"] < 20:
-        for event in runner.step():
-            counts[event.request_id] += 1
-    assert 9 <= counts["held"] <= 11 and runner.stats()["overlapped_steps"] >= 19
-    runner.close()
+@pytest.mark.parametrize("options", [{}, {"graphs": "on"}], ids=["eager", "graphs"])
+def test_constrained_rows_advance_in_every_overlapped_step(options: dict[str, Any]) -> None:
+    for others in ([], [request("free", [3, 4], greedy_params(24))]):
+        runner = make_runner(CONFIG, WEIGHTS, overlap="on", state_cache="none", **options)
+        held = request("held", [5, 6], SamplingParams(max_tokens=24, seed=1), constraint=AllowedTokens(range(50)))
+        found = run(runner, held, *others)
+        assert len(tokens(found["held"])) == 24 and runner.stats()["overlapped_steps"] >= 23
+        assert runner.stats()["steps"] <= 26
+        runner.close()
 
 
 def test_a_batch_without_constraints_makes_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:

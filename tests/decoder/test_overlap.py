@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from constrained import END, KINDS, Machine, constraints
 from host_reads import HostReads
 from tiny_decoder import (
     FakeSource,
@@ -36,6 +37,7 @@ PATTERNS = ("M-*EM*", "MM", "*E*-")
 CONFIGS = {pattern: tiny_config(pattern) for pattern in PATTERNS}
 WEIGHTS = {pattern: dict(random_weights(config)) for pattern, config in CONFIGS.items()}
 PATTERN = PATTERNS[0]
+ENDS = frozenset({END})
 IMAGE = torch.randn(7, 32, generator=torch.Generator().manual_seed(1))
 
 
@@ -140,6 +142,39 @@ def test_what_is_kept_is_what_a_plain_run_keeps(options: dict[str, Any]) -> None
         assert tokens(found["forced"])[:5] == [0] * 5 and len(tokens(found["forced"])) == 6
         kept.append(cached(runner))
     assert kept[0].keys() == kept[1].keys() and len(kept[0]) > 10
+    for key, (count, numbers) in kept[0].items():
+        assert kept[1][key][0] == count
+        torch.testing.assert_close(kept[1][key][1], numbers, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_kept_of_constrained_answers_is_what_a_plain_run_keeps() -> None:
+    """Some must end before `min_tokens` and under `ignore_eos`, some fail, others end where they may. No state is
+    advanced by an end token, and later requests continue from what is kept."""
+    found, kept = [], []
+    early: dict[str, Any] = {"min_tokens": 15, "ignore_eos": True}
+    for overlap in ("off", "on"):
+        runner = make(overlap, state_cache="auto")
+        items = [
+            request(
+                f"c{index}", [50 + index, *range(20, 29)],
+                SamplingParams(max_tokens=20, seed=index, frequency_penalty=0.3, **(early if index % 2 else {})),
+                constraint=constraints(kind), eos_token_ids=ENDS,
+            )
+            for index, kind in enumerate([*KINDS, "chain", "both"])
+        ]  # fmt: skip
+        chains = [
+            request(f"e{index}", [60 + index, *range(20, 29)], greedy_params(20, **changes), eos_token_ids=ENDS,
+                    constraint=Machine([{10: 1}, {11: 2}, {12: 3}, {}], frozenset({3})))
+            for index, changes in enumerate([early, {"min_tokens": 9}, {"ignore_eos": True}, {}])
+        ]  # fmt: skip
+        events = run(runner, *items, *chains, *workload(4))
+        assert all(tokens(events[item.request_id]) == [10, 11, 12, END] for item in chains)
+        after = [request(f"after {item.request_id}", [*item.prompt_ids, *tokens(events[item.request_id]), 70, 71],
+                         greedy_params(3)) for item in (*items, *chains)]  # fmt: skip
+        kept.append(cached(runner))
+        found.append(told(events) | told(run(runner, *after)))
+        assert (runner.stats()["overlapped_steps"] > 20) == (overlap == "on")
+    assert found[0] == found[1] and kept[0].keys() == kept[1].keys()
     for key, (count, numbers) in kept[0].items():
         assert kept[1][key][0] == count
         torch.testing.assert_close(kept[1][key][1], numbers, rtol=1e-4, atol=1e-4)
