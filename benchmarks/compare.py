@@ -126,8 +126,10 @@ class Peer:
     """The peer process; its output goes to `log`."""
 
     def __init__(
-        self, peer: str, model: Path, omni: bool, log: Path, device: str = "cpu", kind: str = "bf16", tokens: int = 512
-    ) -> None:
+        self, peer: str, model: Path, omni: bool, log: Path, device: str = "cpu", kind: str = "bf16", tokens: int = 512,
+        *, tokenizer: bool = False,
+    ) -> None:  # fmt: skip
+        """`tokenizer`: vLLM loads the model's tokenizer, which grammars need."""
         self.peak_bytes = 0
         self._log = log
         environment, command = dict(os.environ), peer_command(peer, model, kind, tokens)
@@ -143,7 +145,7 @@ class Peer:
                 command, cwd=ROOT if peer == "transformers" else log.parent, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=environment,
             )  # fmt: skip
-        self._ask({"load": str(model), "omni": omni, "device": device})
+        self._ask({"load": str(model), "omni": omni, "device": device, "tokenizer": tokenizer})
 
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -172,6 +174,13 @@ class Peer:
         """Greedy answers, of llama.cpp only."""
         answers = [self._ask({"prompts": [each], "new_tokens": new_tokens, "ids": True})["ids"] for each in prompts]
         return [list(answer[0]) for answer in answers]
+
+    def constrained(
+        self, prompts: list[list[int]], schema: dict[str, Any] | None, most: int | list[int]
+    ) -> dict[str, Any]:
+        """vLLM: `seconds`, `tokens` and the texts of answers that `ended` by themselves under a JSON schema of at most
+        `most` tokens; without a schema, answers of exactly these numbers of tokens."""
+        return self._ask({"prompts": prompts, "schema": schema, "most": most})
 
     def close(self) -> None:
         assert self._process.stdin is not None

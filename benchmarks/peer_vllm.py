@@ -41,7 +41,7 @@ def limit_instructions(name: str | None) -> None:
 class Peer:
     """One loaded model."""
 
-    def __init__(self, path: str, omni: bool) -> None:
+    def __init__(self, path: str, omni: bool, tokenizer: bool = False) -> None:
         limit_instructions(os.environ.get("PEER_INSTRUCTION_SET"))
         from vllm import LLM
 
@@ -53,7 +53,7 @@ class Peer:
         elif "vision_config" in json.loads((Path(path) / "config.json").read_text()):
             limits = {"limit_mm_per_prompt": {"image": 0, "video": 0}}  # its tower is not even loaded
         self.model = LLM(
-            path, dtype="bfloat16", max_model_len=4096, max_num_seqs=32, skip_tokenizer_init=not omni,
+            path, dtype="bfloat16", max_model_len=4096, max_num_seqs=32, skip_tokenizer_init=not omni and not tokenizer,
             enable_prefix_caching=False, **limits,
         )  # fmt: skip
 
@@ -66,6 +66,28 @@ class Peer:
         started = time.perf_counter()
         outputs = self.model.generate(inputs, params, use_tqdm=False)
         return time.perf_counter() - started, sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    def constrained(
+        self, prompts: list[list[int]], schema: dict[str, Any] | None, most: int | list[int]
+    ) -> dict[str, Any]:
+        """Answers drawn at temperature 1 under a JSON schema of at most `most` tokens, without white space that a model
+        could write without end; without a schema, answers of exactly these numbers of tokens."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        params = []
+        for seed in range(len(prompts)):
+            tokens = most if isinstance(most, int) else most[seed]
+            common: dict[str, Any] = {"max_tokens": tokens, "temperature": 1.0, "seed": seed}
+            if schema is not None:
+                common["structured_outputs"] = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+            params.append(SamplingParams(**common, ignore_eos=schema is None, detokenize=schema is not None))
+        inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        started = time.perf_counter()
+        outputs = [output.outputs[0] for output in self.model.generate(inputs, params, use_tqdm=False)]
+        seconds = time.perf_counter() - started
+        ended = [output.text for output in outputs if output.finish_reason == "stop"]
+        return {"seconds": seconds, "tokens": sum(len(output.token_ids) for output in outputs), "ended": ended}
 
     @staticmethod
     def _input(prompt: list[int], files: list[str]) -> dict[str, Any]:
@@ -87,8 +109,11 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         if "load" in command:
-            peer = Peer(command["load"], command["omni"])
+            peer = Peer(command["load"], command["omni"], command.get("tokenizer", False))
             answer: dict[str, Any] = {"loaded": command["load"]}
+        elif "schema" in command:
+            assert peer is not None
+            answer = peer.constrained(command["prompts"], command["schema"], command["most"])
         else:
             assert peer is not None
             seconds, tokens = peer.run(command["prompts"], command["images"], command["new_tokens"])

@@ -1,34 +1,47 @@
 """Structured output: whether answers keep to random schemas, what compiling costs, what a schema costs and gains.
 
-    python -m benchmarks.structured [--schemas 2000] [--compile 200] [--speed] [--model demo]
+    python -m benchmarks.structured answers compile speed peer [--write]
 
-`schemas`: answers of a model under random schemas, at a high temperature so that its logits push against the grammar,
-judged by `jsonschema`; an answer that ends by itself must pass. `compile`: milliseconds to make the constraint of a
-common schema, first mask included, each schema for the first time. `speed`: tokens per second with and without a schema
-at 1 and 32 requests, both sides in turn; without one, as many tokens as with it. The last line on stdout is JSON.
+`answers`: answers of models with random weights (benchmarks/random_models.py), through gRPC, under random schemas, at a
+high temperature so that logits push against the grammar, judged by `jsonschema`; what ends by itself must pass.
+`compile`: milliseconds to make the constraint of a common schema, first mask included, each schema for the first time.
+`speed`: tokens per second of the 116 M model with and without a schema at 1 and 32 requests, and with forced tokens;
+all sides in turn; without a schema, as many tokens as with it. `peer`: the same schema, checkpoint and prompts in
+vLLM's CPU build, in turn with ours. `--write` writes a dated file for each part. The last line on stdout is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
 import json
 import random
 import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 
 import saccade
-from benchmarks.schemas import common_schema, random_schema
+from benchmarks import machine, models, random_models
+from benchmarks.compare import Peer
+from benchmarks.schemas import Schema, common_schema, random_schema
 from saccade import errors
+from service.commands.cli import ServerProcess
 from service.common.types import ConstraintSpec, TextFormat
 from service.engine.constraining import Constraining
 from service.model.checkpoint import open_checkpoint
 
+RESULTS = Path(__file__).resolve().parent / "results"
+FOLDER = Path("~/.cache/saccade/benchmarks").expanduser()
+BATCHES = (1, 32)
+MAX_TOKENS = 300
 RECORD = {
     "type": "object",
     "properties": {
@@ -50,15 +63,38 @@ RECORD = {
 """Most of an answer to it is certain beforehand."""
 
 
-def answered(client: saccade.LocalClient, count: int) -> dict[str, int]:
-    """Ends of answers under `count` random schemas: `valid`, `invalid`, `cut` or `refused`."""
+@contextlib.contextmanager
+def served(model: Path, *options: str) -> Iterator[saccade.Client]:
+    """A client of a server of this checkout."""
+    server = ServerProcess([str(model), "--max-seqs", "32", "--log-level", "error", *options])
+    try:
+        with saccade.Client(server.address) as client:
+            yield client
+    finally:
+        server.stop()
+
+
+def verdict(text: str, schema: Schema) -> str:
+    """What `jsonschema` says: "" for a valid answer."""
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    try:
+        jsonschema.Draft202012Validator(schema, format_checker=checker).validate(json.loads(text))
+    except (ValueError, jsonschema.ValidationError) as error:
+        return f"{error}".splitlines()[0]
+    return ""
+
+
+def answered(client: saccade.Client, count: int, bias: dict[int, float]) -> dict[str, int]:
+    """Ends of answers under `count` random schemas: `valid`, `invalid`, `length` or `refused`; and their tokens."""
     schemas = [random_schema(random.Random(seed)) for seed in range(count)]
     requests = [
-        {"prompt": "Go", "response_format": schema, "max_tokens": 200, "temperature": 1.5, "seed": seed}
+        {
+            "prompt": "Go", "response_format": schema, "max_tokens": MAX_TOKENS, "temperature": 1.5, "seed": seed,
+            "logit_bias": bias,
+        }
         for seed, schema in enumerate(schemas)
-    ]
-    found: Counter[str] = Counter()
-    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    ]  # fmt: skip
+    found: Counter[str] = Counter(valid=0, invalid=0, length=0, refused=0, tokens=0)
     for outcome in client.map(requests, concurrency=16):
         try:
             answer = outcome.result()
@@ -66,22 +102,31 @@ def answered(client: saccade.LocalClient, count: int) -> dict[str, int]:
             print(f"refused {outcome.index}: {error}", file=sys.stderr)
             found["refused"] += 1
             continue
-        if answer.finish_reason != "stop":
-            found["cut"] += 1
-            continue
-        try:
-            validator = jsonschema.Draft202012Validator(schemas[outcome.index], format_checker=checker)
-            validator.validate(json.loads(answer.text))
-            found["valid"] += 1
-        except (ValueError, jsonschema.ValidationError) as error:
-            print(f"invalid {outcome.index}: {answer.text!r}: {error}", file=sys.stderr)
+        found["tokens"] += answer.usage.completion_tokens
+        if answer.finish_reason == "length":
+            found["length"] += 1
+        elif wrong := verdict(answer.text, schemas[outcome.index]):
+            print(f"invalid {outcome.index}: {answer.text!r}: {wrong}", file=sys.stderr)
             found["invalid"] += 1
+        else:
+            found["valid"] += 1
     return dict(found)
 
 
-def compiled(model: str, count: int) -> dict[str, float]:
-    """Milliseconds for each of `count` common schemas."""
-    checkpoint = open_checkpoint(model, None)
+def answers(arguments: argparse.Namespace) -> dict[str, Any]:
+    """By family. Characters that end values are likelier than others, because random text hardly ends."""
+    found: dict[str, Any] = {"max_tokens": MAX_TOKENS, "passed": True}
+    for family, make in random_models.FAMILIES.items():
+        with served(make(FOLDER)) as client:
+            found[family] = answered(client, arguments.schemas, random_models.ending_bias(client))
+        found["passed"] &= not found[family]["invalid"] and not found[family]["refused"]
+        print(f"{family}: {found[family]}", flush=True)
+    return found
+
+
+def compiling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds for each of many common schemas, on the 116 M model's vocabulary."""
+    checkpoint = open_checkpoint(str(models.written_model(FOLDER)), None)
     ends = checkpoint.config.eos_token_ids
     constraining = Constraining(checkpoint.path / "tokenizer.json", checkpoint.config.decoder.vocab_size, ends)
 
@@ -92,55 +137,128 @@ def compiled(model: str, count: int) -> dict[str, float]:
         return 1e3 * (time.perf_counter() - started)
 
     first = made({})
-    times = sorted(made(common_schema(random.Random(seed))) for seed in range(count))
+    times = [made(common_schema(random.Random(seed))) for seed in range(arguments.compile)]
     constraining.close()
     return {
-        "vocabulary_ms": first, "p50_ms": statistics.median(times), "p99_ms": times[int(0.99 * (count - 1))],
-        "largest_ms": times[-1],
+        "schemas": len(times), "vocabulary_ms": first, "p50_ms": machine.percentile(times, 0.5),
+        "p99_ms": machine.percentile(times, 0.99), "largest_ms": max(times),
     }  # fmt: skip
 
 
-def speed(client: saccade.LocalClient, batch: int, rounds: int) -> dict[str, float]:
-    """Median tokens per second of `batch` requests at a time: `plain` and with the schema."""
+def rate(client: saccade.Client, lengths: list[int | None]) -> float:
+    """Tokens per second of concurrent requests; a length of None: as long as the schema makes the answer."""
 
     def one(seed: int, tokens: int | None) -> int:
         options: dict[str, Any] = {"temperature": 1.0, "seed": seed}
-        options |= {"response_format": RECORD, "max_tokens": 300} if tokens is None else {
-            "max_tokens": tokens, "ignore_eos": True,
-        }  # fmt: skip
+        free = {"max_tokens": tokens, "ignore_eos": True}
+        options |= {"response_format": RECORD, "max_tokens": MAX_TOKENS} if tokens is None else free
         return client.generate("Go", **options).usage.completion_tokens
 
-    found: dict[str, list[float]] = {"plain": [], "schema": []}
-    lengths = [one(seed, None) for seed in range(batch)]
-    with ThreadPoolExecutor(batch) as pool:
-        for _ in range(rounds + 1):
-            for side in found:
-                started = time.perf_counter()
-                asked = lengths if side == "plain" else [None] * batch
-                total = sum(pool.map(one, range(batch), asked))
-                found[side].append(total / (time.perf_counter() - started))
-    return {side: statistics.median(rates[1:]) for side, rates in found.items()}
+    with ThreadPoolExecutor(len(lengths)) as pool:
+        started = time.perf_counter()
+        total = sum(pool.map(one, range(len(lengths)), lengths))
+        return total / (time.perf_counter() - started)
+
+
+def schema_lengths(client: saccade.Client) -> list[int]:
+    """Tokens of the answers of `rate` under the schema."""
+    return [
+        client.generate("Go", temperature=1.0, seed=seed, response_format=RECORD, max_tokens=MAX_TOKENS)
+        .usage.completion_tokens
+        for seed in range(max(BATCHES))
+    ]  # fmt: skip
+
+
+def in_turn(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, Any]:
+    """The median rate of each side, after one round that is not counted, and all rates."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds + 1):
+        for name, run in sides.items():
+            found[name].append(run())
+    kept = {name: rates[1:] for name, rates in found.items()}
+    return {**{name: statistics.median(rates) for name, rates in kept.items()}, "all": kept}
+
+
+def speed(arguments: argparse.Namespace) -> dict[str, Any]:
+    """`cost`: share of the rate without a schema that is lost with one; `gain`: of forced tokens, by the rates with the
+    schema. Both are medians over rounds."""
+    model, found = models.written_model(FOLDER), dict[str, Any]()
+    with served(model) as plain, served(model, "--forced-tokens", "on") as forcing:
+        lengths = schema_lengths(plain)
+        for batch in BATCHES:
+            free, under = lengths[:batch], [None] * batch
+            sides: dict[str, Callable[[], float]] = {
+                "plain": lambda free=free: rate(plain, free),
+                "schema": lambda under=under: rate(plain, under),
+                "forced": lambda under=under: rate(forcing, under),
+            }  # fmt: skip
+            timed = in_turn(sides, arguments.rounds if batch > 1 else 3 * arguments.rounds)
+            every = timed["all"]
+            timed["cost"] = statistics.median(1 - b / a for a, b in zip(every["plain"], every["schema"], strict=True))
+            timed["gain"] = statistics.median(b / a for a, b in zip(every["schema"], every["forced"], strict=True))
+            found[str(batch)] = timed
+            print(f"{batch}: " + ", ".join(f"{k} {v:.4g}" for k, v in timed.items() if k != "all"), flush=True)
+    return found
+
+
+def peer(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second of both sides, with and without the schema, and the judgement of the peer's answers."""
+    model, found = models.written_model(FOLDER), dict[str, Any]()
+    log = FOLDER / "vllm-structured.log"
+    with served(model, "--dtype", "bfloat16", "--state-cache", "none") as ours:
+        prompt = list(ours.tokenize("Go", raw=True).token_ids)
+        other = Peer("vllm", model, False, log, tokenizer=True)
+        try:
+            lengths = schema_lengths(ours)
+            for batch in BATCHES:
+                free = lengths[:batch]
+                texts: list[str] = []
+
+                def theirs(schema: Schema | None, free: list[int] = free, texts: list[str] = texts) -> float:
+                    answer = other.constrained([prompt] * len(free), schema, free if schema is None else MAX_TOKENS)
+                    texts += answer["ended"] if schema is not None else []
+                    return float(answer["tokens"] / answer["seconds"])
+
+                sides: dict[str, Callable[[], float]] = {
+                    "ours plain": lambda free=free: rate(ours, free),
+                    "ours schema": lambda free=free: rate(ours, [None] * len(free)),
+                    "peer plain": lambda: theirs(None),
+                    "peer schema": lambda: theirs(RECORD),
+                }  # fmt: skip
+                timed = in_turn(sides, arguments.peer_rounds)
+                timed["peer_ended"] = len(texts)
+                timed["peer_invalid"] = sum(bool(verdict(text, RECORD)) for text in texts)
+                found[str(batch)] = timed
+                print(f"{batch}: " + ", ".join(f"{k} {v:.4g}" for k, v in timed.items() if k != "all"), flush=True)
+        finally:
+            other.close()
+    return found
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "answers": answers, "compile": compiling, "speed": speed, "peer": peer,
+}  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--schemas", type=int, default=2000, metavar="N")
-    parser.add_argument("--compile", type=int, default=200, metavar="N")
-    parser.add_argument("--speed", action="store_true")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--forced-tokens", default="auto", help="the engine's option (default: auto)")
-    options = parser.parse_args()
-    result: dict[str, Any] = {"model": options.model, "forced_tokens": options.forced_tokens}
-    if options.compile:
-        result["compile"] = compiled(options.model, options.compile)
-    with saccade.LocalClient(options.model, forced_tokens=options.forced_tokens, max_seqs=32) as client:
-        if options.schemas:
-            result["answers"] = answered(client, options.schemas)
-        if options.speed:
-            result["tokens_s"] = {str(batch): speed(client, batch, options.rounds) for batch in (1, 32)}
-    print(json.dumps(result))
-    return 1 if result.get("answers", {}).get("invalid") else 0
+    parser.add_argument("parts", nargs="+", choices=PARTS)
+    parser.add_argument("--schemas", type=int, default=2000, metavar="N", help="random schemas of each family")
+    parser.add_argument("--compile", type=int, default=200, metavar="N", help="common schemas")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peer-rounds", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="write dated results under benchmarks/results")
+    arguments, passed, results = parser.parse_args(), True, dict[str, Any]()
+    for part in arguments.parts:
+        load = machine.load()
+        results[part] = PARTS[part](arguments)
+        passed &= results[part].get("passed", True)
+        if arguments.write:
+            path = RESULTS / f"{datetime.date.today():%Y-%m-%d}-structured-{part}.json"
+            described = {"part": part, "machine": machine.describe(), "load_before": load, **results[part]}
+            path.write_text(json.dumps(described, indent=1) + "\n")
+    print(json.dumps(results))
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

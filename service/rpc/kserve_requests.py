@@ -21,6 +21,8 @@ LONGEST_TIMEOUT = 366 * 86400.0
 _OUR_PARAMETERS = {"triton_enable_empty_final_response", "timeout", "priority", "sequence_id", "sequence_start",
                    "sequence_end", "stream", "exclude_input_in_output"}  # fmt: skip
 _SAMPLING = frozenset(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"n"}
+_THINKING: dict[str, type] = {"enable_thinking": bool, "reasoning_effort": str}
+"""Options of the chat template, with their types."""
 _LISTS = {"stop", "stop_token_ids", "allowed_token_ids", "bad_words"}
 _ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 
@@ -42,8 +44,11 @@ def read_request(request: Any) -> Question:
     """Raises InvalidArgument."""
     tensors = read_tensors(request)
     parameters = {name: _parameter(name, value) for name, value in request.parameters.items()}
-    generate = inference_pb2.GenerateRequest(sampling=_sampling(tensors, parameters))
+    values = _values(tensors, parameters)
+    thinking = {name: values.pop(name) for name in _THINKING if name in values}
+    generate = inference_pb2.GenerateRequest(sampling=_sampling(values))
     _fill_prompt(generate, tensors)
+    _set_thinking(generate, thinking)
     if parameters.get("sequence_id"):
         raise errors.InvalidArgument("stateful sequences are not served", field="parameters.sequence_id")
     # Triton counts from 1, the most urgent; 0 is its default.
@@ -100,19 +105,44 @@ def _parameter(name: str, value: Any) -> Any:
     return getattr(value, kind)
 
 
-def _sampling(tensors: dict[str, list[Any]], parameters: dict[str, Any]) -> types_pb2.SamplingParams:
+def _values(tensors: dict[str, list[Any]], parameters: dict[str, Any]) -> dict[str, Any]:
+    """Fields of our own requests, from both places in which they may be."""
     values: dict[str, Any] = {}
     if "sampling_parameters" in tensors:
         parsed = _json(_single(tensors, "sampling_parameters"), "sampling_parameters")
         if not isinstance(parsed, dict):
             raise errors.InvalidArgument("sampling_parameters must be a JSON object", field="sampling_parameters")
         values |= parsed
-    values |= {name: value for name, value in parameters.items() if name not in _OUR_PARAMETERS}
+    return values | {name: value for name, value in parameters.items() if name not in _OUR_PARAMETERS}
+
+
+def _set_thinking(generate: inference_pb2.GenerateRequest, thinking: dict[str, Any]) -> None:
+    """Sets options of the chat template, which belong to a chat: a prompt becomes one of a single message. Raises
+    InvalidArgument."""
+    for name, value in thinking.items():
+        if not isinstance(value, _THINKING[name]):
+            kind = {bool: "true or false", str: "a string"}[_THINKING[name]]
+            raise errors.InvalidArgument(
+                f"{name} is {str(value)[:100]!r}; it must be {kind}", field=f"parameters.{name}"
+            )
+    if not thinking:
+        return
+    if generate.HasField("prompt"):
+        text, images = generate.prompt.text, list(generate.prompt.images)
+        message = generate.chat.messages.add(role=types_pb2.Role.Name(_ROLES["user"]))
+        for image in images:
+            message.parts.add(image=image)
+        message.parts.add(text=text)
+    for name, value in thinking.items():
+        setattr(generate.chat, name, value)
+
+
+def _sampling(values: dict[str, Any]) -> types_pb2.SamplingParams:
     sampling = types_pb2.SamplingParams()
     for name, value in values.items():
         if name not in _SAMPLING:
             raise errors.InvalidArgument(
-                f"no parameter {name!r}; sampling parameters are {', '.join(sorted(_SAMPLING))}",
+                f"no parameter {name!r}; there are {', '.join(sorted(_SAMPLING | _THINKING.keys()))}",
                 field=f"parameters.{name}"[:100],
             )  # fmt: skip
         if name in _LISTS and not isinstance(value, list):

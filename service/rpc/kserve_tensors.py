@@ -8,7 +8,8 @@ Inputs (BYTES unless said otherwise; all but the first two are optional):
     stream BOOL [1]          on a stream: one response for each piece of the answer
     sampling_parameters [1]  a JSON object of fields of saccade.v1.SamplingParams
     exclude_input_in_output BOOL [1]  false: text_output begins with text_input; not on streams, not with messages
-The same fields may also be request parameters. Outputs: text_output BYTES [1], token_ids INT32 [-1], finish_reason
+The same fields may also be request parameters, and so may enable_thinking (bool) and reasoning_effort (string), options
+of the chat template. Outputs: text_output BYTES [1], token_ids INT32 [-1], finish_reason
 BYTES [1], reasoning BYTES [1] (the model's reasoning before text_output; empty for most models); the token counts are
 response parameters.
 """

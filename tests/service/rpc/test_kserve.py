@@ -140,6 +140,8 @@ USER = {"role": "user", "content": "a"}
         (prompt(triton_enable_empty_final_response=1), "triton_enable_empty_final_response is '1'"),
         (prompt(exclude_input_in_output=0), "exclude_input_in_output is '0'"),
         (prompt(sequence_id=3), "stateful sequences"),
+        (prompt(enable_thinking="yes"), "enable_thinking is 'yes'; it must be true or false"),
+        (prompt(reasoning_effort=3), "reasoning_effort is '3'; it must be a string"),
         (chat([{"role": [], "content": "a"}]), "needs a role"),
         (chat([{"role": {}, "content": "a"}]), "needs a role"),
         (chat([{"role": "user", "content": 5}]), "neither text nor a list"),
@@ -169,6 +171,28 @@ def test_what_makes_sense_is_taken() -> None:
     assert read_request(prompt(timeout=2**63 - 1)).timeout == LONGEST_TIMEOUT
     question = read_request(chat([{"role": "user", "content": "\ud83d\ude00"}, {"role": "assistant"}]))
     assert question.request.chat.messages[0].parts[0].text == "\N{GRINNING FACE}"
+
+
+@pytest.mark.parametrize("thinking", [{"enable_thinking": False}, {"enable_thinking": True, "reasoning_effort": "low"}])
+def test_options_of_the_template_are_parameters_or_in_the_tensor(thinking: dict[str, Any]) -> None:
+    """A prompt with images becomes a chat of one message, which the template gets either way."""
+    parts = [{"type": "image"}, {"type": "text", "text": "a"}]
+    for tensor in (False, True):
+        read = []
+        for message in (prompt(), with_images([{"role": "user", "content": parts}])):
+            message.inputs.add(name="image", datatype="BYTES", shape=[1])
+            message.raw_input_contents.append(element(b"one"))
+            if tensor:
+                message.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1])
+                message.raw_input_contents.append(element(json.dumps({**thinking, "max_tokens": 3}).encode()))
+            for name, value in () if tensor else thinking.items():
+                setattr(message.parameters[name], "string_param" if isinstance(value, str) else "bool_param", value)
+            read.append(read_request(message).request)
+            convert.spec_from_proto(read[-1])
+        assert read[0] == read[1] and read[0].chat.enable_thinking == thinking["enable_thinking"]
+        assert read[0].chat.HasField("enable_thinking")
+        assert read[0].chat.reasoning_effort == thinking.get("reasoning_effort", "")
+        assert read[0].sampling.max_tokens == (3 if tensor else 0)
 
 
 def test_the_input_is_in_the_output_only_where_that_is_asked_for() -> None:
