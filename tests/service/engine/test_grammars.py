@@ -274,6 +274,30 @@ def test_equal_formats_are_compiled_once_and_old_ones_dropped(monkeypatch: pytes
     assert made.grammar(TextFormat("regex", "0")) is not first
 
 
+def test_texts_that_a_grammar_forces_are_tokenized_once() -> None:
+    """Tokenizing them takes longer than the rest of a mask."""
+    from service.engine.grammars import Grammars
+    from service.model.token_bytes import ByteVocabulary
+
+    class Counting(ByteVocabulary):
+        texts: list[str] = []
+
+        def encode(self, text: str) -> list[int]:
+            self.texts.append(text)
+            return super().encode(text)
+
+    vocabulary = Counting(TOKENIZER, VOCABULARY)
+    grammar = Grammars(vocabulary, {END}).grammar(schema(SCHEMA))
+    drawn = walk(grammar.start({END}), random.Random(1))
+    assert drawn[-1] == END and len(vocabulary.texts) > 5
+    known = len(vocabulary.texts)
+    again = grammar.start({END})
+    for token in drawn[:-1]:
+        allowed(again)
+        again.accept(token)
+    assert len(vocabulary.texts) == known == len(set(vocabulary.texts))
+
+
 def test_bad_words_are_not_written_with_any_tokens(constraining: Constraining, tokenizer: Tokenizer) -> None:
     """Without the constraint, random text over few letters soon contains every short string."""
     letters = [token for letter in "abc" for token in tokenizer.encode(letter)]
