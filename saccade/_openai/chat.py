@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from saccade._core.images import decode_data_url
@@ -41,10 +41,14 @@ def chat_request(body: ChatCompletion, opener: Opener, *, request_id: str = "") 
     options |= {name: getattr(body, name) for name in _TEMPLATE}
     if body.logprobs:
         options["logprobs"] = body.top_logprobs or 0
-    messages = [_message(message, f"messages[{i}]", opener) for i, message in enumerate(body.messages)]
-    request = build_request(messages, request_id=request_id, **options)
+    request = build_request(message_dicts(body.messages, opener), request_id=request_id, **options)
     _set_tools(request.chat, body)
     return request
+
+
+def message_dicts(messages: Sequence[Message], opener: Opener) -> list[Mapping[str, Any]]:
+    """Messages as the client's methods take them. Raises InvalidArgument."""
+    return [_message(message, f"messages[{i}]", opener) for i, message in enumerate(messages)]
 
 
 def sampling_options(body: Sampling) -> dict[str, Any]:

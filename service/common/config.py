@@ -366,6 +366,9 @@ class HttpOptions:
     http_header_timeout: float = _option(
         20.0, "seconds that the line and headers of a request may take to arrive", minimum=0.001
     )
+    http_file_bytes: int = _option(
+        2**30, "bytes of files that were uploaded over HTTP and wait to become batches", minimum=0, size=True
+    )
     http_cors_origins: tuple[str, ...] = _option(
         (), "origins such as https://app.example.org whose pages may call the HTTP server; unset: none"
     )

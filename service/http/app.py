@@ -18,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 
 from saccade._openai.errors import error_type
 from service.common.config import HttpFrontOptions
-from service.http import chat, models
+from service.http import batches, chat, completions, files, messages, metrics, models, openapi, responses, tokens
 from service.http.call import Endpoint, Front, Handler, Receive, Scope, Send
 
 PLAYGROUND = Path(__file__).resolve().parent / "playground"
@@ -40,20 +40,40 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("GET", "/health", models.health),
     ("GET", "/ready", models.ready),
     ("GET", "/status", models.status),
+    ("GET", "/metrics", metrics.metrics),
+    ("GET", "/openapi.json", openapi.openapi),
     ("GET", "/v1/models", models.list_models),
     ("GET", "/v1/models/{name:path}", models.get_model),
     ("POST", "/v1/chat/completions", chat.chat_completions),
+    ("POST", "/v1/completions", completions.completions),
+    ("POST", "/v1/responses", responses.responses),
+    ("POST", "/v1/messages", messages.messages),
+    ("POST", "/v1/messages/count_tokens", messages.count_tokens),
+    ("POST", "/v1/embeddings", tokens.embeddings),
+    ("POST", "/v1/files", files.upload),
+    ("GET", "/v1/files", files.list_files),
+    ("GET", "/v1/files/{file_id}", files.get_file),
+    ("DELETE", "/v1/files/{file_id}", files.delete_file),
+    ("GET", "/v1/files/{file_id}/content", files.content),
+    ("POST", "/v1/batches", batches.create),
+    ("GET", "/v1/batches", batches.list_batches),
+    ("GET", "/v1/batches/{batch_id}", batches.get),
+    ("POST", "/v1/batches/{batch_id}/cancel", batches.cancel),
+    ("POST", "/tokenize", tokens.tokenize),
+    ("POST", "/detokenize", tokens.detokenize),
 ]
 
 
 def make_app(options: HttpFrontOptions) -> Starlette:
     """The application. `app.state.front` is what its requests share."""
     front = Front(options)
+    front.routes = tuple((method, path, (handle.__doc__ or "").partition("\n")[0]) for method, path, handle in ROUTES)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await front.upstream.close()
+        front.files.close()
 
     routes: list[BaseRoute] = [
         Route(path, Endpoint(front, f"{method} {path}", handle), methods=[method]) for method, path, handle in ROUTES

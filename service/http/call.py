@@ -23,6 +23,7 @@ from saccade.errors import (
     Unimplemented,
 )
 from service.common.config import HttpFrontOptions
+from service.http.file_store import FileStore
 from service.http.upstream import Caller, Upstream
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,11 @@ class Front:
         self.budget = BodyBudget(options.max_inflight_bytes)
         self.calls: dict[tuple[str, int], int] = {}
         """Requests that have ended, by route and status."""
+        self.files = FileStore(options.http_file_bytes)
+        self.batches: dict[str, Any] = {}
+        """`batches.BatchNotes` by the id of their batch, the oldest first."""
+        self.routes: tuple[tuple[str, str, str], ...] = ()
+        """Method, path and summary of each route."""
         self.running = 0
         self.streams = 0
         """Answers that are being streamed."""
@@ -80,7 +86,7 @@ class HttpCall:
     """One request. Used by its handler, in one task."""
 
     def __init__(self, front: Front, scope: Scope, receive: Receive, send: Send) -> None:
-        self.front, self.scope, self._receive, self._send = front, scope, receive, send
+        self.front, self.scope, self.receive, self._send = front, scope, receive, send
         self.headers: dict[str, str] = {}
         for name, value in scope["headers"]:
             self.headers[name.decode("latin-1")] = value.decode("latin-1")
@@ -90,7 +96,10 @@ class HttpCall:
         self.status = 0
         self.notes: list[tuple[str, str]] = []
         """Further headers of the answer."""
-        self._held = 0
+        self.error_form: Callable[[dict[str, Any], int], dict[str, Any]] | None = None
+        """Another form of errors than OpenAI's."""
+        self.held = 0
+        """Bytes of the body."""
         self._sending_since: float | None = None
 
     # -- what the client sends -----------------------------------------------------------------------------------------
@@ -140,14 +149,14 @@ class HttpCall:
         try:
             async with asyncio.timeout(options.receive_timeout):
                 while True:
-                    message = await self._receive()
+                    message = await self.receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
                     chunk = message.get("body", b"")
                     size += len(chunk)
                     self._check_size(size)
                     self.front.budget.add(len(chunk))
-                    self._held += len(chunk)
+                    self.held += len(chunk)
                     chunks.append(chunk)
                     if not message.get("more_body"):
                         return b"".join(chunks)
@@ -171,8 +180,8 @@ class HttpCall:
 
     def release(self) -> None:
         """Called at the end of the request."""
-        self.front.budget.used -= self._held
-        self._held = 0
+        self.front.budget.used -= self.held
+        self.held = 0
 
     # -- what it gets --------------------------------------------------------------------------------------------------
 
@@ -206,7 +215,10 @@ class HttpCall:
         status = http_status(error)
         error.request_id = error.request_id or self.request_id
         headers = retry_headers(error, status)
-        body = json.dumps({"error": error_object(error, status)}, ensure_ascii=False).encode("utf-8", "replace")
+        told: dict[str, Any] = {"error": error_object(error, status)}
+        if self.error_form is not None:
+            told = self.error_form(told["error"], status)
+        body = json.dumps(told, ensure_ascii=False).encode("utf-8", "replace")
         if status in (408, 413, 415):  # the rest of the body is not read
             headers.append(("connection", "close"))
         await self.start(status, "application/json", [*headers, ("content-length", str(len(body)))])
@@ -234,7 +246,7 @@ class Connected:
         self._timer = self._loop.call_later(self._call.front.options.stall_timeout / 2, self._look)
 
     async def _until_disconnect(self) -> None:
-        while (await self._call._receive())["type"] != "http.disconnect":
+        while (await self._call.receive())["type"] != "http.disconnect":
             pass
         self._end()
 

@@ -50,11 +50,13 @@ async def _serving(call: HttpCall, connection: AsyncConnection) -> str:
 
 
 async def list_models(call: HttpCall) -> None:
+    """The models of all servers."""
     found = await _models(call.caller())
     await call.respond({"object": "list", "data": [model_object(model) for model in found.values()]})
 
 
 async def get_model(call: HttpCall) -> None:
+    """One model."""
     name = path_values(call.scope)["name"]
     found = await _models(call.caller())
     if name not in found:

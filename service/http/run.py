@@ -9,6 +9,7 @@ import signal
 import socket
 import ssl
 import sys
+import threading
 from collections.abc import Iterator
 
 import uvicorn
@@ -90,6 +91,9 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """SIGTERM and SIGINT stop the server, which then exits with 0; a second one stops it at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._told)

@@ -21,6 +21,7 @@ from saccade.v1 import (
 from service.answers import convert
 from service.answers.calls import Calls
 from service.answers.coalesce import coalesce
+from service.answers.detokenize import detokenize
 from service.answers.weigh import LIGHT
 from service.common import errors
 from service.common.types import Event, Finished, GenerateSpec, MediaSource, Video
@@ -52,7 +53,7 @@ async def converted(event: Event, convert_event: Callable[[Event], T]) -> T:
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Generate, StreamGenerate, Embed, Tokenize and CancelGeneration."""
+    """Generate, StreamGenerate, Embed, Tokenize, Detokenize and CancelGeneration."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -92,6 +93,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.TokenizeResponse:
         spec = await read(convert.spec_from_tokenize, request)
         return convert.tokenized_to_proto(await self._calls.tokenize(spec, timeout=context.time_remaining()))
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        frontend = self._calls.frontend
+        text, tokens = await asyncio.to_thread(
+            detokenize, frontend.assets, frontend.engine.info.model, request.model, list(request.token_ids)
+        )
+        return inference_pb2.DetokenizeResponse(text=text, tokens=tokens)
 
     async def CancelGeneration(
         self, request: inference_pb2.CancelGenerationRequest, context: Context

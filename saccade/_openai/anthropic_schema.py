@@ -1,0 +1,235 @@
+"""The request of Anthropic's Messages API, and its conversion to a chat completion."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Discriminator, Field, Tag
+
+from saccade._openai.problems import validated
+from saccade._openai.schema import ChatCompletion, Strict
+
+
+class Block(Strict):
+    cache_control: Any = Field(None, description="Ignored: everything that can be cached is.")
+
+
+class TextBlock(Block):
+    type: Literal["text"]
+    text: str
+    citations: list[Any] | None = None
+
+
+class Base64Source(Strict):
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class UrlSource(Strict):
+    type: Literal["url"]
+    url: str
+
+
+class FileSource(Strict):
+    type: Literal["file"]
+    file_id: str
+
+
+def _kind(value: Any) -> str:
+    return f"<{value.get('type')}>" if isinstance(value, dict) else "<>"
+
+
+class ImageBlock(Block):
+    type: Literal["image"]
+    source: Annotated[
+        Annotated[Base64Source, Tag("<base64>")]
+        | Annotated[UrlSource, Tag("<url>")]
+        | Annotated[FileSource, Tag("<file>")],
+        Discriminator(
+            _kind, custom_error_type="source", custom_error_message="expected a source of type base64 or url"
+        ),
+    ]
+
+
+class ThinkingBlock(Block):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class ToolUseBlock(Block):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ResultPart: TypeAlias = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")],
+    Discriminator(_kind, custom_error_type="block", custom_error_message="expected a block of type text or image"),
+]
+
+
+class ToolResultBlock(Block):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: (
+        Annotated[
+            Annotated[str, Tag("<str>")] | Annotated[list[ResultPart], Tag("<blocks>")],
+            Discriminator(lambda value: "<blocks>" if isinstance(value, list) else "<str>"),
+        ]
+        | None
+    ) = None
+    is_error: bool | None = None
+
+
+AnyBlock: TypeAlias = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    Discriminator(
+        _kind,
+        custom_error_type="block",
+        custom_error_message="expected a block of type text, image, thinking, tool_use or tool_result",
+    ),
+]
+
+
+class AnthropicMessage(Strict):
+    role: Literal["user", "assistant"]
+    content: Annotated[
+        Annotated[str, Tag("<str>")] | Annotated[list[AnyBlock], Tag("<blocks>")],
+        Discriminator(lambda value: "<blocks>" if isinstance(value, list) else "<str>"),
+    ]
+
+
+class AnthropicTool(Block):
+    name: str = Field(min_length=1)
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+
+
+class AnthropicToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Strict):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=0)
+    display: str | None = None
+
+
+class CountTokens(Strict):
+    """The body of `/v1/messages/count_tokens`."""
+
+    messages: list[AnthropicMessage] = Field(min_length=1)
+    model: str | None = None
+    system: (
+        Annotated[
+            Annotated[str, Tag("<str>")] | Annotated[list[TextBlock], Tag("<blocks>")],
+            Discriminator(lambda value: "<blocks>" if isinstance(value, list) else "<str>"),
+        ]
+        | None
+    ) = None
+    thinking: Thinking | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+
+
+class MessagesRequest(CountTokens):
+    """The body of `/v1/messages`."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] | None = None
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    stream: bool | None = None
+    metadata: Any = Field(None, description="Ignored.")
+    service_tier: Any = Field(None, description="Ignored.")
+
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_of(body: CountTokens) -> ChatCompletion:
+    """The same request as a chat completion."""
+    messages: list[dict[str, Any]] = []
+    if body.system is not None:
+        text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
+        messages.append({"role": "system", "content": text})
+    for message in body.messages:
+        _add_message(messages, message)
+    options: dict[str, Any] = {"model": body.model}
+    if isinstance(body, MessagesRequest):
+        options |= {
+            "max_tokens": body.max_tokens, "stop": body.stop_sequences, "temperature": body.temperature,
+            "top_p": body.top_p, "top_k": body.top_k, "stream": body.stream,
+        }  # fmt: skip
+    if body.thinking is not None:
+        options["max_reasoning_tokens"] = body.thinking.budget_tokens
+        if body.thinking.type != "adaptive":
+            options["enable_thinking"] = body.thinking.type == "enabled"
+    if body.tools:
+        options["tools"] = [_tool(tool) for tool in body.tools]
+    if body.tool_choice is not None:
+        choice = body.tool_choice
+        named = {"type": "function", "function": {"name": choice.name or ""}}
+        options["tool_choice"] = _CHOICES.get(choice.type, named)
+        if choice.disable_parallel_tool_use is not None:
+            options["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    given = {name: value for name, value in options.items() if value is not None}
+    return validated(ChatCompletion, {"messages": messages, **given})
+
+
+def _tool(tool: AnthropicTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": {**function, "strict": tool.strict}}
+
+
+def _add_message(messages: list[dict[str, Any]], message: AnthropicMessage) -> None:
+    if isinstance(message.content, str):
+        messages.append({"role": message.role, "content": message.content})
+        return
+    parts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    thoughts = ""
+    for block in message.content:
+        match block:
+            case ToolResultBlock(tool_use_id=call_id, content=content):
+                told = content if isinstance(content, str) else [_part(part) for part in content or ()]
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": told})
+            case ToolUseBlock(id=call_id, name=name, input=value):
+                function = {"name": name, "arguments": json.dumps(value, ensure_ascii=False)}
+                calls.append({"id": call_id, "type": "function", "function": function})
+            case ThinkingBlock(thinking=text):
+                thoughts += text
+            case TextBlock() | ImageBlock():
+                parts.append(_part(block))
+    if parts or calls or thoughts:
+        made: dict[str, Any] = {"role": message.role, "content": parts}
+        if thoughts:
+            made["reasoning"] = thoughts
+        if calls:
+            made["tool_calls"] = calls
+        messages.append(made)
+
+
+def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
+    if isinstance(block, TextBlock):
+        return {"type": "text", "text": block.text}
+    match block.source:
+        case Base64Source(media_type=kind, data=data):
+            return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+        case UrlSource(url=url):
+            return {"type": "image_url", "image_url": {"url": url}}
+        case FileSource(file_id=media_id):
+            return {"type": "image", "media_id": media_id}

@@ -1,0 +1,241 @@
+"""The request of OpenAI's Responses API, of which this server keeps nothing between calls."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Discriminator, Field, Tag
+
+from saccade._openai.problems import validated
+from saccade._openai.schema import ChatCompletion, Strict
+
+
+class InputText(Strict):
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputImage(Strict):
+    type: Literal["input_image"]
+    image_url: str | None = Field(None, description="A data URL, media:ID, or an http URL that the operator allows.")
+    file_id: str | None = Field(None, description="The id of an uploaded image.")
+    detail: str | None = Field(None, description="Ignored.")
+
+
+def _part_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return "<image>" if kind == "input_image" else "<text>"
+
+
+ContentPart: TypeAlias = Annotated[
+    Annotated[InputText, Tag("<text>")] | Annotated[InputImage, Tag("<image>")], Discriminator(_part_kind)
+]
+ItemContent: TypeAlias = Annotated[
+    Annotated[str, Tag("<str>")] | Annotated[list[ContentPart], Tag("<parts>")],
+    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<str>"),
+]
+
+
+class MessageItem(Strict):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: ItemContent
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class ReasoningItem(Strict):
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[InputText] | None = None
+    content: list[InputText] | None = None
+    encrypted_content: None = None
+    status: str | None = None
+
+
+class FunctionCallItem(Strict):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class FunctionOutputItem(Strict):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: ItemContent
+    id: str | None = None
+    status: str | None = None
+
+
+def _item_kind(value: Any) -> str:
+    kind = value.get("type", "message") if isinstance(value, dict) else None
+    return f"<{kind}>"
+
+
+Item: TypeAlias = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[FunctionOutputItem, Tag("<function_call_output>")],
+    Discriminator(
+        _item_kind,
+        custom_error_type="item",
+        custom_error_message="expected an item of type message, reasoning, function_call or function_call_output",
+    ),
+]
+
+
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Strict):
+    effort: str | None = None
+    summary: str | None = Field(None, description="Ignored: the reasoning itself is in the answer.")
+    generate_summary: str | None = None
+
+
+class ResponseTool(Strict):
+    type: Literal["function"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseToolName(Strict):
+    type: Literal["function"]
+    name: str
+
+
+ResponseToolChoice: TypeAlias = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("<mode>")] | Annotated[ResponseToolName, Tag("<name>")],
+    Discriminator(lambda value: "<mode>" if isinstance(value, str) else "<name>"),
+]
+
+
+class ResponseRequest(Strict):
+    """The body of `/v1/responses`."""
+
+    input: Annotated[
+        Annotated[str, Tag("<str>")] | Annotated[list[Item], Field(min_length=1), Tag("<items>")],
+        Discriminator(lambda value: "<items>" if isinstance(value, list) else "<str>"),
+    ]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_logprobs: int | None = Field(None, ge=0)
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    previous_response_id: None = Field(None, description="Nothing is stored: send the conversation as input.")
+    conversation: None = None
+    seed: int | None = Field(None, ge=0, lt=2**64)
+    metadata: dict[str, Any] | None = None
+    store: bool | None = Field(None, description="Ignored: nothing is stored.")
+    user: str | None = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+
+def chat_of(body: ResponseRequest) -> ChatCompletion:
+    """The same request as a chat completion."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
+    items = body.input
+    if isinstance(items, str):
+        messages.append({"role": "user", "content": items})
+    else:
+        for item in items:
+            _add_item(messages, item)
+    for message in messages:
+        message.pop("open", None)
+    logprobs = "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs)
+    options: dict[str, Any] = {
+        "model": body.model, "max_tokens": body.max_output_tokens, "temperature": body.temperature,
+        "top_p": body.top_p, "seed": body.seed, "stream": body.stream, "logprobs": logprobs or None,
+        "top_logprobs": body.top_logprobs, "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _format(body.text),
+        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+    }  # fmt: skip
+    if body.tools:
+        options["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in body.tools
+        ]
+    if isinstance(body.tool_choice, str):
+        options["tool_choice"] = body.tool_choice
+    elif body.tool_choice is not None:
+        options["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
+    given = {name: value for name, value in options.items() if value is not None}
+    return validated(ChatCompletion, {"messages": messages, **given})
+
+
+def _format(text: TextOptions | None) -> dict[str, Any] | None:
+    if text is None or text.format is None:
+        return None
+    made = text.format
+    if made.type != "json_schema":
+        return {"type": made.type}
+    return {"type": "json_schema", "json_schema": {"name": made.name or "answer", "schema": made.schema_}}
+
+
+def _add_item(messages: list[dict[str, Any]], item: Item) -> None:
+    """Reasoning and calls belong to the assistant's message that they are part of."""
+    match item:
+        case MessageItem(role=role, content=content):
+            if role == "assistant" and messages and messages[-1].get("open"):
+                messages[-1]["content"] = _content(content)
+                return
+            messages.append({"role": role, "content": _content(content)})
+        case ReasoningItem(summary=summary, content=parts):
+            text = "".join(part.text for part in parts or summary or ())
+            messages.append({"role": "assistant", "content": "", "reasoning": text, "open": True})
+        case FunctionCallItem(call_id=call_id, name=name, arguments=arguments):
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            messages[-1].setdefault("tool_calls", []).append(call)
+        case FunctionOutputItem(call_id=call_id, output=output):
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": _content(output)})
+
+
+def _content(content: str | list[ContentPart]) -> Any:
+    if isinstance(content, str):
+        return content
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if isinstance(part, InputText):
+            parts.append({"type": "text", "text": part.text})
+        elif part.file_id is not None:
+            parts.append({"type": "image", "media_id": part.file_id})
+        else:
+            parts.append({"type": "image_url", "image_url": {"url": part.image_url or ""}})
+    return parts

@@ -1,0 +1,210 @@
+"""`/v1/batches`, on the servers' BatchService."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from saccade._core.batches import batch_from
+from saccade._openai.problems import validated
+from saccade._openai.schema import Strict
+from saccade._transport.aio import AsyncConnection
+from saccade.errors import InvalidArgument, NotFound, SaccadeError, Unimplemented
+from saccade.types import Batch
+from saccade.v1 import batch_pb2
+from service.http.call import HttpCall, path_values
+from service.http.file_store import owner_of
+
+URL = "/v1/chat/completions"
+CHUNK = 2**20
+KEPT = 10_000
+"""Batches whose input file and metadata are remembered."""
+_STATES = {"queued": "validating", "validating": "validating", "running": "in_progress"}
+
+
+class BatchRequest(Strict):
+    """The body of `/v1/batches`."""
+
+    input_file_id: str
+    endpoint: Literal["/v1/chat/completions"]
+    completion_window: str = Field("24h", description="Ignored: a batch runs until it is complete.")
+    metadata: dict[str, str] | None = None
+    output_expires_after: None = None
+
+
+@dataclass(frozen=True)
+class BatchNotes:
+    """What the gRPC servers do not keep of a batch."""
+
+    input_file_id: str = ""
+    metadata: dict[str, str] | None = None
+
+
+async def create(call: HttpCall) -> None:
+    """Starts a batch from an uploaded file."""
+    body = validated(BatchRequest, await call.json())
+    stored = call.front.files.get(body.input_file_id, owner_of(call.headers))
+    header = batch_pb2.BatchHeader(request_id=call.request_id, size_bytes=stored.size)
+
+    def parts() -> Iterator[batch_pb2.CreateBatchRequest]:
+        yield batch_pb2.CreateBatchRequest(header=header)
+        yield from _chunks(stored.path)
+
+    made = await call.caller().call("batch", "CreateBatch", parts)
+    batch = batch_from(made.batch)
+    notes = call.front.batches
+    notes[batch.batch_id] = BatchNotes(body.input_file_id, body.metadata)
+    while len(notes) > KEPT:
+        del notes[next(iter(notes))]
+    await call.respond(_object(call, batch))
+
+
+def _chunks(path: Path) -> Iterator[batch_pb2.CreateBatchRequest]:
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            yield batch_pb2.CreateBatchRequest(chunk=chunk)
+
+
+async def get(call: HttpCall) -> None:
+    """The state of a batch."""
+    batch, _ = await find_batch(call, path_values(call.scope)["batch_id"])
+    await call.respond(_object(call, batch))
+
+
+async def cancel(call: HttpCall) -> None:
+    """Cancels a batch; finished answers are kept."""
+    batch, connection = await find_batch(call, path_values(call.scope)["batch_id"])
+    request = batch_pb2.CancelBatchRequest(batch_id=batch.batch_id)
+    answer = await call.caller().call("batch", "CancelBatch", request, on=connection)
+    await call.respond(_object(call, batch_from(answer.batch)))
+
+
+async def list_batches(call: HttpCall) -> None:
+    """All batches, newest first: `limit` of them, those after the id `after`."""
+    from urllib.parse import parse_qs
+
+    query = parse_qs(call.scope["query_string"].decode("latin-1"))
+    text = query.get("limit", ["20"])[0]
+    if not text.isdigit() or not 1 <= int(text) <= 100:
+        raise InvalidArgument(f"limit: expected a number from 1 to 100, got {text[:40]!r}")
+    found = [batch for batches in (await batch_calls(call)).values() for batch in batches]
+    found.sort(key=lambda batch: -(batch.created or 0))
+    if after := query.get("after", [""])[0]:
+        places = [i for i, batch in enumerate(found) if batch.batch_id == after]
+        if not places:
+            raise NotFound(f"after: there is no batch {after[:100]!r}", reason="BATCH_NOT_FOUND")
+        found = found[places[0] + 1 :]
+    page = found[: int(text)]
+    await call.respond({
+        "object": "list",
+        "data": [_object(call, batch) for batch in page],
+        "first_id": page[0].batch_id if page else None,
+        "last_id": page[-1].batch_id if page else None,
+        "has_more": len(found) > len(page),
+    })  # fmt: skip
+
+
+async def batch_calls(call: HttpCall) -> dict[AsyncConnection, list[Batch]]:
+    """The batches of each server that has any service for them. Raises SaccadeError if none has."""
+    caller = call.caller()
+
+    async def of(connection: AsyncConnection) -> list[Batch]:
+        found: list[Batch] = []
+        token = ""
+        while True:
+            request = batch_pb2.ListBatchesRequest(page_token=token)
+            page = await caller.call("batch", "ListBatches", request, on=connection)
+            found += map(batch_from, page.batches)
+            if not (token := page.next_page_token):
+                return found
+
+    connections = caller.upstream.connections
+    results = await asyncio.gather(*map(of, connections), return_exceptions=True)
+    told = {c: result for c, result in zip(connections, results, strict=True) if isinstance(result, list)}
+    if not told:
+        raise _first_error(results)
+    return told
+
+
+def _first_error(results: list[Any]) -> BaseException:
+    failure: BaseException = results[0]
+    if isinstance(failure, Unimplemented):
+        return Unimplemented("batches are served by servers with one frontend process", reason="UNIMPLEMENTED")
+    return failure
+
+
+async def find_batch(call: HttpCall, batch_id: str) -> tuple[Batch, AsyncConnection]:
+    """The batch, and the server that has it. Raises NotFound, or what kept a server from answering."""
+    caller = call.caller()
+    failure: SaccadeError = NotFound(f"there is no batch {batch_id[:100]!r}", reason="BATCH_NOT_FOUND")
+    for connection in caller.upstream.connections:
+        try:
+            request = batch_pb2.GetBatchRequest(batch_id=batch_id)
+            answer = await caller.call("batch", "GetBatch", request, on=connection)
+        except NotFound:
+            continue
+        except SaccadeError as error:
+            failure = error
+        else:
+            return batch_from(answer.batch), connection
+    raise failure
+
+
+def _object(call: HttpCall, batch: Batch) -> dict[str, Any]:
+    """OpenAI's object for a batch."""
+    notes = call.front.batches.get(batch.batch_id, BatchNotes())
+    state = _STATES.get(batch.state, batch.state)
+    failures = [
+        {"code": batch.reason or "BATCH_FAILED", "message": text, "line": _line(text), "param": None}
+        for text in batch.problems or ((batch.message,) if batch.state == "failed" else ())
+    ]
+
+    def ended(name: str) -> int | None:
+        return _seconds(batch.ended) if batch.state == name else None
+
+    return {
+        "id": batch.batch_id,
+        "object": "batch",
+        "endpoint": URL,
+        "model": batch.model or None,
+        "errors": {"object": "list", "data": failures} if failures else None,
+        "input_file_id": notes.input_file_id,
+        "completion_window": "24h",
+        "status": state,
+        "output_file_id": f"file-output-{batch.batch_id}" if batch.over and batch.output_bytes else None,
+        "error_file_id": f"file-errors-{batch.batch_id}" if batch.over and batch.failed else None,
+        "created_at": _seconds(batch.created) or int(time.time()),
+        "in_progress_at": _seconds(batch.started),
+        "expires_at": _seconds(batch.expires),
+        "finalizing_at": None,
+        "completed_at": ended("completed"),
+        "failed_at": ended("failed"),
+        "expired_at": None,
+        "cancelling_at": None,
+        "cancelled_at": ended("cancelled"),
+        "request_counts": {
+            "total": batch.total, "completed": batch.completed, "failed": batch.failed,
+        },
+        "usage": {
+            "input_tokens": batch.prompt_tokens, "output_tokens": batch.completion_tokens,
+            "total_tokens": batch.prompt_tokens + batch.completion_tokens,
+            "input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0},
+        },
+        "metadata": notes.metadata,
+    }  # fmt: skip
+
+
+def _seconds(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _line(problem: str) -> int | None:
+    """The number of the line that a problem of an input file is about: `line 3: ...`."""
+    word = problem.removeprefix("line ").partition(":")[0]
+    return int(word) if problem.startswith("line ") and word.isdigit() else None

@@ -1,0 +1,216 @@
+"""`/v1/completions`: prompts as text or token ids, without the chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from saccade._core.requests import build_request
+from saccade._core.results import generation_from
+from saccade._openai.answers import extension, token_text, usage_object
+from saccade._openai.chat import sampling_options
+from saccade._openai.problems import validated
+from saccade._openai.schema import Completion, prompt_list
+from saccade.errors import SaccadeError
+from saccade.types import Delta, Generation, Sample, TokenLogprob
+from saccade.v1 import inference_pb2
+from service.http.call import HttpCall, beside
+from service.http.streams import DONE, Events, affinity_key, quoted, stream_events
+from service.http.upstream import Caller
+
+CONCURRENT = 16
+"""Prompts of one request that run at a time."""
+
+
+async def completions(call: HttpCall) -> None:
+    """Answers one request for completions."""
+    body = validated(Completion, await call.json())
+    caller, prompts = call.caller(), prompt_list(body.prompt)
+    if body.stream:
+        request = _request(call, body, prompts[0], call.request_id)
+        echo = "" if not body.echo else (await _prompt_tokens(caller, request, prompts[0]))[0]
+        await stream_events(call, caller, request, CompletionEvents(call, body, echo))
+        return
+    many = len(prompts) > 1
+    requests = [
+        await beside(call.held, _request, call, body, prompt, f"{call.request_id}-{i}" if many else call.request_id)
+        for i, prompt in enumerate(prompts)
+    ]
+    async with call.connected():
+        answers = await _all(caller, requests)
+        echoes: list[tuple[str, list[bytes]]] = [("", [])] * len(prompts)
+        if body.echo:
+            echoes = [await _prompt_tokens(caller, requests[i], prompts[i]) for i in range(len(prompts))]
+    choices = [
+        _choice(body, i * (body.n or 1) + sample.index, sample, answer, echo)
+        for i, (answer, echo) in enumerate(zip(answers, echoes, strict=True))
+        for sample in answer.samples
+    ]
+    usages = [usage_object([sample.usage for sample in answer.samples]) for answer in answers]
+    await call.respond({
+        "id": f"cmpl-{call.request_id}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": answers[0].model,
+        "system_fingerprint": answers[0].model_version,
+        "choices": choices,
+        "usage": _summed(usages),
+        "saccade": extension(answers[0]),
+    })  # fmt: skip
+
+
+def _request(
+    call: HttpCall, body: Completion, prompt: str | list[int], request_id: str
+) -> inference_pb2.GenerateRequest:
+    options = sampling_options(body)
+    options["max_tokens"] = body.max_tokens or 1
+    options["logprobs"] = body.logprobs
+    if body.echo and body.logprobs is not None:
+        options["prompt_logprobs"] = body.logprobs
+    if options["priority"] is None:
+        options["priority"] = call.priority
+    return build_request(prompt, raw=isinstance(prompt, str), request_id=request_id, **options)
+
+
+async def _all(caller: Caller, requests: Sequence[inference_pb2.GenerateRequest]) -> list[Generation]:
+    """The answers, in order. The first error cancels the rest."""
+    places = asyncio.Semaphore(CONCURRENT)
+
+    async def one(request: inference_pb2.GenerateRequest) -> Generation:
+        async with places:
+            response = await caller.call("inference", "Generate", request, key=affinity_key(request))
+            return generation_from(response, request.sampling.HasField("logprobs"))
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(request)) for request in requests]
+    except* SaccadeError as errors:
+        failure: BaseException = errors
+        while isinstance(failure, BaseExceptionGroup):
+            failure = failure.exceptions[0]
+        raise failure from None
+    return [task.result() for task in tasks]
+
+
+async def _prompt_tokens(
+    caller: Caller, request: inference_pb2.GenerateRequest, prompt: str | list[int]
+) -> tuple[str, list[bytes]]:
+    """The prompt's text, and the bytes of each of its tokens."""
+    if isinstance(prompt, str):
+        asked = inference_pb2.TokenizeRequest(model=request.model, prompt=request.prompt)
+        ids = list((await caller.call("inference", "Tokenize", asked)).token_ids)
+    else:
+        ids = prompt
+    told = await caller.call(
+        "inference", "Detokenize", inference_pb2.DetokenizeRequest(model=request.model, token_ids=ids)
+    )
+    return (prompt if isinstance(prompt, str) else told.text), list(told.tokens)
+
+
+def _choice(
+    body: Completion, index: int, sample: Sample, answer: Generation, echo: tuple[str, list[bytes]]
+) -> dict[str, Any]:
+    text, tokens = echo
+    generated = "" if body.max_tokens == 0 else sample.reasoning + sample.text
+    logprobs = None
+    if body.logprobs is not None:
+        scored: list[tuple[str, TokenLogprob | None]] = []
+        if body.echo:
+            scores = answer.prompt_logprobs or [None] * len(tokens)
+            scored += [(piece.decode("utf-8", "replace"), score) for piece, score in zip(tokens, scores, strict=True)]
+        if body.max_tokens != 0:
+            scored += [(token_text(item.token_id, item.token), item) for item in sample.logprobs or ()]
+        logprobs = _logprobs(scored, body.logprobs)
+    return {
+        "index": index,
+        "text": text + generated,
+        "logprobs": logprobs,
+        "finish_reason": "length" if body.max_tokens == 0 else sample.finish_reason,
+        "stop_reason": sample.stop_match,
+    }
+
+
+def _logprobs(scored: Sequence[tuple[str, TokenLogprob | None]], most: int) -> dict[str, Any]:
+    """OpenAI's first form of log-probabilities: parallel lists. A first token has none."""
+    offsets, at = [], 0
+    for text, _ in scored:
+        offsets.append(at)
+        at += len(text)
+    return {
+        "tokens": [text for text, _ in scored],
+        "token_logprobs": [None if score is None else score.logprob for _, score in scored],
+        "top_logprobs": [None if score is None else _top(score) for _, score in scored] if most else None,
+        "text_offset": offsets,
+    }
+
+
+def _top(score: TokenLogprob) -> dict[str, float]:
+    """The likeliest tokens by their text, and the token itself; of tokens with the same text the likeliest."""
+    found: dict[str, float] = {}
+    for item in score.top:
+        found.setdefault(token_text(item.token_id, item.token), item.logprob)
+    found.setdefault(token_text(score.token_id, score.token), score.logprob)
+    return found
+
+
+def _summed(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The usage of a request with several prompts."""
+    total: dict[str, Any] = {}
+    for usage in usages:
+        for key, value in usage.items():
+            if isinstance(value, dict):
+                total[key] = _summed([total[key], value]) if key in total else value
+            else:
+                total[key] = total.get(key, 0) + value
+    return total
+
+
+class CompletionEvents(Events):
+    """`text_completion` chunks."""
+
+    def __init__(self, call: HttpCall, body: Completion, echo: str) -> None:
+        self._call, self._body, self._echo = call, body, echo
+        self._usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._head = self._tail = ""
+        self._offsets: dict[int, int] = {}
+
+    def begin(self, started: inference_pb2.Started) -> bytes:
+        self._head = (
+            f'data: {{"id":"cmpl-{self._call.request_id}","object":"text_completion",'
+            f'"created":{int(time.time())},"model":{quoted(started.model)},"choices":['
+        )
+        self._tail = ',"usage":null}\n\n' if self._usage else "}\n\n"
+        if not self._echo:
+            return b""
+        return b"".join(self._chunk(i, quoted(self._echo), "null", "null") for i in range(self._body.n or 1))
+
+    def _chunk(self, index: int, text: str, logprobs: str, reason: str) -> bytes:
+        choice = f'{{"index":{index},"text":{text},"logprobs":{logprobs},"finish_reason":{reason}}}'
+        return f"{self._head}{choice}]{self._tail}".encode("utf-8", "replace")
+
+    def piece(self, delta: Delta) -> bytes:
+        text = delta.reasoning + delta.text
+        if not text and not delta.logprobs or self._body.max_tokens == 0:
+            return b""
+        logprobs = "null"
+        if delta.logprobs:
+            scored = [(token_text(item.token_id, item.token), item) for item in delta.logprobs]
+            made = _logprobs(scored, self._body.logprobs or 0)
+            at = self._offsets.get(delta.index, 0)
+            made["text_offset"] = [at + offset for offset in made["text_offset"]]
+            self._offsets[delta.index] = at + sum(len(piece) for piece, _ in scored)
+            logprobs = json.dumps(made, ensure_ascii=False, separators=(",", ":"))
+        return self._chunk(delta.index, quoted(text), logprobs, "null")
+
+    def end(self, answer: Generation) -> bytes:
+        chunks = [self._chunk(s.index, '""', "null", quoted(s.finish_reason)) for s in answer.samples]
+        if self._usage:
+            usage = json.dumps(usage_object([sample.usage for sample in answer.samples]))
+            chunks.append(f'{self._head}],"usage":{usage},"saccade":{json.dumps(extension(answer))}}}\n\n'.encode())
+        return b"".join([*chunks, DONE])
+
+    def error(self, error: dict[str, Any]) -> bytes:
+        return b"data: " + json.dumps({"error": error}).encode() + b"\n\n" + DONE

@@ -1,0 +1,179 @@
+"""`/v1/files`: input files of batches, and their output."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from saccade._transport.aio import AsyncConnection
+from saccade.errors import DeadlineExceeded, InvalidArgument, MessageTooLarge, NotFound
+from saccade.types import Batch
+from saccade.v1 import batch_pb2
+from service.http.batches import batch_calls, find_batch
+from service.http.call import ClientGone, HttpCall, WrongContent, path_values
+from service.http.file_store import StoredFile, owner_of
+
+OUTPUT, ERRORS = "file-output-", "file-errors-"
+"""Beginnings of the ids of a batch's files; its id follows."""
+
+
+async def upload(call: HttpCall) -> None:
+    """Stores a file for `/v1/batches`."""
+    if not call.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise WrongContent("content-type: expected multipart/form-data")
+    await call.caller().call("batch", "ListBatches", batch_pb2.ListBatchesRequest(page_size=1))  # may this key upload?
+    store, owner = call.front.files, owner_of(call.headers)
+    limited = _LimitedBody(call, store.capacity)
+    try:
+        async with Request(call.scope, limited.receive).form(max_files=1, max_fields=8) as form:
+            file, purpose = form.get("file"), form.get("purpose")
+            if not isinstance(file, UploadFile):
+                raise InvalidArgument("file: expected a file in the form")
+            if purpose != "batch":
+                raise InvalidArgument(f"purpose: expected batch, got {str(purpose)[:60]!r}")
+            path, size = store.new_path(), file.size or 0
+            store.reserve(size)
+            try:
+                await asyncio.to_thread(_copy, file, path)
+            except BaseException:
+                store.used -= size
+                path.unlink(missing_ok=True)
+                raise
+            stored = store.add(path, owner, (file.filename or "batch.jsonl")[:255], size)
+    except HTTPException as error:  # Starlette's parser: not a form
+        raise InvalidArgument(f"the form cannot be read: {error.detail}") from None
+    finally:
+        limited.release()
+    await call.respond(_file(stored.file_id, stored.name, stored.size, stored.created, "batch"))
+
+
+def _copy(file: UploadFile, path: Path) -> None:
+    with open(path, "xb") as target:
+        while chunk := file.file.read(2**20):
+            target.write(chunk)
+
+
+class _LimitedBody:
+    """The body of a form, limited in size and in the time between two of its pieces. Its bytes are reserved in the
+    store while they are being parsed, since the parser writes them to a temporary file."""
+
+    def __init__(self, call: HttpCall, most: int) -> None:
+        self._call, self._most, self._size = call, most, 0
+
+    async def receive(self) -> Any:
+        timeout = self._call.front.options.stall_timeout
+        try:
+            async with asyncio.timeout(timeout):
+                message = await self._call.receive()
+        except TimeoutError:
+            raise DeadlineExceeded(f"no piece of the file arrived for {timeout:g} s", reason="SLOW_WRITER") from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        size = len(message.get("body", b""))
+        if self._size + size > self._most:
+            raise MessageTooLarge(f"the file has more than {self._most} bytes", reason="MESSAGE_TOO_LARGE")
+        self._call.front.files.reserve(size)
+        self._size += size
+        return message
+
+    def release(self) -> None:
+        self._call.front.files.used -= self._size
+
+
+def _file(file_id: str, name: str, size: int, created: int, purpose: str) -> dict[str, Any]:
+    return {
+        "id": file_id, "object": "file", "bytes": size, "created_at": created, "filename": name, "purpose": purpose,
+        "status": "processed", "expires_at": None,
+    }  # fmt: skip
+
+
+async def list_files(call: HttpCall) -> None:
+    """The files that this key has uploaded, newest first."""
+    await call.caller().call("batch", "ListBatches", batch_pb2.ListBatchesRequest(page_size=1))
+    owned = call.front.files.owned(owner_of(call.headers))
+    data = [_file(f.file_id, f.name, f.size, f.created, "batch") for f in owned]
+    await call.respond({"object": "list", "data": data, "has_more": False})
+
+
+async def get_file(call: HttpCall) -> None:
+    """What is known of a file."""
+    found = await _find(call)
+    if isinstance(found, StoredFile):
+        await call.respond(_file(found.file_id, found.name, found.size, found.created, "batch"))
+        return
+    batch, _ = found
+    file_id = path_values(call.scope)["file_id"]
+    name = f"{batch.batch_id}_{'output' if file_id.startswith(OUTPUT) else 'errors'}.jsonl"
+    await call.respond(_file(file_id, name, batch.output_bytes, int(batch.ended or 0), "batch_output"))
+
+
+async def delete_file(call: HttpCall) -> None:
+    """Deletes an uploaded file; the output of a batch is deleted with the batch."""
+    file_id = path_values(call.scope)["file_id"]
+    found = await _find(call)
+    if isinstance(found, StoredFile):
+        call.front.files.delete(found)
+    else:
+        batch, connection = found
+        request = batch_pb2.DeleteBatchRequest(batch_id=batch.batch_id)
+        await call.caller().call("batch", "DeleteBatch", request, on=connection)
+    await call.respond({"id": file_id, "object": "file", "deleted": True})
+
+
+async def content(call: HttpCall) -> None:
+    """The bytes of a file. Of a batch's output, the answers or the rows that failed."""
+    found = await _find(call)
+    if isinstance(found, StoredFile):
+        pieces: AsyncIterator[bytes] = _read(found.path)
+    else:
+        batch, connection = found
+        request = batch_pb2.DownloadBatchOutputRequest(batch_id=batch.batch_id)
+        messages = call.caller().messages("batch", "DownloadBatchOutput", request, on=connection)
+        wanted = path_values(call.scope)["file_id"].startswith(ERRORS)
+        pieces = _lines(messages, wanted)
+    async with call.connected():
+        async with contextlib.aclosing(pieces) as source:  # type: ignore[type-var]
+            async for piece in source:
+                if not call.started:
+                    await call.start(200, "application/jsonl", [])
+                await call.write(piece)
+        if not call.started:
+            await call.start(200, "application/jsonl", [])
+    await call.end()
+
+
+async def _read(path: Path) -> AsyncIterator[bytes]:
+    with open(path, "rb") as file:
+        while chunk := await asyncio.to_thread(file.read, 2**20):
+            yield chunk
+
+
+async def _lines(messages: AsyncIterator[Any], failed: bool) -> AsyncIterator[bytes]:
+    """The lines of an output that are errors, or those that are not."""
+    rest = b""
+    async for message in messages:
+        *lines, rest = (rest + message.data).split(b"\n")
+        chosen = [line + b"\n" for line in lines if (json.loads(line)["error"] is not None) == failed]
+        if chosen:
+            yield b"".join(chosen)
+
+
+async def _find(call: HttpCall) -> StoredFile | tuple[Batch, AsyncConnection]:
+    """The uploaded file, or the batch whose output it is. Raises NotFound."""
+    file_id = path_values(call.scope)["file_id"]
+    for prefix in (OUTPUT, ERRORS):
+        if file_id.startswith(prefix):
+            batch, connection = await find_batch(call, file_id.removeprefix(prefix))
+            if not batch.over:
+                raise NotFound(f"the batch {batch.batch_id} is {batch.state}: it has no output yet")
+            return batch, connection
+    await batch_calls(call)
+    return call.front.files.get(file_id, owner_of(call.headers))

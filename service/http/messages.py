@@ -1,0 +1,167 @@
+"""`/v1/messages`, Anthropic's API."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from saccade._openai.answers import extension
+from saccade._openai.anthropic_schema import CountTokens, MessagesRequest, chat_of
+from saccade._openai.problems import validated
+from saccade.types import Delta, Generation
+from saccade.v1 import inference_pb2
+from service.http.call import HttpCall, beside
+from service.http.chat import build_chat
+from service.http.streams import Events, stream_events, whole_answer
+
+_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+def anthropic_error(error: dict[str, Any], status: int) -> dict[str, Any]:
+    """Anthropic's form of an error, with our reason as `code`."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    told = {"type": kind, "message": error["message"], "code": error["code"]}
+    return {"type": "error", "error": told, "request_id": error.get("request_id")}
+
+
+async def messages(call: HttpCall) -> None:
+    """Answers one request, whole or as events."""
+    call.error_form = anthropic_error
+    body = validated(MessagesRequest, await call.json())
+    request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
+    if body.stream:
+        await stream_events(call, call.caller(), request, MessageEvents(call.request_id))
+        return
+    answer = await whole_answer(call, call.caller(), request)
+    made = _message(call.request_id, answer.model)
+    made |= {"content": _blocks(answer), **_ending(answer), "usage": _usage(answer), "saccade": extension(answer)}
+    await call.respond(made)
+
+
+async def count_tokens(call: HttpCall) -> None:
+    """The tokens that a request's prompt takes."""
+    call.error_form = anthropic_error
+    body = validated(CountTokens, await call.json())
+    request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
+    async with call.connected():
+        asked = inference_pb2.TokenizeRequest(model=request.model, chat=request.chat)
+        told = await call.caller().call("inference", "Tokenize", asked)
+    await call.respond({"input_tokens": told.prompt_tokens})
+
+
+def _message(request_id: str, model: str) -> dict[str, Any]:
+    return {
+        "id": f"msg_{request_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": 0, "output_tokens": 0},
+    }
+
+
+def _blocks(answer: Generation) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if answer.reasoning:
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+    if answer.text:
+        blocks.append({"type": "text", "text": answer.text})
+    for called in getattr(answer.samples[0], "tool_calls", None) or ():
+        blocks.append({"type": "tool_use", "id": called.id, "name": called.name, "input": _object(called.arguments)})
+    return blocks
+
+
+def _object(arguments: str) -> Any:
+    """A call's arguments; a call that was cut off has no whole object."""
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return {"arguments": arguments}
+
+
+def _ending(answer: Generation) -> dict[str, Any]:
+    match = answer.samples[0].stop_match
+    stopped = match if isinstance(match, str) else None
+    reasons = {"length": "max_tokens", "tool_calls": "tool_use", "aborted": "aborted"}
+    reason = "stop_sequence" if stopped is not None else reasons.get(answer.finish_reason, "end_turn")
+    return {"stop_reason": reason, "stop_sequence": stopped}
+
+
+def _usage(answer: Generation) -> dict[str, Any]:
+    """Anthropic's input tokens are those that were not read from a cache."""
+    usage = answer.usage
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+class MessageEvents(Events):
+    """The events of a streamed message: one block after the other."""
+
+    def __init__(self, request_id: str) -> None:
+        self._id = request_id
+        self._index = -1
+        self._kind: Any = None
+        """The block that is being written: "thinking", "text", or the index of a call."""
+
+    @staticmethod
+    def _event(kind: str, **fields: Any) -> bytes:
+        data = json.dumps({"type": kind, **fields}, ensure_ascii=False, separators=(",", ":"))
+        return f"event: {kind}\ndata: {data}\n\n".encode("utf-8", "replace")
+
+    def begin(self, started: inference_pb2.Started) -> bytes:
+        made = _message(self._id, started.model)
+        made["usage"]["input_tokens"] = started.prompt_tokens
+        return self._event("message_start", message=made)
+
+    def _open(self, kind: Any, block: dict[str, Any]) -> bytes:
+        data = self._close()
+        self._kind, self._index = kind, self._index + 1
+        return data + self._event("content_block_start", index=self._index, content_block=block)
+
+    def _close(self) -> bytes:
+        if self._kind is None:
+            return b""
+        self._kind = None
+        return self._event("content_block_stop", index=self._index)
+
+    def piece(self, delta: Delta) -> bytes:
+        data = b""
+        if delta.reasoning:
+            if self._kind != "thinking":
+                data += self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            data += self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
+        if delta.text:
+            if self._kind != "text":
+                data += self._open("text", {"type": "text", "text": ""})
+            data += self._delta({"type": "text_delta", "text": delta.text})
+        for called in getattr(delta, "tool_calls", None) or ():
+            if self._kind != ("call", called.index):
+                block = {"type": "tool_use", "id": called.id, "name": called.name, "input": {}}
+                data += self._open(("call", called.index), block)
+            if called.arguments:
+                data += self._delta({"type": "input_json_delta", "partial_json": called.arguments})
+        return data
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return self._event("content_block_delta", index=self._index, delta=delta)
+
+    def end(self, answer: Generation) -> bytes:
+        return (
+            self._close()
+            + self._event("message_delta", delta=_ending(answer), usage=_usage(answer), saccade=extension(answer))
+            + self._event("message_stop")
+        )
+
+    def error(self, error: dict[str, Any]) -> bytes:
+        made = anthropic_error(error, 500)
+        del made["type"]
+        return self._event("error", **made)

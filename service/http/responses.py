@@ -1,0 +1,223 @@
+"""`/v1/responses`, without state: a conversation is sent whole, and nothing is stored."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from saccade._openai.answers import extension, logprobs_object
+from saccade._openai.problems import validated
+from saccade._openai.response_schema import ResponseRequest, chat_of
+from saccade.types import Delta, Generation, TokenLogprob, Usage
+from saccade.v1 import inference_pb2
+from service.http.call import HttpCall, beside
+from service.http.chat import build_chat
+from service.http.streams import Events, stream_events, whole_answer
+
+
+async def responses(call: HttpCall) -> None:
+    """Answers one request, whole or as events."""
+    body = validated(ResponseRequest, await call.json())
+    request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
+    if body.stream:
+        await stream_events(call, call.caller(), request, ResponseEvents(call.request_id, body))
+        return
+    answer = await whole_answer(call, call.caller(), request)
+    await call.respond({**_finished(call.request_id, body, answer), "saccade": extension(answer)})
+
+
+def _response(request_id: str, body: ResponseRequest, model: str, created: int) -> dict[str, Any]:
+    """A response without its output."""
+    text = body.text.format if body.text else None
+    return {
+        "id": f"resp_{request_id}",
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": True if body.parallel_tool_calls is None else body.parallel_tool_calls,
+        "previous_response_id": None,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "store": False,
+        "temperature": body.temperature,
+        "text": {"format": text.model_dump(exclude_none=True, by_alias=True) if text else {"type": "text"}},
+        "tool_choice": "auto" if body.tool_choice is None
+        else body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
+        "tools": [{"strict": None, "parameters": None, **tool.model_dump()} for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+        "metadata": body.metadata or {},
+    }  # fmt: skip
+
+
+def _finished(request_id: str, body: ResponseRequest, answer: Generation) -> dict[str, Any]:
+    made = _response(request_id, body, answer.model, int(time.time()))
+    made["output"] = _items(request_id, answer)
+    return made | _end_of(answer)
+
+
+def _end_of(answer: Generation) -> dict[str, Any]:
+    """How a response has ended, and what it took."""
+    incomplete = {"length": "max_output_tokens", "aborted": "aborted"}.get(answer.finish_reason)
+    return {
+        "status": "incomplete" if incomplete else "completed",
+        "incomplete_details": {"reason": incomplete} if incomplete else None,
+        "usage": _usage(answer.usage),
+    }
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.total_tokens,
+    }
+
+
+def _items(request_id: str, answer: Generation) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    calls = getattr(answer.samples[0], "tool_calls", None) or ()
+    if answer.reasoning:
+        items.append(_reasoning(request_id, answer.reasoning))
+    if answer.text or not calls:
+        items.append(_message(request_id, answer.text, answer.logprobs))
+    items += (_call(f"fc_{request_id}_{i}", c.id, c.name, c.arguments) for i, c in enumerate(calls))
+    return items
+
+
+def _reasoning(request_id: str, text: str | None) -> dict[str, Any]:
+    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
+    return {"type": "reasoning", "id": f"rs_{request_id}", "summary": [], "content": content}
+
+
+def _text(text: str, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
+    scored = logprobs_object(logprobs)["content"] if logprobs else []
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": scored}
+
+
+def _message(request_id: str, text: str | None, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
+    return {
+        "type": "message",
+        "id": f"msg_{request_id}",
+        "role": "assistant",
+        "status": "in_progress" if text is None else "completed",
+        "content": [] if text is None else [_text(text, logprobs)],
+    }
+
+
+def _call(item_id: str, call_id: str, name: str, arguments: str, status: str = "completed") -> dict[str, Any]:
+    return {
+        "type": "function_call", "id": item_id, "call_id": call_id, "name": name, "arguments": arguments,
+        "status": status,
+    }  # fmt: skip
+
+
+class ResponseEvents(Events):
+    """The events of a streamed response: one item after the other."""
+
+    def __init__(self, request_id: str, body: ResponseRequest) -> None:
+        self._id, self._body = request_id, body
+        self._sequence = 0
+        self._output: list[dict[str, Any]] = []
+        """Items that are complete."""
+        self._kind: Any = None
+        """The item that is being written: "reasoning", "message", or the index of a call."""
+        self._parts: list[str] = []
+        self._scores: list[TokenLogprob] = []
+        self._item: dict[str, Any] = {}
+        self._response: dict[str, Any] = {}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        document = {"type": kind, "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        data = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+        return f"event: {kind}\ndata: {data}\n\n".encode("utf-8", "replace")
+
+    def begin(self, started: inference_pb2.Started) -> bytes:
+        self._response = _response(self._id, self._body, started.model, int(time.time()))
+        created = self._event("response.created", response=self._response)
+        return created + self._event("response.in_progress", response=self._response)
+
+    def _at(self) -> dict[str, Any]:
+        return {"item_id": self._item["id"], "output_index": len(self._output)}
+
+    def _open(self, kind: Any, item: dict[str, Any]) -> bytes:
+        """Ends the item before it and begins another."""
+        data = self._close()
+        self._kind, self._item, self._parts, self._scores = kind, item, [], []
+        data += self._event("response.output_item.added", output_index=len(self._output), item=item)
+        if kind == "message":
+            data += self._event("response.content_part.added", **self._at(), content_index=0, part=_text("", None))
+        return data
+
+    def _close(self) -> bytes:
+        text, data = "".join(self._parts), b""
+        if self._kind is None:
+            return data
+        if self._kind == "message":
+            done = _message(self._id, text, self._scores)
+            part = done["content"][0]
+            at = {**self._at(), "content_index": 0}
+            data += self._event("response.output_text.done", **at, text=text, logprobs=part["logprobs"])
+            data += self._event("response.content_part.done", **at, part=part)
+        elif self._kind == "reasoning":
+            done = _reasoning(self._id, text)
+            data += self._event("response.reasoning_text.done", **self._at(), content_index=0, text=text)
+        else:
+            done = {**self._item, "arguments": text, "status": "completed"}
+            name = self._item["name"]
+            data += self._event("response.function_call_arguments.done", **self._at(), name=name, arguments=text)
+        data += self._event("response.output_item.done", output_index=len(self._output), item=done)
+        self._output.append(done)
+        self._kind = None
+        return data
+
+    def piece(self, delta: Delta) -> bytes:
+        data = b""
+        if delta.reasoning:
+            if self._kind != "reasoning":
+                data += self._open("reasoning", _reasoning(self._id, None))
+            self._parts.append(delta.reasoning)
+            data += self._event("response.reasoning_text.delta", **self._at(), content_index=0, delta=delta.reasoning)
+        if delta.text:
+            if self._kind != "message":
+                data += self._open("message", _message(self._id, None, None))
+            self._parts.append(delta.text)
+            scores = delta.logprobs or []
+            self._scores += scores
+            data += self._event(
+                "response.output_text.delta", **self._at(), content_index=0, delta=delta.text,
+                logprobs=logprobs_object(scores)["content"] if scores else [],
+            )  # fmt: skip
+        for call in getattr(delta, "tool_calls", None) or ():
+            if self._kind != ("call", call.index):
+                item = _call(f"fc_{self._id}_{call.index}", call.id, call.name, "", "in_progress")
+                data += self._open(("call", call.index), item)
+            if call.arguments:
+                self._parts.append(call.arguments)
+                data += self._event("response.function_call_arguments.delta", **self._at(), delta=call.arguments)
+        return data
+
+    def end(self, answer: Generation) -> bytes:
+        data = self._close()
+        if not self._output:
+            data += self._open("message", _message(self._id, None, None)) + self._close()
+        made = {**self._response, "output": self._output, **_end_of(answer), "saccade": extension(answer)}
+        return data + self._event(f"response.{made['status']}", response=made)
+
+    def error(self, error: dict[str, Any]) -> bytes:
+        failed = {"code": error["code"], "message": error["message"]}
+        made = {**self._response, "output": self._output, "status": "failed", "error": failed}
+        return self._event("response.failed", response=made)

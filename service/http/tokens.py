@@ -1,0 +1,89 @@
+"""`/v1/embeddings`, `/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Any
+
+from saccade._core.requests import build_request, embed_request
+from saccade._core.results import embedding_from
+from saccade._openai.chat import message_dicts
+from saccade._openai.problems import validated
+from saccade._openai.schema import Detokenize, Embeddings, Tokenize, prompt_list
+from saccade.types import Embedding
+from saccade.v1 import inference_pb2
+from service.http.call import HttpCall, beside
+from service.http.chat import no_paths
+
+CONCURRENT = 16
+
+
+async def embeddings(call: HttpCall) -> None:
+    """Hidden states of the model as embeddings, one for each prompt."""
+    body = validated(Embeddings, await call.json())
+    caller, places = call.caller(), asyncio.Semaphore(CONCURRENT)
+
+    async def one(prompt: str | list[int]) -> Embedding:
+        request = embed_request(prompt, raw=isinstance(prompt, str), model=body.model or "", priority=call.priority)
+        async with places:
+            return embedding_from(await caller.call("inference", "Embed", request))
+
+    async with call.connected():
+        found = await asyncio.gather(*map(one, prompt_list(body.input)))
+    tokens = sum(embedding.prompt_tokens for embedding in found)
+    await call.respond({
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": i, "embedding": _vector(embedding, body)}
+            for i, embedding in enumerate(found)
+        ],
+        "model": found[0].model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    })  # fmt: skip
+
+
+def _vector(embedding: Embedding, body: Embeddings) -> Any:
+    tensor = embedding.last if body.pooling == "last" else embedding.mean
+    return base64.b64encode(tensor.data).decode() if body.encoding_format == "base64" else tensor.tolist()
+
+
+async def tokenize(call: HttpCall) -> None:
+    """The token ids of a prompt, and how much of the context it takes."""
+    body = validated(Tokenize, await call.json())
+    caller = call.caller()
+    request = await beside(call.held, _tokenize_request, body)
+    async with call.connected():
+        told = await caller.call("inference", "Tokenize", request)
+        strings = None
+        if body.return_token_strs:
+            named = inference_pb2.DetokenizeRequest(model=body.model or "", token_ids=told.token_ids)
+            answer = await caller.call("inference", "Detokenize", named)
+            strings = [token.decode("utf-8", "replace") for token in answer.tokens]
+    await call.respond({
+        "tokens": list(told.token_ids),
+        "count": told.prompt_tokens,
+        "token_strs": strings,
+        "image_tokens": told.image_tokens,
+        "tokens_per_image": list(told.tokens_per_image),
+        "video_tokens": told.video_tokens,
+    })  # fmt: skip
+
+
+def _tokenize_request(body: Tokenize) -> inference_pb2.TokenizeRequest:
+    if body.messages is None:
+        built = build_request(body.prompt or "", raw=True)
+        return inference_pb2.TokenizeRequest(model=body.model or "", prompt=built.prompt)
+    messages = message_dicts(body.messages, no_paths)
+    built = build_request(messages, chat_template_kwargs=body.chat_template_kwargs)
+    return inference_pb2.TokenizeRequest(model=body.model or "", chat=built.chat)
+
+
+async def detokenize(call: HttpCall) -> None:
+    """The text of token ids."""
+    body = validated(Detokenize, await call.json())
+    request = inference_pb2.DetokenizeRequest(model=body.model or "", token_ids=body.tokens)
+    async with call.connected():
+        told = await call.caller().call("inference", "Detokenize", request)
+    tokens = [token.decode("utf-8", "replace") for token in told.tokens]
+    await call.respond({"prompt": told.text, "tokens": tokens})

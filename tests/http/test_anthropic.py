@@ -1,0 +1,69 @@
+"""Anthropic's own Python client, unmodified, against the HTTP server."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from images import png
+from running import RunningServer
+from running_http import RunningHttp
+
+import saccade
+
+ASK: dict[str, Any] = {"model": "", "max_tokens": 20, "messages": [{"role": "user", "content": "what is it?"}]}
+
+
+@pytest.fixture(scope="module")
+def client(http: RunningHttp, server: RunningServer) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=http.url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+    http.idle()
+    server.drained()
+
+
+def test_a_message_is_the_answer_of_grpc(client: anthropic.Anthropic, grpc_client: saccade.Client) -> None:
+    made = client.messages.create(**ASK, system="be brief", temperature=0)
+    same = grpc_client.chat("what is it?", system="be brief", max_tokens=20, temperature=0)
+    assert "".join(block.text for block in made.content if block.type == "text") == same.text
+    assert made.stop_reason == ("max_tokens" if same.finish_reason == "length" else "end_turn")
+    usage = made.usage
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == same.usage.prompt_tokens
+    assert usage.output_tokens == same.usage.completion_tokens
+    counted = client.messages.count_tokens(model="", system="be brief", messages=ASK["messages"])
+    assert counted.input_tokens == same.usage.prompt_tokens
+
+
+def test_a_stream_says_the_same(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(**ASK, temperature=0)
+    with client.messages.stream(**ASK, temperature=0) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == "".join(block.text for block in whole.content if block.type == "text")
+    assert final.stop_reason == whole.stop_reason and final.usage.output_tokens == whole.usage.output_tokens
+    stopped = client.messages.create(**ASK, temperature=0, stop_sequences=[text[3:5]])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", text[3:5])
+
+
+def test_images(client: anthropic.Anthropic, grpc_client: saccade.Client) -> None:
+    picture = png(40)
+    source: Any = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(picture).decode()}
+    content: list[Any] = [{"type": "image", "source": source}, {"type": "text", "text": "what is it?"}]
+    made = client.messages.create(
+        model="", max_tokens=8, temperature=0, messages=[{"role": "user", "content": content}]
+    )
+    same = grpc_client.generate("what is it?", images=[picture], max_tokens=8, temperature=0)
+    assert made.content[0].type == "text" and made.content[0].text == same.text
+
+
+def test_errors_are_anthropics(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(**{**ASK, "max_tokens": 0})
+    body: Any = caught.value.body
+    assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
+    assert "max_tokens" in body["error"]["message"] and body["request_id"]
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(**{**ASK, "model": "nothing"})

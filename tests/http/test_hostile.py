@@ -1,0 +1,126 @@
+"""Requests and clients that no server should suffer from."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import time
+from collections import Counter
+from typing import Any
+
+import httpx
+from http_fuzz import bad_request, send
+from running import RunningServer
+from running_http import RunningHttp
+
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "what is it?"}], "max_tokens": 4, "temperature": 0}
+
+
+def post(http: RunningHttp, document: Any, path: str = "/v1/chat/completions", **keywords: Any) -> httpx.Response:
+    return httpx.post(http.url + path, json=document, timeout=60, **keywords)
+
+
+def request_of(document: Any, path: str = "/v1/chat/completions") -> bytes:
+    body = json.dumps(document).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def test_bad_requests_are_4xx_and_leave_nothing(http: RunningHttp, server: RunningServer) -> None:
+    """A sample; `python -m benchmarks.soak http` sends ten thousand."""
+    rng = random.Random(1)
+    told = Counter(send(http.port, bad_request(rng)) for _ in range(400))
+    assert not [status for status in told if status and not 400 <= status < 500], told
+    http.idle()
+    server.drained()
+    assert post(http, ASK).status_code == 200
+
+
+def test_limits_on_bodies_and_heads(server: RunningServer) -> None:
+    limits = {"max_message_bytes": 2000, "http_max_header_bytes": 1024, "http_header_timeout": 0.3}
+    with RunningHttp([server.address], receive_timeout=0.3, **limits) as http:
+        assert post(http, {**ASK, "user": "x" * 3000}).status_code == 413
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        many = b"transfer-encoding: chunked\r\n\r\n" + b"3e8\r\n" + b" " * 1000 + b"\r\n"
+        assert send(http.port, head.encode() + many + (b"3e8\r\n" + b" " * 1000 + b"\r\n") * 4) == 413
+        assert send(http.port, head.encode() + b"x: " + b"y" * 5000) == 431
+        with socket.create_connection(("127.0.0.1", http.port), timeout=30) as slow:
+            slow.sendall(head.encode() + b"content-length: 100\r\n\r\n{")
+            assert slow.recv(64).startswith(b"HTTP/1.1 408")
+        with socket.create_connection(("127.0.0.1", http.port), timeout=30) as slow:
+            slow.sendall(b"POST / HT")
+            assert slow.recv(64).startswith(b"HTTP/1.1 408")
+
+
+def test_content_types_and_codings(http: RunningHttp) -> None:
+    plain = httpx.post(
+        f"{http.url}/v1/chat/completions", content=json.dumps(ASK), headers={"content-type": "text/plain"}
+    )
+    assert plain.status_code == 415
+    coded = post(http, ASK, headers={"content-encoding": "gzip"})
+    assert coded.status_code == 415
+
+
+def test_there_is_no_cors_unless_it_is_asked_for(http: RunningHttp, server: RunningServer) -> None:
+    origin = {"origin": "https://elsewhere.example"}
+    assert "access-control-allow-origin" not in post(http, ASK, headers=origin).headers
+    with RunningHttp([server.address], http_cors_origins=("https://elsewhere.example",)) as open_to_one:
+        assert post(open_to_one, ASK, headers=origin).headers["access-control-allow-origin"] == origin["origin"]
+
+
+def test_unreachable_and_draining_servers_are_503_with_a_time(server: RunningServer) -> None:
+    with RunningHttp(["127.0.0.1:1"]) as http:
+        answer = post(http, ASK)
+        assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+        assert httpx.get(f"{http.url}/ready").status_code == 503
+        assert httpx.get(f"{http.url}/health").status_code == 200
+    with RunningHttp(["127.0.0.1:1", server.address]) as http:  # the other one answers
+        assert [post(http, ASK).status_code for _ in range(4)] == [200] * 4
+        assert httpx.get(f"{http.url}/ready").status_code == 200
+
+
+def test_vanishing_and_slow_readers_leave_nothing(http: RunningHttp, server: RunningServer) -> None:
+    """A sample; the soak run has five hundred."""
+    endless = {**ASK, "max_tokens": 500, "ignore_eos": True, "stream": True, "logprobs": True, "top_logprobs": 20}
+    gone = []
+    for _ in range(24):
+        connection = socket.create_connection(("127.0.0.1", http.port), timeout=30)
+        connection.sendall(request_of(endless))
+        gone.append(connection)
+    assert gone[0].recv(20)
+    for connection in gone:
+        connection.close()
+    http.idle()
+    assert server.drained()["decoder"]["used_slots"] == 0
+    with RunningHttp([server.address], stall_timeout=0.4) as stalling:
+        with socket.create_connection(("127.0.0.1", stalling.port), timeout=30) as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.sendall(request_of({**endless, "n": 16}))
+            end = time.monotonic() + 60
+            while not stalling.front.running and time.monotonic() < end:
+                time.sleep(0.005)
+            stalling.idle()
+    assert server.drained()["decoder"]["used_slots"] == 0
+
+
+def test_status_metrics_and_the_document(http: RunningHttp) -> None:
+    status = httpx.get(f"{http.url}/status").json()
+    assert status["servers"][0]["loads"]["total_blocks"] > 0 and status["http"]["running"] == 1
+    assert 'route="GET /status",status="200"' in httpx.get(f"{http.url}/metrics").text
+    document = httpx.get(f"{http.url}/openapi.json").json()
+    assert "max_tokens" in document["components"]["schemas"]["ChatCompletion"]["properties"]
+    assert document["paths"]["/v1/chat/completions"]["post"]["requestBody"]
+    missing = httpx.get(f"{http.url}/v1/nothing")
+    assert missing.status_code == 404 and missing.json()["error"]["type"] == "not_found_error"
+    wrong = httpx.get(f"{http.url}/v1/completions")
+    assert wrong.status_code == 405 and wrong.json()["error"]
+
+
+def test_tokens_there_and_back(http: RunningHttp) -> None:
+    told = post(http, {"prompt": "abé", "return_token_strs": True}, "/tokenize").json()
+    assert told["count"] == len(told["tokens"]) == len(told["token_strs"]) == 4
+    assert post(http, {"tokens": told["tokens"]}, "/detokenize").json()["prompt"] == "abé"
+    assert post(http, {"tokens": [2**31]}, "/detokenize").status_code == 400
+    chat = post(http, {"messages": ASK["messages"]}, "/tokenize").json()
+    assert chat["count"] == post(http, ASK).json()["usage"]["prompt_tokens"]

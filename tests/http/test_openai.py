@@ -1,0 +1,258 @@
+"""OpenAI's own Python client, unmodified, against the HTTP server; gRPC's answers are the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+from images import png
+from running import RunningServer
+from running_http import RunningHttp
+
+import saccade
+
+ASK: list[Any] = [{"role": "user", "content": "what is it?"}]
+GREEDY: dict[str, Any] = {"model": "", "messages": ASK, "max_tokens": 12, "temperature": 0}
+
+
+def data_url(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+@pytest.fixture(scope="module")
+def client(http: RunningHttp, server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{http.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+    http.idle()
+    server.drained()
+
+
+def test_a_chat_completion_is_the_answer_of_grpc(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
+    for seed in (1, 2):
+        sampling = {"temperature": 1.0, "seed": seed, "n": 2}
+        answer = client.chat.completions.create(model="", messages=ASK, max_tokens=20, **sampling)
+        same = grpc_client.generate(ASK, max_tokens=20, **sampling)
+        assert [c.message.content for c in answer.choices] == [s.text for s in same.samples]
+        assert [c.finish_reason for c in answer.choices] == [s.finish_reason for s in same.samples]
+        assert answer.usage is not None and answer.usage.prompt_tokens == same.usage.prompt_tokens
+        assert answer.usage.completion_tokens == sum(s.usage.completion_tokens for s in same.samples)
+        assert answer.system_fingerprint == same.model_version
+        assert answer.model_extra and answer.model_extra["saccade"]["seed"] == seed
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_says_the_same_as_the_whole(client: openai.OpenAI, n: int) -> None:
+    sampling = {"temperature": 1.0, "seed": 5, "n": n, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(model="", messages=ASK, max_tokens=30, **sampling)
+    chunks = list(
+        client.chat.completions.create(
+            model="", messages=ASK, max_tokens=30, stream=True, stream_options={"include_usage": True}, **sampling
+        )
+    )
+    texts, reasons, scores = [""] * n, [None] * n, [[] for _ in range(n)]  # type: ignore[var-annotated]
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+            if choice.logprobs:
+                scores[choice.index] += choice.logprobs.content or []
+    assert texts == [c.message.content for c in whole.choices]
+    assert reasons == [c.finish_reason for c in whole.choices]
+    assert scores == [c.logprobs.content for c in whole.choices if c.logprobs]
+    assert chunks[-1].usage and whole.usage
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_images_and_their_tokens(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
+    picture = png(40)
+    content: list[Any] = [
+        {"type": "text", "text": "what is it?"},
+        {"type": "image_url", "image_url": {"url": data_url(picture), "detail": "high"}},
+    ]
+    raw = client.chat.completions.with_raw_response.create(
+        model="", messages=[{"role": "user", "content": content}], max_tokens=8, temperature=0
+    )
+    answer = raw.parse()
+    same = grpc_client.generate(
+        [{"role": "user", "content": ["what is it?", {"type": "image", "image": picture}]}], max_tokens=8, temperature=0
+    )
+    assert answer.choices[0].message.content == same.text
+    assert answer.model_extra and answer.model_extra["saccade"]["image_tokens"] == same.usage.image_tokens > 0
+    assert raw.headers["x-saccade-ignored"] == "detail"
+
+
+class Point(pydantic.BaseModel):
+    x: int
+    ok: bool
+
+
+def test_parse_with_pydantic(client: openai.OpenAI) -> None:
+    made = client.chat.completions.parse(
+        model="", messages=ASK, response_format=Point, temperature=1, seed=3, max_completion_tokens=200
+    )
+    assert isinstance(made.choices[0].message.parsed, Point)
+    plain = client.chat.completions.create(
+        model="", messages=ASK, response_format={"type": "json_object"}, seed=4, max_tokens=200, temperature=1
+    )
+    text = plain.choices[0].message.content
+    assert plain.choices[0].finish_reason == "length" or isinstance(json.loads(text or ""), dict)
+
+
+def test_completions_with_echo_and_logprobs(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
+    same = grpc_client.generate("abcd", raw=True, max_tokens=4, temperature=0, prompt_logprobs=1, logprobs=1)
+    answer = client.completions.create(model="", prompt="abcd", max_tokens=4, temperature=0, echo=True, logprobs=1)
+    choice = answer.choices[0]
+    assert choice.text == "abcd" + same.text and choice.logprobs is not None
+    assert same.prompt_logprobs is not None and same.logprobs is not None
+    expected = [None if score is None else score.logprob for score in [*same.prompt_logprobs, *same.logprobs]]
+    assert choice.logprobs.token_logprobs == expected
+    assert choice.logprobs.tokens is not None and choice.logprobs.tokens[:4] == ["a", "b", "c", "d"]
+    assert choice.logprobs.text_offset is not None and choice.logprobs.text_offset[:4] == [0, 1, 2, 3]
+    ids = grpc_client.tokenize("abcd", raw=True).token_ids
+    both = client.completions.create(model="", prompt=[ids, ids], max_tokens=0, temperature=0, echo=True, logprobs=1)
+    assert [c.index for c in both.choices] == [0, 1] and {c.text for c in both.choices} == {"abcd"}
+    assert both.choices[1].logprobs and both.choices[1].logprobs.token_logprobs == expected[:4]
+
+
+def test_completions_stream(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "", "prompt": "abcd", "max_tokens": 20, "seed": 3, "n": 2, "temperature": 1}
+    whole = client.completions.create(**options)
+    texts = ["", ""]
+    for chunk in client.completions.create(**options, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "", "temperature": 1, "max_output_tokens": 20, "extra_body": {"seed": 3}}
+    chat = client.chat.completions.create(
+        model="", messages=[{"role": "system", "content": "be brief"}, *ASK], max_tokens=20, seed=3, temperature=1
+    )
+    made = client.responses.create(input="what is it?", instructions="be brief", **options)
+    assert made.output_text == chat.choices[0].message.content
+    assert made.status == ("incomplete" if chat.choices[0].finish_reason == "length" else "completed")
+    assert made.usage and chat.usage and made.usage.output_tokens == chat.usage.completion_tokens
+    with client.responses.stream(input="what is it?", instructions="be brief", **options) as stream:
+        events = list(stream)
+    final: Any = events[-1]
+    assert final.type == f"response.{made.status}" and final.response.output_text == made.output_text
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == made.output_text
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    parts: list[Any] = [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": data_url(png(40))}]
+    seen = client.responses.create(input=[{"role": "user", "content": parts}], **options)
+    assert seen.model_extra and seen.model_extra["saccade"]["image_tokens"] > 0
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(input="x", previous_response_id="resp_1", model="")
+
+
+def test_embeddings(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
+    made = client.embeddings.create(model="", input=["abc", "d"])
+    same = [grpc_client.embed(text, raw=True).mean for text in ("abc", "d")]
+    assert [item.embedding for item in made.data] == [pytest.approx(vector.tolist()) for vector in same]
+    as_floats = client.embeddings.create(model="", input="abc", encoding_format="float")
+    assert as_floats.data[0].embedding == pytest.approx(made.data[0].embedding)
+
+
+def test_models(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
+    served = grpc_client.get_model()
+    assert [model.id for model in client.models.list()] == [served.name]
+    assert client.models.retrieve(served.name).id == served.name
+    with pytest.raises(openai.NotFoundError, match="nothing"):
+        client.models.retrieve("nothing")
+
+
+def test_files_and_batches(client: openai.OpenAI) -> None:
+    body = {"messages": ASK, "max_tokens": 5, "temperature": 0}
+    rows = [{"custom_id": f"r{i}", "method": "POST", "url": "/v1/chat/completions", "body": body} for i in range(3)]
+    rows[1]["body"] = {**body, "stop": ["x"] * 1000}
+    uploaded = client.files.create(
+        file=("in.jsonl", b"\n".join(json.dumps(row).encode() for row in rows)), purpose="batch"
+    )
+    assert [file.id for file in client.files.list()] == [uploaded.id]
+    made = client.batches.create(
+        input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"a": "b"}
+    )
+    while (made := client.batches.retrieve(made.id)).status in ("validating", "in_progress"):
+        pass
+    assert made.status == "completed" and made.metadata == {"a": "b"} and made.input_file_id == uploaded.id
+    assert made.request_counts and (made.request_counts.completed, made.request_counts.failed) == (2, 1)
+    assert made.output_file_id and made.error_file_id
+    answers = [json.loads(line) for line in client.files.content(made.output_file_id).text.splitlines()]
+    direct = client.chat.completions.create(**{"model": "", **body})
+    assert {row["custom_id"] for row in answers} == {"r0", "r2"}
+    for row in answers:
+        assert row["response"]["body"]["choices"][0]["message"]["content"] == direct.choices[0].message.content
+    (failed,) = [json.loads(line) for line in client.files.content(made.error_file_id).text.splitlines()]
+    assert failed["custom_id"] == "r1" and failed["response"]["status_code"] == 400
+    assert made.id in [batch.id for batch in client.batches.list()]
+    assert client.files.delete(uploaded.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(uploaded.id)
+    assert client.files.delete(made.output_file_id).deleted  # with the batch
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "param"),
+    [
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"messages": []}, 400, "messages"),
+        ({"model": "nothing"}, 404, None),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"logprobs": True, "top_logprobs": 100_000}, 400, None),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}]},
+         400, "messages[0].content[0].image_url.url"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}]}]}, 400, None),
+        ({"extra_body": {"nonsense": 1}}, 400, "nonsense"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_field(client: openai.OpenAI, changes: dict[str, Any], status: int, param: str | None) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.chat.completions.create(**{**GREEDY, **changes})
+    error = caught.value
+    assert error.status_code == status and error.code and error.request_id
+    assert param is None or error.param == param
+    assert isinstance(error.body, dict) and error.body["request_id"] == error.request_id
+
+
+def test_a_deadline_and_a_vanished_client_end_the_work(
+    client: openai.OpenAI, http: RunningHttp, server: RunningServer
+) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.chat.completions.create(**{**GREEDY, "max_tokens": 500}, extra_headers={"x-request-timeout": "0.001"})
+    assert caught.value.status_code == 504
+    with pytest.raises(openai.APITimeoutError):
+        client.chat.completions.create(
+            **{**GREEDY, "max_tokens": 550, "n": 8}, extra_body={"ignore_eos": True}, timeout=0.05
+        )
+    stream = client.chat.completions.create(
+        **{**GREEDY, "max_tokens": 500}, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    http.idle()
+    assert server.drained()["decoder"]["used_slots"] == 0
+
+
+def test_many_asynchronous_streams(http: RunningHttp, client: openai.OpenAI) -> None:
+    expected = client.chat.completions.create(**GREEDY).choices[0].message.content
+
+    async def one(session: openai.AsyncOpenAI) -> str:
+        text = ""
+        async for chunk in await session.chat.completions.create(**GREEDY, stream=True):
+            text += chunk.choices[0].delta.content or ""
+        return text
+
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{http.url}/v1", api_key="none", max_retries=0) as session:
+            return await asyncio.gather(*(one(session) for _ in range(24)))
+
+    assert asyncio.run(run()) == [expected] * 24

@@ -1,0 +1,67 @@
+"""A real HTTP server in this process, in front of real gRPC servers: its event loop in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from service.common.config import HttpFrontOptions
+from service.http.call import Front
+from service.http.listen import bind, url_of
+from service.http.run import HttpServer
+
+
+class RunningHttp:
+    """Listens on a free port of the loopback interface. A context manager; leaving it checks that nothing is held."""
+
+    def __init__(self, servers: Sequence[str], **options: Any) -> None:
+        self.options = HttpFrontOptions(servers=tuple(servers), **{"log_level": "warning", "grace": 1.0, **options})
+        self._listener = bind(self.options, 0)
+        self.url = url_of(self._listener, self.options.tls_cert is not None)
+        self.port: int = self._listener.getsockname()[1]
+        self.http: HttpServer
+        ready = threading.Event()
+
+        def run() -> None:
+            asyncio.run(serve())
+
+        async def serve() -> None:
+            self.http = HttpServer(self.options)
+            self.loop = asyncio.get_running_loop()
+            task = asyncio.create_task(self.http.serve(sockets=[self._listener]))
+            await self.http.listening.wait()
+            ready.set()
+            await task
+
+        self._thread = threading.Thread(target=run, name="test-http", daemon=True)
+        self._thread.start()
+        assert ready.wait(60)
+
+    @property
+    def front(self) -> Front:
+        front: Front = self.http.app.state.front
+        return front
+
+    def idle(self, timeout: float = 60.0) -> None:
+        """Waits until no request is in progress; then nothing may be held."""
+        end = time.monotonic() + timeout
+        while self.front.running and time.monotonic() < end:
+            time.sleep(0.005)
+        assert (self.front.running, self.front.streams, self.front.budget.used) == (0, 0, 0)
+
+    def close(self) -> None:
+        self.http.should_exit = True
+        self._thread.join()
+
+    def __enter__(self) -> RunningHttp:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self.idle()
+        finally:
+            self.close()
