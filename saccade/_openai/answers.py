@@ -52,6 +52,17 @@ def extension(answer: Generation) -> dict[str, Any]:
         "video_tokens": usage.video_tokens,
         "video_frames": usage.video_frames,
         "reasoning_tokens": usage.reasoning_tokens,
+        "media": [
+            {
+                "grid": list(item.grid),
+                "merge_size": item.merge_size,
+                "tokens": item.tokens,
+                "frames": item.frames,
+                "slices": list(item.slices),
+                "slice_grid": list(item.slice_grid),
+            }
+            for item in answer.media
+        ],
         "queue_seconds": usage.queue_time,
         "first_token_seconds": usage.time_to_first_token,
         "last_token_seconds": usage.time_to_last_token,
@@ -81,6 +92,12 @@ def _choice(sample: Sample) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": sample.text}
     if sample.reasoning:
         message |= {"reasoning": sample.reasoning, "reasoning_content": sample.reasoning}
+    if calls := getattr(sample, "tool_calls", None):
+        message["content"] = sample.text or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
     return {
         "index": sample.index,
         "message": message,

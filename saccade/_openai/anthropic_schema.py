@@ -127,6 +127,16 @@ class Thinking(Strict):
     display: str | None = None
 
 
+class OutputFormat(Strict):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
 class CountTokens(Strict):
     """The body of `/v1/messages/count_tokens`."""
 
@@ -142,6 +152,8 @@ class CountTokens(Strict):
     thinking: Thinking | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Any = Field(None, description="Ignored: everything that can be cached is.")
 
 
 class MessagesRequest(CountTokens):
@@ -178,6 +190,11 @@ def chat_of(body: CountTokens) -> ChatCompletion:
         options["max_reasoning_tokens"] = body.thinking.budget_tokens
         if body.thinking.type != "adaptive":
             options["enable_thinking"] = body.thinking.type == "enabled"
+    if body.output_config is not None:
+        options["reasoning_effort"] = body.output_config.effort
+        if (made := body.output_config.format) is not None:
+            schema = {"name": "answer", "schema": made.schema_}
+            options["response_format"] = {"type": "json_schema", "json_schema": schema}
     if body.tools:
         options["tools"] = [_tool(tool) for tool in body.tools]
     if body.tool_choice is not None:

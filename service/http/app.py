@@ -64,6 +64,9 @@ ROUTES: list[tuple[str, str, Handler]] = [
 ]
 
 
+_PATHS = {path for _, path, _ in ROUTES}
+
+
 def make_app(options: HttpFrontOptions) -> Starlette:
     """The application. `app.state.front` is what its requests share."""
     front = Front(options)
@@ -109,6 +112,9 @@ class _Page:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in _PATHS:  # with another method; this mount would say that there is no such file
+            raise HTTPException(405)
+
         async def with_headers(message: Scope) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], *PAGE_HEADERS]

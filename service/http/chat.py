@@ -94,6 +94,8 @@ class ChatEvents(Events):
         if delta.reasoning:
             thought = quoted(delta.reasoning)
             fields.append(f'"reasoning":{thought},"reasoning_content":{thought}')
+        if calls := getattr(delta, "tool_calls", None):
+            fields.append(f'"tool_calls":{_dumps([_call_piece(call) for call in calls])}')
         if not fields:
             return b""
         logprobs = "null" if not delta.logprobs else _dumps(logprobs_object(delta.logprobs))
@@ -116,6 +118,13 @@ class ChatEvents(Events):
 
     def error(self, error: dict[str, Any]) -> bytes:
         return b"data: " + _dumps({"error": error}).encode("utf-8", "replace") + b"\n\n" + DONE
+
+
+def _call_piece(call: Any) -> dict[str, Any]:
+    """A piece of a tool call; its id and name come with the first one."""
+    function = {"name": call.name} if call.name else {}
+    named = {"id": call.id, "type": "function"} if call.id else {}
+    return {"index": call.index, **named, "function": {**function, "arguments": call.arguments}}
 
 
 def _dumps(value: Any) -> str:

@@ -16,6 +16,9 @@ import saccade
 
 ASK: dict[str, Any] = {"model": "", "max_tokens": 20, "messages": [{"role": "user", "content": "what is it?"}]}
 
+GREEDY: Any = {"temperature": 0}
+"""Its methods have no argument of that name."""
+
 
 @pytest.fixture(scope="module")
 def client(http: RunningHttp, server: RunningServer) -> Iterator[anthropic.Anthropic]:
@@ -26,7 +29,7 @@ def client(http: RunningHttp, server: RunningServer) -> Iterator[anthropic.Anthr
 
 
 def test_a_message_is_the_answer_of_grpc(client: anthropic.Anthropic, grpc_client: saccade.Client) -> None:
-    made = client.messages.create(**ASK, system="be brief", temperature=0)
+    made = client.messages.create(**ASK, system="be brief", extra_body=GREEDY)
     same = grpc_client.chat("what is it?", system="be brief", max_tokens=20, temperature=0)
     assert "".join(block.text for block in made.content if block.type == "text") == same.text
     assert made.stop_reason == ("max_tokens" if same.finish_reason == "length" else "end_turn")
@@ -38,13 +41,13 @@ def test_a_message_is_the_answer_of_grpc(client: anthropic.Anthropic, grpc_clien
 
 
 def test_a_stream_says_the_same(client: anthropic.Anthropic) -> None:
-    whole = client.messages.create(**ASK, temperature=0)
-    with client.messages.stream(**ASK, temperature=0) as stream:
+    whole = client.messages.create(**ASK, extra_body=GREEDY)
+    with client.messages.stream(**ASK, extra_body=GREEDY) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert text == "".join(block.text for block in whole.content if block.type == "text")
     assert final.stop_reason == whole.stop_reason and final.usage.output_tokens == whole.usage.output_tokens
-    stopped = client.messages.create(**ASK, temperature=0, stop_sequences=[text[3:5]])
+    stopped = client.messages.create(**ASK, extra_body=GREEDY, stop_sequences=[text[3:5]])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", text[3:5])
 
 
@@ -53,7 +56,7 @@ def test_images(client: anthropic.Anthropic, grpc_client: saccade.Client) -> Non
     source: Any = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(picture).decode()}
     content: list[Any] = [{"type": "image", "source": source}, {"type": "text", "text": "what is it?"}]
     made = client.messages.create(
-        model="", max_tokens=8, temperature=0, messages=[{"role": "user", "content": content}]
+        model="", max_tokens=8, extra_body=GREEDY, messages=[{"role": "user", "content": content}]
     )
     same = grpc_client.generate("what is it?", images=[picture], max_tokens=8, temperature=0)
     assert made.content[0].type == "text" and made.content[0].text == same.text

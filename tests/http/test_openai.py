@@ -172,7 +172,7 @@ def test_models(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
 def test_files_and_batches(client: openai.OpenAI) -> None:
     body = {"messages": ASK, "max_tokens": 5, "temperature": 0}
     rows = [{"custom_id": f"r{i}", "method": "POST", "url": "/v1/chat/completions", "body": body} for i in range(3)]
-    rows[1]["body"] = {**body, "stop": ["x"] * 1000}
+    rows[1]["body"] = {**body, "messages": [{"role": "user", "content": "x" * 5000}]}
     uploaded = client.files.create(
         file=("in.jsonl", b"\n".join(json.dumps(row).encode() for row in rows)), purpose="batch"
     )
@@ -210,7 +210,7 @@ def test_files_and_batches(client: openai.OpenAI) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}]},
          400, "messages[0].content[0].image_url.url"),
         ({"messages": [{"role": "user", "content": [
-            {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}]}]}, 400, None),
+            {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}]}]}, 403, None),
         ({"extra_body": {"nonsense": 1}}, 400, "nonsense"),
     ],
 )  # fmt: skip
