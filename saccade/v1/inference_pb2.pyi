@@ -269,22 +269,6 @@ class TokenizeResponse(_message.Message):
     media: _containers.RepeatedCompositeFieldContainer[_types_pb2.MediaLayout]
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., tokens_per_image: _Optional[_Iterable[int]] = ..., video_tokens: _Optional[int] = ..., tokens_per_video: _Optional[_Iterable[int]] = ..., media: _Optional[_Iterable[_Union[_types_pb2.MediaLayout, _Mapping]]] = ...) -> None: ...
 
-class DetokenizeRequest(_message.Message):
-    __slots__ = ("model", "token_ids")
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    model: str
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class DetokenizeResponse(_message.Message):
-    __slots__ = ("text", "tokens")
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    text: str
-    tokens: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Iterable[bytes]] = ...) -> None: ...
-
 class CancelGenerationRequest(_message.Message):
     __slots__ = ("request_id",)
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

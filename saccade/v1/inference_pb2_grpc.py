@@ -39,11 +39,6 @@ class InferenceServiceStub:
                 request_serializer=saccade_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=saccade_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
-        self.Detokenize = channel.unary_unary(
-                '/saccade.v1.InferenceService/Detokenize',
-                request_serializer=saccade_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
-                response_deserializer=saccade_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
-                _registered_method=True)
         self.CancelGeneration = channel.unary_unary(
                 '/saccade.v1.InferenceService/CancelGeneration',
                 request_serializer=saccade_dot_v1_dot_inference__pb2.CancelGenerationRequest.SerializeToString,
@@ -86,13 +81,6 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Detokenize(self, request, context):
-        """The text of token ids.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def CancelGeneration(self, request, context):
         """Ends a request from another call: its caller gets the answer so far and Finished(FINISH_REASON_ABORTED).
         """
@@ -122,11 +110,6 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=saccade_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
                     response_serializer=saccade_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
-            ),
-            'Detokenize': grpc.unary_unary_rpc_method_handler(
-                    servicer.Detokenize,
-                    request_deserializer=saccade_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
-                    response_serializer=saccade_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
             'CancelGeneration': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelGeneration,
@@ -246,33 +229,6 @@ class InferenceService:
             '/saccade.v1.InferenceService/Tokenize',
             saccade_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
             saccade_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Detokenize(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/saccade.v1.InferenceService/Detokenize',
-            saccade_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
-            saccade_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,22 @@ class GetModelResponse(_message.Message):
     model: Model
     def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
 
+class DetokenizeRequest(_message.Message):
+    __slots__ = ("model", "token_ids")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, model: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DetokenizeResponse(_message.Message):
+    __slots__ = ("text", "tokens")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    tokens: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
 class Model(_message.Message):
     __slots__ = ("name", "version", "model_type", "dtype", "input_modalities", "limits", "default_sampling", "image_token_id", "eos_token_ids", "vocab_size", "has_tokenizer", "has_chat_template")
     NAME_FIELD_NUMBER: _ClassVar[int]

@@ -26,6 +26,11 @@ class ModelServiceStub:
                 request_serializer=saccade_dot_v1_dot_model__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=saccade_dot_v1_dot_model__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/saccade.v1.ModelService/Detokenize',
+                request_serializer=saccade_dot_v1_dot_model__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=saccade_dot_v1_dot_model__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class ModelServiceServicer:
@@ -44,6 +49,13 @@ class ModelServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Detokenize(self, request, context):
+        """The text of token ids.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -56,6 +68,11 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=saccade_dot_v1_dot_model__pb2.GetModelRequest.FromString,
                     response_serializer=saccade_dot_v1_dot_model__pb2.GetModelResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=saccade_dot_v1_dot_model__pb2.DetokenizeRequest.FromString,
+                    response_serializer=saccade_dot_v1_dot_model__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -113,6 +130,33 @@ class ModelService:
             '/saccade.v1.ModelService/GetModel',
             saccade_dot_v1_dot_model__pb2.GetModelRequest.SerializeToString,
             saccade_dot_v1_dot_model__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/saccade.v1.ModelService/Detokenize',
+            saccade_dot_v1_dot_model__pb2.DetokenizeRequest.SerializeToString,
+            saccade_dot_v1_dot_model__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,7 +16,7 @@ from saccade._openai.problems import validated
 from saccade._openai.schema import Completion, prompt_list
 from saccade.errors import SaccadeError
 from saccade.types import Delta, Generation, Sample, TokenLogprob
-from saccade.v1 import inference_pb2
+from saccade.v1 import inference_pb2, model_pb2
 from service.http.call import HttpCall, beside
 from service.http.streams import DONE, Events, affinity_key, quoted, stream_events
 from service.http.upstream import Caller
@@ -104,9 +104,7 @@ async def _prompt_tokens(
         ids = list((await caller.call("inference", "Tokenize", asked)).token_ids)
     else:
         ids = prompt
-    told = await caller.call(
-        "inference", "Detokenize", inference_pb2.DetokenizeRequest(model=request.model, token_ids=ids)
-    )
+    told = await caller.call("model", "Detokenize", model_pb2.DetokenizeRequest(model=request.model, token_ids=ids))
     return (prompt if isinstance(prompt, str) else told.text), list(told.tokens)
 
 

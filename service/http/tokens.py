@@ -12,7 +12,7 @@ from saccade._openai.chat import message_dicts
 from saccade._openai.problems import validated
 from saccade._openai.schema import Detokenize, Embeddings, Tokenize, prompt_list
 from saccade.types import Embedding
-from saccade.v1 import inference_pb2
+from saccade.v1 import inference_pb2, model_pb2
 from service.http.call import HttpCall, beside
 from service.http.chat import no_paths
 
@@ -57,8 +57,8 @@ async def tokenize(call: HttpCall) -> None:
         told = await caller.call("inference", "Tokenize", request)
         strings = None
         if body.return_token_strs:
-            named = inference_pb2.DetokenizeRequest(model=body.model or "", token_ids=told.token_ids)
-            answer = await caller.call("inference", "Detokenize", named)
+            named = model_pb2.DetokenizeRequest(model=body.model or "", token_ids=told.token_ids)
+            answer = await caller.call("model", "Detokenize", named)
             strings = [token.decode("utf-8", "replace") for token in answer.tokens]
     await call.respond({
         "tokens": list(told.token_ids),
@@ -82,8 +82,8 @@ def _tokenize_request(body: Tokenize) -> inference_pb2.TokenizeRequest:
 async def detokenize(call: HttpCall) -> None:
     """The text of token ids."""
     body = validated(Detokenize, await call.json())
-    request = inference_pb2.DetokenizeRequest(model=body.model or "", token_ids=body.tokens)
+    request = model_pb2.DetokenizeRequest(model=body.model or "", token_ids=body.tokens)
     async with call.connected():
-        told = await call.caller().call("inference", "Detokenize", request)
+        told = await call.caller().call("model", "Detokenize", request)
     tokens = [token.decode("utf-8", "replace") for token in told.tokens]
     await call.respond({"prompt": told.text, "tokens": tokens})

@@ -27,6 +27,7 @@ from service.common import errors
 from service.common.types import Event, Finished, GenerateSpec, MediaSource, Video
 from service.media.arriving import header_of, receive
 from service.media.media import Media, Spool, tenant_folder
+from service.model.assets import ModelAssets
 from service.telemetry.call_context import current_call
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ async def converted(event: Event, convert_event: Callable[[Event], T]) -> T:
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Generate, StreamGenerate, Embed, Tokenize, Detokenize and CancelGeneration."""
+    """Generate, StreamGenerate, Embed, Tokenize and CancelGeneration."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -94,15 +95,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         spec = await read(convert.spec_from_tokenize, request)
         return convert.tokenized_to_proto(await self._calls.tokenize(spec, timeout=context.time_remaining()))
 
-    async def Detokenize(
-        self, request: inference_pb2.DetokenizeRequest, context: Context
-    ) -> inference_pb2.DetokenizeResponse:
-        frontend = self._calls.frontend
-        text, tokens = await asyncio.to_thread(
-            detokenize, frontend.assets, frontend.engine.info.model, request.model, list(request.token_ids)
-        )
-        return inference_pb2.DetokenizeResponse(text=text, tokens=tokens)
-
     async def CancelGeneration(
         self, request: inference_pb2.CancelGenerationRequest, context: Context
     ) -> inference_pb2.CancelGenerationResponse:
@@ -111,10 +103,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
-    """GetModel and ListModels: this server has one model."""
+    """GetModel, ListModels and Detokenize: this server has one model."""
 
-    def __init__(self, model: model_pb2.Model) -> None:
-        self._model = model
+    def __init__(self, model: model_pb2.Model, assets: ModelAssets) -> None:
+        self._model, self._assets = model, assets
 
     async def GetModel(self, request: model_pb2.GetModelRequest, context: Context) -> model_pb2.GetModelResponse:
         if request.name not in ("", self._model.name):
@@ -123,6 +115,11 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 
     async def ListModels(self, request: model_pb2.ListModelsRequest, context: Context) -> Any:
         return model_pb2.ListModelsResponse(models=[self._model])
+
+    async def Detokenize(self, request: model_pb2.DetokenizeRequest, context: Context) -> model_pb2.DetokenizeResponse:
+        ids = list(request.token_ids)
+        text, tokens = await asyncio.to_thread(detokenize, self._assets, self._model.name, request.model, ids)
+        return model_pb2.DetokenizeResponse(text=text, tokens=tokens)
 
 
 class MediaServicer(media_pb2_grpc.MediaServiceServicer):

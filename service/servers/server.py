@@ -156,7 +156,7 @@ class Server:
     def _add_services(self, server: grpc.aio.Server) -> list[str]:
         """Adds the services; returns their full names."""
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.calls), server)
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self._model), server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self._model, self.frontend.assets), server)
         media_pb2_grpc.add_MediaServiceServicer_to_server(MediaServicer(self.spool), server)
         names = ["Inference", "Model", "Media", "Admin"]
         if self.has_batches:

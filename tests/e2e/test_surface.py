@@ -18,7 +18,7 @@ from rpc import Stubs, ask, connect, reason, upload
 from running import RunningServer
 from served import IMAGE_TOKEN
 
-from saccade.v1 import admin_pb2, inference_pb2, media_pb2, types_pb2
+from saccade.v1 import admin_pb2, inference_pb2, media_pb2, model_pb2, types_pb2
 
 
 @pytest.fixture
@@ -324,3 +324,12 @@ def test_an_operators_levers(model: Path) -> None:
         assert fails(stubs.inference.Generate, ask()) == ("UNAVAILABLE", "DRAINING")
         assert stubs.admin.GetLoads(admin_pb2.GetLoadsRequest()).draining
         assert list(call)[-1].finished.finish_reason == types_pb2.FINISH_REASON_LENGTH
+
+
+def test_token_ids_become_text_again(stubs: Stubs) -> None:
+    ids = stubs.inference.Tokenize(inference_pb2.TokenizeRequest(prompt={"text": "aé<", "raw": True})).token_ids
+    told = stubs.model.Detokenize(model_pb2.DetokenizeRequest(token_ids=[*ids, IMAGE_TOKEN]))
+    assert told.text == "aé<" and b"".join(told.tokens[:-1]).decode() == "aé<" and told.tokens[-1] == b"<image>"
+    wrong = model_pb2.DetokenizeRequest(token_ids=[1, 2**31])
+    assert fails(stubs.model.Detokenize, wrong) == ("INVALID_ARGUMENT", "INVALID_ARGUMENT")
+    assert fails(stubs.model.Detokenize, model_pb2.DetokenizeRequest(model="nothing"))[0] == "NOT_FOUND"

@@ -52,13 +52,13 @@ def test_a_stream_says_the_same(client: anthropic.Anthropic) -> None:
 
 
 def test_images(client: anthropic.Anthropic, grpc_client: saccade.Client) -> None:
-    picture = png(40)
-    source: Any = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(picture).decode()}
+    photo = png(40)
+    source: Any = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(photo).decode()}
     content: list[Any] = [{"type": "image", "source": source}, {"type": "text", "text": "what is it?"}]
     made = client.messages.create(
         model="", max_tokens=8, extra_body=GREEDY, messages=[{"role": "user", "content": content}]
     )
-    same = grpc_client.generate("what is it?", images=[picture], max_tokens=8, temperature=0)
+    same = grpc_client.generate("what is it?", images=[photo], max_tokens=8, temperature=0)
     assert made.content[0].type == "text" and made.content[0].text == same.text
 
 

@@ -71,17 +71,17 @@ def test_a_stream_says_the_same_as_the_whole(client: openai.OpenAI, n: int) -> N
 
 
 def test_images_and_their_tokens(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
-    picture = png(40)
+    photo = png(40)
     content: list[Any] = [
         {"type": "text", "text": "what is it?"},
-        {"type": "image_url", "image_url": {"url": data_url(picture), "detail": "high"}},
+        {"type": "image_url", "image_url": {"url": data_url(photo), "detail": "high"}},
     ]
     raw = client.chat.completions.with_raw_response.create(
         model="", messages=[{"role": "user", "content": content}], max_tokens=8, temperature=0
     )
     answer = raw.parse()
     same = grpc_client.generate(
-        [{"role": "user", "content": ["what is it?", {"type": "image", "image": picture}]}], max_tokens=8, temperature=0
+        [{"role": "user", "content": ["what is it?", {"type": "image", "image": photo}]}], max_tokens=8, temperature=0
     )
     assert answer.choices[0].message.content == same.text
     assert answer.model_extra and answer.model_extra["saccade"]["image_tokens"] == same.usage.image_tokens > 0
