@@ -52,17 +52,6 @@ def extension(answer: Generation) -> dict[str, Any]:
         "video_tokens": usage.video_tokens,
         "video_frames": usage.video_frames,
         "reasoning_tokens": usage.reasoning_tokens,
-        "media": [
-            {
-                "grid": list(item.grid),
-                "merge_size": item.merge_size,
-                "tokens": item.tokens,
-                "frames": item.frames,
-                "slices": list(item.slices),
-                "slice_grid": list(item.slice_grid),
-            }
-            for item in answer.media
-        ],
         "queue_seconds": usage.queue_time,
         "first_token_seconds": usage.time_to_first_token,
         "last_token_seconds": usage.time_to_last_token,

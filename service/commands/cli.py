@@ -158,6 +158,12 @@ class ServerProcess:
         if not line.startswith("saccade ready on "):
             raise ConfigError(f"the server did not start (exit code {self._process.wait(timeout)})")
         self.address = line.removeprefix("saccade ready on ").strip()
+        self.http_url = ""
+        if "--http-port" in arguments:
+            line = self._process.stdout.readline()
+            if not line.startswith("saccade http ready on "):
+                raise ConfigError(f"the HTTP server did not start (exit code {self._process.wait(timeout)})")
+            self.http_url = line.removeprefix("saccade http ready on ").strip()
 
     @property
     def pid(self) -> int:

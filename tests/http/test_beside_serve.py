@@ -1,0 +1,33 @@
+"""`saccade serve --http-port`: the HTTP server as a process beside the gRPC server."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+from keys import KEYS, key_file
+from running import children
+
+from service.commands.cli import ServerProcess
+
+ASK = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+
+
+def test_it_is_replaced_passes_keys_on_and_ends_with_the_server(model: Path, tmp_path: Path) -> None:
+    keys = key_file(tmp_path / "keys.toml")
+    arguments = [str(model), "--http-port", "0", "--api-keys", keys, "--max-seqs", "4", "--max-len", "200"]
+    with ServerProcess([*arguments, "--threads", "1", "--log-level", "error", "--image-workers", "1"]) as server:
+        url = f"{server.http_url}/v1/chat/completions"
+        assert httpx.post(url, json=ASK, timeout=60).status_code == 401
+        good = {"authorization": f"Bearer {KEYS['one']}"}
+        assert httpx.post(url, json=ASK, headers=good, timeout=60).status_code == 200
+        assert httpx.get(f"{server.http_url}/status", headers=good).json()["servers"][0]["loads"] is None
+        (child,) = children(server.pid, "service.http.process")
+        os.kill(child, signal.SIGKILL)
+        # The listening socket is the parent's, so this waits in its queue for the next process.
+        assert httpx.post(url, json=ASK, headers=good, timeout=60).status_code == 200
+        assert children(server.pid, "service.http.process") != [child]
+        assert server.stop() == 0
+    assert not Path(f"/proc/{child}").exists()
