@@ -1,13 +1,15 @@
 """Structured output: whether answers keep to random schemas, what compiling costs, what a schema costs and gains.
 
-    python -m benchmarks.structured answers compile speed peer [--write]
+    python -m benchmarks.structured answers compile speed peer hostile [--write]
 
 `answers`: answers of models with random weights (benchmarks/random_models.py), through gRPC, under random schemas, at a
 high temperature so that logits push against the grammar, judged by `jsonschema`; what ends by itself must pass.
 `compile`: milliseconds to make the constraint of a common schema, first mask included, each schema for the first time.
 `speed`: tokens per second of the 116 M model with and without a schema at 1 and 32 requests, and with forced tokens;
 all sides in turn; without a schema, as many tokens as with it. `peer`: the same schema, checkpoint and prompts in
-vLLM's CPU build, in turn with ours. `--write` writes a dated file for each part. The last line on stdout is JSON.
+vLLM's CPU build, in turn with ours. `hostile`: how formats of benchmarks/hostile_formats.py end, and the longest pause
+of a stream beside each of them, and beside four of each at a time. `--write` writes a dated file for each part. The
+last line on stdout is JSON.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
 import random
 import statistics
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,6 +35,7 @@ import jsonschema
 import saccade
 from benchmarks import machine, models, random_models
 from benchmarks.compare import Peer
+from benchmarks.hostile_formats import HOSTILE
 from benchmarks.schemas import Schema, common_schema, random_schema
 from saccade import errors
 from service.commands.cli import ServerProcess
@@ -235,8 +240,53 @@ def peer(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def hostile(arguments: argparse.Namespace) -> dict[str, Any]:
+    """On the embedded model. Seconds of each request, how it ended, and the pause in milliseconds."""
+    pieces: list[float] = []
+    stop = threading.Event()
+
+    def beside(client: saccade.Client) -> None:
+        for seed in itertools.count():
+            with client.stream("Go on", max_tokens=300, ignore_eos=True, temperature=1.0, seed=seed) as stream:
+                for _ in stream:
+                    pieces.append(time.perf_counter())
+                    if stop.is_set():
+                        return
+
+    def one(name: str) -> dict[str, Any]:
+        started = time.perf_counter()
+        try:
+            answer = client.generate("Go", response_format=HOSTILE[name], max_tokens=60, temperature=1.0, timeout=60)
+            end = answer.finish_reason
+        except errors.InvalidArgument as error:
+            end = f"{error}"[:100]
+        except errors.SaccadeError as error:
+            end = f"FAILED: {error}"
+        return {"seconds": time.perf_counter() - started, "end": end, "pause_ms": pause(started)}
+
+    def pause(since: float) -> float:
+        times = [since, *(at for at in list(pieces) if at > since), time.perf_counter()]
+        return 1e3 * max(b - a for a, b in itertools.pairwise(times))
+
+    with served(Path("demo")) as client, ThreadPoolExecutor(1) as other:
+        running = other.submit(beside, client)
+        while len(pieces) < 100:
+            time.sleep(0.05)
+        alone = pause(pieces[0])
+        found = {name: one(name) for name in HOSTILE}
+        started = time.perf_counter()
+        with ThreadPoolExecutor(64) as pool:
+            together = list(pool.map(one, [name for name in HOSTILE for _ in range(4)]))
+        crowd = {"requests": len(together), "seconds": time.perf_counter() - started, "pause_ms": pause(started)}
+        stop.set()
+        running.result()
+    ends = [row["end"] for row in (*found.values(), *together)]
+    passed = not any(end.startswith("FAILED") for end in ends)
+    return {"passed": passed, "pause_alone_ms": alone, "at_once": crowd, "formats": found}
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "answers": answers, "compile": compiling, "speed": speed, "peer": peer,
+    "answers": answers, "compile": compiling, "speed": speed, "peer": peer, "hostile": hostile,
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from running import RunningServer
 from tritonclient.utils import InferenceServerException
 
 import saccade
+from benchmarks.hostile_formats import HOSTILE
 from benchmarks.schemas import random_schema
 from saccade import cli, errors
 from saccade.types import TopLogprob
@@ -150,6 +152,25 @@ def test_what_cannot_be_served_is_an_error_of_its_own_request(options: Any, word
     with pytest.raises(errors.InvalidArgument, match=words):
         either.generate("Go", max_tokens=20, **options)
     assert either.generate("Go", max_tokens=2).usage.completion_tokens == 2
+
+
+def test_hostile_formats_end_and_others_go_on(client: saccade.Client) -> None:
+    """All at once: each is served or refused, and a plain answer beside them is what it is alone."""
+    plain: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    alone = client.generate("Go", **plain).token_ids
+
+    def ask(name: str) -> str:
+        try:
+            options: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 1, "timeout": 60}
+            return client.generate("Go", response_format=HOSTILE[name], **options).finish_reason
+        except errors.InvalidArgument:
+            return "refused"
+
+    with ThreadPoolExecutor(len(HOSTILE) + 4) as pool:
+        ends = pool.map(ask, HOSTILE)
+        beside = [pool.submit(client.generate, "Go", **plain) for _ in range(4)]
+        assert all(answer.result().token_ids == alone for answer in beside)
+        assert set(ends) <= {"refused", "stop", "length"}
 
 
 def test_the_field_at_fault_is_in_the_details(client: saccade.Client) -> None:
