@@ -53,6 +53,9 @@ inline WordPart low_pairs(WordPart a, WordPart b) { return (WordPart)_mm256_unpa
 inline WordPart high_pairs(WordPart a, WordPart b) { return (WordPart)_mm256_unpackhi_epi64((__m256i)a, (__m256i)b); }
 inline WordPart shuffle_bytes(WordPart a, WordPart order) { return (WordPart)_mm256_shuffle_epi8((__m256i)a, (__m256i)order); }
 
+inline WordPart quarter_everywhere(const void* p) {
+    return (WordPart)_mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+}
 inline WordPart in_register(WordPart x) {
     asm("" : "+x"(x));
     return x;

@@ -46,6 +46,7 @@ inline WordPart low_pairs(WordPart a, WordPart b) { return (WordPart)vzip1q_u64(
 inline WordPart high_pairs(WordPart a, WordPart b) { return (WordPart)vzip2q_u64((uint64x2_t)a, (uint64x2_t)b); }
 inline WordPart shuffle_bytes(WordPart a, WordPart order) { return (WordPart)vqtbl1q_u8((uint8x16_t)a, (uint8x16_t)order); }
 
+inline WordPart quarter_everywhere(const void* p) { return vld1q_u32(static_cast<const uint32_t*>(p)); }
 inline WordPart in_register(WordPart x) {
     asm("" : "+w"(x));
     return x;

@@ -88,12 +88,12 @@ __attribute__((noinline)) void add_widened(
             Floats column[W];
             for (int v = 0; v < W; v++) column[v] = as_floats(shift_left32<16>(load_words(b + v * 32)));
             for (int r = 0; r < R; r++) {
-                const Floats x = splat(rows[r][i]);
+                const Floats x = in_register(splat(rows[r][i]));
                 for (int v = 0; v < W; v++) sum[r][v] = fmadd(x, column[v], sum[r][v]);
             }
             for (int v = 0; v < W; v++) column[v] = as_floats(load_words(b + v * 32) & splat_word(int32_t(0xffff0000)));
             for (int r = 0; r < R; r++) {
-                const Floats x = splat(rows[r][i + 1]);
+                const Floats x = in_register(splat(rows[r][i + 1]));
                 for (int v = 0; v < W; v++) sum[r][v] = fmadd(x, column[v], sum[r][v]);
             }
         }

@@ -123,6 +123,10 @@ inline Words in_register(Words x) {
     asm("" : "+v"(x));
     return x;
 }
+inline Floats in_register(Floats x) {
+    asm("" : "+v"(x));
+    return x;
+}
 
 // The lowest bytes of sixteen words of `low` and of `high`: four of the first, four of the second, and so on.
 inline void store_bytes_in_fours(int8_t* p, Words low, Words high) {

@@ -50,6 +50,7 @@ constexpr Mask ALL = 0xffff;
 // -- operations on a part that are the same for all ---------------------------------------------------------------------------
 
 FORWARD FloatPart as_floats(WordPart x) { return (FloatPart)x; }
+FORWARD FloatPart in_register(FloatPart x) { return (FloatPart)in_register((WordPart)x); }
 FORWARD WordPart as_words(FloatPart x) { return (WordPart)x; }
 FORWARD WordPart add32(WordPart a, WordPart b) { return a + b; }
 FORWARD WordPart sub32(WordPart a, WordPart b) { return a - b; }
@@ -155,30 +156,46 @@ FORWARD Words zero_words() { return splat_words(WordPart{}); }
 
 // -- memory -------------------------------------------------------------------------------------------------------------------
 
+// Part by part: GCC keeps in memory what is copied as a whole.
+template <class V>
+FORWARD V load_part(const void* p) {
+    V v;
+    std::memcpy(&v, p, sizeof(V));
+    return v;
+}
+template <class V>
+FORWARD void load_to(Two<V>& v, const char* p);
+template <class V>
+FORWARD void store_from(const Two<V>& v, char* p);
+FORWARD void load_to(FloatPart& v, const char* p) { v = load_part<FloatPart>(p); }
+FORWARD void load_to(WordPart& v, const char* p) { v = load_part<WordPart>(p); }
+FORWARD void store_from(const FloatPart& v, char* p) { std::memcpy(p, &v, sizeof(v)); }
+FORWARD void store_from(const WordPart& v, char* p) { std::memcpy(p, &v, sizeof(v)); }
+template <class V>
+FORWARD void load_to(Two<V>& v, const char* p) { load_to(v.low, p), load_to(v.high, p + LanesOf<V>::COUNT * 4); }
+template <class V>
+FORWARD void store_from(const Two<V>& v, char* p) { store_from(v.low, p), store_from(v.high, p + LanesOf<V>::COUNT * 4); }
+
 FORWARD Floats load_floats(const float* p) {
     Floats v;
-    std::memcpy(&v, p, 64);
+    load_to(v, reinterpret_cast<const char*>(p));
     return v;
 }
-FORWARD void store_floats(float* p, Floats v) { std::memcpy(p, &v, 64); }
+FORWARD void store_floats(float* p, Floats v) { store_from(v, reinterpret_cast<char*>(p)); }
 FORWARD Words load_words(const void* p) {
     Words v;
-    std::memcpy(&v, p, 64);
+    load_to(v, static_cast<const char*>(p));
     return v;
 }
-FORWARD void store_words(void* p, Words v) { std::memcpy(p, &v, 64); }
-FORWARD void store_low_half(void* p, Words v) { std::memcpy(p, &v.low, 32); }
-FORWARD void store_high_half(void* p, Words v) { std::memcpy(p, &v.high, 32); }
+FORWARD void store_words(void* p, Words v) { store_from(v, static_cast<char*>(p)); }
+FORWARD void store_low_half(void* p, Words v) { store_from(v.low, static_cast<char*>(p)); }
+FORWARD void store_high_half(void* p, Words v) { store_from(v.high, static_cast<char*>(p)); }
 template <int J>
 FORWARD void store_quarter(void* p, Words v) {
     const FourWords q = quarter<J>(v);
     std::memcpy(p, &q, 16);
 }
-FORWARD Words splat_quarter(const void* p) {
-    Words v;
-    for (int i = 0; i < 4; i++) std::memcpy(reinterpret_cast<char*>(&v) + 16 * i, p, 16);
-    return v;
-}
+FORWARD Words splat_quarter(const void* p) { return splat_words(quarter_everywhere(p)); }
 
 // Some lanes, one by one: never read or written are those outside the mask.
 __attribute__((noinline)) Floats load_lanes(Floats otherwise, Mask m, const float* p) {
@@ -252,25 +269,23 @@ inline void store_bytes_in_fours(int8_t* p, Words low, Words high) {
 
 // -- bfloat16 -----------------------------------------------------------------------------------------------------------------
 
+FORWARD void widen_to(FloatPart& v, const uint16_t* p) {
+    v = as_floats(__builtin_convertvector(load_part<NarrowPart>(p), WordPart) << 16);
+}
+FORWARD void narrow_from(FloatPart v, uint16_t* p) {
+    const NarrowPart narrow = __builtin_convertvector(as_words(v) >> 16, NarrowPart);
+    std::memcpy(p, &narrow, sizeof(narrow));
+}
+template <class V>
+FORWARD void widen_to(Two<V>& v, const uint16_t* p) { widen_to(v.low, p), widen_to(v.high, p + LanesOf<V>::COUNT); }
+template <class V>
+FORWARD void narrow_from(Two<V> v, uint16_t* p) { narrow_from(v.low, p), narrow_from(v.high, p + LanesOf<V>::COUNT); }
 FORWARD Floats load_bf16(const uint16_t* p) {
     Floats v;
-    for (int i = 0; i < 64 / PART_BYTES; i++) {
-        NarrowPart narrow;
-        std::memcpy(&narrow, p + i * (PART_BYTES / 4), PART_BYTES / 2);
-        const WordPart wide = __builtin_convertvector(narrow, WordPart) << 16;
-        std::memcpy(reinterpret_cast<char*>(&v) + i * PART_BYTES, &wide, PART_BYTES);
-    }
+    widen_to(v, p);
     return v;
 }
-FORWARD void store_bf16(uint16_t* p, Floats v) {
-    const Floats near = rounded_bf16(v);
-    for (int i = 0; i < 64 / PART_BYTES; i++) {
-        WordPart wide;
-        std::memcpy(&wide, reinterpret_cast<const char*>(&near) + i * PART_BYTES, PART_BYTES);
-        const NarrowPart narrow = __builtin_convertvector(wide >> 16, NarrowPart);
-        std::memcpy(p + i * (PART_BYTES / 4), &narrow, PART_BYTES / 2);
-    }
-}
+FORWARD void store_bf16(uint16_t* p, Floats v) { narrow_from(rounded_bf16(v), p); }
 __attribute__((noinline)) Floats load_some_bf16(const uint16_t* p, Mask m) {
     uint16_t each[16] = {};
     for (int i = 0; i < 16; i++)
