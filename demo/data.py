@@ -13,6 +13,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -94,6 +95,7 @@ class Picture:
 
     image: Image.Image
     things: tuple[Thing, ...]
+    handwritten: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class Turn:
     """The answer names the things one after the other."""
     empty_place: str | None = None
     """The empty place, if that is the answer."""
+    spans: tuple[tuple[int, int, tuple[Thing, ...]], ...] = ()
+    """What `focus` returns, where it does not follow from the other fields."""
 
     @property
     def novel(self) -> bool:
@@ -117,10 +121,12 @@ class Turn:
     @property
     def counts(self) -> bool:
         """True if the answer depends on the number of things it is about, not on what they are."""
-        return self.kind == "count"
+        return self.kind in ("count", "json_count", "tool_count")
 
     def focus(self) -> list[tuple[int, int, tuple[Thing, ...]]]:
         """Which things each part of the answer is about: (start, end, things), in characters of the answer."""
+        if self.spans:
+            return list(self.spans)
         if not self.one_by_one:
             return [(0, len(self.answer), self.about)]
         spans: list[tuple[int, int, tuple[Thing, ...]]] = []
@@ -139,6 +145,8 @@ class Example:
 
     pictures: tuple[Picture, ...]
     turns: tuple[Turn, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    """In OpenAI's form, without the outer object."""
 
 
 def place_box(place: str, image: Image.Image) -> Box:
@@ -271,7 +279,7 @@ def _draw_handwritten(rng: random.Random, size: tuple[int, int], index: int) -> 
     background = _background(rng)
     image = Image.new("RGB", (width, height), background)
     thing = _paste_handwritten(rng, image, (0, 0, width, height), index, background)
-    return Picture(_noisy(rng, image), (thing,))
+    return Picture(_noisy(rng, image), (thing,), handwritten=True)
 
 
 def practice_sheet(rng: random.Random, size: tuple[int, int]) -> Picture:
@@ -476,7 +484,7 @@ CAPTION_LIMIT = 3
 """Pictures with more shapes than this are not captioned."""
 
 
-def _ask_number(rng: random.Random, picture: Picture) -> Turn:
+def ask_number(rng: random.Random, picture: Picture) -> Turn:
     number = "".join(thing.glyph for thing in picture.things)
     questions = (
         "What number is printed here?",
@@ -487,7 +495,7 @@ def _ask_number(rng: random.Random, picture: Picture) -> Turn:
     return Turn("number", *_pose(rng, questions, number, f"The number is {number}."), picture.things, one_by_one=True)
 
 
-def _ask_handwritten(rng: random.Random, picture: Picture) -> Turn:
+def ask_handwritten(rng: random.Random, picture: Picture) -> Turn:
     digit = picture.things[0].glyph
     questions = (
         "Which digit is written here?",
@@ -498,7 +506,7 @@ def _ask_handwritten(rng: random.Random, picture: Picture) -> Turn:
     return Turn("handwritten", *_pose(rng, questions, digit, f"The digit is {digit}."), picture.things)
 
 
-def _ask_pair_what(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
+def ask_pair_what(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
     which = rng.randrange(2)
     order, picture = ("first", "second")[which], pictures[which]
     number = picture.things[0].place is None
@@ -523,7 +531,7 @@ def _ask_pair_what(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
     return Turn("pair_what", *_pose(rng, questions, name, sentence), picture.things, one_by_one=number)
 
 
-def _ask_pair_same(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
+def ask_pair_same(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
     first, second = (picture.things[0] for picture in pictures)
     if rng.random() < 0.5:
         what, same = "colour", first.colour == second.colour
@@ -541,6 +549,13 @@ def _ask_pair_same(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
     if american:
         question, answer = question.replace("colour", "color"), answer.replace("colour", "color")
     return Turn("pair_same", question, answer, (first, second))
+
+
+def any_question(rng: random.Random, picture: Picture) -> Turn:
+    """A question about one picture, of any kind that is not about all of it."""
+    if picture.things[0].place is None:
+        return (ask_handwritten if picture.handwritten else ask_number)(rng, picture)
+    return ASK_SCENE[rng.choice(("colour", "shape", "object", "count", "where"))](rng, picture)
 
 
 CHAT: tuple[tuple[str, str], ...] = (
@@ -596,9 +611,9 @@ def glyph_example(
     """A picture of a printed number or of a handwritten digit, and one question about it."""
     if (kind or rng.choice(GLYPH_KINDS)) == "number":
         number = _draw_number(rng, sizes(rng), _number(rng))
-        return Example((number,), (_ask_number(rng, number),))
+        return Example((number,), (ask_number(rng, number),))
     digit = _draw_handwritten(rng, sizes(rng), _digit_index(rng, held_out))
-    return Example((digit,), (_ask_handwritten(rng, digit),))
+    return Example((digit,), (ask_handwritten(rng, digit),))
 
 
 def _number(rng: random.Random) -> str:
@@ -617,7 +632,7 @@ def pair_example(
     kind = kind or rng.choice(PAIR_KINDS)
     if kind == "pair_what" and rng.random() < 0.4:
         pictures = tuple(_draw_number(rng, sizes(rng), _number(rng)) for _ in range(2))
-        return Example(pictures, tuple(_ask_pair_what(rng, pictures) for _ in range(min(turns, 2))))
+        return Example(pictures, tuple(ask_pair_what(rng, pictures) for _ in range(min(turns, 2))))
     casts = [_cast(rng, 1, held_out) for _ in range(2)]
     if rng.random() < 0.5:  # else the answer to "the same?" would nearly always be no
         colour, shape, _ = casts[0][0]
@@ -625,7 +640,7 @@ def pair_example(
         casts[1] = alike[:1] or casts[1]
     pictures = tuple(_draw_scene(rng, sizes(rng), cast) for cast in casts)
     asked = [kind, *(rng.choice(("pair_what", "pair_same")) for _ in range(turns - 1))]
-    ask = {"pair_what": _ask_pair_what, "pair_same": _ask_pair_same}
+    ask = {"pair_what": ask_pair_what, "pair_same": ask_pair_same}
     return Example(pictures, tuple(ask[k](rng, pictures) for k in asked))
 
 

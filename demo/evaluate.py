@@ -5,8 +5,8 @@
 
 Beside it stand the same questions with the pictures blanked and with another question's pictures, which must fall to
 chance: what the best blind guess scores, that is the answer most often right for that very wording. Questions whose
-answer rests on a combination of colour, shape and place that was never trained on are also reported apart. The last
-line on stdout is JSON.
+answer rests on a combination of colour, shape and place that was never trained on are also reported apart. Questions
+that ask for JSON are asked twice, freely and with a `response_format`. The last line on stdout is JSON.
 """
 
 import argparse
@@ -19,17 +19,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
 import saccade
 from decoder.config import WEIGHT_KINDS
 from demo import data
+from demo.json_questions import JSON_KINDS, json_example
 from service.commands.cli import ServerProcess
 
 MODEL = Path(__file__).parent / "model"
-MAX_TOKENS = 64
-"""The longest right answer has about 30 tokens."""
+MAX_TOKENS = 128
+"""The longest right answer has about 30 tokens, in JSON about 70."""
 CHANCE_MARGIN = 0.12
 """How far a blanked or swapped score may be above the blind guess: over three standard errors of 200 questions."""
 
@@ -54,6 +56,19 @@ class Score:
     swapped: float
     blind: float
     """The score of the best blind guess: chance."""
+
+
+@dataclass(frozen=True)
+class JsonScore:
+    """Shares from 0 to 1 of the questions of one kind that asks for JSON."""
+
+    questions: int
+    valid: float
+    """Free answers that are JSON."""
+    right: float
+    """Free answers whose JSON is the expected one."""
+    formatted: float
+    """Answers in the `response_format` of the expected JSON that are right."""
 
 
 def held_out(kind: str, count: int) -> list[Question]:
@@ -116,6 +131,74 @@ def evaluate(address: str, questions: int, controls: int, concurrency: int) -> d
     return scores
 
 
+def schema_of(value: Any) -> dict[str, Any]:
+    """A JSON schema of the type of `value`; where it is null, it could be a string."""
+    if isinstance(value, dict):
+        properties = {key: schema_of(item) for key, item in value.items()}
+        return {"type": "object", "properties": properties, "required": list(value), "additionalProperties": False}
+    if isinstance(value, list):
+        return {"type": "array", "items": schema_of(value[0])}
+    if value is None:
+        return {"type": ["string", "null"]}
+    return {"type": {bool: "boolean", int: "integer", str: "string"}[type(value)]}
+
+
+def _read(text: str) -> Any:
+    """What the JSON `text` holds; `_INVALID` if it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return _INVALID
+
+
+_INVALID = object()
+
+
+def _same(value: Any, expected: Any) -> bool:
+    """Whether two values are the same JSON, in which 1 is not true."""
+    return value is not _INVALID and json.dumps(value, sort_keys=True) == json.dumps(expected, sort_keys=True)
+
+
+def evaluate_json(address: str, questions: int, concurrency: int) -> dict[str, JsonScore]:
+    """Asks `questions` held-out questions of each kind that asks for JSON, freely and in a format."""
+    scores = {}
+    with saccade.Client(address) as client, ThreadPoolExecutor(concurrency) as pool:
+
+        def answers(example: data.Example) -> tuple[Any, Any, Any]:
+            (turn,) = example.turns
+            expected = json.loads(turn.answer)
+            images = [picture.image for picture in example.pictures]
+            options: dict[str, Any] = {"images": images, "temperature": 0, "max_tokens": MAX_TOKENS}
+            free = client.generate(turn.question, **options)
+            formatted = client.generate(turn.question, response_format=schema_of(expected), **options)
+            return expected, _read(free.text), _read(formatted.text)
+
+        for kind in JSON_KINDS:
+            found = list(pool.map(answers, (json_example(seed, kind) for seed in range(questions))))
+            scores[kind] = JsonScore(
+                questions=questions,
+                valid=sum(free is not _INVALID for _, free, _ in found) / questions,
+                right=sum(_same(free, expected) for expected, free, _ in found) / questions,
+                formatted=sum(_same(formatted, expected) for expected, _, formatted in found) / questions,
+            )
+            print(f"{kind}: {scores[kind]}", file=sys.stderr)
+    return scores
+
+
+def json_table(scores: dict[str, JsonScore]) -> str:
+    """The scores as a Markdown table."""
+    lines = ["| kind | questions | valid | right | right in a format |", "| --- | --: | --: | --: | --: |"]
+    rows = {**scores, "overall": JsonScore(0, *(_mean(scores, name) for name in ("valid", "right", "formatted")))}
+    for kind, s in rows.items():
+        count = s.questions or sum(score.questions for score in scores.values())
+        lines.append(f"| {kind} | {count} | {s.valid:.1%} | {s.right:.1%} | {s.formatted:.1%} |")
+    return "\n".join(lines)
+
+
+def _mean(scores: dict[str, JsonScore], name: str) -> float:
+    return sum(getattr(score, name) for score in scores.values()) / len(scores)
+
+
 def overall(scores: dict[str, Score], value: Callable[[Score], float]) -> float:
     """The mean of `value` over the kinds."""
     return sum(value(score) for score in scores.values()) / len(scores)
@@ -167,18 +250,24 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=16, help="questions in flight")
     parser.add_argument("--min-overall", type=float, default=0.95)
     parser.add_argument("--min-kind", type=float, default=0.90)
+    parser.add_argument("--min-json", type=float, default=0.90)
     arguments = parser.parse_args()
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         options = [str(arguments.model), *(["--weights", arguments.weights] if arguments.weights else [])]
         address = arguments.server or stack.enter_context(ServerProcess(options)).address
         scores = evaluate(address, arguments.questions, arguments.controls, arguments.concurrency)
+        in_json = evaluate_json(address, arguments.questions, arguments.concurrency)
     print(table(scores))
+    print(json_table(in_json))
     missed = shortcomings(scores, arguments.min_overall, arguments.min_kind)
+    if (right := _mean(in_json, "right")) < arguments.min_json:
+        missed.append(f"JSON {right:.1%} is under {arguments.min_json:.0%}")
     for line in missed:
         print(line, file=sys.stderr)
     result = {kind: score.__dict__ for kind, score in scores.items()}
-    print(json.dumps({"scores": result, "missed": missed, "seconds": round(time.monotonic() - started, 1)}))
+    json_result = {kind: score.__dict__ for kind, score in in_json.items()}
+    print(json.dumps({"scores": result, "json": json_result, "missed": missed, "seconds": round(time.monotonic() - started, 1)}))
     sys.exit(bool(missed))
 
 

@@ -9,7 +9,8 @@ it, one attention layer, one mixture of experts, the trunk's own vocabulary proj
 token, and trained so for `DEPTH` of them. The loss is the divergence from what the trunk itself would say, on answers.
 The weights go into the model's own file, under `mtp.`; `transformers` passes them over.
 
-A head belongs to one trunk: after more training of the trunk, start from the old head with a new --work and --start.
+A head belongs to one trunk: after more training of the trunk, start from the old head with a new --work and --start,
+which is a checkpoint or a model that has a head.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import hashlib
 import json
 import logging
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -142,8 +144,9 @@ def predictions(trunk: Trunk, head: Head, batch: Batch) -> list[tuple[Tensor, Te
 class Run:
     """A training run: everything in a checkpoint."""
 
-    def __init__(self, work: Path, model: Path, start: Path | None, seed: int) -> None:
+    def __init__(self, work: Path, model: Path, start: Path | None, seed: int, rate: float = 1.0) -> None:
         self.path = work / "mtp.pt"
+        self.rate = rate
         self.trunk = Trunk(model)
         self.digest = trunk_digest(model)
         self.head = Head(self.trunk.trainee.model.config.get_text_config())
@@ -154,7 +157,7 @@ class Run:
         if self.path.exists():
             self._restore(model)
         elif start is not None:
-            self.head.load_state_dict(torch.load(start, weights_only=True)["head"])
+            self.head.load_state_dict(start_weights(start))
         self.renderer = Renderer(Tokenizer.from_file(str(model / "tokenizer.json")))
         self.generator = Generator(self.renderer, seed + self.steps)
 
@@ -187,7 +190,7 @@ class Run:
         factor = max(0.0, min((self.steps + 1) / WARMUP_STEPS, (1 - progress) / 0.6, 1.0))
         for optimiser, rate in zip(self.optimisers, (MUON_RATE, ADAM_RATE), strict=True):
             for group in optimiser.param_groups:
-                group["lr"] = rate * factor
+                group["lr"] = self.rate * rate * factor
         self.generator.progress = progress
         first = []
         batches = list(self.generator.step())
@@ -230,6 +233,20 @@ def trunk_digest(model: Path) -> str:
     for name in sorted(name for name in weights if not name.startswith(PREFIX)):
         digest.update(name.encode() + weights[name].contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def start_weights(start: Path) -> dict[str, Tensor]:
+    """The head of a checkpoint, or of an exported model, as `Head` names its weights."""
+    if start.is_file():
+        state: dict[str, Tensor] = torch.load(start, weights_only=True)["head"]
+        return state
+    weights = load_file(start / "model.safetensors")
+    found = {name.removeprefix(PREFIX): tensor.float() for name, tensor in weights.items() if name.startswith(PREFIX)}
+    experts: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    for name in [name for name in found if ".experts." in name and "shared" not in name]:
+        stem, number, part, _ = name.rsplit(".", 3)
+        experts[f"{stem}.{part}"][int(number)] = found.pop(name)
+    return found | {name: torch.stack([of[n] for n in range(len(of))]) for name, of in experts.items()}
 
 
 def export(head: Head, model: Path) -> None:
@@ -276,11 +293,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("demo/model"), help="exported model; gets the weights")
     parser.add_argument("--work", type=Path, default=Path("~/.cache/saccade/demo-mtp"), help="folder of the checkpoint")
-    parser.add_argument("--start", type=Path, help="checkpoint of a head to begin from where --work has none")
+    parser.add_argument("--start", type=Path, help="checkpoint, or model, whose head to begin from if --work has none")
     parser.add_argument("--minutes", type=float, default=20, help="training time in all, resumed time included")
     parser.add_argument("--report-minutes", type=float, default=2, help="minutes between checkpoints")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rate", type=float, default=1.0, help="factor of the learning rates")
     parser.add_argument("--export", action="store_true", help="only write the weights from the newest checkpoint")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -288,7 +306,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     work = arguments.work.expanduser()
     work.mkdir(parents=True, exist_ok=True)
-    run = Run(work, arguments.model, arguments.start, arguments.seed)
+    run = Run(work, arguments.model, arguments.start, arguments.seed, arguments.rate)
     if not arguments.export:
         train(run, arguments.minutes, arguments.report_minutes)
     log.info("agreement on captions %s", [round(share, 3) for share in run.evaluate(200)])

@@ -19,6 +19,8 @@ from transformers import NemotronH_Omni_Reasoning_V3
 
 from demo import data
 from demo.architecture import PATCH, patch_grid, pixel_values
+from demo.evaluate import schema_of
+from demo.json_questions import ATTRIBUTES, value_of
 from demo.tokenizer import IMAGE_ID, render_user
 
 HERE = Path(__file__).parent
@@ -34,7 +36,7 @@ class Oracle:
         self.tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
 
     @torch.no_grad()
-    def answer(self, question: str, images: Sequence[Image.Image], max_tokens: int = 64) -> str:
+    def answer(self, question: str, images: Sequence[Image.Image], max_tokens: int = 128) -> str:
         """The greedy answer to `question` about `images`, which come first."""
         ids: list[int] = []
         grids = [patch_grid(image.height, image.width) for image in images]
@@ -62,7 +64,7 @@ def held_out_example(name: str, seed: int) -> data.Example:
     """Candidate number `seed` for the picture called `name`."""
     rng = random.Random(f"showcase {name} {seed}")
     kinds: dict[str, Callable[[], data.Example]] = {
-        "shapes": lambda: data.scene_example(rng, 4, kind="caption", held_out=True),
+        "shapes": lambda: _with_json(data.scene_example(rng, 4, kind="caption", held_out=True)),
         "wide": lambda: data.scene_example(rng, 2, kind="where", held_out=True),
         "number": lambda: data.glyph_example(rng, kind="number"),
         "handwritten": lambda: data.glyph_example(rng, kind="handwritten", held_out=True),
@@ -72,12 +74,19 @@ def held_out_example(name: str, seed: int) -> data.Example:
     return kinds[name]()
 
 
+def _with_json(example: data.Example) -> data.Example:
+    """`example` with a question for JSON in place of its last one."""
+    shapes = [{key: value_of(thing, key) for key in ATTRIBUTES} for thing in example.pictures[0].things]
+    turn = data.Turn("json_picture", "Describe the picture in JSON.", json.dumps({"shapes": shapes}))
+    return data.Example(example.pictures, (*example.turns[:-1], turn))
+
+
 def _suits(name: str, example: data.Example) -> bool:
     """True if `example` shows what the picture called `name` is meant to show."""
     image = example.pictures[0].image
     things = example.pictures[0].things
     if name == "shapes":
-        return len(things) == 3 and min(image.size) >= 128 and len({turn.kind for turn in example.turns}) >= 3
+        return len(things) == 3 and min(image.size) >= 128 and len({turn.kind for turn in example.turns}) >= 4
     if name == "wide":
         return len(things) >= 2 and image.width >= 1.6 * image.height
     if name == "number":
@@ -109,7 +118,10 @@ def main() -> None:
         for file, image in zip(files, images, strict=True):
             image.save(folder / file, optimize=True)
         for turn in example.turns:
-            questions.append({"images": files, "question": turn.question, "answer": turn.answer, "seed": seed})
+            question = {"images": files, "question": turn.question, "answer": turn.answer, "seed": seed}
+            if turn.kind.startswith("json"):
+                question["response_format"] = schema_of(json.loads(turn.answer))
+            questions.append(question)
             print(f"{', '.join(files)}: {turn.question} {turn.answer}")
     (HERE / "questions.json").write_text(json.dumps(questions, indent=2) + "\n")
 

@@ -4,26 +4,41 @@ The tokenizer is a byte-level BPE trained on the world's own sentences (`demo.da
 below, so that each common word is one token, each decimal digit is one token, and any UTF-8 text round-trips.
 """
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 VOCAB_SIZE = 1024
+RESERVED = 80
+"""Ids for what `extended` adds."""
 
 SPECIAL_TOKENS = (
     "<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<image>", "<img>", "</img>",
 )  # fmt: skip
 PAD_ID, BOS_ID, EOS_ID, IMAGE_ID = (SPECIAL_TOKENS.index(t) for t in ("<pad>", "<s>", "<|im_end|>", "<image>"))
 
+TOOL_TOKENS = (
+    "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>",
+    "<tool_response>", "</tool_response>", "<tools>", "</tools>", "<function>", "<name>", "</name>", "<description>",
+    "</description>", "<parameters>", "</parameters>", "<parameter>", "<type>", "</type>",
+)  # fmt: skip
+"""Tags of the markup of tools. They are text, as `<think>` is: the detokenizer writes them."""
+MORE_WORDS = (
+    '{"', '":', '",', ' "', '"}', '},', ' {"', '[{"', '}]', '"]', ' [', ' ["', ' [{"', " JSON", " keys", " object", " array",
+    "shape", "color", "place", "count", "number", " tool",
+)  # fmt: skip
+"""Frequent parts of JSON and of requests for it, one token each."""
+
 CHAT_TEMPLATE = """\
-{#- ChatML. `enable_thinking` is accepted and changes nothing: this model answers at once. -#}
-{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' -}}
-{%- if message['content'] is string -%}
-{{- message['content'] -}}
-{%- else -%}
-{%- for part in message['content'] -%}
+{#- ChatML; tools and their calls in the markup of Nemotron 3. `enable_thinking` is accepted and changes nothing: this
+model answers at once. -#}
+{%- macro text_of(content) -%}
+{%- if content is string -%}
+{{- content -}}
+{%- elif content -%}
+{%- for part in content -%}
 {%- if part['type'] == 'image' -%}
 {{- '<img><image></img>' -}}
 {%- elif part['type'] == 'text' -%}
@@ -33,7 +48,59 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 {%- endfor -%}
 {%- endif -%}
+{%- endmacro -%}
+{%- set rest = messages -%}
+{%- if tools -%}
+{{- '<|im_start|>system\\n' -}}
+{%- if messages and messages[0]['role'] == 'system' -%}
+{%- set rest = messages[1:] -%}
+{{- text_of(messages[0]['content']) + '\\n\\n' -}}
+{%- endif -%}
+{{- '# Tools\\n\\n<tools>' -}}
+{%- for tool in tools -%}
+{%- set tool = tool['function'] if tool['function'] else tool -%}
+{{- '\\n<function>\\n<name>' + tool['name'] + '</name>' -}}
+{%- if tool['description'] -%}
+{{- '\\n<description>' + tool['description'] | trim + '</description>' -}}
+{%- endif -%}
+{{- '\\n<parameters>' -}}
+{%- for name, field in (((tool['parameters'] or {})['properties']) or {}) | items -%}
+{{- '\\n<parameter>\\n<name>' + name + '</name>' -}}
+{%- if field is mapping and field['type'] -%}
+{{- '\\n<type>' + field['type'] | string + '</type>' -}}
+{%- endif -%}
+{%- if field is mapping and field['description'] -%}
+{{- '\\n<description>' + field['description'] | trim + '</description>' -}}
+{%- endif -%}
+{%- if field is mapping and field['enum'] -%}
+{{- '\\n<enum>' + field['enum'] | tojson + '</enum>' -}}
+{%- endif -%}
+{{- '\\n</parameter>' -}}
+{%- endfor -%}
+{{- '\\n</parameters>\\n</function>' -}}
+{%- endfor -%}
+{{- '\\n</tools><|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in rest -%}
+{%- if message['role'] == 'tool' -%}
+{{- '\\n' if loop.previtem and loop.previtem['role'] == 'tool' else '<|im_start|>user\\n' -}}
+{{- '<tool_response>\\n' + text_of(message['content']) + '\\n</tool_response>' -}}
+{{- '' if loop.nextitem and loop.nextitem['role'] == 'tool' else '<|im_end|>\\n' -}}
+{%- else -%}
+{{- '<|im_start|>' + message['role'] + '\\n' + text_of(message['content']) -}}
+{%- for call in message['tool_calls'] or [] -%}
+{%- set call = call['function'] if call['function'] else call -%}
+{{- '\\n' if message['content'] or not loop.first else '' -}}
+{{- '<tool_call>\\n<function=' + call['name'] + '>\\n' -}}
+{%- for name, value in (call['arguments'] or {}) | items -%}
+{{- '<parameter=' + name + '>\\n' -}}
+{{- value if value is string else value | tojson -}}
+{{- '\\n</parameter>\\n' -}}
+{%- endfor -%}
+{{- '</function>\\n</tool_call>' -}}
+{%- endfor -%}
 {{- '<|im_end|>\\n' -}}
+{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\\n' -}}
@@ -73,12 +140,26 @@ def train_tokenizer(sentences: Iterable[str]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=VOCAB_SIZE - RESERVED,
         special_tokens=[AddedToken(t, special=not t.endswith("think>"), normalized=False) for t in SPECIAL_TOKENS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator([*sentences, *ENGLISH * 4], trainer)
+    return extended(tokenizer)
+
+
+def extended(tokenizer: Tokenizer) -> Tokenizer:
+    """`tokenizer` with `MORE_WORDS` and `TOOL_TOKENS`; nothing changes if it has them. Ids and the tokens of other text
+    stay as they are, because new merges come last."""
+    for word in MORE_WORDS:
+        while len(parts := tokenizer.encode(word, add_special_tokens=False).tokens) > 1:
+            state = json.loads(tokenizer.to_str())
+            state["model"]["vocab"].setdefault(parts[-2] + parts[-1], tokenizer.get_vocab_size())
+            state["model"]["merges"].append([parts[-2], parts[-1]])
+            tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TOOL_TOKENS])
+    assert tokenizer.get_vocab_size() <= VOCAB_SIZE
     return tokenizer
 
 
@@ -106,3 +187,30 @@ def render_user(parts: Sequence[str | None]) -> str:
 def render_system(text: str) -> str:
     """A system message as the chat template renders it."""
     return f"<|im_start|>system\n{text}<|im_end|>\n"
+
+
+def render_tools(tools: Sequence[Mapping[str, Any]], system: str = "") -> str:
+    """A system message with `tools` (OpenAI's functions) as the chat template renders it."""
+    lines = [f"{system}\n" if system else "", "# Tools\n", "<tools>"]
+    for tool in tools:
+        lines += ["<function>", f"<name>{tool['name']}</name>"]
+        lines += [f"<description>{tool['description']}</description>"] if "description" in tool else []
+        lines.append("<parameters>")
+        for name, field in tool["parameters"]["properties"].items():
+            lines += ["<parameter>", f"<name>{name}</name>", f"<type>{field['type']}</type>"]
+            lines += [f"<description>{field['description']}</description>"] if "description" in field else []
+            lines += [f"<enum>{json.dumps(field['enum'])}</enum>"] if "enum" in field else []
+            lines.append("</parameter>")
+        lines += ["</parameters>", "</function>"]
+    return render_system("\n".join([*lines[not system :], "</tools>"]))
+
+
+def render_call(name: str, arguments: Mapping[str, str]) -> str:
+    """A call of a tool as the chat template renders it."""
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+def render_response(responses: Sequence[str]) -> str:
+    """The content of a user's message with the results of calls as the chat template renders it."""
+    return "\n".join(f"<tool_response>\n{response}\n</tool_response>" for response in responses)

@@ -17,10 +17,9 @@ import json
 import logging
 import math
 import random
-import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +32,9 @@ from transformers import NemotronH_Omni_Reasoning_V3
 
 from demo import data, fast
 from demo.architecture import export, new_model, patch_grid, pixel_values
-from demo.tokenizer import IMAGE_ID, PAD_ID, render_system, render_user, train_tokenizer
+from demo.json_questions import JSON_KINDS, json_example, with_json
+from demo.tokenizer import IMAGE_ID, PAD_ID, extended, render_system, render_tools, render_user, train_tokenizer
+from demo.tool_questions import TOOL_KINDS, tool_example, tool_question
 
 log = logging.getLogger("demo.train")
 
@@ -41,6 +42,9 @@ IGNORE = -100
 SCENES, SCENE_TURNS = 8, 4
 GLYPHS = 10
 PAIRS, PAIR_TURNS = 12, 3
+TOOLS = 10
+JSON_SHARE = 0.3
+"""Share of the questions without tools that ask for JSON."""
 SHEETS = 4
 """Practice sheets per step: pictures for the auxiliary loss only."""
 MUON_RATE, ADAM_RATE = 0.008, 1e-3
@@ -97,7 +101,11 @@ class Renderer:
     def render(self, example: data.Example, rng: random.Random | None = None) -> Conversation:
         """The conversation of `example`; with `rng`, some have a system prompt, some ask before they show."""
         grids = [patch_grid(p.image.height, p.image.width) for p in example.pictures]
-        text = render_system(rng.choice(data.SYSTEM_PROMPTS)) if rng and rng.random() < 0.15 else ""
+        text = rng.choice(data.SYSTEM_PROMPTS) if rng and rng.random() < 0.15 else ""
+        if example.tools:
+            text = render_tools(example.tools, text)
+        elif text:
+            text = render_system(text)
         conversation = Conversation([], [], example.pictures, [])
         starts: list[int] = []
         for number, turn in enumerate(example.turns):
@@ -129,9 +137,7 @@ class Renderer:
         reply = self.tokenizer.encode(f"{turn.answer}<|im_end|>", add_special_tokens=False)
         for start, end, things in turn.focus():
             tokens = sorted({place for thing in things for place in places[id(thing)]})
-            if (
-                turn.kind == "count"
-            ):  # the first token stands for one thing more, so that shares tell how many there are
+            if turn.counts:  # the first token stands for one thing more, so that shares tell how many there are
                 tokens = [0, *tokens]
             if turn.empty_place:
                 picture = conversation.pictures[0]
@@ -194,8 +200,9 @@ def _cells(picture: data.Picture, box: data.Box, grid: tuple[int, int]) -> list[
 class Generator:
     """Draws training batches; the pictures of one batch share a patch grid, so that the encoder runs densely."""
 
-    def __init__(self, renderer: Renderer, seed: int) -> None:
-        self.renderer = renderer
+    def __init__(self, renderer: Renderer, seed: int, scale: float = 1.0) -> None:
+        """`scale`: factor of the number of conversations in a step."""
+        self.renderer, self.scale = renderer, scale
         self.rng = random.Random(seed)
         self.progress = 0.0
         """Share of the training that is done, set by the run."""
@@ -214,18 +221,23 @@ class Generator:
         return lambda rng: rng.choice(sizes)
 
     def step(self) -> Iterator[Batch]:
-        """The batches of one optimiser step: shapes twice, digits, pairs and sometimes small talk."""
+        """The batches of one optimiser step: shapes twice, digits, pairs, tools and sometimes small talk."""
         rng = self.rng
         for _ in range(2):
             sizes = self._one_grid()
-            yield self._batch([data.scene_example(rng, SCENE_TURNS, sizes=sizes) for _ in range(SCENES)])
+            yield self._batch([data.scene_example(rng, SCENE_TURNS, sizes=sizes) for _ in self._some(SCENES)])
         sizes = self._one_grid()
-        yield self._batch([data.glyph_example(rng, sizes=sizes) for _ in range(GLYPHS)])
+        yield self._batch([data.glyph_example(rng, sizes=sizes) for _ in self._some(GLYPHS)])
         sizes = self._one_grid()
-        yield self._batch([data.pair_example(rng, PAIR_TURNS, sizes=sizes) for _ in range(PAIRS)])
+        yield self._batch([data.pair_example(rng, PAIR_TURNS, sizes=sizes) for _ in self._some(PAIRS)])
+        sizes = self._one_grid()
+        yield self._batch([tool_example(rng, sizes=sizes) for _ in self._some(TOOLS)])
         if rng.random() < 0.05:
             turns = [data.Turn("chat", *rng.choice(data.CHAT)) for _ in range(8)]
             yield self._batch([data.Example((), (turn,)) for turn in turns])
+
+    def _some(self, number: int) -> range:
+        return range(max(1, round(number * self.scale)))
 
     def sheets(self) -> list[data.Picture]:
         """The practice sheets of one optimiser step."""
@@ -233,7 +245,8 @@ class Generator:
         return [data.practice_sheet(self.rng, sizes(self.rng)) for _ in range(SHEETS)]
 
     def _batch(self, examples: Sequence[data.Example]) -> Batch:
-        return self.renderer.collate([self.renderer.render(example, self.rng) for example in examples])
+        mixed = [example if example.tools else with_json(self.rng, example, JSON_SHARE) for example in examples]
+        return self.renderer.collate([self.renderer.render(example, self.rng) for example in mixed])
 
 
 # Model ---------------------------------------------------------------------------------------------------------------
@@ -294,9 +307,14 @@ def _centre_labels(picture: data.Picture, grid: tuple[int, int]) -> torch.Tensor
 class Trainee(nn.Module):
     """The model with its auxiliary head, and the two losses of a batch."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, decoder_only: bool = False) -> None:
+        """`decoder_only`: image features do not change, and there is no auxiliary loss."""
         super().__init__()
         self.model = new_model(seed)
+        self.decoder_only = decoder_only
+        if decoder_only:
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(name.startswith("language_model."))
         text_config = self.model.config.get_text_config()
         self.auxiliary = AuxiliaryHead(text_config.hidden_size)
         layers = text_config.layers_block_type
@@ -328,9 +346,10 @@ class Trainee(nn.Module):
         losses = []
         for grid, indices in groups.items():
             group = [pictures[index] for index in indices]
-            tower = self.model.vision_model(pixel_values([picture.image for picture in group], grid))
-            projected = self.model.project_vision_features(tower.features, *grid)
-            losses.append(self.auxiliary(projected, group, grid))
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.decoder_only):
+                tower = self.model.vision_model(pixel_values([picture.image for picture in group], grid))
+                projected = self.model.project_vision_features(tower.features, *grid)
+            losses.append(torch.zeros(()) if self.decoder_only else self.auxiliary(projected, group, grid))
             for index, rows in zip(indices, projected, strict=True):
                 features[index] = rows
         return features, torch.stack(losses).mean()
@@ -431,13 +450,17 @@ def _tokenizer(path: Path) -> Tokenizer:
 class Run:
     """A training run: everything in a checkpoint."""
 
-    def __init__(self, work: Path, seed: int, start: Path | None = None) -> None:
+    def __init__(
+        self, work: Path, seed: int, start: Path | None = None, decoder_only: bool = False, rate: float = 1.0,
+        scale: float = 1.0,
+    ) -> None:  # fmt: skip
         self.path = work / "checkpoint.pt"
+        self.rate = rate
         if start is not None and not (work / "tokenizer.json").exists():
-            shutil.copy(start / "tokenizer.json", work)
+            extended(Tokenizer.from_file(str(start / "tokenizer.json"))).save(str(work / "tokenizer.json"))
         self.tokenizer = _tokenizer(work / "tokenizer.json")
         self.renderer = Renderer(self.tokenizer)
-        self.trainee = Trainee(seed)
+        self.trainee = Trainee(seed, decoder_only)
         self.average = Trainee(seed).requires_grad_(False).eval()
         self.optimisers = optimisers(self.trainee)
         self.balance = Balance(self.trainee)
@@ -447,8 +470,9 @@ class Run:
         elif start is not None:
             weights = NemotronH_Omni_Reasoning_V3.from_pretrained(start, dtype=torch.float32).state_dict()
             self.trainee.model.load_state_dict(weights)
+            self._initialise_new_tokens(Tokenizer.from_file(str(start / "tokenizer.json")))
             self.average.load_state_dict(self.trainee.state_dict())
-        self.generator = Generator(self.renderer, seed + self.steps)
+        self.generator = Generator(self.renderer, seed + self.steps, scale)
 
     def _restore(self) -> None:
         state = torch.load(self.path, weights_only=True)
@@ -458,6 +482,15 @@ class Run:
             optimiser.load_state_dict(saved)
         self.steps, self.seconds, self.sequences = state["steps"], state["seconds"], state["sequences"]
         log.info("resumed at step %d after %.1f minutes", self.steps, self.seconds / 60)
+
+    @torch.no_grad()
+    def _initialise_new_tokens(self, old: Tokenizer) -> None:
+        """The vectors of each token that `old` lacks become the mean of those that `old` writes its text with."""
+        decoder = self.trainee.model.language_model
+        for token in range(old.get_vocab_size(), self.tokenizer.get_vocab_size()):
+            parts = old.encode(self.tokenizer.decode([token]), add_special_tokens=False).ids
+            for table in (decoder.get_input_embeddings().weight, decoder.lm_head.weight):
+                table[token] = table[parts].mean(0)
 
     def save(self) -> None:
         """Replaces the checkpoint, atomically."""
@@ -477,7 +510,7 @@ class Run:
         factor = min((self.steps + 1) / WARMUP_STEPS, (1 - progress) / DECAY_SHARE, 1.0)
         for optimiser, rate in zip(self.optimisers, (MUON_RATE, ADAM_RATE), strict=True):
             for group in optimiser.param_groups:
-                group["lr"] = rate * max(factor, 0.0)
+                group["lr"] = self.rate * rate * max(factor, 0.0)
         self.generator.progress = progress
         weight = 0.5 if progress < 0.5 else 0.25
         answers, auxiliaries, focuses = [], [], []
@@ -495,9 +528,10 @@ class Run:
             answers.append(answer.item())
             auxiliaries.append(auxiliary.item())
             self.sequences += len(batch.ids)
-        with torch.autocast("cpu", torch.bfloat16):
-            _, auxiliary = self.trainee.image_features(self.generator.sheets())
-        (weight * auxiliary).backward()
+        if not self.trainee.decoder_only:
+            with torch.autocast("cpu", torch.bfloat16):
+                _, auxiliary = self.trainee.image_features(self.generator.sheets())
+            (weight * auxiliary).backward()
         nn.utils.clip_grad_norm_(self.trainee.parameters(), 1.0)
         for optimiser in self.optimisers:
             optimiser.step()
@@ -516,14 +550,22 @@ class Run:
         return evaluate(self.average, self.renderer, questions)
 
 
+EXAMPLES: dict[str, Callable[[int, str], data.Example]] = {
+    **dict.fromkeys(data.KINDS, data.question_example),
+    **dict.fromkeys(JSON_KINDS, json_example),
+    **dict.fromkeys(TOOL_KINDS, tool_question),
+}
+"""What makes the held-out questions of each kind."""
+
+
 @torch.no_grad()
 def evaluate(trainee: Trainee, renderer: Renderer, questions: int) -> dict[str, float]:
     """Exact match by kind on the first `questions` held-out questions of each; the same as greedy decoding scores."""
     result = {}
-    for kind in data.KINDS:
+    for kind, example in EXAMPLES.items():
         right = 0
         for start in range(0, questions, 20):
-            examples = [data.question_example(seed, kind) for seed in range(start, min(start + 20, questions))]
+            examples = [example(seed, kind) for seed in range(start, min(start + 20, questions))]
             sequences = [renderer.render(example) for example in examples]
             logits, labels, _ = trainee(renderer.collate(sequences))
             hits = (logits.argmax(-1) == labels).split([sum(sequence.answer) for sequence in sequences])
@@ -587,6 +629,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("demo/model"), help="where to write the model in the end")
     parser.add_argument("--start", type=Path, help="exported model to begin from where --work has no checkpoint")
+    parser.add_argument("--decoder-only", action="store_true", help="train no part of the vision tower and projector")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor of the learning rates")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of the conversations in a step")
     parser.add_argument("--export", action="store_true", help="only write --out from the newest checkpoint")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -594,7 +639,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     work = arguments.work.expanduser()
     work.mkdir(parents=True, exist_ok=True)
-    run = Run(work, arguments.seed, arguments.start)
+    run = Run(work, arguments.seed, arguments.start, arguments.decoder_only, arguments.rate, arguments.scale)
     if not arguments.export:
         train(run, arguments.minutes, arguments.report_minutes)
     export(run.average.model, run.tokenizer, arguments.out)

@@ -130,7 +130,8 @@ def demo(argv: Sequence[str]) -> int:
                 print(f"{', '.join(names)}\n  Q: {entry['question']}\n  A: ", end="", flush=True)
                 began = time.perf_counter()
                 images = [ROOT / "demo" / "pictures" / name for name in names]
-                with client.stream(entry["question"], images=images, temperature=0) as stream:
+                form = entry.get("response_format")
+                with client.stream(entry["question"], images=images, temperature=0, response_format=form) as stream:
                     for delta in stream:
                         print(delta.text, end="", flush=True)
                     answer = stream.final()
