@@ -267,7 +267,11 @@ def main() -> None:
         print(line, file=sys.stderr)
     result = {kind: score.__dict__ for kind, score in scores.items()}
     json_result = {kind: score.__dict__ for kind, score in in_json.items()}
-    print(json.dumps({"scores": result, "json": json_result, "missed": missed, "seconds": round(time.monotonic() - started, 1)}))
+    print(
+        json.dumps(
+            {"scores": result, "json": json_result, "missed": missed, "seconds": round(time.monotonic() - started, 1)}
+        )
+    )
     sys.exit(bool(missed))
 
 

@@ -43,7 +43,9 @@ def value_of(thing: Thing, attribute: str) -> str | None:
 
 def turn_of(kind: str, question: str, parts: Iterable[Part], **more: Any) -> Turn:
     """A turn whose answer consists of `parts`."""
-    answer, spans, about = "", [], []
+    answer = ""
+    spans: list[tuple[int, int, tuple[Thing, ...]]] = []
+    about: list[Thing] = []
     for text, things in parts:
         if things is not None:
             spans.append((len(answer), len(answer) + len(text), things))
@@ -130,7 +132,7 @@ def _thing_turn(rng: random.Random, picture: Picture) -> Turn:
         described, thing = reference(rng, picture)
         keys = keys_for(rng, some_attributes(rng))
         question = rng.choice((f"Describe {described} as JSON{{}}.", f"Describe {described} in JSON{{}}."))
-        fields = [(key, value_of(thing, attribute), (thing,)) for key, attribute in keys.items()]
+        fields: list[Field] = [(key, value_of(thing, attribute), (thing,)) for key, attribute in keys.items()]
         return turn_of("json_thing", question.format(_with(rng, list(keys))), object_parts(fields))
     plain = _plain(lambda: data.ASK_SCENE[rng.choice(tuple(DEFAULTS))](rng, picture))
     things = plain.about or None
@@ -253,9 +255,7 @@ def _pair_turn(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
     number = pictures[0].things[0].place is None
     if not number and rng.random() < 0.5:
         plain = _plain(lambda: data.ask_pair_same(rng, pictures))
-        return _keyed(
-            rng, plain, "same", ("same", "answer"), [(json.dumps(plain.answer == "yes"), tuple(plain.about))]
-        )
+        return _keyed(rng, plain, "same", ("same", "answer"), [(json.dumps(plain.answer == "yes"), tuple(plain.about))])
     plain = _plain(lambda: data.ask_pair_what(rng, pictures))
     if number:
         return _keyed(rng, plain, "number", ("number", "value", "answer"), _digits(plain.about))

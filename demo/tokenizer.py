@@ -26,8 +26,8 @@ TOOL_TOKENS = (
 )  # fmt: skip
 """Tags of the markup of tools. They are text, as `<think>` is: the detokenizer writes them."""
 MORE_WORDS = (
-    '{"', '":', '",', ' "', '"}', '},', ' {"', '[{"', '}]', '"]', ' [', ' ["', ' [{"', " JSON", " keys", " object", " array",
-    "shape", "color", "place", "count", "number", " tool",
+    '{"', '":', '",', ' "', '"}', '},', ' {"', '[{"', '}]', '"]', ' [', ' ["', ' [{"', " JSON", " keys", " object",
+    " array", "shape", "color", "place", "count", "number", " tool",
 )  # fmt: skip
 """Frequent parts of JSON and of requests for it, one token each."""
 

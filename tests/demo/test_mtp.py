@@ -4,14 +4,19 @@ acceptance rate."""
 from __future__ import annotations
 
 import io
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import NemotronH_Omni_Reasoning_V3
 
 import saccade
 from demo import data
-from demo.mtp import trunk_digest
+from demo.architecture import model_config
+from demo.mtp import Head, export, start_weights, trunk_digest
 from service.model.cache import resolve_model
 
 
@@ -68,3 +73,14 @@ def test_transformers_passes_the_head_over() -> None:
     assert not info["missing_keys"] - {"vision_final_layernorm.weight", "vision_final_layernorm.bias"}
     assert not [key for key in info["unexpected_keys"] if not key.startswith("mtp.")]
     assert len(trunk_digest(path)) == 16
+
+
+def test_training_goes_on_from_the_shipped_head(tmp_path: Path) -> None:
+    """What is read from a model and written back is the same file."""
+    shutil.copy(resolve_model("demo") / "model.safetensors", tmp_path)
+    before = load_file(tmp_path / "model.safetensors")
+    head = Head(model_config().get_text_config())
+    head.load_state_dict(start_weights(tmp_path))
+    export(head, tmp_path)
+    after = load_file(tmp_path / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)

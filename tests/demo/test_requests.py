@@ -15,7 +15,15 @@ from tokenizers import Tokenizer
 
 from demo import data, json_questions, tool_questions
 from demo.json_questions import JSON_KINDS, json_example
-from demo.tokenizer import CHAT_TEMPLATE, MORE_WORDS, TOOL_TOKENS, VOCAB_SIZE, extended, render_response, train_tokenizer
+from demo.tokenizer import (
+    CHAT_TEMPLATE,
+    MORE_WORDS,
+    TOOL_TOKENS,
+    VOCAB_SIZE,
+    extended,
+    render_response,
+    train_tokenizer,
+)
 from demo.tool_questions import TOOL_KINDS, tool_example, tool_question
 from demo.train import Renderer
 
@@ -126,7 +134,10 @@ def test_training_renders_tools_as_the_template_does(kind: str) -> None:
 def test_the_template_takes_what_requests_hold() -> None:
     """A system message, images in a result, plain functions without parameters, text before a call, other values."""
     tool = {"name": "look", "description": " Looks. "}
-    more = {"name": "f", "parameters": {"properties": {"x": {}, "y": True, "z": {"type": ["string", "null"], "enum": ["a", 1]}}}}
+    more = {
+        "name": "f",
+        "parameters": {"properties": {"x": {}, "y": True, "z": {"type": ["string", "null"], "enum": ["a", 1]}}},
+    }
     call = {"name": "f", "arguments": {"x": 1, "y": {"a": [True, None]}, "z": "text"}}
     text = template(
         [
