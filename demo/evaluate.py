@@ -6,7 +6,8 @@
 Beside it stand the same questions with the pictures blanked and with another question's pictures, which must fall to
 chance: what the best blind guess scores, that is the answer most often right for that very wording. Questions whose
 answer rests on a combination of colour, shape and place that was never trained on are also reported apart. Questions
-that ask for JSON are asked twice, freely and with a `response_format`. The last line on stdout is JSON.
+that ask for JSON are asked twice, freely and with a `response_format`; requests with tools once. The last line on
+stdout is JSON.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import saccade
 from decoder.config import WEIGHT_KINDS
 from demo import data
 from demo.json_questions import JSON_KINDS, json_example
+from demo.tool_questions import TOOL_KINDS, tool_question
 from service.commands.cli import ServerProcess
 
 MODEL = Path(__file__).parent / "model"
@@ -185,6 +187,26 @@ def evaluate_json(address: str, questions: int, concurrency: int) -> dict[str, J
     return scores
 
 
+def evaluate_tools(address: str, questions: int, concurrency: int) -> dict[str, float]:
+    """Asks `questions` held-out requests of each kind with tools; the shares of answers that are exactly right, calls
+    included."""
+    with saccade.Client(address) as client, ThreadPoolExecutor(concurrency) as pool:
+
+        def right(example: data.Example) -> bool:
+            turn, images = example.turns[0], [picture.image for picture in example.pictures]
+            answer = client.generate(
+                turn.question, images=images, temperature=0, max_tokens=2 * MAX_TOKENS,
+                chat_template_kwargs={"tools": list(example.tools)},
+            )  # fmt: skip
+            return answer.text.strip() == turn.answer
+
+        scores = {}
+        for kind in TOOL_KINDS:
+            scores[kind] = sum(pool.map(right, (tool_question(seed, kind) for seed in range(questions)))) / questions
+            print(f"{kind}: {scores[kind]:.1%}", file=sys.stderr)
+    return scores
+
+
 def json_table(scores: dict[str, JsonScore]) -> str:
     """The scores as a Markdown table."""
     lines = ["| kind | questions | valid | right | right in a format |", "| --- | --: | --: | --: | --: |"]
@@ -258,8 +280,10 @@ def main() -> None:
         address = arguments.server or stack.enter_context(ServerProcess(options)).address
         scores = evaluate(address, arguments.questions, arguments.controls, arguments.concurrency)
         in_json = evaluate_json(address, arguments.questions, arguments.concurrency)
+        with_tools = evaluate_tools(address, arguments.questions, arguments.concurrency)
     print(table(scores))
     print(json_table(in_json))
+    print("\n".join(f"{kind}: {share:.1%}" for kind, share in with_tools.items()))
     missed = shortcomings(scores, arguments.min_overall, arguments.min_kind)
     if (right := _mean(in_json, "right")) < arguments.min_json:
         missed.append(f"JSON {right:.1%} is under {arguments.min_json:.0%}")
@@ -267,11 +291,8 @@ def main() -> None:
         print(line, file=sys.stderr)
     result = {kind: score.__dict__ for kind, score in scores.items()}
     json_result = {kind: score.__dict__ for kind, score in in_json.items()}
-    print(
-        json.dumps(
-            {"scores": result, "json": json_result, "missed": missed, "seconds": round(time.monotonic() - started, 1)}
-        )
-    )
+    results = {"scores": result, "json": json_result, "tools": with_tools, "missed": missed}
+    print(json.dumps({**results, "seconds": round(time.monotonic() - started, 1)}))
     sys.exit(bool(missed))
 
 
