@@ -112,6 +112,9 @@ class Turn:
     """The empty place, if that is the answer."""
     spans: tuple[tuple[int, int, tuple[Thing, ...]], ...] = ()
     """What `focus` returns, where it does not follow from the other fields."""
+    copied: tuple[tuple[int, int, tuple[str, ...]], ...] = ()
+    """Parts of the answer that repeat, or depend on, words of the conversation so far: (start, end, patterns). The
+    patterns are searched one after the other; group 1 of the last is what the part repeats."""
 
     @property
     def novel(self) -> bool:

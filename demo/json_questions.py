@@ -7,6 +7,7 @@ answer has the default ones. JSON is written as `json.dumps` writes it, so that 
 import json
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from demo import data
@@ -14,8 +15,17 @@ from demo.data import Example, Picture, Thing, Turn
 
 JSON_KINDS = ("json_thing", "json_count", "json_picture", "json_number", "json_pair")
 
-Part = tuple[str, tuple[Thing, ...] | None]
-"""A piece of an answer and what it is about; None: about nothing in the picture."""
+
+@dataclass(frozen=True)
+class Copied:
+    """What a part repeats: the patterns of `Turn.copied`."""
+
+    patterns: tuple[str, ...]
+
+
+About = tuple[Thing, ...] | Copied | None
+Part = tuple[str, About]
+"""A piece of an answer and what it is about; None: about nothing."""
 Field = tuple[str, Any, tuple[Thing, ...] | None]
 """Key, value and what the value is about."""
 
@@ -45,21 +55,34 @@ def turn_of(kind: str, question: str, parts: Iterable[Part], **more: Any) -> Tur
     """A turn whose answer consists of `parts`."""
     answer = ""
     spans: list[tuple[int, int, tuple[Thing, ...]]] = []
+    copied: list[tuple[int, int, tuple[str, ...]]] = []
     about: list[Thing] = []
     for text, things in parts:
-        if things is not None:
+        if isinstance(things, Copied):
+            copied.append((len(answer), len(answer) + len(text), things.patterns))
+        elif things is not None:
             spans.append((len(answer), len(answer) + len(text), things))
             about += [thing for thing in things if not any(thing is other for other in about)]
         answer += text
-    return Turn(kind, question, answer, tuple(about), spans=tuple(spans), **more)
+    return Turn(kind, question, answer, tuple(about), spans=tuple(spans), copied=tuple(copied), **more)
 
 
-def object_parts(fields: Sequence[Field]) -> list[Part]:
+def key_part(key: str, first: bool, named: bool) -> Part:
+    """What comes before a value; `named`: the question names the key."""
+    return f'{"{" if first else ", "}"{key}": ', Copied(("JSON", rf"\b({key})\b")) if named else None
+
+
+def end_part(named: bool) -> Part:
+    """The end of an object: that of the question's keys."""
+    return "}", Copied(("JSON", r"(\.)<")) if named else None
+
+
+def object_parts(fields: Sequence[Field], named: bool) -> list[Part]:
     """The parts of a JSON object."""
     parts: list[Part] = []
     for key, value, things in fields:
-        parts += [(f'{", " if parts else "{"}"{key}": ', None), (json.dumps(value), things)]
-    return [*parts, ("}", None)]
+        parts += [key_part(key, not parts, named), (json.dumps(value), things)]
+    return [*parts, end_part(named)]
 
 
 def list_parts(values: Sequence[tuple[Any, Thing]]) -> list[Part]:
@@ -133,24 +156,25 @@ def _thing_turn(rng: random.Random, picture: Picture) -> Turn:
         keys = keys_for(rng, some_attributes(rng))
         question = rng.choice((f"Describe {described} as JSON{{}}.", f"Describe {described} in JSON{{}}."))
         fields: list[Field] = [(key, value_of(thing, attribute), (thing,)) for key, attribute in keys.items()]
-        return turn_of("json_thing", question.format(_with(rng, list(keys))), object_parts(fields))
+        return turn_of("json_thing", question.format(_with(rng, list(keys))), object_parts(fields, True))
     plain = _plain(lambda: data.ASK_SCENE[rng.choice(tuple(DEFAULTS))](rng, picture))
     things = plain.about or None
     style = rng.random()
+    named = style < 0.1 or style >= 0.3
     if style < 0.1:
         answer = None if plain.empty_place else plain.answer
         question, fields = _request(rng, plain.question, ["answer"]), [("answer", answer, things)]
     else:
         needed = DEFAULTS[plain.kind]
-        keys = {name: name for name in needed} if style < 0.3 else keys_for(rng, some_attributes(rng, needed))
-        question = _request(rng, plain.question, list(keys) if style >= 0.3 else [])
+        keys = keys_for(rng, some_attributes(rng, needed)) if named else {name: name for name in needed}
+        question = _request(rng, plain.question, list(keys) if named else [])
         values = {a: value_of(plain.about[0], a) if things else None for a in ATTRIBUTES}
         if plain.empty_place:
             values["place"] = plain.empty_place
         fields = [(key, values[attribute], things) for key, attribute in keys.items()]
-    parts = object_parts(fields)
-    if plain.empty_place:
-        parts = [("".join(text for text, _ in parts), ())]
+    parts = object_parts(fields, named)
+    if plain.empty_place:  # the values are about the place
+        parts = [(text, () if about is None else about) for text, about in parts]
     return turn_of("json_thing", question, parts, empty_place=plain.empty_place)
 
 
@@ -158,7 +182,7 @@ def _count_turn(rng: random.Random, picture: Picture) -> Turn:
     plain = _plain(lambda: data.ASK_SCENE["count"](rng, picture))
     key = rng.choice((*COUNT_KEYS, "answer"))
     named = rng.random() < 0.7
-    parts = object_parts([(key if named else "count", int(plain.answer), plain.about)])
+    parts = object_parts([(key if named else "count", int(plain.answer), plain.about)], named)
     return turn_of("json_count", _request(rng, plain.question, [key] if named else []), parts)
 
 
@@ -172,14 +196,14 @@ def _picture_turn(rng: random.Random, picture: Picture) -> Turn:
         return _single(rng, picture.things[0])
     if way < 0.3:
         return _columns(rng, picture)
-    attributes = list(ATTRIBUTES) if way >= 0.8 else some_attributes(rng)
-    keys = {name: name for name in attributes} if way >= 0.8 else keys_for(rng, attributes)
+    named = way < 0.8
+    keys = keys_for(rng, some_attributes(rng)) if named else {name: name for name in ATTRIBUTES}
     objects: list[Part] = []
     for thing in picture.things:
-        text = json.dumps({key: value_of(thing, attribute) for key, attribute in keys.items()})
-        objects += [(", " if objects else "[", None), (text, (thing,))]
+        objects.append((", " if objects else "[", None))
+        objects += object_parts([(key, value_of(thing, of), (thing,)) for key, of in keys.items()], named)
     objects.append(("]", None))
-    if way >= 0.8:
+    if not named:
         question = _request(rng, _plain(lambda: data.ASK_SCENE["caption"](rng, picture)).question, [])
         if rng.random() < 0.5:
             question = rng.choice(("Describe the picture as JSON.", "Describe the picture in JSON."))
@@ -207,7 +231,7 @@ def _single(rng: random.Random, thing: Thing) -> Turn:
     names = [*keys, "count"] if rng.random() < 0.4 else list(keys)
     rng.shuffle(names)
     fields = [(n, 1 if n == "count" else value_of(thing, keys[n]), (thing,)) for n in names]
-    return turn_of("json_picture", _describe(rng, names), object_parts(fields))
+    return turn_of("json_picture", _describe(rng, names), object_parts(fields, True))
 
 
 def _columns(rng: random.Random, picture: Picture) -> Turn:
@@ -219,12 +243,12 @@ def _columns(rng: random.Random, picture: Picture) -> Turn:
     rng.shuffle(names)
     parts: list[Part] = []
     for name in names:
-        parts.append((f'{", " if parts else "{"}"{name}": ', None))
+        parts.append(key_part(name, not parts, True))
         if name in keys:
             parts += list_parts([(value_of(thing, keys[name]), thing) for thing in picture.things])
         else:
             parts.append((str(len(picture.things)), None))
-    return turn_of("json_picture", _describe(rng, names), [*parts, ("}", None)])
+    return turn_of("json_picture", _describe(rng, names), [*parts, end_part(True)])
 
 
 # Numbers and pairs ---------------------------------------------------------------------------------------------------
@@ -238,7 +262,7 @@ def _keyed(rng: random.Random, plain: Turn, default: str, keys: Sequence[str], v
     """A question with one key, which is named or not."""
     key = rng.choice(keys)
     named = rng.random() < 0.7
-    parts: list[Part] = [(f'{{"{key if named else default}": ', None), *value, ("}", None)]
+    parts = [key_part(key if named else default, True, named), *value, end_part(named)]
     kind = "json_pair" if plain.kind.startswith("pair") else "json_number"
     return turn_of(kind, _request(rng, plain.question, [key] if named else []), parts)
 
@@ -264,7 +288,8 @@ def _pair_turn(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
     attributes = rng.choice((["color", "shape"], ["shape", "color"], ["color"], ["shape"]))
     keys = keys_for(rng, attributes) if named else {"color": "color", "shape": "shape"}
     fields = [(key, value_of(thing, attribute), (thing,)) for key, attribute in keys.items()]
-    return turn_of("json_pair", _request(rng, plain.question, list(keys) if named else []), object_parts(fields))
+    parts = object_parts(fields, named)
+    return turn_of("json_pair", _request(rng, plain.question, list(keys) if named else []), parts)
 
 
 # Examples ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 from demo import data
 from demo.data import Example, Picture, Sizes, Thing, Turn
-from demo.json_questions import Part, keys_for, reference, some_attributes, turn_of, value_of
+from demo.json_questions import Copied, Part, keys_for, reference, some_attributes, turn_of, value_of
 from demo.tokenizer import render_call, render_response
 
 TOOL_KINDS = ("tool_thing", "tool_all", "tool_number", "tool_count", "tool_none")
@@ -78,18 +78,21 @@ def _tool(rng: random.Random, kind: str) -> Tool:
     return Tool(verb, noun, f"{verb}_{noun}" if rng.random() < 0.9 else verb, keys)
 
 
-def _call(tool: Tool, values: dict[str, tuple[str, tuple[Thing, ...] | None]]) -> list[Part]:
-    """The parts of a call with the value of each parameter, and what it is about."""
-    blank = "\0"
-    pieces = render_call(tool.name, dict.fromkeys(tool.keys, blank)).split(blank)
-    parts: list[Part] = [(pieces[0], None)]
-    for key, piece in zip(tool.keys, pieces[1:], strict=True):
-        parts += [values[key], (piece, None)]
-    return parts
+def _call(tool: Tool, values: dict[str, list[Part]]) -> list[Part]:
+    """The parts of a call with the value of each parameter."""
+    name = rf"<name>({tool.name})</name>"
+    head, *rest = render_call(tool.name, dict.fromkeys(tool.keys, "\0")).split("\0")
+    begin = head.index(tool.name) + len(tool.name)
+    parts: list[Part] = [(head[:begin], Copied((name,)))]
+    text = head[begin:]
+    for key, after in zip(tool.keys, rest, strict=True):
+        parts += [(text, Copied((name, rf"<name>({key})</name>"))), *values[key]]
+        text = after
+    return [*parts, (text, Copied((name, "(</parameters>)")))]
 
 
 def _thing_call(tool: Tool, thing: Thing) -> list[Part]:
-    return _call(tool, {key: (str(value_of(thing, attribute)), (thing,)) for key, attribute in tool.keys.items()})
+    return _call(tool, {key: [(str(value_of(thing, attribute)), (thing,))] for key, attribute in tool.keys.items()})
 
 
 def _use(rng: random.Random, tool: Tool, what: str) -> str:
@@ -123,10 +126,8 @@ def _number_turn(rng: random.Random, tool: Tool, picture: Picture) -> Turn:
     if picture.handwritten:
         what = rng.choice(("the digit", "the handwritten digit", "what you read"))
     (key,) = tool.keys
-    parts: list[Part] = []
-    for text, _ in _call(tool, {key: ("\0", None)}):
-        parts += [(thing.glyph, (thing,)) for thing in picture.things] if text == "\0" else [(text, None)]
-    return turn_of("tool_number", _use(rng, tool, what), parts)
+    digits: list[Part] = [(thing.glyph, (thing,)) for thing in picture.things]
+    return turn_of("tool_number", _use(rng, tool, what), _call(tool, {key: digits}))
 
 
 def _count_turn(rng: random.Random, tool: Tool, picture: Picture) -> Turn:
@@ -138,7 +139,7 @@ def _count_turn(rng: random.Random, tool: Tool, picture: Picture) -> Turn:
     counted = counted.removesuffix(" are there").removesuffix(" do you see")
     what = rng.choice((f"how many {counted} there are", f"the number of {counted}"))
     (key,) = tool.keys
-    return turn_of("tool_count", _use(rng, tool, what), _call(tool, {key: (plain.answer, plain.about)}))
+    return turn_of("tool_count", _use(rng, tool, what), _call(tool, {key: [(plain.answer, plain.about)]}))
 
 
 def _turn(rng: random.Random, kind: str, picture: Picture) -> tuple[Turn, list[dict[str, Any]]]:

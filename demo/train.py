@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import random
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -112,7 +113,10 @@ class Renderer:
             pictures = [None] * len(example.pictures) if number == 0 else []
             late = rng is not None and rng.random() < 0.15
             text += render_user([turn.question, *pictures] if late else [*pictures, turn.question])
-            for token in self.tokenizer.encode(text, add_special_tokens=False).ids:
+            encoded = self.tokenizer.encode(text, add_special_tokens=False)
+            positions = []
+            for token in encoded.ids:
+                positions.append(len(conversation.ids))
                 count = 1
                 if token == IMAGE_ID:
                     rows, columns = grids[len(starts)]
@@ -120,14 +124,19 @@ class Renderer:
                     count = rows * columns // 4
                 conversation.ids.extend([token] * count)
             conversation.answer.extend([False] * (len(conversation.ids) - len(conversation.answer)))
-            self._answer(conversation, turn, grids, starts)
+            copied = [
+                (start, end, _tokens_of(text, patterns, encoded.offsets, positions))
+                for start, end, patterns in turn.copied
+            ]
+            self._answer(conversation, turn, grids, starts, copied)
             text = "\n"
         return conversation
 
     def _answer(
-        self, conversation: Conversation, turn: data.Turn, grids: list[tuple[int, int]], starts: list[int]
-    ) -> None:
-        """Appends the answer of `turn` and its focus."""
+        self, conversation: Conversation, turn: data.Turn, grids: list[tuple[int, int]], starts: list[int],
+        copied: list[tuple[int, int, list[int]]],
+    ) -> None:  # fmt: skip
+        """Appends the answer of `turn` and its focus; `copied`: parts of the answer and the tokens that they repeat."""
         places: dict[int, list[int]] = {}
         for picture, grid, start in zip(conversation.pictures, grids, starts, strict=True):
             for thing in picture.things:
@@ -146,6 +155,11 @@ class Renderer:
             for index, (_, last) in enumerate(reply.offsets):
                 if tokens and start < last <= end:
                     conversation.focus.append((len(conversation.ids) + index - 1, tokens, turn.counts))
+        for start, end, tokens in copied:
+            for index, (first, last) in enumerate(reply.offsets):
+                decides = first <= start or any(letter.isalpha() for letter in reply.tokens[index])
+                if start < last <= end and decides:
+                    conversation.focus.append((len(conversation.ids) + index - 1, tokens, False))
         conversation.ids.extend(reply.ids)
         conversation.answer.extend([True] * len(reply.ids))
 
@@ -171,6 +185,20 @@ class Renderer:
             focus_on=torch.stack(on) if on else torch.zeros(0, length, dtype=torch.bool),
             focus_alike=torch.tensor(alike, dtype=torch.bool),
         )
+
+
+def _tokens_of(
+    text: str, patterns: Sequence[str], offsets: Sequence[tuple[int, int]], positions: Sequence[int]
+) -> list[int]:
+    """The positions of the tokens of `text` that hold group 1 of the last of `patterns`, which are searched one after
+    the other; offsets are in characters."""
+    begin = end = at = 0
+    for pattern in patterns:
+        match = re.compile(pattern).search(text, at)
+        assert match, (pattern, text)
+        begin, end = match.span(match.lastindex or 0)
+        at = match.end()
+    return [where for (first, last), where in zip(offsets, positions, strict=True) if first < end and last > begin]
 
 
 def _centre(picture: data.Picture, thing: data.Thing, grid: tuple[int, int]) -> tuple[int, int]:

@@ -182,6 +182,29 @@ def test_more_tokens_leave_other_text_as_it_was() -> None:
     assert len(before) == len({tuple(merge) for merge in before})
 
 
+@pytest.mark.parametrize("kind", [*JSON_KINDS, *TOOL_KINDS])
+def test_attention_is_taught_at_the_words_that_are_copied(kind: str) -> None:
+    """Keys and names: the tokens to look at are those of the same word in the conversation."""
+    renderer = Renderer(Tokenizer.from_file(str(MODEL / "tokenizer.json")))
+    words = 0
+    for seed in range(25):
+        example = json_example(seed, kind) if kind in JSON_KINDS else tool_question(seed, kind)
+        (turn,) = example.turns
+        conversation = renderer.render(example)
+        shown = {conversation.ids.index(IMAGE_ID) + n for n in range(conversation.ids.count(IMAGE_ID))} | {0}
+        looked_at = {
+            renderer.tokenizer.decode([conversation.ids[token] for token in tokens]).strip(' "')
+            for _, tokens, _ in conversation.focus
+            if tokens and not shown.issuperset(tokens) and len(example.pictures) == 1
+        }
+        named = {patterns[-1] for _, _, patterns in turn.copied}
+        assert len(example.pictures) == 2 or len(looked_at) == len(named)
+        for word in looked_at - {".", "</parameters>"}:
+            assert f'"{word}": ' in turn.answer or f"={word}>" in turn.answer
+            words += 1
+    assert words > 10 or kind in ("json_pair", "tool_none")
+
+
 def test_calls_name_tools_that_were_given() -> None:
     for kind in TOOL_KINDS:
         for seed in range(30):
