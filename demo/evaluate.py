@@ -273,26 +273,33 @@ def main() -> None:
     parser.add_argument("--min-overall", type=float, default=0.95)
     parser.add_argument("--min-kind", type=float, default=0.90)
     parser.add_argument("--min-json", type=float, default=0.90)
+    parser.add_argument("--only", choices=("plain", "json", "tools"), help="only one of the three parts")
     arguments = parser.parse_args()
     started = time.monotonic()
+    parts = [arguments.only] if arguments.only else ["plain", "json", "tools"]
+    missed: list[str] = []
+    results: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         options = [str(arguments.model), *(["--weights", arguments.weights] if arguments.weights else [])]
         address = arguments.server or stack.enter_context(ServerProcess(options)).address
-        scores = evaluate(address, arguments.questions, arguments.controls, arguments.concurrency)
-        in_json = evaluate_json(address, arguments.questions, arguments.concurrency)
-        with_tools = evaluate_tools(address, arguments.questions, arguments.concurrency)
-    print(table(scores))
-    print(json_table(in_json))
-    print("\n".join(f"{kind}: {share:.1%}" for kind, share in with_tools.items()))
-    missed = shortcomings(scores, arguments.min_overall, arguments.min_kind)
-    if (right := _mean(in_json, "right")) < arguments.min_json:
-        missed.append(f"JSON {right:.1%} is under {arguments.min_json:.0%}")
+        asked = (arguments.questions, arguments.concurrency)
+        if "plain" in parts:
+            scores = evaluate(address, arguments.questions, arguments.controls, arguments.concurrency)
+            print(table(scores))
+            missed += shortcomings(scores, arguments.min_overall, arguments.min_kind)
+            results["scores"] = {kind: score.__dict__ for kind, score in scores.items()}
+        if "json" in parts:
+            in_json = evaluate_json(address, *asked)
+            print(json_table(in_json))
+            if (right := _mean(in_json, "right")) < arguments.min_json:
+                missed.append(f"JSON {right:.1%} is under {arguments.min_json:.0%}")
+            results["json"] = {kind: score.__dict__ for kind, score in in_json.items()}
+        if "tools" in parts:
+            results["tools"] = evaluate_tools(address, *asked)
+            print("\n".join(f"{kind}: {share:.1%}" for kind, share in results["tools"].items()))
     for line in missed:
         print(line, file=sys.stderr)
-    result = {kind: score.__dict__ for kind, score in scores.items()}
-    json_result = {kind: score.__dict__ for kind, score in in_json.items()}
-    results = {"scores": result, "json": json_result, "tools": with_tools, "missed": missed}
-    print(json.dumps({**results, "seconds": round(time.monotonic() - started, 1)}))
+    print(json.dumps({**results, "missed": missed, "seconds": round(time.monotonic() - started, 1)}))
     sys.exit(bool(missed))
 
 

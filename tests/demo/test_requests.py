@@ -17,6 +17,7 @@ from demo import data, json_questions, tool_questions
 from demo.json_questions import JSON_KINDS, json_example
 from demo.tokenizer import (
     CHAT_TEMPLATE,
+    IMAGE_ID,
     MORE_WORDS,
     TOOL_TOKENS,
     VOCAB_SIZE,
