@@ -106,7 +106,7 @@ def called(answer: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", TOOL_KINDS)
 def test_training_renders_tools_as_the_template_does(kind: str) -> None:
-    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    tokenizer = extended(Tokenizer.from_file(str(MODEL / "tokenizer.json")))
     rng = random.Random(kind)
     kinds = set()
     for seed in range(40):
@@ -168,8 +168,9 @@ def test_the_template_takes_what_requests_hold() -> None:
 
 
 def test_more_tokens_leave_other_text_as_it_was() -> None:
-    shipped = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    shipped = extended(Tokenizer.from_file(str(MODEL / "tokenizer.json")))
     assert extended(shipped).to_str() == shipped.to_str()
+    assert (MODEL / "chat_template.jinja").read_text() == CHAT_TEMPLATE
     assert shipped.get_vocab_size() <= VOCAB_SIZE
     for word in (*MORE_WORDS, *TOOL_TOKENS):
         ids = shipped.encode(word, add_special_tokens=False).ids
@@ -186,7 +187,7 @@ def test_more_tokens_leave_other_text_as_it_was() -> None:
 @pytest.mark.parametrize("kind", [*JSON_KINDS, *TOOL_KINDS])
 def test_attention_is_taught_at_the_words_that_are_copied(kind: str) -> None:
     """Keys and names: the tokens to look at are those of the same word in the conversation."""
-    renderer = Renderer(Tokenizer.from_file(str(MODEL / "tokenizer.json")))
+    renderer = Renderer(extended(Tokenizer.from_file(str(MODEL / "tokenizer.json"))))
     words = 0
     for seed in range(25):
         example = json_example(seed, kind) if kind in JSON_KINDS else tool_question(seed, kind)

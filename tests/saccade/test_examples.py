@@ -47,11 +47,7 @@ def test_example(name: str, address: str, script: Script, tmp_path: Path) -> Non
     assert script.requests
 
 
-SHIPPED = {"structured.py"}
-"""Examples that take a shipped image if none is given."""
-
-
-@pytest.mark.parametrize("name", sorted({path.name for path in EXAMPLES.glob("*.py")} - SHIPPED))
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_an_example_without_arguments_says_how_it_is_called(name: str) -> None:
     """Also with too few arguments: it prints one paragraph and sends no request."""
     environment = {**os.environ, "SACCADE_SERVER": "127.0.0.1:1"}
@@ -78,7 +74,6 @@ DEMO = EXAMPLES.parent / "demo" / "pictures"
 REAL = {
     "local.py": ([DEMO / "shapes.png", "What does the picture show?"], "a purple triangle at the top, a blue circle"),
     "embed.py": ([DEMO / "shapes.png", DEMO / "number.png"], f"{DEMO / 'shapes.png'}: 1.000\n"),
-    "structured.py": ([], "top: purple triangle\nright: blue circle\nbottom right: blue cross\npurple\n"),
     "server_batch.py": (["What does the picture show?", DEMO / "shapes.png"], "shapes.png: a purple triangle"),
 }
 """Examples that need the embedded model, because a script cannot answer them."""
