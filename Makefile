@@ -11,6 +11,7 @@ ARGS ?=
 # Processes that run tests, each with one thread for torch; a file's tests stay in one of them.
 JOBS ?= 2
 MODEL ?= demo
+HTTP_PORT ?= 8000
 PEER ?= transformers
 
 PY := $(VENV)/bin/python
@@ -70,8 +71,8 @@ $(STAMP):
 demo: setup  ## start a server on the embedded model and ask it about the shipped images
 	@$(VENV)/bin/saccade demo $(ARGS)
 
-serve: setup  ## serve MODEL (the embedded model by default)
-	@$(VENV)/bin/saccade serve $(MODEL) $(ARGS)
+serve: setup  ## serve MODEL (the embedded model by default) over gRPC, and over HTTP with a playground on HTTP_PORT (8000)
+	@$(VENV)/bin/saccade serve $(MODEL) --http-port $(HTTP_PORT) $(ARGS)
 
 test: setup  ## run the tests, JOBS (2) at a time; JOBS=0 for one process, which a debugger needs
 	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
