@@ -157,10 +157,28 @@ class CallScanner:
                 self._argue(f'{before}"')
                 yield from self._string()
             else:
-                value = yield from cursor.until("</parameter>")
+                value = yield from self._value()
                 self._argue(before + typed(value.removeprefix("\n").removesuffix("\n"), schema, key))
         self._end()
         self._argue("}")
+
+    def _value(self) -> Generator[None, None, str]:
+        """A parameter's text. A string inside of a JSON object or list may contain the closing tag."""
+        cursor = self._cursor
+        begin = cursor.at
+        try:
+            yield from cursor.space()
+            if cursor.text[cursor.at] in "{[":
+                start = cursor.at
+                yield from json_steps(cursor)
+                value = cursor.text[start : cursor.at]
+                yield from cursor.space()
+                yield from cursor.word("</parameter>")
+                return value
+        except Mismatch:
+            pass
+        cursor.at = begin
+        return (yield from cursor.until("</parameter>"))
 
     def _string(self) -> Steps:
         """A parameter that is a string, as it is written: the newlines next to the tags are not part of it."""

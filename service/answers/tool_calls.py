@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import blake2s
@@ -10,7 +11,7 @@ from typing import Any
 from decoder.sampling import MAX_BIAS
 from families.tool_calls import CallPiece, CallScanner, Piece, TextPiece, ToolMarkup
 from service.common import errors
-from service.common.types import CallDelta, ChatInput, GenerateSpec, ToolUse
+from service.common.types import CallDelta, ChatInput, ConstraintSpec, GenerateSpec, TextFormat, ToolUse
 from service.model.assets import ModelAssets
 
 _WORDS = ("<function=", "</function>", "<parameter=", "</parameter>")
@@ -29,9 +30,31 @@ def with_tools(spec: GenerateSpec, assets: ModelAssets) -> GenerateSpec:
     markup = _markup(assets)
     if use.choice == "none":
         return _without_calls(spec, markup, assets)
-    if use.choice == "required" or any(tool.strict for tool in use.tools):
-        raise errors.Unimplemented("required and strict calls are not served by this version", field="chat.tool_choice")
-    return spec
+    if use.choice == "auto" and not any(tool.strict for tool in use.tools):
+        return spec
+    constraint = spec.constraint or ConstraintSpec()
+    if constraint.format is not None:
+        raise errors.InvalidArgument(
+            "response_format and calls that keep to a schema (tool_choice required or a name, strict tools) exclude "
+            "each other", field="sampling.response_format",
+        )  # fmt: skip
+    if spec.sampling.get("ignore_eos"):
+        raise errors.InvalidArgument(
+            "ignore_eos and calls that keep to a schema exclude each other", field="sampling.ignore_eos"
+        )
+    return replace(spec, constraint=replace(constraint, format=calls_format(markup, use)))
+
+
+def calls_format(markup: ToolMarkup, use: ToolUse) -> TextFormat:
+    """What `service.engine.tool_grammars` reads."""
+    required = use.choice == "required"
+    tools = [
+        {"name": tool.name, "schema": tool.parameters if required or tool.strict else None}
+        for tool in use.tools if use.name in ("", tool.name)
+    ]  # fmt: skip
+    begin = {"begin": markup.begin, "end": markup.end, "body": markup.body}
+    made = {"markup": begin, "tools": tools, "required": required, "parallel": use.parallel}
+    return TextFormat("tool_calls", json.dumps(made))
 
 
 def _markup(assets: ModelAssets) -> ToolMarkup:

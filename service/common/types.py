@@ -138,7 +138,7 @@ class TextFormat:
     source: str = ""
     """A JSON schema, a regular expression or a Lark grammar; for `choice` a JSON list of strings, for `structural_tags`
     JSON `{"tags": [{"begin", "kind", "content", "end"}], "triggers": [...]}`, for `tool_calls` the JSON that
-    `service.answers.tool_formats` describes."""
+    `service.engine.tool_grammars` describes."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from service.common.types import TextFormat
+from service.engine.tool_grammars import ToolGrammar
 from service.engine.types import UnusableConstraint
 
 JSON_OPTIONS: dict[str, Any] = {
@@ -34,9 +35,17 @@ def grammar_source(format: TextFormat, specials: Collection[str]) -> str:
                 return f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, json.loads(format.source)))}"
             case "structural_tags":
                 return _structural_tags(json.loads(format.source), specials)
+            case "tool_calls":
+                made = ToolGrammar(format.source, lambda text: _literal(text, specials), _json_content)
+                return json.dumps({"grammars": made.grammars()})
     except ValueError as error:
-        raise UnusableConstraint(str(error), f"sampling.response_format.{format.kind}") from None
+        raise UnusableConstraint(str(error), field_of(format)) from None
     return format.source
+
+
+def field_of(format: TextFormat) -> str:
+    """The field of a request that a format comes from."""
+    return "chat.tools" if format.kind == "tool_calls" else f"sampling.response_format.{format.kind}"
 
 
 def json_grammar(schema: str) -> str:
@@ -99,6 +108,10 @@ def _structural_tags(tags: dict[str, Any], specials: Collection[str]) -> str:
         grammars.append({"name": f"{name}_content", **_content(tag["kind"], tag["content"])})
     grammars[0]["lark_grammar"] = "\n".join(lines)
     return json.dumps({"grammars": grammars})
+
+
+def _json_content(schema: str) -> dict[str, Any]:
+    return _content("json_schema", schema)
 
 
 def _content(kind: str, source: str) -> dict[str, Any]:

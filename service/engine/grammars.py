@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from decoder.constraints import FULL, Mask
 from service.common.types import TextFormat
-from service.engine.grammar_sources import grammar_source
+from service.engine.grammar_sources import field_of, grammar_source
 from service.engine.types import UnusableConstraint
 from service.model.token_bytes import ByteVocabulary
 
@@ -173,7 +173,7 @@ class Grammars:
     def _compile(self, format: TextFormat) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits
 
-        field = f"sampling.response_format.{format.kind}"
+        field = field_of(format)
         source = grammar_source(format, self._specials)
         started = time.thread_time()
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))

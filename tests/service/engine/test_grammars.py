@@ -7,23 +7,19 @@ import json
 import random
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
+from grammar_walks import END, TOKENIZER, VOCABULARY, allowed, walk
 
 from benchmarks.schemas import random_schema
-from decoder.constraints import Mask
 from service.common.types import ConstraintSpec, TextFormat
 from service.engine.constraining import Constraining
 from service.engine.grammars import GrammarConstraint
 from service.engine.types import UnusableConstraint
 from service.model.tokenizer import Tokenizer
 
-TOKENIZER = Path(__file__).resolve().parents[3] / "demo" / "model" / "tokenizer.json"
-VOCABULARY, END = 1024, 4
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer", "minimum": 3, "maximum": 999}, "b": {"enum": ["x", "é\n"]}},
@@ -52,25 +48,6 @@ def begun(constraining: Constraining, format: TextFormat, output: Sequence[int] 
 
 def schema(value: Any) -> TextFormat:
     return TextFormat("json_schema", json.dumps(value))
-
-
-def allowed(constraint: Any) -> set[int]:
-    words = np.full(VOCABULARY // 32, 0xFFFFFFFF, np.uint32)
-    constraint.fill_mask(Mask.over(words))
-    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
-
-
-def walk(constraint: Any, rng: random.Random, most: int = 300, end: float = 0.3) -> list[int]:
-    """Random tokens until the end of the text, which is chosen with probability `end` where it is allowed."""
-    drawn: list[int] = []
-    while len(drawn) < most:
-        choices = allowed(constraint)
-        token = END if END in choices and rng.random() < end else rng.choice(sorted(choices))
-        constraint.accept(token)
-        drawn.append(token)
-        if token == END:
-            break
-    return drawn
 
 
 TAGS = TextFormat(

@@ -1,0 +1,282 @@
+"""Converts tools to a grammar of their calls in a model's markup. What the markup cannot express is rejected, with the
+name of the tool and of the keyword.
+
+The source of such a format is JSON: `{"markup": {"begin", "end", "body"}, "tools": [{"name", "schema"}], "required",
+"parallel"}`; a schema is null if the arguments may be any object. `required`: the text is nothing but calls, at least
+one. Otherwise it is free, and what begins like a call is one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Literal = Callable[[str], str]
+"""A fixed text as Lark, with special tokens as such."""
+_ANNOTATIONS = frozenset({
+    "title", "description", "default", "examples", "$comment", "$schema", "$id", "deprecated", "readOnly", "writeOnly",
+})  # fmt: skip
+_OBJECT = _ANNOTATIONS | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "strict"}
+_STRING = _ANNOTATIONS | {"type", "enum", "const", "minLength", "maxLength", "pattern", "format"}
+_DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]Z"
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "email": r"[a-z0-9][a-z0-9_+-]{0,30}@[a-z0-9][a-z0-9-]{0,30}(\.[a-z]{2,10}){1,2}",
+    "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+    "ipv4": r"((25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])\.){3}(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])",
+}
+"""Texts of formats, of which some common ones are enough."""
+_CLOSE = "\n</parameter>\n"
+_MAX_LENGTH = 2000
+"""Largest `maxLength` that is counted."""
+
+
+class ToolGrammar:
+    """Collects the rules of a grammar."""
+
+    def __init__(self, source: str, literal: Literal, json_schema: Callable[[str], dict[str, Any]]) -> None:
+        """`json_schema`: a grammar for a schema, as llguidance has it, without a name."""
+        self._format = json.loads(source)
+        self._literal, self._json_schema = literal, json_schema
+        self._markup = self._format["markup"]
+        self._rules: list[str] = []
+        self._parts: list[dict[str, Any]] = []
+
+    def grammars(self) -> list[dict[str, Any]]:
+        """The grammars for llguidance, the first of which is the whole. Raises ValueError."""
+        calls = [self._call(tool["name"], tool["schema"]) for tool in self._format["tools"]]
+        any_call = self._rule(" | ".join(calls))
+        begin, end = self._literal(self._markup["begin"]), self._literal(self._markup["end"])
+        several = self._format["parallel"]
+        if self._markup["body"] == "list":
+            more = f' (", " {any_call})*' if several else ""
+            rest = self._rule(f'"[" {any_call}{more} "]" {end}')
+        else:
+            rest = self._rule(f'"\\n" {any_call} "\\n" {end}')
+        if self._format["required"]:
+            more = f' ("\\n" {begin} {rest})*' if several and self._markup["body"] != "list" else ""
+            start = f"start: {begin} {rest}{more}"
+        else:
+            start = self._free(begin, rest)
+        return [{"name": "calls", "lark_grammar": "\n".join([start, *self._rules])}, *self._parts]
+
+    def _free(self, begin: str, rest: str) -> str:
+        """Text in which the marker is followed by the rest of a call."""
+        self._rules.append("TEXT: /(.|\\n)*/")
+        if begin.startswith("<"):  # a special token, which is no text
+            return f"start: (TEXT {begin} {rest})* TEXT"
+        self._rules.append(f"trigger[lazy]: TEXT {begin}")
+        return f"start: (trigger {rest})* TEXT"
+
+    def _rule(self, body: str, attributes: str = "") -> str:
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def _json(self, schema: Any) -> str:
+        name = f"j{len(self._parts)}"
+        self._parts.append({"name": name, **self._json_schema(json.dumps(schema))})
+        return f"@{name}"
+
+    def _call(self, name: str, schema: Mapping[str, Any] | None) -> str:
+        """The rule for a call of one tool, between the markers."""
+        if schema is not None and "x-guidance" in schema:
+            raise ValueError(f"tool {name!r}: x-guidance cannot be set")
+        if self._markup["body"] != "xml":
+            arguments = self._json({"type": "object"} if schema is None else _object(schema))
+            return self._rule(f'{_quoted(f"""{{"name": {json.dumps(name)}, "arguments": """)} {arguments} "}}"')
+        parts = [self._literal(f"<function={name}>\n")]
+        if schema is None:
+            close = self._raw(".*", "")
+            key = self._rule("KEY")
+            if not any(rule.startswith("KEY:") for rule in self._rules):
+                self._rules.append("KEY: /[A-Za-z0-9_]{1,64}/")
+            parts.append(f'({self._literal("<parameter=")} {key} ">\\n" {close})*')
+        else:
+            parts += self._parameters(name, schema)
+        return self._rule(" ".join([*parts, self._literal("</function>")]))
+
+    def _parameters(self, name: str, schema: Mapping[str, Any]) -> list[str]:
+        _check_keywords(f"tool {name!r}", schema, _OBJECT)
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if lost := [key for key in required if key not in properties]:
+            raise ValueError(f"tool {name!r}: {lost[0]!r} is required, and is none of {len(properties)} properties")
+        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        made = []
+        for key, inner in properties.items():
+            if ">" in key or key != key.strip() or not 1 <= len(key) <= 256:
+                raise ValueError(f"tool {name!r}: a parameter cannot be named {key[:50]!r}")
+            value = self._value(f"tool {name!r}, parameter {key!r}", inner, definitions)
+            parameter = self._rule(f'{self._literal(f"<parameter={key}>")} "\\n" {value}')
+            made.append(parameter if key in required else f"{parameter}?")
+        return made
+
+    def _value(self, where: str, schema: Any, definitions: Mapping[str, Any]) -> str:
+        """The rule for a value up to the end of its tag. Strings are written as they are, others as JSON."""
+        schema = _followed(where, schema, definitions)
+        if schema is True or schema == {} or (isinstance(schema, dict) and not schema.keys() - _ANNOTATIONS):
+            return self._raw(".*", "")
+        if not isinstance(schema, dict) or "x-guidance" in schema:
+            raise ValueError(f"{where}: this schema cannot be followed")
+        choices = schema.get("anyOf", schema.get("oneOf"))
+        if isinstance(choices, list) and not schema.keys() - _ANNOTATIONS - {"anyOf", "oneOf"}:
+            followed = [_followed(where, choice, definitions) for choice in choices]
+            strings = [choice for choice in followed if _kind(choice) == "string"]
+            others = [choice for choice in followed if _kind(choice) not in ("string", "null")]
+            if strings and not others:
+                nulls = ["null"] * (len(strings) < len(followed))
+                return self._one_of(where, strings, nulls)
+        types = schema.get("type")
+        if isinstance(types, list) and "string" in types:
+            if set(types) - {"string", "null"}:
+                raise ValueError(
+                    f"{where}: a string, and {', '.join(sorted(set(types) - {'string'}))}, look alike here"
+                )
+            return self._one_of(where, [{**schema, "type": "string"}], ["null"] * ("null" in types))
+        if _kind(schema) == "string":
+            return self._one_of(where, [schema], [])
+        if "enum" in schema or "const" in schema:
+            values = [schema["const"]] if "const" in schema else schema["enum"]
+            if any(isinstance(value, str) for value in values):
+                texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+                return self._texts(where, texts)
+        if _may_be_string(schema, definitions):
+            raise ValueError(f"{where}: a union of strings with other types cannot be told apart in this markup")
+        return self._rule(f"{self._json({**schema, **definitions})} {_quoted(_CLOSE)}")
+
+    def _one_of(self, where: str, strings: list[dict[str, Any]], others: list[str]) -> str:
+        rules = [self._string(where, schema) for schema in strings]
+        return self._rule(" | ".join([*rules, *([self._texts(where, others)] if others else [])]))
+
+    def _string(self, where: str, schema: Mapping[str, Any]) -> str:
+        _check_keywords(where, schema, _STRING)
+        if "enum" in schema or "const" in schema:
+            values = [schema["const"]] if "const" in schema else schema["enum"]
+            if schema.keys() & {"minLength", "maxLength", "pattern", "format"}:
+                raise ValueError(f"{where}: enum with further keywords is not implemented")
+            return self._texts(where, [value for value in values if isinstance(value, str)])
+        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        if most is not None and most > _MAX_LENGTH:
+            raise ValueError(f"{where}: maxLength is {most}; at most {_MAX_LENGTH} is implemented")
+        length = ".*" if not least and most is None else f".{{{least},{'' if most is None else most}}}"
+        extra = ""
+        if "pattern" in schema:
+            extra += f" & /(?s:{_searched(where, schema['pattern'])})\\n<\\/parameter>\\n/"
+        if "format" in schema:
+            if schema["format"] not in _FORMATS:
+                raise ValueError(f"{where}: format {schema['format']!r} is not implemented, only {', '.join(_FORMATS)}")
+            extra += f" & /(?:{_FORMATS[schema['format']]})\\n<\\/parameter>\\n/"
+        return self._raw(length, extra)
+
+    def _raw(self, length: str, extra: str) -> str:
+        """A text up to the end of its tag, which it does not contain; one lexeme."""
+        name = f"V{len(self._rules)}"
+        once = "~/(?s:.*<\\/parameter>.*<\\/parameter>.*)/"
+        self._rules.append(f"{name}: /(?s:{length})\\n<\\/parameter>\\n/ & {once}{extra}")
+        return self._rule(name, "[lazy]")
+
+    def _texts(self, where: str, texts: list[str]) -> str:
+        if not texts or any("</parameter>" in text for text in texts):
+            raise ValueError(f"{where}: none of its values can be written in this markup")
+        return self._rule(f"({' | '.join(_quoted(text + _CLOSE) for text in texts)})")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _object(schema: Mapping[str, Any]) -> dict[str, Any]:
+    closed = {} if schema.get("properties") else {"properties": {}, "additionalProperties": False}
+    return {**(closed if not schema.keys() - _ANNOTATIONS - {"type", "properties"} else {}), **schema, "type": "object"}
+
+
+def _check_keywords(where: str, schema: Mapping[str, Any], known: frozenset[str]) -> None:
+    if extra := sorted(schema.keys() - known):
+        raise ValueError(f"{where}: {extra[0][:50]!r} is not implemented in this markup")
+
+
+def _kind(schema: Any) -> str:
+    """The only type of a schema that says so; empty otherwise."""
+    if not isinstance(schema, Mapping):
+        return ""
+    if isinstance(schema.get("type"), str):
+        return str(schema["type"])
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list) and values and "type" not in schema:
+        if all(isinstance(value, str) for value in values):
+            return "string"
+        if values == [None]:
+            return "null"
+    return ""
+
+
+def _followed(where: str, schema: Any, definitions: Mapping[str, Any]) -> Any:
+    """The schema behind references."""
+    for _ in range(16):
+        if not isinstance(schema, Mapping) or "$ref" not in schema:
+            return schema
+        if schema.keys() - _ANNOTATIONS - {"$ref"}:
+            raise ValueError(f"{where}: $ref beside other keywords is not implemented")
+        found: Any = definitions
+        for name in str(schema["$ref"]).removeprefix("#/").split("/"):
+            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        if found is None:
+            raise ValueError(f"{where}: {str(schema['$ref'])[:50]!r} is not in the schema")
+        schema = found
+    raise ValueError(f"{where}: its references go too deep")
+
+
+def _may_be_string(schema: Any, definitions: Mapping[str, Any], depth: int = 8) -> bool:
+    """Whether a value can be a string, for schemas that are written as JSON."""
+    schema = _followed("a schema", schema, definitions)
+    if not isinstance(schema, Mapping) or not depth:
+        return True
+    types = schema.get("type")
+    if types is not None:
+        return "string" in ([types] if isinstance(types, str) else types)
+    if "const" in schema or "enum" in schema:
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        return any(isinstance(value, str) for value in values)
+    for name in ("anyOf", "oneOf"):
+        if isinstance(schema.get(name), list):
+            return any(_may_be_string(choice, definitions, depth - 1) for choice in schema[name])
+    if isinstance(schema.get("allOf"), list):
+        return all(_may_be_string(part, definitions, depth - 1) for part in schema["allOf"])
+    return True
+
+
+def _searched(where: str, pattern: Any) -> str:
+    """A JSON schema's pattern, which may match anywhere, as a regular expression for the whole text."""
+    if not isinstance(pattern, str):
+        raise ValueError(f"{where}: pattern is not a string")
+    begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+    if (begins or ends) and "|" in pattern and not _one_group(pattern):
+        raise ValueError(f"{where}: anchors beside alternatives in pattern are not implemented")
+    body = pattern[begins : len(pattern) - ends]
+    escaped, i = "", 0
+    while i < len(body):
+        step = 2 if body[i] == "\\" else 1
+        part = body[i : i + step]
+        escaped += "\\/" if part == "/" else "\\n" if part == "\n" else part
+        i += step
+    return f"{'' if begins else '.*'}(?-s:{escaped}){'' if ends else '.*'}"
+
+
+def _one_group(pattern: str) -> bool:
+    """Whether all alternatives are inside groups."""
+    depth, i = 0, 0
+    while i < len(pattern):
+        if pattern[i] == "\\":
+            i += 1
+        elif pattern[i] in "([":
+            depth += 1
+        elif pattern[i] in ")]":
+            depth -= 1
+        elif pattern[i] == "|" and not depth:
+            return False
+        i += 1
+    return True

@@ -1,0 +1,165 @@
+"""Calls that keep to the tools' schemas, with the vocabulary of the embedded model and random choices."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from grammar_walks import END, TOKENIZER, VOCABULARY, allowed, walk
+
+from families.tool_calls import CALL_LIST, HERMES, XML, CallScanner, TextPiece, ToolMarkup
+from service.answers.tool_calls import calls_format
+from service.common.types import ConstraintSpec, Tool, ToolUse
+from service.engine.constraining import Constraining
+from service.engine.types import UnusableConstraint
+from service.model.tokenizer import Tokenizer
+
+MARKUPS = [XML, HERMES, CALL_LIST]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "minLength": 2, "maxLength": 9, "description": "a </parameter> city"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "unit": {"enum": ["C", "F\n"]},
+        "note": {"anyOf": [{"type": "string", "pattern": "^[a-c]+$"}, {"type": "null"}]},
+        "when": {"type": "string", "format": "date"},
+        "like": {"type": "string", "pattern": "x/\\d"},
+        "where": {"$ref": "#/$defs/place"},
+        "on": {"type": ["boolean", "null"]},
+        "level": {"const": 3},
+        "kind": {"enum": ["a", 1, None]},
+    },
+    "required": ["city", "days", "where"],
+    "additionalProperties": False,
+    "$defs": {
+        "place": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"],
+                  "additionalProperties": False},
+    },
+}  # fmt: skip
+TOOLS = (Tool("weather", "", SCHEMA), Tool("now"), Tool("free", "", {"properties": {"a": {}}, "required": ["a"]}))
+
+
+@pytest.fixture(scope="module")
+def constraining() -> Iterator[Constraining]:
+    made = Constraining(TOKENIZER, VOCABULARY, frozenset({END}))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(TOKENIZER)
+
+
+def begun(constraining: Constraining, markup: ToolMarkup, use: ToolUse) -> Any:
+    spec = ConstraintSpec(calls_format(markup, use))
+    return constraining.begin(spec, frozenset({END}), frozenset(), ()).result(timeout=60)
+
+
+def parsed(markup: ToolMarkup, tools: tuple[Tool, ...], text: str) -> tuple[str, list[tuple[str, Any]]]:
+    """Text and calls; all of them are complete."""
+    scanner = CallScanner(markup, {tool.name: tool.parameters for tool in tools})
+    calls: dict[int, list[str]] = {}
+    rest = ""
+    for piece in scanner.feed(text) + scanner.finish():
+        if isinstance(piece, TextPiece):
+            rest += piece.text
+        else:
+            call = calls.setdefault(piece.index, [piece.name, ""])
+            call[1] += piece.arguments
+    assert not scanner.pending, text
+    return rest, [(name, json.loads(arguments)) for name, arguments in calls.values()]
+
+
+@pytest.mark.parametrize("markup", MARKUPS, ids=lambda markup: markup.body)
+def test_required_calls_parse_and_validate(
+    markup: ToolMarkup, constraining: Constraining, tokenizer: Tokenizer
+) -> None:
+    rng, ended, several = random.Random(markup.body), 0, 0
+    for name, parallel in (("", True), ("", False), ("weather", True)):
+        tools = {tool.name: tool for tool in TOOLS}
+        first = begun(constraining, markup, ToolUse(TOOLS, "required", name, parallel))
+        for _ in range(12):
+            drawn = walk(first.copy(), rng, most=900, end=0.6, prefer=tokenizer.encode('}"]\n</parameter></function>'))
+            if drawn[-1] != END:
+                continue
+            rest, calls = parsed(markup, TOOLS, tokenizer.decode(drawn))
+            assert rest == "" and calls and (parallel or len(calls) == 1)
+            several += len(calls) > 1
+            for called, arguments in calls:
+                assert name in ("", called)
+                jsonschema.validate(arguments, {"type": "object", **tools[called].parameters},
+                                    format_checker=jsonschema.FormatChecker())  # fmt: skip
+            ended += 1
+    assert ended >= 12 and several
+
+
+@pytest.mark.parametrize("markup", MARKUPS, ids=lambda markup: markup.body)
+def test_strict_tools_are_held_to_their_schemas_when_they_are_called(
+    markup: ToolMarkup, constraining: Constraining, tokenizer: Tokenizer
+) -> None:
+    tools = (Tool("strict", "", {"properties": {"n": {"const": 7}}, "required": ["n"]}, strict=True), Tool("loose"))
+    first = begun(constraining, markup, ToolUse(tools))
+    space, body = ("", "[") if markup.body == "list" else ("\n", "")
+
+    def written(name: str, key: str, value: str) -> str:
+        if markup.body == "xml":
+            inner = f"<function={name}>\n<parameter={key}>\n{value}\n</parameter>\n</function>"
+        else:
+            inner = json.dumps({"name": name, "arguments": {key: json.loads(value)}})
+        return f"so {markup.begin}{space}{body}{inner}"
+
+    for name, key, value, fine in (
+        ("strict", "n", "7", True), ("strict", "n", "8", False), ("strict", "m", "7", False),
+        ("loose", "m", "8", True), ("other", "m", "8", False),
+    ):  # fmt: skip
+        tokens = tokenizer.encode(written(name, key, value))
+        assert (first.valid_prefix(tokens) == len(tokens)) == fine, (name, key, value)
+    plain = [*tokenizer.encode("no call, only < and <tool> and <TOOL"), END]
+    assert first.valid_prefix(plain) == len(plain)
+    made = first.copy()
+    for token in tokenizer.encode(f"a{markup.begin}"):
+        made.accept(token)
+    assert END not in allowed(made), "a call has begun"
+
+
+def refused(constraining: Constraining, markup: ToolMarkup, schema: Any) -> str:
+    with pytest.raises(UnusableConstraint) as error:
+        begun(constraining, markup, ToolUse((Tool("f", "", schema),), "required"))
+    assert error.value.field == "chat.tools"
+    return str(error.value.message)
+
+
+@pytest.mark.parametrize(
+    ("inner", "words"),
+    [
+        ({"type": "string", "format": "regex"}, "format 'regex' is not implemented"),
+        ({"type": "string", "maxLength": 2001}, "maxLength is 2001; at most 2000"),
+        ({"type": ["string", "integer"]}, "look alike"),
+        ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "union of strings"),
+        ({"type": "string", "contentEncoding": "base64"}, "'contentEncoding' is not implemented"),
+        ({"type": "string", "pattern": "^a|b$"}, "anchors beside alternatives"),
+        ({"$ref": "#/$defs/none"}, "'#/$defs/none' is not in the schema"),
+        ({"$ref": "#/$defs/loop"}, "references go too deep"),
+        ({"type": "integer", "x-guidance": {}}, "cannot be followed"),
+        ({"enum": []}, "cannot be|union|none of its|nsatisfiable|enum"),
+        (3, "cannot be followed"),
+    ],
+)  # fmt: skip
+def test_what_the_markup_cannot_express_is_refused(inner: Any, words: str, constraining: Constraining) -> None:
+    schema = {"properties": {"a": inner}, "$defs": {"loop": {"$ref": "#/$defs/loop"}}}
+    message = refused(constraining, XML, schema)
+    assert any(word in message for word in words.split("|")), message
+
+
+def test_keywords_of_the_whole_object_are_refused_by_name(constraining: Constraining) -> None:
+    assert "'minProperties' is not implemented" in refused(constraining, XML, {"minProperties": 1})
+    assert "'b' is required, and is none of 1 properties" in refused(
+        constraining, XML, {"properties": {"a": {}}, "required": ["b"]}
+    )
+    assert "x-guidance" in refused(constraining, HERMES, {"x-guidance": {}})
+    assert "cannot be named 'a>'" in refused(constraining, XML, {"properties": {"a>": {}}})
