@@ -106,6 +106,10 @@ def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     ask.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole answer (default: 600)")
     ask.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that the JSON schema in FILE accepts")
     ask.add_argument(
+        "--tools", metavar="FILE", help="a JSON list of tools; calls are printed as lines of JSON after the answer"
+    )
+    ask.add_argument("--tool-choice", metavar="CHOICE", help="auto, none, required or the name of a tool")
+    ask.add_argument(
         "--think",
         action=argparse.BooleanOptionalAction,
         help="whether the model reasons first, on stderr (default: the model's own; its reasoning is not printed)",
@@ -223,6 +227,8 @@ def _ask(options: argparse.Namespace) -> int:
             timeout=options.timeout,
             response_format=_schema(options.json_schema) if options.json_schema else None,
             enable_thinking=options.think,
+            tools=_tools(options.tools) if options.tools else (),
+            tool_choice=options.tool_choice,
         ) as stream,
     ):
         for delta in stream:
@@ -230,19 +236,32 @@ def _ask(options: argparse.Namespace) -> int:
                 print(delta.reasoning, end="", flush=True, file=sys.stderr)
             print(delta.text, end="", flush=True)
         print()
+        for call in stream.final().tool_calls:
+            print(json.dumps({"id": call.id, "name": call.name, "arguments": call.arguments}, ensure_ascii=False))
         if stream.final().finish_reason == "length":
             print("saccade: the answer was cut off at its token limit", file=sys.stderr)
     return 0
 
 
-def _schema(path: str) -> dict[str, Any]:
+def _json_file(option: str, path: str) -> Any:
     try:
         with open(path, encoding="utf-8") as file:
-            schema = json.load(file)
+            return json.load(file)
     except OSError as error:
-        raise InvalidArgument(f"--json-schema: cannot read {path!r}: {error.strerror}") from error
+        raise InvalidArgument(f"{option}: cannot read {path!r}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"--json-schema: {path!r} is not JSON: {error}") from error
+        raise InvalidArgument(f"{option}: {path!r} is not JSON: {error}") from error
+
+
+def _tools(path: str) -> list[Any]:
+    tools = _json_file("--tools", path)
+    if not isinstance(tools, list):
+        raise InvalidArgument(f"--tools: {path!r} holds no JSON list but a {type(tools).__name__}")
+    return tools
+
+
+def _schema(path: str) -> dict[str, Any]:
+    schema = _json_file("--json-schema", path)
     if not isinstance(schema, dict):
         raise InvalidArgument(f"--json-schema: {path!r} holds no JSON object but a {type(schema).__name__}")
     return {"type": "json_schema", "json_schema": {"schema": schema}}

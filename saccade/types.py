@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
+from saccade.calling import Tool as Tool
+from saccade.calling import ToolCall as ToolCall
+from saccade.calling import ToolCallDelta as ToolCallDelta
 from saccade.errors import SaccadeError
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
-FinishReason: TypeAlias = Literal["stop", "length", "aborted", ""]
+FinishReason: TypeAlias = Literal["stop", "length", "aborted", "tool_calls", ""]
 """Empty where a newer server sends a reason that this client does not know."""
 
 
@@ -67,6 +70,10 @@ class ChatMessage(_ChatMessage, total=False):
 
     reasoning: str
     """The assistant's reasoning before its answer."""
+    tool_calls: Sequence[ToolCall] | Sequence[Mapping[str, Any]]
+    """In a message of the assistant: its calls, as `Generation.tool_calls` has them, or as in OpenAI's protocol."""
+    tool_call_id: str
+    """In a message of a tool: the call of which it is the result."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +181,7 @@ class Delta:
     """Counts this sample's deltas from 0."""
     reasoning: str = ""
     """The model's reasoning, which comes before its text."""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -190,6 +198,8 @@ class Sample:
     """The stop string or token id of the request that ended this sample, if one did."""
     reasoning: str = ""
     """The model's reasoning before its answer; not part of `text`."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """Not part of `text`."""
 
 
 @dataclass(frozen=True)
@@ -231,13 +241,17 @@ class Generation:
     reasoning: str = ""
     media: list[MediaLayout] = field(default_factory=list)
     """For each image and clip, in the order of the prompt; empty from servers that do not send it."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     @property
     def message(self) -> ChatMessage:
         """The answer as a chat message, for continuing the conversation."""
+        message: ChatMessage = {"role": "assistant", "content": self.text}
         if self.reasoning:
-            return {"role": "assistant", "content": self.text, "reasoning": self.reasoning}
-        return {"role": "assistant", "content": self.text}
+            message["reasoning"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return message
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,8 @@ class AsyncMethods(AsyncSession):
                 bad_words; response_format: what the text must be. That is a JSON schema, a Pydantic model class,
                 `saccade.Regex`, `saccade.Lark`, `saccade.StructuralTags`, a list of choices or "json_object".
                 For models that reason before they answer: enable_thinking, reasoning_effort, max_reasoning_tokens.
+                tools: `saccade.Tool`s or dicts in OpenAI's form, which the model may call (`Generation.tool_calls`);
+                tool_choice: "auto", "none", "required" or a tool's name; parallel_tool_calls.
 
         Raises:
             SaccadeError: one of its subclasses, see `saccade.errors`.

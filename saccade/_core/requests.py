@@ -13,6 +13,7 @@ from google.protobuf import json_format
 from saccade._core.formats import ResponseFormat, format_message
 from saccade._core.images import ImageInput, image_message, image_messages
 from saccade._core.ranges import check_request
+from saccade._core.tools import ToolChoice, ToolInput, add_calls, set_tools
 from saccade._core.videos import VideoInput, video_from_part, video_messages
 from saccade.errors import InvalidArgument
 from saccade.types import ChatMessage
@@ -31,6 +32,7 @@ _ROLES = {
 }
 _INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs", "max_reasoning_tokens")
 _THINKING = ("enable_thinking", "reasoning_effort")
+_MESSAGE_KEYS = {"role", "content", "reasoning", "reasoning_content", "tool_calls", "tool_call_id"}
 _Places: TypeAlias = dict[str, list[types_pb2.Part]]
 """Parts of a conversation that take the next of `images=` or `videos=`."""
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -59,6 +61,9 @@ class Sampling(TypedDict, total=False):
     enable_thinking: bool | None
     reasoning_effort: str | None
     max_reasoning_tokens: int | None
+    tools: Iterable[ToolInput]
+    tool_choice: ToolChoice | None
+    parallel_tool_calls: bool | None
 
 
 class AllSampling(Sampling, total=False):
@@ -105,10 +110,15 @@ def build_request(
     )
     media = _Media(image_messages(images), video_messages(videos))
     thinking = {name: sampling[name] for name in _THINKING if sampling.get(name) is not None}  # type: ignore[literal-required]
-    if thinking and isinstance(prompt, str) and not raw:
+    tools, choice = sampling.get("tools") or (), sampling.get("tool_choice")
+    if (thinking or tools) and isinstance(prompt, str) and not raw:
         prompt = [{"role": "user", "content": prompt}]  # the same prompt, in the form that has these fields
     _set_input(request, prompt, media, raw, chat_template_kwargs)
     _set_thinking(request, thinking)
+    if tools or choice not in (None, "none", "auto"):
+        if not request.HasField("chat") and tools:
+            raise InvalidArgument("tools: a prompt that is raw or token ids does not pass through the chat template")
+        set_tools(request.chat, tools, choice, sampling.get("parallel_tool_calls"))
     _set_sampling(request.sampling, sampling)
     with _naming("continued_token_ids"):
         request.continued_token_ids.extend(_token_ids(sampling.get("continued_token_ids") or ()))
@@ -271,9 +281,8 @@ def _chat_messages(messages: list[Any], media: _Media) -> list[types_pb2.ChatMes
 def _chat_message(message: Any, name: str, waiting: _Places) -> types_pb2.ChatMessage:
     if not isinstance(message, Mapping):
         raise InvalidArgument(f"{name}: expected a dict with role and content, got {type(message).__name__}")
-    extra = sorted(message.keys() - {"role", "content", "reasoning", "reasoning_content"})
-    if extra:
-        raise InvalidArgument(f"{name}: unknown keys {', '.join(map(str, extra))}; known are content, reasoning, role")
+    if extra := sorted(map(str, message.keys() - _MESSAGE_KEYS)):
+        raise InvalidArgument(f"{name}: unknown keys {', '.join(extra)}; known are {', '.join(sorted(_MESSAGE_KEYS))}")
     if message.get("role") not in _ROLES:
         raise InvalidArgument(f"{name}.role: expected one of {', '.join(_ROLES)}, got {message.get('role')!r}")
     built = types_pb2.ChatMessage(role=_ROLES[message["role"]])
@@ -282,6 +291,11 @@ def _chat_message(message: Any, name: str, waiting: _Places) -> types_pb2.ChatMe
         raise InvalidArgument(f"{name}.reasoning: expected a string, in a message of the assistant")
     built.reasoning = reasoning
     content = message.get("content")
+    if message.get("tool_calls"):
+        add_calls(built, message["tool_calls"], f"{name}.tool_calls")
+        content = "" if content is None else content
+    with _naming(f"{name}.tool_call_id"):
+        built.tool_call_id = message.get("tool_call_id") or ""
     if isinstance(content, str):
         built.parts.add(text=content)
     elif isinstance(content, Sequence) and not isinstance(content, bytes):

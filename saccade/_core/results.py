@@ -18,6 +18,8 @@ from saccade.types import (
     Tensor,
     TokenLogprob,
     Tokens,
+    ToolCall,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
@@ -30,6 +32,7 @@ _FINISH_REASONS: dict[int, FinishReason] = {
     types_pb2.FINISH_REASON_STOP: "stop",
     types_pb2.FINISH_REASON_LENGTH: "length",
     types_pb2.FINISH_REASON_ABORTED: "aborted",
+    types_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 
 
@@ -81,6 +84,7 @@ def delta_from(message: inference_pb2.Delta, with_logprobs: bool) -> Delta:
         logprobs=logprobs_from(message.logprobs) if with_logprobs else None,
         sequence=message.sequence,
         reasoning=message.reasoning,
+        tool_calls=[ToolCallDelta(part.index, part.arguments, part.id, part.name) for part in message.tool_calls],
     )
 
 
@@ -188,6 +192,7 @@ def _generation(samples: list[Sample], **facts: Unpack[_Facts]) -> Generation:
         logprobs=first.logprobs,
         samples=samples,
         reasoning=first.reasoning,
+        tool_calls=first.tool_calls,
         **facts,
     )
 
@@ -204,6 +209,7 @@ def generation_from(response: inference_pb2.GenerateResponse, with_logprobs: boo
             index=sample.index,
             stop_match=_stop_match(sample),
             reasoning=sample.reasoning,
+            tool_calls=[ToolCall(call.id, call.name, call.arguments) for call in sample.tool_calls],
         )
         for sample in sorted(response.samples, key=lambda sample: sample.index)
     ]
@@ -246,6 +252,17 @@ class Assembler:
 
     def reasoning(self, index: int = 0) -> str:
         return "".join(delta.reasoning for delta in self._deltas.get(index, ()))
+
+    def tool_calls(self, index: int = 0) -> dict[int, ToolCall]:
+        """By index, as far as they have been received."""
+        parts: dict[int, list[ToolCallDelta]] = {}
+        for delta in self._deltas.get(index, ()):
+            for part in delta.tool_calls:
+                parts.setdefault(part.index, []).append(part)
+        return {
+            at: ToolCall(mine[0].id, mine[0].name, "".join(part.arguments for part in mine))
+            for at, mine in parts.items()
+        }
 
     def token_ids(self, index: int = 0) -> list[int]:
         return [token_id for delta in self._deltas.get(index, ()) for token_id in delta.token_ids]
@@ -292,4 +309,5 @@ class Assembler:
             index=index,
             stop_match=_stop_match(finished),
             reasoning=self.reasoning(index),
+            tool_calls=list(self.tool_calls(index).values()),
         )

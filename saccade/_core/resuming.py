@@ -8,8 +8,8 @@ again, and the part that was delivered is skipped.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 from saccade._core.results import Assembler
 from saccade._core.retrying import Deadline, Retries
@@ -17,8 +17,8 @@ from saccade._core.settings import CallSettings
 from saccade._core.steps import Actions, Call, Open, Receive, Steps, Wait, with_retries
 from saccade._core.uploads import Uploads
 from saccade.errors import DeadlineExceeded, SaccadeError, Unavailable
-from saccade.types import Delta
-from saccade.v1 import inference_pb2
+from saccade.types import Delta, ToolCall
+from saccade.v1 import inference_pb2, types_pb2
 
 
 @dataclass
@@ -28,6 +28,28 @@ class _Passed:
     ids: list[int]
     text: str
     reasoning: str = ""
+    calls: dict[int, ToolCall] = field(default_factory=dict)
+
+    @property
+    def left(self) -> bool:
+        return bool(self.ids or self.text or self.reasoning or any(call.arguments for call in self.calls.values()))
+
+    def new_calls(self, parts: Iterable[types_pb2.ToolCallDelta]) -> list[types_pb2.ToolCallDelta] | None:
+        """What has not been delivered; None if the parts differ from what has been."""
+        made = []
+        for part in parts:
+            given = self.calls.get(part.index)
+            if given is None:
+                made.append(part)
+                continue
+            shared = len(given.arguments)
+            named = not part.id or (part.id, part.name) == (given.id, given.name)
+            if not named or part.arguments[:shared] != given.arguments[: len(part.arguments)]:
+                return None
+            self.calls[part.index] = replace(given, arguments=given.arguments[len(part.arguments) :])
+            if part.arguments[shared:]:
+                made.append(types_pb2.ToolCallDelta(index=part.index, arguments=part.arguments[shared:]))
+        return made
 
 
 class StreamState:
@@ -142,23 +164,26 @@ class StreamState:
         """The message without what has been delivered before; empty if nothing is left."""
         delta = response.delta
         passed = self._passed.get(delta.index)
-        if passed is not None and (passed.ids or passed.text or passed.reasoning):
+        if passed is not None and passed.left:
+            calls = passed.new_calls(delta.tool_calls)
             ids, text, thought = len(passed.ids), len(passed.text), len(passed.reasoning)
             if (
                 list(delta.token_ids[:ids]) != passed.ids[: len(delta.token_ids)]
                 or delta.text[:text] != passed.text[: len(delta.text)]
                 or delta.reasoning[:thought] != passed.reasoning[: len(delta.reasoning)]
+                or calls is None
             ):
                 raise self._diverged("the repeated answer differs from the one that was delivered")
             logprobs = list(delta.logprobs[ids:])
             passed.ids, new_ids = passed.ids[len(delta.token_ids) :], list(delta.token_ids[ids:])
             passed.text, new_text = passed.text[len(delta.text) :], delta.text[text:]
             passed.reasoning, new_thought = passed.reasoning[len(delta.reasoning) :], delta.reasoning[thought:]
-            if not new_ids and not new_text and not new_thought:
+            if not new_ids and not new_text and not new_thought and not calls:
                 return inference_pb2.StreamGenerateResponse()
             delta = inference_pb2.Delta(
-                index=delta.index, text=new_text, token_ids=new_ids, logprobs=logprobs, reasoning=new_thought
-            )
+                index=delta.index, text=new_text, token_ids=new_ids, logprobs=logprobs, reasoning=new_thought,
+                tool_calls=calls,
+            )  # fmt: skip
             response = inference_pb2.StreamGenerateResponse(delta=delta)
         response.delta.sequence = self._sequence.get(delta.index, 0)
         self._sequence[delta.index] = response.delta.sequence + 1
@@ -199,8 +224,11 @@ class StreamState:
         if request.sampling.n > 1:
             self._passed = {
                 index: _Passed(
-                    self.assembler.token_ids(index), self.assembler.text(index), self.assembler.reasoning(index)
-                )
+                    self.assembler.token_ids(index),
+                    self.assembler.text(index),
+                    self.assembler.reasoning(index),
+                    self.assembler.tool_calls(index),
+                )  # fmt: skip
                 for index in self._sequence
             }
         else:

@@ -156,7 +156,7 @@ def event_to_proto(event: Event) -> inference_pb2.StreamGenerateResponse:
             delta = inference_pb2.Delta(
                 index=event.index, text=event.text, token_ids=event.token_ids,
                 logprobs=[_logprob(p) for p in event.logprobs], sequence=event.sequence, reasoning=event.reasoning,
-                tool_calls=_calls(event.calls),
+                tool_calls=merged_calls(event.calls),
             )  # fmt: skip
             return inference_pb2.StreamGenerateResponse(delta=delta)
     finished = inference_pb2.Finished(
@@ -167,7 +167,7 @@ def event_to_proto(event: Event) -> inference_pb2.StreamGenerateResponse:
     return inference_pb2.StreamGenerateResponse(finished=finished)
 
 
-def _calls(deltas: Sequence[CallDelta]) -> list[types_pb2.ToolCallDelta]:
+def merged_calls(deltas: Sequence[CallDelta]) -> list[types_pb2.ToolCallDelta]:
     """One for each call of which there are parts."""
     parts: dict[int, list[CallDelta]] = {}
     for delta in deltas:
@@ -256,7 +256,7 @@ class ResponseBuilder:
         for index, pieces in self._text.items():
             reasoning, text = ("".join(part) for part in zip(*pieces))
             self._samples[index].reasoning, self._samples[index].text = reasoning, text
-            for call in _calls(self._calls[index]):
+            for call in merged_calls(self._calls[index]):
                 self._samples[index].tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
         return inference_pb2.GenerateResponse(
             request_id=self._started.request_id,

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from service.answers import convert
 from service.answers.calls import Calls
 from service.common import errors
 from service.common.limits import ByteBudget
-from service.common.types import Delta, Finished, Started
+from service.common.types import CallDelta, Delta, Finished, Started
 from service.rpc.kserve_messages import POOL, SERVICE, message
 from service.rpc.kserve_requests import Question, read_request
 from service.rpc.kserve_tensors import INPUTS, OUTPUTS, write_tensor
@@ -43,6 +44,7 @@ class _Answer:
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._ids: list[int] = []
+        self._calls: list[CallDelta] = []
         self.queue_seconds = 0.0
         self._usage: dict[str, int] = {}
 
@@ -50,11 +52,12 @@ class _Answer:
         """A response that is sent now, on a stream."""
         match event:
             case Delta() if self._question.stream:
-                return self.response(event.text, event.reasoning, event.token_ids, "", final=False)
+                return self.response(event.text, event.reasoning, event.token_ids, event.calls, "", final=False)
             case Delta():
                 self._text.append(event.text)
                 self._reasoning.append(event.reasoning)
                 self._ids += event.token_ids
+                self._calls += event.calls
             case Finished():
                 usage = event.usage
                 self.queue_seconds = usage.queue_seconds
@@ -65,12 +68,21 @@ class _Answer:
                 }  # fmt: skip
                 text = self._question.prefix + "".join(self._text)
                 reasoning, final = "".join(self._reasoning), not self._question.empty_final
-                return self.response(text, reasoning, self._ids, event.reason, final=final)
+                return self.response(text, reasoning, self._ids, self._calls, event.reason, final=final)
         return None
 
-    def response(self, text: str, reasoning: str, ids: Any, reason: str, *, final: bool) -> Any:
+    def response(
+        self, text: str, reasoning: str, ids: Any, calls: Sequence[CallDelta], reason: str, *, final: bool
+    ) -> Any:
         response = self.empty(final=final)
-        values = {"text_output": text, "token_ids": ids, "finish_reason": reason, "reasoning": reasoning}
+        parts = [
+            {"index": part.index, "id": part.id, "name": part.name, "arguments": part.arguments}
+            for part in convert.merged_calls(calls)
+        ]
+        values = {
+            "text_output": text, "token_ids": ids, "finish_reason": reason, "reasoning": reasoning,
+            "tool_calls": json.dumps(parts, ensure_ascii=False),
+        }  # fmt: skip
         for name in self._question.outputs:
             write_tensor(response, name, values[name])
         for name, count in self._usage.items():

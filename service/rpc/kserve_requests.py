@@ -24,6 +24,7 @@ _SAMPLING = frozenset(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"n"
 _THINKING: dict[str, type] = {"enable_thinking": bool, "reasoning_effort": str}
 """Options of the chat template, with their types."""
 _LISTS = {"stop", "stop_token_ids", "allowed_token_ids", "bad_words"}
+_TOOLS = ("tool_choice", "parallel_tool_calls")
 _ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 
 
@@ -46,9 +47,11 @@ def read_request(request: Any) -> Question:
     parameters = {name: _parameter(name, value) for name, value in request.parameters.items()}
     values = _values(tensors, parameters)
     thinking = {name: values.pop(name) for name in _THINKING if name in values}
+    choice, parallel = (values.pop(name, None) for name in _TOOLS)
     generate = inference_pb2.GenerateRequest(sampling=_sampling(values))
     _fill_prompt(generate, tensors)
     _set_thinking(generate, thinking)
+    _set_tools(generate, tensors, choice, parallel)
     if parameters.get("sequence_id"):
         raise errors.InvalidArgument("stateful sequences are not served", field="parameters.sequence_id")
     # Triton counts from 1, the most urgent; 0 is its default.
@@ -230,6 +233,58 @@ def _fill_prompt(generate: inference_pb2.GenerateRequest, tensors: dict[str, lis
         raise errors.InvalidArgument("there are more images than image parts in messages", field="image")
 
 
+def _set_tools(
+    generate: inference_pb2.GenerateRequest, tensors: dict[str, list[Any]], choice: Any, parallel: Any
+) -> None:
+    if "tools" not in tensors and choice is None and parallel is None:
+        return
+    if not generate.HasField("chat"):
+        raise errors.InvalidArgument("tools need messages instead of text_input", field="tools")
+    tools = _json(_single(tensors, "tools"), "tools") if "tools" in tensors else []
+    if not isinstance(tools, list):
+        raise errors.InvalidArgument("tools must be a JSON list", field="tools")
+    for i, tool in enumerate(tools):
+        generate.chat.tools.append(_tool(tool, f"tools[{i}]"))
+    modes = {"auto": 1, "none": 2, "required": 3}
+    if choice is not None and not isinstance(choice, str):
+        raise errors.InvalidArgument("tool_choice must be a string", field="parameters.tool_choice")
+    if choice in modes:
+        generate.chat.tool_choice.mode = types_pb2.ToolMode.Name(modes[choice])
+    elif choice is not None:
+        generate.chat.tool_choice.name = choice
+    if parallel is not None:
+        if not isinstance(parallel, bool):
+            raise errors.InvalidArgument(
+                "parallel_tool_calls must be true or false", field="parameters.parallel_tool_calls"
+            )
+        generate.chat.parallel_tool_calls = parallel
+
+
+def _tool(tool: Any, where: str) -> types_pb2.Tool:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)} as function}:
+            description, schema = function.get("description", ""), function.get("parameters", {})
+            if isinstance(description, str) and isinstance(schema, dict):
+                return types_pb2.Tool(
+                    name=name, description=description, strict=function.get("strict") is True,
+                    parameters_json=json.dumps(schema, ensure_ascii=False),
+                )  # fmt: skip
+    raise errors.InvalidArgument(f"{where} is no function with a name, a description and parameters", field=where)
+
+
+def _add_calls(chat: types_pb2.ChatMessage, entry: dict[str, Any], where: str) -> None:
+    calls, answered = entry.get("tool_calls"), entry.get("tool_call_id")
+    if not isinstance(calls, list | None) or not isinstance(answered, str | None):
+        raise errors.InvalidArgument(f"{where}: tool_calls are a list, tool_call_id is a string", field=where)
+    chat.tool_call_id = answered or ""
+    for i, call in enumerate(calls or ()):
+        match call:
+            case {"id": str(id), "function": {"name": str(name), "arguments": str(arguments)}}:
+                chat.tool_calls.add(id=id, name=name, arguments=arguments)
+            case _:
+                raise errors.InvalidArgument(f"{where}.tool_calls[{i}] is no call of a function", field=where)
+
+
 def _image_from_url(url: str) -> types_pb2.Image:
     if not url.startswith("data:"):
         return types_pb2.Image(uri=url)
@@ -250,6 +305,7 @@ def _chat_message(entry: Any, where: str, images: Any) -> types_pb2.ChatMessage:
     if content is not None and not isinstance(content, str | list):
         raise errors.InvalidArgument(f"{where} has a content that is neither text nor a list of parts", field=where)
     chat = types_pb2.ChatMessage(role=types_pb2.Role.Name(_ROLES[role]))
+    _add_calls(chat, entry, where)
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or ():
         match part:
             case {"type": "text", "text": str(text)}:

@@ -6,11 +6,13 @@ Inputs (BYTES unless said otherwise; all but the first two are optional):
     image [-1]               encoded images, in the order of the prompt's image parts
     image_url [-1]           the same as URLs, after those of `image`; data URLs always work
     stream BOOL [1]          on a stream: one response for each piece of the answer
+    tools [1]                a JSON list of tools, as OpenAI has them; with messages
     sampling_parameters [1]  a JSON object of fields of saccade.v1.SamplingParams
     exclude_input_in_output BOOL [1]  false: text_output begins with text_input; not on streams, not with messages
 The same fields may also be request parameters, and so may enable_thinking (bool) and reasoning_effort (string), options
-of the chat template. Outputs: text_output BYTES [1], token_ids INT32 [-1], finish_reason
-BYTES [1], reasoning BYTES [1] (the model's reasoning before text_output; empty for most models); the token counts are
+of the chat template, `tool_choice` and `parallel_tool_calls`. Outputs: text_output BYTES [1], token_ids INT32 [-1],
+finish_reason BYTES [1], reasoning BYTES [1] (the model's reasoning before text_output; empty for most models), tool_calls
+BYTES [1] (a JSON list of `{"index", "id", "name", "arguments"}`; on a stream, of parts of calls); the token counts are
 response parameters.
 """
 
@@ -25,11 +27,12 @@ from service.common import errors
 
 INPUTS = (
     ("text_input", "BYTES", [1]), ("messages", "BYTES", [1]), ("image", "BYTES", [-1]), ("image_url", "BYTES", [-1]),
+    ("tools", "BYTES", [1]),
     ("stream", "BOOL", [1]), ("sampling_parameters", "BYTES", [1]), ("exclude_input_in_output", "BOOL", [1]),
 )  # fmt: skip
 OUTPUTS = (
     ("text_output", "BYTES", [1]), ("token_ids", "INT32", [-1]), ("finish_reason", "BYTES", [1]),
-    ("reasoning", "BYTES", [1]),
+    ("reasoning", "BYTES", [1]), ("tool_calls", "BYTES", [1]),
 )  # fmt: skip
 
 

@@ -262,7 +262,13 @@ def test_what_is_told_about_server_and_model(client: Any, name: str) -> None:
     assert not client.is_model_ready("unknown") and not client.is_model_ready(name, "7")
     assert "statistics" in client.get_server_metadata().extensions
     metadata = client.get_model_metadata(name)
-    assert [t.name for t in metadata.outputs] == ["text_output", "token_ids", "finish_reason", "reasoning"]
+    assert [t.name for t in metadata.outputs] == [
+        "text_output",
+        "token_ids",
+        "finish_reason",
+        "reasoning",
+        "tool_calls",
+    ]
     assert {t.name: list(t.shape) for t in metadata.inputs}["image"] == [-1]
     config = client.get_model_config(name).config
     assert config.model_transaction_policy.decoupled and config.max_batch_size == 0

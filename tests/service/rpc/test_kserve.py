@@ -317,4 +317,4 @@ def test_values_of_parameters_and_of_the_tensor() -> None:
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.ignore_eos) == (5, 0.5, 3, True)
     assert (list(sampling.stop), list(sampling.stop_token_ids), dict(sampling.logit_bias)) == (["end"], [7], {4: -1.5})
     assert question.outputs == ("token_ids",) and question.empty_final
-    assert read_request(prompt()).outputs == ("text_output", "token_ids", "finish_reason", "reasoning")
+    assert read_request(prompt()).outputs == ("text_output", "token_ids", "finish_reason", "reasoning", "tool_calls")

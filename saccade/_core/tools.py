@@ -1,0 +1,117 @@
+"""`tools=`, `tool_choice=` and the calls of a history, in our form or in OpenAI's -> fields of the message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from saccade.errors import InvalidArgument
+from saccade.types import Tool, ToolCall
+from saccade.v1 import inference_pb2, types_pb2
+
+ToolInput: TypeAlias = Tool | Mapping[str, Any]
+ToolChoice: TypeAlias = str | Mapping[str, Any]
+"""`auto`, `none`, `required`, the name of a tool, or `{"type": "function", "function": {"name": ...}}`."""
+
+_MODES = {
+    "auto": types_pb2.TOOL_MODE_AUTO,
+    "none": types_pb2.TOOL_MODE_NONE,
+    "required": types_pb2.TOOL_MODE_REQUIRED,
+}
+_KEYS = {"name", "description", "parameters", "strict"}
+
+
+def set_tools(
+    chat: inference_pb2.ChatInput, tools: Iterable[ToolInput], choice: ToolChoice | None, parallel: bool | None
+) -> None:
+    """Raises InvalidArgument naming the argument."""
+    if isinstance(tools, Mapping | str | Tool):
+        raise InvalidArgument(f"tools: expected a list of tools, got {type(tools).__name__}")
+    for i, tool in enumerate(tools):
+        chat.tools.append(_tool_message(tool, f"tools[{i}]"))
+    names = [tool.name for tool in chat.tools]
+    if isinstance(choice, Mapping):
+        name = _function(choice, "tool_choice").get("name")
+        if not isinstance(name, str):
+            raise InvalidArgument("tool_choice: expected the name of a function")
+        choice = name
+    elif choice in _MODES and choice is not None:
+        chat.tool_choice.mode = _MODES[choice]
+        choice = None
+    if choice is not None:
+        if choice not in names:
+            raise InvalidArgument(
+                f"tool_choice: {choice!r} is neither auto, none, required nor one of the {len(names)} tools"
+            )
+        chat.tool_choice.name = choice
+    if parallel is not None:
+        chat.parallel_tool_calls = bool(parallel)
+
+
+def add_calls(message: types_pb2.ChatMessage, calls: Any, name: str) -> None:
+    """The calls of a message of the assistant. Arguments may be JSON or the object itself."""
+    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
+        raise InvalidArgument(f"{name}: expected a list of calls, got {type(calls).__name__}")
+    for i, call in enumerate(calls):
+        where = f"{name}[{i}]"
+        if isinstance(call, ToolCall):
+            fields: Mapping[str, Any] = {"id": call.id, "name": call.name, "arguments": call.arguments}
+        else:
+            id = call.get("id") if isinstance(call, Mapping) else None
+            fields = {"id": id or "", **_function(call, where)}
+        arguments = fields.get("arguments", "{}")
+        if isinstance(arguments, Mapping):
+            arguments = _json(arguments, f"{where}.arguments")
+        for key, value in (("id", fields["id"]), ("name", fields.get("name")), ("arguments", arguments)):
+            if not isinstance(value, str):
+                raise InvalidArgument(f"{where}.{key}: expected a string, got {type(value).__name__}")
+        message.tool_calls.add(id=fields["id"], name=fields["name"], arguments=arguments)
+
+
+def _tool_message(tool: Any, name: str) -> types_pb2.Tool:
+    if isinstance(tool, Tool):
+        fields: Mapping[str, Any] = {
+            "name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict,
+        }  # fmt: skip
+    else:
+        fields = _function(tool, name)
+    if extra := sorted(map(str, fields.keys() - _KEYS)):
+        raise InvalidArgument(f"{name}: unknown keys {', '.join(extra)}; known are {', '.join(sorted(_KEYS))}")
+    if not isinstance(fields.get("name"), str) or not fields["name"]:
+        raise InvalidArgument(f"{name}.name: expected a string, got {fields.get('name')!r}")
+    made = types_pb2.Tool(name=fields["name"], strict=bool(fields.get("strict")))
+    if (description := fields.get("description")) is not None:
+        if not isinstance(description, str):
+            raise InvalidArgument(f"{name}.description: expected a string, got {type(description).__name__}")
+        made.description = description
+    if (parameters := fields.get("parameters")) is not None:
+        schema = getattr(parameters, "model_json_schema", None)
+        parameters = schema() if schema is not None else parameters
+        if not isinstance(parameters, Mapping):
+            raise InvalidArgument(
+                f"{name}.parameters: expected a JSON schema or a Pydantic model class, got {type(parameters).__name__}"
+            )
+        made.parameters_json = _json(parameters, f"{name}.parameters")
+    return made
+
+
+def _function(value: Any, name: str) -> Mapping[str, Any]:
+    """The inner part of `{"type": "function", "function": {...}}`, or the value itself."""
+    if not isinstance(value, Mapping):
+        raise InvalidArgument(f"{name}: expected a dict, got {type(value).__name__}")
+    if value.get("type", "function") != "function":
+        raise InvalidArgument(f"{name}.type: expected function, got {value['type']!r}")
+    inner = value.get("function")
+    if inner is None:
+        return {key: item for key, item in value.items() if key not in ("type", "function")}
+    if not isinstance(inner, Mapping):
+        raise InvalidArgument(f"{name}.function: expected a dict, got {type(inner).__name__}")
+    return inner
+
+
+def _json(value: Mapping[str, Any], name: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{name}: {error}") from error
