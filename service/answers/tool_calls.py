@@ -30,30 +30,32 @@ def with_tools(spec: GenerateSpec, assets: ModelAssets) -> GenerateSpec:
     markup = _markup(assets)
     if use.choice == "none":
         return _without_calls(spec, markup, assets)
-    if use.choice == "auto" and not any(tool.strict for tool in use.tools):
-        return spec
     constraint = spec.constraint or ConstraintSpec()
-    if constraint.format is not None:
+    answer = constraint.format
+    if use.choice == "auto" and answer is None and not any(tool.strict for tool in use.tools):
+        return spec
+    if answer is not None and (use.choice == "required" or answer.kind == "structural_tags"):
+        what = "tool_choice required" if use.choice == "required" else "structural tags beside tools"
         raise errors.InvalidArgument(
-            "response_format and calls that keep to a schema (tool_choice required or a name, strict tools) exclude "
-            "each other", field="sampling.response_format",
-        )  # fmt: skip
+            f"response_format: {what} leaves no answer that could have the format", field="sampling.response_format"
+        )
     if spec.sampling.get("ignore_eos"):
         raise errors.InvalidArgument(
             "ignore_eos and calls that keep to a schema exclude each other", field="sampling.ignore_eos"
         )
-    return replace(spec, constraint=replace(constraint, format=calls_format(markup, use)))
+    return replace(spec, constraint=replace(constraint, format=calls_format(markup, use, answer)))
 
 
-def calls_format(markup: ToolMarkup, use: ToolUse) -> TextFormat:
-    """What `service.engine.tool_grammars` reads."""
+def calls_format(markup: ToolMarkup, use: ToolUse, answer: TextFormat | None = None) -> TextFormat:
+    """What `service.engine.tool_grammars` reads. `answer`: the format of an answer without calls."""
     required = use.choice == "required"
     tools = [
         {"name": tool.name, "schema": tool.parameters if required or tool.strict else None}
         for tool in use.tools if use.name in ("", tool.name)
     ]  # fmt: skip
     begin = {"begin": markup.begin, "end": markup.end, "body": markup.body}
-    made = {"markup": begin, "tools": tools, "required": required, "parallel": use.parallel}
+    format = None if answer is None else (answer.kind, answer.source)
+    made = {"markup": begin, "tools": tools, "required": required, "parallel": use.parallel, "answer": format}
     return TextFormat("tool_calls", json.dumps(made))
 
 

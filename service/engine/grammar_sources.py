@@ -32,11 +32,11 @@ def grammar_source(format: TextFormat, specials: Collection[str]) -> str:
             case "regex":
                 return str(LLMatcher.grammar_from_regex(format.source))
             case "choice":
-                return f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, json.loads(format.source)))}"
+                return _choice(format.source)
             case "structural_tags":
                 return _structural_tags(json.loads(format.source), specials)
             case "tool_calls":
-                made = ToolGrammar(format.source, lambda text: _literal(text, specials), _json_content)
+                made = ToolGrammar(format.source, lambda text: _literal(text, specials), _content)
                 return json.dumps({"grammars": made.grammars()})
     except ValueError as error:
         raise UnusableConstraint(str(error), field_of(format)) from None
@@ -76,6 +76,10 @@ def _without_leap_seconds(schema: Any) -> Any:
     return made
 
 
+def _choice(source: str) -> str:
+    return f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, json.loads(source)))}"
+
+
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
@@ -110,15 +114,15 @@ def _structural_tags(tags: dict[str, Any], specials: Collection[str]) -> str:
     return json.dumps({"grammars": grammars})
 
 
-def _json_content(schema: str) -> dict[str, Any]:
-    return _content("json_schema", schema)
-
-
 def _content(kind: str, source: str) -> dict[str, Any]:
     from llguidance import LLMatcher
 
     if kind == "lark":
         return {"lark_grammar": source}
+    if kind == "choice":
+        return {"lark_grammar": _choice(source)}
+    if kind == "json_object":
+        kind, source = "json_schema", '{"type": "object"}'
     made = json_grammar(source) if kind == "json_schema" else LLMatcher.grammar_from_regex(source)
     (grammar,) = json.loads(made)["grammars"]
     return {key: value for key, value in grammar.items() if key != "name" and value is not None}

@@ -2,8 +2,9 @@
 name of the tool and of the keyword.
 
 The source of such a format is JSON: `{"markup": {"begin", "end", "body"}, "tools": [{"name", "schema"}], "required",
-"parallel"}`; a schema is null if the arguments may be any object. `required`: the text is nothing but calls, at least
-one. Otherwise it is free, and what begins like a call is one.
+"parallel", "answer"}`; a schema is null if the arguments may be any object. `required`: the text is nothing but calls,
+at least one. `answer`: kind and source of a format, which the text has if it has no calls; null: the text is free, and
+what begins like a call is one.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ _MAX_LENGTH = 2000
 class ToolGrammar:
     """Collects the rules of a grammar."""
 
-    def __init__(self, source: str, literal: Literal, json_schema: Callable[[str], dict[str, Any]]) -> None:
-        """`json_schema`: a grammar for a schema, as llguidance has it, without a name."""
+    def __init__(self, source: str, literal: Literal, content: Callable[[str, str], dict[str, Any]]) -> None:
+        """`content`: a grammar for a format's kind and source, as llguidance has it, without a name."""
         self._format = json.loads(source)
-        self._literal, self._json_schema = literal, json_schema
+        self._literal, self._content = literal, content
         self._markup = self._format["markup"]
         self._rules: list[str] = []
         self._parts: list[dict[str, Any]] = []
@@ -57,9 +58,12 @@ class ToolGrammar:
             rest = self._rule(f'"[" {any_call}{more} "]" {end}')
         else:
             rest = self._rule(f'"\\n" {any_call} "\\n" {end}')
-        if self._format["required"]:
+        if self._format["required"] or self._format["answer"]:
             more = f' ("\\n" {begin} {rest})*' if several and self._markup["body"] != "list" else ""
             start = f"start: {begin} {rest}{more}"
+            if self._format["answer"]:
+                self._parts.append({"name": "answer", **self._content(*self._format["answer"])})
+                start += " | @answer"
         else:
             start = self._free(begin, rest)
         return [{"name": "calls", "lark_grammar": "\n".join([start, *self._rules])}, *self._parts]
@@ -79,7 +83,7 @@ class ToolGrammar:
 
     def _json(self, schema: Any) -> str:
         name = f"j{len(self._parts)}"
-        self._parts.append({"name": name, **self._json_schema(json.dumps(schema))})
+        self._parts.append({"name": name, **self._content("json_schema", json.dumps(schema))})
         return f"@{name}"
 
     def _call(self, name: str, schema: Mapping[str, Any] | None) -> str:

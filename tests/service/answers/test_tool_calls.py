@@ -20,7 +20,19 @@ from service.answers.relay import SampleState, Shown, merged
 from service.answers.tool_calls import CallSplit
 from service.common import errors
 from service.common.config import ServerOptions
-from service.common.types import CallDelta, ChatInput, Delta, Event, Finished, Message, Tool, ToolCall, ToolUse
+from service.common.types import (
+    CallDelta,
+    ChatInput,
+    ConstraintSpec,
+    Delta,
+    Event,
+    Finished,
+    Message,
+    TextFormat,
+    Tool,
+    ToolCall,
+    ToolUse,
+)
 from service.model.assets import ModelAssets
 from service.model.chat import ChatTemplate
 from service.servers.limits import load_assets
@@ -196,6 +208,41 @@ def joined_calls(parts: Sequence[CallDelta]) -> dict[int, str]:
     for part in parts:
         told[part.index] = told.get(part.index, "") + f"{part.id}{part.name}{part.arguments}"
     return told
+
+
+# -- constraints -------------------------------------------------------------------------------------------------------
+
+
+def test_calls_that_keep_to_a_schema_have_a_constraint_after_the_reasoning(assets: ModelAssets) -> None:
+    def constraint(**fields: Any) -> Any:
+        return answered(assets, "x", **fields)[1][0].constraint
+
+    assert constraint(**using()) is None, "nothing to enforce"
+    required = constraint(**using(choice="required", name="now"))
+    source = json.loads(required.format.source)
+    assert required.format.kind == "tool_calls" and source["required"] and source["parallel"]
+    assert source["tools"] == [{"name": "now", "schema": TOOLS["now"]}]
+    thinking = constraint(**using(choice="required", thinking=True))
+    assert thinking.reasoning is not None and thinking.format.kind == "tool_calls"
+    given = ConstraintSpec(TextFormat("json_object"), bad_words=("x",))
+    both = constraint(**using(), constraint=given)
+    assert json.loads(both.format.source)["answer"] == ["json_object", ""] and both.bad_words == ("x",)
+    assert {tool["schema"] is None for tool in json.loads(both.format.source)["tools"]} == {True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({**using(choice="required"), "constraint": ConstraintSpec(TextFormat("json_object"))},
+         "sampling.response_format"),
+        ({**using(), "constraint": ConstraintSpec(TextFormat("structural_tags", "{}"))}, "sampling.response_format"),
+        ({**using(choice="required"), "sampling": {"ignore_eos": True}}, "sampling.ignore_eos"),
+    ],
+)  # fmt: skip
+def test_what_excludes_each_other_is_refused(fields: dict[str, Any], field: str, assets: ModelAssets) -> None:
+    with pytest.raises(errors.InvalidArgument) as error:
+        answered(assets, "x", **fields)
+    assert error.value.field == field
 
 
 # -- markers that are special tokens -----------------------------------------------------------------------------------

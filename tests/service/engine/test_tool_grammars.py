@@ -13,7 +13,7 @@ from grammar_walks import END, TOKENIZER, VOCABULARY, allowed, walk
 
 from families.tool_calls import CALL_LIST, HERMES, XML, CallScanner, TextPiece, ToolMarkup
 from service.answers.tool_calls import calls_format
-from service.common.types import ConstraintSpec, Tool, ToolUse
+from service.common.types import ConstraintSpec, TextFormat, Tool, ToolUse
 from service.engine.constraining import Constraining
 from service.engine.types import UnusableConstraint
 from service.model.tokenizer import Tokenizer
@@ -125,6 +125,29 @@ def test_strict_tools_are_held_to_their_schemas_when_they_are_called(
     for token in tokenizer.encode(f"a{markup.begin}"):
         made.accept(token)
     assert END not in allowed(made), "a call has begun"
+
+
+@pytest.mark.parametrize("markup", MARKUPS, ids=lambda markup: markup.body)
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (TextFormat("json_schema", '{"const": 3}'), "3"), (TextFormat("json_object"), '{"a": 1}'),
+        (TextFormat("choice", '["a", "b"]'), "b"), (TextFormat("regex", "[xy]+"), "xy"),
+        (TextFormat("lark", 'start: "p" q\nq: "q"'), "pq"),
+    ],
+    ids=lambda value: value.kind if isinstance(value, TextFormat) else "",
+)  # fmt: skip
+def test_an_answer_has_calls_or_its_format(
+    markup: ToolMarkup, answer: TextFormat, text: str, constraining: Constraining, tokenizer: Tokenizer
+) -> None:
+    spec = ConstraintSpec(calls_format(markup, ToolUse((Tool("now"),)), answer))
+    first = constraining.begin(spec, frozenset({END}), frozenset(), ()).result(timeout=60)
+    inner = '{"name": "now", "arguments": {}}'
+    body = {"xml": "\n<function=now>\n</function>\n", "object": f"\n{inner}\n", "list": f"[{inner}]"}[markup.body]
+    call = f"{markup.begin}{body}{markup.end}"
+    for output, fine in ((text, True), (call, True), (f"z{call}", False), (f"{call}{text}", False), ("z", False)):
+        tokens = [*tokenizer.encode(output), END]
+        assert (first.valid_prefix(tokens) == len(tokens)) == fine, output
 
 
 def refused(constraining: Constraining, markup: ToolMarkup, schema: Any) -> str:
