@@ -81,7 +81,7 @@ def _choice(sample: Sample) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": sample.text}
     if sample.reasoning:
         message |= {"reasoning": sample.reasoning, "reasoning_content": sample.reasoning}
-    if calls := getattr(sample, "tool_calls", None):
+    if calls := sample.tool_calls:
         message["content"] = sample.text or None
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

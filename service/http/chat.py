@@ -94,7 +94,7 @@ class ChatEvents(Events):
         if delta.reasoning:
             thought = quoted(delta.reasoning)
             fields.append(f'"reasoning":{thought},"reasoning_content":{thought}')
-        if calls := getattr(delta, "tool_calls", None):
+        if calls := delta.tool_calls:
             fields.append(f'"tool_calls":{_dumps([_call_piece(call) for call in calls])}')
         if not fields:
             return b""

@@ -71,7 +71,7 @@ def _blocks(answer: Generation) -> list[dict[str, Any]]:
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
     if answer.text:
         blocks.append({"type": "text", "text": answer.text})
-    for called in getattr(answer.samples[0], "tool_calls", None) or ():
+    for called in answer.samples[0].tool_calls:
         blocks.append({"type": "tool_use", "id": called.id, "name": called.name, "input": _object(called.arguments)})
     return blocks
 
@@ -143,7 +143,7 @@ class MessageEvents(Events):
             if self._kind != "text":
                 data += self._open("text", {"type": "text", "text": ""})
             data += self._delta({"type": "text_delta", "text": delta.text})
-        for called in getattr(delta, "tool_calls", None) or ():
+        for called in delta.tool_calls:
             if self._kind != ("call", called.index):
                 block = {"type": "tool_use", "id": called.id, "name": called.name, "input": {}}
                 data += self._open(("call", called.index), block)

@@ -88,7 +88,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 def _items(request_id: str, answer: Generation) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
-    calls = getattr(answer.samples[0], "tool_calls", None) or ()
+    calls = answer.samples[0].tool_calls
     if answer.reasoning:
         items.append(_reasoning(request_id, answer.reasoning))
     if answer.text or not calls:
@@ -201,7 +201,7 @@ class ResponseEvents(Events):
                 "response.output_text.delta", **self._at(), content_index=0, delta=delta.text,
                 logprobs=logprobs_object(scores)["content"] if scores else [],
             )  # fmt: skip
-        for call in getattr(delta, "tool_calls", None) or ():
+        for call in delta.tool_calls:
             if self._kind != ("call", call.index):
                 item = _call(f"fc_{self._id}_{call.index}", call.id, call.name, "", "in_progress")
                 data += self._open(("call", call.index), item)

@@ -7,18 +7,17 @@ import contextlib
 import logging
 import signal
 import socket
-import ssl
 import sys
 import threading
 from collections.abc import Iterator
 
 import uvicorn
 
-from service.common.config import ConfigError, HttpFrontOptions
-from service.common.tls import check_pair
+from service.common.config import HttpFrontOptions
 from service.http.app import make_app
 from service.http.listen import bind, check_exposure, url_of
 from service.http.protocol import protocol_class
+from service.http.tls import tls_context
 
 log = logging.getLogger(__name__)
 
@@ -43,27 +42,6 @@ def run(options: HttpFrontOptions) -> int:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     asyncio.run(serve())
     return 0
-
-
-def tls_context(options: HttpFrontOptions) -> ssl.SSLContext | None:
-    """The context for the TLS options. Raises ConfigError."""
-    if options.tls_cert is None and options.tls_key is None and options.tls_client_ca is None:
-        return None
-    if options.tls_cert is None or options.tls_key is None:
-        missing = "tls_cert" if options.tls_cert is None else "tls_key"
-        raise ConfigError(f"{missing}: TLS needs both a certificate and its key")
-    check_pair(options.tls_cert, options.tls_key, "tls_cert, tls_key")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(options.tls_cert, options.tls_key)
-    context.set_alpn_protocols(["http/1.1"])
-    if options.tls_client_ca is not None:
-        try:
-            context.load_verify_locations(options.tls_client_ca)
-        except OSError as error:
-            raise ConfigError(f"tls_client_ca: {error.strerror or error}") from None
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
 
 
 class HttpServer(uvicorn.Server):

@@ -11,33 +11,18 @@ from typing import Any
 import jsonschema
 import pytest
 import tritonclient.grpc as triton
+from calling import SCHEMA, make_calling
 from running import RunningServer
-from served import TEMPLATE, make_served
 
 import saccade
 from saccade import cli, errors
 
-CALLING = TEMPLATE.replace(
-    "{% for m in messages %}",
-    "{{ 'SYSTEM' + (tools | tojson) if tools else '' }}{% for m in messages %}{% for c in m.tool_calls or [] %}"
-    "<tool_call><function={{ c.function.name }}>{{ c.function.arguments | tojson }}{% endfor %}", 1,
-)  # fmt: skip
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "minLength": 2, "maxLength": 6}, "days": {"type": "integer", "maximum": 9999},
-        "unit": {"enum": ["C", "F"]},
-    },
-    "required": ["city", "days", "unit"],
-}  # fmt: skip
 TOOLS: Any = [saccade.Tool("weather", "of a city", SCHEMA), {"type": "function", "function": {"name": "now"}}]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = make_served(tmp_path_factory.mktemp("calling") / "tiny").path
-    (path / "chat_template.jinja").write_text(CALLING)
-    return path
+    return make_calling(tmp_path_factory.mktemp("calling") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,50 @@
+"""TLS of the HTTP server, which follows its files: a renewed certificate is used from the next handshake on."""
+
+from __future__ import annotations
+
+import ssl
+
+from service.common.config import ConfigError, HttpFrontOptions
+from service.common.tls import check_pair
+from service.common.watch import Watched
+
+
+def tls_context(options: HttpFrontOptions) -> ssl.SSLContext | None:
+    """The context for the TLS options, or None without them. Raises ConfigError.
+
+    With `tls_client_ca`, clients must present a certificate that this authority has signed. Certificate, key and CA are
+    read again when any of them has changed.
+    """
+    if options.tls_cert is None and options.tls_key is None and options.tls_client_ca is None:
+        return None
+    if options.tls_cert is None or options.tls_key is None:
+        missing = "tls_cert" if options.tls_cert is None else "tls_key"
+        raise ConfigError(f"{missing}: TLS needs both a certificate and its key")
+    certificate, key, authority = options.tls_cert, options.tls_key, options.tls_client_ca
+    files = Watched(
+        [certificate, key, *([authority] if authority else [])], lambda _: _context(certificate, key, authority)
+    )
+    context = files.current()
+
+    def use_current(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        connection.context = files.current()
+
+    # OpenSSL calls it for each handshake, with or without a server name. The context of a listening socket cannot be
+    # replaced; that of a connection can.
+    context.sni_callback = use_current
+    return context
+
+
+def _context(certificate: str, key: str, authority: str | None) -> ssl.SSLContext:
+    check_pair(certificate, key, "tls_cert, tls_key")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(certificate, key)
+    context.set_alpn_protocols(["http/1.1"])
+    if authority is not None:
+        try:
+            context.load_verify_locations(authority)
+        except OSError as error:  # an SSLError is one
+            raise ConfigError(f"tls_client_ca: {error.strerror or error}") from None
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context

@@ -1,0 +1,73 @@
+"""HTTPS: renewed certificates, and certificates of clients."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import ssl
+from pathlib import Path
+
+import httpx
+import pytest
+from certificates import Authority
+from running import RunningServer
+from running_http import RunningHttp
+
+from service.common.config import ConfigError, HttpFrontOptions
+from service.http.tls import tls_context
+
+
+def subject(port: int, authority: Authority, name: str | None) -> str:
+    """The name in the certificate that the server shows; `name`: the server name that the client sends."""
+    context = ssl.create_default_context(cafile=str(authority.certificate))
+    context.check_hostname = False
+    with (
+        socket.create_connection(("127.0.0.1", port), 10) as plain,
+        context.wrap_socket(plain, server_hostname=name) as secure,
+    ):
+        found = secure.getpeercert()
+        assert found is not None
+        return str(dict(pair[0] for pair in found["subject"])["commonName"])  # type: ignore[misc, arg-type]
+
+
+def test_renewed_files_are_used_from_the_next_handshake_on(server: RunningServer, tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "ca")
+    files = tmp_path / "cert.pem", tmp_path / "key.pem"
+
+    def install(name: str) -> None:
+        for made, used in zip(authority.issue(name), files, strict=True):
+            shutil.copy(made, used.with_suffix(".new"))
+            used.with_suffix(".new").replace(used)
+
+    install("first")
+    with RunningHttp([server.address], tls_cert=str(files[0]), tls_key=str(files[1])) as http:
+        assert [subject(http.port, authority, name) for name in ("localhost", None)] == ["first", "first"]
+        install("second")
+        assert [subject(http.port, authority, name) for name in ("localhost", None)] == ["second", "second"]
+        files[1].write_text("not a key")
+        assert subject(http.port, authority, "localhost") == "second", "the last valid one stays"
+
+
+def test_clients_need_a_certificate_of_the_authority(server: RunningServer, tmp_path: Path) -> None:
+    authority, other = Authority.create(tmp_path / "ca"), Authority.create(tmp_path / "other")
+    certificate, key = authority.issue("server")
+    options = {"tls_cert": str(certificate), "tls_key": str(key), "tls_client_ca": str(authority.certificate)}
+    trusted = ssl.create_default_context(cafile=str(authority.certificate))
+    with RunningHttp([server.address], **options) as http:
+        url = f"https://127.0.0.1:{http.port}/health"
+        for issuer in (None, other):
+            if issuer is not None:
+                trusted.load_cert_chain(*issuer.issue("stranger"))
+            with pytest.raises(httpx.TransportError):
+                httpx.get(url, verify=trusted, timeout=10)
+        trusted.load_cert_chain(*authority.issue("friend"))
+        assert httpx.get(url, verify=trusted, timeout=10).status_code == 200
+
+
+def test_half_of_a_pair_is_refused(tmp_path: Path) -> None:
+    certificate, key = Authority.create(tmp_path / "ca").issue("server")
+    for given, missing in (({"tls_cert": str(certificate)}, "tls_key"), ({"tls_key": str(key)}, "tls_cert")):
+        with pytest.raises(ConfigError, match=f"^{missing}: "):
+            tls_context(HttpFrontOptions(servers=("127.0.0.1:1",), **given))
+    with pytest.raises(ConfigError, match="tls_cert, tls_key"):
+        tls_context(HttpFrontOptions(servers=("127.0.0.1:1",), tls_cert=str(key), tls_key=str(certificate)))

@@ -1,0 +1,103 @@
+"""Tool calls over HTTP, by OpenAI's and Anthropic's own clients: chat completions, responses, messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import jsonschema
+import openai
+import pytest
+from calling import SCHEMA, make_calling
+from running import RunningServer
+from running_http import RunningHttp
+
+import saccade
+
+ASK: list[Any] = [{"role": "user", "content": "?"}]
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": SCHEMA}}]
+FIXED: dict[str, Any] = {"temperature": 1.0, "parallel_tool_calls": False}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    model: Path = make_calling(tmp_path_factory.mktemp("calling") / "tiny")
+    with RunningServer(str(model), dtype="float32", threads=1, max_seqs=4, max_len=900) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(http: RunningHttp) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{http.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def test_chat_completions_call_tools_as_grpc_does(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
+    fixed: dict[str, Any] = {"model": "", "messages": ASK, "max_tokens": 400, "seed": 3, "tools": TOOLS, **FIXED}
+    same = grpc_client.generate(
+        ASK, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, max_tokens=400, seed=3, temperature=1.0
+    )
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        (sample,) = client.chat.completions.create(**fixed, tool_choice=choice).choices
+        assert sample.finish_reason == "tool_calls" and not sample.message.content
+        (call,) = sample.message.tool_calls
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+        assert (call.function.name, call.function.arguments) == ("weather", same.tool_calls[0].arguments)
+        with client.chat.completions.stream(**fixed, tool_choice=choice) as stream:
+            deltas = [e for e in stream if e.type == "tool_calls.function.arguments.delta"]
+            streamed = stream.get_final_completion().choices[0].message
+        assert len(deltas) > 3, "arguments come as they are written"
+        assert streamed.tool_calls and streamed.tool_calls[0].function.arguments == call.function.arguments
+    assert not client.chat.completions.create(**fixed, tool_choice="none").choices[0].message.tool_calls
+    with pytest.raises(openai.BadRequestError, match="snow"):
+        client.chat.completions.create(**fixed, tool_choice={"type": "function", "function": {"name": "snow"}})
+
+
+def test_results_are_in_the_prompt_of_the_next_turn(client: openai.OpenAI) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    turns: list[Any] = [
+        *ASK, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]  # fmt: skip
+    sizes = []
+    for messages in (turns[:1], turns[:2], turns):
+        usage = client.chat.completions.create(model="", messages=messages, tools=TOOLS, max_tokens=1).usage
+        assert usage is not None
+        sizes.append(usage.prompt_tokens)
+    assert sizes[0] < sizes[1] < sizes[2]
+    with pytest.raises(openai.BadRequestError, match="c2"):
+        stray: Any = [*ASK, {"role": "tool", "tool_call_id": "c2", "content": "sunny"}]
+        client.chat.completions.create(model="", messages=stray, tools=TOOLS, max_tokens=1)
+
+
+def test_responses_call_tools(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}]
+    fixed: dict[str, Any] = {"model": "", "input": "?", "tools": tools, "tool_choice": "required", **FIXED}
+    calls = [item for item in client.responses.create(**fixed).output if item.type == "function_call"]
+    assert [call.name for call in calls] == ["weather"]
+    jsonschema.validate(json.loads(calls[0].arguments), SCHEMA)
+    with client.responses.stream(**fixed) as stream:
+        parts = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        (call,) = [item for item in stream.get_final_response().output if item.type == "function_call"]
+    assert "".join(parts) == call.arguments
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+
+
+def test_messages_use_tools(http: RunningHttp) -> None:
+    fixed: dict[str, Any] = {
+        "model": "", "messages": ASK, "max_tokens": 400,
+        "tools": [{"name": "weather", "input_schema": SCHEMA}],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    }  # fmt: skip
+    with anthropic.Anthropic(base_url=http.url, api_key="none", max_retries=0, timeout=60) as client:
+        whole = client.messages.create(**fixed)
+        (block,) = whole.content
+        assert whole.stop_reason == "tool_use" and block.type == "tool_use" and block.name == "weather"
+        jsonschema.validate(block.input, SCHEMA)
+        with client.messages.stream(**fixed) as stream:
+            (block,) = stream.get_final_message().content
+        assert block.type == "tool_use"
+        jsonschema.validate(block.input, SCHEMA)
