@@ -52,6 +52,8 @@ class Peer:
             limits["skip_mm_profiling"] = True
         elif "vision_config" in json.loads((Path(path) / "config.json").read_text()):
             limits = {"limit_mm_per_prompt": {"image": 0, "video": 0}}  # its tower is not even loaded
+        if tokenizer:  # with its default, free white space, random models write nothing else
+            limits["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
         self.model = LLM(
             path, dtype="bfloat16", max_model_len=4096, max_num_seqs=32, skip_tokenizer_init=not omni and not tokenizer,
             enable_prefix_caching=False, **limits,
@@ -80,7 +82,7 @@ class Peer:
             tokens = most if isinstance(most, int) else most[seed]
             common: dict[str, Any] = {"max_tokens": tokens, "temperature": 1.0, "seed": seed}
             if schema is not None:
-                common["structured_outputs"] = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+                common["structured_outputs"] = StructuredOutputsParams(json=schema)
             params.append(SamplingParams(**common, ignore_eos=schema is None, detokenize=schema is not None))
         inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
         started = time.perf_counter()
