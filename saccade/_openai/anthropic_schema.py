@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Discriminator, Field, Tag
 
 from saccade._openai.problems import validated
-from saccade._openai.schema import ChatCompletion, Strict
+from saccade._openai.schema import ChatCompletion, Messages, Strict
 
 
 class Block(Strict):
@@ -140,7 +140,7 @@ class OutputConfig(Strict):
 class CountTokens(Strict):
     """The body of `/v1/messages/count_tokens`."""
 
-    messages: list[AnthropicMessage] = Field(min_length=1)
+    messages: Messages[AnthropicMessage]
     model: str | None = None
     system: (
         Annotated[

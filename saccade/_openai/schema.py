@@ -5,7 +5,7 @@ A field that would change the answer but is not supported is an error: it must n
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -18,6 +18,16 @@ class Strict(BaseModel):
     """Unknown keys, numbers as strings, and NaN are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+def _some_messages(value: Any) -> Any:
+    if not isinstance(value, list) or not value:
+        raise ValueError("expected a list of at least one message")
+    return value
+
+
+MessageT = TypeVar("MessageT")
+Messages: TypeAlias = Annotated[list[MessageT], Field(min_length=1), BeforeValidator(_some_messages)]
 
 
 # -- parts of messages -------------------------------------------------------------------------------------------------
@@ -220,7 +230,7 @@ class Sampling(Strict):
 class ChatCompletion(Sampling):
     """The body of `/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages[Message]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)

@@ -24,7 +24,7 @@ def test_mutated_files(server: RunningServer, seed: int) -> None:
 
 
 def test_a_worker_that_is_killed_costs_its_own_request_only(model: Path) -> None:
-    with RunningServer(str(model), max_seqs=4, max_len=600, image_workers=1) as server:
+    with RunningServer(str(model), max_seqs=4, max_len=600, image_workers=1, image_cache_bytes=0) as server:
         with saccade.Client(server.address) as client, ThreadPoolExecutor(2) as threads:
             good = client.generate("what?", images=[png(1)], max_tokens=3, temperature=0)
             worker = server.server.image_pool.workers[0]
@@ -49,7 +49,7 @@ def test_a_worker_that_is_killed_costs_its_own_request_only(model: Path) -> None
 
 
 def test_an_image_that_takes_too_long(model: Path) -> None:
-    with RunningServer(str(model), max_seqs=4, max_len=600, image_workers=1) as server:
+    with RunningServer(str(model), max_seqs=4, max_len=600, image_workers=1, image_cache_bytes=0) as server:
         pool = server.server.image_pool
         with saccade.Client(server.address) as client:
             good = client.generate("what?", images=[png(1)], max_tokens=3, temperature=0)

@@ -289,7 +289,8 @@ def test_tools_calls_and_results_go_through_the_template(assets: ModelAssets) ->
 
 
 def test_what_the_model_or_its_template_cannot_do_is_refused(assets: ModelAssets) -> None:
-    plain = load_assets(ServerOptions())
+    plain = made_assets()
+    plain.template = ChatTemplate("{{ tools }}{{ messages[0].content }}", image_token=None, special_tokens={})
     with pytest.raises(errors.FailedPrecondition, match="not known how .* writes tool calls") as error:
         answered(plain, "x", **using())
     assert error.value.field == "chat.tools"
