@@ -72,7 +72,7 @@ demo: setup  ## start a server on the embedded model and ask it about the shippe
 	@$(VENV)/bin/saccade demo $(ARGS)
 
 serve: setup  ## serve MODEL (the embedded model by default) over gRPC, and over HTTP with a playground on HTTP_PORT (8000)
-	@$(VENV)/bin/saccade serve $(MODEL) --http-port $(HTTP_PORT) $(ARGS)
+	@$(VENV)/bin/saccade serve $(MODEL) $(if $(HTTP_PORT),--http-port $(HTTP_PORT)) $(ARGS)
 
 test: setup  ## run the tests, JOBS (2) at a time; JOBS=0 for one process, which a debugger needs
 	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
