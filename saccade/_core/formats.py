@@ -44,9 +44,9 @@ def format_message(value: Any, name: str = "response_format") -> types_pb2.Respo
     if isinstance(value, Mapping):
         if isinstance(value.get("type"), str) and value["type"] in FORMAT_TYPES:
             return _typed(value, name)
-        return types_pb2.ResponseFormat(json_schema=_schema_text(value, name))
+        return types_pb2.ResponseFormat(json_schema=json_text(value, name))
     if (schema := _model_schema(value)) is not None:
-        return types_pb2.ResponseFormat(json_schema=_schema_text(schema, name))
+        return types_pb2.ResponseFormat(json_schema=json_text(schema, name))
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         choices = [_text(choice, f"{name}[{i}]") for i, choice in enumerate(value)]
         return types_pb2.ResponseFormat(choice=types_pb2.Choice(choices=choices))
@@ -91,9 +91,10 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-def _schema_text(schema: Mapping[str, Any], name: str) -> str:
+def json_text(value: Mapping[str, Any], name: str) -> str:
+    """The JSON of a field. Raises InvalidArgument for what JSON cannot hold."""
     try:
-        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"{name}: {error}") from error
 
@@ -141,7 +142,7 @@ def _typed(value: Mapping[str, Any], name: str) -> types_pb2.ResponseFormat | No
             raise InvalidArgument(
                 f"{name}.json_schema.schema: expected dict, got {type(holder.get('schema')).__name__}"
             )
-        return types_pb2.ResponseFormat(json_schema=_schema_text(holder["schema"], name))
+        return types_pb2.ResponseFormat(json_schema=json_text(holder["schema"], name))
     if kind == "structural_tags":
         tags = [_tag_of(tag, f"{name}.tags[{i}]") for i, tag in enumerate(value["tags"])]
         return format_message(StructuralTags(tags, value.get("triggers", ())), name)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from saccade._core.formats import json_text
 from saccade.errors import InvalidArgument
 from saccade.types import Tool, ToolCall
 from saccade.v1 import inference_pb2, types_pb2
@@ -14,7 +14,7 @@ ToolInput: TypeAlias = Tool | Mapping[str, Any]
 ToolChoice: TypeAlias = str | Mapping[str, Any]
 """`auto`, `none`, `required`, the name of a tool, or `{"type": "function", "function": {"name": ...}}`."""
 
-_MODES = {
+MODES = {
     "auto": types_pb2.TOOL_MODE_AUTO,
     "none": types_pb2.TOOL_MODE_NONE,
     "required": types_pb2.TOOL_MODE_REQUIRED,
@@ -36,8 +36,8 @@ def set_tools(
         if not isinstance(name, str):
             raise InvalidArgument("tool_choice: expected the name of a function")
         choice = name
-    elif choice in _MODES and choice is not None:
-        chat.tool_choice.mode = _MODES[choice]
+    elif choice in MODES and choice is not None:
+        chat.tool_choice.mode = MODES[choice]
         choice = None
     if choice is not None:
         if choice not in names:
@@ -62,7 +62,7 @@ def add_calls(message: types_pb2.ChatMessage, calls: Any, name: str) -> None:
             fields = {"id": id or "", **_function(call, where)}
         arguments = fields.get("arguments", "{}")
         if isinstance(arguments, Mapping):
-            arguments = _json(arguments, f"{where}.arguments")
+            arguments = json_text(arguments, f"{where}.arguments")
         for key, value in (("id", fields["id"]), ("name", fields.get("name")), ("arguments", arguments)):
             if not isinstance(value, str):
                 raise InvalidArgument(f"{where}.{key}: expected a string, got {type(value).__name__}")
@@ -92,7 +92,7 @@ def _tool_message(tool: Any, name: str) -> types_pb2.Tool:
             raise InvalidArgument(
                 f"{name}.parameters: expected a JSON schema or a Pydantic model class, got {type(parameters).__name__}"
             )
-        made.parameters_json = _json(parameters, f"{name}.parameters")
+        made.parameters_json = json_text(parameters, f"{name}.parameters")
     return made
 
 
@@ -108,10 +108,3 @@ def _function(value: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(inner, Mapping):
         raise InvalidArgument(f"{name}.function: expected a dict, got {type(inner).__name__}")
     return inner
-
-
-def _json(value: Mapping[str, Any], name: str) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{name}: {error}") from error

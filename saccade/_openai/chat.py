@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from saccade._core.images import decode_data_url
 from saccade._core.requests import build_request
+from saccade._core.tools import MODES
 from saccade._openai.schema import (
     ChatCompletion,
     ImagePart,
@@ -123,16 +125,7 @@ def _opened(source: str, name: str, opener: Opener) -> Any:
     return opener(source, name)
 
 
-_MODES = {
-    "auto": types_pb2.TOOL_MODE_AUTO,
-    "none": types_pb2.TOOL_MODE_NONE,
-    "required": types_pb2.TOOL_MODE_REQUIRED,
-}
-
-
 def _set_tools(chat: inference_pb2.ChatInput, body: ChatCompletion) -> None:
-    import json
-
     for tool in body.tools or ():
         function = tool.function
         chat.tools.add(
@@ -141,7 +134,7 @@ def _set_tools(chat: inference_pb2.ChatInput, body: ChatCompletion) -> None:
         )  # fmt: skip
     if isinstance(body.tool_choice, str):
         if body.tools or body.tool_choice == "required":
-            chat.tool_choice.mode = _MODES[body.tool_choice]
+            chat.tool_choice.mode = MODES[body.tool_choice]
     elif body.tool_choice is not None:
         chat.tool_choice.name = body.tool_choice.function.name
     if body.parallel_tool_calls is not None and body.tools:

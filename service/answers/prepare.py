@@ -124,13 +124,14 @@ class Preparer:
 
     def prepare(self, source: MediaSource, salt: bytes) -> PreparedItem:
         """Raises InvalidArgument with the field at fault."""
-        watch, file = Stopwatch(), self._file_key(source, salt)
+        watch, digests = Stopwatch(), _digests(source)
+        file = self._file_key(source, salt, digests)
         item = self._cache.get(file)
         if item is not None:
             return replace(item, field=source.field)
         try:
             if isinstance(source, Video):
-                item = self._video(source, salt, watch)
+                item = self._video(source, salt, digests, watch)
             else:
                 item = replace(self._processor.image(source.data, watch), field=source.field, key=file)
             self._cache.put(file, item)
@@ -183,7 +184,7 @@ class Preparer:
             for stage, seconds in watch.seconds.items():
                 self._counts[f"{stage}_seconds"] += seconds  # type: ignore[assignment]
 
-    def _video(self, source: Video, salt: bytes, watch: Stopwatch) -> PreparedItem:
+    def _video(self, source: Video, salt: bytes, digests: Sequence[bytes], watch: Stopwatch) -> PreparedItem:
         most = self._limits.video_frames
         wanted = most if source.max_frames is None else source.max_frames
         if not 1 <= wanted <= most:
@@ -194,13 +195,13 @@ class Preparer:
             indices = rule.sample(len(source.frames), wanted)
             files = [source.frames[index].data for index in indices]
             item = self._processor.frames(list(zip(indices, files, strict=True)), watch)
-            dated, fps, content = len(indices) < len(source.frames), source.fps, files
+            dated, fps, digests = len(indices) < len(source.frames), source.fps, [digests[i] for i in indices]
         else:
             video = self._processor.video(source.data, wanted, watch)
             indices = rule.sample_file(video.total, wanted, lambda: video.fps)
-            item, dated, fps, content = video.item, True, video.fps, [source.data]
+            item, dated, fps = video.item, True, video.fps
         labels = rule.labels(len(indices), fps=fps, indices=indices if dated else None)
-        key = self._key(salt, b"video%d" % len(indices), *content)
+        key = self._key(salt, b"video%d" % len(indices), *digests)
         return replace(item, field=source.field, key=key, labels=tuple(labels), frames=len(indices))
 
     def _check_frames(self, source: Video) -> None:
@@ -210,20 +211,23 @@ class Preparer:
             raise VideoError(f"the video has {size} bytes, more than the {limits.max_bytes} that are allowed")
         limits.check(len(source.frames), 1, 1)
 
-    def _file_key(self, source: MediaSource, salt: bytes) -> bytes:
+    def _file_key(self, source: MediaSource, salt: bytes, digests: Sequence[bytes]) -> bytes:
         """A hash of all that an item depends on. Of an image it is also the key of its rows; the rows of two videos
         may be the same where what was not looked at differs."""
         if isinstance(source, Video):
             asked = f"video file {source.max_frames} {source.fps} {len(source.frames)}".encode()
-            return self._key(salt, asked, source.data, *(frame.data for frame in source.frames))
-        return self._key(salt, b"image", source.data)
+            return self._key(salt, asked, *digests)
+        return self._key(salt, b"image", *digests)
 
-    def _key(self, salt: bytes, kind: bytes, *content: bytes) -> bytes:
+    def _key(self, salt: bytes, kind: bytes, *digests: bytes) -> bytes:
         """Computed here and not by the decoding worker: the key must belong to the bytes that this client sent."""
-        digest = hashlib.sha256(self._seed + len(salt).to_bytes(4, "big") + salt + kind)
-        for part in content:
-            digest.update(hashlib.sha256(part).digest())
-        return digest.digest()
+        return hashlib.sha256(self._seed + len(salt).to_bytes(4, "big") + salt + kind + b"".join(digests)).digest()
+
+
+def _digests(source: MediaSource) -> list[bytes]:
+    """Hashes of the file's content, or of each frame of a video that came as images."""
+    frames = source.frames if isinstance(source, Video) else ()
+    return [hashlib.sha256(part.data).digest() for part in frames or (source,)]
 
 
 class Preparation:

@@ -6,8 +6,32 @@ import ipaddress
 import socket
 import ssl
 from pathlib import Path
+from typing import NamedTuple
 
-from service.common.config import ConfigError
+from service.common.config import ConfigError, HttpFrontOptions, ServerOptions
+
+
+class TlsFiles(NamedTuple):
+    """Paths of PEM files."""
+
+    certificate: str
+    key: str
+    authority: str | None
+    """Whose certificates clients must present; None: they need none."""
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path in self if path is not None]
+
+
+def tls_files(options: ServerOptions | HttpFrontOptions) -> TlsFiles | None:
+    """The files that the TLS options name; None without any. Raises ConfigError where one is missing."""
+    if options.tls_cert is None and options.tls_key is None and options.tls_client_ca is None:
+        return None
+    if options.tls_cert is None or options.tls_key is None:
+        missing = "tls_cert" if options.tls_cert is None else "tls_key"
+        raise ConfigError(f"{missing}: TLS needs both a certificate and its key")
+    return TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca)
 
 
 def is_loopback(host: str) -> bool:

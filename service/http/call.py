@@ -24,6 +24,7 @@ from saccade.errors import (
 )
 from service.common.config import HttpFrontOptions
 from service.http.file_store import FileStore
+from service.http.json_text import compact
 from service.http.upstream import Caller, Upstream
 
 log = logging.getLogger(__name__)
@@ -187,7 +188,7 @@ class HttpCall:
 
     async def respond(self, document: Any, status: int = 200) -> None:
         """Sends a JSON document."""
-        text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+        text = compact(document)
         await self.respond_bytes(text.encode("utf-8", "replace"), "application/json", status)
 
     async def respond_bytes(self, body: bytes, content_type: str, status: int = 200) -> None:
@@ -328,12 +329,11 @@ class Endpoint:
             if call.started:
                 raise
             await call.fail(error)
-        except Exception as error:
+        except Exception:
             log.exception("%s failed, request %s", self._name, call.request_id)
             if call.started:
                 raise
             await call.fail(Internal("the HTTP server failed", reason="INTERNAL", request_id=call.request_id))
-            del error
 
 
 def path_values(scope: Scope) -> Mapping[str, str]:

@@ -14,7 +14,8 @@ from saccade.errors import InvalidArgument
 from saccade.types import Delta, Generation
 from saccade.v1 import inference_pb2, types_pb2
 from service.http.call import HttpCall, beside
-from service.http.streams import DONE, Events, quoted, stream_events, whole_answer
+from service.http.json_text import compact, quoted
+from service.http.streams import DONE, Events, stream_events, whole_answer
 
 
 def no_paths(source: str | types_pb2.Image, name: str) -> types_pb2.Image:
@@ -77,7 +78,7 @@ class ChatEvents(Events):
             f'"system_fingerprint":{quoted(started.model_version)},"choices":['
         )
         self._tail = ',"usage":null}\n\n' if self._usage else "}\n\n"
-        first = f',"usage":null,"saccade":{_dumps(started_extension(started))}}}\n\n' if self._usage else self._tail
+        first = f',"usage":null,"saccade":{compact(started_extension(started))}}}\n\n' if self._usage else self._tail
         return b"".join(
             self._chunk(f'{{"index":{i},"delta":{{"role":"assistant","content":""}},"logprobs":null,'
                         f'"finish_reason":null}}', self._tail if i else first)
@@ -95,10 +96,10 @@ class ChatEvents(Events):
             thought = quoted(delta.reasoning)
             fields.append(f'"reasoning":{thought},"reasoning_content":{thought}')
         if calls := delta.tool_calls:
-            fields.append(f'"tool_calls":{_dumps([_call_piece(call) for call in calls])}')
+            fields.append(f'"tool_calls":{compact([_call_piece(call) for call in calls])}')
         if not fields:
             return b""
-        logprobs = "null" if not delta.logprobs else _dumps(logprobs_object(delta.logprobs))
+        logprobs = "null" if not delta.logprobs else compact(logprobs_object(delta.logprobs))
         return self._chunk(
             f'{{"index":{delta.index},"delta":{{{",".join(fields)}}},"logprobs":{logprobs},"finish_reason":null}}'
         )
@@ -106,18 +107,18 @@ class ChatEvents(Events):
     def end(self, answer: Generation) -> bytes:
         chunks = []
         for sample in answer.samples:
-            matched = _dumps(sample.stop_match)
+            matched = compact(sample.stop_match)
             chunks.append(self._chunk(
                 f'{{"index":{sample.index},"delta":{{}},"logprobs":null,"finish_reason":{quoted(sample.finish_reason)},'
                 f'"stop_reason":{matched}}}'
             ))  # fmt: skip
         if self._usage:
-            usage = _dumps(usage_object([sample.usage for sample in answer.samples]))
-            chunks.append(f'{self._head}],"usage":{usage},"saccade":{_dumps(extension(answer))}}}\n\n'.encode())
+            usage = compact(usage_object([sample.usage for sample in answer.samples]))
+            chunks.append(f'{self._head}],"usage":{usage},"saccade":{compact(extension(answer))}}}\n\n'.encode())
         return b"".join([*chunks, DONE])
 
     def error(self, error: dict[str, Any]) -> bytes:
-        return b"data: " + _dumps({"error": error}).encode("utf-8", "replace") + b"\n\n" + DONE
+        return b"data: " + compact({"error": error}).encode("utf-8", "replace") + b"\n\n" + DONE
 
 
 def _call_piece(call: Any) -> dict[str, Any]:
@@ -125,9 +126,3 @@ def _call_piece(call: Any) -> dict[str, Any]:
     function = {"name": call.name} if call.name else {}
     named = {"id": call.id, "type": "function"} if call.id else {}
     return {"index": call.index, **named, "function": {**function, "arguments": call.arguments}}
-
-
-def _dumps(value: Any) -> str:
-    import json
-
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -18,7 +18,8 @@ from saccade.errors import SaccadeError
 from saccade.types import Delta, Generation, Sample, TokenLogprob
 from saccade.v1 import inference_pb2, model_pb2
 from service.http.call import HttpCall, beside
-from service.http.streams import DONE, Events, affinity_key, quoted, stream_events
+from service.http.json_text import compact, quoted
+from service.http.streams import DONE, Events, stream_events
 from service.http.upstream import Caller
 
 CONCURRENT = 16
@@ -81,7 +82,7 @@ async def _all(caller: Caller, requests: Sequence[inference_pb2.GenerateRequest]
 
     async def one(request: inference_pb2.GenerateRequest) -> Generation:
         async with places:
-            response = await caller.call("inference", "Generate", request, key=affinity_key(request))
+            response = await caller.call("inference", "Generate", request)
             return generation_from(response, request.sampling.HasField("logprobs"))
 
     try:
@@ -200,7 +201,7 @@ class CompletionEvents(Events):
             at = self._offsets.get(delta.index, 0)
             made["text_offset"] = [at + offset for offset in made["text_offset"]]
             self._offsets[delta.index] = at + sum(len(piece) for piece, _ in scored)
-            logprobs = json.dumps(made, ensure_ascii=False, separators=(",", ":"))
+            logprobs = compact(made)
         return self._chunk(delta.index, quoted(text), logprobs, "null")
 
     def end(self, answer: Generation) -> bytes:

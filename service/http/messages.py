@@ -12,6 +12,7 @@ from saccade.types import Delta, Generation
 from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, beside
 from service.http.chat import build_chat
+from service.http.json_text import compact
 from service.http.streams import Events, stream_events, whole_answer
 
 _TYPES = {
@@ -114,7 +115,7 @@ class MessageEvents(Events):
 
     @staticmethod
     def _event(kind: str, **fields: Any) -> bytes:
-        data = json.dumps({"type": kind, **fields}, ensure_ascii=False, separators=(",", ":"))
+        data = compact({"type": kind, **fields})
         return f"event: {kind}\ndata: {data}\n\n".encode("utf-8", "replace")
 
     def begin(self, started: inference_pb2.Started) -> bytes:

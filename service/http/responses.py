@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -13,6 +12,7 @@ from saccade.types import Delta, Generation, TokenLogprob, Usage
 from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, beside
 from service.http.chat import build_chat
+from service.http.json_text import compact
 from service.http.streams import Events, stream_events, whole_answer
 
 
@@ -142,7 +142,7 @@ class ResponseEvents(Events):
     def _event(self, kind: str, **fields: Any) -> bytes:
         document = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
-        data = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+        data = compact(document)
         return f"event: {kind}\ndata: {data}\n\n".encode("utf-8", "replace")
 
     def begin(self, started: inference_pb2.Started) -> bytes:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from json.encoder import encode_basestring
-from typing import Any
+from typing import Any, Protocol
 
 from saccade._core.results import generation_from
 from saccade._openai.errors import error_object
@@ -18,44 +16,32 @@ DONE = b"data: [DONE]\n\n"
 SSE_HEADERS = [("cache-control", "no-cache"), ("x-accel-buffering", "no")]
 
 
-def affinity_key(request: inference_pb2.GenerateRequest) -> bytes:
-    """Equal for requests that share much of their prompt: of the first image, else of the prompt's beginning."""
-    for message in request.chat.messages:
-        for part in message.parts:
-            if part.HasField("image"):
-                return hashlib.blake2b(part.image.SerializeToString(), digest_size=16).digest()
-    text = "".join(part.text for message in request.chat.messages[:1] for part in message.parts) or request.prompt.text
-    return hashlib.blake2b(text[:1024].encode("utf-8", "replace"), digest_size=16).digest()
-
-
 async def whole_answer(call: HttpCall, caller: Caller, request: inference_pb2.GenerateRequest) -> Generation:
     """The answer, unless the client goes away first. Raises SaccadeError and ClientGone."""
     async with call.connected():
-        response = await caller.call("inference", "Generate", request, key=affinity_key(request))
+        response = await caller.call("inference", "Generate", request)
     return generation_from(response, request.sampling.HasField("logprobs"))
 
 
-class Events:
-    """The events of one streamed answer, as bytes. Subclasses are the formats."""
+class Events(Protocol):
+    """The server-sent events of one streamed answer, as bytes, in one API's format."""
 
     def begin(self, started: inference_pb2.Started) -> bytes:
-        raise NotImplementedError
+        """What comes before the first token."""
 
     def piece(self, delta: Delta) -> bytes:
-        """May be empty."""
-        raise NotImplementedError
+        """A part of a sample; may be empty."""
 
     def end(self, answer: Generation) -> bytes:
-        raise NotImplementedError
+        """The last events, for the whole answer."""
 
     def error(self, error: dict[str, Any]) -> bytes:
-        """The answer broke off."""
-        raise NotImplementedError
+        """The last events of an answer that broke off."""
 
 
 async def stream_events(call: HttpCall, caller: Caller, request: inference_pb2.GenerateRequest, events: Events) -> None:
     """Sends an answer as server-sent events. Raises SaccadeError only before the first."""
-    answer = caller.stream(request, affinity_key(request))
+    answer = caller.stream(request)
     call.front.streams += 1
     try:
         async with call.connected():
@@ -80,8 +66,3 @@ async def _pieces(call: HttpCall, answer: Answer, events: Events) -> None:
         call.status = http_status(error)
         data = events.error(error_object(error, call.status))
     await call.write(data)
-
-
-def quoted(text: str) -> str:
-    """A JSON string."""
-    return encode_basestring(text)

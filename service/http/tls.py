@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 
 from service.common.config import ConfigError, HttpFrontOptions
-from service.common.tls import check_pair
+from service.common.tls import TlsFiles, check_pair, tls_files
 from service.common.watch import Watched
 
 
@@ -15,15 +15,10 @@ def tls_context(options: HttpFrontOptions) -> ssl.SSLContext | None:
     With `tls_client_ca`, clients must present a certificate that this authority has signed. Certificate, key and CA are
     read again when any of them has changed.
     """
-    if options.tls_cert is None and options.tls_key is None and options.tls_client_ca is None:
+    named = tls_files(options)
+    if named is None:
         return None
-    if options.tls_cert is None or options.tls_key is None:
-        missing = "tls_cert" if options.tls_cert is None else "tls_key"
-        raise ConfigError(f"{missing}: TLS needs both a certificate and its key")
-    certificate, key, authority = options.tls_cert, options.tls_key, options.tls_client_ca
-    files = Watched(
-        [certificate, key, *([authority] if authority else [])], lambda _: _context(certificate, key, authority)
-    )
+    files = Watched(named.paths, lambda _: _context(named))
     context = files.current()
 
     def use_current(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
@@ -35,7 +30,8 @@ def tls_context(options: HttpFrontOptions) -> ssl.SSLContext | None:
     return context
 
 
-def _context(certificate: str, key: str, authority: str | None) -> ssl.SSLContext:
+def _context(files: TlsFiles) -> ssl.SSLContext:
+    certificate, key, authority = files
     check_pair(certificate, key, "tls_cert, tls_key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

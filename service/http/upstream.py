@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from saccade._async.driver import run
+from saccade._core.affinity import prompt_key
 from saccade._core.resuming import StreamState
 from saccade._core.retrying import Deadline
 from saccade._core.settings import CallSettings, TLSConfig, make_settings
@@ -42,17 +43,18 @@ class Upstream:
         self.addresses = options.servers
         self._turn = itertools.count()
 
-    def order(self, key: bytes = b"") -> list[AsyncConnection]:
-        """The servers in the order in which a call tries them: the same order for the same key, so that its images and
-        prompts meet their caches; without a key, in turn."""
+    def order(self, message: Any) -> list[AsyncConnection]:
+        """The servers in the order in which a call tries them: the same order for prompts with the same key, so that
+        their images and beginnings are in its caches; without a key, in turn."""
         if len(self.connections) == 1:
             return self.connections
+        key = prompt_key(message) if isinstance(message, inference_pb2.GenerateRequest) else ""
         if not key:
             first = next(self._turn) % len(self.connections)
             return self.connections[first:] + self.connections[:first]
         ranked = sorted(
             zip(self.addresses, self.connections, strict=True),
-            key=lambda entry: hashlib.blake2b(key + entry[0].encode(), digest_size=8).digest(),
+            key=lambda entry: hashlib.blake2b((key + entry[0]).encode(), digest_size=8).digest(),
         )
         return [connection for _, connection in ranked]
 
@@ -68,12 +70,10 @@ class Caller:
         self.upstream, self.metadata = upstream, metadata
         self.deadline = Deadline(timeout)
 
-    async def call(
-        self, service: str, method: str, message: Any, *, key: bytes = b"", on: AsyncConnection | None = None
-    ) -> Any:
+    async def call(self, service: str, method: str, message: Any, *, on: AsyncConnection | None = None) -> Any:
         """The answer of a unary call, from the first server that takes it. Raises SaccadeError."""
         failure: SaccadeError | None = None
-        for connection in [on] if on is not None else self.upstream.order(key):
+        for connection in [on] if on is not None else self.upstream.order(message):
             exchange = AsyncExchange(_Authorized([connection], self.metadata))
             try:
                 return await exchange.send(Call(service, method, message), self.deadline.left())
@@ -94,9 +94,9 @@ class Caller:
         finally:
             exchange.close()
 
-    def stream(self, request: inference_pb2.GenerateRequest, key: bytes = b"") -> Answer:
-        """A streamed answer; `key` chooses the server."""
-        return Answer(request, _Authorized(self.upstream.order(key), self.metadata), self.deadline)
+    def stream(self, request: inference_pb2.GenerateRequest) -> Answer:
+        """A streamed answer, from the first server that takes the request."""
+        return Answer(request, _Authorized(self.upstream.order(request), self.metadata), self.deadline)
 
 
 class _Authorized:

@@ -6,8 +6,8 @@ from typing import Any
 
 import grpc
 
-from service.common.config import ConfigError, ServerOptions
-from service.common.tls import check_pair
+from service.common.config import ServerOptions
+from service.common.tls import check_pair, tls_files
 from service.common.watch import Watched
 
 
@@ -17,18 +17,15 @@ def server_credentials(options: ServerOptions) -> Any:
     With `tls_client_ca`, clients must present a certificate that this authority has signed. Certificate, key and CA are
     read again when any of them has changed.
     """
-    if options.tls_cert is None and options.tls_key is None and options.tls_client_ca is None:
+    named = tls_files(options)
+    if named is None:
         return None
-    if options.tls_cert is None or options.tls_key is None:
-        missing = "tls_cert" if options.tls_cert is None else "tls_key"
-        raise ConfigError(f"{missing}: TLS needs both a certificate and its key")
-    paths = [options.tls_cert, options.tls_key] + ([options.tls_client_ca] if options.tls_client_ca else [])
 
     def parse(contents: list[bytes]) -> Any:
-        check_pair(str(options.tls_cert), str(options.tls_key), "tls_cert, tls_key")
+        check_pair(named.certificate, named.key, "tls_cert, tls_key")
         return _configuration(contents)
 
-    files = Watched(paths, parse)
+    files = Watched(named.paths, parse)
     used = first = files.current()
 
     def fetch() -> Any:
@@ -40,9 +37,7 @@ def server_credentials(options: ServerOptions) -> Any:
         used = latest
         return latest
 
-    return grpc.dynamic_ssl_server_credentials(
-        first, fetch, require_client_authentication=options.tls_client_ca is not None
-    )
+    return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=named.authority is not None)
 
 
 def _configuration(contents: list[bytes]) -> Any:
