@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import json
 import threading
 import time
@@ -256,15 +257,20 @@ def test_refusals(any_client: Any, client: saccade.Client, number: int) -> None:
         assert bool(caught.value.request_id) == bool(wanted.value.request_id)
 
 
+NEW_IMAGES = itertools.count(1000)
+"""Seeds of images that no request has sent before."""
+
+
 def test_times_that_run_out(any_client: Any) -> None:
-    # It takes longer to decode than anybody here waits.
-    long: Request = {"max_tokens": 550, "ignore_eos": True, "images": [png(3, (1600, 1600))]}
+    # 550 tokens take longer than 10 ms, and an image that no cache has longer than one.
+    long: Request = {"max_tokens": 550, "ignore_eos": True}
     with pytest.raises(errors.DeadlineExceeded):
         any_client.generate("x", timeout=0.01, **long)
     with pytest.raises(errors.DeadlineExceeded):
         any_client.with_options(timeout=0.01).stream("x", **long).final()
+    new = png(next(NEW_IMAGES), (1600, 1600))
     with pytest.raises(errors.DeadlineExceeded) as caught:
-        any_client.stream("x", first_token_timeout=0.001, **long).final()
+        any_client.stream("x", first_token_timeout=0.001, images=[new], **long).final()
     assert caught.value.reason == "FIRST_TOKEN_TIMEOUT"
 
 
