@@ -113,6 +113,7 @@ class Admitted:
         """Waits for a message. Raises DeadlineExceeded after `seconds`, and the error of `held` if the budget has no
         space for a message that arrives slowly."""
         size, refusal = 0, None
+        loop = asyncio.get_running_loop()
 
         def count() -> None:
             nonlocal size, refusal
@@ -120,21 +121,26 @@ class Admitted:
             try:
                 self.held(largest)
                 size = largest
+                bound.reschedule(began + seconds)
             except errors.StatusError as error:
                 refusal = error
                 bound.reschedule(0.0)
 
-        timer = asyncio.get_running_loop().call_later(QUICK_SECONDS, count)
+        # One timer is enough for a message that arrives quickly.
+        began = loop.time()
+        timer = loop.call_later(QUICK_SECONDS, count) if seconds > QUICK_SECONDS else None
         try:
-            async with asyncio.timeout(seconds) as bound:
+            async with asyncio.timeout(None if timer else seconds) as bound:
                 return await message
         except TimeoutError:
             raise refusal or errors.DeadlineExceeded(
                 f"a message did not arrive within {seconds:g} s", reason="SLOW_WRITER"
             ) from None
         finally:
-            timer.cancel()
-            self.held(-size)
+            if timer is not None:
+                timer.cancel()
+            if size:
+                self.held(-size)
 
     def received(self, size: int) -> None:
         """Counts a received message, which is held until the call ends. Raises StatusError if the budget is full or the
@@ -154,13 +160,16 @@ class Admitted:
         # aclosing: the engine must learn of the call's end at once, not when the garbage collector runs.
         async with contextlib.aclosing(answers):
             watch = _Stall(answers, timeout, self.held)
-            async for answer in answers:
-                with watch:
-                    await write(answer)
-                if watch.stalled:
-                    raise errors.DeadlineExceeded(
-                        f"a message of the answer was not read for {timeout:g} s", reason="SLOW_READER"
-                    )
+            try:
+                async for answer in answers:
+                    with watch:
+                        await write(answer)
+                    if watch.stalled:
+                        raise errors.DeadlineExceeded(
+                            f"a message of the answer was not read for {timeout:g} s", reason="SLOW_READER"
+                        )
+            finally:
+                watch.cancel()
 
 
 class _Stall:
@@ -171,6 +180,7 @@ class _Stall:
         """`held`: the call's share of the budget, released as soon as its work is dropped."""
         self._answers, self._timeout, self._held = answers, timeout, held
         self._loop = asyncio.get_running_loop()
+        self._began: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
 
@@ -179,13 +189,24 @@ class _Stall:
         return self._closing is not None
 
     def __enter__(self) -> None:
-        self._timer = self._loop.call_later(self._timeout, self._close)
+        self._began = self._loop.time()
+        if self._timer is None:  # one timer for many writes, which take microseconds each
+            self._timer = self._loop.call_at(self._began + self._timeout, self._check)
 
     def __exit__(self, *_: object) -> None:
+        self._began = None
+
+    def cancel(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _close(self) -> None:
+    def _check(self) -> None:
+        self._timer = None
+        if self._began is None:  # the next write starts the timer again
+            return
+        if (end := self._began + self._timeout) > self._loop.time():
+            self._timer = self._loop.call_at(end, self._check)
+            return
         log.warning("a stream's reader has not read for %g s: its work is dropped", self._timeout)
         self._closing = self._loop.create_task(self._drop())
 

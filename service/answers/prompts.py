@@ -6,9 +6,12 @@ Clips use the placeholder of images unless the family has another for them.
 
 from __future__ import annotations
 
+import json
 import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain, count, pairwise, repeat, takewhile
 
 from encoder.item import IMAGE, VIDEO
@@ -18,10 +21,14 @@ from service.common.types import ChatInput, GenerateSpec, MediaLayout, Message, 
 from service.engine.types import EngineInfo
 from service.media.prepared import PreparedItem
 from service.model.assets import ModelAssets
-from service.model.chat import Clip, Marked
+from service.model.chat import ChatTemplate, Clip, Marked
 from service.model.tokenizer import Tokenizer, literal, substitute
 
 SYSTEM_ROLES = ("system", "developer")
+KEPT_PROMPTS = 64
+"""Rendered system messages of which the ids are kept."""
+KEPT_CHARACTERS = 64 << 10
+"""Longest of them, with the arguments of the template."""
 
 
 class Prompt:
@@ -110,13 +117,27 @@ def system_end(spec: GenerateSpec, ids: Sequence[int], assets: ModelAssets) -> i
     question = next((message for message in spec.input.messages[len(system) :]), None)
     begin = next(iter(question.parts), None) if question is not None else None
     other = Message("user", ("y" if begin and begin.startswith("x") else "x",))
-    try:
-        text = assets.template.render([*system, other], spec.input.template_arguments)
-    except ValueError:  # a template that needs more than one question
-        return 0
-    shared = [a == b for a, b in zip(ids, assets.tokenizer.encode(text))]
-    length = shared.index(False) if False in shared else len(shared)
+    key = assets.template, assets.tokenizer, (*system, other), json.dumps(dict(spec.input.template_arguments))
+    characters = sum(len(part or "") for message in system for part in message.parts) + len(key[-1])
+    timed = "strftime_now" in assets.template.names
+    with_other = (_rendered_ids if timed or characters > KEPT_CHARACTERS else _kept_ids)(*key)
+    length = next((i for i, (a, b) in enumerate(zip(ids, with_other, strict=False)) if a != b), len(with_other))
     return next((place for place in _places(ids[:length], assets)), length)
+
+
+def _rendered_ids(
+    template: ChatTemplate, tokenizer: Tokenizer, messages: tuple[Message, ...], arguments: str
+) -> Sequence[int]:
+    """Ids of a chat without images, rendered with the template's `arguments`, a JSON object; none if the template
+    rejects it."""
+    try:
+        return array("q", tokenizer.encode(template.render(messages, json.loads(arguments))))
+    except ValueError:  # for example, a template that needs more than one question
+        return ()
+
+
+_kept_ids = lru_cache(KEPT_PROMPTS)(_rendered_ids)
+"""Many requests have the same system message, or none."""
 
 
 def _places(ids: Sequence[int], assets: ModelAssets) -> list[int]:

@@ -426,16 +426,15 @@ def test_ids_that_the_model_does_not_have(assets: ModelAssets, fields: dict[str,
 def test_long_definitions_of_tools_are_rendered_off_the_event_loop(assets: ModelAssets, size: int, apart: bool) -> None:
     """Also if the messages are short: templates print the definitions."""
     where: list[int] = []
+
+    class Probing(ChatTemplate):
+        def render(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> str:
+            where.append(threading.get_ident())
+            return super().render(messages, arguments)
+
     probing = copy.copy(assets)
-    probing.template = ChatTemplate(
-        "{{ probe() }}{{ tools | tojson }}{{ messages[0].content }}", image_token=None, special_tokens={}
-    )
-
-    def probe() -> str:
-        where.append(threading.get_ident())
-        return ""
-
-    told = {"tools": [{"name": "f", "words": "a" * size}], "probe": probe}
+    probing.template = Probing("{{ tools | tojson }}{{ messages[0].content }}", image_token=None, special_tokens={})
+    told = {"tools": [{"name": "f", "words": "a" * size}]}
     asked = GenerateSpec("r", "", ChatInput((Message("user", ("hi",)),), told))
 
     async def body(frontend: Frontend, decoder: Controlled) -> None:

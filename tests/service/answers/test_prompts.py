@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from served import make_served
 
 from encoder.item import EncoderItem
-from service.answers.prompts import read, system_end, widen
+from service.answers.prompts import KEPT_CHARACTERS, read, system_end, widen
 from service.common import errors
 from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
 from service.engine.types import EngineInfo
 from service.media.prepared import PreparedItem
 from service.model.assets import ModelAssets
+from service.model.chat import ChatTemplate
 from service.model.checkpoint import open_checkpoint
 
 
@@ -54,6 +57,18 @@ def test_an_image_ends_it(assets: ModelAssets) -> None:
     spec = GenerateSpec("r", "", ChatInput((Message("system", ("look", None)), Message("user", ("at",)))))
     assert system_end(spec, [7] * 40, assets) == 0
     assert system_end(spec, read(spec, [prepared()], assets), assets) == 0
+
+
+@pytest.mark.parametrize("size", [3, KEPT_CHARACTERS])
+def test_it_depends_on_the_arguments_of_the_template(assets: ModelAssets, size: int) -> None:
+    """Also when the same system message has been seen with others."""
+    source = "{{ mode }}|{% for m in messages %}{{ m.content }}|{% endfor %}"
+    other = copy.copy(assets)
+    other.template = ChatTemplate(source, image_token=None, special_tokens={})
+    messages = Message("system", ("s" * size,)), Message("user", ("what?",))
+    for mode in ("a", "abcdef", "a"):
+        spec = GenerateSpec("r", "", ChatInput(messages, {"mode": mode}))
+        assert end(spec, other)[1] == f"{mode}|{'s' * size}|"
 
 
 def test_raw_text_has_none(assets: ModelAssets) -> None:
