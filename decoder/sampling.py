@@ -111,8 +111,8 @@ class SamplingParams:
 
     def _check_range(self, name: str, low: float, high: float) -> None:
         """Both ends belong to it; NaN does not."""
-        value = getattr(self, name)
-        self._check(name, low <= value <= high, f"from {low:g} to {high if isinstance(high, int) else f'{high:g}'}")
+        if not low <= getattr(self, name) <= high:
+            self._check(name, False, f"from {low:g} to {high if isinstance(high, int) else f'{high:g}'}")
 
     @property
     def greedy(self) -> bool:

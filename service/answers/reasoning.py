@@ -31,7 +31,7 @@ def phase_of(ids: Sequence[int], assets: ModelAssets) -> Phase:
             return "opened"
         if token == markers.close:
             return "none"
-        if assets.tokenizer.silent(token) or assets.tokenizer.decode([token]).strip():
+        if assets.tokenizer.silent(token) or assets.tokenizer.token_bytes(token).strip():
             break
     return "possible"
 
