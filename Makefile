@@ -37,7 +37,7 @@ STAMP := $(VENV)/.saccade-setup-$(SETUP_HASH)
 # $(call needs,PATH): stops with a plain sentence where a checkout does not hold PATH.
 needs = @test -e '$(1)' || { echo "make $@: this checkout has no $(1) yet" >&2; exit 1; }
 
-.PHONY: help setup demo serve test test-fast test-ray lint format protos sdk test-floors demo-model bench aot soak gpu-check gpu-bench peers
+.PHONY: help setup demo serve test test-fast test-ray lint format docs protos sdk test-floors demo-model bench aot soak gpu-check gpu-bench peers
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -88,6 +88,12 @@ lint: setup  ## ruff and mypy
 format: setup  ## rewrite the sources in the project's format
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
+
+docs: setup  ## build the documentation's site into build/site; warnings and broken links are errors
+	@$(PY) -c 'import material, mkdocs, mkdocstrings' 2>/dev/null \
+	|| $(PY) -m pip install --quiet -c $(VENV)/constraints.txt -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
+	@echo "build/site/index.html"
 
 protos: setup  ## regenerate saccade/v1 from protos/
 	@$(PY) protos/generate.py

@@ -72,5 +72,5 @@ def generate_kserve(folder: Path, common: list[str]) -> Path:
 if __name__ == "__main__":
     for path in generate(Path(sys.argv[1]) if len(sys.argv) > 1 else CHECKOUT):
         print(path)
-    if len(sys.argv) == 1:  # the reference in docs/api.md is made of the same files
+    if len(sys.argv) == 1:  # docs/grpc-reference.md is made of the same files
         subprocess.run([sys.executable, str(CHECKOUT / "docs" / "generate.py")], check=True)

@@ -82,8 +82,14 @@ class Methods(Session):
                 come before the text; with chat messages they fill the image parts that hold no image.
             videos: paths or bytes of GIF, APNG, WebP, MP4 or WebM files, lists of frames (each as in `images`), or
                 `saccade.Video`, which says more of a clip. They come after the images.
-            max_tokens, temperature, top_p, top_k, seed, stop, logprobs: None leaves each to the model's defaults;
-                temperature 0 is greedy; logprobs=k also returns the k likeliest tokens in each place.
+            max_tokens: largest number of tokens of the answer; None: what the model's context leaves.
+            temperature: 0 takes the most likely token each time; None: the model's default.
+            top_p: draw from the most likely tokens that together have this probability; None: the model's default.
+            top_k: draw from so many of the most likely tokens; None: the model's default.
+            seed: the same seed gives the same answer; None: the server draws one and returns it.
+            stop: strings that end the answer; they are not part of it.
+            logprobs: k returns the log-probability of each token and the k most likely tokens at its position.
+            raw: take a string prompt as it is, without the chat template.
             timeout: seconds for the whole call, retries included; None takes the client's.
             chat_template_kwargs: further arguments of the chat template.
             sampling: min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, min_tokens,
@@ -128,13 +134,14 @@ class Methods(Session):
         resume: bool = True,
         **sampling: Unpack[Sampling],
     ) -> Stream:
-        """Asks the model and returns the answer as it is written. Arguments and errors are those of `generate`; an
+        """Asks the model and returns the answer while it is generated. Arguments and errors are those of `generate`; an
         error of the server is raised while the stream is read.
 
         Args:
-            first_token_timeout, idle_timeout: seconds that a reader waits for the first piece and for each further one;
-                None takes the client's. Longer, and it is DeadlineExceeded, with the name as its reason.
-            resume: go on where the stream broke off, if the server or its engine went away; see `Stream`.
+            first_token_timeout: seconds that a reader waits for the first part of the answer; then DeadlineExceeded is
+                raised, with the reason FIRST_TOKEN_TIMEOUT. None takes the client's.
+            idle_timeout: the same for each further part; the reason is IDLE_TIMEOUT.
+            resume: continue a stream that broke because the server or its engine was lost; see `Stream`.
         """
 
         def build() -> inference_pb2.GenerateRequest:
@@ -153,7 +160,8 @@ class Methods(Session):
         class, what the JSON of a schema holds, the text in other formats.
 
         Args:
-            response_format, options: those of `generate`; one sample.
+            response_format: as in `generate`.
+            options: further arguments of `generate`, except `n`.
 
         Raises:
             OutOfRange: the answer was cut off before its format was complete (reason ANSWER_TRUNCATED): give it more
@@ -297,7 +305,8 @@ class Methods(Session):
         that name a file which cannot be read, unless `strict=True`.
 
         Args:
-            source, output: paths. Images may be named by paths inside the source's folder.
+            source: path of a JSONL file. Images may be named by paths inside its folder.
+            output: path of a JSONL file; answers of an interrupted run in it are kept.
             max_retries: how often a row is tried again while the server is unavailable; None: as often as its timeout
                 allows.
             options: concurrency, ordered, max_errors, overwrite, any_model, strict, timeout, priority, on_progress,

@@ -35,7 +35,7 @@ _ERROR = {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
                 "param": {"type": ["string", "null"], "description": "The field at fault."},
-                "code": {"type": "string", "description": "A stable reason; docs/api.md lists them."},
+                "code": {"type": "string", "description": "A stable reason; docs/troubleshooting.md lists them."},
                 "request_id": {"type": ["string", "null"]},
             },
         }

@@ -63,10 +63,10 @@ def test_errors_and_retries(address: str, script: Script) -> None:
             script.failures = [Failure(Code.UNAVAILABLE, reason="WARMING", retry_after=0.01)]
             assert (await call("?")).text == "a red square"
             assert len({request.request_id for request in script.requests}) == 1 and len(script.requests) == 2
-            script.failures = [Failure(Code.NOT_FOUND, reason="MODEL_UNKNOWN")]
+            script.failures = [Failure(Code.NOT_FOUND, reason="NOT_FOUND")]
             with pytest.raises(errors.NotFound) as caught:
                 await call("?")
-            assert caught.value.reason == "MODEL_UNKNOWN"
+            assert caught.value.reason == "NOT_FOUND"
             assert isinstance(caught.value.__cause__, grpc.aio.AioRpcError)
             script.hang_after = 0
             with pytest.raises(errors.DeadlineExceeded):

@@ -296,7 +296,7 @@ def test_what_is_uploaded_and_what_is_not() -> None:
 
 def test_only_errors_about_uploads_are_recovered_from() -> None:
     uploads, request, calls = uploaded()
-    for error in (errors.NotFound("no model", reason="MODEL_UNKNOWN"), TOO_LARGE, errors.Unavailable("gone")):
+    for error in (errors.NotFound("no model", reason="NOT_FOUND"), TOO_LARGE, errors.Unavailable("gone")):
         assert uploads.recovery(error) is None
     recovery = uploads.recovery(NOT_FOUND)
     assert recovery is not None

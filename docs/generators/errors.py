@@ -1,0 +1,89 @@
+"""The table of error reasons: which exist, from the sources of server and client; what to do, from errors.toml."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import CHECKOUT
+
+# In saccade/_core/resuming.py the name of a setting, in upper case.
+_COMPUTED = {"FIRST_TOKEN_TIMEOUT", "IDLE_TIMEOUT"}
+
+
+def reasons_raised(folder: Path) -> Iterator[tuple[str, str, bool]]:
+    """(class, reason, whether the error says how long to wait) of each call in `folder` with a literal `reason=`."""
+    for path in sorted(folder.rglob("*.py")):
+        tree = ast.parse(path.read_text("utf-8"))
+        constants = {
+            target.id: node.value.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            given = {keyword.arg: keyword.value for keyword in call.keywords}
+            for part in ast.walk(given.get("reason", ast.Constant(None))):
+                value = getattr(part, "value", None) if isinstance(part, ast.Constant) else None
+                value = constants.get(part.id) if isinstance(part, ast.Name) else value
+                if isinstance(value, str) and value.isupper():
+                    # f"{kind}_TOO_LARGE" is of images and of videos.
+                    for kind in ("IMAGE", "VIDEO") if value.startswith("_") else ("",):
+                        yield name, kind + value, "retry_after" in given
+
+
+def server_reasons() -> set[tuple[str, str, bool]]:
+    """(status code, reason, whether the error says how long to wait) of all errors of the server."""
+    from service.common import errors
+
+    kinds = {name: kind for name, kind in vars(errors).items() if getattr(kind, "code", None) and name != "StatusError"}
+    found = {(kind.code.name, kind.reason, False) for kind in kinds.values()}
+    found |= {(target.code.name, reason, False) for _, target, reason, _ in errors.FOREIGN}
+    raised = list(reasons_raised(CHECKOUT / "service"))
+    return found | {(kinds[name].code.name, reason, wait) for name, reason, wait in raised if name in kinds}
+
+
+def all_reasons() -> set[str]:
+    """Every reason that server, HTTP server or client give."""
+    raised = [*reasons_raised(CHECKOUT / "service"), *reasons_raised(CHECKOUT / "saccade")]
+    return {reason for _, reason, _ in raised} | {reason for _, reason, _ in server_reasons()} | _COMPUTED
+
+
+def troubleshooting() -> str:
+    """A row for each reason: the client's exception, cause and fix. ValueError if errors.toml is not complete."""
+    from saccade.errors import StatusDetails, error_from_status
+
+    told = tomllib.loads((Path(__file__).parent / "errors.toml").read_text("utf-8"))
+    if missing := all_reasons() - told.keys():
+        raise ValueError(f"docs/generators/errors.toml lacks {', '.join(sorted(missing))}")
+    if stale := told.keys() - all_reasons():
+        raise ValueError(f"docs/generators/errors.toml has reasons that no error has: {', '.join(sorted(stale))}")
+    codes: dict[str, set[str]] = {}
+    for code, reason, _ in server_reasons():
+        codes.setdefault(reason, set()).add(code)
+    for name, reason, _ in reasons_raised(CHECKOUT / "saccade"):
+        codes.setdefault(reason, set()).add(name)
+    lines = ["| reason | exception in Python | cause | what to do |", "| --- | --- | --- | --- |"]
+    for reason, text in sorted(told.items()):
+        kinds = {
+            type(error_from_status(code, "", StatusDetails(reason=reason))).__name__ if code.isupper() else code
+            for code in codes.get(reason, {"DEADLINE_EXCEEDED"})
+        } - {"__init__"}
+        shown = ", ".join(f"`{kind}`" for kind in sorted(kinds))
+        lines.append(f'| <a id="{reason}"></a>`{reason}` | {shown} | {text["cause"]} | {text["fix"]} |')
+    return "\n".join(lines)
+
+
+def reasons() -> str:
+    """The reasons of the server by status code, and whether they come with a time to wait."""
+    found = server_reasons()
+    waits = {(code, reason) for code, reason, wait in found if wait}
+    lines = ["| code | reasons | with a time to wait (RetryInfo) |", "| --- | --- | --- |"]
+    for code in sorted({code for code, _, _ in found}):
+        told = [sorted({r for c, r, _ in found if c == code and ((c, r) in waits) == wait}) for wait in (False, True)]
+        lines.append(f"| {code} | {', '.join(told[0])} | {', '.join(told[1])} |")
+    return "\n".join(lines)

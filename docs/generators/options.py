@@ -1,0 +1,18 @@
+"""The table of options, from service/common/config.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+def options() -> str:
+    """All options of `saccade serve`."""
+    from service.common.config import ServerOptions
+    from service.common.settings import flag_of, value_words
+
+    lines = ["| option | value | default | |", "| --- | --- | --- | --- |"]
+    for spec in dataclasses.fields(ServerOptions):
+        default = "off" if isinstance(spec.default, bool) else "" if spec.default in (None, ()) else spec.default
+        name = "MODEL" if spec.name == "model" else flag_of(spec)
+        lines.append(f"| `{name}` | {value_words(ServerOptions, spec)} | {default} | {spec.metadata['help']} |")
+    return "\n".join(lines)
