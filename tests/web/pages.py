@@ -1,0 +1,123 @@
+"""The playground as a test sees it: opens it, uses it by mouse or by keyboard, and notes what a person would not see."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from conftest import BUILD
+
+SIZES = {"desktop": (1280, 860), "phone": (390, 844)}
+ENDED = ".pane:not([data-state=idle], [data-state=waiting], [data-state=streaming])"
+AXE = """async () => (await axe.run(document, {runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}))
+    .violations.map(found => ({id: found.id, nodes: found.nodes.map(node => node.html + " " + node.failureSummary)}))"""
+FILES = """([target, kind, files]) => {
+    const data = new DataTransfer();
+    for (const [name, type, text] of files)
+        data.items.add(new File([Uint8Array.from(atob(text), c => c.charCodeAt(0))], name, {type}));
+    const where = document.querySelector(target);
+    const event = kind === "paste"
+        ? new ClipboardEvent("paste", {clipboardData: data, bubbles: true, cancelable: true})
+        : new DragEvent(kind, {dataTransfer: data, bubbles: true, cancelable: true});
+    where.dispatchEvent(event);
+}"""
+
+
+class Playground:
+    """One page."""
+
+    def __init__(self, page: Any, url: str) -> None:
+        self.page, self.url = page, url
+        self.problems: list[str] = []
+        """What the console, the page or a request complained about."""
+        self.allowed: list[str] = []
+        """Patterns of complaints that a test expects."""
+        page.on("console", lambda message: self._note(message.type, message.text + " " + message.location["url"]))
+        page.on("pageerror", lambda error: self.problems.append(f"exception: {error}"))
+        page.on("request", self._outside)
+
+    def _note(self, kind: str, text: str) -> None:
+        if kind in ("error", "warning") and not any(re.search(pattern, text) for pattern in self.allowed):
+            self.problems.append(f"{kind}: {text}")
+
+    def _outside(self, request: Any) -> None:
+        if not request.url.startswith((self.url, "blob:", "data:")):
+            self.problems.append(f"outside: {request.url}")
+
+    def open(self, view: str = "") -> None:
+        self.page.goto(self.url + "/" + view)
+        self.page.wait_for_selector("#model[data-state=ready]")
+
+    def example(self, name: str = "shapes.png") -> None:
+        self.page.locator(f".example[data-key='{name}']").click()
+        self.page.wait_for_selector(".thumb-box")
+
+    def ask(self, question: str | None = None, *, keys: bool = False) -> None:
+        """Asks, and waits for the end of each answer."""
+        if question is not None:
+            self.page.fill("#question", question)
+        if keys:
+            self.page.keyboard.press("Control+Enter")
+        else:
+            self.page.click("#go")
+        self.page.wait_for_selector("#go:not(.stop)", timeout=60_000)
+        self.page.wait_for_selector(ENDED)
+
+    def text(self, pane: int = 0) -> str:
+        """The answer without tokens that are not text."""
+        words = self.page.locator(".words").nth(pane)
+        return str(words.evaluate(
+            "box => [...box.childNodes].filter(n => !n.classList?.contains('outside')).map(n => n.textContent).join('')"
+        ))  # fmt: skip
+
+    def number(self, name: str, pane: int = 0) -> str:
+        return str(self.page.locator(f"[data-number={name}]").nth(pane).inner_text())
+
+    def state(self, pane: int = 0) -> str:
+        return str(self.page.locator(".pane").nth(pane).get_attribute("data-state"))
+
+    def give(self, kind: str, files: Sequence[tuple[str, str, str]], target: str = "#stage") -> None:
+        """`files`: name, type and content in base64. `kind`: "drop" or "paste"."""
+        self.page.evaluate(FILES, [target, kind, [list(file) for file in files]])
+
+    def settings(self, **values: str) -> None:
+        self.page.evaluate("document.querySelector('#settings').open = true")
+        for name, value in values.items():
+            field = self.page.locator(f"#settings [name={name}]")
+            if field.evaluate("field => field.tagName") == "SELECT":
+                field.select_option(value)
+            else:
+                field.fill(value)
+
+    def check(self, axe: str, name: str) -> None:
+        """A screenshot of the whole page, and no violation of accessibility."""
+        BUILD.mkdir(parents=True, exist_ok=True)
+        # Colours are judged after their transitions.
+        self.page.evaluate("Promise.all(document.getAnimations().filter(a => a instanceof CSSTransition).map(a => a.finished))")
+        self.page.screenshot(path=BUILD / f"{name}.png", full_page=True)
+        if not self.page.evaluate("'axe' in window"):
+            self.page.evaluate(axe)
+        found = self.page.evaluate(AXE)
+        assert not found, json.dumps(found, indent=1)
+
+
+@contextmanager
+def opened(
+    browser: Any, url: str, size: str = "desktop", scheme: str = "light", view: str = "", **options: Any
+) -> Iterator[Playground]:
+    """A page in a context of its own. At the end it must have caused no error and no request to anybody else."""
+    width, height = SIZES[size]
+    context = browser.new_context(
+        viewport={"width": width, "height": height}, color_scheme=scheme, is_mobile=size == "phone",
+        has_touch=size == "phone", permissions=["clipboard-read", "clipboard-write"], **options,
+    )  # fmt: skip
+    try:
+        playground = Playground(context.new_page(), url)
+        playground.open(view)
+        yield playground
+        assert not playground.problems, playground.problems
+    finally:
+        context.close()

@@ -1,0 +1,90 @@
+"""How the playground looks: screenshots of its states, no violation of accessibility, no shift of the layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import WebServer
+from pages import Playground, opened
+
+pytestmark = pytest.mark.whole
+
+SCHEMES = ("light", "dark")
+
+
+def states(playground: Playground, axe: str, name: str) -> None:
+    page = playground.page
+    playground.check(axe, f"{name}-empty")
+    playground.example()
+    playground.ask()
+    playground.check(axe, f"{name}-answer")
+    page.locator(".token").nth(3).hover()
+    playground.check(axe, f"{name}-token")
+    page.mouse.move(2, 2)
+    for opener, dialog in (("code", "code"), ("help", "help"), ("key", "key")):
+        page.click(f"#{opener}-open")
+        page.wait_for_selector(f"#{dialog}-dialog[open]")
+        playground.check(axe, f"{name}-{dialog}")
+        page.keyboard.press("Escape")
+    page.locator("label:has(#compare)").click()
+    playground.settings(temperature="1.3", seed="18446744073709551615", format="json_schema")
+    playground.check(axe, f"{name}-settings")
+    playground.settings(format="")
+    playground.ask()
+    page.evaluate("document.querySelector('#settings').open = false")
+    playground.check(axe, f"{name}-compare")
+    assert "seed 18446744073709551615" in page.locator(".pane footer").nth(1).inner_text()
+    playground.allowed.append("400")
+    playground.settings(max_tokens="9999999")
+    playground.ask()
+    playground.check(axe, f"{name}-error")
+    page.click("#nav-status")
+    page.wait_for_selector(".card")
+    page.wait_for_selector("#status-note.live")
+    playground.check(axe, f"{name}-status")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("size", ["desktop", "phone"])
+def test_each_state_is_accessible(browser: Any, server: WebServer, axe: str, size: str, scheme: str) -> None:
+    with opened(browser, server.url, size, scheme) as playground:
+        states(playground, axe, f"{size}-{scheme}")
+        wide = playground.page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        assert wide <= 0, "the page is wider than its window"
+
+
+@pytest.mark.parametrize("size", ["desktop", "phone"])
+def test_nothing_moves_while_an_answer_is_written(browser: Any, server: WebServer, size: str) -> None:
+    with opened(browser, server.url, size) as playground:
+        playground.page.evaluate(
+            """() => { window.shifts = [];
+            new PerformanceObserver(list => shifts.push(...list.getEntries().map(e => [e.value,
+                e.sources.map(s => s.node?.className ?? String(s.node))])))
+                .observe({type: "layout-shift", buffered: true}); }"""
+        )
+        playground.example()
+        playground.ask()
+        playground.ask("Which shape is the purple one?")
+        shifts = playground.page.evaluate("shifts")
+        assert sum(value for value, _ in shifts) < 0.02, shifts
+
+
+def test_the_colours_are_the_system_s_until_one_is_chosen(browser: Any, server: WebServer) -> None:
+    with opened(browser, server.url, scheme="dark") as playground:
+        page = playground.page
+
+        def paper() -> str:
+            return str(page.evaluate("getComputedStyle(document.documentElement).backgroundColor"))
+
+        dark = paper()
+        page.click("#theme")
+        light = paper()
+        assert light != dark
+        page.reload()
+        assert paper() == light
+        page.keyboard.press("t")
+        assert paper() == dark
+        page.keyboard.press("t")  # as the system again
+        page.emulate_media(color_scheme="light")
+        assert paper() == light

@@ -1,0 +1,272 @@
+"""What a person can do in the playground, by mouse and by keyboard, with the demo model behind it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clips import animation, film, moving_frames
+from conftest import ROOT, WebServer
+from pages import ENDED, Playground, opened
+from test_smoke import SHAPES
+
+pytestmark = pytest.mark.whole
+
+LONG = json.dumps({"type": "string", "minLength": 6000, "maxLength": 7000})
+FOCUS = """() => { const e = document.activeElement, s = getComputedStyle(e), near = e.nextElementSibling;
+    const rings = [s, near && e.type === "radio" ? getComputedStyle(near) : s];
+    return [e.id || e.className || e.name || e.tagName, rings.some(r => r.outlineStyle !== "none" && parseFloat(r.outlineWidth) > 0)]; }"""
+
+
+def file(name: str) -> tuple[str, str, str]:
+    return name, "image/png", base64.b64encode((ROOT / "demo" / "pictures" / name).read_bytes()).decode()
+
+
+@pytest.fixture
+def desktop(browser: Any, server: WebServer) -> Any:
+    with opened(browser, server.url) as playground:
+        yield playground
+
+
+def thumbs(playground: Playground, count: int) -> None:
+    playground.page.wait_for_selector(f".thumb-box:nth-child({count})")
+    assert playground.page.locator(".thumb-box").count() == count
+
+
+def test_images_are_dropped_pasted_picked_and_removed(desktop: Playground, tmp_path: Path) -> None:
+    page = desktop.page
+    desktop.give("drop", [file("pair-first.png")])
+    thumbs(desktop, 1)
+    desktop.give("paste", [file("pair-second.png")], "#question")
+    thumbs(desktop, 2)
+    with page.expect_file_chooser() as chooser:
+        page.click(".thumb.add")
+    chooser.value.set_files(ROOT / "demo" / "pictures" / "shapes.png")
+    thumbs(desktop, 3)
+    page.locator(".remove").nth(2).click()
+    thumbs(desktop, 2)
+    desktop.ask("Is the shape the same in both pictures?")
+    assert desktop.text() == "yes"
+    with page.expect_file_chooser() as chooser:
+        page.evaluate("document.activeElement.blur()")
+        page.keyboard.press("o")
+    chooser.value.set_files([])
+    page.locator(".thumb[aria-pressed]").nth(1).focus()
+    page.keyboard.press("Delete")
+    thumbs(desktop, 1)
+    desktop.give("drop", [("notes.txt", "text/plain", "aGk=")])
+    page.wait_for_selector("#caption:has-text('Neither an image nor a clip: notes.txt')")
+
+
+def test_everything_is_reached_by_the_keyboard(desktop: Playground) -> None:
+    page = desktop.page
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "question"
+    page.evaluate("document.activeElement.blur(); document.querySelector('#settings').open = true; scrollTo(0, 0)")
+    page.locator(".brand").focus()
+    page.keyboard.press("Tab")
+    seen: dict[str, bool] = {}
+    for _ in range(60):
+        name, ring = page.evaluate(FOCUS)
+        if name in seen and name == "brand" or name == "BODY":
+            break
+        seen[name] = ring
+        page.keyboard.press("Tab")
+    assert all(seen.values()), seen
+    wanted = {"nav-ask", "nav-status", "key-open", "theme", "help-open", "pick", "grid-on", "question", "compare", "go"}
+    assert wanted | {"code-open", "temperature", "seed", "format", "thumb example"} <= set(seen), seen
+
+
+def test_shortcuts_are_listed_and_can_be_switched_off(desktop: Playground) -> None:
+    page = desktop.page
+    page.keyboard.press("?")
+    page.wait_for_selector("#help-dialog[open]")
+    assert page.locator("#shortcuts dt").count() >= 12
+    page.locator("label:has(#letters)").click()
+    page.keyboard.press("Escape")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("c")
+    assert page.locator(".pane").count() == 1
+    page.click("#help-open")
+    page.locator("label:has(#letters)").click()
+    page.keyboard.press("Escape")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("c")
+    assert page.locator(".pane").count() == 2
+    page.keyboard.press("/")
+    page.keyboard.type("cc?")  # in a text field these are letters
+    assert page.input_value("#question") == "cc?" and page.locator(".pane").count() == 2
+
+
+@pytest.mark.parametrize("keys", [False, True], ids=["mouse", "keyboard"])
+def test_an_answer_is_stopped(desktop: Playground, server: WebServer, keys: bool) -> None:
+    page = desktop.page
+    desktop.allowed.append("ERR_ABORTED")
+    desktop.settings(format="json_schema", schema=LONG, max_tokens="4000")
+    page.fill("#question", "Write.")
+    if keys:
+        page.keyboard.press("Control+Enter")
+    else:
+        page.click("#go")
+    page.wait_for_selector(".pane[data-state=streaming]")
+    page.wait_for_selector(".token >> nth=20")
+    if keys:
+        page.keyboard.press("Escape")
+    else:
+        page.click("#go")
+    page.wait_for_selector(".pane[data-state=stopped]")
+    assert desktop.text() and desktop.number("rate") != "–"
+    page.click("#nav-status")
+    page.wait_for_selector(".card:first-child .facts dd:text-is('0 of 32')")  # the server has stopped, too
+
+
+def test_two_settings_are_compared(desktop: Playground) -> None:
+    page = desktop.page
+    desktop.example()
+    page.locator("label:has(#compare)").click()
+    desktop.settings(max_tokens="3")
+    assert page.locator(".differs").nth(1).inner_text() == "tokens 3"
+    page.locator("#which label").first.click()
+    assert page.input_value("[name=max_tokens]") == "256"
+    desktop.ask(keys=True)
+    page.wait_for_selector(f":nth-match({ENDED}, 2)")
+    assert desktop.text(0) == SHAPES and SHAPES.startswith(desktop.text(1)) and desktop.text(1) != SHAPES
+    assert desktop.number("output", 1) == "3" and desktop.number("output", 0) == "22"
+    assert page.locator(".finish").nth(1).inner_text() == "Longest answer reached"
+
+
+def test_tokens_tell_their_probabilities(desktop: Playground) -> None:
+    page = desktop.page
+    desktop.example()
+    desktop.ask()
+    page.locator(".token").nth(2).hover()
+    card = page.locator("#token-card")
+    assert card.locator("li").count() == 5 and "triangle" in card.inner_text()
+    page.mouse.move(2, 2)
+    card.wait_for(state="hidden")
+    page.locator(".words").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("End")
+    assert "im_end" in card.inner_text() and "%" in page.locator("#live").inner_text()
+    page.keyboard.press("Escape")
+    card.wait_for(state="hidden")
+    desktop.settings(logprobs="")
+    desktop.ask()
+    assert desktop.text() == SHAPES and page.locator(".token").count() == 0
+
+
+def test_the_patch_grid_is_the_server_s(desktop: Playground) -> None:
+    page = desktop.page
+    desktop.example("wide.png")
+    desktop.ask()
+    rows, columns = (int(part) for part in page.locator("#frame svg").get_attribute("viewBox").split()[:1:-1])
+    assert rows * columns // 4 == int(desktop.number("image")) and columns > rows
+    assert f"{rows} × {columns} patches" in page.inner_text("#caption")
+    box = page.locator("#frame").bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 3, box["y"] + box["height"] - 3)
+    last = f"Token {rows * columns // 4} of {rows * columns // 4}: row {rows // 2}, column {columns // 2}"
+    assert page.inner_text("#caption") == last
+    page.mouse.move(2, 2)
+    page.locator("#frame").focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("#caption").endswith("row 1, column 2")
+    page.keyboard.press("g")
+    assert page.locator("#frame svg").count() == 0
+
+
+def test_clips_are_sent_as_clips(desktop: Playground) -> None:
+    page = desktop.page
+    gif = base64.b64encode(animation(moving_frames(5, 64, 64, 3), "GIF")).decode()
+    desktop.give("drop", [("moving.gif", "image/gif", gif)])
+    page.wait_for_selector(".badge:text-is('clip')")
+    desktop.ask("What does the picture show?")
+    assert desktop.state() == "done" and "5 frames" in page.inner_text("#caption")
+    page.locator("label:has(#as-clip)").click()
+    desktop.ask()
+    assert desktop.state() == "done" and "frames" not in page.inner_text("#caption")
+    webm = base64.b64encode(film("webm", "libvpx-vp9", 6, 64, 64, 60)).decode()
+    desktop.give("drop", [("film.webm", "video/webm", webm)])
+    page.wait_for_selector("#frame video")
+    desktop.ask()
+    assert desktop.state() == "done" and "frames" in page.inner_text("#caption")
+
+
+def test_an_answer_is_held_to_a_schema(desktop: Playground) -> None:
+    desktop.example()
+    desktop.settings(format="json_schema", schema='{"enum": ["red", "purple"]')
+    desktop.page.click("#go")  # not JSON: nothing is sent, and the field is shown
+    assert desktop.page.evaluate("document.activeElement.name") == "schema"
+    assert "not JSON" in desktop.page.inner_text("#schema-note") and desktop.state() == "idle"
+    desktop.settings(schema='{"enum": ["red", "purple"]}')
+    desktop.ask("What colour is the triangle?")
+    assert json.loads(desktop.text()) in ("red", "purple")
+
+
+@pytest.mark.parametrize("language", ["curl", "python", "grpc"])
+def test_the_code_gives_the_same_answer(
+    desktop: Playground, server: WebServer, tmp_path: Path, language: str
+) -> None:
+    page = desktop.page
+    desktop.example()
+    desktop.settings(system="", seed="18446744073709551615", temperature="0", max_tokens="12", stop="blue")
+    desktop.ask('What does the picture show? `$HOME` "\\n" \U0001f642')
+    answer = desktop.text()
+    page.keyboard.press("Tab")
+    page.click("#code-open")
+    page.click(f"#tab-{language}")
+    page.click("#code-copy")
+    page.wait_for_selector("#code-copy:text-is('Copied')")
+    code = page.evaluate("navigator.clipboard.readText()")
+    (tmp_path / "shapes.png").write_bytes((ROOT / "demo" / "pictures" / "shapes.png").read_bytes())
+    command = ["bash", "-c", code] if language == "curl" else [sys.executable, "-c", code]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if language == "grpc":  # `serve --http-port` does not tell the page the port of gRPC
+        command[-1] = code.replace("127.0.0.1:50051", server.grpc)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    output = done.stdout.strip()
+    if language == "curl":
+        chunks = [json.loads(line[6:]) for line in output.splitlines() if line.startswith("data: {")]
+        output = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
+    assert output.strip() == answer.strip()
+
+
+def test_errors_have_a_reason_and_a_request(desktop: Playground) -> None:
+    page = desktop.page
+    desktop.allowed.append("status of 400")
+    broken = base64.b64encode(b"this is no image").decode()
+    desktop.give("drop", [("broken.png", "image/png", broken)])
+    page.wait_for_selector(".unseen")
+    desktop.ask("What is it?")
+    error = page.locator(".error")
+    assert desktop.state() == "failed" and error.locator("strong").inner_text() == "IMAGE_DECODE_FAILED"
+    request = error.locator(".ids").inner_text()
+    assert request.startswith("HTTP 400 · request ")
+    error.locator("button:text-is('Copy request id')").click()
+    page.wait_for_selector(".error button:text-is('Copied')")
+    assert request.endswith(page.evaluate("navigator.clipboard.readText()"))
+
+
+def test_the_status_is_live_and_can_be_paused(desktop: Playground) -> None:
+    page = desktop.page
+    page.click("#nav-status")
+    page.wait_for_selector("#status-note.live")
+    titles = page.locator(".card h3").all_inner_texts()
+    assert titles == [
+        "Requests", "Tokens a second", "Decoder memory", "Image embeddings", "Encoder budgets", "Messages",
+    ]  # fmt: skip
+    page.click("#pause")
+    assert page.inner_text("#status-note") == "Paused"
+    with page.expect_request("**/status"):
+        page.click("#pause")
+    page.keyboard.press("1")
+    page.wait_for_selector("#ask:not([hidden])")
