@@ -37,7 +37,7 @@ STAMP := $(VENV)/.saccade-setup-$(SETUP_HASH)
 # $(call needs,PATH): stops with a plain sentence where a checkout does not hold PATH.
 needs = @test -e '$(1)' || { echo "make $@: this checkout has no $(1) yet" >&2; exit 1; }
 
-.PHONY: help setup demo serve test test-fast test-ray lint format docs protos sdk test-floors demo-model bench aot soak gpu-check gpu-bench peers
+.PHONY: help setup demo serve test test-fast test-web test-ray lint format docs protos sdk test-floors demo-model bench aot soak gpu-check gpu-bench peers
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -100,6 +100,13 @@ protos: setup  ## regenerate saccade/v1 from protos/
 
 sdk: setup  ## regenerate the synchronous client from the asyncio one
 	@$(PY) saccade/tools/async_to_sync.py
+
+test-web: setup  ## the playground's tests in chromium, which this installs (as root, on Debian); screenshots go to build/web
+	@command -v chromium chromium-browser google-chrome >/dev/null \
+	|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get -qq update && apt-get -qq install -y chromium >/dev/null; } \
+	|| { echo 'make $@: there is no chromium; install it, as with: sudo apt-get install chromium' >&2; exit 1; }
+	@$(PY) -m pip install --quiet -c $(VENV)/constraints.txt playwright
+	@$(PY) -m pytest -q tests/web --whole $(ARGS)
 
 test-ray: setup  ## the tests that need Ray, OpenAI's client and the gateway smg, which this installs
 	@$(PY) -m pip install --quiet -c $(VENV)/constraints.txt 'ray[data,serve-grpc]>=2.60,<2.61' smg smg-grpc-proto openai

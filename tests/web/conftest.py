@@ -1,82 +1,68 @@
-"""The playground in a real browser, Debian's chromium, on a real server with the demo model.
+"""The playground in a real browser, Debian's chromium, on a real server with the embedded model.
 
-Skipped where there is no chromium or no Playwright. `make test-web` installs what is missing and runs everything;
-without SACCADE_WEB=1, which it sets, only the tests that are not marked `whole` run.
+Skipped where there is no chromium or no Playwright. `make test-web` installs what is missing and passes --whole, without
+which the tests marked `whole` are skipped.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from fetch_axe import fetch
+from keys import key_file
+from pages import BUILD, CHROMIUM, Playground, launched, opened
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-BUILD = ROOT / "build" / "web"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+from service.commands.cli import ServerProcess
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+QUIET = ("--threads", "1", "--image-workers", "1", "--log-level", "warning", "--http-port", "0")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole", action="store_true", help="also run the tests marked `whole`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--whole", False):
+        return
     for item in items:
-        if item.get_closest_marker("whole") and not os.environ.get("SACCADE_WEB"):
-            item.add_marker(pytest.mark.skip(reason="make test-web runs it"))
-
-
-class WebServer:
-    """`saccade serve` with its HTTP server, on free ports."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "service", "serve", *arguments, "--port", "0", "--http-port", "0", "--threads", "1",
-             "--log-level", "warning", "--image-workers", "1"],
-            stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        )  # fmt: skip
-        assert self._process.stdout is not None
-        lines = [self._process.stdout.readline().split() for _ in range(2)]
-        assert all(lines), f"the server did not start: exit code {self._process.wait(30)}"
-        self.url = next(line[-1] for line in lines if "http" in line)
-        self.grpc = next(line[-1] for line in lines if "http" not in line)
-
-    def close(self) -> None:
-        self._process.terminate()
-        code = self._process.wait(60)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        assert code == 0
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[WebServer]:
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium")
-    running = WebServer("demo", "--admin")
-    yield running
-    running.close()
+        if item.get_closest_marker("whole"):
+            item.add_marker(pytest.mark.skip(reason="one of the playground's tests that `make test-web` runs"))
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     if CHROMIUM is None:
-        pytest.skip("there is no chromium")
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as engine:
-        # Root, as in containers, has no sandbox.
-        options = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = engine.chromium.launch(executable_path=CHROMIUM, args=options)
+        pytest.skip("there is no chromium: `make test-web` says how to install it")
+    pytest.importorskip("playwright", reason="Playwright is not installed: `make test-web` installs it")
+    with launched() as browser:
         yield browser
-        browser.close()
+
+
+@pytest.fixture(scope="session")
+def server(browser: Any) -> Iterator[ServerProcess]:
+    """Needs `browser`, so that no server is started for tests that are skipped."""
+    with ServerProcess(["demo", "--admin", *QUIET]) as running:
+        yield running
+        assert running.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def locked(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that wants API keys."""
+    keys = key_file(tmp_path_factory.mktemp("keys") / "keys.toml")
+    with ServerProcess(["demo", "--api-keys", keys, *QUIET]) as running:
+        yield running
+
+
+@pytest.fixture
+def desktop(browser: Any, server: ServerProcess) -> Iterator[Playground]:
+    with opened(browser, server.http_url) as playground:
+        yield playground
 
 
 @pytest.fixture(scope="session")
 def axe() -> str:
     """The source of axe-core."""
-    from fetch_axe import fetch
-
     return fetch(BUILD).read_text("utf-8")

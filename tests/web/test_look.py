@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import WebServer
 from pages import Playground, opened
+
+from service.commands.cli import ServerProcess
 
 pytestmark = pytest.mark.whole
 
@@ -47,16 +48,16 @@ def states(playground: Playground, axe: str, name: str) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("size", ["desktop", "phone"])
-def test_each_state_is_accessible(browser: Any, server: WebServer, axe: str, size: str, scheme: str) -> None:
-    with opened(browser, server.url, size, scheme) as playground:
+def test_each_state_is_accessible(browser: Any, server: ServerProcess, axe: str, size: str, scheme: str) -> None:
+    with opened(browser, server.http_url, size, scheme) as playground:
         states(playground, axe, f"{size}-{scheme}")
         wide = playground.page.evaluate("document.documentElement.scrollWidth - innerWidth")
         assert wide <= 0, "the page is wider than its window"
 
 
 @pytest.mark.parametrize("size", ["desktop", "phone"])
-def test_nothing_moves_while_an_answer_is_written(browser: Any, server: WebServer, size: str) -> None:
-    with opened(browser, server.url, size) as playground:
+def test_nothing_moves_while_an_answer_is_written(browser: Any, server: ServerProcess, size: str) -> None:
+    with opened(browser, server.http_url, size) as playground:
         playground.page.evaluate(
             """() => { window.shifts = [];
             new PerformanceObserver(list => shifts.push(...list.getEntries().map(e => [e.value,
@@ -70,8 +71,8 @@ def test_nothing_moves_while_an_answer_is_written(browser: Any, server: WebServe
         assert sum(value for value, _ in shifts) < 0.02, shifts
 
 
-def test_the_colours_are_the_system_s_until_one_is_chosen(browser: Any, server: WebServer) -> None:
-    with opened(browser, server.url, scheme="dark") as playground:
+def test_the_colours_are_the_system_s_until_one_is_chosen(browser: Any, server: ServerProcess) -> None:
+    with opened(browser, server.http_url, scheme="dark") as playground:
         page = playground.page
 
         def paper() -> str:

@@ -1,4 +1,4 @@
-"""What a person can do in the playground, by mouse and by keyboard, with the demo model behind it."""
+"""What a person can do in the playground, by mouse and by keyboard, with the embedded model behind it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from clips import animation, film, moving_frames
-from conftest import ROOT, WebServer
-from pages import ENDED, Playground, opened
-from test_smoke import SHAPES
+from pages import ENDED, ROOT, SHAPES, Playground
+
+from service.commands.cli import ServerProcess
 
 pytestmark = pytest.mark.whole
 
@@ -26,12 +25,6 @@ FOCUS = """() => { const e = document.activeElement, s = getComputedStyle(e), ne
 
 def file(name: str) -> tuple[str, str, str]:
     return name, "image/png", base64.b64encode((ROOT / "demo" / "pictures" / name).read_bytes()).decode()
-
-
-@pytest.fixture
-def desktop(browser: Any, server: WebServer) -> Any:
-    with opened(browser, server.url) as playground:
-        yield playground
 
 
 def thumbs(playground: Playground, count: int) -> None:
@@ -107,7 +100,7 @@ def test_shortcuts_are_listed_and_can_be_switched_off(desktop: Playground) -> No
 
 
 @pytest.mark.parametrize("keys", [False, True], ids=["mouse", "keyboard"])
-def test_an_answer_is_stopped(desktop: Playground, server: WebServer, keys: bool) -> None:
+def test_an_answer_is_stopped(desktop: Playground, server: ServerProcess, keys: bool) -> None:
     page = desktop.page
     desktop.allowed.append("ERR_ABORTED")
     desktop.settings(format="json_schema", schema=LONG, max_tokens="4000")
@@ -213,7 +206,7 @@ def test_an_answer_is_held_to_a_schema(desktop: Playground) -> None:
 
 @pytest.mark.parametrize("language", ["curl", "python", "grpc"])
 def test_the_code_gives_the_same_answer(
-    desktop: Playground, server: WebServer, tmp_path: Path, language: str
+    desktop: Playground, server: ServerProcess, tmp_path: Path, language: str
 ) -> None:
     page = desktop.page
     desktop.example()
@@ -230,7 +223,7 @@ def test_the_code_gives_the_same_answer(
     command = ["bash", "-c", code] if language == "curl" else [sys.executable, "-c", code]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     if language == "grpc":  # `serve --http-port` does not tell the page the port of gRPC
-        command[-1] = code.replace("127.0.0.1:50051", server.grpc)
+        command[-1] = code.replace("127.0.0.1:50051", server.address)
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     output = done.stdout.strip()

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from conftest import BUILD
-
+ROOT = Path(__file__).resolve().parent.parent.parent
+BUILD = ROOT / "build" / "web"
+"""Gets the screenshots."""
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SHAPES = "a purple triangle at the top, a blue circle at the right and a blue cross at the bottom right"
+"""The embedded model's answer to the first example."""
 SIZES = {"desktop": (1280, 860), "phone": (390, 844)}
 ENDED = ".pane:not([data-state=idle], [data-state=waiting], [data-state=streaming])"
 AXE = """async () => (await axe.run(document, {runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}))
@@ -24,6 +31,18 @@ FILES = """([target, kind, files]) => {
         : new DragEvent(kind, {dataTransfer: data, bubbles: true, cancelable: true});
     where.dispatchEvent(event);
 }"""
+
+
+@contextmanager
+def launched() -> Iterator[Any]:
+    """Debian's chromium, without a window. Raises ImportError without Playwright."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as engine:
+        # Root, as in containers, has no sandbox.
+        browser = engine.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] if os.geteuid() == 0 else [])
+        yield browser
+        browser.close()
 
 
 class Playground:
@@ -96,7 +115,9 @@ class Playground:
         """A screenshot of the whole page, and no violation of accessibility."""
         BUILD.mkdir(parents=True, exist_ok=True)
         # Colours are judged after their transitions.
-        self.page.evaluate("Promise.all(document.getAnimations().filter(a => a instanceof CSSTransition).map(a => a.finished))")
+        self.page.evaluate(
+            "Promise.all(document.getAnimations().filter(a => a instanceof CSSTransition).map(a => a.finished))"
+        )
         self.page.screenshot(path=BUILD / f"{name}.png", full_page=True)
         if not self.page.evaluate("'axe' in window"):
             self.page.evaluate(axe)

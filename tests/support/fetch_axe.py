@@ -1,6 +1,6 @@
 """Fetches axe-core, the accessibility checks, from npm's registry: a fixed version, checked by its hash.
 
-    python tests/web/fetch_axe.py FOLDER      # writes FOLDER/axe.min.js, unless it is there
+    python tests/support/fetch_axe.py FOLDER      # writes FOLDER/axe.min.js, unless it is there
 
 axe-core is licensed under the MPL 2.0. It is used by the tests only and is not part of any distribution.
 """
