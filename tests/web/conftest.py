@@ -1,7 +1,7 @@
 """The playground in a real browser, Debian's chromium, on a real server with the embedded model.
 
-Skipped where there is no chromium or no Playwright. `make test-web` installs what is missing and passes --whole, without
-which the tests marked `whole` are skipped.
+Skipped where there is no chromium or no Playwright. `make test-web` installs what is missing and passes --whole,
+without which tests marked `whole` are skipped.
 """
 
 from __future__ import annotations

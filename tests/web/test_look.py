@@ -31,6 +31,10 @@ def states(playground: Playground, axe: str, name: str) -> None:
     page.locator("label:has(#compare)").click()
     playground.settings(temperature="1.3", seed="18446744073709551615", format="json_schema")
     playground.check(axe, f"{name}-settings")
+    outside = page.evaluate("""[...document.querySelectorAll(".prompt > *")]
+        .filter(box => box.getBoundingClientRect().right > box.parentElement.getBoundingClientRect().right + 1)
+        .map(box => box.className)""")
+    assert not outside, "wider than their column, so that they cover the answer"
     playground.settings(format="")
     playground.ask()
     page.evaluate("document.querySelector('#settings').open = false")

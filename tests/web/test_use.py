@@ -20,7 +20,8 @@ pytestmark = pytest.mark.whole
 LONG = json.dumps({"type": "string", "minLength": 6000, "maxLength": 7000})
 FOCUS = """() => { const e = document.activeElement, s = getComputedStyle(e), near = e.nextElementSibling;
     const rings = [s, near && e.type === "radio" ? getComputedStyle(near) : s];
-    return [e.id || e.className || e.name || e.tagName, rings.some(r => r.outlineStyle !== "none" && parseFloat(r.outlineWidth) > 0)]; }"""
+    const seen = rings.some(r => r.outlineStyle !== "none" && parseFloat(r.outlineWidth) > 0);
+    return [e.id || e.className || e.name || e.tagName, seen]; }"""
 
 
 def file(name: str) -> tuple[str, str, str]:
@@ -32,7 +33,7 @@ def thumbs(playground: Playground, count: int) -> None:
     assert playground.page.locator(".thumb-box").count() == count
 
 
-def test_images_are_dropped_pasted_picked_and_removed(desktop: Playground, tmp_path: Path) -> None:
+def test_images_are_dropped_pasted_picked_and_removed(desktop: Playground) -> None:
     page = desktop.page
     desktop.give("drop", [file("pair-first.png")])
     thumbs(desktop, 1)
@@ -44,8 +45,10 @@ def test_images_are_dropped_pasted_picked_and_removed(desktop: Playground, tmp_p
     thumbs(desktop, 3)
     page.locator(".remove").nth(2).click()
     thumbs(desktop, 2)
-    desktop.ask("Is the shape the same in both pictures?")
-    assert desktop.text() == "yes"
+    questions = json.loads((ROOT / "demo" / "questions.json").read_text("utf-8"))
+    asked = next(entry for entry in questions if entry["images"] == ["pair-first.png", "pair-second.png"])
+    desktop.ask(asked["question"])
+    assert desktop.text() == asked["answer"]
     with page.expect_file_chooser() as chooser:
         page.evaluate("document.activeElement.blur()")
         page.keyboard.press("o")
