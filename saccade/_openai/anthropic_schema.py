@@ -164,6 +164,7 @@ class MessagesRequest(CountTokens):
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
+    seed: int | None = Field(None, ge=0, lt=2**64)
     stream: bool | None = None
     metadata: Any = Field(None, description="Ignored.")
     service_tier: Any = Field(None, description="Ignored.")
@@ -184,7 +185,7 @@ def chat_of(body: CountTokens) -> ChatCompletion:
     if isinstance(body, MessagesRequest):
         options |= {
             "max_tokens": body.max_tokens, "stop": body.stop_sequences, "temperature": body.temperature,
-            "top_p": body.top_p, "top_k": body.top_k, "stream": body.stream,
+            "top_p": body.top_p, "top_k": body.top_k, "seed": body.seed, "stream": body.stream,
         }  # fmt: skip
     if body.thinking is not None:
         options["max_reasoning_tokens"] = body.thinking.budget_tokens

@@ -155,6 +155,7 @@ class ResponseRequest(Strict):
     previous_response_id: None = Field(None, description="Nothing is stored: send the conversation as input.")
     conversation: None = None
     seed: int | None = Field(None, ge=0, lt=2**64)
+    max_reasoning_tokens: int | None = Field(None, ge=0)
     metadata: dict[str, Any] | None = None
     store: bool | None = Field(None, description="Ignored: nothing is stored.")
     user: str | None = None
@@ -184,6 +185,7 @@ def chat_of(body: ResponseRequest) -> ChatCompletion:
         "top_logprobs": body.top_logprobs, "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _format(body.text),
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+        "max_reasoning_tokens": body.max_reasoning_tokens,
     }  # fmt: skip
     if body.tools:
         options["tools"] = [

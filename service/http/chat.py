@@ -69,7 +69,9 @@ class ChatEvents(Events):
         self._call = call
         self._n = body.n or 1
         self._usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._head = self._null_usage = ""
+        self._head = ""
+        self._roles = b""
+        """The chunks that begin the samples, until the first token: programs take them for it when they measure."""
 
     def begin(self, started: inference_pb2.Started) -> bytes:
         self._head = (
@@ -78,15 +80,21 @@ class ChatEvents(Events):
             f'"system_fingerprint":{quoted(started.model_version)},"choices":['
         )
         self._tail = ',"usage":null}\n\n' if self._usage else "}\n\n"
-        first = f',"usage":null,"saccade":{compact(started_extension(started))}}}\n\n' if self._usage else self._tail
-        return b"".join(
+        self._roles = b"".join(
             self._chunk(f'{{"index":{i},"delta":{{"role":"assistant","content":""}},"logprobs":null,'
-                        f'"finish_reason":null}}', self._tail if i else first)
+                        f'"finish_reason":null}}')
             for i in range(self._n)
         )  # fmt: skip
+        if not self._usage:
+            return b""
+        return f'{self._head}],"usage":null,"saccade":{compact(started_extension(started))}}}\n\n'.encode()
 
-    def _chunk(self, choice: str, tail: str | None = None) -> bytes:
-        return f"{self._head}{choice}]{self._tail if tail is None else tail}".encode("utf-8", "replace")
+    def _chunk(self, choice: str) -> bytes:
+        return f"{self._head}{choice}]{self._tail}".encode("utf-8", "replace")
+
+    def _after_roles(self, data: bytes) -> bytes:
+        roles, self._roles = self._roles, b""
+        return roles + data
 
     def piece(self, delta: Delta) -> bytes:
         fields = []
@@ -98,11 +106,11 @@ class ChatEvents(Events):
         if calls := delta.tool_calls:
             fields.append(f'"tool_calls":{compact([_call_piece(call) for call in calls])}')
         if not fields:
-            return b""
+            return self._after_roles(b"")
         logprobs = "null" if not delta.logprobs else compact(logprobs_object(delta.logprobs))
-        return self._chunk(
+        return self._after_roles(self._chunk(
             f'{{"index":{delta.index},"delta":{{{",".join(fields)}}},"logprobs":{logprobs},"finish_reason":null}}'
-        )
+        ))  # fmt: skip
 
     def end(self, answer: Generation) -> bytes:
         chunks = []
@@ -115,7 +123,7 @@ class ChatEvents(Events):
         if self._usage:
             usage = compact(usage_object([sample.usage for sample in answer.samples]))
             chunks.append(f'{self._head}],"usage":{usage},"saccade":{compact(extension(answer))}}}\n\n'.encode())
-        return b"".join([*chunks, DONE])
+        return self._after_roles(b"".join([*chunks, DONE]))
 
     def error(self, error: dict[str, Any]) -> bytes:
         return b"data: " + compact({"error": error}).encode("utf-8", "replace") + b"\n\n" + DONE

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from served import make_served
+from reasoner import CLOSE, OPEN, make_reasoner
 
 import saccade
-
-OPEN, CLOSE = 270, 271
 
 
 @pytest.fixture(scope="module")
 def reasoner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[saccade.LocalClient]:
-    path: Path = make_served(tmp_path_factory.mktemp("reasoner") / "tiny", vision=False).path
-    tokenizer = json.loads((path / "tokenizer.json").read_text())
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    for token, content in ((OPEN, "<think>"), (CLOSE, "</think>")):
-        tokenizer["added_tokens"].append({"id": token, "content": content, **plain})
-        tokenizer["model"]["vocab"][content] = token
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    path = make_reasoner(tmp_path_factory.mktemp("reasoner") / "tiny")
     with saccade.LocalClient(path, dtype="float32", threads=1, max_seqs=4, max_len=300) as client:
         yield client
 

@@ -68,6 +68,10 @@ def test_a_stream_says_the_same_as_the_whole(client: openai.OpenAI, n: int) -> N
     assert chunks[-1].usage and whole.usage
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert all(chunk.usage is None for chunk in chunks[:-1])
+    # Load generators take the first chunk with a choice for the first token: what is known earlier is in one without.
+    assert not chunks[0].choices and chunks[0].model_extra and chunks[0].model_extra["saccade"]["prompt_tokens"] > 0
+    roles = [choice.delta.role for chunk in chunks for choice in chunk.choices]
+    assert roles[:n] == ["assistant"] * n and set(roles[n:]) == {None}
 
 
 def test_images_and_their_tokens(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
@@ -256,3 +260,39 @@ def test_many_asynchronous_streams(http: RunningHttp, client: openai.OpenAI) -> 
             return await asyncio.gather(*(one(session) for _ in range(24)))
 
     assert asyncio.run(run()) == [expected] * 24
+
+
+def test_the_asynchronous_client(http: RunningHttp, server: RunningServer, client: openai.OpenAI) -> None:
+    """Each kind of call, an error, timeouts, and answers that their reader leaves, whole and streamed."""
+    endless: dict[str, Any] = {**GREEDY, "max_tokens": 500, "extra_body": {"ignore_eos": True}}
+    prompt: dict[str, Any] = {"model": "", "prompt": "abcd", "temperature": 0, "max_tokens": 500}
+    same = client.chat.completions.create(**GREEDY).choices[0].message.content
+    vector = client.embeddings.create(model="", input="abc").data[0].embedding
+
+    async def run() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{http.url}/v1", api_key="none", max_retries=0) as session:
+            assert (await session.chat.completions.create(**GREEDY)).choices[0].message.content == same
+            assert (await session.embeddings.create(model="", input="abc")).data[0].embedding == vector
+            assert [model.id async for model in session.models.list()]
+            made = await session.responses.create(model="", input="what is it?", max_output_tokens=12, temperature=0)
+            assert made.output_text == same
+            with pytest.raises(openai.BadRequestError):
+                await session.chat.completions.create(**{**GREEDY, "max_tokens": 0})
+            with pytest.raises(openai.APITimeoutError):
+                await session.chat.completions.create(**{**endless, "n": 8}, timeout=0.05)
+            whole = asyncio.ensure_future(session.chat.completions.create(**{**endless, "n": 8}))
+            while not http.front.running:
+                await asyncio.sleep(0.005)
+            whole.cancel()
+            streams: list[Any] = [
+                await session.chat.completions.create(**endless, stream=True),
+                await session.completions.create(**prompt, stream=True, extra_body={"ignore_eos": True}),
+                await session.responses.create(model="", input="what is it?", max_output_tokens=500, stream=True),
+            ]
+            for stream in streams:
+                await anext(aiter(stream))
+                await stream.close()
+
+    asyncio.run(run())
+    http.idle()
+    assert server.drained()["decoder"]["used_slots"] == 0
