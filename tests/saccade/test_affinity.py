@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
-from fake_server import Failure, Script, serve
+from fake_server import Failure, Script, needs_ring, serve
 
 import saccade
 from saccade import errors
@@ -132,9 +132,6 @@ def test_an_old_grpc_is_an_error_and_not_a_call_that_waits(monkeypatch: pytest.M
 
 
 # -- over replicas -----------------------------------------------------------------------------------------------------
-
-NEW = tuple(int(part) for part in grpc.__version__.split(".")[:2]) >= (1, 70)
-needs_ring = pytest.mark.skipif(not NEW, reason="the hash ring reads headers from grpcio 1.70 on")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from fake_server import Failure, Script, serve
+from fake_server import Failure, Script, needs_ring, serve
 
 import saccade
 from saccade import errors
@@ -336,6 +336,7 @@ def test_what_upload_does_not_take(client: saccade.Client, address: str, script:
         asyncio.run(main())
 
 
+@needs_ring
 def test_with_affinity_files_are_uploaded_to_the_replica_that_gets_the_request(
     replicas: tuple[list[Replica], str],
 ) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import pytest
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
@@ -22,6 +23,9 @@ from saccade.v1 import (
     model_pb2_grpc,
     types_pb2,
 )
+
+NEW = tuple(int(part) for part in grpc.__version__.split(".")[:2]) >= (1, 70)
+needs_ring = pytest.mark.skipif(not NEW, reason="the hash ring reads headers from grpcio 1.70 on")
 
 
 @dataclass
