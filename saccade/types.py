@@ -368,6 +368,8 @@ class Batch:
     model_version: str = ""
     output_bytes: int = 0
     """Once it is over."""
+    metadata: dict[str, str] = field(default_factory=dict)
+    input_name: str = ""
 
     @property
     def over(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -48,16 +48,24 @@ def batch_from(message: batch_pb2.Batch) -> Batch:
         model=message.model,
         model_version=message.model_version,
         output_bytes=message.output_bytes,
+        metadata=dict(message.metadata),
+        input_name=message.input_name,
     )
 
 
 def create_steps(
-    source: str | os.PathLike[str] | bytes, ordered: bool, max_errors: int | None, request_id: str
+    source: str | os.PathLike[str] | bytes,
+    ordered: bool,
+    max_errors: int | None,
+    metadata: Mapping[str, str] | None,
+    input_name: str,
+    request_id: str,
 ) -> Steps[Batch]:
     """The file is read while it is sent, again for each attempt."""
     header = batch_pb2.BatchHeader(
-        request_id=request_id or uuid.uuid4().hex, size_bytes=_size(source), ordered=ordered, max_errors=max_errors
-    )
+        request_id=request_id or uuid.uuid4().hex, size_bytes=_size(source), ordered=ordered, max_errors=max_errors,
+        metadata=metadata, input_name=input_name,
+    )  # fmt: skip
 
     def messages() -> Iterator[batch_pb2.CreateBatchRequest]:
         yield batch_pb2.CreateBatchRequest(header=header)

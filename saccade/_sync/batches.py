@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,8 @@ class BatchMethods:
         *,
         ordered: bool = False,
         max_errors: int | None = None,
+        metadata: Mapping[str, str] | None = None,
+        input_name: str = "",
         request_id: str = "",
         timeout: float | None = None,
     ) -> Batch:
@@ -51,9 +53,11 @@ class BatchMethods:
         Args:
             ordered: answers in the order of the requests.
             max_errors: the batch fails after more error rows than this.
+            metadata: kept with the batch: at most 16 pairs, of at most 64 and 512 characters.
+            input_name: what the caller calls the file, also kept.
             request_id: a second call with the same one returns the batch that the first has created.
         """
-        return self._session._run(create_steps(source, ordered, max_errors, request_id), timeout)
+        return self._session._run(create_steps(source, ordered, max_errors, metadata, input_name, request_id), timeout)
 
     def get(self, batch_id: str, *, timeout: float | None = None) -> Batch:
         """The batch with this id. Raises NotFound."""

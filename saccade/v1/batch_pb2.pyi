@@ -28,7 +28,14 @@ BATCH_STATE_FAILED: BatchState
 BATCH_STATE_CANCELLED: BatchState
 
 class Batch(_message.Message):
-    __slots__ = ("batch_id", "state", "total", "completed", "failed", "prompt_tokens", "completion_tokens", "create_time", "start_time", "end_time", "expire_time", "reason", "message", "problems", "model", "model_version", "output_bytes")
+    __slots__ = ("batch_id", "state", "total", "completed", "failed", "prompt_tokens", "completion_tokens", "create_time", "start_time", "end_time", "expire_time", "reason", "message", "problems", "model", "model_version", "output_bytes", "metadata", "input_name")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +53,8 @@ class Batch(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    INPUT_NAME_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
     state: BatchState
     total: int
@@ -63,19 +72,32 @@ class Batch(_message.Message):
     model: str
     model_version: str
     output_bytes: int
-    def __init__(self, batch_id: _Optional[str] = ..., state: _Optional[_Union[BatchState, str]] = ..., total: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_version: _Optional[str] = ..., output_bytes: _Optional[int] = ...) -> None: ...
+    metadata: _containers.ScalarMap[str, str]
+    input_name: str
+    def __init__(self, batch_id: _Optional[str] = ..., state: _Optional[_Union[BatchState, str]] = ..., total: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., problems: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_version: _Optional[str] = ..., output_bytes: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., input_name: _Optional[str] = ...) -> None: ...
 
 class BatchHeader(_message.Message):
-    __slots__ = ("request_id", "size_bytes", "ordered", "max_errors")
+    __slots__ = ("request_id", "size_bytes", "ordered", "max_errors", "metadata", "input_name")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     ORDERED_FIELD_NUMBER: _ClassVar[int]
     MAX_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    INPUT_NAME_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     size_bytes: int
     ordered: bool
     max_errors: int
-    def __init__(self, request_id: _Optional[str] = ..., size_bytes: _Optional[int] = ..., ordered: _Optional[bool] = ..., max_errors: _Optional[int] = ...) -> None: ...
+    metadata: _containers.ScalarMap[str, str]
+    input_name: str
+    def __init__(self, request_id: _Optional[str] = ..., size_bytes: _Optional[int] = ..., ordered: _Optional[bool] = ..., max_errors: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., input_name: _Optional[str] = ...) -> None: ...
 
 class CreateBatchRequest(_message.Message):
     __slots__ = ("header", "chunk")

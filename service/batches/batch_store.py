@@ -20,8 +20,8 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from service.common import errors
@@ -62,6 +62,9 @@ class BatchRecord:
     problems: tuple[str, ...] = ()
     model: str = ""
     version: str = ""
+    metadata: dict[str, str] = field(default_factory=dict)
+    """The caller's own; `input_name` is what it calls the file."""
+    input_name: str = ""
 
     @property
     def over(self) -> bool:
@@ -282,14 +285,21 @@ class BatchUpload:
         self._file = ArrivingFile(folder / "input.jsonl", size, _disk)
         self.write, self.close = self._file.write, self._file.close
 
-    def commit(self, request_id: str, *, ordered: bool = False, max_errors: int | None = None) -> BatchRecord:
+    def commit(
+        self, request_id: str, *, ordered: bool = False, max_errors: int | None = None,
+        metadata: Mapping[str, str] | None = None, input_name: str = "",
+    ) -> BatchRecord:  # fmt: skip
         """Commits the file. Raises InvalidArgument where it is shorter than announced, AlreadyExists where the request
         id has been used for another file."""
         self._file.end(sync=True)
         self._file.hash.update(f"\0{ordered}\0{max_errors}".encode())
+        told = dict(sorted((metadata or {}).items()))
+        if told or input_name:
+            self._file.hash.update(f"\0{json.dumps([told, input_name])}".encode())
         record = BatchRecord(
             f"batch_{time.time_ns():016x}{secrets.token_hex(8)}", self._tenant, request_id or secrets.token_hex(16),
             self._file.hash.hexdigest(), self._file.size, ordered, max_errors, created=self._store._clock(),
+            metadata=told, input_name=input_name,
         )  # fmt: skip
         return self._store._keep(self._folder, record)
 

@@ -369,6 +369,9 @@ class HttpOptions:
     http_file_bytes: int = _option(
         2**30, "bytes of files that were uploaded over HTTP and wait to become batches", minimum=0, size=True
     )
+    http_file_dir: str | None = _option(
+        None, "folder of these files, which outlive a restart; of one HTTP server; unset: a temporary one"
+    )
     http_cors_origins: tuple[str, ...] = _option(
         (), "origins such as https://app.example.org whose pages may call the HTTP server; unset: none"
     )

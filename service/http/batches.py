@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +22,6 @@ from service.http.file_store import owner_of
 
 URL = "/v1/chat/completions"
 CHUNK = 2**20
-KEPT = 10_000
-"""Batches whose input file and metadata are remembered."""
 _STATES = {"queued": "validating", "validating": "validating", "running": "in_progress"}
 
 
@@ -38,31 +35,20 @@ class BatchRequest(Strict):
     output_expires_after: None = None
 
 
-@dataclass(frozen=True)
-class BatchNotes:
-    """What the gRPC servers do not keep of a batch."""
-
-    input_file_id: str = ""
-    metadata: dict[str, str] | None = None
-
-
 async def create(call: HttpCall) -> None:
     """Starts a batch from an uploaded file."""
     body = validated(BatchRequest, await call.json())
     stored = call.front.files.get(body.input_file_id, owner_of(call.headers))
-    header = batch_pb2.BatchHeader(request_id=call.request_id, size_bytes=stored.size)
+    header = batch_pb2.BatchHeader(
+        request_id=call.request_id, size_bytes=stored.size, metadata=body.metadata, input_name=body.input_file_id
+    )
 
     def parts() -> Iterator[batch_pb2.CreateBatchRequest]:
         yield batch_pb2.CreateBatchRequest(header=header)
         yield from _chunks(stored.path)
 
     made = await call.caller().call("batch", "CreateBatch", parts)
-    batch = batch_from(made.batch)
-    notes = call.front.batches
-    notes[batch.batch_id] = BatchNotes(body.input_file_id, body.metadata)
-    while len(notes) > KEPT:
-        del notes[next(iter(notes))]
-    await call.respond(_object(call, batch))
+    await call.respond(_object(batch_from(made.batch)))
 
 
 def _chunks(path: Path) -> Iterator[batch_pb2.CreateBatchRequest]:
@@ -74,7 +60,7 @@ def _chunks(path: Path) -> Iterator[batch_pb2.CreateBatchRequest]:
 async def get(call: HttpCall) -> None:
     """The state of a batch."""
     batch, _ = await find_batch(call, path_values(call.scope)["batch_id"])
-    await call.respond(_object(call, batch))
+    await call.respond(_object(batch))
 
 
 async def cancel(call: HttpCall) -> None:
@@ -82,7 +68,7 @@ async def cancel(call: HttpCall) -> None:
     batch, connection = await find_batch(call, path_values(call.scope)["batch_id"])
     request = batch_pb2.CancelBatchRequest(batch_id=batch.batch_id)
     answer = await call.caller().call("batch", "CancelBatch", request, on=connection)
-    await call.respond(_object(call, batch_from(answer.batch)))
+    await call.respond(_object(batch_from(answer.batch)))
 
 
 async def list_batches(call: HttpCall) -> None:
@@ -103,7 +89,7 @@ async def list_batches(call: HttpCall) -> None:
     page = found[: int(text)]
     await call.respond({
         "object": "list",
-        "data": [_object(call, batch) for batch in page],
+        "data": [_object(batch) for batch in page],
         "first_id": page[0].batch_id if page else None,
         "last_id": page[-1].batch_id if page else None,
         "has_more": len(found) > len(page),
@@ -156,9 +142,8 @@ async def find_batch(call: HttpCall, batch_id: str) -> tuple[Batch, AsyncConnect
     raise failure
 
 
-def _object(call: HttpCall, batch: Batch) -> dict[str, Any]:
+def _object(batch: Batch) -> dict[str, Any]:
     """OpenAI's object for a batch."""
-    notes = call.front.batches.get(batch.batch_id, BatchNotes())
     state = _STATES.get(batch.state, batch.state)
     failures = [
         {"code": batch.reason or "BATCH_FAILED", "message": text, "line": _line(text), "param": None}
@@ -174,7 +159,7 @@ def _object(call: HttpCall, batch: Batch) -> dict[str, Any]:
         "endpoint": URL,
         "model": batch.model or None,
         "errors": {"object": "list", "data": failures} if failures else None,
-        "input_file_id": notes.input_file_id,
+        "input_file_id": batch.input_name,
         "completion_window": "24h",
         "status": state,
         "output_file_id": f"file-output-{batch.batch_id}" if batch.over and batch.output_bytes else None,
@@ -196,7 +181,7 @@ def _object(call: HttpCall, batch: Batch) -> dict[str, Any]:
             "total_tokens": batch.prompt_tokens + batch.completion_tokens,
             "input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0},
         },
-        "metadata": notes.metadata,
+        "metadata": batch.metadata or None,
     }  # fmt: skip
 
 

@@ -73,9 +73,7 @@ class Front:
         self.budget = BodyBudget(options.max_inflight_bytes)
         self.calls: dict[tuple[str, int], int] = {}
         """Requests that have ended, by route and status."""
-        self.files = FileStore(options.http_file_bytes)
-        self.batches: dict[str, Any] = {}
-        """`batches.BatchNotes` by the id of their batch, the oldest first."""
+        self.files = FileStore(options.http_file_bytes, options.http_file_dir)
         self.routes: tuple[tuple[str, str, str], ...] = ()
         """Method, path and summary of each route."""
         self.running = 0

@@ -1,41 +1,83 @@
-"""Files that were uploaded over HTTP and wait to become batches: in a temporary folder, bounded, for some time."""
+"""Files that were uploaded over HTTP and wait to become batches: in a folder, bounded, for some time."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import json
+import logging
+import os
+import re
 import secrets
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from saccade.errors import NotFound, RateLimited
+from service.common.config import ConfigError
+
+log = logging.getLogger(__name__)
 
 LIFETIME = 24 * 3600.0
 """Seconds that a file is kept."""
 MAX_FILES = 1000
+_OURS = re.compile(r"[0-9a-f]{32}(\.json|\.new)?")
 
 
 @dataclass(frozen=True)
 class StoredFile:
     """One file. It belongs to the API key that has uploaded it."""
 
-    file_id: str
     owner: bytes
     name: str
     path: Path
     size: int
-    created: int
+    created: float
+
+    @property
+    def file_id(self) -> str:
+        return f"file-{self.path.name}"
+
+    def describe(self) -> None:
+        """Writes what is known of the file beside it, at once: without it there is no file after a restart."""
+        about = {"owner": self.owner.hex(), "name": self.name, "size": self.size, "created": self.created}
+        scratch = self.path.with_suffix(".new")
+        with open(scratch, "w", encoding="utf-8") as file:
+            json.dump(about, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, self.path.with_suffix(".json"))
+
+    def remove(self) -> None:
+        for suffix in (".json", ".new", ""):
+            self.path.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def stored_file(path: Path, owner: bytes, name: str, size: int) -> StoredFile:
+    """A file that is about to be written."""
+    return StoredFile(owner, name, path, size, time.time())
 
 
 class FileStore:
-    """The files of all keys. Used on the event loop; writing is done by the caller."""
+    """The files of all keys. Used on the event loop; writing is done by the caller.
 
-    def __init__(self, capacity: int) -> None:
+    DIRECTORY/<random>         a file, as uploaded
+    DIRECTORY/<random>.json    its owner, name, size and time, written after it
+    DIRECTORY/lock             locked by the process that uses the folder
+    """
+
+    def __init__(self, capacity: int, directory: str | None = None) -> None:
+        """Finds the files that an earlier process has left in `directory`, and deletes parts of files. Raises
+        ConfigError if another process uses it, or if it cannot be written."""
         self.capacity = capacity
-        self.used = 0
-        self._folder = tempfile.TemporaryDirectory(prefix="saccade-http-files-")
-        self._files: dict[str, StoredFile] = {}
+        self._temporary = tempfile.TemporaryDirectory(prefix="saccade-http-files-") if directory is None else None
+        self._folder = Path(directory if self._temporary is None else self._temporary.name)
+        self._lock = _locked(self._folder)
+        self._files = {stored.file_id: stored for stored in _found(self._folder)}
+        self.used = sum(stored.size for stored in self._files.values())
+        self.sweep()
 
     def reserve(self, size: int) -> None:
         """Takes space for bytes that are about to be written. Raises RateLimited if there is none."""
@@ -50,13 +92,11 @@ class FileStore:
 
     def new_path(self) -> Path:
         """Where the next file can be written."""
-        return Path(self._folder.name) / secrets.token_hex(16)
+        return self._folder / secrets.token_hex(16)
 
-    def add(self, path: Path, owner: bytes, name: str, size: int) -> StoredFile:
-        """Adds a file whose bytes have been reserved."""
-        stored = StoredFile(f"file-{path.name}", owner, name, path, size, int(time.time()))
+    def add(self, stored: StoredFile) -> None:
+        """Adds a file whose bytes have been reserved, and which is on disk."""
         self._files[stored.file_id] = stored
-        return stored
 
     def get(self, file_id: str, owner: bytes) -> StoredFile:
         """Raises NotFound, also for files of other keys."""
@@ -71,7 +111,7 @@ class FileStore:
 
     def delete(self, stored: StoredFile) -> None:
         del self._files[stored.file_id]
-        stored.path.unlink(missing_ok=True)
+        stored.remove()
         self.used -= stored.size
 
     def sweep(self) -> None:
@@ -81,7 +121,47 @@ class FileStore:
             self.delete(stored)
 
     def close(self) -> None:
-        self._folder.cleanup()
+        self._lock.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def _locked(folder: Path) -> IO[bytes]:
+    """Takes the folder for this process, until the returned file is closed. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = open(folder / "lock", "ab")
+    except OSError as error:
+        raise ConfigError(f"http_file_dir: {folder} cannot be used: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise ConfigError(f"http_file_dir: another process uses {folder}") from None
+    return lock
+
+
+def _found(folder: Path) -> list[StoredFile]:
+    """The files of a folder, the oldest first. What is there only in part is deleted."""
+    found, kept = [], {"lock"}
+    for about in folder.glob("*.json"):
+        if not _OURS.fullmatch(about.name):
+            continue
+        path = about.with_suffix("")
+        try:
+            told = json.loads(about.read_bytes())
+            stored = StoredFile(bytes.fromhex(told["owner"]), str(told["name"]), path, told["size"], told["created"])
+            if not isinstance(stored.created, float) or path.stat().st_size != stored.size:
+                raise ValueError("the file has another size than is written beside it")
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            log.error("%s cannot be used and is deleted: %s", path, error)
+            continue
+        found.append(stored)
+        kept |= {path.name, about.name}
+    for path in folder.iterdir():
+        if path.name not in kept and _OURS.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+    return sorted(found, key=lambda stored: stored.created)
 
 
 def owner_of(headers: dict[str, str]) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from saccade.types import Batch
 from saccade.v1 import batch_pb2
 from service.http.batches import batch_calls, find_batch
 from service.http.call import ClientGone, HttpCall, WrongContent, path_values
-from service.http.file_store import StoredFile, owner_of
+from service.http.file_store import StoredFile, owner_of, stored_file
 
 OUTPUT, ERRORS = "file-output-", "file-errors-"
 """Beginnings of the ids of a batch's files; its id follows."""
@@ -41,24 +42,28 @@ async def upload(call: HttpCall) -> None:
                 raise InvalidArgument(f"purpose: expected batch, got {str(purpose)[:60]!r}")
             path, size = store.new_path(), file.size or 0
             store.reserve(size)
+            stored = stored_file(path, owner, (file.filename or "batch.jsonl")[:255], size)
             try:
-                await asyncio.to_thread(_copy, file, path)
+                await asyncio.to_thread(_keep, file, stored)
             except BaseException:
                 store.used -= size
-                path.unlink(missing_ok=True)
+                stored.remove()
                 raise
-            stored = store.add(path, owner, (file.filename or "batch.jsonl")[:255], size)
+            store.add(stored)
     except HTTPException as error:  # Starlette's parser: not a form
         raise InvalidArgument(f"the form cannot be read: {error.detail}") from None
     finally:
         limited.release()
-    await call.respond(_file(stored.file_id, stored.name, stored.size, stored.created, "batch"))
+    await call.respond(_file(stored.file_id, stored.name, stored.size, int(stored.created), "batch"))
 
 
-def _copy(file: UploadFile, path: Path) -> None:
-    with open(path, "xb") as target:
+def _keep(file: UploadFile, stored: StoredFile) -> None:
+    with open(stored.path, "xb") as target:
         while chunk := file.file.read(2**20):
             target.write(chunk)
+        target.flush()
+        os.fsync(target.fileno())
+    stored.describe()
 
 
 class _LimitedBody:
@@ -99,7 +104,7 @@ async def list_files(call: HttpCall) -> None:
     """The files that this key has uploaded, newest first."""
     await call.caller().call("batch", "ListBatches", batch_pb2.ListBatchesRequest(page_size=1))
     owned = call.front.files.owned(owner_of(call.headers))
-    data = [_file(f.file_id, f.name, f.size, f.created, "batch") for f in owned]
+    data = [_file(f.file_id, f.name, f.size, int(f.created), "batch") for f in owned]
     await call.respond({"object": "list", "data": data, "has_more": False})
 
 
@@ -107,7 +112,7 @@ async def get_file(call: HttpCall) -> None:
     """What is known of a file."""
     found = await _find(call)
     if isinstance(found, StoredFile):
-        await call.respond(_file(found.file_id, found.name, found.size, found.created, "batch"))
+        await call.respond(_file(found.file_id, found.name, found.size, int(found.created), "batch"))
         return
     batch, _ = found
     file_id = path_values(call.scope)["file_id"]

@@ -16,6 +16,7 @@ from service.rpc.servicer import in_thread, to_end
 from service.telemetry.call_context import current_call
 
 MAX_PAGE = 100
+MAX_METADATA, MAX_KEY, MAX_VALUE, MAX_NAME = 16, 64, 512, 256
 _STATES = {
     "validating": batch_pb2.BATCH_STATE_VALIDATING,
     "running": batch_pb2.BATCH_STATE_RUNNING,
@@ -43,12 +44,14 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
             raise errors.InvalidArgument(
                 f"max_errors is {max_errors}; it cannot be negative", field="header.max_errors"
             )
+        _check_labels(header)
         async with in_thread(self._store.upload(_tenant(), header.size_bytes)) as upload:
             await receive(requests, upload.write)
             self._batches.check_open()
             committing = asyncio.to_thread(
-                upload.commit, header.request_id, ordered=header.ordered, max_errors=max_errors
-            )
+                upload.commit, header.request_id, ordered=header.ordered, max_errors=max_errors,
+                metadata=dict(header.metadata), input_name=header.input_name,
+            )  # fmt: skip
             try:
                 record = await to_end(asyncio.ensure_future(committing))
             finally:  # the batch exists even if its creator no longer waits for the answer
@@ -104,6 +107,22 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
         return batch_to_proto(record, self._store)
 
 
+def _check_labels(header: batch_pb2.BatchHeader) -> None:
+    """Raises InvalidArgument if what is kept for the caller is too long."""
+    if len(header.metadata) > MAX_METADATA:
+        raise errors.InvalidArgument(
+            f"metadata has {len(header.metadata)} pairs; at most {MAX_METADATA} are kept", field="header.metadata"
+        )
+    lengths = [
+        ("metadata: a key", MAX_KEY, header.metadata), ("metadata: a value", MAX_VALUE, header.metadata.values()),
+        ("input_name", MAX_NAME, [header.input_name]),
+    ]  # fmt: skip
+    for name, most, texts in lengths:
+        if (longest := max(map(len, texts), default=0)) > most:
+            field = f"header.{name.partition(':')[0]}"
+            raise errors.InvalidArgument(f"{name} has {longest} characters; at most {most} are kept", field=field)
+
+
 def _read(path: Path, offset: int) -> bytes:
     """A chunk of the file; empty if the file is gone."""
     try:
@@ -121,7 +140,7 @@ def batch_to_proto(record: BatchRecord, store: BatchStore) -> batch_pb2.Batch:
         total=record.total, completed=record.completed, failed=record.failed, prompt_tokens=record.prompt_tokens,
         completion_tokens=record.completion_tokens, reason=record.reason, message=record.message,
         problems=record.problems, model=record.model, model_version=record.version,
-        output_bytes=record.output_bytes if record.over else 0,
+        output_bytes=record.output_bytes if record.over else 0, metadata=record.metadata, input_name=record.input_name,
     )  # fmt: skip
     times = {
         "create_time": record.created, "start_time": record.started, "end_time": record.ended,

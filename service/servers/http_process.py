@@ -43,6 +43,8 @@ class HttpProcess:
         self._listener = bind(options, options.http_port)
         self.url = url_of(self._listener, options.tls_cert is not None)
         self._options = front_options(options, [f"unix:{self.socket_of(i)}" for i in range(options.frontends)])
+        if options.http_file_dir is None:  # uploaded files outlive the process, which may be replaced
+            self._options = dataclasses.replace(self._options, http_file_dir=str(Path(self._folder.name) / "files"))
         self._load_timeout = options.load_timeout
         self._stopping = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None

@@ -67,10 +67,11 @@ def test_a_batch_from_beginning_to_end(server: RunningServer, client: saccade.Cl
     sources = [None, data_url(png(2)), f"media:{media.media_id}"]
     rows = [row(i, source=sources[i % 3]) for i in range(20)] + [row(20, tokens=10_000)]
     (tmp_path / "in.jsonl").write_bytes(lines(rows))
-    batch = client.batches.create(tmp_path / "in.jsonl", ordered=True)
+    batch = client.batches.create(tmp_path / "in.jsonl", ordered=True, metadata={"run": "7"}, input_name="in")
     seen = list(client.batches.watch(batch.batch_id))
     assert [one.state for one in seen][-1] == "completed" and not any(one.over for one in seen[:-1])
     last = seen[-1]
+    assert (last.metadata, last.input_name) == ({"run": "7"}, "in")
     assert (last.total, last.completed, last.failed) == (21, 20, 1) and last.ended is not None
     assert last.model_version == client.get_model().version
     path = client.batches.download(batch.batch_id, tmp_path / "out.jsonl")
@@ -110,6 +111,8 @@ def test_the_same_from_asyncio(server: RunningServer, tmp_path: Path) -> None:
             assert (await client.batches.create(tmp_path / "in.jsonl", request_id="again")).batch_id == batch.batch_id
             with pytest.raises(errors.AlreadyExists):
                 await client.batches.create(lines([row(1)]), request_id="again")
+            with pytest.raises(errors.AlreadyExists):
+                await client.batches.create(tmp_path / "in.jsonl", request_id="again", metadata={"a": "b"})
             assert (await client.batches.wait(batch.batch_id)).completed == 6
             path = await client.batches.download(batch.batch_id, tmp_path / "out.jsonl")
             assert set(answers(path)) == set("012345")

@@ -24,10 +24,14 @@ def test_it_is_replaced_passes_keys_on_and_ends_with_the_server(model: Path, tmp
         good = {"authorization": f"Bearer {KEYS['one']}"}
         assert httpx.post(url, json=ASK, headers=good, timeout=60).status_code == 200
         assert httpx.get(f"{server.http_url}/status", headers=good).json()["servers"][0]["loads"] is None
+        rows = ("file", ("in.jsonl", b"{}\n", "application/jsonl"))
+        form = {"files": [rows], "data": {"purpose": "batch"}, "headers": good, "timeout": 60}
+        file_id = httpx.post(f"{server.http_url}/v1/files", **form).json()["id"]
         (child,) = children(server.pid, "service.http.process")
         os.kill(child, signal.SIGKILL)
         # The listening socket is the parent's, so this waits in its queue for the next process.
         assert httpx.post(url, json=ASK, headers=good, timeout=60).status_code == 200
         assert children(server.pid, "service.http.process") != [child]
+        assert httpx.get(f"{server.http_url}/v1/files/{file_id}/content", headers=good, timeout=60).content == b"{}\n"
         assert server.stop() == 0
     assert not Path(f"/proc/{child}").exists()

@@ -1,0 +1,133 @@
+"""Files and batches over HTTP outlive the HTTP server and the gRPC server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from running import RunningServer
+from running_http import RunningHttp
+
+from saccade.errors import RateLimited
+from service.common.config import ConfigError
+from service.http.file_store import FileStore, StoredFile, stored_file
+
+BODY = {"messages": [{"role": "user", "content": "what is it?"}], "max_tokens": 3, "temperature": 0}
+ROW = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": BODY}).encode()
+
+
+def client_of(http: RunningHttp, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{http.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def test_what_was_uploaded_and_said_outlives_both_servers(model: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"batch_dir": str(tmp_path / "batches"), "max_seqs": 2, "max_len": 300}
+    kept = {"http_file_dir": str(tmp_path / "files")}
+    with RunningServer(str(model), **options) as server:
+        with RunningHttp([server.address], **kept) as http, client_of(http) as client:
+            first = client.files.create(file=("first.jsonl", ROW), purpose="batch")
+            second = client.files.create(file=("zweite é.jsonl", ROW + b"\n" + ROW), purpose="batch")
+            made = client.batches.create(
+                input_file_id=first.id, endpoint="/v1/chat/completions", completion_window="24h",
+                metadata={"run": "7", "owner": "é"},
+            )  # fmt: skip
+        with RunningHttp([server.address], **kept) as http, client_of(http) as client:
+            assert [file.id for file in client.files.list()] == [second.id, first.id]
+            assert client.files.retrieve(second.id) == second
+            assert client.files.content(second.id).content == ROW + b"\n" + ROW
+            with client_of(http, "another") as other, pytest.raises(openai.NotFoundError):
+                other.files.retrieve(first.id)
+            again = client.batches.retrieve(made.id)
+            assert (again.metadata, again.input_file_id) == ({"run": "7", "owner": "é"}, first.id)
+            while client.batches.retrieve(made.id).status != "completed":
+                pass
+    with (
+        RunningServer(str(model), **options) as server, RunningHttp([server.address], **kept) as http,
+        client_of(http) as client,
+    ):  # fmt: skip
+        done = client.batches.retrieve(made.id)
+        assert done.status == "completed" and done.output_file_id
+        assert (done.metadata, done.input_file_id) == (made.metadata, first.id)
+        assert client.batches.create(
+            input_file_id=second.id, endpoint="/v1/chat/completions", completion_window="24h"
+        ).input_file_id == second.id  # fmt: skip
+        assert client.files.delete(first.id).deleted
+    with RunningHttp(["127.0.0.1:1"], **kept) as http:
+        assert list(http.front.files._files) == [second.id]
+
+
+def test_metadata_is_limited_as_openai_s(http: RunningHttp) -> None:
+    with client_of(http) as client:
+        file = client.files.create(file=("in.jsonl", ROW), purpose="batch")
+        for metadata, words in [
+            ({str(i): "" for i in range(17)}, "metadata has 17 pairs; at most 16"),
+            ({"k" * 65: ""}, "a key has 65 characters; at most 64"),
+            ({"k": "v" * 513}, "a value has 513 characters; at most 512"),
+        ]:
+            with pytest.raises(openai.BadRequestError, match=words):
+                client.batches.create(
+                    input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata=metadata
+                )
+        client.files.delete(file.id)
+
+
+def written(store: FileStore, data: bytes = b"abc") -> StoredFile:
+    store.reserve(len(data))
+    stored = stored_file(store.new_path(), b"owner", "a.jsonl", len(data))
+    stored.path.write_bytes(data)
+    stored.describe()
+    store.add(stored)
+    return stored
+
+
+def test_files_count_and_expire_after_a_restart(tmp_path: Path) -> None:
+    store = FileStore(10, str(tmp_path))
+    one, old = written(store), written(store, b"old")
+    store.close()
+    about = old.path.with_suffix(".json")
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"created": old.created - 25 * 3600}))
+    store = FileStore(10, str(tmp_path))
+    assert store.owned(b"owner") == [one] and store.used == 3 and not old.path.exists()
+    store.reserve(7)
+    with pytest.raises(RateLimited, match="10 of 10 bytes"):
+        store.reserve(1)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file.path.with_suffix(".json").unlink(),
+        lambda file: file.path.with_suffix(".json").write_text("{"),
+        lambda file: file.path.with_suffix(".json").write_text("[]"),
+        lambda file: file.path.with_suffix(".json").write_text('{"owner": "zz"}'),
+        lambda file: file.path.write_bytes(b"ab"),
+        lambda file: file.path.unlink(),
+    ],
+)
+def test_what_is_there_in_part_is_deleted(tmp_path: Path, damage: Callable[[StoredFile], object]) -> None:
+    (tmp_path / "notes.json").write_text("not of this program")
+    store = FileStore(10, str(tmp_path))
+    whole, broken = written(store), written(store)
+    store.close()
+    damage(broken)
+    store = FileStore(10, str(tmp_path))
+    assert store.owned(b"owner") == [whole] and store.used == 3
+    left = {"lock", "notes.json", whole.path.name, f"{whole.path.name}.json"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+    store.close()
+
+
+def test_a_folder_has_one_user(tmp_path: Path) -> None:
+    store = FileStore(10, str(tmp_path))
+    with pytest.raises(ConfigError, match="http_file_dir: another process uses"):
+        FileStore(10, str(tmp_path))
+    store.close()
+    FileStore(10, str(tmp_path)).close()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="http_file_dir: .* cannot be used"):
+        FileStore(10, str(tmp_path / "file"))
