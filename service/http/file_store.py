@@ -72,8 +72,11 @@ class FileStore:
         """Finds the files that an earlier process has left in `directory`, and deletes parts of files. Raises
         ConfigError if another process uses it, or if it cannot be written."""
         self.capacity = capacity
-        self._temporary = tempfile.TemporaryDirectory(prefix="saccade-http-files-") if directory is None else None
-        self._folder = Path(directory if self._temporary is None else self._temporary.name)
+        self._temporary = None
+        if directory is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="saccade-http-files-")
+            directory = self._temporary.name
+        self._folder = Path(directory)
         self._lock = _locked(self._folder)
         self._files = {stored.file_id: stored for stored in _found(self._folder)}
         self.used = sum(stored.size for stored in self._files.values())
