@@ -1,0 +1,46 @@
+"""Options and commands that pages name exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_blocks import CHECKOUT, PAGES
+
+COMMANDS = ("ask", "batch", "top", "serve", "http", "plan", "quantize", "tune", "key", "probe")
+FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
+FOREIGN = {
+    "build-arg",  # docker
+    "show", "stat", "format",  # git
+    "local-dir",  # hf download
+    "version",  # saccade itself
+    "model-args", "tasks",  # lm-eval
+    "worker-urls", "mm-processing", "policy", "strict", "check",  # smg, mkdocs, ruff
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def known() -> set[str]:
+    """The options of all commands and benchmarks."""
+    found = set(FOREIGN)
+    for command in COMMANDS:
+        told = subprocess.run([sys.executable, "-m", "saccade", command, "--help"], capture_output=True, text=True)
+        found |= set(FLAG.findall(told.stdout))
+    told = subprocess.run(
+        [sys.executable, "-m", "saccade", "plan", "--replicas", "--help"], capture_output=True, text=True
+    )
+    found |= set(FLAG.findall(told.stdout))
+    for path in (CHECKOUT / "benchmarks").rglob("*.py"):
+        found |= set(re.findall(r"\"--([a-z][a-z0-9-]+)\"", path.read_text("utf-8")))
+    return found
+
+
+@pytest.mark.parametrize("page", [path for path in PAGES if path.name != "log.md"], ids=lambda path: path.name)
+def test_every_option_of_a_page_exists(page: Path, known: set[str]) -> None:
+    text = re.sub(r"<!--.*?-->", "", page.read_text("utf-8"))
+    named = {name for name in FLAG.findall(text) if not name.endswith("-")}  # `--max-video-...` stands for several
+    unknown = {name for name in named if name not in known and f"no-{name}" not in known}
+    assert not unknown
