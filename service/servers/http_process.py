@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from service.servers.exposure import check_exposure
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
+SOCKET_PATH_BYTES = 107
+"""Longest path of a Unix socket on Linux: unix(7), `sun_path`."""
 BASE64 = 4 / 3
 """Images in JSON are longer than in gRPC messages."""
 
@@ -39,7 +42,7 @@ class HttpProcess:
         assert options.http_port is not None
         check_packages()
         check_exposure(dataclasses.replace(options, host=options.http_host), "http_host")
-        self._folder = tempfile.TemporaryDirectory(prefix="saccade-http-")
+        self._folder = socket_folder([tempfile.gettempdir(), "/tmp"], f"{options.frontends - 1}.sock")
         self._listener = bind(options, options.http_port)
         self.url = url_of(self._listener, options.tls_cert is not None)
         self._options = front_options(options, [f"unix:{self.socket_of(i)}" for i in range(options.frontends)])
@@ -117,6 +120,27 @@ class HttpProcess:
             self._watch.join()
         self._listener.close()
         self._folder.cleanup()
+
+
+def socket_folder(parents: Sequence[str], name: str) -> tempfile.TemporaryDirectory[str]:
+    """A new folder for this user only, in the first of `parents` where a Unix socket called `name` has a path that is
+    short enough. Raises ConfigError."""
+    refusals = []
+    for parent in parents:
+        try:
+            folder = tempfile.TemporaryDirectory(prefix="saccade-http-", dir=parent)
+        except OSError as error:
+            refusals.append(f"{parent}: {error.strerror}")
+            continue
+        length = len(os.fsencode(f"{folder.name}/{name}"))
+        if length <= SOCKET_PATH_BYTES:
+            return folder
+        folder.cleanup()
+        refusals.append(f"{parent}: its path would have {length} bytes, Linux allows {SOCKET_PATH_BYTES}")
+    raise ConfigError(
+        f"http_port: no folder for the Unix socket to the HTTP server ({'; '.join(refusals)}); set TMPDIR to a "
+        "writable folder with a short path"
+    )
 
 
 @contextlib.asynccontextmanager

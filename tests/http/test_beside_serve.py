@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import tempfile
 from pathlib import Path
 
 import httpx
+import pytest
 from keys import KEYS, key_file
 from running import children
 
 from service.commands.cli import ServerProcess
+from service.common.config import ConfigError, ServerOptions
+from service.servers.http_process import HttpProcess, socket_folder
 
 ASK = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
 
@@ -35,3 +40,26 @@ def test_it_is_replaced_passes_keys_on_and_ends_with_the_server(model: Path, tmp
         assert httpx.get(f"{server.http_url}/v1/files/{file_id}/content", headers=good, timeout=60).content == b"{}\n"
         assert server.stop() == 0
     assert not Path(f"/proc/{child}").exists()
+
+
+def test_a_long_tmpdir_does_not_make_the_socket_s_path_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    http = HttpProcess(ServerOptions(http_port=0))
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(http.socket_of(0))
+        assert Path(http.socket_of(0)).parent.stat().st_mode & 0o777 == 0o700
+    finally:
+        http.join()
+    assert not list(long.iterdir())
+
+
+def test_a_folder_for_the_socket_is_needed(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    with pytest.raises(ConfigError, match=r"path would have \d{3} bytes, Linux allows 107; /none: No such file"):
+        socket_folder([str(long), "/none"], "0.sock")
