@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+import webbrowser
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -113,9 +115,25 @@ def probe(argv: Sequence[str]) -> int:
 
 
 def demo(argv: Sequence[str]) -> int:
-    """`saccade demo`: a real server, real images, every answer checked. Exit code 0 only if each one is right."""
+    """`saccade demo`: a real server, real images, every answer checked. Exit code 0 only if each one is right.
+    `--open`: the playground in the browser instead, until Ctrl-C."""
     parser = argparse.ArgumentParser("saccade demo", description="Start a server on the embedded model and ask it.")
-    parser.parse_args(list(argv))
+    parser.add_argument("--open", action="store_true", help="open its playground in the browser; Ctrl-C ends it")
+    return _demo_page() if parser.parse_args(list(argv)).open else _demo_questions()
+
+
+def _demo_page() -> int:
+    # --admin: the page's status view needs it, and only this machine can reach the server.
+    with ServerProcess(["demo", "--log-level", "warning", "--admin", "--http-port", "0"]) as server:
+        print(f"playground and OpenAI's API: {server.http_url}\ngRPC: {server.address}\nCtrl-C ends both", flush=True)
+        if not webbrowser.open(server.http_url):
+            print(f"no browser was found here: open {server.http_url} in one", file=sys.stderr, flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            return server.wait()
+        return server.stop()
+
+
+def _demo_questions() -> int:
     import saccade
 
     questions = json.loads((ROOT / "demo" / "questions.json").read_text("utf-8"))
@@ -169,6 +187,10 @@ class ServerProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def wait(self) -> int:
+        """Waits until it ends by itself, or by Ctrl-C, which reaches it too. Returns the exit code."""
+        return self._process.wait()
 
     def stop(self) -> int:
         """SIGTERM, then wait. Returns the exit code. Idempotent."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from keys import KEYS, key_file
 from running import children
 
+import saccade
 from service.commands.cli import ServerProcess
 from service.common.config import ConfigError, ServerOptions
 from service.servers.http_process import HttpProcess, socket_folder
@@ -63,3 +66,27 @@ def test_a_folder_for_the_socket_is_needed(tmp_path: Path) -> None:
     long.mkdir()
     with pytest.raises(ConfigError, match=r"path would have \d{3} bytes, Linux allows 107; /none: No such file"):
         socket_folder([str(long), "/none"], "0.sock")
+
+
+def test_the_demo_opens_the_playground_and_its_status(tmp_path: Path) -> None:
+    opened = tmp_path / "opened"
+    os.mkfifo(opened)
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" >{opened}\n')
+    browser.chmod(0o755)
+    command = [sys.executable, "-m", "service", "demo", "--open"]
+    with subprocess.Popen(
+        command, env={**os.environ, "BROWSER": f"{browser} %s"}, stdout=subprocess.PIPE, text=True
+    ) as demo:  # fmt: skip
+        assert demo.stdout is not None
+        page, grpc = (demo.stdout.readline().split()[-1] for _ in range(2))
+        assert "Ctrl-C" in demo.stdout.readline()
+        assert opened.read_text().strip() == page
+        assert "<title>Saccade playground</title>" in httpx.get(page).text
+        assert httpx.get(f"{page}/status").json()["servers"][0]["loads"]["max_requests"] > 0
+        with saccade.Client(grpc) as client:
+            assert [model.name for model in client.models()] == ["demo"]
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(60) == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(page)
