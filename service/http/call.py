@@ -70,6 +70,8 @@ class Front:
     def __init__(self, options: HttpFrontOptions) -> None:
         self.options = options
         self.upstream = Upstream(options)
+        self.grpc_address = options.servers[0]
+        """HOST:PORT where clients reach gRPC; beside `saccade serve` a Unix socket until it tells the port."""
         self.budget = BodyBudget(options.max_inflight_bytes)
         self.calls: dict[tuple[str, int], int] = {}
         """Requests that have ended, by route and status."""

@@ -130,6 +130,7 @@ async def status(call: HttpCall) -> None:
         "streams": call.front.streams,
         "body_bytes": call.front.budget.used,
         "servers": len(servers),
+        "grpc_address": call.front.grpc_address,
     }
     await call.respond({"http": front, "servers": servers})
 

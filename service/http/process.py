@@ -1,7 +1,8 @@
 """The HTTP server beside `saccade serve`: `python -m service.http.process FD`, by `service.servers.http_process`.
 
-Protocol on the socket pair FD. Parent to child: (options, descriptor of the listening socket). Child to parent:
-("ready",) once it serves, or ("failed", message). It ends on SIGTERM, and when the connection closes.
+Protocol on the socket pair FD. Parent to child: (options, descriptor of the listening socket), and the address of gRPC
+once it is known. Child to parent: ("ready",) once it serves, or ("failed", message). It ends on SIGTERM, and when the
+connection closes.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ import threading
 from multiprocessing.connection import Connection
 
 from service.common.config import HttpFrontOptions
+from service.http.call import Front
 from service.http.run import HttpServer
 
 log = logging.getLogger(__name__)
 
 
-def _ends_with(connection: Connection) -> None:
-    """Ends the process when its parent has ended."""
+def _listen_to(connection: Connection, front: Front) -> None:
+    """Takes the address of gRPC; ends the process when its parent has ended."""
     try:
-        connection.recv()
+        while True:
+            front.grpc_address = connection.recv()
     except (EOFError, OSError):
         os._exit(1)
 
@@ -44,7 +47,7 @@ def main(descriptor: int) -> int:
     except ValueError as error:
         connection.send(("failed", str(error)))
         return 2
-    threading.Thread(target=_ends_with, args=(connection,), daemon=True).start()
+    threading.Thread(target=_listen_to, args=(connection, server.app.state.front), daemon=True).start()
 
     async def serve() -> None:
         task = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=listening)]))

@@ -51,6 +51,8 @@ class HttpProcess:
         self._load_timeout = options.load_timeout
         self._stopping = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._grpc_address = ""
         self._watch: threading.Thread | None = None
         self.starting: asyncio.Future[None] | None = None
 
@@ -62,6 +64,16 @@ class HttpProcess:
         """Waits until it serves. Raises ConfigError if it cannot."""
         assert self.starting is not None
         await self.starting
+
+    def tell(self, grpc_address: str) -> None:
+        """Tells the process, and those that replace it, where clients reach gRPC; the playground shows it."""
+        self._grpc_address = grpc_address
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._grpc_address and self._connection is not None:
+            with contextlib.suppress(OSError):  # it has ended; the next one is told when it has started
+                self._connection.send(self._grpc_address)
 
     def start(self) -> None:
         """Starts the process; it serves on return. Raises ConfigError if it cannot."""
@@ -81,6 +93,8 @@ class HttpProcess:
             self._process.wait()
             connection.close()
             raise ConfigError(answer[1])
+        self._connection = connection
+        self._pass_on()
         return connection
 
     def _keep(self, connection: Connection) -> None:

@@ -43,6 +43,7 @@ async def until_stopped(
     except BaseException:
         await server.stop(grace=0)
         raise
+    http.tell(f"{options.host}:{server.port}")
     print(f"saccade http ready on {http.url}", flush=True)
     await stop_when_told(_WithHttp(server, http), stopping, options.grace)
 

@@ -41,6 +41,8 @@ def test_it_is_replaced_passes_keys_on_and_ends_with_the_server(model: Path, tmp
         assert httpx.post(url, json=ASK, headers=good, timeout=60).status_code == 200
         assert children(server.pid, "service.http.process") != [child]
         assert httpx.get(f"{server.http_url}/v1/files/{file_id}/content", headers=good, timeout=60).content == b"{}\n"
+        # The new process knows the port, too, which the playground shows.
+        assert httpx.get(f"{server.http_url}/status").json()["http"]["grpc_address"] == server.address
         assert server.stop() == 0
     assert not Path(f"/proc/{child}").exists()
 
