@@ -71,9 +71,9 @@ class Playground:
         if not request.url.startswith((self.url, "blob:", "data:")):
             self.problems.append(f"outside: {request.url}")
 
-    def open(self, view: str = "") -> None:
+    def open(self, view: str = "", state: str = "ready") -> None:
         self.page.goto(self.url + "/" + view)
-        self.page.wait_for_selector("#model[data-state=ready]")
+        self.page.wait_for_selector(f"#model[data-state={state}]")
 
     def example(self, name: str = "shapes.png") -> None:
         self.page.locator(f".example[data-key='{name}']").click()
@@ -129,17 +129,27 @@ class Playground:
 
 @contextmanager
 def opened(
-    browser: Any, url: str, size: str = "desktop", scheme: str = "light", view: str = "", **options: Any
+    browser: Any,
+    url: str,
+    size: str = "desktop",
+    scheme: str = "light",
+    *,
+    state: str = "ready",
+    allowed: Sequence[str] = (),
+    script: str = "",
 ) -> Iterator[Playground]:
-    """A page in a context of its own. At the end it must have caused no error and no request to anybody else."""
+    """A page in a context of its own, once its model has this state. At the end it must have caused no error, except
+    `allowed` ones, and no request to anybody else. `script` runs before the page's own."""
     width, height = SIZES[size]
     context = browser.new_context(
         viewport={"width": width, "height": height}, color_scheme=scheme, is_mobile=size == "phone",
-        has_touch=size == "phone", permissions=["clipboard-read", "clipboard-write"], **options,
+        has_touch=size == "phone", permissions=["clipboard-read", "clipboard-write"],
     )  # fmt: skip
     try:
+        context.add_init_script(script)
         playground = Playground(context.new_page(), url)
-        playground.open(view)
+        playground.allowed += allowed
+        playground.open(state=state)
         yield playground
         assert not playground.problems, "\n".join(playground.problems)
     finally:

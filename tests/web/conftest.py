@@ -6,13 +6,14 @@ without which tests marked `whole` are skipped.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fetch_axe import fetch
 from keys import key_file
-from pages import BUILD, CHROMIUM, Playground, launched, opened
+from pages import BUILD, CHROMIUM, ROOT, Playground, launched, opened
 
 from service.commands.cli import ServerProcess
 
@@ -50,9 +51,13 @@ def server(browser: Any) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="session")
 def locked(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that wants API keys."""
-    keys = key_file(tmp_path_factory.mktemp("keys") / "keys.toml")
-    with ServerProcess(["demo", "--api-keys", keys, *QUIET]) as running:
+    """A server that wants API keys, with a model that reasons first."""
+    folder = tmp_path_factory.mktemp("locked")
+    shutil.copytree(ROOT / "demo" / "model", folder / "thinker")
+    template = folder / "thinker" / "chat_template.jinja"
+    template.write_text(template.read_text("utf-8") + "{% if add_generation_prompt %}<think>\n{% endif %}", "utf-8")
+    keys = key_file(folder / "keys.toml")
+    with ServerProcess([str(folder / "thinker"), "--api-keys", keys, *QUIET]) as running:
         yield running
 
 

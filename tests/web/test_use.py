@@ -8,10 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from clips import animation, film, moving_frames
-from pages import ENDED, ROOT, SHAPES, Playground
+from keys import KEYS
+from pages import ENDED, ROOT, SHAPES, Playground, opened
 
 from service.commands.cli import ServerProcess
 
@@ -57,7 +59,25 @@ def test_images_are_dropped_pasted_picked_and_removed(desktop: Playground) -> No
     page.keyboard.press("Delete")
     thumbs(desktop, 1)
     desktop.give("drop", [("notes.txt", "text/plain", "aGk=")])
-    page.wait_for_selector("#caption:has-text('Neither an image nor a clip: notes.txt')")
+    page.wait_for_selector("#caption:text-is('notes.txt: neither an image nor a clip.')")
+    desktop.give("drop", [("notes.txt", "text/plain", "aGk="), file("wide.png")])
+    page.wait_for_selector("#frame img[alt='wide.png']")
+    page.wait_for_function("document.querySelector('#frame img').complete")
+    assert "notes.txt" in page.inner_text("#caption")
+
+
+def test_an_example_is_added_once_and_keeps_the_user_s_question(desktop: Playground) -> None:
+    page = desktop.page
+    page.locator(".example[data-key='wide.png']").dblclick()
+    thumbs(desktop, 1)
+    assert page.input_value("#question") == "Where do you see the cross?"
+    page.locator(".remove").click()
+    desktop.example("number.png")
+    assert page.input_value("#question") == "What number is printed here?"  # one suggestion replaces another
+    page.locator(".remove").click()
+    page.fill("#question", "Is it blue?")
+    desktop.example("shapes.png")
+    assert page.input_value("#question") == "Is it blue?"
 
 
 def test_everything_is_reached_by_the_keyboard(desktop: Playground) -> None:
@@ -136,7 +156,7 @@ def test_two_settings_are_compared(desktop: Playground) -> None:
     page.wait_for_selector(f":nth-match({ENDED}, 2)")
     assert desktop.text(0) == SHAPES and SHAPES.startswith(desktop.text(1)) and desktop.text(1) != SHAPES
     assert desktop.number("output", 1) == "3" and desktop.number("output", 0) == "22"
-    assert page.locator(".finish").nth(1).inner_text() == "Longest answer reached"
+    assert page.locator(".finish").nth(1).inner_text() == "Output limit reached"
 
 
 def test_tokens_tell_their_probabilities(desktop: Playground) -> None:
@@ -208,9 +228,7 @@ def test_an_answer_is_held_to_a_schema(desktop: Playground) -> None:
 
 
 @pytest.mark.parametrize("language", ["curl", "python", "grpc"])
-def test_the_code_gives_the_same_answer(
-    desktop: Playground, server: ServerProcess, tmp_path: Path, language: str
-) -> None:
+def test_the_code_gives_the_same_answer(desktop: Playground, tmp_path: Path, language: str) -> None:
     page = desktop.page
     desktop.example()
     desktop.settings(system="", seed="18446744073709551615", temperature="0", max_tokens="12", stop="blue")
@@ -225,8 +243,6 @@ def test_the_code_gives_the_same_answer(
     (tmp_path / "shapes.png").write_bytes((ROOT / "demo" / "pictures" / "shapes.png").read_bytes())
     command = ["bash", "-c", code] if language == "curl" else [sys.executable, "-c", code]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    if language == "grpc":  # `serve --http-port` does not tell the page the port of gRPC
-        command[-1] = code.replace("127.0.0.1:50051", server.address)
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     output = done.stdout.strip()
@@ -258,7 +274,7 @@ def test_the_status_is_live_and_can_be_paused(desktop: Playground) -> None:
     page.wait_for_selector("#status-note.live")
     titles = page.locator(".card h3").all_inner_texts()
     assert titles == [
-        "Requests", "Tokens a second", "Decoder memory", "Image embeddings", "Encoder budgets", "Messages",
+        "Requests", "Tokens/s", "Decoder memory", "Image embeddings", "Encoder budgets", "Messages",
     ]  # fmt: skip
     page.click("#pause")
     assert page.inner_text("#status-note") == "Paused"
@@ -266,3 +282,95 @@ def test_the_status_is_live_and_can_be_paused(desktop: Playground) -> None:
         page.click("#pause")
     page.keyboard.press("1")
     page.wait_for_selector("#ask:not([hidden])")
+
+
+def test_settings_that_are_no_numbers_are_shown_and_not_sent(desktop: Playground) -> None:
+    page = desktop.page
+    sent: list[str] = []
+    page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else None)
+    for name, value in (("temperature", "warm"), ("top_p", "0,9"), ("seed", "-1"), ("max_tokens", "1e")):
+        desktop.settings(**{name: value})
+        page.fill("#question", "What is it?")
+        page.click("#go")
+        said = page.evaluate("[document.activeElement.name, document.activeElement.validationMessage]")
+        assert said[0] == name and value in said[1], said
+        desktop.settings(**{name: ""})
+    assert not sent and desktop.state() == "idle"
+    page.fill("#question", " ")
+    page.click("#go")
+    assert page.evaluate("document.querySelector('#question').validationMessage") == "The question is empty."
+    desktop.settings(top_p="0.93", temperature="0.05", max_tokens="3")
+    desktop.ask("What is it?")
+    assert desktop.state() == "done" and len(sent) == 1
+
+
+def test_a_key_is_asked_for_and_reasoning_is_shown_apart(browser: Any, locked: ServerProcess, axe: str) -> None:
+    with opened(browser, locked.http_url, state="failed", allowed=["401"]) as playground:
+        page = playground.page
+        assert page.inner_text("#model-text") == "Needs an API key"
+        playground.ask("What is it?")
+        assert playground.state() == "failed" and page.inner_text(".error strong") == "UNAUTHENTICATED"
+        playground.check(axe, "no-key")
+        page.click(".error button:text-is('Enter an API key')")
+        page.fill("#key", "not äscii")
+        page.click("#key-use")
+        assert "ASCII" in page.evaluate("document.querySelector('#key').validationMessage")
+        page.fill("#key", KEYS["one"])
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#model[data-state=ready]")
+        playground.settings(max_reasoning_tokens="5", max_tokens="30")
+        playground.example()
+        playground.ask("What does the picture show?")
+        reasoning = page.locator(".reasoning")
+        assert reasoning.locator("summary").inner_text() == "Reasoning 5 tokens"
+        reasoning.evaluate("box => box.open = true")
+        assert reasoning.locator("div").inner_text().strip() and playground.text().strip()
+        assert "think>" not in page.inner_text(".body")
+        playground.check(axe, "reasoning")
+        page.click("#nav-status")
+        page.wait_for_selector(".problem:has-text('scope admin')")
+        playground.check(axe, "no-status")
+        page.click("#nav-ask")
+        page.keyboard.press("k")
+        page.click("#key-forget")
+        page.wait_for_selector("#model[data-state=failed]")
+
+
+def test_a_lost_server_is_said_and_asked_again(desktop: Playground) -> None:
+    page = desktop.page
+    desktop.allowed.append("ERR_FAILED|ERR_CONNECTION")
+    page.route("**/v1/**", lambda route: route.abort())
+    desktop.ask("What is it?")
+    assert desktop.state() == "failed" and page.inner_text(".error strong") == "UNREACHABLE"
+    page.reload()
+    page.wait_for_selector("#model[data-state=failed]:has-text('The server cannot be reached.')")
+    page.unroute("**/v1/**")
+    page.wait_for_selector("#model[data-state=ready]")  # by itself
+    desktop.ask("What is it?")
+    assert desktop.state() == "done"
+
+
+def test_a_pause_holds_although_a_status_comes_later(desktop: Playground) -> None:
+    page = desktop.page
+    page.click("#nav-status")
+    page.wait_for_selector("#status-note.live")
+    held: list[Any] = []
+    with page.expect_request("**/status"):
+        page.route("**/status", lambda route: held.append(route))
+    page.click("#pause")
+    with page.expect_response("**/status"):
+        held[0].continue_()
+    page.evaluate("new Promise(requestAnimationFrame)")
+    assert page.inner_text("#status-note") == "Paused" and page.inner_text("#pause") == "Resume"
+
+
+def test_copying_works_without_the_clipboard_of_secure_pages(browser: Any, server: ServerProcess) -> None:
+    with opened(browser, server.http_url, script="delete Navigator.prototype.clipboard") as playground:
+        page = playground.page
+        page.click("#code-open")
+        page.click("#code-copy")
+        page.wait_for_selector("#code-copy:text-is('Copied')")
+        page.keyboard.press("Escape")
+        page.focus("#question")
+        page.keyboard.press("Control+V")
+        assert page.input_value("#question").startswith("curl -sN http")

@@ -22,7 +22,7 @@ export class Api {
     try {
       response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
     } catch (error) {
-      if (error.name === "AbortError") throw error;
+      if (error.name === "AbortError" || error.name === "TimeoutError") throw error;
       throw new ApiError("The server cannot be reached.", { reason: "UNREACHABLE" });
     }
     if (!response.ok) throw await refusal(response);

@@ -23,7 +23,7 @@ function named(body, items, write) {
 
 /** A request for a shell: the here-document is expanded, so that it can read the files. */
 function curl(body, { origin, hasKey, items }) {
-  const marks = items.map((item) => [`@@${item.id}@@`, `data:${item.kind};base64,$(base64 -w0 ${file(item)})`]);
+  const marks = items.map((item) => [`@@${item.id}@@`, `data:${item.kind};base64,$(base64 <${file(item)} | tr -d '\\n')`]);
   const text = toJson(named(body, items, (item) => `@@${item.id}@@`), 2).replace(/[\\$`]/g, "\\$&");
   const filled = marks.reduce((all, [mark, value]) => all.replace(mark, () => value), text);
   const key = hasKey ? ` \\\n  -H "Authorization: Bearer $SACCADE_API_KEY"` : "";
@@ -108,9 +108,10 @@ function grpc(body, { grpc: address, hasKey, items, question, values }) {
   const format = body.response_format;
   put("response_format", format?.type === "json_schema" ? format.json_schema.schema : format);
   const key = hasKey ? `, api_key=os.environ["SACCADE_API_KEY"]` : "";
+  const tls = location.protocol === "https:" ? ", tls=True" : "";
   return `${hasKey ? "import os\n\n" : ""}import saccade
 
-with saccade.Client(${text(address)}${key}) as client:
+with saccade.Client(${text(address)}${key}${tls}) as client:
     with client.stream(
         ${[literal(prompt, "        "), ""].join(",")}
 ${rows.map((row) => `${row}\n`).join("")}    ) as stream:

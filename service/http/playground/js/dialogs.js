@@ -1,6 +1,6 @@
 // The dialogs for the API key and for code samples.
 
-import { byId, copy } from "./dom.js";
+import { byId, complain, copy } from "./dom.js";
 import { LANGUAGES } from "./code.js";
 
 /** Returns a function that opens the dialog; `changed` is called when the key has changed. */
@@ -16,7 +16,13 @@ export function keyDialog(api, changed) {
   field.addEventListener("keydown", (event) => {
     if (event.key !== "Enter") return;
     event.preventDefault(); // the form's first button would forget the key
-    dialog.close("use");
+    byId("key-use").click();
+  });
+  byId("key-use").addEventListener("click", (event) => {
+    // A header holds nothing else.
+    if (/^[\x21-\x7e]*$/.test(field.value.trim())) return;
+    event.preventDefault();
+    complain(field, "An API key has printable ASCII characters only, without spaces.");
   });
   dialog.addEventListener("close", () => {
     const key = dialog.returnValue === "use" ? field.value.trim() : dialog.returnValue === "forget" ? "" : api.key;

@@ -31,12 +31,21 @@ export function say(text) {
   byId("live").textContent = text;
 }
 
+/** Focuses a field and shows what is wrong with it, until it is edited. */
+export function complain(field, message) {
+  field.focus();
+  field.setCustomValidity(message);
+  field.reportValidity();
+  field.addEventListener("input", () => field.setCustomValidity(""), { once: true });
+  say(message);
+}
+
 /** Copies text, and shows on the button for a moment that it did. */
 export async function copy(text, button) {
   const label = button.dataset.label ?? button.textContent;
   button.dataset.label = label;
   try {
-    await navigator.clipboard.writeText(text);
+    await write(text);
     button.textContent = "Copied";
     say("Copied.");
   } catch {
@@ -45,6 +54,19 @@ export async function copy(text, button) {
   }
   clearTimeout(Number(button.dataset.timer));
   button.dataset.timer = String(setTimeout(() => (button.textContent = label), 1600));
+}
+
+/** Writes to the clipboard. Pages of plain HTTP from other machines have no `navigator.clipboard`. */
+async function write(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const area = el("textarea", { value: text, className: "hidden" });
+  const focused = document.activeElement;
+  (document.querySelector("dialog[open]") ?? document.body).append(area); // nothing else takes focus beside a dialog
+  area.select();
+  const copied = document.execCommand("copy");
+  area.remove();
+  focused?.focus();
+  if (!copied) throw new Error("not copied");
 }
 
 /** A value of the browser's storage, which may be closed to the page. */

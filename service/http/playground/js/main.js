@@ -2,7 +2,7 @@
 
 import { Api } from "./api.js";
 import { codeDialog, keyDialog } from "./dialogs.js";
-import { byId, say, show } from "./dom.js";
+import { byId, complain, say, show } from "./dom.js";
 import { count } from "./format.js";
 import { Media } from "./media.js";
 import { Pane } from "./pane.js";
@@ -24,7 +24,12 @@ let runs = [];
 
 // -- the model -------------------------------------------------------------------------------------------------------
 
+const RETRY = 2000;
+let retry = 0;
+
+/** Asks for the model, again and again while the server cannot be reached or is not ready. */
 async function connect() {
+  clearTimeout(retry);
   const badge = byId("model");
   try {
     [model] = await api.models();
@@ -33,10 +38,20 @@ async function connect() {
     badge.dataset.state = "ready";
     media.takesClips = saccade.takes_videos;
     settings.defaults(saccade.default_sampling ?? {});
+    grpcAddress = reachable((await api.status()).http.grpc_address);
   } catch (error) {
     byId("model-text").textContent = error.status === 401 ? "Needs an API key" : error.message;
     badge.dataset.state = "failed";
+    if (!error.status || error.status >= 500) retry = setTimeout(connect, RETRY);
   }
+}
+
+let grpcAddress = "127.0.0.1:50051";
+
+/** The server's address of gRPC as this browser reaches it. */
+function reachable(address) {
+  if (address.startsWith("unix:")) return grpcAddress;
+  return address.replace(/^(0\.0\.0\.0|\[?::\]?)(?=:\d+$)/, location.hostname);
 }
 
 // -- asking ----------------------------------------------------------------------------------------------------------
@@ -58,8 +73,7 @@ const running = () => runs.some((run) => run.running);
 async function ask() {
   if (running()) return;
   if (!question.value.trim()) {
-    question.focus();
-    say("The question is empty.");
+    complain(question, "The question is empty.");
     return;
   }
   const items = [...media.items];
@@ -71,7 +85,6 @@ async function ask() {
     } catch (error) {
       if (!(error instanceof SettingError)) throw error;
       settings.point(which, error);
-      say(error.message);
       return;
     }
   }
@@ -129,13 +142,14 @@ function differ() {
 
 settings.addEventListener("change", differ);
 
+// An example brings its question, unless there is one of the user's own.
+let suggested = "";
 const stage = new Stage(media, (words) => {
-  question.value = words;
+  if (!question.value.trim() || question.value === suggested) question.value = words;
+  suggested = words;
 });
 
 // -- code ------------------------------------------------------------------------------------------------------------
-
-let grpcAddress = "127.0.0.1:50051";
 
 const openCode = codeDialog(() => {
   const which = settings.current;
@@ -151,13 +165,6 @@ const openCode = codeDialog(() => {
     return { body: null, context, note: error.message };
   }
 });
-
-function knowAddress({ servers: [first] }) {
-  const address = first?.address ?? grpcAddress;
-  grpcAddress = address.startsWith("unix:") ? `${location.hostname}:50051` : address;
-}
-
-api.status().then(knowAddress, () => {});
 
 // -- views and keys --------------------------------------------------------------------------------------------------
 

@@ -12,19 +12,26 @@ export class Media extends EventTarget {
   /** Whether the model takes clips; a GIF is then sent as one at first. */
   takesClips = false;
 
-  /** Adds files; those that are neither images nor clips are returned. */
+  /** Adds files. Returns what is wrong with the others: `{name, why}` of each. */
   async add(files) {
     const refused = [];
     for (const file of files) {
       const kind = file.type || guess(file.name);
       if (!/^(image|video)\//.test(kind)) {
-        refused.push(file.name);
+        refused.push({ name: file.name, why: "neither an image nor a clip" });
+        continue;
+      }
+      let url;
+      try {
+        url = await dataUrl(file, kind);
+      } catch {
+        refused.push({ name: file.name, why: "the browser cannot read it" }); // a folder, a lost file, one of gigabytes
         continue;
       }
       const clip = CLIPS.test(kind) || (kind === "image/gif" && this.takesClips);
       const item = {
-        id: next++, name: this.#unused(file.name || `pasted.${kind.split("/")[1]}`), kind, clip, either: EITHER.has(kind), layout: null,
-        size: file.size, width: 0, height: 0, url: await dataUrl(file, kind), view: URL.createObjectURL(file),
+        id: next++, name: this.#unused(file.name || `pasted.${kind.split("/")[1]}`), kind, clip, either: EITHER.has(kind),
+        layout: null, size: file.size, width: 0, height: 0, url, view: URL.createObjectURL(file),
       };
       this.items.push(item);
       this.selected = item;

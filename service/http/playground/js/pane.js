@@ -5,7 +5,7 @@ import { count, rate, seconds } from "./format.js";
 import { TokenText } from "./tokens.js";
 
 const STATES = { idle: "Ready", waiting: "Waiting", streaming: "Answering", done: "Done", stopped: "Stopped", failed: "Failed" };
-const FINISHED = { length: "Longest answer reached", stop: "Complete", tool_calls: "Calls a tool", aborted: "Cancelled" };
+const FINISHED = { length: "Output limit reached", stop: "Complete", tool_calls: "Calls a tool", aborted: "Cancelled" };
 
 export class Pane {
   /** `which`: "a" or "b". `again` asks again; `askKey` asks for an API key. */

@@ -28,13 +28,13 @@ export function sampling(values) {
 
 function number(name, text) {
   const value = Number(text);
-  if (!Number.isFinite(value)) throw new SettingError(name, `${name.replaceAll("_", " ")}: ${text} is not a number`);
+  if (!Number.isFinite(value)) throw new SettingError(name, `${name.replaceAll("_", " ")}: "${text}" is not a number`);
   return value;
 }
 
 /** A seed has 64 bits, more than a number of JavaScript keeps. */
 function seed(text) {
-  if (!/^\d+$/.test(text)) throw new SettingError("seed", `seed: ${text} is not a whole number from 0 on`);
+  if (!/^\d+$/.test(text)) throw new SettingError("seed", `seed: "${text}" is not an integer >= 0`);
   return BigInt(text);
 }
 

@@ -1,6 +1,6 @@
 // The two sets of settings, A and B, behind one form.
 
-import { byId, show, stored } from "./dom.js";
+import { byId, complain, show, stored } from "./dom.js";
 import { sampling, schema } from "./request.js";
 
 const SCHEMA = `{
@@ -104,15 +104,15 @@ export class Settings extends EventTarget {
     const set = Object.keys(NAMES).filter((name) => !["logprobs", "schema", "max_tokens"].includes(name) && own[name]);
     const words = set.map((name) => (own[name].length < 12 ? `${NAMES[name]} ${own[name]}` : NAMES[name]));
     if (own.max_tokens) words.push(`at most ${own.max_tokens} tokens`);
-    const summary = words.join(", ") || "the model's own";
+    const summary = words.join(", ") || "model defaults";
     byId("settings-summary").textContent = summary[0].toUpperCase() + summary.slice(1);
   }
 
-  /** Opens the form at the field of a set that an error is about. */
+  /** Opens the form at the field of a set that an error is about, and shows the error there. */
   point(which, error) {
     this.choose(which);
     this.box.open = true;
-    this.field(error.field)?.focus();
+    complain(this.field(error.field), error.message);
   }
 
   toggle() {

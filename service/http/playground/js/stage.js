@@ -16,6 +16,10 @@ export class Stage {
   constructor(media, suggest) {
     this.media = media;
     this.suggest = suggest;
+    /** What was wrong with the files that were given last. */
+    this.problem = "";
+    /** Whether an example is being fetched. */
+    this.loading = false;
     this.grid = new Grid(byId("frame"), (words) => this.#caption(words));
     media.addEventListener("change", () => this.draw());
     this.#take();
@@ -68,15 +72,24 @@ export class Stage {
 
   async #add(files) {
     const refused = await this.media.add(files);
-    const added = files.length - refused.length;
-    if (refused.length) this.#caption(`Neither an image nor a clip: ${refused.join(", ")}`);
-    else if (added) say(`Added ${files.map((file) => file.name).join(", ")}.`);
+    this.problem = refused.map(({ name, why }) => `${name}: ${why}.`).join(" ");
+    this.#caption(null);
+    if (!refused.length && files.length) say(`Added ${files.map((file) => file.name).join(", ")}.`);
   }
 
   async #example(name, question) {
-    const response = await fetch(`examples/${name}`);
-    await this.#add([new File([await response.blob()], name, { type: "image/png" })]);
-    this.suggest(question);
+    if (this.loading) return; // a second click would add it twice
+    this.loading = true;
+    try {
+      const response = await fetch(`examples/${name}`);
+      await this.#add([new File([await response.blob()], name, { type: "image/png" })]);
+      this.suggest(question);
+    } catch {
+      this.problem = `${name}: the server cannot be reached.`;
+      this.#caption(null);
+    } finally {
+      this.loading = false;
+    }
   }
 
   // -- what is shown
@@ -85,7 +98,10 @@ export class Stage {
     const item = this.media.selected;
     show(byId("empty"), !item);
     show(byId("frame"), item);
-    if (item?.id !== this.shown) this.#show(item);
+    if (item?.id !== this.shown) {
+      this.problem = "";
+      this.#show(item);
+    }
     this.shown = item?.id;
     show(byId("clip-switch"), item?.either);
     byId("as-clip").checked = Boolean(item?.clip);
@@ -120,7 +136,9 @@ export class Stage {
 
   #grid() {
     const layout = byId("grid-on").checked ? (this.media.selected?.layout ?? null) : null;
-    if (layout !== this.grid.layout) this.grid.draw(layout);
+    if (layout === this.grid.layout) return;
+    this.problem = "";
+    this.grid.draw(layout);
   }
 
   #caption(words) {
@@ -130,7 +148,7 @@ export class Stage {
       const size = item.width ? `${item.width} × ${item.height} px` : bytes(item.size);
       return item.layout ? `${size}: ${describe(item.layout)}` : `${size}. Ask, and its patch grid appears.`;
     };
-    const text = words ?? facts();
+    const text = words ?? (this.problem || facts());
     if (byId("caption").textContent !== text) byId("caption").textContent = text;
   }
 

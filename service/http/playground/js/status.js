@@ -25,8 +25,7 @@ export class Status {
 
   #pause(on) {
     this.#paused = on;
-    byId("pause").setAttribute("aria-pressed", String(on));
-    byId("pause").textContent = on ? "Go on" : "Pause";
+    byId("pause").textContent = on ? "Resume" : "Pause";
     this.#note(on ? "Paused" : "Live");
     this.#next(0);
   }
@@ -37,13 +36,15 @@ export class Status {
   }
 
   async #look() {
+    let note = "Live";
     try {
       const status = await this.api.status(AbortSignal.timeout(10_000));
+      if (this.#paused) return;
       this.#draw(status);
-      this.#note("Live");
     } catch (error) {
-      this.#note(error.reason ? `${error.reason}: ${error.message}` : "The server did not answer in time.");
+      note = error.reason ? `${error.reason}: ${error.message}` : "The server did not answer in time.";
     }
+    if (!this.#paused) this.#note(note);
     this.#next(EVERY);
   }
 
@@ -110,13 +111,13 @@ function cards(loads, history) {
   const encoder = loads.encoder;
   return [
     card(
-      "Requests", count(loads.live_requests), `of ${count(loads.max_requests)} that fit`,
+      "Requests", count(loads.live_requests), `of at most ${count(loads.max_requests)}`,
       line(history, (point) => point.running + point.waiting, "Running and waiting"),
       facts([["Running", `${count(loads.running)} of ${count(loads.max_running)}`], ["Waiting", count(loads.waiting)]]),
     ),
     card(
-      "Tokens a second", rate(speed), `${count(loads.output_tokens)} since the start`,
-      line(history, (point) => point.speed, "Tokens a second"),
+      "Tokens/s", rate(speed), `${count(loads.output_tokens)} since the start`,
+      line(history, (point) => point.speed, "Tokens/s"),
       facts([["Prompt tokens from the cache", count(loads.prefix_cache_hit_tokens)]]),
     ),
     card(
@@ -126,7 +127,7 @@ function cards(loads, history) {
     ),
     card(
       "Image embeddings", bytes(loads.handoff_used_bytes), `of ${bytes(loads.handoff_capacity_bytes)}`,
-      bar([["used", inUse / (loads.handoff_capacity_bytes || 1)], ["cached", loads.handoff_cached_bytes / (loads.handoff_capacity_bytes || 1)]], "Handoff"),
+      bar([["used", inUse / (loads.handoff_capacity_bytes || 1)], ["cached", loads.handoff_cached_bytes / (loads.handoff_capacity_bytes || 1)]], "Handoff buffer"),
       facts([["In use", bytes(inUse)], ["Cached", bytes(loads.handoff_cached_bytes)], ["Waiting", count(loads.waiting_media)], ["Encoding", count(loads.encoding_media)]]),
     ),
     ...(encoder ? [budgets(encoder)] : []),
@@ -183,7 +184,7 @@ function budgets(encoder) {
     "article",
     { className: "card budgets" },
     el("h3", {}, "Encoder budgets"),
-    el("p", { className: "value" }, el("b", {}, count(encoder.images)), el("span", {}, `images in ${plural(launches, "launch").replace("launchs", "launches")}, up to ${count(encoder.max_images)} in one`)),
+    el("p", { className: "value" }, el("b", {}, count(encoder.images)), el("span", {}, `images in ${launches === 1 ? "1 launch" : `${count(launches)} launches`}, up to ${count(encoder.max_images)} in one`)),
     el("ol", { attrs: { "aria-label": "Image tokens of a launch" } }, ...rows),
     facts([["Eager launches", count(encoder.eager_launches)], ["Padding", percent(padding)]]),
   );
