@@ -1,16 +1,15 @@
-"""Writes the parts of the documentation that are made from the sources, between their markers:
+"""Writes the parts of README and documentation that are made from the sources, between their markers, and the numbers
+that are followed by a comment with a result and a key.
 
-api.md, grpc-reference.md   services, methods and messages, from the protos and their comments
-http-reference.md           routes and bodies, from the OpenAPI document
-sdk.md                      the client's methods and exceptions
-options.md                  the options, from service/common/config.py
-troubleshooting.md          the reasons of errors; causes and fixes are in generators/errors.toml
+A part is written between `<!-- begin NAME: written by docs/generate.py -->` and `<!-- end NAME -->`; `PARTS` has the
+function for each name. Numbers: see generators/results.py. Causes and fixes of errors are in generators/errors.toml.
 
-`python docs/generate.py [FOLDER]`: into FOLDER instead of this one. `make protos` runs it too.
+`python docs/generate.py [FOLDER]`: into FOLDER instead. `make protos` runs it too.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,37 +17,45 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
-from generators import errors, grpc, http, options, sdk  # noqa: E402 - after the path is set
+from generators import errors, grpc, http, options, results, sdk  # noqa: E402 - after the path is set
 
-PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "api.md": {"services": grpc.services, "reasons": errors.reasons},
-    "grpc-reference.md": {"reference": grpc.reference},
-    "http-reference.md": {"reference": http.http_reference},
-    "sdk.md": {"methods": sdk.methods, "exceptions": sdk.client_errors},
-    "options.md": {"options": options.options},
-    "troubleshooting.md": {"reasons": errors.troubleshooting},
+PARTS: dict[str, Callable[[], str]] = {
+    "services": grpc.services,
+    "grpc reference": grpc.reference,
+    "http reference": http.http_reference,
+    "reasons by code": errors.reasons,
+    "reasons": errors.troubleshooting,
+    "methods": sdk.methods,
+    "exceptions": sdk.client_errors,
+    "options": options.options,
+    "comparison": results.overview,
+    "hybrid beside vllm": results.hybrid_vllm,
+    "hybrid int8 beside vllm": results.hybrid_int8,
+    "hybrid beside transformers": results.hybrid_transformers,
+    "qwen3_5 beside vllm": results.qwen_vllm,
+    "qwen3_5 beside llama.cpp": results.qwen_llamacpp,
 }
-"""By page: the name of each part, and the function that makes its Markdown."""
+_BEGIN = re.compile(r"<!-- begin (.+): written by docs/generate\.py -->\n")
 
 
-def replace_between(text: str, name: str, body: str) -> str:
-    """`text` with `body` between the markers of `name`. ValueError where they are not."""
-    begin, end = f"<!-- begin {name}: written by docs/generate.py -->\n", f"<!-- end {name} -->"
-    before, found, rest = text.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
-        raise ValueError(f"the markers of {name!r} are missing")
-    return f"{before}{begin}\n{body.strip()}\n\n{end}{after}"
+def filled(text: str) -> str:
+    """A page with its parts and numbers. ValueError for a name that is unknown or a part without an end."""
+    for begin in _BEGIN.finditer(text):
+        name, end = begin[1], f"<!-- end {begin[1]} -->"
+        if name not in PARTS or end not in text:
+            raise ValueError(f"{begin[0].strip()}: there is no such part, or no {end}")
+        before, _, rest = text.partition(begin[0])
+        text = f"{before}{begin[0]}\n{PARTS[name]().strip()}\n\n{end}{rest.partition(end)[2]}"
+    return results.fill_numbers(text)
 
 
-def main(folder: Path) -> None:
-    """Writes all pages with generated parts into `folder`."""
-    for page, parts in PARTS.items():
-        text = (DOCS / page).read_text("utf-8")
-        for name, body in parts.items():
-            text = replace_between(text, name, body())
-        (folder / page).write_text(text, "utf-8")
+def main(folder: Path | None) -> None:
+    """Writes README and all pages that have such parts or numbers into `folder`, or where they are."""
+    for path in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))):
+        text = path.read_text("utf-8")
+        if "<!-- begin " in text or "<!-- = " in text:
+            (folder / path.name if folder else path).write_text(filled(text), "utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS)
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)

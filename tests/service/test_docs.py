@@ -11,7 +11,10 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DOCS = CHECKOUT / "docs"
-GENERATED = sorted(path.name for path in DOCS.glob("*.md") if "written by docs/generate.py" in path.read_text("utf-8"))
+PAGES = {path.name: path for path in (CHECKOUT / "README.md", *DOCS.glob("*.md"))}
+GENERATED = sorted(
+    name for name, path in PAGES.items() if re.search(r"written by docs/generate.py|<!-- = ", path.read_text("utf-8"))
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +30,7 @@ def test_all_marked_pages_are_generated(fresh: Path) -> None:
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_it_is_fresh(fresh: Path, name: str) -> None:
-    assert (fresh / name).read_text("utf-8") == (DOCS / name).read_text("utf-8"), "run `make protos`"
+    assert (fresh / name).read_text("utf-8") == PAGES[name].read_text("utf-8"), "run `make protos`"
 
 
 @pytest.mark.parametrize(
@@ -55,3 +58,38 @@ def test_every_reason_that_a_test_expects_is_explained() -> None:
     page = (DOCS / "troubleshooting.md").read_text("utf-8")
     assert len(expected) > 30
     assert [reason for reason in sorted(expected) if f"`{reason}`" not in page] == []
+
+
+MEASURED = re.compile(r"\d ?(?:tokens/s|GB/s|GFLOP/s|ms|us|%|x)(?![\w/])")
+LIMITS = {
+    "operations.md": 1,  # 50 ms, within which tokens share a message
+    "README.md": 18,  # its table, which was written by hand
+    "scale.md": 9,  # an example of a simulation, and an assumption of it
+}
+"""Numbers that look like measurements and are not, by page."""
+
+
+def test_numbers_of_measurements_come_from_results() -> None:
+    """Each number with a unit of a measurement is in a generated part, or followed by its result and key."""
+    found = {}
+    for path in PAGES.values():
+        if path.name in ("log.md", "profile.md", "profile-qwen3_5.md"):
+            continue
+        text = re.sub(
+            r"<!-- begin (.+?): .*?<!-- end \1 -->|```.*?```|`[^`\n]*`", "", path.read_text("utf-8"), flags=re.S
+        )
+        text = re.sub(r"\d[\d,.]*[^\d<|\n]{0,12}<!-- = .*? -->", "", text)
+        if numbers := MEASURED.findall(text):
+            found[path.name] = len(numbers)
+    assert {page: count for page, count in found.items() if count > LIMITS.get(page, 0)} == {}
+
+
+def test_a_number_is_that_of_its_result(fresh: Path, tmp_path: Path) -> None:
+    sys.path.insert(0, str(DOCS))
+    from generators.results import fill_numbers
+
+    old = "| 1 %<!-- = 2026-11-22-replicas hit_rate.one_replica .1f*100 --> |"
+    new = "| 49.2 %<!-- = 2026-11-22-replicas hit_rate.one_replica .1f*100 --> |"
+    assert fill_numbers(old) == new == fill_numbers(new)
+    with pytest.raises(KeyError):
+        fill_numbers(old.replace("one_replica", "two_replicas"))
