@@ -4,30 +4,32 @@ time."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sized
+from typing import Any
 
 from torch import Tensor
 
 from decoder.config import DecoderConfig
-from kernels.linear import Quantised
+from kernels.linear import Quantised, Stack
 
-AnyWeight = Tensor | Quantised
+Arriving = Tensor | Quantised | Stack
 
 
 class ArrivingWeights:
-    """Named weights from an iterator. An iterator without a length is read as weights are needed, and must be in the
-    order of `DecoderConfig.expected_weights`; others may have any order."""
+    """Named weights from an iterator; those of a `Stack` are read when their layer is built. An iterator without a
+    length is read as weights are needed, and must be in the order of `DecoderConfig.expected_weights`; others may have
+    any order."""
 
-    def __init__(self, config: DecoderConfig, weights: Iterable[tuple[str, AnyWeight]]) -> None:
+    def __init__(self, config: DecoderConfig, weights: Iterable[tuple[str, Arriving]]) -> None:
         self._config, self._source = config, iter(weights)
         self._expected, self._optional = config.expected_weights(), config.optional_weights()
         self._places = {name: place for place, name in enumerate(self._expected)}
-        self._held: dict[str, AnyWeight] = {}
+        self._held: dict[str, Arriving] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._place = -1
         if isinstance(weights, Sized):
             self._read_all()
 
-    def take(self, names: Collection[str]) -> dict[str, AnyWeight]:
+    def take(self, names: Collection[str]) -> dict[str, Any]:
         """Returns those of these names that exist and removes them. `ValueError` lists all names of the whole model
         that are missing, unknown or of a wrong shape."""
         last = max((self._places[name] for name in names), default=-1)

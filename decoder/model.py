@@ -20,7 +20,8 @@ from decoder.layers.build import BuiltLayer, Recurrent, build_layers
 from decoder.layers.linear import float_vector, stored_linear
 from decoder.native import native_step
 from decoder.trunk import Trunk
-from kernels.linear import Quantised, check_fp8_products
+from kernels.host_memory import kept_copy
+from kernels.linear import Quantised, Stack, check_fp8_products
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.transfer import upload
 
@@ -33,7 +34,7 @@ class HybridModel:
         config: DecoderConfig,
         options: DecoderOptions,
         arena: Arena,
-        weights: Iterable[tuple[str, Tensor | Quantised]],
+        weights: Iterable[tuple[str, Tensor | Quantised | Stack]],
     ) -> None:
         """Copies, casts and lays out every tensor. `ValueError` lists names that are missing, unknown or of a wrong
         shape; or gives the reason why `activations` are not available."""
@@ -43,7 +44,7 @@ class HybridModel:
         arriving = ArrivingWeights(config, weights)
         table = arriving.take(["model.embeddings.weight"])["model.embeddings.weight"]
         table = table.dequantise() if isinstance(table, Quantised) else table
-        table = table.to(options.device, options.dtype, copy=True)
+        table = kept_copy(table.to(options.device, options.dtype))
         tied = stored_linear(table, None, options, owned=True) if config.tie_word_embeddings else None
         self.embeddings = EmbeddingTable(table, tied)
         del table

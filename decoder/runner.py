@@ -32,7 +32,7 @@ from decoder.scheduler import Scheduler
 from decoder.sequence import Sequence, Status
 from decoder.speculation import Speculation
 from decoder.states import States
-from kernels.linear import Quantised
+from kernels.linear import Quantised, Stack
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class DecoderRunner:
     """Serves any number of requests, `max_seqs` at a time."""
 
     def __init__(
-        self, config: DecoderConfig, options: DecoderOptions, weights: Iterable[tuple[str, Tensor | Quantised]]
+        self, config: DecoderConfig, options: DecoderOptions, weights: Iterable[tuple[str, Tensor | Quantised | Stack]]
     ) -> None:
         """`weights` are read once and copied. `ValueError` when they, or the memory, do not fit the configuration."""
         self.config, self.options = config, options

@@ -1,15 +1,20 @@
-"""Host memory of a process: memory that a step frees is kept for the next step, and tensors that steps read completely
-are in huge pages."""
+"""Host memory of a process: memory that a step frees is kept for the next step; weights have mappings of their own, in
+huge pages; files are mapped, and the pages of what has been read from them are given back."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import sys
 import threading
+import weakref
+from bisect import bisect_right, insort
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 M_TRIM_THRESHOLD = -1
@@ -47,10 +52,23 @@ def release_freed_memory() -> bool:
 
 HUGE = 2 << 20
 """Bytes of a huge page."""
-LEAST_HUGE = 64 << 10
-"""Smallest tensor, in bytes, that is worth huge pages."""
 SHARED = 32 << 20
 """Bytes of a mapping that several tensors share; one that would take more than half of it has a mapping of its own."""
+COPIED = 1 << 20
+"""Numbers that are copied before the source's pages are dropped."""
+RELEASED = 64 << 20
+"""After so many bytes of weights, freed pages of the C allocator go back to the system."""
+
+
+def _advise(begin: int, end: int, advice: int | None) -> bool:
+    """Whether the system accepted the advice about these addresses, which must be multiples of a page."""
+    if begin >= end or advice is None:
+        return False
+    try:
+        madvise = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return False
+    return bool(madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice) == 0)
 
 
 def use_huge_pages(tensor: Tensor) -> bool:
@@ -60,15 +78,10 @@ def use_huge_pages(tensor: Tensor) -> bool:
     then reads 19 GB/s of weights instead of 29, and processes 30 GB/s of states instead of 41 (Zen 4). No more memory
     is used than the tensor fills. Returns whether the system accepted the advice, which it need not follow.
     """
+    if tensor.device.type != "cpu":
+        return False
     begin, end = -(-tensor.data_ptr() // HUGE) * HUGE, (tensor.data_ptr() + tensor.nbytes) // HUGE * HUGE
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if tensor.device.type != "cpu" or begin >= end or advice is None:
-        return False
-    try:
-        madvise = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):
-        return False
-    return bool(madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice) == 0)
+    return _advise(begin, end, getattr(mmap, "MADV_HUGEPAGE", None))
 
 
 class _Mappings:
@@ -78,13 +91,17 @@ class _Mappings:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._shared: Tensor | None = None
-        self._used = 0
+        self._used = self._unreleased = 0
 
     def take(self, nbytes: int) -> Tensor:
         """uint8 `[nbytes]`, zeros, at a multiple of 64; a large one begins at a huge page."""
-        if nbytes > SHARED // 2:
-            return _mapped(nbytes)
         with self._lock:
+            self._unreleased += nbytes
+            if self._unreleased >= RELEASED:  # small tensors that others keep are between the temporary copies as well
+                self._unreleased = 0
+                release_freed_memory()
+            if nbytes > SHARED // 2:
+                return _mapped(nbytes)
             if self._shared is None or self._used + nbytes > SHARED:
                 self._shared, self._used = _mapped(SHARED), 0
             begin, self._used = self._used, self._used + -(-nbytes // 64) * 64
@@ -106,10 +123,71 @@ def _mapped(nbytes: int) -> Tensor:
     return found
 
 
-def in_huge_pages(tensor: Tensor) -> Tensor:
-    """A copy of a contiguous tensor in host memory that lies in huge pages, as far as the system has them; the tensor
-    itself if it is small."""
-    if tensor.nbytes < LEAST_HUGE:
-        return tensor
-    assert tensor.is_contiguous()
-    return _mappings.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+def weight_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros for a weight that stays: apart from the C allocator's memory, and in huge pages as far as the
+    system has them and the tensor fills them."""
+    return _mappings.take(math.prod(shape) * dtype.itemsize).view(dtype).view(*shape)
+
+
+class _FileMappings:
+    """Addresses of mapped files."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begins: list[int] = []
+        self._ends: dict[int, int] = {}
+
+    def add(self, mapped: mmap.mmap, begin: int, end: int) -> None:
+        """The file is mapped to these addresses until the object is gone."""
+        with self._lock:
+            insort(self._begins, begin)
+            self._ends[begin] = end
+        weakref.finalize(mapped, self._remove, begin)
+
+    def _remove(self, begin: int) -> None:
+        with self._lock:
+            self._begins.remove(begin)
+            del self._ends[begin]
+
+    def holds(self, begin: int, end: int) -> bool:
+        """Whether all of these addresses are of one mapped file."""
+        with self._lock:
+            place = bisect_right(self._begins, begin) - 1
+            return place >= 0 and end <= self._ends[self._begins[place]]
+
+
+_files = _FileMappings()
+
+
+def map_file(handle: int, offset: int, nbytes: int) -> Tensor:
+    """uint8 `[nbytes]`: bytes of an open file from `offset` on, read when they are used. The tensor must not be written
+    to: its pages may be read again. Raises OSError or ValueError if the file cannot be mapped."""
+    import torch
+
+    begin = offset - offset % mmap.ALLOCATIONGRANULARITY
+    mapped = mmap.mmap(handle, offset - begin + nbytes, access=mmap.ACCESS_COPY, offset=begin)
+    whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    _files.add(mapped, whole.data_ptr(), whole.data_ptr() + whole.nbytes)
+    return whole[offset - begin :]
+
+
+def drop_pages(*tensors: Tensor) -> None:
+    """Says that contiguous tensors have been read. Pages of those that `map_file` returned, or parts of them, then no
+    longer count as this process's memory; they are read again if they are used again. Others stay as they are."""
+    for tensor in tensors:
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and _files.holds(begin, end):
+            page = mmap.PAGESIZE
+            _advise(begin // page * page, -(-end // page) * page, getattr(mmap, "MADV_DONTNEED", None))
+
+
+def kept_copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy of a weight that stays. In host memory it is made in pieces, and pages of a mapped file are
+    dropped."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return tensor.detach().clone().contiguous()
+    found = weight_memory(tensor.shape, tensor.dtype)
+    for part, kept in zip(tensor.detach().flatten().split(COPIED), found.flatten().split(COPIED), strict=True):
+        kept.copy_(part)
+        drop_pages(part)
+    return found

@@ -13,7 +13,7 @@ from decoder.config import DecoderOptions
 from decoder.layers import descriptions
 from decoder.layers.spec import Weights
 from kernels.gates import swiglu
-from kernels.linear import GatedLinear, Linear, LinearParts, Quantised, alike, concatenate, quantise
+from kernels.linear import GatedLinear, Linear, LinearParts, Quantised, Stack, alike, concatenate, quantise
 from kernels.linear import stack as join_stack
 from kernels.native import Activation
 
@@ -43,8 +43,10 @@ def _stored(weight: Tensor | Quantised, options: DecoderOptions) -> Tensor | Qua
     return weight.to(options.device) if isinstance(weight, Quantised) else weight.to(options.device, options.dtype)
 
 
-def stored_stack(stack: Tensor | Quantised, options: DecoderOptions) -> Tensor | Quantised:
+def stored_stack(stack: Tensor | Quantised | Stack, options: DecoderOptions) -> Tensor | Quantised:
     """The same for weights `[experts, out, in]`, which are quantised one by one."""
+    if isinstance(stack, Stack):
+        stack = join_stack(stack)
     if options.weights is None or (isinstance(stack, Quantised) and stack.kind == options.weights):
         return _stored(stack, options)
     return join_stack([_stored(stack[index], options) for index in range(stack.shape[0])])

@@ -145,10 +145,11 @@ class _Reader:
     ) -> None:
         if missing := spec.expected_weights().keys() - given.keys():
             raise ValueError(f"{len(missing)} vision weights are missing, such as {sorted(missing)[:3]}")
+        # Each is used once, and gone then: a mapped file's pages count as long as a tensor has them.
         self._spec, self._given, self._dtype, self._device = spec, given, dtype, device
 
     def take(self, name: str) -> Tensor:
-        return plain(self._given[name]).to(self._device, self._dtype)
+        return plain(self._given.pop(name)).to(self._device, self._dtype)
 
     def projection(self) -> Linear:
         name = "vision_tower.embeddings.patch_embedding."

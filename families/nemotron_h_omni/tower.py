@@ -91,6 +91,7 @@ class _Reader:
         missing = spec.expected_weights().keys() - spec.optional_weights() - given.keys()
         if missing:
             raise ValueError(f"{len(missing)} vision weights are missing, such as {sorted(missing)[:3]}")
+        # Each is used once, and gone then: a mapped file's pages count as long as a tensor has them.
         self._spec, self._given, self._dtype, self._device, self._compiled = spec, given, dtype, device, compiled
 
     def vit(self) -> ViT:
@@ -109,7 +110,7 @@ class _Reader:
         )
 
     def take(self, name: str, scale: Tensor | None = None) -> Tensor:
-        tensor = plain(self._given[name])
+        tensor = plain(self._given.pop(name))
         if scale is not None:
             # A layer scale is folded into the rows of the layer before it: one rounding, no cost at run time.
             tensor = scale.view(-1, *[1] * (tensor.dim() - 1)) * tensor.float()
@@ -117,7 +118,7 @@ class _Reader:
 
     def _linear(self, name: str, scale: Tensor | None = None) -> Linear:
         bias = self.take(name + ".bias", scale) if name + ".bias" in self._given else None
-        weight = self._given[name + ".weight"] if scale is None else self.take(name + ".weight", scale)
+        weight = self._given.pop(name + ".weight") if scale is None else self.take(name + ".weight", scale)
         return tower_linear(weight, bias, dtype=self._dtype, device=self._device, compiled=self._compiled)
 
     def _stacked(self, names: list[str], *, biased: bool = True) -> Linear:
@@ -140,7 +141,7 @@ class _Reader:
     def _layer_scale(self, name: str) -> Tensor | None:
         value = self._spec.layerscale_value
         if name in self._given:
-            stored = plain(self._given[name])
+            stored = plain(self._given.pop(name))
             return None if bool((stored == 1).all()) else stored.to(self._dtype).float()
         return None if value == 1.0 else torch.full((self._spec.hidden_size,), value)
 

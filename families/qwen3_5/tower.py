@@ -115,6 +115,7 @@ class _Reader:
         missing = spec.expected_weights().keys() - given.keys()
         if missing:
             raise ValueError(f"{len(missing)} vision weights are missing, such as {sorted(missing)[:3]}")
+        # Each is used once, and gone then: a mapped file's pages count as long as a tensor has them.
         self._spec, self._given, self._dtype, self._device, self._compiled = spec, given, dtype, device, compiled
 
     def vit(self) -> ViT:
@@ -133,19 +134,19 @@ class _Reader:
         )
 
     def take(self, name: str) -> Tensor:
-        return plain(self._given["visual." + name]).to(self._device, self._dtype)
+        return plain(self._given.pop("visual." + name)).to(self._device, self._dtype)
 
     def _projections(self) -> dict[str, Linear]:
         """The patch projections, stored as a 3-D convolution. An image repeats its frame, so for images the weights are
         summed over the frames, in float32."""
-        weight_DCTPP = plain(self._given["visual.patch_embed.proj.weight"]).to(self._device)
+        weight_DCTPP = plain(self._given.pop("visual.patch_embed.proj.weight")).to(self._device)
         folded_DCPP = weight_DCTPP.float().sum(2).to(self._dtype)
         bias_D = self.take("patch_embed.proj.bias")
         parts = {IMAGE: folded_DCPP, VIDEO: weight_DCTPP.to(self._dtype)}
         return {kind: Linear(part.flatten(1), bias_D, compiled=self._compiled) for kind, part in parts.items()}
 
     def _linear(self, name: str) -> Linear:
-        weight, bias = self._given[f"visual.{name}.weight"], self.take(name + ".bias")
+        weight, bias = self._given.pop(f"visual.{name}.weight"), self.take(name + ".bias")
         return tower_linear(weight, bias, dtype=self._dtype, device=self._device, compiled=self._compiled)
 
     def _norm(self, name: str) -> Norm:

@@ -3,11 +3,12 @@
 from kernels.linear.gated import GatedLinear
 from kernels.linear.packed import Packed
 from kernels.linear.parts import LinearParts
-from kernels.linear.quantised import KINDS, AnyWeight, Quantised, alike, concatenate, quantised_bytes, row_part, stack
+from kernels.linear.quantised import KINDS, AnyWeight, Quantised, alike, concatenate, quantised_bytes, row_part
 from kernels.linear.reference import Linear
 from kernels.linear.reference import run_quantised as quantised_linear
 from kernels.linear.rounding import quantise
 from kernels.linear.scaled import check_fp8_products
+from kernels.linear.stacks import Stack, stack
 
 __all__ = [
     "GatedLinear",
@@ -17,6 +18,7 @@ __all__ = [
     "LinearParts",
     "Packed",
     "Quantised",
+    "Stack",
     "alike",
     "check_fp8_products",
     "concatenate",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.host_memory import in_huge_pages
+from kernels.host_memory import drop_pages, weight_memory
 from kernels.linear.quantised import NVFP4_GROUP, Quantised
 from kernels.native import Kind, NativeUnavailable
 from kernels.native.structs import GROUP, PANEL
@@ -20,6 +23,10 @@ GATES = 16
 """In a gated weight, this many gates alternate with the outputs that they gate."""
 MOST_INPUTS = 131_071
 """For int8 and int4: sums of products of bytes must fit 32 bits."""
+PIECE = 1 << 20
+"""Numbers of a weight that are converted at a time."""
+LAID_OUT = ("data", "scale", "zeros", "outer")
+"""Fields of a `Layout` that are tensors."""
 MULTIPLIED = (torch.bfloat16, torch.float32)
 """Dtypes of plain weights and of rows."""
 
@@ -40,20 +47,62 @@ class Layout:
     """Inputs that share a scale, for kinds that are summed group by group."""
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that there are; the first dimension of each is panels, or their rows."""
+        return tuple(tensor for name in LAID_OUT if (tensor := getattr(self, name)) is not None)
+
+    @property
     def nbytes(self) -> int:
-        tensors = (self.data, self.scale, self.zeros, self.outer)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Layout:
+        """Applies `change` to each tensor."""
+        changed: dict[str, Any] = {
+            name: change(tensor) for name in LAID_OUT if (tensor := getattr(self, name)) is not None
+        }
+        return replace(self, **changed)
 
 
-def lay_out(weight: Tensor | Quantised, dtype: torch.dtype) -> Layout:
-    """Converts a weight.
+def lay_out(weight: Tensor | Quantised, dtype: torch.dtype, *, gated: bool = False) -> Layout:
+    """Converts a weight, a few panels at a time: besides the result, memory is used for one such piece.
 
-    `dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16. Columns keep
-    their stored order; the caller must permute inputs. float32 is shared, others are copied, to huge pages if large.
-    Raises NativeUnavailable if the compiled code has no product for the weight.
+    `dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16. `gated`: the
+    first half of the rows are gates of the second, and they are interleaved; not for plain float32. Columns keep their
+    stored order; the caller must permute inputs. float32 is shared, others are copied. Raises NativeUnavailable if the
+    compiled code has no product for the weight.
     """
-    layout = _lay_out(weight, dtype)
-    return layout if layout.stored == Kind.F32 else replace(layout, data=in_huge_pages(layout.data))
+    if isinstance(weight, Tensor) and weight.dtype != torch.bfloat16:
+        assert not gated
+        return _lay_out(weight, dtype)
+    order = _Interleaved(weight.shape[0] // 2) if gated else None
+    rows = weight.shape[0] if order is None else len(order.source)
+    step, found = max(PIECE // max(weight.shape[1], 1) // PANEL, 1) * PANEL, None
+    for begin in range(0, rows, step):
+        piece = _rows(weight, slice(begin, begin + step)) if order is None else order.rows(weight, begin, begin + step)
+        part = _lay_out(piece, dtype)
+        if found is None:
+            found = part.map(lambda tensor: _for_rows(tensor, min(step, rows), rows))
+        for whole, tensor in zip(found.tensors, part.tensors, strict=True):
+            first = begin * tensor.shape[0] // (-(-piece.shape[0] // PANEL) * PANEL)
+            whole[first : first + tensor.shape[0]] = tensor
+        if order is None:
+            drop_pages(*_tensors(piece))
+    assert found is not None, "a weight without rows"
+    return found
+
+
+def _for_rows(tensor: Tensor, rows: int, all_rows: int) -> Tensor:
+    """Memory like that of a tensor for `rows` rows of a weight, in whole panels, for `all_rows`."""
+    each = tensor.shape[0] // -(-rows // PANEL)
+    return weight_memory((each * -(-all_rows // PANEL), *tensor.shape[1:]), tensor.dtype)
+
+
+def _rows(weight: Tensor | Quantised, index: Tensor | slice) -> Tensor | Quantised:
+    return weight.detach()[index] if isinstance(weight, Tensor) else weight.rows(index)
+
+
+def _tensors(weight: Tensor | Quantised) -> tuple[Tensor, ...]:
+    return (weight,) if isinstance(weight, Tensor) else weight.tensors
 
 
 def _lay_out(weight: Tensor | Quantised, dtype: torch.dtype) -> Layout:
@@ -153,6 +202,7 @@ def _pack_nvfp4(weight: Quantised) -> Tensor:
     return torch.cat((scales, numbers), 2)
 
 
+@cache
 def _scale_bytes() -> Tensor:
     """For each non-negative e4m3 byte, the byte that the compiled code reads. For (1 + m / 8) * 2^(8 - d): m in bits 4
     to 6, the lowest bit of d in bit 7, the others in bits 0 to 3; 0 for zero and NaN."""
@@ -181,20 +231,31 @@ def _group_panels(scales: Tensor) -> Tensor:
     return F.pad(scales, (0, 0, 0, -n % PANEL)).view(-1, PANEL, groups).transpose(1, 2).contiguous()
 
 
-def interleaved(weight: Tensor | Quantised, bias: Tensor | None) -> tuple[Tensor | Quantised, Tensor | None]:
-    """Interleaves gates and up outputs: 16 gates, then the 16 outputs that they gate, and so on; padded with zeros."""
-    inner = weight.shape[0] // 2
-    gates = torch.arange(-(-inner // GATES) * GATES).view(-1, GATES)
-    order = torch.stack((gates, gates + inner), 1).flatten()
-    there = (gates < inner).repeat(1, 2).flatten()
-    order = torch.where(there, order, 0)
+class _Interleaved:
+    """Order of the rows of a gated weight: 16 gates, then the 16 outputs that they gate, and so on; padded with
+    zeros."""
 
-    def zeroed(of: Tensor) -> Tensor:
+    def __init__(self, inner: int) -> None:
+        gates = torch.arange(-(-inner // GATES) * GATES).view(-1, GATES)
+        order = torch.stack((gates, gates + inner), 1).flatten()
+        self.exists = (gates < inner).repeat(1, 2).flatten()
+        self.source = torch.where(self.exists, order, 0)
+
+    def rows(self, weight: Tensor | Quantised, begin: int, end: int) -> Tensor | Quantised:
+        """Copies of rows [begin, end) of the interleaved weight."""
+        found = _rows(weight, self.source[begin:end])
+        if isinstance(found, Tensor):
+            return self._zeroed(found, begin, end)
+        return replace(found, scale=self._zeroed(found.scale, begin, end).view(found.scale.dtype))
+
+    def _zeroed(self, of: Tensor, begin: int, end: int) -> Tensor:
         of = of.view(torch.uint8) if of.dtype == torch.float8_e4m3fn else of
-        return of.mul_(there.view(-1, *[1] * (of.dim() - 1)))
+        return of.mul_(self.exists[begin:end].view(-1, *[1] * (of.dim() - 1)))
 
-    bias = None if bias is None else zeroed(bias.detach()[order])
-    if isinstance(weight, Tensor):
-        return zeroed(weight.detach()[order]), bias
-    rows = weight.rows(order)
-    return replace(rows, scale=zeroed(rows.scale).view(rows.scale.dtype)), bias
+
+def interleaved(bias: Tensor) -> Tensor:
+    """The bias of a gated weight, in the order of its rows."""
+    order = _Interleaved(bias.shape[0] // 2)
+    found = order.rows(bias, 0, len(order.source))
+    assert isinstance(found, Tensor)
+    return found

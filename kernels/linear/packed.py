@@ -7,7 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kernels.linear.layouts import MOST_INPUTS, MULTIPLIED, STEPS, interleaved, lay_out
+from kernels.host_memory import weight_memory
+from kernels.linear.layouts import GATES, MOST_INPUTS, MULTIPLIED, STEPS, interleaved, lay_out
 from kernels.linear.quantised import Quantised
 from kernels.native import Activation, Kind, NativeUnavailable, Weight, library
 from kernels.native.structs import GROUP, PANEL
@@ -32,16 +33,17 @@ class Packed:
         if gated:
             assert isinstance(weight, Quantised) or weight.dtype == torch.bfloat16
             self.n //= 2
-            weight, bias = interleaved(weight, bias)
+            bias = None if bias is None else interleaved(bias.detach())
         self.order = None if isinstance(weight, Tensor) else weight.order
         """The input of each column; None if they are in order."""
-        self._layout = layout = lay_out(weight, dtype)
+        self._layout = layout = lay_out(weight, dtype, gated=gated)
         self.kind = layout.rows
         """The form of the rows that it is multiplied with."""
         self.kpad = -(-self.k // STEPS[layout.stored]) * STEPS[layout.stored]
-        self._bias = None if bias is None else bias.detach().float().contiguous()
+        outputs = -(-self.n // GATES) * GATES * 2 if gated else self.n
+        self._bias = None if bias is None else weight_memory(bias.shape, torch.float32).copy_(bias.detach())
         self._descriptor = Weight(
-            layout.stored, weight.shape[0], self.k, self.kpad, layout.data.data_ptr(), _address(layout.scale),
+            layout.stored, outputs, self.k, self.kpad, layout.data.data_ptr(), _address(layout.scale),
             _address(self._bias), gated, layout.rows, layout.group, _address(layout.zeros), _address(layout.outer),
         )  # fmt: skip
 

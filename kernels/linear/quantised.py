@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.host_memory import drop_pages
 from kernels.native.structs import GROUP
 
 KINDS = ("int8", "int4", "fp8", "nvfp4")
@@ -86,13 +87,18 @@ class Quantised:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for name in TENSORS if (tensor := getattr(self, name)) is not None)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def __getitem__(self, index: int) -> Quantised:
         return self._each(lambda tensor, _: tensor[index])
 
-    def rows(self, index: Tensor) -> Quantised:
-        """Copies of rows of a weight `[n, k]`; `index`: int64 of any length."""
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that there are."""
+        return tuple(tensor for name in TENSORS if (tensor := getattr(self, name)) is not None)
+
+    def rows(self, index: Tensor | slice) -> Quantised:
+        """Rows of a weight `[n, k]`: copies of those at an `index`, int64 of any length; views of those of a slice."""
         return self._each(lambda tensor, has_rows: tensor[index] if has_rows else tensor)
 
     def row_part(self, place: int, parts: int, groups: int = 1) -> Quantised:
@@ -112,6 +118,10 @@ class Quantised:
 
     def contiguous(self) -> Quantised:
         return self._each(lambda tensor, _: tensor.contiguous())
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Quantised:
+        """Applies `change` to each tensor."""
+        return self._each(lambda tensor, _: change(tensor))
 
     def _each(self, change: Callable[[Tensor, bool], Tensor]) -> Quantised:
         """Applies `change` to each tensor; its second argument is whether the tensor has a dimension of rows."""
@@ -189,16 +199,21 @@ def concatenate(parts: Sequence[Tensor | Quantised]) -> Tensor | Quantised:
     """Concatenates weights of one input along the rows. `ValueError` unless they are `alike`."""
     plain = [part for part in parts if isinstance(part, Tensor)]
     if len(plain) == len(parts):
-        return torch.cat(plain, plain[0].dim() - 2)
-    return _joined(parts, lambda tensors, row: torch.cat(tensors, row), shared=("order",))
+        return _joined(plain, plain[0].dim() - 2)
+    quantised = [part for part in parts if isinstance(part, Quantised)]
+    if not alike(parts):
+        raise ValueError("weights that belong together are not all quantised in the same way")
+    first, tensors = quantised[0], dict[str, Any]()
+    for name in TENSORS:
+        if name != "order" and getattr(first, name) is not None:
+            tensors[name] = _joined([getattr(part, name) for part in quantised], first.values.dim() - 2)
+    return replace(first, **tensors)
 
 
-def stack(parts: Sequence[Tensor | Quantised]) -> Tensor | Quantised:
-    """Stacks weights of one shape in a new first dimension. `ValueError` unless they are stored in the same way."""
-    plain = [part for part in parts if isinstance(part, Tensor)]
-    if len(plain) == len(parts):
-        return torch.stack(plain)
-    return _joined(parts, lambda tensors, _: torch.stack(tensors), shared=())
+def _joined(tensors: Sequence[Tensor], row: int) -> Tensor:
+    joined = torch.cat(tuple(tensors), row)
+    drop_pages(*tensors)
+    return joined
 
 
 def alike(parts: Sequence[Tensor | Quantised]) -> bool:
@@ -206,32 +221,14 @@ def alike(parts: Sequence[Tensor | Quantised]) -> bool:
     quantised = [part for part in parts if isinstance(part, Quantised)]
     if not quantised:
         return True
-    return len(quantised) == len(parts) and all(_same(quantised[0], part, ("order",)) for part in quantised[1:])
+    return len(quantised) == len(parts) and all(_same(quantised[0], part) for part in quantised[1:])
 
 
-def _same(one: Quantised, other: Quantised, shared: Sequence[str]) -> bool:
-    """Whether two weights differ only in their numbers, and not in the tensors named in `shared`."""
-    for name in TENSORS:
-        mine, theirs = getattr(one, name), getattr(other, name)
-        if (mine is None) != (theirs is None):
-            return False
-        if name in shared and mine is not None and not torch.equal(mine, theirs):
-            return False
+def _same(one: Quantised, other: Quantised) -> bool:
+    """Whether two weights differ only in their numbers, and not in the order of their inputs."""
+    if any((getattr(one, name) is None) != (getattr(other, name) is None) for name in TENSORS):
+        return False
+    if one.order is not None and other.order is not None and not torch.equal(one.order, other.order):
+        return False
     how = [(part.kind, part.scale_group, part.divided, part.in_features) for part in (one, other)]
     return how[0] == how[1]
-
-
-def _joined(
-    parts: Sequence[Tensor | Quantised], join: Callable[[list[Tensor], int], Tensor], shared: Sequence[str]
-) -> Quantised:
-    quantised = [part for part in parts if isinstance(part, Quantised)]
-    first = quantised[0]
-    if len(quantised) < len(parts) or not all(_same(first, part, shared) for part in quantised):
-        raise ValueError("weights that belong together are not all quantised in the same way")
-    row = first.values.dim() - 2
-    tensors: dict[str, Any] = {}
-    for name in TENSORS:
-        if (tensor := getattr(first, name)) is not None:
-            given = [getattr(part, name) for part in quantised]
-            tensors[name] = tensor if name in shared else join(given, row)
-    return replace(first, **tensors)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear.quantised import E2M1, KINDS, NVFP4_GROUP, Quantised, concatenate
+from kernels.host_memory import drop_pages
+from kernels.linear.quantised import E2M1, KINDS, NVFP4_GROUP, Quantised
 from kernels.native.structs import GROUP
 
 SCALES = (1.0, 0.95, 0.9, 0.85, 0.8)
@@ -27,14 +28,19 @@ def quantise(weight: Tensor, kind: str) -> Quantised:
     rounders: dict[str, Callable[[Tensor], Quantised]] = {
         "int8": _int8, "int4": _int4, "fp8": _fp8, "nvfp4": _nvfp4,
     }  # fmt: skip
-    pieces: list[Tensor | Quantised] = []
-    for rows in weight.detach().flatten(0, -2).split(max(1, PIECE // weight.shape[-1])):
+    flat, step = weight.detach().flatten(0, -2), max(1, PIECE // weight.shape[-1])
+    whole: Quantised | None = None
+    for begin in range(0, len(flat), step):
+        rows = flat[begin : begin + step]
         piece = rows.float()
         if not bool(torch.isfinite(piece).all()):
             raise ValueError(f"a weight of shape {tuple(weight.shape)} holds values that are not finite")
-        pieces.append(rounders[kind](piece))
-    whole = concatenate(pieces)
-    assert isinstance(whole, Quantised)
+        part = rounders[kind](piece)
+        whole = whole or part.map(lambda tensor: tensor.new_empty(len(flat), *tensor.shape[1:]))
+        for tensor, found in zip(whole.tensors, part.tensors, strict=True):
+            tensor[begin : begin + step] = found
+        drop_pages(rows)
+    assert whole is not None, "a weight without rows"
     return whole.in_shape(weight.shape[:-1])
 
 

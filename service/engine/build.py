@@ -116,7 +116,7 @@ def build_engine(options: EngineOptions) -> Engine:
     vision = resolve_vision(options, checkpoint)
     with weights_progress("decoder") as progress:
         decoder = DecoderRunner(
-            checkpoint.config.decoder, decoder_options(options, checkpoint), checkpoint.decoder_weights(progress)
+            checkpoint.config.decoder, decoder_options(options, checkpoint), checkpoint.decoder_parts(progress)
         )
     handoff: Handoff | None = None
     encoding: Encoding | None = None

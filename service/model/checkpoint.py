@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from families import CheckpointError, Target
 from families.files import optional_json
@@ -26,7 +27,7 @@ from service.model.weight_files import WeightFiles
 if TYPE_CHECKING:
     import torch
 
-    from kernels.linear import Quantised
+    from kernels.linear import Quantised, Stack
 
 log = logging.getLogger(__name__)
 
@@ -102,13 +103,22 @@ class Checkpoint:
         return sizes
 
     def decoder_weights(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor | Quantised]]:
-        """(our name, tensor) of the decoder in layer order, in the file's dtype, as views of the mapped file."""
+        """(our name, tensor) of the decoder in layer order, in the file's dtype, as views of the mapped file; weights
+        that are stored one by one and stacked are copied."""
+        from kernels.linear import Stack, stack  # imported here because it needs torch
+
+        for name, weight in self.decoder_parts(progress):
+            yield name, stack(weight) if isinstance(weight, Stack) else weight
+
+    def decoder_parts(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor | Quantised | Stack]]:
+        """Like `decoder_weights`, but weights that are stored one by one are read one by one, when they are used."""
         return self._stream(self.config.decoder.expected_weights(), progress)
 
     def vision_weights(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor | Quantised]]:
         """Like `decoder_weights`, for the encoder. Empty for text-only models."""
         vision = self.config.vision
-        return self._stream(vision.expected_weights() if vision else {}, progress)
+        for name, weight in self._stream(vision.expected_weights() if vision else {}, progress):
+            yield name, cast("torch.Tensor | Quantised", weight)  # no tower has stacks
 
     @property
     def encoder_kinds(self) -> tuple[str, ...]:
@@ -234,28 +244,46 @@ class Checkpoint:
         return first
 
     def _stream(self, expected: Mapping[str, tuple[int, ...]], progress: Progress | None) -> Iterator[tuple[str, Any]]:
-        from kernels.linear import stack  # imported here because it needs torch
-        from service.model.formats.unpack import load
+        from kernels.linear import Stack  # imported here because it needs torch
 
         wanted = [name for name in expected if name in self._plan]
         stored = [self.weights[n] for name in wanted for n in self._plan[name].names]
         total = sum(weight.nbytes for weight in stored) or 1
         ahead = ReadAhead([self.files.where(part) for weight in stored for part in weight.parts.values()])
-        done, offset = 0, 1 if self.declared is None else self.declared.gptq_offset
+        done = 0
+
+        def reached() -> None:
+            ahead.reached(done)
+            if progress:
+                progress(min(done, total), total)
+
+        def read(names: Sequence[str], index: int) -> torch.Tensor | Quantised:
+            nonlocal done
+            reached()
+            weight = self._load(names[index])
+            done += self.weights[names[index]].nbytes
+            return weight
+
         try:
             for name in wanted:
                 source = self._plan[name]
-                tensors = [load(self.weights[n], self.files.read, gptq_offset=offset) for n in source.names]
-                yield name, _made(stack(tensors) if source.target.how == "stack" else tensors[0], source.target)
-                done += sum(self.weights[n].nbytes for n in source.names)
-                ahead.reached(done)
-                if progress:
-                    progress(done, total)
-        except FormatError as error:
-            raise CheckpointError(f"{self.path}: {error}") from error
+                if source.target.how == "stack":
+                    yield name, Stack(partial(read, source.names), self._shape_of(source))
+                else:
+                    yield name, _made(read(source.names, 0), source.target)
+            reached()
         finally:
             ahead.close()
-            self.files.close()
+
+    def _load(self, name: str) -> torch.Tensor | Quantised:
+        """A stored weight. Raises CheckpointError with the module's name for invalid values."""
+        from service.model.formats.unpack import load
+
+        offset = 1 if self.declared is None else self.declared.gptq_offset
+        try:
+            return load(self.weights[name], self.files.read, gptq_offset=offset)
+        except FormatError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
 
 
 def open_checkpoint(model: str, revision: str | None = None, *, outline: bool = False) -> Checkpoint:

@@ -107,7 +107,6 @@ def _write(source: Checkpoint, out: Path, kind: str, form: str) -> Written:
             if tensor.dim() == 2:
                 written.plain.append(name.removesuffix(".weight"))
         shards.add(parts)
-    source.files.close()
     written.after = shards.close()
     config: dict[str, Any] = json.loads((source.path / "config.json").read_text("utf-8"))
     if form == "saccade":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import struct
 from collections.abc import Sequence
@@ -40,7 +39,6 @@ class WeightFiles:
         self.table: dict[str, Entry] = {}
         """Stored name -> tensor."""
         self._places: dict[str, tuple[Path, int]] = {}
-        self._open: dict[Path, int] = {}
         digest = hashlib.sha256()
         for file in self.files:
             header, raw = _read_header(file)
@@ -61,8 +59,10 @@ class WeightFiles:
         return Range(file, begin, self.table[name].nbytes)
 
     def read(self, name: str) -> torch.Tensor:
-        """Maps a tensor; writing to it changes no file."""
+        """Maps a tensor, which must not be written to."""
         import torch  # imported here: frontend processes read tables, not tensors
+
+        from kernels.host_memory import map_file
 
         entry, (file, offset) = self.table[name], self._places[name]
         if entry.dtype not in DTYPES:
@@ -70,24 +70,18 @@ class WeightFiles:
         dtype = getattr(torch, DTYPES[entry.dtype])
         if not entry.nbytes:
             return torch.empty(entry.shape, dtype=dtype)
-        begin = offset - offset % mmap.ALLOCATIONGRANULARITY
         try:
-            if file not in self._open:
-                self._open[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            handle = self._open[file]
-            mapped = mmap.mmap(handle, offset - begin + entry.nbytes, access=mmap.ACCESS_COPY, offset=begin)
-            os.posix_fadvise(handle, begin, entry.nbytes, os.POSIX_FADV_WILLNEED)
+            handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                octets = map_file(handle, offset, entry.nbytes)
+                os.posix_fadvise(handle, offset, entry.nbytes, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(handle)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file}: a weights file cannot be read: {error}") from error
-        octets = torch.frombuffer(mapped, dtype=torch.uint8, offset=offset - begin, count=entry.nbytes)
         if octets.data_ptr() % dtype.itemsize:
             octets = octets.clone()
         return octets.view(dtype).view(entry.shape)
-
-    def close(self) -> None:
-        """Closes the files; they stay mapped while tensors are alive. A later `read` opens them again."""
-        while self._open:
-            os.close(self._open.popitem()[1])
 
 
 def _weight_files(path: Path, *, optional: bool) -> list[Path]:
