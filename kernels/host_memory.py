@@ -56,7 +56,7 @@ SHARED = 32 << 20
 """Bytes of a mapping that several tensors share; one that would take more than half of it has a mapping of its own."""
 COPIED = 1 << 20
 """Numbers that are copied before the source's pages are dropped."""
-RELEASED = 64 << 20
+RELEASED = 16 << 20
 """After so many bytes of weights, freed pages of the C allocator go back to the system."""
 
 

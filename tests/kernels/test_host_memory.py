@@ -14,11 +14,10 @@ import torch
 
 from kernels.host_memory import (
     HUGE,
-    LEAST_HUGE,
     SHARED,
-    in_huge_pages,
     keep_freed_memory,
     use_huge_pages,
+    weight_memory,
 )
 from kernels.linear.layouts import lay_out
 
@@ -48,38 +47,6 @@ def test_steps_settle_on_memory_that_is_already_there() -> None:
         assert faults() < 100
     else:
         assert keep_freed_memory() is False
-
-
-LOADING = """
-import torch
-from kernels.host_memory import keep_freed_memory, release_freed_memory
-from kernels.linear import Packed, quantise
-torch.set_num_threads(1)
-def used():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) << 10
-assert keep_freed_memory()
-weight = torch.randn(1856, 672)
-four, eight = quantise(weight, "nvfp4"), quantise(weight, "fp8")
-warm = Packed(four, None, torch.bfloat16), Packed(eight, None, torch.bfloat16)
-before, kept = used(), []
-for _ in range(40):
-    kept += [Packed(four, None, torch.bfloat16), Packed(eight, None, torch.bfloat16)]
-    temporary = [torch.ones(size << 18) for size in range(1, 6)]
-    kept.append(torch.ones(2000))
-loaded = used()
-del temporary
-assert release_freed_memory()
-print(sum(weight.nbytes for weight in kept), loaded - before, used() - before)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
-def test_loading_leaves_no_gaps_between_weights() -> None:
-    pytest.importorskip("kernels.native").library()
-    done = subprocess.run([sys.executable, "-c", LOADING], capture_output=True, text=True, check=True, timeout=60)
-    kept, loaded, after = (int(number) for number in done.stdout.split())
-    assert loaded < 1.15 * kept + (24 << 20), (kept, loaded, "loading takes more memory than what is loaded fills")
-    assert after < 1.02 * kept + (4 << 20), (kept, after, "freed memory has not gone back to the system")
 
 
 def advised(address: int) -> bool:
@@ -115,6 +82,14 @@ def test_no_more_is_taken_than_a_tensor_fills() -> None:
     first, behind = -(-begin // HUGE) * HUGE, end // HUGE * HUGE
     assert advised(first) and advised(behind - 1)
     assert (first == begin or not advised(begin)) and (behind == end or not advised(end - 1))
-    small = torch.ones(LEAST_HUGE - 1, dtype=torch.uint8)
-    assert in_huge_pages(small) is small
     assert not use_huge_pages(torch.ones(100))
+
+
+def test_small_weights_share_a_mapping_without_touching_each_other() -> None:
+    sizes = [(3,), (5, 7), (1,), (64, 33)] * 50
+    kept = [weight_memory(size, torch.bfloat16) for size in sizes]
+    for number, tensor in enumerate(kept):
+        assert tensor.shape == sizes[number % len(sizes)] and tensor.data_ptr() % 64 == 0 and not tensor.any()
+        tensor.fill_(number)
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(kept))
+    assert max(t.data_ptr() for t in kept) - min(t.data_ptr() for t in kept) < 2 * SHARED
