@@ -31,13 +31,19 @@ TORCH_ASKS_FOR_TRITON := 'from importlib.metadata import requires; \
 SAY_WHAT_IS_INSTALLED := 'from importlib.metadata import version as v; from platform import python_version as p; \
   print("installed: torch %s and triton %s for Python %s in $(VENV)" % (v("torch"), v("triton"), p()))'
 # The stamp's name says what was installed where: `make setup` does nothing while neither has changed.
-SETUP_HASH := $(shell { cat pyproject.toml saccade/pyproject.toml constraints.txt; echo '$(CURDIR)'; } | sha256sum | cut -c1-16)
+SETUP_HASH := $(shell { cat pyproject.toml saccade/pyproject.toml constraints.txt; cat setup.py 2>/dev/null; echo '$(CURDIR)'; } | sha256sum | cut -c1-16)
 STAMP := $(VENV)/.saccade-setup-$(SETUP_HASH)
+
+# The programs that build and check releases have an environment of their own.
+RELEASE_PY := build/release/bin/python
+RELEASE_TOOLS := 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["release"])'
+RELEASE_STAMP := build/release/.installed-$(SETUP_HASH)
 
 # $(call needs,PATH): stops with a plain sentence where a checkout does not hold PATH.
 needs = @test -e '$(1)' || { echo "make $@: this checkout has no $(1) yet" >&2; exit 1; }
 
-.PHONY: help setup demo serve test test-fast test-web test-ray lint format docs protos sdk test-floors demo-model bench aot soak gpu-check gpu-bench peers
+.PHONY: help setup demo serve test test-fast test-web test-ray lint format docs protos sdk test-floors demo-model bench aot soak gpu-check gpu-bench peers \
+  wheels release-check
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -114,6 +120,17 @@ test-ray: setup  ## the tests that need Ray, OpenAI's client and the gateway smg
 
 test-floors: setup  ## run the client's tests with the oldest and the newest supported versions of its dependencies (from the index)
 	@$(PY) saccade/tools/floors.py
+
+$(RELEASE_STAMP):
+	@test -x $(RELEASE_PY) || $(PYTHON) -m venv build/release
+	@$(RELEASE_PY) -m pip install --quiet -c constraints.txt $$($(PYTHON) -c $(RELEASE_TOOLS))
+	@rm -f build/release/.installed-* && touch $@
+
+wheels: $(RELEASE_STAMP)  ## build both packages in dist/: source distributions and wheels, the server's with compiled code
+	@$(RELEASE_PY) -m release.wheels
+
+release-check: $(RELEASE_STAMP)  ## build the wheels, install them in empty environments, and run the demo and the client there
+	@$(RELEASE_PY) -m release.check
 
 demo-model: setup  ## train the embedded model (resumes where it stopped)
 	$(call needs,demo/train.py)

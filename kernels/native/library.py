@@ -1,7 +1,8 @@
-"""Builds and loads native.cpp.
+"""Loads the compiled code for one instruction set (`instruction_sets.py`).
 
-The library is compiled for one instruction set (`instruction_sets.py`) in about seven seconds, and cached under a name
-made of the source, the compiler and the processor's features.
+It is a library that came with the package, if that has one of the same source (`prebuilt.py`). Otherwise it is compiled
+in about ten seconds, and cached under a name made of the source, the compiler and the processor's features
+(`compiler.py`).
 """
 
 from __future__ import annotations
@@ -9,16 +10,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
 import logging
-import os
-import shutil
-import subprocess
-import tempfile
-import time
-from pathlib import Path
 from typing import Any
 
+from kernels.native import prebuilt
+from kernels.native.compiler import compiled, find_compiler
 from kernels.native.instruction_sets import (
     InstructionSet,
     NativeUnavailable,
@@ -30,9 +26,6 @@ from kernels.native.instruction_sets import (
 from kernels.native.layout import check_layout
 
 log = logging.getLogger(__name__)
-
-SOURCE = Path(__file__).with_name("native.cpp")
-FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC", "-shared"]
 
 
 def library() -> ctypes.CDLL:
@@ -51,12 +44,16 @@ def _library(name: str) -> ctypes.CDLL | NativeUnavailable:
         return reason
 
 
+def origin(wanted: InstructionSet) -> str:
+    """Where the compiled code for a set of this processor comes from, in words, without building it. Raises
+    NativeUnavailable if it can come from nowhere."""
+    if prebuilt.find(wanted, processor_features()):
+        return "built into the package"
+    return f"built by {find_compiler()} at the first start"
+
+
 def _load(wanted: InstructionSet) -> ctypes.CDLL:
-    try:
-        with contextlib.ExitStack() as ends:
-            loaded = ctypes.CDLL(str(_built(wanted, ends)))
-    except OSError as error:
-        raise NativeUnavailable(str(error)) from None
+    loaded = _prebuilt(wanted) or _compiled(wanted)
     there = ", ".join(each.name for each in supported(processor_features()))
     log.info("compiled code uses the instruction set %s (this processor has %s)", wanted.name, there)
     pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -80,6 +77,32 @@ def _load(wanted: InstructionSet) -> ctypes.CDLL:
     return loaded
 
 
+def _prebuilt(wanted: InstructionSet) -> ctypes.CDLL | None:
+    """The library that came with the package. None, and the log says why, if there is none to use."""
+    path = prebuilt.find(wanted, processor_features())
+    if path is None:
+        if prebuilt.FOLDER.is_dir():  # a wheel that somebody has changed
+            log.warning("the compiled code in the package is not of the source there, so it is not used")
+        return None
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:  # a C library that is too old, for example
+        log.warning("the compiled code in the package cannot be loaded: %s", error)
+        return None
+    log.info("compiled code came with the package: %s", path)
+    return loaded
+
+
+def _compiled(wanted: InstructionSet) -> ctypes.CDLL:
+    features = processor_features()
+    with contextlib.ExitStack() as ends:
+        path = compiled(wanted.name, wanted.options(features), sorted(features), ends)
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            raise NativeUnavailable(str(error)) from None
+
+
 def _declare(function: Any, arguments: list[Any], result: Any = None, check: Any = None) -> None:
     function.argtypes, function.restype = arguments, result
     if check is not None:
@@ -90,47 +113,3 @@ def _raise(reason: bytes | None, *_: object) -> None:
     """Raises `IndexError` if compiled code has rejected a call, which then had no effect."""
     if reason is not None:
         raise IndexError(f"compiled code: {reason.decode()}")
-
-
-def cache_folder() -> Path:
-    """Folder of builds: $XDG_CACHE_HOME/saccade/native, or under ~/.cache. `RuntimeError` without a home directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "saccade" / "native"
-
-
-def _built(wanted: InstructionSet, ends: contextlib.ExitStack) -> Path:
-    """The library's file, compiled now if necessary. If it cannot be cached it exists until `ends`; once loaded, the
-    code needs no file."""
-    compiler = shutil.which(os.environ.get("CXX") or "g++")
-    if compiler is None:
-        raise NativeUnavailable("there is no C++ compiler (g++, or what CXX names)")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    headers = sorted(SOURCE.parent.glob("*.h"))
-    flags = [*FLAGS, *wanted.options(processor_features())]
-    parts = [*(file.read_text() for file in (SOURCE, *headers)), version, *flags, *sorted(processor_features())]
-    name = f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
-    try:
-        folder = cache_folder()
-        if (folder / name).exists():
-            return folder / name
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished = _new_file(folder)
-    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-        folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="saccade-native-")))
-        log.warning("the compiled code cannot be kept, so that it is built again at each start: %s", error)
-        unfinished = _new_file(folder)
-    started = time.monotonic()
-    log.info("compiling the CPU's kernels for %s with %s", wanted.name, compiler)
-    result = subprocess.run(
-        [compiler, *flags, str(SOURCE), "-o", str(unfinished)], capture_output=True, text=True, check=False
-    )
-    if result.returncode:
-        unfinished.unlink()
-        raise NativeUnavailable(f"{compiler} failed: {result.stderr.strip()[:500]}")
-    unfinished.rename(folder / name)  # atomically: another process may be doing the same
-    log.info("compiled in %.1f s: %s", time.monotonic() - started, folder / name)
-    return folder / name
-
-
-def _new_file(folder: Path) -> Path:
-    with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as file:
-        return Path(file.name)

@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <mutex>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -38,8 +37,8 @@ inline int64_t lane_begin(int64_t units, int64_t threads, int64_t lane) { return
 class Pool {
   public:
     void run(const Job& job, int64_t threads) {
-        std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
-        if (!lock.owns_lock() || threads == 1) {  // another thread of this process is using the helpers
+        const Turn turn(busy_);
+        if (!turn.mine || threads == 1) {  // another thread of this process is using the helpers
             for (int64_t i = 0; i < job.phases(); i++)
                 for (int64_t unit = 0; unit < job.units(i); unit++) job.run(i, unit, scratch());
             return;
@@ -73,6 +72,16 @@ class Pool {
     }
 
   private:
+    // A lock that is tried once. pthread_mutex_trylock would tie prebuilt libraries to glibc 2.34.
+    struct Turn {
+        std::atomic_flag& busy;
+        const bool mine;
+        explicit Turn(std::atomic_flag& flag) : busy(flag), mine(!flag.test_and_set(std::memory_order_acquire)) {}
+        Turn(const Turn&) = delete;
+        ~Turn() {
+            if (mine) busy.clear(std::memory_order_release);
+        }
+    };
     struct alignas(64) Counter {  // number of the job << 40 | units that are left to take, or to do; 2^40 would take days
         std::atomic<uint64_t> value{0};
         std::atomic<int64_t> units{0};  // of the phase
@@ -143,7 +152,7 @@ class Pool {
         }
     }
 
-    std::mutex busy_;
+    std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
     std::vector<Counter> counters_;
     std::vector<std::vector<Counter>> retired_;
     int64_t helpers_ = 0;

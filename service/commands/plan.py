@@ -16,6 +16,7 @@ from decoder.mtp import check_mtp
 from encoder.plan import describe
 from kernels.linear import quantised_bytes
 from kernels.native.instruction_sets import NativeUnavailable, choose, processor_features, supported
+from kernels.native.library import origin
 from service.common.config import ConfigError, EngineOptions
 from service.engine.build import (
     check_activations,
@@ -97,12 +98,13 @@ def instructions(options: EngineOptions) -> str:
     features = processor_features()
     try:
         chosen = choose(options.instruction_set, features)
+        source = origin(chosen)
     except NativeUnavailable as reason:
         return f", without compiled code: {reason}"
     except ValueError as error:
         raise ConfigError(str(error)) from None
     others = ", ".join(each.name for each in supported(features) if each is not chosen)
-    return f", compiled for {chosen.name}" + (f" ({others} possible)" if others else "")
+    return f", compiled for {chosen.name}, {source}" + (f" ({others} possible)" if others else "")
 
 
 def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:

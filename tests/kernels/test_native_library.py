@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,10 +16,11 @@ import torch
 from torch.nn import functional as F
 
 from kernels.linear import Linear, quantise
-from kernels.native import NativeUnavailable, library, structs
+from kernels.native import NativeUnavailable, library, prebuilt, structs
+from kernels.native.compiler import compiled
 from kernels.native.instruction_sets import SETS, processor_features, supported
 from kernels.native.layout import check_layout, mirrored
-from kernels.native.library import _library
+from kernels.native.library import _library, origin
 
 THREADLESS = """
 import resource, torch
@@ -125,6 +129,63 @@ def test_the_library_is_compared_with_its_mirrors_when_it_is_loaded(monkeypatch:
     monkeypatch.setattr(structs, "GROUP", 64)
     with pytest.raises(AssertionError, match=r"agree: GROUP is \(64,\) in Python and \(128,\) in C\+\+$"):
         library()
+
+
+@pytest.mark.skipif(not supported(processor_features()), reason="no instruction set for this processor")
+def test_a_library_of_the_package_needs_no_compiler_and_is_not_used_for_another_source(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    use_the_build_that_is_there(monkeypatch)
+    features = processor_features()
+    best = supported(features)[0]
+    built = compiled(best.name, best.options(features), sorted(features), contextlib.ExitStack())
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "prebuilt")
+    assert origin(best).startswith("built by ")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(NativeUnavailable, match="no C\\+\\+ compiler"):
+        origin(best)
+
+    (tmp_path / "prebuilt").mkdir()
+    file = tmp_path / "prebuilt" / prebuilt.file_name(best, features)
+    shutil.copy(built, file)
+    assert origin(best) == "built into the package"
+    library()
+    assert f"compiled code came with the package: {file}" in caplog.text
+
+    file.rename(file.with_name(f"{best.name}-{'0' * 24}.so"))
+    _library.cache_clear()
+    with pytest.raises(NativeUnavailable, match="no C\\+\\+ compiler"):
+        library()
+    assert "the compiled code in the package is not of the source there" in caplog.text
+
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "broken")  # another path: a library is opened once for a path
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / file.name).write_text("of another machine")
+    _library.cache_clear()
+    monkeypatch.delenv("CXX")
+    library()
+    assert "the compiled code in the package cannot be loaded" in caplog.text
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_a_library_is_built_for_each_processor_of_the_compiler_s_kind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str
+) -> None:
+    script = tmp_path / "compiler"
+    script.write_text(
+        '#!/bin/sh\nfor last; do :; done\ncase "$1" in\n'
+        f'-dumpmachine) echo {machine}-linux-gnu;;\n--version) ;;\n*) echo "$@" > "$last";;\nesac\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "prebuilt")
+    built = prebuilt.build(tmp_path / "prebuilt")
+    ours = [each for each in SETS if (each.name == "neon") == (machine == "aarch64")]
+    found = {prebuilt.find(each, features) for each in ours for features in (each.needs, each.needs | {"avx_vnni"})}
+    assert found == set(built) and len(built) == (1 if machine == "aarch64" else len(ours) + 1)
+    assert all("=native" not in path.read_text() for path in built), "for this processor only"
+    assert not any(prebuilt.find(each, each.needs) for each in SETS if each not in ours)
 
 
 MANY_UNITS = """

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.native.compiler import FLAGS, SOURCE
 from kernels.native.instruction_sets import processor_features, supported
-from kernels.native.library import FLAGS, SOURCE
 
 CALLS = """
 #include "mamba.h"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kernels.linear import Packed
 from kernels.native import Activation, Kind
+from kernels.native.compiler import FLAGS, SOURCE
 from kernels.native.instruction_sets import SETS
-from kernels.native.library import FLAGS, SOURCE
 
 COMPILER = shutil.which(os.environ.get("AARCH64_CXX") or "aarch64-linux-gnu-g++")
 EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")

@@ -108,7 +108,9 @@ def test_what_cannot_work_is_an_error_with_the_number_that_would(tmp_path: Path)
         plan(EngineOptions(model=str(tmp_path), handoff_bytes=1))
 
 
-def test_the_instruction_set_is_in_the_plan_and_one_that_the_processor_lacks_is_refused(tmp_path: Path) -> None:
+def test_the_instruction_set_is_in_the_plan_and_one_that_the_processor_lacks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = str(make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M"}).path)
     there = [each.name for each in supported(processor_features())]
     for name in ("auto", *there):
@@ -122,6 +124,8 @@ def test_the_instruction_set_is_in_the_plan_and_one_that_the_processor_lacks_is_
         with pytest.raises(ConfigError, match=f"instruction_set: {lacking} needs .* lacks; auto, .* would work"):
             run(EngineOptions(model=path, device="cpu", instruction_set=lacking))
     assert "compiled" not in plan(EngineOptions(model=path, device="cpu", native="off"))[0].title
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "without compiled code: there is no C++ compiler" in plan(EngineOptions(model=path, device="cpu"))[0].title
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB")])

@@ -1,0 +1,78 @@
+"""Compiles native.cpp with the machine's C++ compiler, and keeps what it made."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from kernels.native.instruction_sets import NativeUnavailable
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("native.cpp")
+FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC", "-shared"]
+
+
+def cache_folder() -> Path:
+    """Folder of builds: $XDG_CACHE_HOME/saccade/native, or under ~/.cache. `RuntimeError` without a home directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "saccade" / "native"
+
+
+def find_compiler() -> str:
+    """The compiler's path. Raises NativeUnavailable if there is none."""
+    found = shutil.which(os.environ.get("CXX") or "g++")
+    if found is None:
+        raise NativeUnavailable("there is no C++ compiler (g++, or what CXX names)")
+    return found
+
+
+def digest(parts: Iterable[str]) -> str:
+    """24 hexadecimal digits that stand for the present source and `parts`."""
+    texts = [file.read_text() for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    return hashlib.sha256(chr(0).join([*texts, *parts]).encode()).hexdigest()[:24]
+
+
+def compiled(name: str, options: Sequence[str], processor: Iterable[str], ends: contextlib.ExitStack) -> Path:
+    """The library for the instruction set `name`, compiled now if the cache does not have it. If it cannot be cached
+    it exists until `ends`; once loaded, the code needs no file.
+
+    `processor`: what options such as -march=native depend on. Raises NativeUnavailable.
+    """
+    compiler = find_compiler()
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    flags = [*FLAGS, *options]
+    file = f"{digest([version, *flags, *processor])}.so"
+    try:
+        folder = cache_folder()
+        if (folder / file).exists():
+            return folder / file
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = _new_file(folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="saccade-native-")))
+        log.warning("the compiled code cannot be kept, so that it is built again at each start: %s", error)
+        unfinished = _new_file(folder)
+    started = time.monotonic()
+    log.info("compiling the CPU's kernels for %s with %s", name, compiler)
+    result = subprocess.run(
+        [compiler, *flags, str(SOURCE), "-o", str(unfinished)], capture_output=True, text=True, check=False
+    )
+    if result.returncode:
+        unfinished.unlink()
+        raise NativeUnavailable(f"{compiler} failed: {result.stderr.strip()[:500]}")
+    unfinished.rename(folder / file)  # atomically: another process may be doing the same
+    log.info("compiled in %.1f s: %s", time.monotonic() - started, folder / file)
+    return folder / file
+
+
+def _new_file(folder: Path) -> Path:
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as file:
+        return Path(file.name)

@@ -1,0 +1,63 @@
+"""Libraries that a wheel brings, so that a machine without a compiler runs compiled code too.
+
+`build`, which setup.py calls, makes one for each instruction set of the compiler's architecture. A library's name holds
+a digest of the source and of the compiler's options: one that was built from another source is never loaded. The code
+calls neither Python nor torch, so a library serves every version of either; `layout.py` compares the structs when it is
+loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Set
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+from pathlib import Path
+
+from kernels.native.compiler import FLAGS, compiled, digest, find_compiler
+from kernels.native.instruction_sets import SETS, InstructionSet
+
+FOLDER = Path(__file__).with_name("prebuilt")
+"""Where a wheel has them; a checkout has no such folder."""
+
+
+def file_name(wanted: InstructionSet, features: Set[str]) -> str:
+    """The name of a library of the present source for processors with these flags of /proc/cpuinfo."""
+    return f"{wanted.name}-{digest([*FLAGS, *wanted.portable_options(features)])}.so"
+
+
+def find(wanted: InstructionSet, features: Set[str]) -> Path | None:
+    """The library that came with the package for processors with these flags, if it is of the present source."""
+    path = FOLDER / file_name(wanted, features)
+    return path if path.is_file() else None
+
+
+def architecture() -> str:
+    """What the compiler builds for, such as x86_64. Raises NativeUnavailable if there is no compiler."""
+    said = subprocess.run([find_compiler(), "-dumpmachine"], capture_output=True, text=True, check=True).stdout
+    return said.partition("-")[0]
+
+
+def build(folder: Path) -> list[Path]:
+    """Builds every library of the compiler's architecture into `folder`, one for each combination of what a set uses
+    where it is there. Raises NativeUnavailable."""
+    is_arm = architecture() == "aarch64"
+    wanted = [
+        (each, set(each.needs).union(flag for flag, _ in extra))
+        for each in SETS
+        if ("asimd" in each.needs) == is_arm
+        for count in range(len(each.optional) + 1)
+        for extra in combinations(each.optional, count)
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def one(each: InstructionSet, features: Set[str]) -> Path:
+        with contextlib.ExitStack() as ends:
+            library = compiled(each.name, each.portable_options(features), (), ends)
+            return Path(shutil.copyfile(library, folder / file_name(each, features)))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(one, *zip(*wanted)))
