@@ -31,7 +31,7 @@ TORCH_ASKS_FOR_TRITON := 'from importlib.metadata import requires; \
 SAY_WHAT_IS_INSTALLED := 'from importlib.metadata import version as v; from platform import python_version as p; \
   print("installed: torch %s and triton %s for Python %s in $(VENV)" % (v("torch"), v("triton"), p()))'
 # The stamp's name says what was installed where: `make setup` does nothing while neither has changed.
-SETUP_HASH := $(shell { cat pyproject.toml saccade/pyproject.toml constraints.txt; cat setup.py 2>/dev/null; echo '$(CURDIR)'; } | sha256sum | cut -c1-16)
+SETUP_HASH := $(shell { cat pyproject.toml saccade/pyproject.toml constraints.txt; cat setup.py 2>/dev/null; grep -s ^__version__ saccade/__init__.py; echo '$(CURDIR)'; } | sha256sum | cut -c1-16)
 STAMP := $(VENV)/.saccade-setup-$(SETUP_HASH)
 
 # The programs that build and check releases have an environment of their own.

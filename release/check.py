@@ -147,12 +147,13 @@ def check_metadata(files: Sequence[Path], version: str) -> None:
     assert wanted <= shipped, f"not in the wheel: {sorted(wanted - shipped)}"
 
 
-def check_server(server: Environment) -> None:
+def check_server(server: Environment, version: str) -> None:
     said = server.run("python", "-c", EVERY_SET)
     sets = re.findall("checked (.*)", said)
     assert said.count("compiled code came with the package") == len(sets) >= 1, said
     print(f"  compiled code from the wheel, without a compiler: {', '.join(sets)}")
     server.run("saccade", "plan", "demo", says=["compiled for .*, built into the package"])
+    server.run("saccade", "--version", says=[f"^saccade {re.escape(version)}\nsaccade-server {re.escape(version)}\n$"])
     said = server.run("saccade", "demo", says=["answers right"], SACCADE_NATIVE="on")
     print(f"  saccade demo: {said.strip().splitlines()[-1]}")
 
@@ -217,7 +218,7 @@ def main() -> None:
         server.install("-c", CONSTRAINTS, sdk, f"{whole}[{EXTRAS}]")
         client.install("-c", CONSTRAINTS, sdk)
         say("installed in empty environments")
-        check_server(server)
+        check_server(server, version)
         say("the server is right")
         with server.serving() as (grpc, http):
             check_client(client, grpc, http, version)

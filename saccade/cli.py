@@ -7,6 +7,8 @@ are passed to `service.commands.cli` unchanged.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
 import os
 import sys
@@ -73,9 +75,21 @@ def _server_command(arguments: list[str]) -> int:
     return int(service_main(arguments) or 0)
 
 
+class _Versions(argparse.Action):
+    """Prints the client's version and, where it is installed, the server's."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"saccade {__version__}")
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            print(f"saccade-server {importlib.metadata.version('saccade-server')}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="saccade", description="Ask and serve vision-language models.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument(
+        "--version", action=_Versions, nargs=0, help="print the versions of what is installed, and exit"
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_ask(commands)
     _add_batch(commands)

@@ -92,10 +92,21 @@ def test_a_question_may_name_a_file(address: str, script: Script, question: str)
     assert script.requests[0].prompt.text == question
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["--version"])
+def test_the_versions_of_the_client_and_of_the_server_if_it_is_installed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as alone:
+        alone.setattr(sys, "path", [])  # where installed packages are looked for
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["--version"])
     assert caught.value.code == 0 and capsys.readouterr().out == f"saccade {saccade.__version__}\n"
+
+    (tmp_path / "saccade_server-9.8.7.dist-info").mkdir()
+    (tmp_path / "saccade_server-9.8.7.dist-info" / "METADATA").write_text("Name: saccade-server\nVersion: 9.8.7\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"saccade {saccade.__version__}\nsaccade-server 9.8.7\n"
 
 
 def test_nobody_there_is_said_within_seconds(
