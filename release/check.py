@@ -190,10 +190,10 @@ def install_torch(server: Environment) -> None:
 
 def list_components(server: Environment, out: Path) -> int:
     """Writes the software bill of materials of an environment; the number of its components."""
-    wheels.run(
-        Path(sys.executable).with_name("cyclonedx-py"), "environment", "--output-reproducible", "--PEP-639",
-        "--output-file", out, server.python,
-    )  # fmt: skip
+    for path in server.folder.glob("lib/python*/site-packages/saccade*.dist-info/direct_url.json"):
+        path.unlink()  # where on this machine the wheel was
+    program = Path(sys.executable).with_name("cyclonedx-py")
+    wheels.run(program, "environment", "--output-reproducible", "--output-file", out, server.python)
     components = json.loads(out.read_text())["components"]
     assert {"saccade-server", "torch"} <= {each["name"].replace("_", "-") for each in components}
     return len(components)
