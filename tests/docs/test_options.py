@@ -13,7 +13,7 @@ from doc_blocks import CHECKOUT, PAGES
 COMMANDS = ("ask", "batch", "top", "serve", "http", "plan", "quantize", "tune", "key", "probe")
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
 FOREIGN = {
-    "build-arg",  # docker
+    "build-arg", "variant", "include", "isolation", "pull-never",  # docker, debootstrap, buildah
     "show", "stat", "format",  # git
     "local-dir",  # hf download
     "version",  # saccade itself
