@@ -1,14 +1,18 @@
-"""Asks one question about one or more images: python examples/ask.py IMAGE... QUESTION"""
+"""Asks one question about images: python examples/ask.py [IMAGE... QUESTION]
+
+Without arguments it asks about a shipped image. The server is SACCADE_SERVER, or the one that `make serve` starts.
+"""
 
 import os
 import sys
+from pathlib import Path
 
 import saccade
 
-if len(sys.argv) < 2:
-    sys.exit(__doc__)
+IMAGES = Path(__file__).resolve().parents[1] / "demo" / "pictures"
 
-*images, question = sys.argv[1:]
+arguments = sys.argv[1:] or [str(IMAGES / "shapes.png"), "What does the picture show?"]
+*images, question = arguments
 
 with saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as client:
     answer = client.generate(question, images=images, temperature=0)

@@ -1,19 +1,27 @@
-"""A file with a request for each image, answered as a batch: python examples/batch.py QUESTION IMAGE...
+"""A file with a request for each image, answered as a batch: python examples/batch.py [QUESTION IMAGE...]
 
-The images have to lie in one folder, in which the two files are written. Stop it and start it again: it goes on.
+The images have to be in one folder, in which the two files are written. If it is interrupted, start it again: it
+continues. Without arguments it asks about copies of the shipped images, in a temporary folder.
 """
 
 import json
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import saccade
 
-if len(sys.argv) < 3:
-    sys.exit(__doc__)
+IMAGES = Path(__file__).resolve().parents[1] / "demo" / "pictures"
 
-question, *images = sys.argv[1:]
+arguments = sys.argv[1:]
+if not arguments:
+    copies = shutil.copytree(IMAGES, Path(tempfile.mkdtemp()) / "images")
+    arguments = ["What does the picture show?", *map(str, sorted(copies.glob("*.png")))]
+if len(arguments) < 2:
+    sys.exit(__doc__)
+question, *images = arguments
 folder = Path(images[0]).parent
 
 with open(folder / "requests.jsonl", "w") as file:

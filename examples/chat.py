@@ -1,18 +1,23 @@
-"""A conversation about an image, with two questions after each other: python examples/chat.py IMAGE"""
+"""A conversation about an image, with two questions after each other: python examples/chat.py [IMAGE]
+
+Without arguments it is about a shipped image.
+"""
 
 import os
 import sys
+from pathlib import Path
 
 import saccade
 
-if len(sys.argv) < 2:
-    sys.exit(__doc__)
+IMAGES = Path(__file__).resolve().parents[1] / "demo" / "pictures"
+
+image = sys.argv[1] if len(sys.argv) > 1 else str(IMAGES / "shapes.png")
 
 with saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as client:
     messages = [
         {
             "role": "user",
-            "content": [{"type": "image", "image": sys.argv[1]}, {"type": "text", "text": "What is in the picture?"}],
+            "content": [{"type": "image", "image": image}, {"type": "text", "text": "What does the picture show?"}],
         }
     ]
     for question in ("Where is it?", None):

@@ -1,19 +1,23 @@
-"""A batch that the server answers by itself: python examples/server_batch.py QUESTION IMAGE...
+"""A batch that the server processes by itself: python examples/server_batch.py [QUESTION IMAGE...]
 
-The images are uploaded, the file is handed over, and from then on this program may end and ask for the batch later.
+The images and the file are uploaded; after that this program may end and ask for the batch later. Without arguments it
+asks about all shipped images.
 """
 
 import json
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 import saccade
 
-if len(sys.argv) < 3:
-    sys.exit(__doc__)
+IMAGES = Path(__file__).resolve().parents[1] / "demo" / "pictures"
 
-question, *images = sys.argv[1:]
+arguments = sys.argv[1:] or ["What does the picture show?", *map(str, sorted(IMAGES.glob("*.png")))]
+if len(arguments) < 2:
+    sys.exit(__doc__)
+question, *images = arguments
 
 with saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as client:
     lines = []

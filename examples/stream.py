@@ -1,14 +1,18 @@
-"""Prints the answer as it is written: python examples/stream.py IMAGE... QUESTION"""
+"""Prints the answer while it is generated: python examples/stream.py [IMAGE... QUESTION]
+
+Without arguments it asks about a shipped image.
+"""
 
 import os
 import sys
+from pathlib import Path
 
 import saccade
 
-if len(sys.argv) < 2:
-    sys.exit(__doc__)
+IMAGES = Path(__file__).resolve().parents[1] / "demo" / "pictures"
 
-*images, question = sys.argv[1:]
+arguments = sys.argv[1:] or [str(IMAGES / "shapes.png"), "What does the picture show?"]
+*images, question = arguments
 
 with (
     saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as client,

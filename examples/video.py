@@ -1,7 +1,7 @@
-"""Asks about a video: python examples/video.py [CLIP] QUESTION
+"""Asks about a video: python examples/video.py [VIDEO] [QUESTION]
 
-CLIP is a GIF, APNG or WebP animation, or an MP4 or WebM film. Without one, a square is drawn that wanders to the right:
-a list of images is a clip, too.
+VIDEO is a GIF, APNG, WebP, MP4 or WebM file. Without one, the video is a list of images: a square that moves to the
+right.
 """
 
 import os
@@ -11,10 +11,7 @@ from PIL import Image, ImageDraw
 
 import saccade
 
-if len(sys.argv) < 2:
-    sys.exit(__doc__)
-
-*clips, question = sys.argv[1:]
+*clips, question = sys.argv[1:] or ["What does the picture show?"]
 
 
 def frame(left: int) -> Image.Image:

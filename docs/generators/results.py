@@ -9,21 +9,23 @@ from typing import Any
 from . import CHECKOUT
 
 RESULTS = CHECKOUT / "benchmarks" / "results"
-# 49.4 %<!-- = 2026-11-22-replicas hit_rate.affinity .1f*100 -->
+# 49.4 %<!-- = replicas hit_rate.affinity .1f*100 -->
 _NUMBER = re.compile(r"(\d[\d,.]*)([^\d<|\n]{0,12})<!-- = (\S+) (\S+) ([\w.,]+)(?:\*(\S+))? -->")
-_WORKLOADS = {
-    "decode": "{0} requests, short prompts",
-    "prefill": "prompts of {1} tokens, {0} at a time",
-    "picture": "{0} image",
-    "image": "{0} image",
-    "pictures": "{0} images of different sizes",
-    "images": "{0} images of different sizes",
-}
 
 
-def result(name: str) -> dict[str, Any]:
-    """A result, by its file's name without ".json"."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+def newest(pattern: str) -> list[str]:
+    """The newest result of each kind: names of files without date and ".json" that match a glob pattern."""
+    found: dict[str, str] = {}
+    for path in sorted(RESULTS.glob(f"????-??-??-{pattern}.json")):
+        found[path.stem[11:]] = path.stem
+    if not found:
+        raise ValueError(f"benchmarks/results has no file of the kind {pattern}")
+    return [stem for _, stem in sorted(found.items())]
+
+
+def result(kind: str) -> dict[str, Any]:
+    """The newest result of a kind."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{newest(kind)[0]}.json").read_text("utf-8"))
     return found
 
 
@@ -50,9 +52,8 @@ def fill_numbers(text: str) -> str:
     return _NUMBER.sub(shown, text)
 
 
-def machine_line(name: str) -> str:
+def machine_line(found: dict[str, Any]) -> str:
     """Where and how a result was measured."""
-    found = result(name)
     machine = found["machine"]
     return (
         f"`{found['command']}`, {found['date']}: {machine['processor']}, {machine['cores']} cores, "
@@ -61,18 +62,24 @@ def machine_line(name: str) -> str:
 
 
 def _workload(name: str) -> str:
+    """The words for a workload: "decode 8", "prefill 32x128", or a kind of image with a number of them."""
     kind, _, size = name.partition(" ")
-    words = _WORKLOADS[kind].format(*size.split("x"))
-    return words.replace("1 requests, short prompts", "1 request, short prompt")
+    count, _, tokens = size.partition("x")
+    if kind == "decode":
+        return "1 request, short prompt" if count == "1" else f"{count} requests, short prompts"
+    if kind == "prefill":
+        return f"prompts of {tokens} tokens, {count} at a time"
+    return "1 image" if count == "1" else f"{count} images of different sizes"
 
 
-def comparison_table(names: list[str], peer: str) -> str:
-    """Saccade beside a peer in the given results, with a line about each."""
+def comparison_table(pattern: str, peer: str) -> str:
+    """Saccade beside a peer, in the newest results of these kinds, with a line about each."""
+    found = [result(name[11:]) for name in newest(pattern)]
     lines = [
-        f"| | Saccade, tokens/s | {peer}, tokens/s | ratio | share of the roofline | {peer}'s share |",
+        f"| | Saccade, tokens/s | {peer}, tokens/s | ratio | share of the roofline | {peer}: share |",
         "| --- | --: | --: | --: | --: | --: |",
     ]
-    for row in (row for name in names for row in result(name)["rows"]):
+    for row in (row for one in found for row in one["rows"]):
         shares = [row.get("floor_fraction"), row.get("peer_floor_fraction")]
         shown = [f"{share:.0%}".replace("%", " %") if share is not None else "" for share in shares]
         cells = (
@@ -80,49 +87,50 @@ def comparison_table(names: list[str], peer: str) -> str:
             f"{row['ratio']:.1f} x", *shown,
         )  # fmt: skip
         lines.append(re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(cells)} |"))
-    return "\n".join([*lines, "", *(f"{machine_line(name)}  " for name in names)])
+    return "\n".join([*lines, "", *(f"{machine_line(one)}  " for one in found)])
 
 
 def hybrid_vllm() -> str:
     """The random 116 M-parameter hybrid, beside vLLM."""
-    return comparison_table(["2026-11-22-compare-vllm"], "vLLM")
+    return comparison_table("compare-vllm", "vLLM")
 
 
 def hybrid_int8() -> str:
     """The same with int8 weights, beside vLLM with bfloat16."""
-    return comparison_table(["2026-11-22-compare-vllm-int8"], "vLLM (bf16)")
+    return comparison_table("compare-vllm-int8", "vLLM")
 
 
 def hybrid_transformers() -> str:
     """The same hybrid, beside transformers."""
-    return comparison_table(["2026-11-22-compare-transformers"], "transformers")
+    return comparison_table("compare-transformers", "transformers")
 
 
 def qwen_vllm() -> str:
     """A random checkpoint of Qwen3.5 0.8B's shape, beside vLLM."""
-    parts = ("decode-1-8", "decode-32", "prompts", "images")
-    return comparison_table([f"2026-11-22-compare-qwen3_5-vllm-{part}" for part in parts], "vLLM")
+    return comparison_table("compare-qwen3_5-vllm*", "vLLM")
 
 
 def qwen_llamacpp() -> str:
     """The same, beside llama.cpp."""
-    return comparison_table(["2026-11-22-compare-qwen3_5-llamacpp"], "llama.cpp")
+    return comparison_table("compare-qwen3_5-llamacpp*", "llama.cpp")
 
 
 def overview() -> str:
     """For the README: one row for each workload, beside vLLM and transformers."""
-    vllm, transformers = (result(f"2026-11-22-compare-{peer}") for peer in ("vllm", "transformers"))
+    vllm, transformers = result("compare-vllm"), result("compare-transformers")
     ratios = {row["workload"]: row["ratio"] for row in transformers["rows"]}
     lines = [
         "| | Saccade, tokens/s | vLLM, tokens/s | Saccade beside vLLM | beside transformers |",
         "| --- | --: | --: | --: | --: |",
     ]
     for row in vllm["rows"]:
+        beside = f"{ratios[row['workload']]:.1f} x" if row["workload"] in ratios else ""
         lines.append(
             f"| {_workload(row['workload'])} | {row['ours_tokens_s']:,.0f} | {row['peer_tokens_s']:,.0f} "
-            f"| {row['ratio']:.1f} x | {ratios[row['workload']]:.1f} x |"
+            f"| {row['ratio']:.1f} x | {beside} |"
         )
     machine = vllm["machine"]
-    return "\n".join(
-        [*lines, "", f"Measured on {vllm['date']} on {machine['cores']} cores of an {machine['processor']}."]
+    where = (
+        f"Measured on {vllm['date']} on {machine['cores']} cores of an {machine['processor']} processor, in bfloat16."
     )
+    return "\n".join([*lines, "", where])

@@ -88,8 +88,8 @@ def test_a_number_is_that_of_its_result(fresh: Path, tmp_path: Path) -> None:
     sys.path.insert(0, str(DOCS))
     from generators.results import fill_numbers
 
-    old = "| 1 %<!-- = 2026-11-22-replicas hit_rate.one_replica .1f*100 --> |"
-    new = "| 49.2 %<!-- = 2026-11-22-replicas hit_rate.one_replica .1f*100 --> |"
+    old = "| 1 %<!-- = replicas hit_rate.one_replica .1f*100 --> |"
+    new = "| 49.2 %<!-- = replicas hit_rate.one_replica .1f*100 --> |"
     assert fill_numbers(old) == new == fill_numbers(new)
     with pytest.raises(KeyError):
         fill_numbers(old.replace("one_replica", "two_replicas"))

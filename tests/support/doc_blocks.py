@@ -10,7 +10,7 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGES = [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
-PICTURES = CHECKOUT / "demo" / "pictures"
+IMAGES = CHECKOUT / "demo" / "pictures"
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _DIRECTIVE = re.compile(r"<!-- (server|not run|from)(?:: (.*?))? -->\n\Z")
@@ -60,9 +60,9 @@ def make_folder(folder: Path) -> Path:
     """Fills a folder with what pages expect: the checkout's files, three images, and two files of requests."""
     for name in (".venv", "Makefile", "benchmarks", "deploy", "examples", "protos"):
         (folder / name).symlink_to(CHECKOUT / name)
-    shutil.copytree(PICTURES, folder / "demo" / "pictures")
-    for name, picture in (("image.png", "shapes.png"), ("a.png", "pair-first.png"), ("b.png", "pair-second.png")):
-        shutil.copy(PICTURES / picture, folder / name)
+    shutil.copytree(IMAGES, folder / "demo" / "pictures")
+    for name, shipped in (("image.png", "shapes.png"), ("a.png", "pair-first.png"), ("b.png", "pair-second.png")):
+        shutil.copy(IMAGES / shipped, folder / name)
     text = {"type": "text", "text": "What does the picture show?"}
     image = {"type": "image_url", "image_url": {"url": "image.png"}}
     for name, content in (("in.jsonl", [image, text]), ("text.jsonl", [text])):
