@@ -20,6 +20,7 @@ from service.servers.health import LIVENESS
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
+SERVE_CONFIGS = sorted((ROOT / "deploy" / "ray").glob("*.yaml"))
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -92,16 +93,9 @@ def test_manifests_fit_together(path: Path) -> None:
 
 
 def test_the_names_between_manifests_fit() -> None:
-    """Encoders by the names of their pods, the header that the client sends, and Ray Serve's arguments."""
+    """The header that the client sends, and the service that the gateway calls."""
     from saccade._core.affinity import HEADER
 
-    roles = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "roles.yaml").read_text()))
-    encoder = next(d for d in roles if d["kind"] == "StatefulSet")
-    decoder = next(d for d in roles if d["kind"] == "Deployment")
-    (container,) = decoder["spec"]["template"]["spec"]["containers"]
-    name, count = encoder["metadata"]["name"], encoder["spec"]["replicas"]
-    wanted = ",".join(f"{name}-{i}.{encoder['spec']['serviceName']}:50051" for i in range(count))
-    assert container["args"][container["args"].index("--encoders") + 1] == wanted
     gateway = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "gateway-api.yaml").read_text()))
     policy = next(d for d in gateway if d["kind"] == "BackendTrafficPolicy")
     assert policy["spec"]["loadBalancer"]["consistentHash"]["header"]["name"] == HEADER
@@ -111,10 +105,35 @@ def test_the_names_between_manifests_fit() -> None:
     assert backend == {"name": service["metadata"]["name"], "port": service["spec"]["ports"][0]["port"]}
 
 
-def test_the_application_of_ray_serve_names_what_there_is() -> None:
+def test_encoders_and_decoders_scale_apart() -> None:
+    """Decoders name the pods of encoders, more than there are at first; an encoder takes all decoders there may be."""
+    roles = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "roles.yaml").read_text()))
+    encoder = next(d for d in roles if d["kind"] == "StatefulSet")
+    decoder = next(d for d in roles if d["kind"] == "Deployment")
+    encoders, decoders = (
+        resolve(ServerOptions, _options(d["spec"]["template"]["spec"]["containers"][0]["args"]), {})
+        for d in (encoder, decoder)
+    )
+    assert (encoders.role, decoders.role, encoders.model) == ("encoder", "decoder", decoders.model)
+    name, service = encoder["metadata"]["name"], encoder["spec"]["serviceName"]
+    assert service in [d["metadata"]["name"] for d in roles if d["kind"] == "Service"]
+    assert decoders.encoders == tuple(f"{name}-{i}.{service}:{encoders.port}" for i in range(len(decoders.encoders)))
+    assert encoder["spec"]["replicas"] < len(decoders.encoders)
+    surge = -(-decoder["spec"]["replicas"] // 4)  # a rolling update adds a quarter by default
+    assert decoder["spec"]["replicas"] + surge <= encoders.max_decoders
+    (application,) = yaml.safe_load((ROOT / "deploy" / "ray" / "decoders.yaml").read_text())["applications"]
+    arguments = application["args"]
+    served = resolve(ServerOptions, {"model": arguments["model"], **arguments["options"]}, {})
+    assert (served.role, served.encoders, served.model) == ("decoder", decoders.encoders, encoders.model)
+    # replaced replicas finish their streams beside new ones
+    assert 2 * arguments["deployment"]["autoscaling_config"]["max_replicas"] <= encoders.max_decoders
+
+
+@pytest.mark.parametrize("path", SERVE_CONFIGS, ids=lambda path: path.stem)
+def test_the_application_of_ray_serve_names_what_there_is(path: Path) -> None:
     import importlib
 
-    config = yaml.safe_load((ROOT / "deploy" / "ray" / "serve.yaml").read_text())
+    config = yaml.safe_load(path.read_text())
     for name in config["grpc_options"]["grpc_servicer_functions"]:
         module, _, function = name.rpartition(".")
         assert callable(getattr(importlib.import_module(module), function))

@@ -105,6 +105,15 @@ def test_remote_equals_local(client: saccade.Client, plain: RunningServer, near:
     near.thread.handoff.check_integrity(idle=True)
 
 
+def test_a_local_decoder_uses_encoders_too(model: Path, client: saccade.Client, near: RunningEncoder) -> None:
+    """As in an actor of Ray Data, or in a replica of Ray Serve."""
+    options = {"dtype": "float32", "threads": 1, "role": "decoder", "encoders": [near.address], **SMALL}
+    before = near.thread.encoder.stats()["images"]
+    with saccade.LocalClient(model, **options) as local:
+        assert ask(local, 110) == ask(client, 110)
+    assert near.thread.encoder.stats()["images"] == before + 1
+
+
 def test_many_requests_for_one_image_are_one_encoding(plain: RunningServer, near: RunningEncoder) -> None:
     before = near.thread.encoder.stats()["images"]
     with saccade.Client(plain.address) as client, ThreadPoolExecutor(40) as pool:
