@@ -1,12 +1,14 @@
 """Jobs with Ray Data: exactly once under faults, and the cost of Ray beside our own client.
 
     python -m benchmarks.ray_jobs faults [--rows 20000] [--strikes 6] [--folder DIR] [--write]
-    python -m benchmarks.ray_jobs overhead [--rows 3000] [--tokens 32] [--write]
+    python -m benchmarks.ray_jobs overhead [--rows 4000] [--tokens 32] [--write]
 
 faults     `saccade batch --ray` on a cluster of two nodes (`ray.cluster_utils.Cluster`, real processes). The driver, an
            actor and a worker node are killed at random times, in turn; the driver is started again. At the end each id
            must be in the output once, and the peak memory of drivers and object stores is printed.
-overhead   the same rows through `Client.map` and a Parquet writer, and through a Ray job that is running already
+overhead   the same rows through `Client.map` and a Parquet writer, and through a Ray job on a cluster that is running
+           already, in turn. Both with all rows and with a quarter of them: the difference is the cost of further rows,
+           the rest the start of a job.
 
 Needs `pip install 'saccade[ray]'`. The last line on stdout is JSON.
 """
@@ -209,26 +211,40 @@ def own_loop(server: str, source: Path, output: Path, rows: RowFormat) -> float:
     return time.perf_counter() - began
 
 
-def overhead(folder: Path, rows: int, tokens: int, turns: int = 2) -> dict[str, Any]:
-    """Seconds of both ways, in turn. The cluster runs already, and so does the server."""
-    source = write_rows(folder / "in", rows)
+def overhead(folder: Path, rows: int, tokens: int) -> dict[str, Any]:
+    """Seconds of both ways, for a quarter of the rows and for all, in turn. The cluster and the server run already."""
     form = RowFormat(
         "What is {thing}?", id_column="id", images=["image"], sampling={"max_tokens": tokens, "ignore_eos": True}
     )
-    ours, rays = [], []
+    sizes = (rows // 4, rows)
+    seconds: dict[str, list[float]] = {"own": [], "ray": []}
     with ServerProcess(SERVER) as server:
         ray.init(num_cpus=CPUS + 1, object_store_memory=STORE, include_dashboard=False, log_to_driver=False)
         warm = write_rows(folder / "warm", 64, files=1)
+        own_loop(server.address, warm, folder / "warm.parquet", form)
         run_ray_job(RayJob(str(warm), str(folder / "warm-out"), form, server=server.address, progress=False))
-        for turn in range(turns):
-            ours.append(own_loop(server.address, source, folder / f"{turn}.parquet", form))
-            job = RayJob(str(source), str(folder / f"out{turn}"), form, server=server.address, progress=False)
-            rays.append(run_ray_job(job).seconds)
+        for size in sizes:
+            source = write_rows(folder / f"in{size}", size)
+            seconds["own"].append(own_loop(server.address, source, folder / f"{size}.parquet", form))
+            job = RayJob(str(source), str(folder / f"out{size}"), form, server=server.address, progress=False)
+            seconds["ray"].append(run_ray_job(job).seconds)
         ray.shutdown()
+    return {"rows": sizes, "tokens": tokens, **costs(sizes, seconds["own"], seconds["ray"])}
+
+
+def costs(sizes: Sequence[int], own: Sequence[float], rays: Sequence[float]) -> dict[str, Any]:
+    """Compares two ways by their seconds for two numbers of rows: whole jobs, further rows, and starts."""
+    further = sizes[1] - sizes[0]
+    row = {"own": (own[1] - own[0]) / further, "ray": (rays[1] - rays[0]) / further}
+    start = {"own": own[0] - sizes[0] * row["own"], "ray": rays[0] - sizes[0] * row["ray"]}
     return {
-        "rows": rows, "tokens": tokens, "own_seconds": [round(s, 2) for s in ours],
-        "ray_seconds": [round(s, 2) for s in rays], "overhead": round(min(rays) / min(ours) - 1, 3),
-    }  # fmt: skip
+        "own_seconds": [round(s, 2) for s in own],
+        "ray_seconds": [round(s, 2) for s in rays],
+        "overhead": [round(there / here - 1, 3) for here, there in zip(own, rays)],
+        "row_ms": {name: round(1000 * seconds, 3) for name, seconds in row.items()},
+        "row_overhead": round(row["ray"] / row["own"] - 1, 3),
+        "start_seconds": {name: round(seconds, 2) for name, seconds in start.items()},
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -237,7 +253,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int)
     parser.add_argument("--strikes", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results")
@@ -247,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.part == "faults":
             result = FaultRun(folder, options.rows or 20_000, options.seed).run(options.strikes)
         else:
-            result = overhead(folder, options.rows or 3000, options.tokens, options.turns)
+            result = overhead(folder, options.rows or 4000, options.tokens)
     result |= {"part": options.part, "machine": machine.describe(), "load": machine.load(), "ray": ray.__version__}
     if options.write:
         RESULTS.mkdir(exist_ok=True)

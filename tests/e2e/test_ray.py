@@ -43,6 +43,11 @@ def job(source: Path, output: Path, **options: Any) -> Any:
     return RayJob(str(source), str(output), rows, progress=False, rows_per_task=8, rows_per_file=10, **options)
 
 
+def actors() -> list[str]:
+    """The classes of all actors that the cluster has had. Ray's public list needs its dashboard."""
+    return [actor["ActorClassName"] for actor in ray._private.state.actors().values()]
+
+
 def table(path: Path, numbers: range) -> None:
     import pyarrow as pa
 
@@ -59,6 +64,7 @@ def test_a_job_answers_each_row_once_and_only_what_is_new(server: str, cluster: 
     table(tmp_path / "in" / "a.parquet", range(ROWS // 2))
     first = run_ray_job(job(tmp_path / "in", tmp_path / "out", server=server))
     assert (first.rows, first.failed, first.resumed) == (20, 2, False)
+    assert len(actors()) < 8, "one that generates and Ray's own, but none for each part of a Parquet file"
     # Rows that an interrupted run has not answered.
     table(tmp_path / "in" / "b.parquet", range(ROWS // 2, ROWS))
     summary = run_ray_job(job(tmp_path / "in", tmp_path / "out", server=server))
@@ -132,6 +138,14 @@ def test_an_engine_in_each_actor_and_plain_map_batches(model: Path, cluster: Non
     with saccade.LocalClient(model, **engine) as client:
         texts = [client.generate(f"What is {n}?", max_tokens=4, seed=1).text for n in range(6)]
     assert sorted(row["text"] for row in found) == sorted(texts)
+
+
+def test_costs_of_further_rows_are_told_from_those_of_a_start() -> None:
+    from benchmarks.ray_jobs import costs
+
+    found = costs((1000, 4000), own=(9.0, 33.0), rays=(13.0, 40.0))
+    assert found["row_ms"] == {"own": 8.0, "ray": 9.0} and found["row_overhead"] == 0.125
+    assert found["start_seconds"] == {"own": 1.0, "ray": 4.0} and found["overhead"] == [0.444, 0.212]
 
 
 def test_a_job_survives_its_driver_and_an_actor(tmp_path: Path) -> None:
