@@ -7,6 +7,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import socket
 import subprocess
 import time
 from collections.abc import Iterable
@@ -115,3 +116,10 @@ def _timed(function: object, device: str = "cpu") -> float:
     if device != "cpu":
         torch.cuda.synchronize()
     return time.perf_counter() - started
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

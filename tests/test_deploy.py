@@ -13,8 +13,8 @@ import yaml
 from running import RunningServer
 
 from service.commands.probe import main as probe
-from service.common.config import ServerOptions
-from service.common.settings import ENV_PREFIX, resolve
+from service.common.config import HttpFrontOptions, ServerOptions
+from service.common.settings import ENV_PREFIX, from_keywords, resolve
 from service.servers.health import LIVENESS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,6 +142,7 @@ def test_the_application_of_ray_serve_names_what_there_is(path: Path) -> None:
     source = (ROOT / Path(*module.split("."))).with_suffix(".py").read_text()
     assert f"def {function}(" in source
     resolve(ServerOptions, {"model": application["args"]["model"], **application["args"]["options"]}, {})
+    from_keywords(HttpFrontOptions, application["args"]["http"])
 
 
 def _options(arguments: list[str]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import os
 import random
 import re
 import signal
-import socket
 import sys
 import urllib.request
 from collections import Counter
@@ -24,6 +23,7 @@ from typing import Any
 from PIL import Image
 
 import saccade
+from benchmarks.machine import free_port
 from benchmarks.soak import Outcome
 from service.commands.cli import ServerProcess
 
@@ -31,12 +31,6 @@ HERD, ROUNDS, CROWD = 1000, 100, 8
 LEASE = 5.0
 COMMON = ["demo", "--dtype", "float32", "--threads", "1", "--log-level", "error"]
 FAULTS = ("kill", "stall", "leave", "none")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def noise_image(number: int) -> bytes:

@@ -44,6 +44,11 @@ class LocalConnection:
     def exchange(self) -> Exchange:
         return Exchange(self)
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine takes requests."""
+        return not self.closed and bool(self.service.alive)
+
     def _engine(self) -> Any:
         if self.closed:
             raise FailedPrecondition("the client has been closed", reason="CLIENT_CLOSED")

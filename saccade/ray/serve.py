@@ -1,11 +1,11 @@
-"""A Ray Serve application: replicas that each hold an engine, behind Serve's gRPC ingress with Saccade's own services.
+"""A Ray Serve application: replicas that each hold an engine, behind Serve's gRPC ingress with Saccade's own services,
+and behind its HTTP ingress with OpenAI's API.
 
 `deploy/ray/serve.yaml` deploys it. `docs/scale.md` says what the ingress does not have.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +15,8 @@ from ray import serve
 
 from saccade import errors
 from saccade._core.steps import Call
+from saccade._transport.local import LocalConnection
+from saccade._transport.local_aio import AsyncLocalConnection
 from saccade.local import LocalClient
 
 SERVICERS = (
@@ -51,11 +53,15 @@ class Replica:
 
     def __init__(self, model: str = "demo", options: Mapping[str, Any] | None = None, calls: int = 64) -> None:
         self._client = LocalClient(model, **(options or {}))
-        self._threads = ThreadPoolExecutor(calls, thread_name_prefix="saccade-serve")
+        threads = ThreadPoolExecutor(calls, thread_name_prefix="saccade-serve")
+        connection = self._client._connection
+        assert isinstance(connection, LocalConnection)
+        self._engine = AsyncLocalConnection(connection, threads)
 
     def check_health(self) -> None:
         """Raises if the engine has ended; Serve then replaces the replica."""
-        self._client.get_model()
+        if not self._engine.alive:
+            raise errors.Unavailable("the replica's engine has ended", reason="ENGINE_DIED")
 
     async def Generate(self, request: Any, grpc_context: Any) -> Any:
         return await self._unary("inference", "Generate", request, grpc_context)
@@ -73,27 +79,53 @@ class Replica:
         return await self._unary("model", "ListModels", request, grpc_context)
 
     async def _unary(self, service: str, method: str, request: Any, context: Any) -> Any:
-        exchange = self._client._connection.exchange()
         try:
-            return await self._in_thread(exchange.send, Call(service, method, request), None)
+            return await self._engine.start(Call(service, method, request), request, None)
         except errors.SaccadeError as error:
             raise _said(error, context) from error
-        finally:
-            exchange.close()  # cancels the work if the client has gone
 
     async def StreamGenerate(self, request: Any, grpc_context: Any) -> AsyncGenerator[Any, None]:
-        exchange = self._client._connection.exchange()
+        call = self._engine.start(Call("inference", "StreamGenerate", request), request, None)
         try:
-            await self._in_thread(exchange.open, Call("inference", "StreamGenerate", request), None, "")
-            while (message := await self._in_thread(exchange.receive, None)) is not None:
+            while (message := await call.read()) is not grpc.aio.EOF:
                 yield message
         except errors.SaccadeError as error:
             raise _said(error, grpc_context) from error
         finally:
-            exchange.close()
+            call.cancel()
 
-    async def _in_thread(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+class HttpReplica(Replica):
+    """A replica that also has the HTTP server's routes, for Serve's HTTP proxies.
+
+    Args:
+        http: options of `saccade http` with underscores, such as max_message_bytes.
+
+    Raises:
+        InvalidArgument: an option is wrong.
+        FailedPrecondition: the server was installed without its extra `http`.
+    """
+
+    def __init__(self, http: Mapping[str, Any], *args: Any) -> None:
+        from service.common.config import ConfigError, HttpFrontOptions
+        from service.common.settings import from_keywords
+        from service.http.listen import check_packages
+
+        try:
+            self._http = from_keywords(HttpFrontOptions, http)
+        except ConfigError as error:
+            raise errors.InvalidArgument(f"http: {error}") from error
+        try:
+            check_packages()
+        except ConfigError as error:
+            raise errors.FailedPrecondition(str(error), reason="NOT_INSTALLED") from error
+        super().__init__(*args)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """Called by Serve in the replica."""
+        from service.http.app import make_app
+
+        return make_app(self._http, self._engine)
 
 
 def _said(error: errors.SaccadeError, context: Any) -> errors.SaccadeError:
@@ -107,9 +139,18 @@ def app(args: Mapping[str, Any]) -> Any:
     """Builds the application.
 
     Args:
-        args: `model` and `options` of `Replica`; `deployment`: options of the deployment, such as num_replicas,
+        args: `model` and `options` of `Replica`; `http`: if given, the replicas have OpenAI's HTTP API as well, with
+            these options (see `HttpReplica`); `deployment`: options of the deployment, such as num_replicas,
             autoscaling_config, max_ongoing_requests (64 by default), ray_actor_options.
+
+    Raises:
+        InvalidArgument: an unknown argument.
     """
-    options = {"max_ongoing_requests": 64, **args.get("deployment", {})}
-    deployment = serve.deployment(Replica, name="Saccade").options(**options)
-    return deployment.bind(args.get("model", "demo"), args.get("options"), options["max_ongoing_requests"])
+    if unknown := sorted(set(args) - {"model", "options", "http", "deployment"}):
+        raise errors.InvalidArgument(f"args: expected model, options, http and deployment, got {', '.join(unknown)}")
+    options = {"max_ongoing_requests": 64, **(args.get("deployment") or {})}
+    replica: list[Any] = [args.get("model", "demo"), args.get("options"), options["max_ongoing_requests"]]
+    if args.get("http") is None:
+        return serve.deployment(Replica, name="Saccade").options(**options).bind(*replica)
+    with_http = serve.ingress()(HttpReplica)
+    return serve.deployment(with_http, name="Saccade").options(**options).bind(args["http"], *replica)

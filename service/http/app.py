@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from saccade._openai.errors import error_type
+from saccade._transport.local_aio import AsyncLocalConnection
 from service.common.config import HttpFrontOptions
 from service.http import batches, chat, completions, files, messages, metrics, models, openapi, responses, tokens
 from service.http.call import Endpoint, Front, Handler, Receive, Scope, Send
@@ -67,9 +68,13 @@ ROUTES: list[tuple[str, str, Handler]] = [
 _PATHS = {path for _, path, _ in ROUTES}
 
 
-def make_app(options: HttpFrontOptions) -> Starlette:
-    """The application. `app.state.front` is what its requests share."""
-    front = Front(options)
+def make_app(options: HttpFrontOptions, engine: AsyncLocalConnection | None = None) -> Starlette:
+    """The application. `app.state.front` is what its requests share.
+
+    Args:
+        engine: answers instead of the servers of `options`.
+    """
+    front = Front(options, engine)
     front.routes = tuple((method, path, (handle.__doc__ or "").partition("\n")[0]) for method, path, handle in ROUTES)
 
     @contextlib.asynccontextmanager

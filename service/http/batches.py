@@ -13,12 +13,12 @@ from pydantic import Field
 from saccade._core.batches import batch_from
 from saccade._openai.problems import validated
 from saccade._openai.schema import Strict
-from saccade._transport.aio import AsyncConnection
 from saccade.errors import InvalidArgument, NotFound, SaccadeError, Unimplemented
 from saccade.types import Batch
 from saccade.v1 import batch_pb2
 from service.http.call import HttpCall, path_values
 from service.http.file_store import owner_of
+from service.http.upstream import Connection
 
 URL = "/v1/chat/completions"
 CHUNK = 2**20
@@ -96,11 +96,11 @@ async def list_batches(call: HttpCall) -> None:
     })  # fmt: skip
 
 
-async def batch_calls(call: HttpCall) -> dict[AsyncConnection, list[Batch]]:
+async def batch_calls(call: HttpCall) -> dict[Connection, list[Batch]]:
     """The batches of each server that has any service for them. Raises SaccadeError if none has."""
     caller = call.caller()
 
-    async def of(connection: AsyncConnection) -> list[Batch]:
+    async def of(connection: Connection) -> list[Batch]:
         found: list[Batch] = []
         token = ""
         while True:
@@ -125,7 +125,7 @@ def _first_error(results: list[Any]) -> BaseException:
     return failure
 
 
-async def find_batch(call: HttpCall, batch_id: str) -> tuple[Batch, AsyncConnection]:
+async def find_batch(call: HttpCall, batch_id: str) -> tuple[Batch, Connection]:
     """The batch, and the server that has it. Raises NotFound, or what kept a server from answering."""
     caller = call.caller()
     failure: SaccadeError = NotFound(f"there is no batch {batch_id[:100]!r}", reason="BATCH_NOT_FOUND")

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from saccade._openai.errors import error_object, status_code
 from saccade._openai.problems import load_json
+from saccade._transport.local_aio import AsyncLocalConnection
 from saccade.errors import (
     DeadlineExceeded,
     Internal,
@@ -67,9 +68,9 @@ class BodyBudget:
 class Front:
     """What all requests share."""
 
-    def __init__(self, options: HttpFrontOptions) -> None:
+    def __init__(self, options: HttpFrontOptions, engine: AsyncLocalConnection | None = None) -> None:
         self.options = options
-        self.upstream = Upstream(options)
+        self.upstream = Upstream(options, engine)
         self.grpc_address = options.servers[0]
         """HOST:PORT where clients reach gRPC; beside `saccade serve` a Unix socket until it tells the port."""
         self.budget = BodyBudget(options.max_inflight_bytes)
@@ -255,7 +256,8 @@ class Connected:
         timeout, since = self._call.front.options.stall_timeout, self._call._sending_since
         if since is not None and self._loop.time() - since > timeout:
             log.warning("a stream's reader has not read for %g s: its answer is dropped", timeout)
-            self._call.scope["abort"]()
+            if (abort := self._call.scope.get("abort")) is not None:  # our own HTTP/1.1 protocol's
+                abort()
             self._end()
         else:
             self._timer = self._loop.call_later(timeout / 2, self._look)

@@ -14,13 +14,13 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from saccade._transport.aio import AsyncConnection
 from saccade.errors import DeadlineExceeded, InvalidArgument, MessageTooLarge, NotFound
 from saccade.types import Batch
 from saccade.v1 import batch_pb2
 from service.http.batches import batch_calls, find_batch
 from service.http.call import ClientGone, HttpCall, WrongContent, path_values
 from service.http.file_store import StoredFile, owner_of, stored_file
+from service.http.upstream import Connection
 
 OUTPUT, ERRORS = "file-output-", "file-errors-"
 """Beginnings of the ids of a batch's files; its id follows."""
@@ -171,7 +171,7 @@ async def _lines(messages: AsyncIterator[Any], failed: bool) -> AsyncIterator[by
             yield b"".join(chosen)
 
 
-async def _find(call: HttpCall) -> StoredFile | tuple[Batch, AsyncConnection]:
+async def _find(call: HttpCall) -> StoredFile | tuple[Batch, Connection]:
     """The uploaded file, or the batch whose output it is. Raises NotFound."""
     file_id = path_values(call.scope)["file_id"]
     for prefix in (OUTPUT, ERRORS):

@@ -9,12 +9,12 @@ from typing import Any
 from google.protobuf import json_format
 
 from saccade._core.results import model_from
-from saccade._transport.aio import AsyncConnection
+from saccade._transport.local_aio import AsyncLocalConnection
 from saccade.errors import NotFound, SaccadeError, Unavailable
 from saccade.types import Model
 from saccade.v1 import admin_pb2, model_pb2
 from service.http.call import HttpCall, path_values
-from service.http.upstream import Caller
+from service.http.upstream import Caller, Connection
 
 PROBE_SECONDS = 2.0
 
@@ -32,7 +32,9 @@ async def ready(call: HttpCall) -> None:
     await call.respond({"status": "ready" if ready else "not ready", "servers": servers}, 200 if ready else 503)
 
 
-async def _serving(call: HttpCall, connection: AsyncConnection) -> str:
+async def _serving(call: HttpCall, connection: Connection) -> str:
+    if isinstance(connection, AsyncLocalConnection):
+        return "serving" if connection.alive else "not serving"
     import grpc
     from grpc_health.v1 import health_pb2
 
@@ -44,8 +46,9 @@ async def _serving(call: HttpCall, connection: AsyncConnection) -> str:
     )
     try:
         answer = await check(health_pb2.HealthCheckRequest(), timeout=PROBE_SECONDS)
-    except grpc.RpcError:
-        return "unreachable"
+    except grpc.RpcError as error:
+        # Ray Serve's ingress has no health service, and answers.
+        return "serving" if error.code() == grpc.StatusCode.UNIMPLEMENTED else "unreachable"
     return "serving" if answer.status == health_pb2.HealthCheckResponse.SERVING else "not serving"
 
 
@@ -135,7 +138,7 @@ async def status(call: HttpCall) -> None:
     await call.respond({"http": front, "servers": servers})
 
 
-async def _server_state(caller: Caller, address: str, connection: AsyncConnection) -> dict[str, Any]:
+async def _server_state(caller: Caller, address: str, connection: Connection) -> dict[str, Any]:
     state: dict[str, Any] = {"address": address, "error": None, "models": [], "loads": None, "loads_error": None}
     try:
         models = await caller.call("model", "ListModels", model_pb2.ListModelsRequest(), on=connection)

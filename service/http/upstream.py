@@ -14,20 +14,32 @@ from saccade._core.retrying import Deadline
 from saccade._core.settings import CallSettings, TLSConfig, make_settings
 from saccade._core.steps import Call
 from saccade._transport.aio import AsyncConnection, AsyncExchange
+from saccade._transport.local_aio import AsyncLocalConnection
 from saccade.errors import Overloaded, SaccadeError, Unavailable
 from saccade.types import Delta
 from saccade.v1 import inference_pb2
 from service.common.config import HttpFrontOptions
 
+Connection = AsyncConnection | AsyncLocalConnection
 Metadata = tuple[tuple[str, str], ...]
 RESUMES = 8
 """Attempts to continue an answer that broke off, since its last piece."""
 
 
 class Upstream:
-    """Connections to all servers."""
+    """Connections to all servers.
 
-    def __init__(self, options: HttpFrontOptions) -> None:
+    Args:
+        engine: instead of the servers of `options`, the engine in this process.
+    """
+
+    def __init__(self, options: HttpFrontOptions, engine: AsyncLocalConnection | None = None) -> None:
+        self._turn = itertools.count()
+        self.addresses: tuple[str, ...] = options.servers
+        self.connections: list[Connection]
+        if engine is not None:
+            self.addresses, self.connections = ("this process",), [engine]
+            return
         tls = None
         if options.servers_ca is not None:
             tls = TLSConfig(ca=options.servers_ca, certificate=options.servers_cert, key=options.servers_cert_key)
@@ -40,10 +52,8 @@ class Upstream:
             )
             for address in options.servers
         ]  # fmt: skip
-        self.addresses = options.servers
-        self._turn = itertools.count()
 
-    def order(self, message: Any) -> list[AsyncConnection]:
+    def order(self, message: Any) -> list[Connection]:
         """The servers in the order in which a call tries them: the same order for prompts with the same key, so that
         their images and beginnings are in its caches; without a key, in turn."""
         if len(self.connections) == 1:
@@ -70,7 +80,7 @@ class Caller:
         self.upstream, self.metadata = upstream, metadata
         self.deadline = Deadline(timeout)
 
-    async def call(self, service: str, method: str, message: Any, *, on: AsyncConnection | None = None) -> Any:
+    async def call(self, service: str, method: str, message: Any, *, on: Connection | None = None) -> Any:
         """The answer of a unary call, from the first server that takes it. Raises SaccadeError."""
         failure: SaccadeError | None = None
         for connection in [on] if on is not None else self.upstream.order(message):
@@ -84,7 +94,7 @@ class Caller:
         assert failure is not None
         raise failure
 
-    async def messages(self, service: str, method: str, message: Any, *, on: AsyncConnection) -> AsyncIterator[Any]:
+    async def messages(self, service: str, method: str, message: Any, *, on: Connection) -> AsyncIterator[Any]:
         """The messages of a stream of one server. Raises SaccadeError."""
         exchange = AsyncExchange(_Authorized([on], self.metadata))
         try:
@@ -102,7 +112,7 @@ class Caller:
 class _Authorized:
     """Connections seen by one caller: each attempt of a call goes to the next one, with the caller's metadata."""
 
-    def __init__(self, connections: Sequence[AsyncConnection], metadata: Metadata) -> None:
+    def __init__(self, connections: Sequence[Connection], metadata: Metadata) -> None:
         self._connections, self._metadata = connections, metadata
         self.attempts = 0
 

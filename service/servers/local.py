@@ -123,6 +123,11 @@ class LocalService:
 
         return LocalStream(self._run(pump()), messages)
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine takes requests."""
+        return not self._closed and self._frontend.engine.alive
+
     def get_model(self) -> model_pb2.Model:
         """The model's identity and limits."""
         return self._model

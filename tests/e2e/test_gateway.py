@@ -6,12 +6,7 @@ import base64
 import hashlib
 import io
 import json
-import shutil
-import socket
-import subprocess
 import sys
-import urllib.error
-import urllib.request
 import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -25,11 +20,17 @@ from running import RunningServer
 from served import IMAGE_TOKEN
 
 import saccade
+from benchmarks.gateway import ARGUMENTS, chat, gateway, hit_rate, image_messages, text_messages
+from benchmarks.replicas import flush
 from service.commands.cli import ServerProcess
 
 pytest.importorskip("smg_grpc_proto", reason="smg-grpc-proto is not installed")
-SMG = Path(sys.executable).with_name("smg")
-needs_smg = pytest.mark.skipif(not SMG.exists() and shutil.which("smg") is None, reason="smg is not installed")
+needs_smg = pytest.mark.skipif(not Path(sys.executable).with_name("smg").exists(), reason="smg is not installed")
+WEATHER = {
+    "type": "object", "properties": {"city": {"type": "string", "enum": ["Rome", "Oslo"]}}, "required": ["city"],
+    "additionalProperties": False,
+}  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": WEATHER}}
 
 
 def data_url(data: bytes) -> str:
@@ -162,49 +163,27 @@ def test_cancelling_and_aborting_free_the_slot(stub: Any, worker: RunningServer)
 # -- smg ---------------------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[ServerProcess]]:
+    with ExitStack() as ends:
+        yield [ends.enter_context(ServerProcess(ARGUMENTS)) for _ in range(2)]
 
 
 @pytest.fixture(scope="module")
-def behind_smg(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
-    """The gateway's URL and the addresses of two servers behind it."""
-    with ExitStack() as ends:
-        arguments = ["demo", "--log-level", "error", "--threads", "1", "--vllm-engine", "--no-warmup", "--admin"]
-        servers = [ends.enter_context(ServerProcess(arguments)).address for _ in range(2)]
-        port = free_port()
-        command = [
-            str(SMG), "launch", "--host", "127.0.0.1", "--port", str(port), "--mm-processing", "worker",
-            "--policy", "cache_aware", "--prometheus-port", str(free_port()),
-            "--worker-urls", *(f"grpc://{address}" for address in servers),
-        ]  # fmt: skip
-        log = open(tmp_path_factory.mktemp("smg") / "log", "wb")
-        gateway = subprocess.Popen(command, stdout=log, stderr=log)
-        ends.callback(gateway.wait)
-        ends.callback(gateway.terminate)
-        url = f"http://127.0.0.1:{port}/v1"
-        while True:
-            assert gateway.poll() is None, Path(log.name).read_text()[-2000:]
-            try:
-                with urllib.request.urlopen(f"{url}/models", timeout=5) as response:
-                    if json.loads(response.read())["data"]:
-                        break
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                pass
-        yield url, servers
+def url(servers: list[ServerProcess]) -> Iterator[str]:
+    """The gateway in front of both servers."""
+    with gateway([server.address for server in servers], "--policy", "cache_aware") as url:
+        yield url
 
 
 @needs_smg
-def test_openai_clients_get_the_same_answers_through_smg(behind_smg: tuple[str, list[str]]) -> None:
+def test_openai_clients_get_the_same_answers_through_smg(url: str, servers: list[ServerProcess]) -> None:
     openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
-    url, servers = behind_smg
     client = openai.OpenAI(base_url=url, api_key="none")
     model = client.models.list().data[0].id
     image = Path(__file__).resolve().parents[2] / "demo" / "pictures"
     files = sorted(image.glob("*.png"))[:3]
-    with saccade.Client(servers[0]) as own:
+    with saccade.Client(servers[0].address) as own:
         for file in files:
             question = "What does the image show?"
             wanted = own.generate(question, images=[file], max_tokens=16, temperature=0)
@@ -227,11 +206,10 @@ def test_openai_clients_get_the_same_answers_through_smg(behind_smg: tuple[str, 
 
 
 @needs_smg
-def test_cancelling_through_smg_frees_the_slot(behind_smg: tuple[str, list[str]]) -> None:
+def test_cancelling_through_smg_frees_the_slot(url: str, servers: list[ServerProcess]) -> None:
     openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
     from saccade.v1 import admin_pb2, admin_pb2_grpc
 
-    url, servers = behind_smg
     client = openai.OpenAI(base_url=url, api_key="none")
     message = {"role": "user", "content": "go on"}
     extra = {"ignore_eos": True}
@@ -240,8 +218,45 @@ def test_cancelling_through_smg_frees_the_slot(behind_smg: tuple[str, list[str]]
     )
     next(iter(stream))
     stream.close()
-    for address in servers:
-        with grpc.insecure_channel(address) as channel:
+    for server in servers:
+        with grpc.insecure_channel(server.address) as channel:
             stub = admin_pb2_grpc.AdminServiceStub(channel)
             while stub.GetLoads(admin_pb2.GetLoadsRequest(), timeout=60).live_requests:
                 pass
+
+
+@needs_smg
+def test_tool_calls_through_smg(url: str) -> None:
+    """smg sends the tool's schema as the constraint, and makes the call of the text."""
+    openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
+    client = openai.OpenAI(base_url=url, api_key="none")
+    asked = {
+        "model": client.models.list().data[0].id, "max_tokens": 60, "temperature": 0, "tools": [TOOL],
+        "messages": [{"role": "user", "content": "What is the weather in Oslo?"}],
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+    }  # fmt: skip
+    (choice,) = client.chat.completions.create(**asked).choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and call.function.name == "weather"
+    arguments = json.loads(call.function.arguments)
+    assert list(arguments) == ["city"] and arguments["city"] in ("Rome", "Oslo")
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True) if chunk.choices]
+    pieces = [piece.function for chunk in chunks for piece in chunk.delta.tool_calls or ()]
+    assert [piece.name for piece in pieces if piece.name] == ["weather"]
+    assert json.loads("".join(piece.arguments or "" for piece in pieces)) == arguments
+    answer = chat(url, asked["messages"], tools=[TOOL], tool_choice="none", max_tokens=8)
+    assert not answer["choices"][0]["message"].get("tool_calls")
+
+
+@needs_smg
+def test_routing_by_a_key_keeps_what_one_server_would_have_cached(servers: list[ServerProcess]) -> None:
+    addresses = [server.address for server in servers]
+    rates = {}
+    for name, options in {"one": (), "keyed": ("--policy", "consistent_hashing")}.items():
+        with gateway(addresses if options else addresses[:1], *options) as url:
+            for kind in (image_messages, text_messages):
+                for server in servers:
+                    flush(server)
+                rates[name, kind] = hit_rate(url, kind, groups=6, keyed=name == "keyed")
+    for kind in (image_messages, text_messages):
+        assert rates["keyed", kind] >= 0.95 * rates["one", kind] > 0.4, rates
