@@ -61,7 +61,7 @@ class Replica:
     def check_health(self) -> None:
         """Raises if the engine has ended; Serve then replaces the replica."""
         if not self._engine.alive:
-            raise errors.Unavailable("the replica's engine has ended", reason="ENGINE_DIED")
+            raise errors.Unavailable("the replica's engine has ended")
 
     async def Generate(self, request: Any, grpc_context: Any) -> Any:
         return await self._unary("inference", "Generate", request, grpc_context)

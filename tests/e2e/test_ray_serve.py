@@ -83,6 +83,25 @@ def test_the_ingress_gives_the_same_answers(address: str, wanted: list[saccade.G
             next(stream)
 
 
+def test_a_replica_whose_engine_has_ended_is_unhealthy(model: Path) -> None:
+    from saccade.ray.serve import Replica
+
+    replica = Replica(str(model), OPTIONS)
+    replica.check_health()
+    replica._client._service._frontend.engine.close()
+    with pytest.raises(errors.Unavailable, match="engine"):
+        replica.check_health()
+
+
+def test_arguments_of_the_application_are_checked() -> None:
+    from saccade.ray.serve import HttpReplica, app
+
+    with pytest.raises(errors.InvalidArgument, match="modell"):
+        app({"modell": "demo"})
+    with pytest.raises(errors.InvalidArgument, match="http_prot"):
+        HttpReplica({"http_prot": 1}, "demo")
+
+
 def test_a_killed_replica_costs_no_stream(address: str, wanted: list[saccade.Generation]) -> None:
     with saccade.Client(address, max_retries=60) as client:
         found = streams_over(client, requests(), lambda: os.kill(replica_pids()[0], signal.SIGKILL))
