@@ -46,7 +46,7 @@ RELEASE_STAMP := build/release/.installed-$(SETUP_HASH)
 # $(call needs,PATH): stops with a plain sentence where a checkout does not hold PATH.
 needs = @test -e '$(1)' || { echo "make $@: this checkout has no $(1) yet" >&2; exit 1; }
 
-.PHONY: help setup demo serve test test-fast test-web test-ray lint format docs protos sdk test-floors demo-model bench aot soak gpu-check gpu-bench peers \
+.PHONY: help setup demo serve test test-fast test-web test-ray lint format docs screenshots protos sdk test-floors demo-model bench aot soak gpu-check gpu-bench peers \
   wheels release-check
 
 help:  ## print this list
@@ -104,6 +104,10 @@ docs: setup  ## build the documentation's site into build/site; warnings and bro
 	|| $(PY) -m pip install --quiet -c $(VENV)/constraints.txt -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
 	@echo "build/site/index.html"
+
+screenshots: setup  ## make the screenshots in docs/images again; needs chromium, as test-web does
+	@$(PY) -m pip install --quiet -c $(VENV)/constraints.txt playwright rich
+	@$(PY) docs/screenshots.py
 
 protos: setup  ## regenerate saccade/v1 from protos/
 	@$(PY) protos/generate.py

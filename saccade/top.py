@@ -41,7 +41,7 @@ def screen(loads: admin_pb2.GetLoadsResponse, title: str) -> list[str]:
         f"{title}{'   DRAINING' if loads.draining else ''}",
         f"requests   {loads.live_requests} in the server: {loads.running} running, {loads.waiting} waiting",
         f"state      {_bar(used, loads.total_blocks)}  {used} of {loads.total_blocks} blocks",
-        f"images   {_bar(loads.handoff_used_bytes, loads.handoff_capacity_bytes)}  "
+        f"images     {_bar(loads.handoff_used_bytes, loads.handoff_capacity_bytes)}  "
         f"{size(loads.handoff_used_bytes)} of {size(loads.handoff_capacity_bytes)}",
         f"messages   {size(loads.inflight_bytes)} in flight, {size(loads.media_bytes)} of uploaded media",
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from doc_blocks import CHECKOUT, PAGES
 
-COMMANDS = ("ask", "batch", "top", "serve", "http", "plan", "quantize", "tune", "key", "probe")
+COMMANDS = ("ask", "batch", "top", "serve", "http", "demo", "plan", "quantize", "tune", "key", "probe")
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
 FOREIGN = {
     "build-arg", "variant", "include", "isolation", "pull-never",  # docker, debootstrap, buildah

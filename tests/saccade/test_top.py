@@ -36,6 +36,10 @@ def test_a_view_that_is_redrawn_on_a_terminal(address: str) -> None:
     assert "5 in the server: 3 running, 1 waiting" in views[0]
     assert "[########                      ]  25%  10 of 40 blocks" in views[0]
     assert "1.5 KiB of 1.0 MiB" in views[0]
+    lines = views[0].splitlines()[1:-1]
+    assert len({len(line) - len(line.partition(" ")[2].lstrip()) for line in lines}) == 1, (
+        "values are not in one column"
+    )
 
 
 def test_nobody_to_ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

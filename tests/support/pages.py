@@ -137,13 +137,15 @@ def opened(
     state: str = "ready",
     allowed: Sequence[str] = (),
     script: str = "",
+    scale: int = 1,
 ) -> Iterator[Playground]:
     """A page in a context of its own, once its model has this state. At the end it must have caused no error, except
-    `allowed` ones, and no request to anybody else. `script` runs before the page's own."""
+    `allowed` ones, and no request to anybody else. `script` runs before the page's own.
+    `scale`: pixels of a screenshot per CSS pixel."""
     width, height = SIZES[size]
     context = browser.new_context(
-        viewport={"width": width, "height": height}, color_scheme=scheme, is_mobile=size == "phone",
-        has_touch=size == "phone", permissions=["clipboard-read", "clipboard-write"],
+        viewport={"width": width, "height": height}, color_scheme=scheme, device_scale_factor=scale,
+        is_mobile=size == "phone", has_touch=size == "phone", permissions=["clipboard-read", "clipboard-write"],
     )  # fmt: skip
     try:
         context.add_init_script(script)
