@@ -205,12 +205,16 @@ class HttpCall:
 
     async def write(self, data: bytes) -> None:
         """Sends a piece of a streamed body; see `connected` for readers that do not read."""
-        self._sending_since = asyncio.get_running_loop().time()
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._sending_since = None
+        await self._send_piece(data, more=True)
 
     async def end(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        """Ends a streamed body. It may wait for the reader as well, so it belongs into the context of `connected`."""
+        await self._send_piece(b"", more=False)
+
+    async def _send_piece(self, data: bytes, *, more: bool) -> None:
+        self._sending_since = asyncio.get_running_loop().time()
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._sending_since = None
 
     async def fail(self, error: SaccadeError) -> None:
         """Answers with an error, in OpenAI's form."""

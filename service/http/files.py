@@ -152,7 +152,7 @@ async def content(call: HttpCall) -> None:
                 await call.write(piece)
         if not call.started:
             await call.start(200, "application/jsonl", [])
-    await call.end()
+        await call.end()
 
 
 async def _read(path: Path) -> AsyncIterator[bytes]:

@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from typing import Any
 
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from service.common.config import HttpOptions
+from service.common.config import HttpFrontOptions
 
 log = logging.getLogger(__name__)
 
 
-def protocol_class(options: HttpOptions) -> type[HttpToolsProtocol]:
+def protocol_class(options: HttpFrontOptions) -> type[HttpToolsProtocol]:
     """The protocol with these limits."""
 
     class Limited(LimitedProtocol):
@@ -32,7 +33,7 @@ def protocol_class(options: HttpOptions) -> type[HttpToolsProtocol]:
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. `scope["abort"]` closes it without waiting for a reader that does not read."""
 
-    limits: HttpOptions
+    limits: HttpFrontOptions
 
     def __init__(
         self,
@@ -48,10 +49,18 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._drop_unread(transport)
         if len(self.connections) > self.limits.http_max_connections:
             self._refuse(503, f"the server has its limit of {self.limits.http_max_connections} connections")
             return
         self._await_head()
+
+    def _drop_unread(self, transport: asyncio.Transport) -> None:
+        """Lets the system close the connection when what was sent stays unread, also after the end of its request."""
+        connection = transport.get_extra_info("socket")
+        if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
+            milliseconds = max(1, min(2**31 - 1, round(self.limits.stall_timeout * 1000)))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()

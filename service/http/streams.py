@@ -49,7 +49,7 @@ async def stream_events(call: HttpCall, caller: Caller, request: inference_pb2.G
             await call.start(200, "text/event-stream; charset=utf-8", SSE_HEADERS)
             await call.write(events.begin(started))
             await _pieces(call, answer, events)
-        await call.end()
+            await call.end()
     finally:
         call.front.streams -= 1
         answer.close()

@@ -95,7 +95,12 @@ class _Messages:
 
     async def stream(self, source: AsyncIterator[bytes], context: Any) -> None:
         method = self.handler.stream_stream if self.handler.request_streaming else self.handler.unary_stream
-        await self.call.send(method(await self._requests(source), context), context.write)
+        try:
+            await self.call.send(method(await self._requests(source), context), context.write)
+        except grpc.aio.InternalError as error:
+            # gRPC's core takes no more messages of a call that its client has just cancelled; the cancellation itself
+            # has not arrived here yet.
+            raise asyncio.CancelledError from error
 
     async def _requests(self, source: AsyncIterator[bytes]) -> Any:
         """The parsed request, or an iterator of them."""

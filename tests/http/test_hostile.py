@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import socket
@@ -102,6 +103,46 @@ def test_vanishing_and_slow_readers_leave_nothing(http: RunningHttp, server: Run
                 time.sleep(0.005)
             stalling.idle()
     assert server.drained()["decoder"]["used_slots"] == 0
+
+
+def test_a_reader_that_stops_before_the_end_of_a_stream_holds_nothing(server: RunningServer) -> None:
+    """The last part of a body waits for its reader as the others do."""
+    with RunningHttp([server.address], stall_timeout=0.2) as http:
+        body = json.dumps({**ASK, "stream": True}).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        aborted: list[bool] = []
+
+        async def stalled() -> None:
+            requests = iter([{"type": "http.request", "body": body}])
+
+            async def receive() -> Any:
+                return next(requests, None) or await asyncio.Event().wait()
+
+            async def send(message: Any) -> None:
+                if message["type"] == "http.response.body" and not message.get("more_body"):
+                    await asyncio.Event().wait()
+
+            scope = {
+                "type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
+                "headers": headers, "abort": lambda: aborted.append(True),
+            }  # fmt: skip
+            await asyncio.wait_for(http.http.app(scope, receive, send), 30)
+
+        asyncio.run_coroutine_threadsafe(stalled(), http.loop).result(60)
+        assert aborted == [True]
+
+
+def test_whole_answers_that_nobody_reads_are_dropped(server: RunningServer) -> None:
+    with RunningHttp([server.address], stall_timeout=0.4) as http:
+        with socket.create_connection(("127.0.0.1", http.port), timeout=30) as unread:
+            unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            large = {**ASK, "max_tokens": 500, "ignore_eos": True, "logprobs": True, "top_logprobs": 20, "n": 16}
+            unread.sendall(request_of(large))
+            assert unread.recv(20)
+            end = time.monotonic() + 60
+            while http.http.server_state.connections and time.monotonic() < end:
+                time.sleep(0.05)
+            assert not http.http.server_state.connections
 
 
 def test_status_metrics_and_the_document(http: RunningHttp) -> None:
