@@ -3,6 +3,7 @@ that are followed by a comment with a result and a key.
 
 A part is written between `<!-- begin NAME: written by docs/generate.py -->` and `<!-- end NAME -->`; `PARTS` has the
 function for each name. Numbers: see generators/results.py. Causes and fixes of errors are in generators/errors.toml.
+architecture.svg is drawn by generators/diagram.py.
 
 `python docs/generate.py [FOLDER]`: into FOLDER instead. `make protos` runs it too.
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
-from generators import errors, grpc, http, options, results, sdk  # noqa: E402 - after the path is set
+from generators import diagram, errors, grpc, http, options, results, sdk  # noqa: E402 - after the path is set
 
 PARTS: dict[str, Callable[[], str]] = {
     "services": grpc.services,
@@ -55,6 +56,7 @@ def main(folder: Path | None) -> None:
         text = path.read_text("utf-8")
         if "<!-- begin " in text or "<!-- = " in text:
             (folder / path.name if folder else path).write_text(filled(text), "utf-8")
+    ((folder or DOCS) / "architecture.svg").write_text(diagram.svg(), "utf-8")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,14 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_all_marked_pages_are_generated(fresh: Path) -> None:
-    assert sorted(path.name for path in fresh.iterdir()) == GENERATED
+    assert sorted(path.name for path in fresh.iterdir()) == sorted([*GENERATED, "architecture.svg"])
+
+
+def test_the_diagram_is_fresh_and_shows_every_package(fresh: Path) -> None:
+    diagram = (fresh / "architecture.svg").read_text("utf-8")
+    assert diagram == (DOCS / "architecture.svg").read_text("utf-8"), "run `make protos`"
+    packages = {path.parent.name for path in (CHECKOUT / "service").glob("*/__init__.py")}
+    assert packages == set(re.findall(r">\d+  (\w+)<", diagram))
 
 
 @pytest.mark.parametrize("name", GENERATED)
