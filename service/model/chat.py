@@ -53,7 +53,7 @@ class ChatTemplate:
         self._template = None
         self.source = source or ""
         self.names: frozenset[str] = frozenset()
-        """All names in the template's code: an argument that is not among them has no effect."""
+        """All names and strings in the template's code: an argument or field that is not among them has no effect."""
         if source is not None:
             extensions = [loopcontrols, _Generation]
             environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
@@ -62,7 +62,11 @@ class ChatTemplate:
             environment.filters["tojson"] = _tojson
             try:
                 self._template = environment.from_string(source)
-                self.names = frozenset(value for _, kind, value in environment.lex(source) if kind == "name")
+                words = {kind: set[str]() for kind in ("name", "string")}
+                for _, kind, value in environment.lex(source):
+                    words.get(kind, set()).add(value)
+                # Fields are read as `message.tool_calls` or as `message['tool_calls']`.
+                self.names = frozenset(words["name"] | {text[1:-1] for text in words["string"]})
             except TemplateSyntaxError as error:
                 raise CheckpointError(f"chat template, line {error.lineno}: {error.message}") from None
 

@@ -71,6 +71,8 @@ DEMO = EXAMPLES.parent / "demo" / "pictures"
 REAL = {
     "local.py": ([DEMO / "shapes.png", "What does the picture show?"], "a purple triangle at the top, a blue circle"),
     "embed.py": ([DEMO / "shapes.png", DEMO / "number.png"], f"{DEMO / 'shapes.png'}: 1.000\n"),
+    "structured.py": ([], "top: purple triangle\nright: blue circle\nbottom right: blue cross\npurple\n"),
+    "tools.py": ([], 'record_shape: {"color": "purple", "shape": "triangle", "place": "top"}\nDone.\n'),
     "server_batch.py": (["What does the picture show?", DEMO / "shapes.png"], "shapes.png: a purple triangle"),
 }
 """Examples that need the embedded model, because a script cannot answer them."""

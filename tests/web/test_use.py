@@ -70,7 +70,7 @@ def test_an_example_is_added_once_and_keeps_the_user_s_question(desktop: Playgro
     page = desktop.page
     page.locator(".example[data-key='wide.png']").dblclick()
     thumbs(desktop, 1)
-    assert page.input_value("#question") == "Where do you see the cross?"
+    assert page.input_value("#question") == "In which place is the circle?"
     page.locator(".remove").click()
     desktop.example("number.png")
     assert page.input_value("#question") == "What number is printed here?"  # one suggestion replaces another

@@ -303,6 +303,16 @@ def test_what_the_model_or_its_template_cannot_do_is_refused(assets: ModelAssets
         answered(deaf, "x", input=history)
 
 
+@pytest.mark.parametrize("field", ["m.tool_calls", "m['tool_calls']", "m.get('tool_calls')"])
+def test_templates_read_calls_as_attributes_and_as_items(field: str) -> None:
+    hearing = made_assets()
+    source = "{% for m in messages %}{{ m.role }}{{ " + field + "[0].function.name }}{% endfor %}"
+    hearing.template = ChatTemplate(source, image_token=None, special_tokens={})
+    history = ChatInput((Message("assistant", (), tool_calls=(ToolCall("", "f", {}),)),), {}, ("tool_calls",))
+    _, (request,) = answered(hearing, "x", input=history)
+    assert hearing.tokenizer is not None and hearing.tokenizer.decode(request.prompt_ids) == "assistantf"
+
+
 def test_the_template_decides_between_markups_of_a_family() -> None:
     family = replace(load_assets(ServerOptions()).config.family, tool_markups=(XML, HERMES, CALL_LIST))
     assert family.tool_markup("x <tool_call>\n<function=a>") == XML

@@ -6,7 +6,7 @@ import { Grid, describe } from "./grid.js";
 
 const EXAMPLES = [
   ["shapes.png", "What does the picture show?"],
-  ["wide.png", "Where do you see the cross?"],
+  ["wide.png", "In which place is the circle?"],
   ["number.png", "What number is printed here?"],
   ["handwritten.png", "What digit did someone write by hand?"],
 ];
