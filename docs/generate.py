@@ -54,7 +54,7 @@ def main(folder: Path | None) -> None:
     """Writes README and all pages that have such parts or numbers into `folder`, or where they are."""
     for path in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))):
         text = path.read_text("utf-8")
-        if "<!-- begin " in text or "<!-- = " in text:
+        if _BEGIN.search(text) or "<!-- = " in text:
             (folder / path.name if folder else path).write_text(filled(text), "utf-8")
     ((folder or DOCS) / "architecture.svg").write_text(diagram.svg(), "utf-8")
 
