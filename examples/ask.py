@@ -17,6 +17,5 @@ arguments = sys.argv[1:] or [str(IMAGES / "shapes.png"), "What does the picture 
 with saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as client:
     answer = client.generate(question, images=images, temperature=0)
     print(answer.text)
-    print(
-        f"({answer.finish_reason}; {answer.usage.prompt_tokens} tokens read, {answer.usage.completion_tokens} written)"
-    )
+    usage = answer.usage
+    print(f"({answer.finish_reason}; {usage.prompt_tokens} prompt tokens, {usage.completion_tokens} generated)")

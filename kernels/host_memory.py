@@ -1,5 +1,5 @@
 """Host memory of a process: memory that a step frees is kept for the next step; weights have mappings of their own, in
-huge pages; files are mapped, and the pages of what has been read from them are given back."""
+huge pages; files are mapped, and the pages of what has been read from them are released."""
 
 from __future__ import annotations
 

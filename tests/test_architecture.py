@@ -120,37 +120,37 @@ def test_no_two_files_import_each_other(package: str) -> None:
     assert not arrows, f"a cycle among {sorted(arrows)}"
 
 
-# Rooms of service/, each of which may import those before it.
-ROOMS = (
+# Packages of service/, each of which may import those before it.
+PACKAGES = (
     "common", "telemetry", "model", "media", "encoding", "engine", "answers", "batches", "rpc", "http", "servers",
     "commands",
 )  # fmt: skip
 
 
-def test_rooms_of_the_server_import_one_way() -> None:
-    assert {path.name for path in (CHECKOUT / "service").iterdir() if (path / "__init__.py").exists()} == set(ROOMS)
+def test_packages_of_the_server_import_one_way() -> None:
+    assert {path.name for path in (CHECKOUT / "service").iterdir() if (path / "__init__.py").exists()} == set(PACKAGES)
     wrong = []
     for path in sources("service"):
-        room = path.relative_to(CHECKOUT / "service").parts[0]
-        if room not in ROOMS:
+        package = path.relative_to(CHECKOUT / "service").parts[0]
+        if package not in PACKAGES:
             continue
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if not isinstance(node, ast.ImportFrom) or not within(node.module or "", "service"):
                 continue
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             for target in {name.split(".")[1] for name in names if name and "." in name}:
-                if target in ROOMS and ROOMS.index(target) > ROOMS.index(room):
+                if target in PACKAGES and PACKAGES.index(target) > PACKAGES.index(package):
                     wrong.append(f"{path.relative_to(CHECKOUT)} imports {target}")
     assert not wrong
 
 
-def test_transports_are_known_to_the_rooms_that_speak_them() -> None:
+def test_only_their_packages_know_transports() -> None:
     """Everything below `rpc` serves any transport; `encoding` is a client of other hosts."""
     wrong = [
         f"{path.relative_to(CHECKOUT)} imports {module}"
-        for room in ROOMS[: ROOMS.index("rpc")]
-        if room != "encoding"
-        for path in sources(f"service/{room}")
+        for package in PACKAGES[: PACKAGES.index("rpc")]
+        if package != "encoding"
+        for path in sources(f"service/{package}")
         for module, _ in imports(path)
         if module.partition(".")[0].startswith("grpc")
     ]

@@ -139,7 +139,7 @@ class EngineOptions:
     encoder_step_tokens: int | None = _option(
         None, "image tokens that the encoder encodes in one step; unset: the largest legal image", minimum=1
     )
-    encoder_turn: float | None = _option(
+    encoder_time_slice: float | None = _option(
         None,
         "seconds that images are encoded for between two decoder steps, where both share the cores of a CPU: shorter "
         "for steadier streams, longer for sooner images; unset: 0.1",
@@ -153,7 +153,7 @@ class EngineOptions:
     )
     hang_timeout: float = _option(
         120.0,
-        "seconds that the engine process may take over one turn, and a frontend process over an answer, before it "
+        "seconds that the engine process may take for one step, and a frontend process for an answer, before it "
         "counts as hung, is killed and started again",
         minimum=0.1,
     )
@@ -191,9 +191,11 @@ class EngineOptions:
             raise ConfigError(f"encoders: {','.join(self.encoders)} would not be used by --role {self.role}")
         if self.encoder_process and self.role != "all":
             raise ConfigError(f"encoder_process: it would have nothing to do in --role {self.role}")
-        if self.encoder_turn is not None and (self.encoder_process or self.role != "all"):
+        if self.encoder_time_slice is not None and (self.encoder_process or self.role != "all"):
             where = "with --encoder-process" if self.encoder_process else f"by --role {self.role}"
-            raise ConfigError(f"encoder_turn: {self.encoder_turn:g} would not be used {where}: the two share no loop")
+            raise ConfigError(
+                f"encoder_time_slice: {self.encoder_time_slice:g} would not be used {where}: the two share no loop"
+            )
         for address in self.encoders:
             if not re.fullmatch(r".+:\d+", address):
                 raise ConfigError(f"encoders: {address!r} is not HOST:PORT")

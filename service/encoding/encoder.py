@@ -21,7 +21,7 @@ from service.encoding.entries import EncodingFailed, Work
 
 log = logging.getLogger(__name__)
 
-TURN_SECONDS = 0.1
+TIME_SLICE_SECONDS = 0.1
 """Time slice of the encoder between two decoder steps, in seconds, if both share the cores of a CPU. A running stream
 gets its next token after this time plus a layer and a step at the latest, whatever the sizes and number of images: nine
 tokens per second, faster than reading. A decoder step of few rows, which reads all weights for them, then takes a

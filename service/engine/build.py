@@ -18,7 +18,7 @@ from families import VisionSpec
 from kernels.host_memory import release_freed_memory
 from kernels.native import instruction_sets
 from service.common.config import ConfigError, EngineOptions
-from service.encoding.encoder import TURN_SECONDS, Encoding, LocalEncoder, WorkSource
+from service.encoding.encoder import TIME_SLICE_SECONDS, Encoding, LocalEncoder, WorkSource
 from service.encoding.encoder_pool import EncoderPool
 from service.encoding.handoff import Handoff
 from service.encoding.partner import Partner, partner_of
@@ -156,9 +156,12 @@ def local_encoder(
     """The encoder in this process. On a GPU it has a thread; on a CPU the engine's loop calls it between decoder steps,
     for short time slices if the thread is `shared` with a decoder."""
     on_gpu = torch.device(resolve_device(options)).type != "cpu"
-    if on_gpu and options.encoder_turn is not None:
-        log.warning("encoder_turn %g has no effect: on a GPU the encoder has a thread of its own", options.encoder_turn)
-    turn = TURN_SECONDS if options.encoder_turn is None else options.encoder_turn
+    if on_gpu and options.encoder_time_slice is not None:
+        log.warning(
+            "encoder_time_slice %g has no effect: on a GPU the encoder has a thread of its own",
+            options.encoder_time_slice,
+        )
+    turn = TIME_SLICE_SECONDS if options.encoder_time_slice is None else options.encoder_time_slice
     return LocalEncoder(
         _encoder_runner(options, checkpoint, vision), handoff, step_tokens=step_tokens(options, vision),
         own_thread=on_gpu, turn_seconds=turn if shared and not on_gpu else None,

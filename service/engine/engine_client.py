@@ -204,7 +204,7 @@ class EngineProcess(EngineLink):
                     break
             else:
                 log.critical(
-                    "the engine has not come to the end of a turn for %g s (hang_timeout): it is killed",
+                    "the engine has not finished a step for %g s (hang_timeout): it is killed",
                     self._hang_timeout,
                 )
                 self._process.kill()

@@ -63,7 +63,7 @@ def test_forked_equals_alone(pattern: str, length: int, options: dict[str, Any])
     stats = runner.stats()
     assert stats["forks"] == 4 and stats["fork_misses"] == 0
     if "speculative" not in options:
-        assert stats["batched_tokens"] == length + 5 * 11, "the prompt was read more than once"
+        assert stats["batched_tokens"] == length + 5 * 11, "the prompt was prefilled more than once"
     if options.get("state_cache") == "none":
         assert stats["free_blocks"] == stats["total_blocks"]
 

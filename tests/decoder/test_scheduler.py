@@ -538,7 +538,7 @@ def test_two_images_in_less_room_than_both_take() -> None:
         if room >= 5:
             source(second).ready = True
         step, _ = advance(scheduler)
-        assert step.rows, "nothing advances and nothing is given back"
+        assert step.rows, "nothing advances and nothing is released"
         rows += [(row.start, row.end) for row in step.rows]
     assert rows == [(0, 6), (6, 8), (8, 16), (16, 24)]
 

@@ -19,7 +19,7 @@ from service.commands.cli import ServerProcess
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CASES = {
-    "ask.py": (["{image}", "{image}", "What is it?"], "a red square\n(stop; 9 tokens read, 3 written)\n"),
+    "ask.py": (["{image}", "{image}", "What is it?"], "a red square\n(stop; 9 prompt tokens, 3 generated)\n"),
     "stream.py": (["{image}", "What is it?"], "a red square\n[stop, seed 7]\n"),
     "chat.py": (["{image}"], "a red square\na red square\n"),
     "many.py": (

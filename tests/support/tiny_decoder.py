@@ -155,7 +155,7 @@ class FakeSource:
         self.releases = 0
 
     def rows(self) -> Tensor:
-        assert self.ready and self.releases == 0, "rows are read before they are ready, or after they were given back"
+        assert self.ready and self.releases == 0, "rows are read before they are ready, or after they were released"
         assert self._rows is not None
         return self._rows
 

@@ -22,7 +22,7 @@ def test_what_was_entered_is_left_where_the_call_ends_in_the_middle() -> None:
         assert go_on.wait(60)
         steps.append("reserved")
         yield
-        steps.append("given back")
+        steps.append("released")
 
     async def call() -> None:
         async with in_thread(reserved()):
@@ -38,4 +38,4 @@ def test_what_was_entered_is_left_where_the_call_ends_in_the_middle() -> None:
             await task
 
     asyncio.run(body())
-    assert steps == ["reserved", "given back"]
+    assert steps == ["reserved", "released"]

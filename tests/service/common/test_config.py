@@ -63,11 +63,15 @@ def test_help_says_what_each_option_takes(capsys: pytest.CaptureFixture[str], mo
     [
         (["--max-seqs", "0"], {}, "max_seqs: 0 is below the minimum of 1"),
         (
-            ["--encoder-turn", "0.2", "--encoder-process"],
+            ["--encoder-time-slice", "0.2", "--encoder-process"],
             {},
-            "encoder_turn: 0.2 would not be used with --encoder-process",
+            "encoder_time_slice: 0.2 would not be used with --encoder-process",
         ),
-        (["--encoder-turn", "0.2", "--role", "encoder"], {}, "encoder_turn: 0.2 would not be used by --role encoder"),
+        (
+            ["--encoder-time-slice", "0.2", "--role", "encoder"],
+            {},
+            "encoder_time_slice: 0.2 would not be used by --role encoder",
+        ),
         (["--max-connection-age-grace", "5"], {}, "max_connection_age_grace: 5 would not be used without"),
         (["--grace", "nan"], {}, "grace: 'nan' is not a number"),
         (["--stall-timeout", "inf"], {}, "stall_timeout: 'inf' is not a number"),
