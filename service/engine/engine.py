@@ -10,8 +10,8 @@ The same object runs in-process (`engine_thread.py`) and behind the process boun
 Threads. On a CPU one thread does all three in turn, with a few of the tower's layers per decoder step: both runners
 want every core, and short time slices bound what an image can add to another request's inter-token latency
 (`encoder_time_slice` and a layer). It must also be the thread that built the runners: libgomp keeps a team of threads
-for each thread that has computed, and if there are more of them than cores it hardly spins between operations, which halves
-the speed of a decode step. On a GPU the encoder has a thread and a stream of its own, and events order the streams: it
+for each thread that has computed, and if there are more of them than cores it hardly spins between operations, which
+halves the speed of a decode step. On a GPU the encoder has a thread and a stream of its own; events order them: it
 writes rows after the reservation of their memory, and the decoder reads them after they are written
 (service/encoding/handoff.py).
 """
