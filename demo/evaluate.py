@@ -275,6 +275,9 @@ def main() -> None:
     parser.add_argument("--min-json", type=float, default=0.90)
     parser.add_argument("--only", choices=("plain", "json", "tools"), help="only one of the three parts")
     arguments = parser.parse_args()
+    for name in ("questions", "controls", "concurrency"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} is {getattr(arguments, name)}; at least 1")
     started = time.monotonic()
     parts = [arguments.only] if arguments.only else ["plain", "json", "tools"]
     missed: list[str] = []
