@@ -1,16 +1,17 @@
-"""Cost of Ray Serve's gRPC ingress beside our own server, and what the ingress does not have.
+"""Cost of Ray Serve's gRPC and HTTP ingress beside our own servers, and what the gRPC ingress does not have.
 
     python -m benchmarks.ray_serve [--requests 60] [--tokens 100] [--write]
 
-One caller asks the embedded model by both ways in turn: whole answers of one token, and streams. Then the ingress is
-asked for the standard health service, for TLS, with a deadline, and with an image of 6 MB. Needs
-`pip install 'ray[serve-grpc]'`. The last line on stdout is JSON.
+One caller asks the embedded model by all four ways in turn: whole answers of one token, and streams. Then the ingress
+is asked for the standard health service, for TLS, with a deadline, and with an image of 6 MB. Needs
+`pip install 'ray[serve-grpc]' 'saccade-server[http]'`. The last line on stdout is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import http.client
 import io
 import json
 import statistics
@@ -29,6 +30,7 @@ from ray import serve
 
 import saccade
 from benchmarks import machine
+from benchmarks.machine import free_port
 from saccade.ray.serve import SERVICERS, app
 from service.commands.cli import ServerProcess
 
@@ -50,6 +52,36 @@ def per_token(client: saccade.Client, tokens: int) -> float:
         began = time.perf_counter()
         got = sum(len(delta.token_ids) for delta in stream)
     return (time.perf_counter() - began) / max(1, got)
+
+
+class Http:
+    """One connection to an HTTP server with OpenAI's API."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+
+    def ask(self, tokens: int, stream: bool) -> http.client.HTTPResponse:
+        messages = [{"role": "user", "content": "What?"}]
+        asked = {"model": "demo", "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body = json.dumps({**asked, "stream": stream})
+        self._connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+        response = self._connection.getresponse()
+        assert response.status == 200, response.read()
+        return response
+
+    def one_token(self) -> float:
+        """Seconds of a whole answer of one token."""
+        began = time.perf_counter()
+        self.ask(1, stream=False).read()
+        return time.perf_counter() - began
+
+    def per_token(self, tokens: int) -> float:
+        """Seconds of a stream from its first event, over its further tokens."""
+        response = self.ask(tokens, stream=True)
+        response.readline()
+        began = time.perf_counter()
+        response.read()
+        return (time.perf_counter() - began) / (tokens - 1)
 
 
 def said(call: Callable[[], Any]) -> str:
@@ -90,18 +122,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results")
     options = parser.parse_args(argv)
     ray.init(num_cpus=3, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    ports = {"own": free_port(), "serve": free_port()}
     serve.start(
-        proxy_location="HeadOnly", http_options={"port": 0},
+        proxy_location="HeadOnly", http_options={"port": ports["serve"]},
         grpc_options={"port": PORT, "grpc_servicer_functions": list(SERVICERS)},
     )  # fmt: skip
-    serve.run(app({"model": "demo", "options": {"threads": 1}, "deployment": {"ray_actor_options": {"num_cpus": 0}}}))
+    deployment = {"ray_actor_options": {"num_cpus": 0}}
+    serve.run(app({"model": "demo", "options": {"threads": 1}, "http": {}, "deployment": deployment}))
     times: dict[str, list[float]] = {}
-    with ServerProcess(["demo", "--log-level", "error", "--threads", "1"]) as server:
+    arguments = ["demo", "--log-level", "error", "--threads", "1", "--http-port", str(ports["own"])]
+    with ServerProcess(arguments) as server:
         ways = {"own": saccade.Client(server.address), "serve": saccade.Client(f"127.0.0.1:{PORT}")}
+        over_http = {name: Http(port) for name, port in ports.items()}
         for _ in range(options.requests):
             for name, client in ways.items():
                 times.setdefault(f"{name}_request", []).append(one_token(client))
                 times.setdefault(f"{name}_token", []).append(per_token(client, options.tokens))
+                times.setdefault(f"{name}_http_request", []).append(over_http[name].one_token())
+                times.setdefault(f"{name}_http_token", []).append(over_http[name].per_token(options.tokens))
         for client in ways.values():
             client.close()
     found = {name: round(1000 * statistics.median(values), 3) for name, values in times.items()}
@@ -110,6 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "overhead_ms": {
             "request": round(found["serve_request"] - found["own_request"], 3),
             "token": round(found["serve_token"] - found["own_token"], 3),
+            "http_request": round(found["serve_http_request"] - found["own_http_request"], 3),
+            "http_token": round(found["serve_http_token"] - found["own_http_token"], 3),
         },
         "ingress": lacks(f"127.0.0.1:{PORT}"),
         "machine": machine.describe(), "load": machine.load(), "ray": ray.__version__,

@@ -47,9 +47,19 @@ async def _serving(call: HttpCall, connection: Connection) -> str:
     try:
         answer = await check(health_pb2.HealthCheckRequest(), timeout=PROBE_SECONDS)
     except grpc.RpcError as error:
-        # Ray Serve's ingress has no health service, and answers.
-        return "serving" if error.code() == grpc.StatusCode.UNIMPLEMENTED else "unreachable"
+        if error.code() != grpc.StatusCode.UNIMPLEMENTED:
+            return "unreachable"
+        return await _with_models(call, connection)
     return "serving" if answer.status == health_pb2.HealthCheckResponse.SERVING else "not serving"
+
+
+async def _with_models(call: HttpCall, connection: Connection) -> str:
+    """The state of a server without a health service, such as Ray Serve's ingress."""
+    try:
+        await call.caller().call("model", "ListModels", model_pb2.ListModelsRequest(), on=connection)
+    except SaccadeError:
+        return "not serving"
+    return "serving"
 
 
 async def list_models(call: HttpCall) -> None:

@@ -249,10 +249,11 @@ def test_tool_calls_through_smg(url: str) -> None:
 
 
 @needs_smg
-def test_routing_by_a_key_keeps_what_one_server_would_have_cached(servers: list[ServerProcess]) -> None:
+def test_routing_keeps_what_one_server_would_have_cached(servers: list[ServerProcess]) -> None:
     addresses = [server.address for server in servers]
     rates = {}
-    for name, options in {"one": (), "keyed": ("--policy", "consistent_hashing")}.items():
+    policies = {"one": (), "keyed": ("--policy", "consistent_hashing"), "aware": ("--policy", "cache_aware")}
+    for name, options in policies.items():
         with gateway(addresses if options else addresses[:1], *options) as url:
             for kind in (image_messages, text_messages):
                 for server in servers:
@@ -260,3 +261,4 @@ def test_routing_by_a_key_keeps_what_one_server_would_have_cached(servers: list[
                 rates[name, kind] = hit_rate(url, kind, groups=6, keyed=name == "keyed")
     for kind in (image_messages, text_messages):
         assert rates["keyed", kind] >= 0.95 * rates["one", kind] > 0.4, rates
+    assert rates["aware", text_messages] >= 0.95 * rates["one", text_messages], rates
