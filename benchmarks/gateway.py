@@ -19,6 +19,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,7 @@ POLICIES = ("cache_aware", "consistent_hashing", "round_robin")
 
 @contextmanager
 def gateway(addresses: Sequence[str], *options: str) -> Iterator[str]:
-    """The URL of a gateway in front of servers, once it has their model."""
+    """The URL of a gateway in front of servers, once it is ready."""
     port = free_port()
     command = [
         str(Path(sys.executable).with_name("smg")), "launch", "--host", "127.0.0.1", "--port", str(port),
@@ -54,20 +55,24 @@ def gateway(addresses: Sequence[str], *options: str) -> Iterator[str]:
     with tempfile.NamedTemporaryFile() as log:
         running = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            url = f"http://127.0.0.1:{port}/v1"
-            while not _has_model(url):
+            base = f"http://127.0.0.1:{port}"
+            while not _ready(base, len(addresses)):
                 assert running.poll() is None, Path(log.name).read_text()[-2000:]
-            yield url
+                time.sleep(0.1)
+            yield f"{base}/v1"
         finally:
             running.terminate()
             running.wait()
 
 
-def _has_model(url: str) -> bool:
+def _ready(base: str, servers: int) -> bool:
+    """Whether the gateway has all servers and their tokenizer."""
     try:
-        with urllib.request.urlopen(f"{url}/models", timeout=5) as response:
-            return bool(json.loads(response.read())["data"])
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        with urllib.request.urlopen(f"{base}/workers", timeout=5) as response:
+            found = len(json.loads(response.read())["workers"])
+        with urllib.request.urlopen(f"{base}/readiness", timeout=5) as response:
+            return found == servers and response.status == 200
+    except (urllib.error.URLError, ConnectionError, TimeoutError):  # an HTTPError is a URLError
         return False
 
 
