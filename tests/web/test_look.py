@@ -20,9 +20,17 @@ def states(playground: Playground, axe: str, name: str) -> None:
     playground.example()
     playground.ask()
     playground.check(axe, f"{name}-answer")
-    page.locator(".token").nth(3).hover()
+    token, card = page.locator(".token").nth(3), page.locator("#token-card")
+    if name.startswith("phone"):
+        token.tap()
+    else:
+        token.hover()
+    assert card.is_visible()
     playground.check(axe, f"{name}-token")
+    if name.startswith("phone"):
+        page.locator(".answers h2").tap()
     page.mouse.move(2, 2)
+    card.wait_for(state="hidden")
     for opener, dialog in (("code", "code"), ("help", "help"), ("key", "key")):
         page.click(f"#{opener}-open")
         page.wait_for_selector(f"#{dialog}-dialog[open]")

@@ -374,3 +374,40 @@ def test_copying_works_without_the_clipboard_of_secure_pages(browser: Any, serve
         page.focus("#question")
         page.keyboard.press("Control+V")
         assert page.input_value("#question").startswith("curl -sN http")
+
+
+ONE, CLOSE, TWO, END = (
+    {"token": token, "bytes": list(token.encode()), "logprob": -0.5} for token in ("so", "</think>", " \u00e4", "<end>")
+)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [("", "so", [ONE]), ("", "", [CLOSE]), (" \u00e4", "", [TWO]), ("", "", [END])],
+        [("", "so", [ONE, CLOSE]), (" \u00e4", "", [TWO, END])],
+        [(" \u00e4", "so", [ONE, CLOSE, TWO]), ("", "", [END])],
+        [("", "", [ONE]), ("", "so", [CLOSE]), ("", "", [TWO]), (" \u00e4", "", []), ("", "", [END])],
+    ],
+    ids=["a token each", "few", "one", "late"],
+)
+def test_tokens_of_the_reasoning_are_not_shown_in_the_text(
+    desktop: Playground, chunks: list[tuple[str, str, list[object]]]
+) -> None:
+    """How tokens are divided into chunks depends on the network's pace."""
+    deltas = [
+        {"choices": [{"delta": {"content": text, "reasoning_content": reasoning}, "logprobs": {"content": tokens}}]}
+        for text, reasoning, tokens in chunks
+    ]
+    shown = desktop.page.evaluate(
+        """async deltas => {
+            const {Run} = await import("./js/run.js");
+            const run = new Run({async *chat() { yield* deltas; }}, {});
+            const shown = [];
+            run.addEventListener("piece", ({detail}) => shown.push(...detail.tokens.map(token => token.token)));
+            await new Promise(resolve => run.addEventListener("end", resolve));
+            return shown;
+        }""",
+        deltas,
+    )
+    assert [token for token in shown if token != "<end>"] == [" \u00e4"]

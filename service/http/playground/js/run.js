@@ -16,6 +16,10 @@ export class Run extends EventTarget {
   usage = null;
   facts = null;
   requestId = "";
+  /** What there was so far; tokens are held back until the text begins, because they may be of the reasoning. */
+  #reasoned = false;
+  #wrote = false;
+  #held = [];
   #abort = new AbortController();
 
   constructor(api, body) {
@@ -70,19 +74,37 @@ export class Run extends EventTarget {
       if (this.first === null) [this.first, this.atFirst] = [this.last, this.tokens];
       this.state = "streaming";
     }
-    this.dispatchEvent(new CustomEvent("piece", { detail: { text, reasoning, tokens: written(logprobs, text, reasoning) } }));
+    this.#reasoned ||= reasoning !== "";
+    this.#piece(text, reasoning, this.#written(logprobs, text));
+  }
+
+  #piece(text, reasoning, tokens) {
+    this.dispatchEvent(new CustomEvent("piece", { detail: { text, reasoning, tokens } }));
+  }
+
+  /** The tokens to show with a text. How tokens and text are divided into chunks depends on the network's pace. */
+  #written(logprobs, text) {
+    if (this.#wrote) return logprobs;
+    this.#held.push(...logprobs);
+    if (!text) return [];
+    this.#wrote = true;
+    return this.#reasoned ? lastOf(this.#held, text) : this.#held;
   }
 
   #end(state) {
+    if (!this.#wrote && !this.#reasoned && this.#held.length) this.#piece("", "", this.#held);
     this.state = state;
     this.dispatchEvent(new Event("end"));
   }
 }
 
-/** The tokens of a piece that belong to its text: the last ones, where it begins with reasoning. */
-function written(logprobs, text, reasoning) {
-  if (!reasoning) return logprobs;
-  let at = logprobs.length;
-  for (let length = 0; at > 0 && length < text.length; at -= 1) length += logprobs[at - 1].token.length;
-  return logprobs.slice(at);
+/** The tokens from the last one on with which the text could begin; none if there is no such token. */
+function lastOf(logprobs, text) {
+  const begins = (tokens) => {
+    const bytes = new Uint8Array(tokens.flatMap((token) => token.bytes ?? []));
+    return new TextDecoder().decode(bytes).trimStart().startsWith(text.trimStart());
+  };
+  const first = Math.max(0, logprobs.length - text.length - 8); // a token of the text has a character, a few may follow
+  for (let at = logprobs.length - 1; at >= first; at -= 1) if (begins(logprobs.slice(at))) return logprobs.slice(at);
+  return [];
 }

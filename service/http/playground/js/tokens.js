@@ -21,7 +21,9 @@ export class TokenText {
     this.text = "";
     this.spans = [];
     box.addEventListener("pointerover", (event) => this.#choose(event.target.closest?.(".token")));
-    box.addEventListener("pointerleave", () => this.#choose(null));
+    // A finger that is lifted leaves as well: a token that was tapped stays chosen until something else is touched.
+    box.addEventListener("pointerleave", (event) => event.pointerType === "touch" || this.#choose(null));
+    document.addEventListener("pointerdown", (event) => box.contains(event.target) || this.#choose(null));
     box.addEventListener("blur", () => this.#choose(null));
     box.addEventListener("keydown", (event) => this.#key(event));
   }
