@@ -193,21 +193,24 @@ inline int64_t summed_groups(const Weight& w) { return w.kind == NVFP4 ? 1 : (w.
 // Sums of R rows and V vectors of outputs.
 template <int R, int V>
 inline __attribute__((always_inline)) void set_zero(Floats (&sum)[R][V]) {
+#pragma GCC unroll 6
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
         for (int v = 0; v < V; v++) sum[r][v] = zero();
 }
 
-// Stores sums times the scales of their outputs, or totals of groups, which are scaled already.
+// Stores sums times the scales of their outputs, or totals of groups, which are scaled already. A loop that is not unrolled
+// would have GCC keep the sums in memory throughout.
 template <bool GROUPED, int R, int V>
 inline __attribute__((always_inline)) void store_sums(
     const Weight& w, int64_t panel, int64_t first, const Floats (&sum)[R][V], float* out
 ) {
-    const float* scales = w.kind == NVFP4 ? w.outer : w.scale;
+    const float* scales = (w.kind == NVFP4 ? w.outer : w.scale) + panel * PANEL + first * 16;
+#pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
-        for (int r = 0; r < R; r++) {
-            const auto* scale = scales + panel * PANEL + (first + v) * 16;
-            store_floats(out + r * PANEL + v * 16, GROUPED ? sum[r][v] : (sum[r][v] * load_floats(scale)));
-        }
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++)
+            store_floats(out + r * PANEL + v * 16, GROUPED ? sum[r][v] : sum[r][v] * load_floats(scales + v * 16));
     }
 }
 
@@ -216,50 +219,60 @@ template <int R, int V>
 inline __attribute__((always_inline)) void add_group(
     const Weight& w, int64_t scales, int64_t first, const Floats (&sum)[R][V], Floats (&total)[R][V]
 ) {
+#pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
         const Floats scale = load_floats(w.scale + scales + (first + v) * 16);
+#pragma GCC unroll 6
         for (int r = 0; r < R; r++) total[r][v] = fmadd(sum[r][v], scale, total[r][v]);
     }
 }
 
-// R rows times V vectors of outputs, from vector `first` of a panel on. Numbers are unpacked in registers, and stored in
-// `keep` for other rows unless it is null.
-template <class Rows, class Numbers, bool GROUPED, int R, int V>
+// R rows times V vectors of outputs, from vector `first` of a panel on. Numbers are unpacked in registers, and if KEPT, stored in
+// `keep` for other rows.
+template <class Rows, class Numbers, bool GROUPED, bool KEPT, int R, int V>
 __attribute__((noinline)) void tile_packed(
     const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, uint32_t* keep, Ahead ahead, float* out
 ) {
     const Numbers numbers;
     const uint8_t* const data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
     const int64_t groups = (w.kpad + w.group - 1) / w.group;
-    if (keep) keep += first * 16;
+    if (KEPT) keep += first * 16;
     Floats sum[R][V], total[R][V];
     set_zero(sum);
     if constexpr (GROUPED) set_zero(total);
     for (int64_t g = 0; g < groups; g++) {
         const int64_t end = std::min(w.kpad, (g + 1) * w.group), scales = (panel * groups + g) * PANEL;
         typename Numbers::Group group[V];
+#pragma GCC unroll 4
         for (int v = 0; v < V; v++) group[v] = numbers.begin(w, data, scales, g * w.group, first + v);
         for (int64_t i = g * w.group; i < end; i += CHUNK) {
             const uint8_t* const chunk = Numbers::chunk(data, i) + first * 64;
             ahead.step();
             const int64_t lines = first ? 0 : Numbers::BYTES * PANEL;  // the first vectors' pass reads for the others
             for (int64_t at = Numbers::KIND == NVFP4 ? -LINE : 0; at < lines; at += LINE) prefetch_far(chunk + at + FETCHED);
+#pragma GCC unroll 2
             for (int half = 0; half < 2; half++) {
                 Words words[V][2];
+#pragma GCC unroll 4
                 for (int v = 0; v < V; v++) numbers.unpack(chunk + v * 64, half, group[v], words[v]);
+#pragma GCC unroll 2
                 for (int pair = 0; pair < 2; pair++) {
                     const int64_t at = 2 * half + pair;
-                    if (keep)
-                        for (int v = 0; v < V; v++) store_words(keep + at * PANEL + v * 16, words[v][pair]);
                     typename Rows::Column column[V];
-                    for (int v = 0; v < V; v++) column[v] = typename Rows::Column(words[v][pair]);
+#pragma GCC unroll 4
+                    for (int v = 0; v < V; v++) {
+                        if constexpr (KEPT) store_words(keep + at * PANEL + v * 16, words[v][pair]);
+                        column[v] = typename Rows::Column(words[v][pair]);
+                    }
+#pragma GCC unroll 6
                     for (int r = 0; r < R; r++) {
                         const auto x = Rows::cell(a + r * lda + i + 2 * at);
+#pragma GCC unroll 4
                         for (int v = 0; v < V; v++) sum[r][v] = Rows::add(sum[r][v], x, column[v]);
                     }
                 }
             }
-            if (keep) keep += 4 * PANEL;
+            if constexpr (KEPT) keep += 4 * PANEL;
         }
         if constexpr (GROUPED) {
             add_group(w, scales, first, sum, total);
@@ -339,9 +352,12 @@ void tile_scaled(
         constexpr bool IS_BF16 = std::is_same_v<Rows, PairsOfBf16>;
         const auto packed = [&](auto numbers, auto has_groups) {
             constexpr int V = VECTOR_REGISTERS > 1 ? 1 : R <= 3 ? 4 : 2;
-            for (int64_t first = 0; first < 4; first += V)
-                tile_packed<Rows, typename decltype(numbers)::type, decltype(has_groups)::value, R, V>(
-                    a, lda, w, panel, first, unpacked, first + V < 4 ? Ahead{nullptr, nullptr, 0} : ahead, out + first * 16);
+            for (int64_t first = 0; first < 4; first += V) {
+                const Ahead then = first + V < 4 ? Ahead{nullptr, nullptr, 0} : ahead;
+                const auto run = unpacked ? tile_packed<Rows, typename decltype(numbers)::type, decltype(has_groups)::value, true, R, V>
+                                          : tile_packed<Rows, typename decltype(numbers)::type, decltype(has_groups)::value, false, R, V>;
+                run(a, lda, w, panel, first, unpacked, then, out + first * 16);
+            }
         };
         const auto plain = [&](auto has_groups) {
             constexpr int V = VECTOR_REGISTERS > 1 ? 1 : IS_BF16 && BF16_PAIRS ? 4 : 2;  // of float32 a pair takes two registers
