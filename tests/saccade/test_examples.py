@@ -64,7 +64,7 @@ def test_the_readmes_client(address: str, script: Script, tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("IMAGE_UNREADABLE \n")
-    assert len(script.requests) == 4
+    assert len(script.requests) == 2
 
 
 DEMO = EXAMPLES.parent / "demo" / "pictures"
