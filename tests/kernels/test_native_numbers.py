@@ -26,7 +26,14 @@ void each(const float* from, float* to, int64_t count, F function) {
 }
 extern "C" void exponential(const float* x, float* y, int64_t n) { each(x, y, n, exp16); }
 extern "C" void soft_plus(const float* x, float* y, int64_t n) { each(x, y, n, softplus16); }
+extern "C" void square_and_add(const float* x, float* y, int64_t n) {
+    each(x, y, n, [](Floats v) { return v * v + v; });
+}
+extern "C" void fused_square_and_add(const float* x, float* y, int64_t n) {
+    each(x, y, n, [](Floats v) { return fmadd(v, v, v); });
+}
 """
+NAMES = ("exponential", "soft_plus", "square_and_add", "fused_square_and_add")
 Function = Callable[[Tensor], Tensor]
 
 
@@ -52,7 +59,7 @@ def functions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
         return call
 
-    return {name: function(name) for name in ("exponential", "soft_plus")}
+    return {name: function(name) for name in NAMES}
 
 
 def ulps(found: Tensor, exact: Tensor) -> float:
@@ -86,3 +93,12 @@ def test_what_is_not_a_number_stays_so_and_the_rest_is_finite(functions: dict[st
     found = functions[name](x)
     assert found[0].isnan()
     assert found[1:].isfinite().all() and (found[1:] >= 0).all()
+
+
+def test_only_what_the_source_fuses_is_rounded_once(functions: dict[str, Function]) -> None:
+    """So that bits do not depend on what a compiler, tuned for one processor or another, would rather fuse."""
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    rounded_twice, rounded_once = x * x + x, (x.double() * x.double() + x.double()).float()
+    assert not torch.equal(rounded_twice, rounded_once)
+    assert torch.equal(functions["square_and_add"](x), rounded_twice)
+    assert torch.equal(functions["fused_square_and_add"](x), rounded_once)
