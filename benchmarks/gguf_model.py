@@ -20,6 +20,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.byte_tokenizer import END
+
 LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
 MIXTURE = re.compile(r"expert|moe|routed|^n_group$|^topk_group$|^norm_topk_prob$")
 """Fields of mixtures of experts; `n_groups` is a field of Mamba layers."""
@@ -59,9 +61,12 @@ def released_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_vocab(model: Any) -> None:
-    """Sets the vocabulary of a converter's model: one word per id."""
+    """Sets the vocabulary of a converter's model: its byte-level tokenizer's, if it has one, else one word per id."""
     gguf = importlib.import_module("gguf")
     count, writer = model.hparams["vocab_size"], model.gguf_writer
+    if (file := Path(model.dir_model) / "tokenizer.json").exists():
+        _set_byte_level(writer, gguf.TokenType, json.loads(file.read_text()))
+        return
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f"w{index}" for index in range(count)])
     writer.add_token_scores([0.0] * count)
@@ -71,12 +76,27 @@ def set_vocab(model: Any) -> None:
     writer.add_add_space_prefix(False)
 
 
+def _set_byte_level(writer: Any, kinds: Any, tokenizer: dict[str, Any]) -> None:
+    """The vocabulary of `benchmarks.byte_tokenizer`."""
+    vocabulary = sorted(tokenizer["model"]["vocab"].items(), key=lambda entry: entry[1])
+    special = {entry["content"] for entry in tokenizer["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([token for token, _ in vocabulary])
+    writer.add_token_types([kinds.CONTROL if token in special else kinds.NORMAL for token, _ in vocabulary])
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]])
+    writer.add_eos_token_id(END)
+    writer.add_add_bos_token(False)
+
+
 def main(checkpoint: Path, out: Path, source: Path) -> None:
     stage = out.with_name(f"{out.stem}-released")
     stage.mkdir(parents=True, exist_ok=True)
     for file in checkpoint.glob("*.safetensors*"):
         if not (stage / file.name).exists():
             (stage / file.name).symlink_to(file.resolve())
+    if (tokenizer := checkpoint / "tokenizer.json").exists() and (checkpoint / "tokenizer_config.json").exists():
+        (stage / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     config = json.loads((checkpoint / "config.json").read_text())
     (stage / "config.json").write_text(json.dumps(released_config(config), indent=1))
     sys.path[:0] = [str(source), str(source / "gguf-py")]

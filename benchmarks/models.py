@@ -130,6 +130,19 @@ def _write_tokenizer(path: Path) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %} <image> {% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def chat_omni_model(folder: Path) -> Path:
+    """The model with images, with released names, a tokenizer and a chat template: to be served as it is by others."""
+    path = released_names(omni_model(folder), folder)
+    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return path
+
+
 def thin_omni_model(folder: Path) -> Path:
     """A model whose tower does almost no work per pixel, with patches of 64 per side: the time that remains is
     transport."""

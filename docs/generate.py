@@ -31,6 +31,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "options": options.options,
     "comparison": results.overview,
     "hybrid beside vllm": results.hybrid_vllm,
+    "load over http": results.http_load,
     "hybrid int8 beside vllm": results.hybrid_int8,
     "hybrid beside transformers": results.hybrid_transformers,
     "qwen3_5 beside vllm": results.qwen_vllm,

@@ -115,6 +115,23 @@ def qwen_llamacpp() -> str:
     return comparison_table("compare-qwen3_5-llamacpp*", "llama.cpp")
 
 
+def http_load() -> str:
+    """`vllm bench serve` against the HTTP servers: one line for each kind of request, rate and server."""
+    found = result("http-load")
+    names = {"ours": "Saccade", "vllm": "vLLM", "llamacpp": "llama.cpp"}
+    lines = [
+        "| requests | per second | server | first token, p50 / p99 ms | between tokens, p50 / p99 ms | tokens/s |",
+        "| --- | --: | --- | --: | --: | --: |",
+    ]
+    for cell in found["cells"]:
+        first, between = (f"{cell[f'{m}_p50_ms']:,.0f} / {cell[f'{m}_p99_ms']:,.0f}" for m in ("ttft", "itl"))
+        rate = "all at once" if cell["rate"] == "inf" else cell["rate"]
+        bind = " (both cores)" if "--threads-bind" in cell["command"] else ""
+        told = (cell["kind"], rate, names[cell["side"]] + bind, first, between, f"{cell['output_throughput']:,.0f}")
+        lines.append(f"| {' | '.join(told)} |")
+    return "\n".join([*lines, "", machine_line({**found, "command": "python -m benchmarks.http_load ... --write"})])
+
+
 def overview() -> str:
     """For the README: one row for each workload, beside vLLM and transformers."""
     vllm, transformers = result("compare-vllm"), result("compare-transformers")
