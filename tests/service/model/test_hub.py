@@ -343,7 +343,9 @@ def test_a_disk_that_fills_up_is_named(hub: HubServer, tiny: Path) -> None:
         "raise SystemExit(main(['quantize', 'some/model', 'out', '--weights', 'int8']))"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    # -B: Python 3.11 would put truncated files of bytecode into the checkout, which later imports fail on.
+    command = [sys.executable, "-B", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "could not be written to" in done.stderr and "after 40000 of" in done.stderr
 
