@@ -8,6 +8,7 @@ import base64
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,20 @@ def engine(model: Path) -> Iterator[saccade.LocalClient]:
         yield client
 
 
+@contextmanager
+def made(options: HttpFrontOptions, engine: AsyncLocalConnection | None = None) -> Iterator[Any]:
+    app = make_app(options, engine)
+    try:
+        yield app
+    finally:
+        app.state.front.files.close()
+
+
 @pytest.fixture
 def app(engine: saccade.LocalClient) -> Iterator[Any]:
-    with ThreadPoolExecutor(8) as threads:
-        connection: Any = engine._connection
-        yield make_app(HttpFrontOptions(), AsyncLocalConnection(connection, threads))
+    connection: Any = engine._connection
+    with ThreadPoolExecutor(8) as threads, made(HttpFrontOptions(), AsyncLocalConnection(connection, threads)) as app:
+        yield app
 
 
 async def ask(app: Any, path: str, document: Any = None, *, leave: bool = False) -> tuple[int, bytes]:
@@ -101,8 +111,7 @@ def test_a_client_that_leaves_frees_the_slot(app: Any, engine: saccade.LocalClie
 def test_an_engine_that_has_ended_is_not_ready(model: Path) -> None:
     client = saccade.LocalClient(str(model), dtype="float32", threads=1, max_seqs=2, max_len=600)
     connection: Any = client._connection
-    with ThreadPoolExecutor(2) as threads:
-        app = make_app(HttpFrontOptions(), AsyncLocalConnection(connection, threads))
+    with ThreadPoolExecutor(2) as threads, made(HttpFrontOptions(), AsyncLocalConnection(connection, threads)) as app:
         assert asyncio.run(ask(app, "/ready"))[0] == 200
         client.close()
         assert asyncio.run(ask(app, "/ready"))[0] == 503
@@ -117,7 +126,7 @@ def test_a_server_without_a_health_service_is_ready_if_it_has_models() -> None:
                 model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(Script()), server)
             address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
             server.start()
-            app = make_app(HttpFrontOptions(servers=(address,)))
-            status, body = asyncio.run(ask(app, "/ready"))
+            with made(HttpFrontOptions(servers=(address,))) as app:
+                status, body = asyncio.run(ask(app, "/ready"))
             server.stop(None).wait()
         assert (status, json.loads(body)["servers"]) == (200 if has_models else 503, {address: wanted})
