@@ -69,7 +69,11 @@ class ImageFolder:
             why = (error.strerror if isinstance(error, OSError) else "") or "no such file"
             raise InvalidArgument(f"{where}: cannot read {name!r}: {why}", reason=UNREADABLE) from error
         if not path.is_relative_to(self._root):
-            raise InvalidArgument(f"{where}: {name!r} lies outside {str(self._root)!r}", reason="IMAGE_OUTSIDE")
+            raise InvalidArgument(
+                f"{where}: {name!r} lies outside {str(self._root)!r}, the folder of the requests: put the file there, "
+                "or give its content as a data URL",
+                reason="IMAGE_OUTSIDE",
+            )
         if not stat.S_ISREG(status.st_mode):
             raise InvalidArgument(f"{where}: {name!r} is not a plain file", reason=UNREADABLE)
         return path
