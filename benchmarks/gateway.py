@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import datetime
 import io
 import json
 import random
@@ -32,7 +31,8 @@ from PIL import Image
 
 from benchmarks import machine
 from benchmarks.machine import free_port
-from benchmarks.replicas import QUESTIONS, RESULTS, flush, image
+from benchmarks.record import write_result
+from benchmarks.replicas import QUESTIONS, flush, image
 from service.commands.cli import ServerProcess
 
 ARGUMENTS = [
@@ -148,8 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "questions": QUESTIONS, "machine": machine.describe(), "load": machine.load(),
     }  # fmt: skip
     if options.write:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{datetime.date.today():%Y-%m-%d}-gateway.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_result("gateway", result)
     print(json.dumps(result))
     return 0
 

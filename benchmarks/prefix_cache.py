@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import io
 import json
 import random
@@ -27,8 +26,8 @@ from PIL import Image
 
 import saccade
 from benchmarks import machine, models, qwen_model
+from benchmarks.record import write_result
 
-RESULTS = Path(__file__).resolve().parent / "results"
 SYSTEM_TOKENS = 1700
 ANSWER = 8
 ALLOWANCE = 16
@@ -154,10 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "decoder": {name: value for name, value in decoder.items() if name.startswith("cache_")},
     }
     if arguments.write:
-        RESULTS.mkdir(exist_ok=True)
         family = "" if arguments.family == "nemotron_h_omni" else f"-{arguments.family}"
-        name = f"{datetime.date.today():%Y-%m-%d}-prefix-cache{family}-{arguments.state_cache}.json"
-        (RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")
+        write_result(f"prefix-cache{family}-{arguments.state_cache}", result)
     print(json.dumps(result))
     return 0 if all(met.values()) or arguments.state_cache != "auto" else 1
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import io
 import json
 import os
@@ -41,12 +40,12 @@ from ray.cluster_utils import Cluster
 
 import saccade
 from benchmarks import machine
+from benchmarks.record import write_result
 from saccade.ray import RayJob, RowFormat, run_ray_job
 from saccade.ray.ids import ID, row_id
 from service.commands.cli import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 SERVER = ["demo", "--log-level", "error", "--threads", "1", "--max-seqs", "32", "--no-warmup"]
 STORE = 150 * 2**20
 """Bytes of a node's object store."""
@@ -265,9 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = overhead(folder, options.rows or 4000, options.tokens)
     result |= {"part": options.part, "machine": machine.describe(), "load": machine.load(), "ray": ray.__version__}
     if options.write:
-        RESULTS.mkdir(exist_ok=True)
-        name = f"{datetime.date.today():%Y-%m-%d}-ray-{options.part}.json"
-        (RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")
+        write_result(f"ray-{options.part}", result)
     print(json.dumps(result))
     return 0
 

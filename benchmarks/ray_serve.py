@@ -10,7 +10,6 @@ is asked for the standard health service, for TLS, with a deadline, and with an 
 from __future__ import annotations
 
 import argparse
-import datetime
 import http.client
 import io
 import json
@@ -18,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -31,10 +29,10 @@ from ray import serve
 import saccade
 from benchmarks import machine
 from benchmarks.machine import free_port
+from benchmarks.record import write_result
 from saccade.ray.serve import SERVICERS, app
 from service.commands.cli import ServerProcess
 
-RESULTS = Path(__file__).resolve().parent / "results"
 PORT = 9234
 
 
@@ -157,8 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve.shutdown()
     ray.shutdown()
     if options.write:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{datetime.date.today():%Y-%m-%d}-ray-serve.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_result("ray-serve", result)
     print(json.dumps(result))
     return 0
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import os
 import signal
@@ -23,7 +22,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -31,10 +29,10 @@ import numpy as np
 
 import saccade
 from benchmarks import machine
+from benchmarks.record import write_result
 from saccade.v1 import admin_pb2, admin_pb2_grpc
 from service.commands.cli import ServerProcess
 
-RESULTS = Path(__file__).resolve().parent / "results"
 QUESTIONS = 10
 ASKERS = 4
 ALLOWED_LOSS = 0.05
@@ -156,8 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "met": judge(found, options.images),
     }
     if options.write:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{datetime.date.today():%Y-%m-%d}-replicas.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_result("replicas", result)
     print(json.dumps(result))
     return 0 if all(result["met"].values()) else 1
 

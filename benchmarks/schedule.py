@@ -23,10 +23,10 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.record import write_result
 from decoder.blocks import SuperblockPool
 from decoder.checkpoints import Placement
 from decoder.config import DecoderOptions
@@ -35,7 +35,6 @@ from decoder.request import DecoderRequest
 from decoder.sampling import SamplingParams
 from decoder.scheduler import Scheduler
 
-RESULTS = Path(__file__).resolve().parent / "results"
 SITUATIONS = ("decode", "blocked", "reclaim")
 PAGE, PER_BLOCK, CHUNK = 16, 8, 128
 GROWTH = 2.0
@@ -160,9 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "steps": lines,
     }
     if arguments.write:
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"{datetime.date.today():%Y-%m-%d}-schedule.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_result("schedule", result)
     print(json.dumps(result))
     return 0 if all(met.values()) else 1
 

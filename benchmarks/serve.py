@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
 import random
 import statistics
@@ -37,10 +36,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import saccade
 from benchmarks import machine
+from benchmarks.record import write_result
 from service.commands.cli import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = sorted((ROOT / "demo" / "pictures").glob("*.png"))
 SERVER = ["--log-level", "error", "--max-seqs", "32"]
 
@@ -431,8 +430,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: {json.dumps(result[name])}", file=sys.stderr, flush=True)
     if arguments.write:
         parts = "" if names == list(PARTS) else "-" + "-".join(names)
-        path = RESULTS / f"{datetime.date.today():%Y-%m-%d}-serve{parts}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(f"serve{parts}", result)
     print(json.dumps(result))
     return 0
 

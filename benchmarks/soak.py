@@ -10,7 +10,6 @@ Each prints a line and, with `--write`, writes a dated file to benchmarks/result
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
 import json
 import pkgutil
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, soak_parts
+from benchmarks.record import write_result
 
-RESULTS = Path(__file__).resolve().parent / "results"
 DEFAULT_FAMILY = "nemotron_h"
 """The family that result file names do not mention."""
 
@@ -68,10 +67,7 @@ def write(result: dict[str, Any]) -> Path:
     """Writes a result to a dated file, whose name shows if the run was shortened."""
     scale = "" if result["scale"] == 1 else f"-x{result['scale']:g}"
     family = f"-{result['family']}" if result.get("family", DEFAULT_FAMILY) != DEFAULT_FAMILY else ""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{datetime.date.today():%Y-%m-%d}-soak-{result['part']}{family}{scale}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    return path
+    return write_result(f"soak-{result['part']}{family}{scale}", result)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

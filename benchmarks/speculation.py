@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import io
 import json
 import random
@@ -22,13 +21,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import saccade
 from benchmarks import machine
+from benchmarks.record import write_result
 from decoder.arena import ArenaLayout
 from decoder.config import DecoderConfig, DecoderOptions
 from demo import data
@@ -36,7 +35,6 @@ from families.nemotron_h.config import NemotronHConfig
 from service.commands.plan import AUTO_CHECKPOINTS
 from service.model.checkpoint import open_checkpoint
 
-RESULTS = Path(__file__).resolve().parent / "results"
 NANO_12B = NemotronHConfig(
     pattern="M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-",
     vocab_size=131072, hidden_size=5120, num_attention_heads=40, num_key_value_heads=8, head_dim=128,
@@ -215,9 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "state_bytes": held,
     }
     if arguments.write:
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"{datetime.date.today():%Y-%m-%d}-speculation.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_result("speculation", result)
     print(json.dumps(result))
     return 0 if all(met.values()) and all(line.same_answers for line in lines) else 1
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import itertools
 import json
 import random
@@ -36,6 +35,7 @@ import saccade
 from benchmarks import machine, models, random_models
 from benchmarks.compare import Peer
 from benchmarks.hostile_formats import HOSTILE
+from benchmarks.record import write_result
 from benchmarks.schemas import Schema, common_schema, random_schema
 from saccade import errors
 from service.commands.cli import ServerProcess
@@ -43,7 +43,6 @@ from service.common.types import ConstraintSpec, TextFormat
 from service.engine.constraining import Constraining
 from service.model.checkpoint import open_checkpoint
 
-RESULTS = Path(__file__).resolve().parent / "results"
 FOLDER = Path("~/.cache/saccade/benchmarks").expanduser()
 BATCHES = (1, 32)
 MAX_TOKENS = 300
@@ -304,9 +303,8 @@ def main() -> int:
         results[part] = PARTS[part](arguments)
         passed &= results[part].get("passed", True)
         if arguments.write:
-            path = RESULTS / f"{datetime.date.today():%Y-%m-%d}-structured-{part}.json"
             described = {"part": part, "machine": machine.describe(), "load_before": load, **results[part]}
-            path.write_text(json.dumps(described, indent=1) + "\n")
+            write_result(f"structured-{part}", described)
     print(json.dumps(results))
     return 0 if passed else 1
 

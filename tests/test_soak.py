@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import soak
+from benchmarks import record, soak
 
 
 def test_a_part_that_raises_fails_and_the_next_one_runs(
@@ -19,7 +19,7 @@ def test_a_part_that_raises_fails_and_the_next_one_runs(
 
     made = {"first": breaks, "second": lambda scale: soak.Outcome(True, {"cases": 3})}
     monkeypatch.setattr(soak, "parts", lambda: sorted(made))
-    monkeypatch.setattr(soak, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setattr(soak.importlib, "import_module", lambda name: SimpleNamespace(run=made[name.split(".")[-1]]))
     assert soak.main(["--scale", "0.5", "--write"]) == 1
     first, second = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -1,0 +1,17 @@
+"""The folder of committed results."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def write_result(name: str, result: object) -> Path:
+    """Writes what can be JSON to the dated file of a name; returns its path."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{datetime.date.today():%Y-%m-%d}-{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
