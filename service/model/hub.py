@@ -261,7 +261,8 @@ class _Download:
         if there == 0:
             file.partial.unlink(missing_ok=True)
         progress.add(there)
-        with file.partial.open("ab") as stream:
+        # Unbuffered: closing a buffer that the disk did not take would raise once more, over the error that says so.
+        with file.partial.open("ab", buffering=0) as stream:
             self._ask(lambda: self._receive(file, stream, progress), file)
         if len(file.blob.name) == 64 and _sha256(file.partial) != file.blob.name:
             file.partial.unlink()
@@ -271,7 +272,7 @@ class _Download:
             )
         file.partial.replace(file.blob)
 
-    def _receive(self, file: _File, stream: io.BufferedWriter, progress: Progress) -> None:
+    def _receive(self, file: _File, stream: io.FileIO, progress: Progress) -> None:
         """Appends the rest of a file, over as many connections as needed while each of them brings something."""
         import httpx2
 
@@ -286,7 +287,7 @@ class _Download:
                     raise
                 time.sleep(RETRY_SECONDS * 2**failures)
 
-    def _receive_from(self, there: int, file: _File, stream: io.BufferedWriter, progress: Progress) -> None:
+    def _receive_from(self, there: int, file: _File, stream: io.FileIO, progress: Progress) -> None:
         from huggingface_hub import constants, get_session
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
@@ -302,8 +303,9 @@ class _Download:
                 progress.add(-there)
             for chunk in response.iter_raw():
                 progress.add(len(chunk))
-                stream.write(chunk)
-                stream.flush()
+                rest = memoryview(chunk)
+                while rest:
+                    rest = rest[stream.write(rest) :]
         if (got := stream.tell()) != file.size:
             file.partial.unlink()
             raise CheckpointError(

@@ -334,11 +334,13 @@ def test_a_full_disk_is_refused_with_both_numbers(hub: HubServer, tiny: Path, mo
     fetch(MODEL)
 
 
-def test_a_disk_that_fills_up_is_named(hub: HubServer, tiny: Path) -> None:
+@pytest.mark.parametrize("missing", [100, 20_000])
+def test_a_disk_that_fills_up_is_named(hub: HubServer, tiny: Path, missing: int) -> None:
     """Simulated by a limit on file sizes, for which the system rejects the write in the same way."""
+    limit = max((tiny / name).stat().st_size for name in shards(tiny)) - missing
     code = (
         "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (40000, 40000))\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
         "from service.commands.cli import main\n"
         "raise SystemExit(main(['quantize', 'some/model', 'out', '--weights', 'int8']))"
     )
@@ -347,7 +349,7 @@ def test_a_disk_that_fills_up_is_named(hub: HubServer, tiny: Path) -> None:
     command = [sys.executable, "-B", "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "could not be written to" in done.stderr and "after 40000 of" in done.stderr
+    assert "could not be written to" in done.stderr and f"after {limit} of" in done.stderr
 
 
 def test_a_cache_that_cannot_be_written_is_named(hub: HubServer, tmp_path: Path) -> None:
