@@ -16,7 +16,7 @@ from encoder.item import IMAGE, Grid
 from encoder.pieces import Pieces, finish
 from encoder.tower import PackedBatch
 from encoder.vit import ACTIVATIONS, Block, Norm
-from encoder.weights import plain
+from encoder.weights import TowerWeights
 from families.minicpmv4_6.vision_config import MERGER_EPS, WINDOW, VisionConfig
 from families.qwen3_5.image_rule import normalised
 from kernels.linear import AnyWeight, Linear
@@ -61,14 +61,18 @@ class MergingTower:
         device: torch.device,
     ) -> None:
         self.sizes, self.dtype, self.device, self.kinds = spec, dtype, device, (IMAGE,)
-        reader = _Reader(spec, dict(weights), dtype, device)
-        self._projection = reader.projection()
+        stored = TowerWeights(weights, spec.expected_weights(), dtype=dtype, device=device)
+        embeddings, eps = "vision_tower.embeddings.", spec.layer_norm_eps
+        projection_DCPP = stored.take(embeddings + "patch_embedding.weight")
+        self._projection = Linear(projection_DCPP.flatten(1), stored.take(embeddings + "patch_embedding.bias"))
         self._table_KD = torch.zeros(1, spec.hidden_size, dtype=dtype, device=device)
-        self._positions_SD = reader.take("vision_tower.embeddings.position_embedding.weight").clone()
-        self._blocks = [reader.block(f"vision_tower.encoder.layers.{index}.") for index in range(spec.num_layers)]
-        self._window = None if spec.insert_layer is None else reader.window_merger("vision_tower.vit_merger.")
-        self._final_norm = reader.norm("vision_tower.post_layernorm")
-        self._merger = reader.merger("merger.mlp.0.", "gelu", MERGER_EPS)
+        self._positions_SD = stored.take(embeddings + "position_embedding.weight").clone()
+        layers = [f"vision_tower.encoder.layers.{index}." for index in range(spec.num_layers)]
+        self._blocks = [_block(stored, layer, eps) for layer in layers]
+        merges = spec.insert_layer is not None
+        self._window = _window_merger(stored, "vision_tower.vit_merger.", eps) if merges else None
+        self._final_norm = stored.norm("vision_tower.post_layernorm", eps)
+        self._merger = _merger(stored, "merger.mlp.0.", "gelu", MERGER_EPS)
 
     @property
     def scratch_bytes(self) -> int:
@@ -137,54 +141,26 @@ def _merged_sequences(cu_seqlens: Tensor, rows: int) -> Tensor:
     return (cu_seqlens // WINDOW**2).clamp_(max=rows)
 
 
-class _Reader:
-    """Reads weights by name, fuses and casts them."""
+def _block(stored: TowerWeights, prefix: str, eps: float) -> Block:
+    return Block(
+        norm1=stored.norm(prefix + "layer_norm1", eps),
+        qkv=stored.joined([f"{prefix}self_attn.{part}_proj" for part in "qkv"]),
+        out=stored.linear(prefix + "self_attn.out_proj"),
+        norm2=stored.norm(prefix + "layer_norm2", eps),
+        up=stored.linear(prefix + "mlp.fc1"),
+        down=stored.linear(prefix + "mlp.fc2"),
+    )
 
-    def __init__(
-        self, spec: VisionConfig, given: dict[str, AnyWeight], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        if missing := spec.expected_weights().keys() - given.keys():
-            raise ValueError(f"{len(missing)} vision weights are missing, such as {sorted(missing)[:3]}")
-        # Each is used once, and gone then: a mapped file's pages count as long as a tensor has them.
-        self._spec, self._given, self._dtype, self._device = spec, given, dtype, device
 
-    def take(self, name: str) -> Tensor:
-        return plain(self._given.pop(name)).to(self._device, self._dtype)
+def _window_merger(stored: TowerWeights, prefix: str, eps: float) -> _WindowMerger:
+    return _WindowMerger(
+        norm=stored.norm(prefix + "layer_norm1", eps),
+        qkv=stored.joined([f"{prefix}self_attn.{part}_proj" for part in "qkv"]),
+        out=stored.linear(prefix + "self_attn.out_proj"),
+        merger=_merger(stored, prefix, "gelu_pytorch_tanh", eps),
+    )
 
-    def projection(self) -> Linear:
-        name = "vision_tower.embeddings.patch_embedding."
-        return Linear(self.take(name + "weight").flatten(1), self.take(name + "bias"))
 
-    def norm(self, name: str, eps: float | None = None) -> Norm:
-        # clone: otherwise the norm would keep the checkpoint's memory map open
-        weight, bias = (self.take(f"{name}.{part}").clone() for part in ("weight", "bias"))
-        return Norm(weight, bias, self._spec.layer_norm_eps if eps is None else eps)
-
-    def block(self, prefix: str) -> Block:
-        return Block(
-            norm1=self.norm(prefix + "layer_norm1"),
-            qkv=self._linear(*(f"{prefix}self_attn.{part}_proj" for part in "qkv")),
-            out=self._linear(prefix + "self_attn.out_proj"),
-            norm2=self.norm(prefix + "layer_norm2"),
-            up=self._linear(prefix + "mlp.fc1"),
-            down=self._linear(prefix + "mlp.fc2"),
-        )
-
-    def window_merger(self, prefix: str) -> _WindowMerger:
-        return _WindowMerger(
-            norm=self.norm(prefix + "layer_norm1"),
-            qkv=self._linear(*(f"{prefix}self_attn.{part}_proj" for part in "qkv")),
-            out=self._linear(prefix + "self_attn.out_proj"),
-            merger=self.merger(prefix, "gelu_pytorch_tanh", self._spec.layer_norm_eps),
-        )
-
-    def merger(self, prefix: str, act: str, eps: float) -> _Merger:
-        return _Merger(
-            self.norm(prefix + "pre_norm", eps), self._linear(prefix + "linear_1"), act,
-            self._linear(prefix + "linear_2"),
-        )  # fmt: skip
-
-    def _linear(self, *names: str) -> Linear:
-        """One linear layer from several stored ones, with their outputs concatenated."""
-        weight, bias = (torch.cat([self.take(f"{name}.{part}") for name in names]) for part in ("weight", "bias"))
-        return Linear(weight, bias)
+def _merger(stored: TowerWeights, prefix: str, act: str, eps: float) -> _Merger:
+    norm, linear_1 = stored.norm(prefix + "pre_norm", eps), stored.linear(prefix + "linear_1")
+    return _Merger(norm, linear_1, act, stored.linear(prefix + "linear_2"))

@@ -14,8 +14,8 @@ from encoder.item import IMAGE, VIDEO, Grid
 from encoder.native import NativeViT, runs_compiled
 from encoder.pieces import finish
 from encoder.tower import PackedBatch
-from encoder.vit import Block, Norm, ViT
-from encoder.weights import plain, tower_linear
+from encoder.vit import Block, ViT
+from encoder.weights import TowerWeights
 from families.qwen3_5.image_rule import normalised
 from families.qwen3_5.video_rule import normalised_frames
 from families.qwen3_5.vision_config import NORM_EPS, VisionConfig
@@ -34,10 +34,10 @@ class QwenTower:
         expected launch, for which its scratch memory is allocated."""
         compiled = runs_compiled(spec, dtype, device, native)
         self.sizes, self.dtype, self.device = spec, dtype, device
-        reader = _Reader(spec, dict(weights), dtype, device, compiled)
-        self.vit = reader.vit()
+        stored = TowerWeights(weights, spec.expected_weights(), dtype=dtype, device=device, compiled=compiled)
+        self.vit = _vit(spec, stored)
         self.kinds = tuple(self.vit.projections)
-        self._table_PD = reader.take("pos_embed.weight").to(torch.float32, copy=True)
+        self._table_PD = stored.take("visual.pos_embed.weight").to(torch.float32, copy=True)
         half = spec.head_dim // 2
         exponents = torch.arange(0, half, 2, dtype=torch.float32, device=device) / half
         self._frequencies = 1.0 / (spec.rope_theta**exponents)
@@ -101,64 +101,37 @@ def _taps(place_T: Tensor, size: int, side: int) -> tuple[Tensor, Tensor]:
     return taps_T2, (1 - distance_T2).clamp(min=0)
 
 
-class _Reader:
-    """Reads weights by name and casts them into the parts of a `ViT`."""
+def _vit(spec: VisionConfig, stored: TowerWeights) -> ViT:
+    return ViT(
+        sizes=spec,
+        dtype=stored.dtype,
+        projections=_projections(stored),
+        table_KD=torch.zeros(1, spec.hidden_size, dtype=stored.dtype, device=stored.device),
+        blocks=[_block(stored, f"visual.blocks.{index}.") for index in range(spec.num_layers)],
+        final_norm=stored.norm("visual.merger.norm", NORM_EPS),
+        projector_norm=None,
+        linear_1=stored.linear("visual.merger.linear_fc1"),
+        linear_2=stored.linear("visual.merger.linear_fc2"),
+        projector_act="gelu",
+    )
 
-    def __init__(
-        self,
-        spec: VisionConfig,
-        given: dict[str, AnyWeight],
-        dtype: torch.dtype,
-        device: torch.device,
-        compiled: bool,
-    ) -> None:
-        missing = spec.expected_weights().keys() - given.keys()
-        if missing:
-            raise ValueError(f"{len(missing)} vision weights are missing, such as {sorted(missing)[:3]}")
-        # Each is used once, and gone then: a mapped file's pages count as long as a tensor has them.
-        self._spec, self._given, self._dtype, self._device, self._compiled = spec, given, dtype, device, compiled
 
-    def vit(self) -> ViT:
-        spec = self._spec
-        return ViT(
-            sizes=spec,
-            dtype=self._dtype,
-            projections=self._projections(),
-            table_KD=torch.zeros(1, spec.hidden_size, dtype=self._dtype, device=self._device),
-            blocks=[self._block(f"blocks.{index}.") for index in range(spec.num_layers)],
-            final_norm=self._norm("merger.norm"),
-            projector_norm=None,
-            linear_1=self._linear("merger.linear_fc1"),
-            linear_2=self._linear("merger.linear_fc2"),
-            projector_act="gelu",
-        )
+def _projections(stored: TowerWeights) -> dict[str, Linear]:
+    """The patch projections, stored as a 3-D convolution. An image repeats its frame, so for images the weights are
+    summed over the frames, in float32."""
+    weight_DCTPP = stored.stored("visual.patch_embed.proj.weight").to(stored.device)
+    folded_DCPP = weight_DCTPP.float().sum(2).to(stored.dtype)
+    bias_D = stored.take("visual.patch_embed.proj.bias")
+    parts = {IMAGE: folded_DCPP, VIDEO: weight_DCTPP.to(stored.dtype)}
+    return {kind: Linear(part.flatten(1), bias_D, compiled=stored.compiled) for kind, part in parts.items()}
 
-    def take(self, name: str) -> Tensor:
-        return plain(self._given.pop("visual." + name)).to(self._device, self._dtype)
 
-    def _projections(self) -> dict[str, Linear]:
-        """The patch projections, stored as a 3-D convolution. An image repeats its frame, so for images the weights are
-        summed over the frames, in float32."""
-        weight_DCTPP = plain(self._given.pop("visual.patch_embed.proj.weight")).to(self._device)
-        folded_DCPP = weight_DCTPP.float().sum(2).to(self._dtype)
-        bias_D = self.take("patch_embed.proj.bias")
-        parts = {IMAGE: folded_DCPP, VIDEO: weight_DCTPP.to(self._dtype)}
-        return {kind: Linear(part.flatten(1), bias_D, compiled=self._compiled) for kind, part in parts.items()}
-
-    def _linear(self, name: str) -> Linear:
-        weight, bias = self._given.pop(f"visual.{name}.weight"), self.take(name + ".bias")
-        return tower_linear(weight, bias, dtype=self._dtype, device=self._device, compiled=self._compiled)
-
-    def _norm(self, name: str) -> Norm:
-        # clone: otherwise the norm would keep the checkpoint's memory map open
-        return Norm(self.take(name + ".weight").clone(), self.take(name + ".bias").clone(), NORM_EPS)
-
-    def _block(self, prefix: str) -> Block:
-        return Block(
-            norm1=self._norm(prefix + "norm1"),
-            qkv=self._linear(prefix + "attn.qkv"),
-            out=self._linear(prefix + "attn.proj"),
-            norm2=self._norm(prefix + "norm2"),
-            up=self._linear(prefix + "mlp.linear_fc1"),
-            down=self._linear(prefix + "mlp.linear_fc2"),
-        )
+def _block(stored: TowerWeights, prefix: str) -> Block:
+    return Block(
+        norm1=stored.norm(prefix + "norm1", NORM_EPS),
+        qkv=stored.linear(prefix + "attn.qkv"),
+        out=stored.linear(prefix + "attn.proj"),
+        norm2=stored.norm(prefix + "norm2", NORM_EPS),
+        up=stored.linear(prefix + "mlp.linear_fc1"),
+        down=stored.linear(prefix + "mlp.linear_fc2"),
+    )
