@@ -252,7 +252,7 @@ class Bench:
         leases = [self.handoff.lease(image.key, image.encoder_item, "bench") for image in images]
         while not all(lease.ready for lease in leases):
             self._changed.clear()
-            if not self.encoding.turn() and not all(lease.ready for lease in leases):
+            if not self.encoding.run_time_slice() and not all(lease.ready for lease in leases):
                 self._changed.wait(1.0)
         for lease in leases:
             lease.release()

@@ -15,6 +15,7 @@ from packaging.version import Version
 
 import saccade
 from release import licences
+from release.check import RESERVED_HOST
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECTS = {name: tomllib.loads((ROOT / name / "pyproject.toml").read_text()) for name in (".", "saccade")}
@@ -43,8 +44,30 @@ def test_metadata_of_both_packages_agree() -> None:
         assert said["license"] == "Apache-2.0"
         assert (ROOT / name / said["license-files"][0]).read_text() == (ROOT / "LICENSE").read_text()
         assert (ROOT / name / said["readme"]).is_file()
-        assert {"Homepage", "Documentation", "Changelog", "Issues"} == set(said["urls"])
-    assert PROJECTS["."]["project"]["urls"] == PROJECTS["saccade"]["project"]["urls"]
+        urls = said.get("urls", {})
+        assert [url for url in urls.values() if RESERVED_HOST.search(url)] == [], "placeholders are dead links"
+        assert urls == PROJECTS["."]["project"].get("urls", {})
+
+
+@pytest.mark.parametrize(
+    ("url", "reserved"),
+    [
+        ("https://saccade.example", True),
+        ("https://saccade.example/docs", True),
+        ("https://docs.example.org/page", True),
+        ("https://example.com:443", True),
+        ("https://example.io/page", False),
+        ("https://github.com/somebody/example.com", False),
+    ],
+)
+def test_placeholders_are_recognised(url: str, reserved: bool) -> None:
+    assert bool(RESERVED_HOST.search(url)) == reserved
+
+
+def test_no_page_of_a_package_index_links_to_a_placeholder() -> None:
+    """The READMEs are what an index shows as the descriptions."""
+    for name, project in PROJECTS.items():
+        assert not RESERVED_HOST.search((ROOT / name / project["project"]["readme"]).read_text()), name
 
 
 def test_the_programs_of_a_release_are_pinned() -> None:

@@ -30,7 +30,7 @@ FORMS = {
 }
 # A word of the glossary's second table -> the forms that it has in its former meaning.
 FORMER_MEANINGS = {
-    "turn (of the encoder)": r"encoder[ _-]turns?|encoder's turns?|turns? of the encoder",
+    "turn (of the encoder)": r"encod(?:er|ing)[ ._-]turns?|encoder's turns?|turns? of the encoder|turn_seconds",
     "floor, least time": r"least time",
     "rest (of drafting)": r"drafting rests|rests? of drafting",
     "read (of a prompt)": r"prompts? (?:is|are|was|were) read",
@@ -70,7 +70,8 @@ def test_the_glossary_lists_what_is_checked() -> None:
 
 def test_retired_words_are_found_in_identifiers_and_sentences() -> None:
     for line in ("NO_PICTURE_WORKER", "under_way_now = 1", "a seat's ring", "it gives way.", "def picture(seed):",
-        "--encoder-turn", "the prompt was read twice", "memory that is given back", "the rooms of service/",
+        "--encoder-turn", "encoding.turn()", "turn_seconds=0.1", "the prompt was read twice",
+        "memory that is given back", "the rooms of service/",
     ):  # fmt: skip
         assert list(found(line)), line
     for line in ("a pictured thing", "demo/pictures/a.png", 'ask("What does the picture show?")', "in front of it",

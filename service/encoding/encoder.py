@@ -29,8 +29,8 @@ twentieth of the time that images wait for."""
 
 
 class Encoding(Protocol):
-    """The interface of encoding for the engine. `turn` and `close` are called from the engine's thread, the others from
-    any."""
+    """The interface of encoding for the engine. `run_time_slice` and `close` are called from the engine's
+    thread, the others from any."""
 
     seconds: float
     """Seconds that the engine's own process has spent on encoding."""
@@ -38,8 +38,9 @@ class Encoding(Protocol):
     def start(self, on_fatal: Callable[[BaseException], None]) -> None:
         """Starts working. `on_fatal` is called with an error after which no more images would be encoded."""
 
-    def turn(self) -> bool:
-        """Does a bounded piece of work. False if there is nothing to do, or if another thread or process does it."""
+    def run_time_slice(self) -> bool:
+        """Encodes for one time slice at most. False if there is nothing to encode, or if another thread or process does
+        it."""
 
     def wake(self) -> None:
         """To be called when the handoff has changed."""
@@ -66,19 +67,19 @@ class WorkSource(Protocol):
 
 
 class LocalEncoder:
-    """The encoder runner in this process. It works when its caller calls `turn`, or with `own_thread` in a thread of
-    its own; on a GPU in either case on its own stream, concurrently with the decoder's."""
+    """The encoder runner in this process. It works when its caller calls `run_time_slice`, or with `own_thread` in a
+    thread of its own; on a GPU in either case on its own stream, concurrently with the decoder's."""
 
     def __init__(
         self, runner: EncoderRunner, handoff: WorkSource, *, step_tokens: int | None = None, own_thread: bool = False,
-        turn_seconds: float | None = None,
+        time_slice: float | None = None,
     ) -> None:  # fmt: skip
-        """`step_tokens`: image tokens of one batch. `turn_seconds`: length of a time slice, which may be exceeded by
-        one layer of the tower; None: a whole batch."""
+        """`step_tokens`: image tokens of one batch. `time_slice`: seconds of one call of `run_time_slice`, exceeded by
+        at most one layer of the tower; None: a whole batch."""
         self.runner = runner
         self.seconds = 0.0
         self._handoff = handoff
-        self._step_tokens, self._turn_seconds = step_tokens, turn_seconds
+        self._step_tokens, self._time_slice = step_tokens, time_slice
         self._batch: tuple[list[Work], EncodeJob] | None = None
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -90,7 +91,7 @@ class LocalEncoder:
             self._thread = threading.Thread(target=self._loop, args=(on_fatal,), name="saccade-encoder", daemon=True)
             self._thread.start()
 
-    def turn(self) -> bool:
+    def run_time_slice(self) -> bool:
         return self._thread is None and self._launch()
 
     def wake(self) -> None:
@@ -138,11 +139,11 @@ class LocalEncoder:
 
     def _work(self) -> bool:
         started = time.perf_counter()
-        left = self._turn_seconds
+        left = self._time_slice
         if not self._advance(left):
             return False
-        while self._turn_seconds is not None:
-            left = self._turn_seconds - (time.perf_counter() - started)
+        while self._time_slice is not None:
+            left = self._time_slice - (time.perf_counter() - started)
             if left <= 0 or not self._advance(left):
                 break
         self.seconds += time.perf_counter() - started

@@ -113,7 +113,7 @@ class EncoderPool:
         self._thread = threading.Thread(target=self._loop, args=(on_fatal,), name="saccade-encoders", daemon=True)
         self._thread.start()
 
-    def turn(self) -> bool:
+    def run_time_slice(self) -> bool:
         return False
 
     def wake(self) -> None:

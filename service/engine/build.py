@@ -161,10 +161,10 @@ def local_encoder(
             "encoder_time_slice %g has no effect: on a GPU the encoder has a thread of its own",
             options.encoder_time_slice,
         )
-    turn = TIME_SLICE_SECONDS if options.encoder_time_slice is None else options.encoder_time_slice
+    time_slice = TIME_SLICE_SECONDS if options.encoder_time_slice is None else options.encoder_time_slice
     return LocalEncoder(
         _encoder_runner(options, checkpoint, vision), handoff, step_tokens=step_tokens(options, vision),
-        own_thread=on_gpu, turn_seconds=turn if shared and not on_gpu else None,
+        own_thread=on_gpu, time_slice=time_slice if shared and not on_gpu else None,
     )  # fmt: skip
 
 

@@ -117,7 +117,7 @@ class Engine:
             self._encoding.start(self._fail_from_outside)
         try:
             while not self._closing.is_set():
-                self._turn()
+                self._iterate()
         except BaseException as error:  # a bug in a step: the state of running requests can no longer be trusted
             self._die(error)
             while linger and not self._closing.is_set():
@@ -157,7 +157,7 @@ class Engine:
         while not self._commands.empty():
             self._commands.get()()
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         """Handles commands, then runs a decoder step, then an encoder time slice; sleeps if there is nothing to do.
 
         The decoder runs first because admission releases images whose rows a cached prefix makes unnecessary.
@@ -172,7 +172,7 @@ class Engine:
             events = self._decoder.step()
             self._decode_seconds += time.perf_counter() - started
             self._requests.publish(events)
-        encoded = self._encoding is not None and self._encoding.turn()
+        encoded = self._encoding is not None and self._encoding.run_time_slice()
         if not stepped and not encoded:
             waiting = self._decoder.has_work or self._requests.waiting
             if not (waiting and self._handoff is not None and self._handoff.unblock()):

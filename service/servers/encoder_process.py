@@ -123,7 +123,7 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
     connection.send(("ready",))
     threading.Thread(target=source.receive, name="saccade-encoder-receiver", daemon=True).start()
     while source.wait():
-        while source.encoder.turn():
+        while source.encoder.run_time_slice():
             pass
     source.encoder.close()
     return 0

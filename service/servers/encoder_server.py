@@ -84,7 +84,7 @@ class EncoderThread:
                 self._wake.clear()
                 if self._closing.is_set():
                     break
-                if not encoder.turn():
+                if not encoder.run_time_slice():
                     self._wake.wait()
         except BaseException as error:  # a bug: nothing is encoded any more
             self._fail(error)

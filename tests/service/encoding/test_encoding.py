@@ -51,7 +51,7 @@ def test_a_corrupt_image_among_seven_good_ones_fails_alone(
     images = [*good[:3], corrupt, *good[3:]]
     leases = [handoff.lease(bytes([i]), image, f"r{i}") for i, image in enumerate(images)]
     others = handoff.lease(bytes([3]), corrupt, "r8")
-    while encoder.turn():
+    while encoder.run_time_slice():
         pass
     for lease in (leases.pop(3), others):
         assert type(lease.error) is kind
@@ -63,24 +63,24 @@ def test_a_corrupt_image_among_seven_good_ones_fails_alone(
     encoder.close()
 
 
-def test_a_turn_is_no_longer_than_a_layer_where_it_must_be_short(handoff: Handoff) -> None:
-    encoder = LocalEncoder(runner(), handoff, turn_seconds=0.0)
+def test_a_time_slice_of_zero_is_one_layer(handoff: Handoff) -> None:
+    encoder = LocalEncoder(runner(), handoff, time_slice=0.0)
     image = random_image(TINY.config, 8, 8)
     lease = handoff.lease(b"a", image, "r")
-    turns = 0
-    while encoder.turn():
-        turns += 1
-        assert lease.ready == (turns == TINY.config.num_layers + 1)
+    slices = 0
+    while encoder.run_time_slice():
+        slices += 1
+        assert lease.ready == (slices == TINY.config.num_layers + 1)
     assert relative_error(lease.rows(), alone(image)) <= 1e-5
     lease.release()
 
 
-def test_a_turn_goes_on_with_the_next_images_while_it_lasts(handoff: Handoff) -> None:
-    encoder = LocalEncoder(runner(), handoff, step_tokens=4, turn_seconds=3600.0)
+def test_a_time_slice_continues_with_the_next_images_until_it_ends(handoff: Handoff) -> None:
+    encoder = LocalEncoder(runner(), handoff, step_tokens=4, time_slice=3600.0)
     images = [random_image(TINY.config, 4, 4, seed=seed) for seed in range(3)]
     leases = [handoff.lease(bytes([i]), image, "r") for i, image in enumerate(images)]
-    assert encoder.turn() and all(lease.ready for lease in leases)
-    assert not encoder.turn()
+    assert encoder.run_time_slice() and all(lease.ready for lease in leases)
+    assert not encoder.run_time_slice()
     assert encoder.runner.stats()["images"] == 3
     for lease, image in zip(leases, images, strict=True):
         assert relative_error(lease.rows(), alone(image)) <= 1e-5
@@ -94,7 +94,7 @@ def test_a_thread_of_its_own_works_until_it_is_closed(handoff: Handoff) -> None:
     encoder.start(failures.append)
     images = [random_image(TINY.config, 4, 4, seed=seed) for seed in range(5)]
     leases = [handoff.lease(bytes([i]), image, "r") for i, image in enumerate(images)]
-    assert not encoder.turn(), "it takes no turns of the engine's"
+    assert not encoder.run_time_slice(), "its own thread does the work"
     while not all(lease.ready for lease in leases):
         assert not failures
     encoder.close()
@@ -123,7 +123,7 @@ def test_on_a_gpu_the_encoder_works_beside_the_decoder(graphs: str) -> None:
         leases = [handoff.lease(bytes([i]), image, "r") for i, image in enumerate(images)]
         busy += 1
         assert torch.cuda.current_stream().number == 0  # type: ignore[attr-defined]
-        while encoder.turn():
+        while encoder.run_time_slice():
             pass
         with pytest.raises(RuntimeError, match="behind no event"):  # what `rows()` is for
             leases[0].entry.rows + 1  # type: ignore[operator]
