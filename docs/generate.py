@@ -18,7 +18,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
-from generators import diagram, errors, grpc, http, options, results, sdk  # noqa: E402 - after the path is set
+from generators import diagram, errors, grpc, http, metrics, options, results, sdk  # noqa: E402 - after the path is set
 
 PARTS: dict[str, Callable[[], str]] = {
     "services": grpc.services,
@@ -29,6 +29,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "methods": sdk.methods,
     "exceptions": sdk.client_errors,
     "options": options.options,
+    "metrics": metrics.metrics,
     "comparison": results.overview,
     "hybrid beside vllm": results.hybrid_vllm,
     "load over http": results.http_load,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from service.http.call import Front, HttpCall
+from service.telemetry.metric_names import METRICS
 
 
 async def metrics(call: HttpCall) -> None:
@@ -12,18 +13,16 @@ async def metrics(call: HttpCall) -> None:
 
 def exposition(front: Front) -> str:
     """The metrics of the process."""
-    lines = [
-        "# HELP saccade_http_requests_total HTTP requests that have ended; 499: the client went away",
-        "# TYPE saccade_http_requests_total counter",
-    ]
-    for (route, status), count in sorted(front.calls.items()):
-        lines.append(f'saccade_http_requests_total{{route="{route}",status="{status}"}} {count}')
-    gauges = {
-        "saccade_http_running": ("HTTP requests in progress", front.running),
-        "saccade_http_streams": ("answers that are being streamed", front.streams),
-        "saccade_http_body_bytes": ("bytes of request bodies that are held", front.budget.used),
-        "saccade_http_file_bytes": ("bytes of uploaded files", front.files.used),
+    requests = {
+        f'{{route="{route}",status="{status}"}}': count for (route, status), count in sorted(front.calls.items())
     }
-    for name, (text, value) in gauges.items():
-        lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge", f"{name} {value}"]
+    gauges = {
+        "http_running": front.running, "http_streams": front.streams, "http_body_bytes": front.budget.used,
+        "http_file_bytes": front.files.used,
+    }  # fmt: skip
+    lines = []
+    for name, values in {"http_requests": requests, **{name: {"": value} for name, value in gauges.items()}}.items():
+        declared = METRICS[name]
+        lines += [f"# HELP {declared.exported} {declared.documentation}", f"# TYPE {declared.exported} {declared.kind}"]
+        lines += [f"{declared.exported}{labels} {value}" for labels, value in values.items()]
     return "\n".join(lines) + "\n"

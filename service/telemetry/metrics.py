@@ -1,14 +1,13 @@
 """Prometheus metrics: what the frontend counts, and the engine's counters at each scrape. Without prometheus-client,
 which is needed only for scraping, nothing is counted.
 
-Metric names are stable; docs/operations.md lists them. Each server has a registry of its own, so that several can run
-in a process.
+Names, types and help texts are in metric_names.py. Each server has a registry of its own, so that several can run in
+a process.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -16,10 +15,17 @@ from itertools import accumulate
 from typing import Any, cast
 
 from service.common.config import ConfigError
+from service.telemetry.metric_names import COUNTER, GAUGE, METRICS, Declared, find
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        Metric,
+        UnknownMetricFamily,
+    )  # fmt: skip
     from prometheus_client.utils import floatToGoString
 except ModuleNotFoundError as error:
     if not str(error.name).startswith("prometheus_client"):
@@ -40,30 +46,19 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._calls = Counter("saccade_calls", "gRPC calls that have ended", ["method", "code"], registry=self.registry)
-        self._generations = Counter(
-            "saccade_generations", "generations that have ended", ["code"], registry=self.registry
-        )
-        self._tokens = Counter(
-            "saccade_tokens",
-            "tokens: prompt (including image, video and cached ones), image, video, cached, generated",
-            ["kind"],
-            registry=self.registry,
-        )
-        self._first = Histogram(
-            "saccade_time_to_first_token_seconds", "from arrival to the first token", buckets=SECONDS,
-            registry=self.registry,
-        )  # fmt: skip
-        self._queue = Histogram(
-            "saccade_queue_seconds", "from arrival to the first step: preparation of images and text, and waiting",
-            buckets=SECONDS, registry=self.registry,
-        )  # fmt: skip
-        self._gap = _Gaps("saccade_inter_token_seconds", "between two tokens of a sample")
+        self._calls, self._generations = self._counter("calls"), self._counter("generations")
+        self._tokens, self._request_bytes = self._counter("tokens"), self._counter("request_bytes")
+        self._first, self._queue = self._histogram("time_to_first_token_seconds"), self._histogram("queue_seconds")
+        self._gap = _Gaps("inter_token_seconds")
         self.registry.register(self._gap)  # type: ignore[arg-type]
-        self._seconds = Histogram(
-            "saccade_generation_seconds", "whole generations that succeeded", buckets=SECONDS, registry=self.registry
-        )
-        self._request_bytes = Counter("saccade_request_bytes", "bytes of request messages", registry=self.registry)
+        self._seconds = self._histogram("generation_seconds")
+
+    def _counter(self, name: str) -> Counter:
+        declared = METRICS[name]
+        return Counter(f"saccade_{name}", declared.documentation, declared.labels, registry=self.registry)
+
+    def _histogram(self, name: str) -> Histogram:
+        return Histogram(f"saccade_{name}", METRICS[name].documentation, buckets=SECONDS, registry=self.registry)
 
     def call(self, method: str, code: str, request_bytes: int) -> None:
         self._calls.labels(method, code).inc()
@@ -116,8 +111,8 @@ class _Gaps:
     """A histogram that counts several equal observations at once: prometheus-client's takes 3 us for each, a quarter of
     what the frontend spends on a token. Written by one thread."""
 
-    def __init__(self, name: str, documentation: str) -> None:
-        self._name, self._documentation = name, documentation
+    def __init__(self, name: str) -> None:
+        self._name, self._documentation = f"saccade_{name}", METRICS[name].documentation
         self._counts = [0] * (len(GAPS) + 1)
         self._sum = 0.0
 
@@ -137,7 +132,7 @@ class _Gaps:
 
 
 class _EngineCollector:
-    """Converts the engine's nested counters to metrics, whatever their names are."""
+    """Asks the engine for its counters at each scrape."""
 
     def __init__(
         self, query: Callable[[], Future[dict[str, Any]]], gauges: Callable[[], dict[str, float]],
@@ -149,60 +144,43 @@ class _EngineCollector:
         return []  # an empty answer: the registry would otherwise query the engine while the server is being built
 
     def collect(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily("saccade_engine_up", "whether the engine answers")
         try:
             stats: dict[str, Any] = self._query().result(SCRAPE_TIMEOUT)
         except Exception as error:  # there is no engine, or it is in the middle of a long step
             log.debug("no engine statistics: %r", error)
             stats = {}
-        up.add_metric([], float(bool(stats)))
-        yield up
-        for name, value in self._gauges().items():
-            yield GaugeMetricFamily(f"saccade_{name}", f"the frontend's {name.replace('_', ' ')}", value=value)
+        for name, value in {"engine_up": float(bool(stats)), **self._gauges()}.items():
+            yield from _families({name: {"": value}})
         yield from engine_metrics({**stats, **self._parts()})
 
 
-# The engine's gauges; all other counters only grow.
-_GAUGES = re.compile(
-    r"live|running|waiting|leases|cached|reserved|writing|ready|quarantined|unused_graphs|cache_checkpoints|\w+_(bytes|blocks|items|slots|pages|now)"
-)
-_GRAPH_COUNTER = re.compile(r"(replays|eager|waited)_(\w+)|(drafted|accepted)_(\d+)")
-_LABELS = {"replays": "budget", "eager": "reason", "waited": "reason", "drafted": "position", "accepted": "position"}
-
-
 def engine_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
-    """`{"decoder": {"steps": 3}, ...}` -> saccade_decoder_steps_total 3. Counters that differ only in a budget or a
-    reason (`replays_256`, `eager_larger`) become one with a label."""
-    flat = {"engine": {k: v for k, v in stats.items() if not isinstance(v, dict)}}
-    flat |= {part: values for part, values in stats.items() if isinstance(values, dict)}
-    for part, values in flat.items():
-        grouped: dict[str, dict[str, float]] = {}
-        yield from _encoder_metrics(values.get("encoders", {}))
-        for name, value in values.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            if (match := _GRAPH_COUNTER.fullmatch(name)) is not None:
-                grouped.setdefault(match[1] or match[3], {})[match[2] or match[4]] = value
-            elif _GAUGES.fullmatch(name):
-                yield GaugeMetricFamily(f"saccade_{part}_{name}", f"{part}: {name.replace('_', ' ')}", value=value)
-            else:
-                yield CounterMetricFamily(f"saccade_{part}_{name}", f"{part}: {name.replace('_', ' ')}", value=value)
-        for name, by_label in grouped.items():
-            label = _LABELS[name]
-            family = CounterMetricFamily(f"saccade_{part}_{name}", f"{part}: {name} by {label}", labels=[label])
-            for key, value in by_label.items():
-                family.add_metric([key], value)
-            yield family
+    """`{"decoder": {"steps": 3}, ...}` -> saccade_decoder_steps_total 3. Counters that differ only in the value of a
+    label (`replays_256`, `eager_larger`) become one metric."""
+    parts = {"engine": {k: v for k, v in stats.items() if not isinstance(v, dict)}}
+    parts |= {part: values for part, values in stats.items() if isinstance(values, dict)}
+    found: dict[str, dict[str, float]] = {}
+    for part, values in parts.items():
+        for counter, value in values.items():
+            if not isinstance(value, bool) and isinstance(value, int | float):
+                declared, label = find(part, counter) or (None, "")
+                found.setdefault(declared.name if declared else f"{part}_{counter}", {})[label] = value
+        for encoder, counters in values.get("encoders", {}).items():
+            for counter, value in counters.items():
+                name = counter.removesuffix("_now").removesuffix("_total")
+                found.setdefault(f"encoders_{name}", {})[encoder] = value
+    yield from _families(found)
 
 
-def _encoder_metrics(encoders: dict[str, dict[str, float]]) -> Iterator[Metric]:
-    """The counters of each encoder in another process or on another host, labelled by its address."""
-    for name in next(iter(encoders.values()), {}):
-        kind = GaugeMetricFamily if _GAUGES.fullmatch(name) else CounterMetricFamily
-        words = name.removesuffix("_now").removesuffix("_total")
-        family = kind(f"saccade_encoders_{words}", f"each encoder's {words.replace('_', ' ')}", labels=["encoder"])
-        for encoder, values in encoders.items():
-            family.add_metric([encoder], values[name])
+def _families(found: dict[str, dict[str, float]]) -> Iterator[Metric]:
+    """Metrics by name -> their values by the value of their label ("" if they have none). One that is not declared is
+    exported without a type."""
+    for name, values in found.items():
+        declared = METRICS.get(name, Declared(name, "", "", "not in service/telemetry/metric_names.py"))
+        kind = {COUNTER: CounterMetricFamily, GAUGE: GaugeMetricFamily}.get(declared.kind, UnknownMetricFamily)
+        family = kind(f"saccade_{name}", declared.documentation, labels=declared.labels)
+        for label, value in values.items():
+            family.add_metric([label] if declared.labels else [], value)
         yield family
 
 

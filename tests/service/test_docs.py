@@ -5,9 +5,28 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.common.config import HttpFrontOptions, ServerOptions
+from service.encoding.encoder_pool import EncoderPool
+from service.encoding.grpc_link import GrpcLink
+from service.encoding.handoff import Handoff
+from service.encoding.process_link import ProcessLink
+from service.engine.engine_thread import EngineThread
+from service.http.call import Front
+from service.http.metrics import exposition
+from service.servers.encoder_process import REPORTED
+from service.servers.encoder_server import EncoderServer, EncoderThread
+from service.servers.limits import load_assets
+from service.servers.server import Server
+from service.telemetry.metric_names import METRICS
+from service.telemetry.metrics import engine_metrics
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DOCS = CHECKOUT / "docs"
@@ -47,12 +66,72 @@ def test_it_is_fresh(fresh: Path, name: str) -> None:
         ("grpc-reference.md", ("`StreamGenerate`", "`UploadMedia`", "### SamplingParams", "`chunk_tokens` = 2")),
         ("http-reference.md", ("`/v1/chat/completions`", "### ChatCompletion", "`max_tokens`")),
         ("sdk.md", ("videos=()", "`RateLimited`", "client.batches.download(", "`prompt_logprobs`")),
+        ("operations.md", ("| `saccade_calls_total` | counter | calls | `method`, `code` |", "`saccade_http_streams`")),
         ("options.md", ("`--tls-client-ca`", "`--max-seqs`", "`MODEL`", "`--metrics-port`")),
     ],
 )
 def test_services_and_options_are_there(fresh: Path, page: str, words: tuple[str, ...]) -> None:
     text = (fresh / page).read_text("utf-8")
     assert [word for word in words if word not in text] == []
+
+
+class NotConnected(GrpcLink):
+    def start(self, owner: object) -> None:
+        pass
+
+
+class NotStarted(ProcessLink):
+    def start(self, owner: object) -> None:
+        pass
+
+
+def exported(engine: EngineThread, encoder: EncoderThread) -> dict[str, Metric]:
+    """All metrics by name, of a server, an encoder, a decoder with encoders elsewhere, and an HTTP server."""
+    options = ServerOptions("demo")
+    remote = NotConnected("host:1", encoder.partner, pixel_bytes=1, max_tokens=1)
+    process = NotStarted(options, segment_bytes=2**16)
+    process._counts |= dict.fromkeys(REPORTED, 0)  # what the process reports with its first image
+    pool = EncoderPool(Handoff(1024, 4, torch.float32), (remote, process), lease=1.0, step_tokens=1)
+    registries = [
+        Server(options, engine, load_assets(options)).metrics.registry,
+        EncoderServer(ServerOptions("demo", role="encoder"), encoder).metrics.registry,
+    ]
+    families = [family for registry in registries for family in registry.collect()]
+    families += [*engine_metrics({"encoder": pool.stats()})]
+    front = Front(HttpFrontOptions())
+    families += text_string_to_metric_families(exposition(front))
+    front.files.close()
+    pool.close()
+    return {family.name.removeprefix("saccade_"): family for family in families}
+
+
+@pytest.fixture(scope="module")
+def metrics() -> Iterator[dict[str, Metric]]:
+    """Of graphs, drafts and a prefix cache, too."""
+    engine = EngineThread(ServerOptions("demo", graphs="on", speculative="ngram", max_seqs=2, max_len=64, threads=1))
+    engine.start(lambda events: None)
+    encoder = EncoderThread(ServerOptions("demo", role="encoder", graphs="off", threads=1))
+    try:
+        yield exported(engine, encoder)
+    finally:
+        engine.close()
+        encoder.close()
+
+
+def test_every_metric_of_a_server_is_declared(metrics: dict[str, Metric]) -> None:
+    """A counter in a `stats` function is a metric, so it needs a line in service/telemetry/metric_names.py, from which
+    the table is made."""
+    assert [name for name in metrics if name not in METRICS] == []
+    for name, family in metrics.items():
+        assert family.type == METRICS[name].kind, name
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == set(METRICS[name].labels), sample
+
+
+def test_every_declared_metric_is_exported(metrics: dict[str, Metric]) -> None:
+    """Counters by reason and by graph exist from the first such step or batch on."""
+    first = {"decoder_eager", "decoder_replays", "encoder_eager", "encoder_replays", "encoder_temporal_patches"}
+    assert set(METRICS) - metrics.keys() <= first
 
 
 def test_every_reason_that_a_test_expects_is_explained() -> None:
