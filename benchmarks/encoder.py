@@ -37,6 +37,7 @@ import torch
 from PIL import Image
 
 from benchmarks import machine, models
+from benchmarks.record import write_result
 from encoder.budget import resolve_budgets
 from encoder.images import decode_image
 from encoder.item import EncoderItem
@@ -48,8 +49,6 @@ from kernels.host_memory import keep_freed_memory
 from kernels.native.tower import Code, TowerOp, TowerStep
 from service.model.checkpoint import open_checkpoint
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 DTYPE = torch.bfloat16
 PARTS = ("mixes", "operations", "peer", "packing", "preprocess")
 AGREEMENT = 0.02
@@ -370,10 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result["bf16_gflop_s"] = max(rates) / 1e9
     result["seconds"] = time.perf_counter() - started
     if arguments.write:
-        RESULTS.mkdir(exist_ok=True)
-        file = RESULTS / f"{result['date']}-encoder.json"
-        file.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {file.relative_to(ROOT)}", file=sys.stderr)
+        print(f"written to {write_result('encoder', result)}", file=sys.stderr)
     print(json.dumps(summary(result)))
     return 0
 

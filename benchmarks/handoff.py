@@ -39,6 +39,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine, models
+from benchmarks.record import write_result
 from decoder.sampling import SamplingParams
 from encoder.item import EncoderItem
 from service.commands.cli import ServerProcess
@@ -52,8 +53,6 @@ from service.media.prepared import PreparedItem
 from service.model.checkpoint import open_checkpoint
 from service.model.resolve import resolve_vision
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
 PARTS = ("overlap", "gaps", "latency", "bytes")
 WAYS = ("turns", "process", "remote")
 SIDE = 32
@@ -374,10 +373,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result[part] = measures[part](path, 1 if thin else arguments.threads, arguments.rounds)
     result["seconds"] = time.perf_counter() - started
     if arguments.write:
-        RESULTS.mkdir(exist_ok=True)
-        file = RESULTS / f"{result['date']}-handoff.json"
-        file.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {file.relative_to(ROOT)}", file=sys.stderr)
+        print(f"written to {write_result('handoff', result)}", file=sys.stderr)
     print(json.dumps(summary(result)))
     return 0
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.record import write_result
 from service.commands.cli import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 TOKENS = 100
 
 _CLIENT = """
@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         **measure(options.model, options.turns, counts),
     }  # fmt: skip
     if options.write:
-        (RESULTS / f"{result['date']}-http-overhead.json").write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written to {write_result('http-overhead', result)}", file=sys.stderr)
     print(json.dumps(result))
     return 0
 

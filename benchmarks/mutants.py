@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
-import datetime
 import hashlib
 import json
 import os
@@ -32,9 +31,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import write_result
+
 CHECKOUT = Path(__file__).resolve().parent.parent
 LISTS = Path(__file__).resolve().parent / "mutants_lists"
-RESULTS = Path(__file__).resolve().parent / "results"
 CAUGHT = {"caught", "hung"}
 """A mutant that makes its tests hang counts as caught: each test has a timeout."""
 
@@ -271,10 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": [{name: row[name] for name in ("area", "path", "old", "new", "tests", "outcome")} for row in rows],
     }
     if arguments.write:
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"{datetime.date.today()}-mutants.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        print(path, file=sys.stderr)
+        print(f"written to {write_result('mutants', result)}", file=sys.stderr)
     print(json.dumps({name: result[name] for name in ("mutants", "caught", "not_tried", "percent")}))
     return int(100 * caught < arguments.least * len(rows))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import mutants
+from benchmarks import mutants, record
 from benchmarks.mutants import CHECKOUT, Mutant, Results
 
 MUTANTS = [mutant for area in mutants.areas() for mutant in mutants.read(area)]
@@ -96,7 +96,7 @@ def test_the_last_line_is_json_and_few_caught_is_a_failure(
     outcomes = [{**row, "outcome": outcome} for outcome in ("caught", "survived")]
     monkeypatch.setattr(mutants, "run", lambda *given, **named: outcomes)
     monkeypatch.setattr(mutants, "Results", lambda *given, **named: None)
-    monkeypatch.setattr(mutants, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
     assert mutants.main(["--write"]) == 1
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (told["mutants"], told["caught"], told["percent"]) == (2, 1, 50.0) and told["not_tried"] == len(MUTANTS) - 2

@@ -14,10 +14,16 @@ class ConfigError(ValueError):
 
 
 def _option(
-    default: Any, help: str, *, choices: tuple[str, ...] = (), minimum: float | None = None, size: bool = False
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    size: bool = False,
 ) -> Any:
     """A field with its help text; `size` accepts suffixes such as 512Mi."""
-    metadata = {"help": help, "choices": choices, "minimum": minimum, "size": size}
+    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "size": size}
     return field(default=default, metadata=metadata)
 
 
@@ -48,7 +54,7 @@ class EngineOptions:
         "auto", "instructions that compiled code uses; auto: the best that the processor has", choices=CHOICES
     )
     device: str | None = _option(None, "'cpu' or 'cuda'; unset: cuda where there is one")
-    threads: int | None = _option(None, "threads of the engine's maths; unset: one per core", minimum=1)
+    threads: int | None = _option(None, "threads of the engine's maths; unset: one per core", minimum=1, maximum=1024)
     max_seqs: int = _option(32, "requests that run at the same time", minimum=1)
     max_len: int | None = _option(
         None, "tokens of one request, prompt, images and answer together; unset: the model's, at most 8192", minimum=2

@@ -66,10 +66,12 @@ def parse_value(options: type, name: str, raw: Any) -> Any:
         raise ConfigError(f"{name}: {raw!r} is not {_describe(kind, spec.metadata['size'])}") from None
     if spec.metadata["choices"] and value not in spec.metadata["choices"]:
         raise ConfigError(f"{name}: {value!r} is not one of {', '.join(spec.metadata['choices'])}")
-    minimum = spec.metadata["minimum"]
+    minimum, maximum = spec.metadata["minimum"], spec.metadata["maximum"]
     for number in value if isinstance(value, tuple) else (value,):
         if minimum is not None and number < minimum:
             raise ConfigError(f"{name}: {number} is below the minimum of {minimum}")
+        if maximum is not None and number > maximum:
+            raise ConfigError(f"{name}: {number} is above the maximum of {maximum}")
     return value
 
 

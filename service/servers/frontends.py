@@ -40,6 +40,7 @@ from service.servers.credentials import server_credentials
 from service.servers.exposure import check_exposure
 from service.servers.http_process import HttpProcess, http_beside
 from service.servers.lifetime import stop_signals, until_stopped
+from service.servers.processes import check_processes
 
 log = logging.getLogger(__name__)
 
@@ -332,6 +333,7 @@ def reserved_port(options: ServerOptions) -> Iterator[int]:
 async def serve_frontends(options: ServerOptions) -> int:
     """Runs until SIGTERM or SIGINT; prints the ready line once all frontends serve. Returns the exit code."""
     check_exposure(options)
+    check_processes(options)
     check(options)
     loop, stopping = asyncio.get_running_loop(), stop_signals()
     async with contextlib.AsyncExitStack() as ends:

@@ -15,6 +15,7 @@ from service.servers.frontends import serve_frontends
 from service.servers.http_process import http_beside
 from service.servers.lifetime import stop_signals, until_stopped
 from service.servers.limits import load_assets
+from service.servers.processes import check_processes
 from service.servers.server import Server
 
 
@@ -38,6 +39,7 @@ async def serve(options: ServerOptions) -> int:
         return engine, assets
 
     check_exposure(options)
+    check_processes(options)
     async with http_beside(options) as http:
         engine, assets = await loop.run_in_executor(None, build)
         try:

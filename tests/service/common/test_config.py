@@ -62,6 +62,7 @@ def test_help_says_what_each_option_takes(capsys: pytest.CaptureFixture[str], mo
     ("argv", "env", "message"),
     [
         (["--max-seqs", "0"], {}, "max_seqs: 0 is below the minimum of 1"),
+        (["--threads", "100000"], {}, "threads: 100000 is above the maximum of 1024"),
         (
             ["--encoder-time-slice", "0.2", "--encoder-process"],
             {},
