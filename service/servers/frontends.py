@@ -294,6 +294,13 @@ def check(options: ServerOptions) -> None:
         raise ConfigError(
             f"sizes_file: only a server with one frontend process writes it, but frontends is {options.frontends}"
         )
+    for name in ("max_queue", "max_tenant_calls", "max_tenant_requests"):
+        total = getattr(options, name)
+        if total is not None and total < options.frontends:
+            raise ConfigError(
+                f"{name}: {total} cannot be divided among {options.frontends} frontends; use at least "
+                f"{options.frontends}, or at most {total} frontends"
+            )
     if options.api_keys is not None:
         limited = [t.name for t in watch_keys(options.api_keys).current().values() if t.limits.limited]
         if limited:

@@ -25,7 +25,7 @@ def check_processes(options: ServerOptions, memory: int | None = None) -> None:
     if options.frontends > max(1, frontends):
         raise ConfigError(
             f"frontends: {options.frontends} processes, each with {least} image workers, take more than half of "
-            f"machine's {memory >> 20} MiB of memory; at most {max(1, frontends)} fit"
+            f"this machine's {memory >> 20} MiB of memory; at most {max(1, frontends)} fit"
         )
     workers = half // PROCESS_BYTES - options.frontends
     if options.image_workers > max(least, workers):

@@ -178,6 +178,8 @@ def test_options_that_several_frontends_cannot_implement(model: Path, tmp_path: 
     keys.write_text(f'[[key]]\nname = "a"\nsha256 = "{"0" * 64}"\nrequests_per_minute = 5\n')
     cases: list[tuple[dict[str, Any], str]] = [
         ({"batch_dir": str(tmp_path)}, "batch_dir"),
+        ({"max_queue": 1}, "max_queue: 1 cannot be divided among 2 frontends; use at least 2, or at most 1"),
+        ({"max_tenant_requests": 1}, "max_tenant_requests: 1 cannot be"),
         ({"api_keys": str(keys)}, "'a' has a rate"),
         ({"tls_cert": str(tmp_path / "no.pem"), "tls_key": str(tmp_path / "no.key")}, "cannot be read"),
     ]
