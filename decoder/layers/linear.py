@@ -37,19 +37,21 @@ assert tuple(ACTIVATIONS) == tuple(COMPILED) == descriptions.ACTIVATIONS
 
 def _stored(weight: Tensor | Quantised, options: DecoderOptions) -> Tensor | Quantised:
     """The weight quantised as the options say, or as it is in the checkpoint."""
-    if options.weights is not None and not (isinstance(weight, Quantised) and weight.kind == options.weights):
+    if options.weights is not None and not _has_kind(weight, options.weights):
         plain = weight.dequantise() if isinstance(weight, Quantised) else weight
         weight = quantise(plain, options.weights)
     return weight.to(options.device) if isinstance(weight, Quantised) else weight.to(options.device, options.dtype)
 
 
 def stored_stack(stack: Tensor | Quantised | Stack, options: DecoderOptions) -> Tensor | Quantised:
-    """The same for weights `[experts, out, in]`, which are quantised one by one."""
-    if isinstance(stack, Stack):
-        stack = join_stack(stack)
-    if options.weights is None or (isinstance(stack, Quantised) and stack.kind == options.weights):
-        return _stored(stack, options)
-    return join_stack([_stored(stack[index], options) for index in range(stack.shape[0])])
+    """The same for weights `[experts, out, in]`, which are read, quantised and moved one by one."""
+    if isinstance(stack, Stack) or (options.weights is not None and not _has_kind(stack, options.weights)):
+        return join_stack(Stack(lambda index: _stored(stack[index], options), stack.shape))
+    return _stored(stack, options)
+
+
+def _has_kind(weight: Tensor | Quantised, kind: str) -> bool:
+    return isinstance(weight, Quantised) and weight.kind == kind
 
 
 def _placed(bias: Tensor | None, options: DecoderOptions) -> Tensor | None:

@@ -71,6 +71,11 @@ def _load(wanted: InstructionSet) -> ctypes.CDLL:
     _declare(loaded.saccade_tower, [pointer, pointer, number, number])
     _declare(loaded.saccade_advance, [pointer, number, pointer])
     _declare(
+        loaded.saccade_pack,
+        [number, pointer, number, pointer, number, number, number, pointer, number, pointer, number, number, number],
+        ctypes.c_char_p,
+    )
+    _declare(
         loaded.saccade_linear,
         [pointer, pointer, number, number, pointer, number, number, number, number, pointer, number, pointer],
     )

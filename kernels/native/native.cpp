@@ -17,6 +17,7 @@
 #include "layout.h"
 #include "mamba.h"
 #include "numbers.h"
+#include "pack.h"
 #include "products.h"
 #include "sample.h"
 #include "structs.h"
@@ -294,6 +295,18 @@ const char* saccade_sample(
     if (const char* reason = why_not(draws, rows, vocab, logprobs ? width : -1)) return reason;
     pool().run(SampleJob(logits, rows, vocab, draws, tokens, logprobs, top_ids, top, width), std::min(rows, threads));
     return nullptr;
+}
+
+// Panels [begin, end) of a weight; see pack.h. Returns why the weight cannot be multiplied.
+const char* saccade_pack(
+    int64_t kind, const void* rows, int64_t stride, const int64_t* order, int64_t n, int64_t k, int64_t kpad, const void* scales,
+    int64_t scale_stride, void* out, int64_t begin, int64_t end, int64_t threads
+) {
+    const Packing packing{kind, n, k, kpad, static_cast<const uint8_t*>(rows), stride, order,
+        static_cast<const uint8_t*>(scales), scale_stride, static_cast<uint8_t*>(out)};
+    const PackJob job(packing, begin, end);
+    pool().run(job, threads);
+    return job.refused() & NOT_A_NUMBER ? "an e4m3 number is not a number" : job.refused() ? "a scale is negative" : nullptr;
 }
 
 // out[rows, n] = x[rows, k] W^T + b, `x` and `out` both float32 or both bfloat16.

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
 
 from decoder.config import DecoderOptions
 from decoder.layers.descriptions import Experts
 from decoder.layers.experts import ExpertsMixer
+from decoder.layers.linear import stored_stack
+from kernels.linear import Quantised, Stack, quantise
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -65,3 +69,24 @@ def test_softmax_routing_and_gated_shared_expert(seed: int) -> None:
 def test_what_softmax_routing_does_not_have_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(Experts(64, routing="softmax"), **changes)
+
+
+@pytest.mark.parametrize("weights", [None, "int8", "nvfp4"])
+def test_stored_experts_are_read_and_quantised_one_by_one(weights: str | None) -> None:
+    """At most the first and the last are in memory as they were read: a layer's experts together are much larger."""
+    read: list[weakref.ref[Tensor]] = []
+    generator = torch.Generator().manual_seed(0)
+    plain = torch.randn(6, 32, 64, generator=generator)
+
+    def expert(index: int) -> Tensor:
+        assert sum(each() is not None for each in read) <= 2
+        found = plain[index].clone()
+        read.append(weakref.ref(found))
+        return found
+
+    found = stored_stack(Stack(expert, plain.shape), DecoderOptions(dtype=torch.float32, weights=weights))
+    assert len(read) == 6 and found.shape == plain.shape
+    for index in range(6):
+        wanted = plain[index] if weights is None else quantise(plain[index], weights).dequantise()
+        each = found[index]
+        assert torch.equal(each.dequantise() if isinstance(each, Quantised) else each, wanted)
