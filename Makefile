@@ -8,7 +8,8 @@ VENV ?= .venv
 PYTHON ?= python3
 # Passed on to the program behind a target: make serve ARGS="--port 0", make test ARGS="tests/saccade -k stream"
 ARGS ?=
-# Processes that run tests, each with one thread for torch; a file's tests stay in one of them.
+# Processes that run tests, each with one thread for torch; a file's tests stay in one of them. Files begin in the order of
+# their names: xdist's own order, by the number of tests, begins the slowest files last, because they have few tests.
 JOBS ?= 2
 MODEL ?= demo
 HTTP_PORT ?= 8000
@@ -47,7 +48,7 @@ RELEASE_STAMP := build/release/.installed-$(SETUP_HASH)
 needs = @test -e '$(1)' || { echo "make $@: this checkout has no $(1) yet" >&2; exit 1; }
 
 .PHONY: help setup demo serve test test-fast test-web test-ray lint format docs screenshots protos sdk test-floors demo-model bench aot soak gpu-check gpu-bench peers \
-  wheels release-check
+  libraries wheels release-check
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -85,7 +86,7 @@ serve: setup  ## serve MODEL (the embedded model by default) over gRPC, and over
 	@$(VENV)/bin/saccade serve $(MODEL) $(if $(HTTP_PORT),--http-port $(HTTP_PORT)) $(ARGS)
 
 test: setup  ## run the tests, JOBS (2) at a time; JOBS=0 for one process, which a debugger needs
-	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
+	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: setup  ## the part of the tests that takes less than a minute
 	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile $(FAST) $(ARGS)
@@ -134,6 +135,9 @@ $(RELEASE_STAMP):
 	@test -x $(RELEASE_PY) || $(PYTHON) -m venv build/release
 	@$(RELEASE_PY) -m pip install --quiet -c constraints.txt $$($(PYTHON) -c $(RELEASE_TOOLS))
 	@rm -f build/release/.installed-* && touch $@
+
+libraries:  ## compile the CPU's kernels for every instruction set, into the cache that servers, tests and wheels take them from
+	@nice $(PYTHON) -c 'from kernels.native import prebuilt as p; print(*p.build(p.Path("build/libraries")), sep="\n")'
 
 wheels: $(RELEASE_STAMP)  ## build both packages in dist/: source distributions and wheels, the server's with compiled code
 	@$(RELEASE_PY) -m release.wheels

@@ -149,5 +149,13 @@ def test_the_example_for_github_calls_what_contributors_call() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     assert workflow[True].keys() == {"push", "pull_request"}  # YAML 1.1 reads `on` as true
     commands = {job: [s["run"] for s in of["steps"] if "run" in s] for job, of in workflow["jobs"].items()}
-    assert commands == {"test": [".ci/run"], "release": ["make release-check"]}
-    assert re.search(r"^release-check:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert commands == {"test": [".ci/run"]}
+
+
+def test_ci_makes_what_contributors_are_told() -> None:
+    lines = re.findall(r"^make (.*)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    targets = [word for line in lines for word in re.findall(r"(?<!\S)[a-z][a-z-]+", line)]
+    assert targets == ["libraries", "lint", "docs", "test", "release-check"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+    assert f"`.ci/run` is `make {' '.join(targets)}`" in (ROOT / "CONTRIBUTING.md").read_text()

@@ -18,8 +18,7 @@ from kernels.native.instruction_sets import NativeUnavailable
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("native.cpp")
-# -ffp-contract=off: only `fmadd` fuses, so that a library tuned for this processor and one for every processor with the
-# set give the same bits. Otherwise the compiler chooses, and tuning changes its choice.
+# -ffp-contract=off: only `fmadd` fuses. Otherwise each compiler would choose, and give other last bits.
 FLAGS = [
     "-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp-simd", "-fPIC",
     "-shared",
@@ -45,16 +44,14 @@ def digest(parts: Iterable[str]) -> str:
     return hashlib.sha256(chr(0).join([*texts, *parts]).encode()).hexdigest()[:24]
 
 
-def compiled(name: str, options: Sequence[str], processor: Iterable[str], ends: contextlib.ExitStack) -> Path:
+def compiled(name: str, options: Sequence[str], ends: contextlib.ExitStack) -> Path:
     """The library for the instruction set `name`, compiled now if the cache does not have it. If it cannot be cached
-    it exists until `ends`; once loaded, the code needs no file.
-
-    `processor`: what options such as -march=native depend on. Raises NativeUnavailable.
+    it exists until `ends`; once loaded, the code needs no file. Raises NativeUnavailable.
     """
     compiler = find_compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     flags = [*FLAGS, *options]
-    file = f"{digest([version, *flags, *processor])}.so"
+    file = f"{digest([version, *flags])}.so"
     try:
         folder = cache_folder()
         if (folder / file).exists():

@@ -23,19 +23,13 @@ class InstructionSet:
     needs: frozenset[str]
     """Flags of /proc/cpuinfo."""
     flags: tuple[str, ...]
-    """Options of the compiler, for any processor that has the set."""
-    local: tuple[str, ...] = ("-mtune=native",)
-    """Further options where only this processor runs the result."""
+    """Options of the compiler, for any processor that has the set: one library serves them all."""
     optional: tuple[tuple[str, str], ...] = ()
     """(flag of /proc/cpuinfo, option of the compiler where it is there)."""
 
-    def portable_options(self, features: Set[str]) -> list[str]:
+    def options(self, features: Set[str]) -> list[str]:
         """The compiler's options for every processor that has the set and, of `optional`, these flags."""
         return [*self.flags, *(option for flag, option in self.optional if flag in features)]
-
-    def options(self, features: Set[str]) -> list[str]:
-        """The compiler's options for this processor, which has these flags."""
-        return [*self.portable_options(features), *self.local]
 
 
 _AVX2 = frozenset(("avx2", "fma", "f16c", "bmi1", "bmi2"))
@@ -48,12 +42,11 @@ SETS = (
         "avx512bf16",
         _AVX512 | {"avx512_bf16", "avx512_vnni", "avx512vbmi"},
         (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi"),
-        ("-march=native",),
     ),
     InstructionSet("avx512vnni", _AVX512 | {"avx512_vnni"}, (*_AVX512_FLAGS, "-mavx512vnni")),
     InstructionSet("avx512", _AVX512, _AVX512_FLAGS),
     InstructionSet("avx2", _AVX2, _AVX2_FLAGS, optional=(("avx_vnni", "-mavxvnni"),)),
-    InstructionSet("neon", frozenset(("asimd",)), ("-march=armv8-a",), ()),
+    InstructionSet("neon", frozenset(("asimd",)), ("-march=armv8-a",)),
 )
 """Best first."""
 CHOICES = (AUTO, *(each.name for each in SETS))

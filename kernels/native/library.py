@@ -1,7 +1,7 @@
 """Loads the compiled code for one instruction set (`instruction_sets.py`).
 
 It is a library that came with the package, if that has one of the same source (`prebuilt.py`). Otherwise it is compiled
-in about ten seconds, and cached under a name made of the source, the compiler and the processor's features
+with the same options in about half a minute, and cached under a name made of the source, the compiler and the options
 (`compiler.py`).
 """
 
@@ -99,9 +99,8 @@ def _prebuilt(wanted: InstructionSet) -> ctypes.CDLL | None:
 
 
 def _compiled(wanted: InstructionSet) -> ctypes.CDLL:
-    features = processor_features()
     with contextlib.ExitStack() as ends:
-        path = compiled(wanted.name, wanted.options(features), sorted(features), ends)
+        path = compiled(wanted.name, wanted.options(processor_features()), ends)
         try:
             return ctypes.CDLL(str(path))
         except OSError as error:

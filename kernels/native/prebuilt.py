@@ -1,6 +1,6 @@
 """Libraries that a wheel brings, so that a machine without a compiler runs compiled code too.
 
-`build`, which setup.py calls, makes one for each instruction set of the compiler's architecture. A library's name holds
+`build`, which setup.py and `make libraries` call, makes one for each instruction set of the compiler's architecture. A library's name holds
 a digest of the source and of the compiler's options: one that was built from another source is never loaded. The code
 calls neither Python nor torch, so a library serves every version of either; `layout.py` compares the structs when it is
 loaded.
@@ -26,7 +26,7 @@ FOLDER = Path(__file__).with_name("prebuilt")
 
 def file_name(wanted: InstructionSet, features: Set[str]) -> str:
     """The name of a library of the present source for processors with these flags of /proc/cpuinfo."""
-    return f"{wanted.name}-{digest([*FLAGS, *wanted.portable_options(features)])}.so"
+    return f"{wanted.name}-{digest([*FLAGS, *wanted.options(features)])}.so"
 
 
 def find(wanted: InstructionSet, features: Set[str]) -> Path | None:
@@ -42,8 +42,8 @@ def architecture() -> str:
 
 
 def build(folder: Path) -> list[Path]:
-    """Builds every library of the compiler's architecture into `folder`, one for each combination of what a set uses
-    where it is there. Raises NativeUnavailable."""
+    """Puts every library of the compiler's architecture into `folder`, one for each combination of what a set uses
+    where it is there; what the compiler's cache has is not compiled again. Raises NativeUnavailable."""
     is_arm = architecture() == "aarch64"
     wanted = [
         (each, set(each.needs).union(flag for flag, _ in extra))
@@ -56,7 +56,7 @@ def build(folder: Path) -> list[Path]:
 
     def one(each: InstructionSet, features: Set[str]) -> Path:
         with contextlib.ExitStack() as ends:
-            library = compiled(each.name, each.portable_options(features), (), ends)
+            library = compiled(each.name, each.options(features), ends)
             return Path(shutil.copyfile(library, folder / file_name(each, features)))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -139,7 +139,7 @@ def test_a_library_of_the_package_needs_no_compiler_and_is_not_used_for_another_
     use_the_build_that_is_there(monkeypatch)
     features = processor_features()
     best = supported(features)[0]
-    built = compiled(best.name, best.options(features), sorted(features), contextlib.ExitStack())
+    built = compiled(best.name, best.options(features), contextlib.ExitStack())
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "prebuilt")
     assert origin(best).startswith("built by ")
     monkeypatch.setenv("CXX", "no-such-compiler")
