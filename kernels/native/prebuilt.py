@@ -1,9 +1,9 @@
 """Libraries that a wheel brings, so that a machine without a compiler runs compiled code too.
 
-`build`, which setup.py and `make libraries` call, makes one for each instruction set of the compiler's architecture. A library's name holds
-a digest of the source and of the compiler's options: one that was built from another source is never loaded. The code
-calls neither Python nor torch, so a library serves every version of either; `layout.py` compares the structs when it is
-loaded.
+`build`, which setup.py and `make libraries` call, makes one for each instruction set of the compiler's architecture. A
+library's name holds a digest of the source and of the compiler's options: one that was built from another source is
+never loaded. The code calls neither Python nor torch, so a library serves every version of either; `layout.py` compares
+the structs when it is loaded.
 """
 
 from __future__ import annotations
