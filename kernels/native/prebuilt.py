@@ -60,4 +60,4 @@ def build(folder: Path) -> list[Path]:
             return Path(shutil.copyfile(library, folder / file_name(each, features)))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(one, *zip(*wanted)))
+        return list(pool.map(one, *zip(*reversed(wanted))))  # sets with short registers take longest
