@@ -3,6 +3,7 @@
     python -m benchmarks.compare [--family nemotron_h|qwen3_5] --peer transformers|vllm|llamacpp [--rounds 3]
                                  [--only decode,prefill,omni] [--weights int8] [--device cuda] [--concurrent 1,8,64]
                                  [--new-tokens 64] [--instruction-set avx2|avx512vnni|avx512]
+                                 [--shape 116m|600m|1500m|moe] [--prompt 1024]
 
 Saccade runs behind its gRPC server, the peer in a process of its own. In each round both sides run each workload in
 turn, short ones several times; the output is medians and their ratios. The machine's limits are measured with each
@@ -26,11 +27,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import saccade
-from benchmarks import gguf_model, machine, models, plot
+from benchmarks import gguf_model, machine, models, plot, sized_models
 from benchmarks.floors import Floor, Machine
 from benchmarks.workloads import SUBJECTS, Workload, workloads
 from decoder.config import WEIGHT_KINDS
@@ -145,7 +147,7 @@ class Peer:
                 command, cwd=ROOT if peer == "transformers" else log.parent, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=environment,
             )  # fmt: skip
-        self._ask({"load": str(model), "omni": omni, "device": device, "tokenizer": tokenizer})
+        self._ask({"load": str(model), "omni": omni, "device": device, "tokenizer": tokenizer, "tokens": tokens})
 
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -341,6 +343,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--instruction-set", choices=list(LIMITS), help="what both sides are limited to; of peers, vLLM alone"
     )
+    parser.add_argument(
+        "--shape",
+        choices=sized_models.SHAPES,
+        default=sized_models.SMALLEST,
+        help="size of nemotron_h; others: text only",
+    )
+    parser.add_argument("--prompt", type=int, help="tokens of each text prompt, instead of the family's")
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
     parser.add_argument("--out", type=Path, help="write the result to this file")
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
@@ -349,6 +358,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.instruction_set and arguments.peer != "vllm":
         parser.error("--instruction-set needs --peer vllm: the other peers cannot be limited")
     subject, only = SUBJECTS[arguments.family], set(arguments.only.split(","))
+    if arguments.prompt is not None and arguments.prompt < 1:
+        parser.error(f"--prompt: {arguments.prompt} is below 1")
+    if arguments.shape != sized_models.SMALLEST:
+        if arguments.family != "nemotron_h":
+            parser.error(f"--shape {arguments.shape} needs --family nemotron_h")
+        subject = replace(subject, text=partial(sized_models.sized_model, arguments.shape))
+        only -= {"omni"}
     if arguments.peer == "llamacpp":
         only -= {"omni"}  # its server takes images by way of its own tower files
     load = machine.load()
@@ -358,8 +374,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     ceilings = machine.ceilings(arguments.device)
     print(json.dumps({**machine.describe(), **ceilings, "load": load}))
     with tempfile.TemporaryDirectory() as folder:
-        text, omni = workloads(subject, Path(folder), only, concurrent, arguments.new_tokens)
-        sides = [(subject.text(arguments.folder), False, text), (subject.omni(arguments.folder), True, omni)]
+        text, omni = workloads(subject, Path(folder), only, concurrent, arguments.new_tokens, arguments.prompt)
+        sides = [(subject.text(arguments.folder), False, text)]
+        if omni:
+            sides.append((subject.omni(arguments.folder), True, omni))
         if arguments.peer == "vllm" and arguments.family == "nemotron_h":
             sides = [
                 (models.released_names(path, arguments.folder) if omni else path, omni, l) for path, omni, l in sides
@@ -382,7 +400,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.write:
         RESULTS.mkdir(exist_ok=True)
-        kind = "".join(f"-{part}" for part in (arguments.weights, arguments.instruction_set) if part)
+        shape = None if arguments.shape == sized_models.SMALLEST else arguments.shape
+        length = arguments.prompt and f"{arguments.prompt}-tokens"
+        parts = (arguments.weights, arguments.instruction_set, shape, length)
+        kind = "".join(f"-{part}" for part in parts if part)
         family = "" if arguments.family == "nemotron_h" else f"-{arguments.family}"
         path = RESULTS / f"{result['date']}-compare{family}-{arguments.peer}{kind}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")

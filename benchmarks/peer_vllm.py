@@ -41,7 +41,8 @@ def limit_instructions(name: str | None) -> None:
 class Peer:
     """One loaded model."""
 
-    def __init__(self, path: str, omni: bool, tokenizer: bool = False) -> None:
+    def __init__(self, path: str, omni: bool, tokenizer: bool = False, tokens: int = 0) -> None:
+        """`tokens`: of the longest prompt and its answer."""
         limit_instructions(os.environ.get("PEER_INSTRUCTION_SET"))
         from vllm import LLM
 
@@ -55,8 +56,8 @@ class Peer:
         if tokenizer:  # with its default, free white space, random models write nothing else
             limits["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
         self.model = LLM(
-            path, dtype="bfloat16", max_model_len=4096, max_num_seqs=32, skip_tokenizer_init=not omni and not tokenizer,
-            enable_prefix_caching=False, **limits,
+            path, dtype="bfloat16", max_model_len=max(4096, tokens), max_num_seqs=32,
+            skip_tokenizer_init=not omni and not tokenizer, enable_prefix_caching=False, **limits,
         )  # fmt: skip
 
     def run(self, prompts: list[list[int]], images: list[list[str]], new_tokens: int) -> tuple[float, int]:
@@ -111,7 +112,7 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         if "load" in command:
-            peer = Peer(command["load"], command["omni"], command.get("tokenizer", False))
+            peer = Peer(command["load"], command["omni"], command.get("tokenizer", False), command.get("tokens", 0))
             answer: dict[str, Any] = {"loaded": command["load"]}
         elif "schema" in command:
             assert peer is not None

@@ -15,6 +15,8 @@ from benchmarks.floors import Floor, Machine
 
 PROMPT = 128
 """Tokens of a prompt, in workloads that do not measure prompts."""
+TOGETHER = 32768
+"""Tokens of prompts of a length that was asked for: fewer of them at a time if there would be more."""
 TEXT_BEHIND = 32
 """Tokens after an image."""
 MIXED = ((224, 224), (512, 512), (320, 240), (256, 384), (448, 448), (224, 320), (384, 512), (336, 336))
@@ -106,17 +108,26 @@ def image_workload(
 
 
 def workloads(
-    subject: Subject, folder: Path, only: set[str], concurrent: Sequence[int], new_tokens: int
+    subject: Subject,
+    folder: Path,
+    only: set[str],
+    concurrent: Sequence[int],
+    new_tokens: int,
+    prompt: int | None = None,
 ) -> tuple[list[Workload], list[Workload]]:
-    """(text workloads, image workloads)"""
+    """(text workloads, image workloads). `prompt`: tokens of each text prompt, instead of the subject's."""
     text, omni = [], []
+    prompts = subject.prompts
+    if prompt is not None:
+        prompts = tuple((count, prompt) for count, _ in prompts if count == 1 or count * prompt <= TOGETHER)
+        prompts = tuple(dict.fromkeys(prompts))
     if "decode" in only:
         text += [
-            text_workload(subject, f"decode {c}", c, PROMPT, 2 * new_tokens if c == 1 else new_tokens)
+            text_workload(subject, f"decode {c}", c, prompt or PROMPT, 2 * new_tokens if c == 1 else new_tokens)
             for c in concurrent
         ]
     if "prefill" in only:
-        text += [text_workload(subject, f"prefill {n}x{size}", n, size, 1) for n, size in subject.prompts]
+        text += [text_workload(subject, f"prefill {n}x{size}", n, size, 1) for n, size in prompts]
     if "omni" in only:
         some = new_tokens // 2 + 1
         omni.append(image_workload(subject, "image 1", folder, [subject.single], some))

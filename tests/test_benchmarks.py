@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 from tiny_decoder import greedy_params, request, run, tiny_config, tokens
 
-from benchmarks import large_checkpoint
+from benchmarks import large_checkpoint, sized_models
 from benchmarks.compare import typical
 from benchmarks.floors import Floor, Machine, Tower
-from benchmarks.workloads import Workload
+from benchmarks.workloads import SUBJECTS, Workload, workloads
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mlp
 from decoder.layers.spec import Layer
 from decoder.runner import DecoderRunner
 from kernels.linear import Quantised
 from service.model.checkpoint import Checkpoint
+from service.model.modelconfig import load_config
 
 MACHINE = Machine(flops=1e12, bandwidth=1e10)
 
@@ -107,3 +108,40 @@ def test_a_large_checkpoint_in_small(tmp_path: Path) -> None:
 def test_the_limits_of_a_workload_are_medians_of_those_beside_its_rounds() -> None:
     measured = [{"read_gb_s": gigabytes, "bf16_gflop_s": 400.0} for gigabytes in (57.0, 35.0, 36.0)]
     assert typical(measured) == {"read_gb_s": 36.0, "bf16_gflop_s": 400.0}
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters", "active"), [("600m", 0.6e9, 0.6e9), ("1500m", 1.5e9, 1.5e9), ("moe", 3e9, 0.6e9)]
+)
+def test_a_shape_has_the_size_of_its_name(shape: str, parameters: float, active: float, tmp_path: Path) -> None:
+    from transformers import NemotronHConfig
+
+    fields = sized_models.fields(shape)
+    NemotronHConfig(**fields, architectures=["NemotronHForCausalLM"], dtype="bfloat16").save_pretrained(tmp_path)
+    assert sized_models.parameters(tmp_path) == pytest.approx(parameters, rel=0.05)
+    slow, head = Machine(flops=2.0, bandwidth=1e30), fields["hidden_size"] * fields["vocab_size"]
+    used = Floor(load_config(tmp_path).decoder, None).step(slow, 1) + head  # as many embeddings
+    assert used == pytest.approx(active, rel=0.05)
+
+
+def test_a_sized_checkpoint_in_small_runs(tmp_path: Path) -> None:
+    small = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 16,
+             "moe_shared_expert_intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "n_routed_experts": 4,
+             "num_experts_per_tok": 2}  # fmt: skip
+    for shape in ("600m", "moe"):
+        path = tmp_path / shape
+        sized_models.write(path, {**sized_models.fields(shape), **small})
+        checkpoint = Checkpoint(path)
+        options = DecoderOptions(max_seqs=1, max_len=32, max_batched_tokens=16)
+        runner = DecoderRunner(checkpoint.config.decoder, options, checkpoint.decoder_weights())
+        found = run(runner, request("one", [5, 7, 11], greedy_params(4, logprobs=1)))["one"]
+        assert len(tokens(found)) == 4 and all(-20 < event.logprob <= 0 for event in found)
+
+
+def test_prompts_of_another_length_come_fewer_at_a_time(tmp_path: Path) -> None:
+    subject, only = SUBJECTS["nemotron_h"], {"decode", "prefill"}
+    for length, counts in ((128, {1, 32}), (1024, {1, 32}), (8192, {1})):
+        loads, _ = workloads(subject, tmp_path, only, (1, 8), 4, length)
+        assert {len(prompt) for load in loads for prompt in load.prompts} == {length}
+        assert {len(load.prompts) for load in loads if load.name.startswith("prefill")} == counts

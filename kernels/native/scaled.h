@@ -190,15 +190,6 @@ struct PairsOfBf16 : PairsOfF32 {  // widened
 // Groups of inputs whose sums are scaled separately; 1 if the scales are part of the numbers, or belong to whole rows.
 inline int64_t summed_groups(const Weight& w) { return w.kind == NVFP4 ? 1 : (w.kpad + w.group - 1) / w.group; }
 
-// Sums of R rows and V vectors of outputs.
-template <int R, int V>
-inline __attribute__((always_inline)) void set_zero(Floats (&sum)[R][V]) {
-#pragma GCC unroll 6
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) sum[r][v] = zero();
-}
-
 // Stores sums times the scales of their outputs, or totals of groups, which are scaled already. A loop that is not unrolled
 // would have GCC keep the sums in memory throughout.
 template <bool GROUPED, int R, int V>

@@ -43,6 +43,32 @@ struct Inputs {  // [begin, end) of a product's, begin a multiple of 2
     int64_t begin, end;
 };
 
+// Sums of R rows and V vectors of outputs, zero or from [R, PANEL], and back. Loops over sums that are not unrolled would
+// have GCC keep them in memory throughout: in the products' loops each sum would be stored after each pair of inputs.
+template <int R, int V>
+inline __attribute__((always_inline)) void set_zero(Floats (&sum)[R][V]) {
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) sum[r][v] = zero();
+}
+
+template <int R, int V>
+inline __attribute__((always_inline)) void load_sums(bool from_zero, const float* sums, Floats (&sum)[R][V]) {
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) sum[r][v] = from_zero ? zero() : load_floats(sums + r * PANEL + v * 16);
+}
+
+template <int R, int V>
+inline __attribute__((always_inline)) void store_sums(const Floats (&sum)[R][V], float* sums) {
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) store_floats(sums + r * PANEL + v * 16, sum[r][v]);
+}
+
 #if BF16_PAIRS
 // R rows times 16 * V columns, from column 16 * first of a panel: the sums of some inputs, added to `sums` unless these are the
 // FIRST ones. Never inlined: the loop needs most of the registers.
@@ -54,8 +80,7 @@ __attribute__((noinline)) void tile_bf16(
     const uint16_t* const a_end = a + inputs.end;
     a += inputs.begin;
     Floats sum[R][V];
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) sum[r][v] = FIRST ? zero() : load_floats(sums + r * PANEL + v * 16);
+    load_sums(FIRST, sums, sum);
     while (a < a_end) {
         const uint16_t* const stop = ahead.step() ? std::min(a_end, a + 2 * STRIDE) : a_end;
         for (; a < stop; a += 2, b += 2 * PANEL) {
@@ -67,39 +92,46 @@ __attribute__((noinline)) void tile_bf16(
             }
         }
     }
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) store_floats(sums + r * PANEL + v * 16, sum[r][v]);
+    store_sums(sum, sums);
 }
 #else
 // The same without instructions for bfloat16: numbers are widened to float32. A row's numbers are widened once for some inputs,
 // and a panel's in registers, for as many vectors at a time as there are registers for.
 template <int R, int W>
+inline __attribute__((always_inline)) void add_column(
+    const float (&rows)[R][WIDENED], int64_t input, const Floats (&column)[W], Floats (&sum)[R][W]
+) {
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+        const Floats x = in_register(splat(rows[r][input]));
+#pragma GCC unroll 4
+        for (int v = 0; v < W; v++) sum[r][v] = fmadd(x, column[v], sum[r][v]);
+    }
+}
+
+template <int R, int W>
 __attribute__((noinline)) void add_widened(
     const float (&rows)[R][WIDENED], int64_t count, const uint16_t* b, bool from_zero, bool others, Ahead ahead, float* sums
 ) {
     Floats sum[R][W];
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < W; v++) sum[r][v] = from_zero ? zero() : load_floats(sums + r * PANEL + v * 16);
+    load_sums(from_zero, sums, sum);
     for (int64_t i = 0; i < count;) {
         const int64_t stop = ahead.step() ? std::min(count, i + 2 * STRIDE) : count;
         for (; i < stop; i += 2, b += 2 * PANEL) {
             if (others)  // their lines are read by the next passes
                 for (int v = 0; v < 4; v++) prefetch_near(b + FETCHED_STEPS * 2 * PANEL + v * 32);
             Floats column[W];
+#pragma GCC unroll 4
             for (int v = 0; v < W; v++) column[v] = as_floats(shift_left32<16>(load_words(b + v * 32)));
-            for (int r = 0; r < R; r++) {
-                const Floats x = in_register(splat(rows[r][i]));
-                for (int v = 0; v < W; v++) sum[r][v] = fmadd(x, column[v], sum[r][v]);
-            }
-            for (int v = 0; v < W; v++) column[v] = as_floats(load_words(b + v * 32) & splat_word(int32_t(0xffff0000)));
-            for (int r = 0; r < R; r++) {
-                const Floats x = in_register(splat(rows[r][i + 1]));
-                for (int v = 0; v < W; v++) sum[r][v] = fmadd(x, column[v], sum[r][v]);
-            }
+            add_column(rows, i, column, sum);
+            const uint16_t* again = b;  // loaded twice: there is no register to keep both inputs in
+            asm("" : "+r"(again));
+#pragma GCC unroll 4
+            for (int v = 0; v < W; v++) column[v] = as_floats(load_words(again + v * 32) & splat_word(int32_t(0xffff0000)));
+            add_column(rows, i + 1, column, sum);
         }
     }
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < W; v++) store_floats(sums + r * PANEL + v * 16, sum[r][v]);
+    store_sums(sum, sums);
 }
 
 template <int R, int V, bool FIRST>
