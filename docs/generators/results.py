@@ -132,19 +132,6 @@ def http_load() -> str:
     return "\n".join([*lines, "", machine_line({**found, "command": "python -m benchmarks.http_load ... --write"})])
 
 
-def contexts() -> str:
-    """What a token of a prompt and a step cost after contexts of several lengths, for Mamba-2 and for attention."""
-    found = result("contexts")
-    lines = [
-        "| tokens of context | Mamba-2: prompt, us a token | step, ms | attention: prompt, us a token | step, ms |",
-        "| --: | --: | --: | --: | --: |",
-    ]
-    for rows in zip(found["rows"]["mamba"], found["rows"]["attention"], strict=True):
-        costs = [number for row in rows for number in (f"{row['prompt_us_per_token']:.0f}", f"{row['step_ms']:.2f}")]
-        lines.append(f"| {' | '.join([format(rows[0]['tokens'], ','), *costs])} |")
-    return "\n".join([*lines, "", machine_line(found)])
-
-
 def overview() -> str:
     """For the README: one row for each workload, beside vLLM and transformers."""
     vllm, transformers = result("compare-vllm"), result("compare-transformers")
