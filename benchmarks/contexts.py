@@ -46,7 +46,7 @@ def model(kind: str, folder: Path) -> Path:
 
 def ask(client: saccade.Client, tokens: int, new_tokens: int) -> tuple[float, float]:
     """Seconds of a prompt of so many tokens, and of each token after the first."""
-    prompt = [random.Random(tokens).randrange(3, VOCAB) for _ in range(tokens)]
+    prompt = random.Random(tokens).choices(range(3, VOCAB), k=tokens)
     times = [time.perf_counter()]
     with client.stream(prompt, max_tokens=new_tokens, temperature=0, ignore_eos=True) as stream:
         for _ in stream:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_decoder import greedy_params, request, run, tiny_config, tokens
 
-from benchmarks import large_checkpoint, sized_models
+from benchmarks import bookkeeping, large_checkpoint, sized_models
 from benchmarks.compare import typical
 from benchmarks.floors import Floor, Machine, Tower
 from benchmarks.workloads import SUBJECTS, Workload, workloads
@@ -137,6 +137,8 @@ def test_a_sized_checkpoint_in_small_runs(tmp_path: Path) -> None:
         runner = DecoderRunner(checkpoint.config.decoder, options, checkpoint.decoder_weights())
         found = run(runner, request("one", [5, 7, 11], greedy_params(4, logprobs=1)))["one"]
         assert len(tokens(found)) == 4 and all(-20 < event.logprob <= 0 for event in found)
+    spent = bookkeeping.measure(Checkpoint(tmp_path / "600m"), 3, 2)
+    assert spent["requests"] == 3 and 0 < spent["bookkeeping_ms"] < spent["step_ms"]
 
 
 def test_prompts_of_another_length_come_fewer_at_a_time(tmp_path: Path) -> None:
