@@ -181,7 +181,7 @@ def table(title: str, profile: Profile, ceilings: dict[str, float]) -> tuple[str
     bandwidth, rate = ceilings["read_gb_s"] * 1e9, ceilings["bf16_gflop_s"] * 1e9
     lines = [f"### {title}: {total * 1e3:.2f} ms", ""]
     lines += [
-        "| part | us | share | MB | GB/s | GFLOP/s | least, us | of the least |",
+        "| part | us | share | MB | GB/s | GFLOP/s | roofline, us | share of the roofline |",
         "|---|---|---|---|---|---|---|---|",
     ]
     fractions = {}
@@ -237,8 +237,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = "\n\n".join(
         [
             "# Where a step's time goes",
+            f"This page divides the time of decoder steps of the {arguments.family} benchmark model among their parts. "
+            "The roofline time of a part is its bytes over the measured bandwidth or its operations over the measured "
+            "rate, whichever is larger; above 100%, the machine was faster than when these were measured.",
             f"Written by `python -m benchmarks.profile {' '.join(sys.argv[1:] if argv is None else argv)}`"
-            f" on {datetime.date.today().isoformat()}; see benchmarks/profile.py for what each column is.",
+            f" on {datetime.date.today().isoformat()}; benchmarks/profile.py describes each column.",
             f"`{json.dumps({**facts, 'threads': arguments.threads, 'weights': arguments.weights or 'bfloat16'})}`",
             *sections,
         ]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from saccade import __version__
-from saccade.errors import InvalidArgument, SaccadeError
+from saccade.errors import InvalidArgument, SaccadeError, Unavailable
 
 SERVER_VARIABLE = "SACCADE_SERVER"
 DEFAULT_SERVER = "127.0.0.1:50051"
@@ -55,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(options)
     except SaccadeError as error:
         print(f"saccade: {error}", file=sys.stderr)
+        if isinstance(error, Unavailable) and not error.reason and (server := getattr(options, "server", None)):
+            hint = "`saccade serve` starts one, --server names another one"
+            print(f"is a server running at {server}? {hint}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         # The reader of our output has closed the pipe; avoids Python's second error when it flushes at exit.

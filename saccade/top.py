@@ -63,6 +63,10 @@ def run(options: argparse.Namespace, stream: TextIO | None = None, pause: Callab
     terminal = out.isatty()
     tls = TLSConfig(ca=options.ca) if options.ca else options.tls
     shown = 0
+    if not 0 <= options.interval < float("inf"):
+        raise InvalidArgument(f"--interval: expected 0 or more seconds, got {options.interval:g}")
+    if options.count is not None and options.count < 1:
+        raise InvalidArgument(f"--count: expected 1 or more updates, got {options.count}")
     if "," in options.server:
         raise InvalidArgument(f"--server: this shows the state of one server, got {options.server!r}")
     with Client(options.server, tls=tls, timeout=ANSWER_SECONDS) as client:

@@ -137,7 +137,7 @@ def overview() -> str:
     vllm, transformers = result("compare-vllm"), result("compare-transformers")
     ratios = {row["workload"]: row["ratio"] for row in transformers["rows"]}
     lines = [
-        "| | Saccade, tokens/s | vLLM, tokens/s | Saccade beside vLLM | beside transformers |",
+        "| | Saccade, tokens/s | vLLM, tokens/s | ratio to vLLM | ratio to transformers |",
         "| --- | --: | --: | --: | --: |",
     ]
     for row in vllm["rows"]:

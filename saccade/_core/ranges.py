@@ -5,6 +5,10 @@ A test compares them with the server's.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
+from typing import Any
+
 from saccade.errors import InvalidArgument
 from saccade.v1 import inference_pb2, types_pb2
 
@@ -27,6 +31,31 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_reasoning_tokens": (0, 2**31 - 1),
 }
 """Smallest and largest value; both are allowed."""
+_SEEDS = (0, 2**64 - 1)
+
+
+def check_integer(name: str, value: Any) -> int:
+    """The value of an integer argument. Raises InvalidArgument, before protobuf would without naming the range."""
+    if not hasattr(type(value), "__index__"):
+        raise InvalidArgument(f"{name}: expected an integer, got {value!r}")
+    number = operator.index(value)
+    low, high = _SEEDS if name == "seed" else _RANGES[name]
+    if not low <= number <= high:
+        raise InvalidArgument(f"{name} is {number}; it must be from {low:g} to {_exact(high)}")
+    return number
+
+
+def check_strings(name: str, values: Any) -> list[str]:
+    """A string, or several, as a list. Raises InvalidArgument with the position of what is no string."""
+    if isinstance(values, str):
+        return [values]
+    if isinstance(values, bytes) or not isinstance(values, Iterable):
+        raise InvalidArgument(f"{name}: expected a string or a list of strings, got {type(values).__name__}")
+    strings = list(values)
+    for i, value in enumerate(strings):
+        if not isinstance(value, str):
+            raise InvalidArgument(f"{name}[{i}]: expected a string, got {type(value).__name__}")
+    return strings
 
 
 def check_request(request: inference_pb2.GenerateRequest) -> None:

@@ -12,7 +12,7 @@ from google.protobuf import json_format
 
 from saccade._core.formats import ResponseFormat, format_message
 from saccade._core.images import ImageInput, image_message, image_messages
-from saccade._core.ranges import check_request
+from saccade._core.ranges import check_integer, check_request, check_strings
 from saccade._core.tools import ToolChoice, ToolInput, add_calls, set_tools
 from saccade._core.videos import VideoInput, video_from_part, video_messages
 from saccade.errors import InvalidArgument
@@ -170,24 +170,19 @@ def _token_ids(values: Iterable[Any]) -> list[int]:
 def _set_sampling(message: types_pb2.SamplingParams, sampling: Mapping[str, Any]) -> None:
     for name in _INTEGERS:
         if sampling.get(name) is not None:
-            with _naming(name):
-                setattr(message, name, operator.index(sampling[name]))
+            setattr(message, name, check_integer(name, sampling[name]))
     for name in _FLOATS:
         if sampling.get(name) is not None:
             with _naming(name):
                 setattr(message, name, float(sampling[name]))
     if sampling.get("ignore_eos") is not None:
         message.ignore_eos = bool(sampling["ignore_eos"])
-    stop = sampling.get("stop") or ()
-    with _naming("stop"):
-        message.stop.extend([stop] if isinstance(stop, str) else list(stop))
+    message.stop.extend(check_strings("stop", sampling.get("stop") or ()))
     with _naming("stop_token_ids"):
         message.stop_token_ids.extend(_token_ids(sampling.get("stop_token_ids") or ()))
     with _naming("allowed_token_ids"):
         message.allowed_token_ids.extend(_token_ids(sampling.get("allowed_token_ids") or ()))
-    words = sampling.get("bad_words") or ()
-    with _naming("bad_words"):
-        message.bad_words.extend([words] if isinstance(words, str) else words)
+    message.bad_words.extend(check_strings("bad_words", sampling.get("bad_words") or ()))
     if sampling.get("response_format") is not None:
         built = format_message(sampling["response_format"])
         if built is not None:
@@ -262,7 +257,9 @@ def _chat_messages(messages: list[Any], media: _Media) -> list[types_pb2.ChatMes
     for kind, given in (("image", media.images), ("video", media.videos)):
         places = waiting[kind]
         if places and len(places) != len(given):
-            raise InvalidArgument(f"the messages have {len(places)} places for {kind}s, {kind}s= holds {len(given)}")
+            raise InvalidArgument(
+                f"{kind}s: {len(given)} are given, and the messages have {len(places)} parts for them"
+            )
         for part, item in zip(places, given, strict=False):
             getattr(part, kind).CopyFrom(item)
         if not places:

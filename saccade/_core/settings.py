@@ -153,6 +153,8 @@ def make_settings(
         raise InvalidArgument(f"affinity: expected one of {', '.join(CHOICES)} or None, got {affinity!r}")
     if affinity is not None and (taken := _BALANCING & (channel_options or {}).keys()):
         raise InvalidArgument(f"affinity: it sets how calls are balanced, and so does channel_options {min(taken)!r}")
+    if not (tls is None or isinstance(tls, bool | TLSConfig)):
+        raise InvalidArgument(f"tls: expected True, False or a TLSConfig, got {tls!r}")
     if tls and len(several) > 1 and not (isinstance(tls, TLSConfig) and tls.server_name):
         raise InvalidArgument("tls: several addresses need TLSConfig(server_name=...), the name in their certificates")
     return Settings(
@@ -168,7 +170,7 @@ def make_settings(
 def _check_host_and_port(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if not (colon and host and "/" not in host and port.isdigit() and int(port) < 65536):
-        raise InvalidArgument(f"address: expected HOST:PORT, got {address!r}")
+        raise InvalidArgument(f"address: expected HOST:PORT with a port up to 65535, got {address!r}")
 
 
 def _target_of(addresses: Sequence[str]) -> str:

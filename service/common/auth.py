@@ -174,4 +174,4 @@ def _parse_entry(entry: Any, where: str) -> tuple[bytes, Tenant]:
 def watch_keys(path: str) -> Watched[dict[bytes, Tenant]]:
     """The key file at `path`, read again when it changes (which resets the rates). Raises ConfigError if it cannot be
     read the first time."""
-    return Watched([path], parse_keys)
+    return Watched("api_keys", [path], parse_keys)

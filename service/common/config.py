@@ -3,189 +3,187 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from kernels.native.instruction_sets import CHOICES
-
-
-class ConfigError(ValueError):
-    """An option has a value that is not allowed; the message names it and the allowed values."""
-
-
-def _option(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-    size: bool = False,
-) -> Any:
-    """A field with its help text; `size` accepts suffixes such as 512Mi."""
-    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "size": size}
-    return field(default=default, metadata=metadata)
+from service.common.option import LAST_PORT, check_addresses
+from service.common.option import ConfigError as ConfigError
+from service.common.option import option as _option
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """Options of the engine process: model, memory, scheduling, speculation, encoders."""
 
-    model: str = _option("demo", "'demo', a checkpoint directory, or a hub id, which is downloaded where it has to be")
+    model: str = _option(
+        "demo", "'demo', a checkpoint directory, or a Hugging Face hub id, which is downloaded if it is not cached"
+    )
     revision: str | None = _option(
-        None, "branch, tag or commit of a model that is named by its hub id; unset: main as it is now"
+        None, "branch, tag or commit of a model given by its hub id; unset: the latest commit of main"
     )
-    dtype: str | None = _option(
-        None, "compute dtype; unset: what the checkpoint declares", choices=("float32", "bfloat16")
-    )
+    dtype: str | None = _option(None, "dtype of computation; unset: the checkpoint's", choices=("float32", "bfloat16"))
     weights: str | None = _option(
         None,
-        "weights of the decoder's linear layers, quantised as they are read; unset: in dtype",
+        "quantise the weights of the decoder's linear layers to this format while loading; unset: as in the checkpoint",
         choices=("int8", "int4", "fp8", "nvfp4"),
     )
     activations: str | None = _option(
-        None, "rows before products with fp8 weights, on a GPU that multiplies fp8; changes answers; unset: in dtype",
+        None, "quantise activations before products with fp8 weights, on a GPU with fp8 products; changes answers; "
+        "unset: no",
         choices=("fp8",),
     )  # fmt: skip
     native: str = _option(
-        "auto", "compiled decoder and vision tower on a CPU; on refuses to start without", choices=("auto", "on", "off")
+        "auto",
+        "compiled code for decoder and vision tower on a CPU; on: an error if there is none",
+        choices=("auto", "on", "off"),
     )
     instruction_set: str = _option(
-        "auto", "instructions that compiled code uses; auto: the best that the processor has", choices=CHOICES
+        "auto", "instruction set of compiled code; auto: the best that the processor supports", choices=CHOICES
     )
-    device: str | None = _option(None, "'cpu' or 'cuda'; unset: cuda where there is one")
-    threads: int | None = _option(None, "threads of the engine's maths; unset: one per core", minimum=1, maximum=1024)
-    max_seqs: int = _option(32, "requests that run at the same time", minimum=1)
+    device: str | None = _option(None, "'cpu', 'cuda' or 'cuda:N'; unset: cuda if available")
+    threads: int | None = _option(
+        None, "threads of computation in the engine; unset: one for each core", minimum=1, maximum=1024
+    )
+    max_seqs: int = _option(32, "requests that run at the same time, each in a batch slot", minimum=1)
     max_len: int | None = _option(
-        None, "tokens of one request, prompt, images and answer together; unset: the model's, at most 8192", minimum=2
+        None, "tokens of one request: prompt, images and answer; unset: the model's limit, at most 8192", minimum=2
     )
-    max_batched_tokens: int = _option(2048, "tokens of one decoder step over all requests", minimum=1)
+    max_batched_tokens: int = _option(2048, "tokens of one decoder step, of all requests together", minimum=1)
     max_chunk: int | None = _option(
-        None, "prompt tokens of one request in one decoder step; unset: no limit but max_batched_tokens", minimum=1
+        None, "prompt tokens of one request in one decoder step; unset: max_batched_tokens", minimum=1
     )
     ageing: int = _option(
-        256, "decoder steps that one level of priority is worth: later requests of a higher level go first for so long",
+        256, "decoder steps of waiting that equal one level of priority: a request overtakes older ones of a lower "
+        "level by at most this many steps for each level",
         minimum=1,
     )  # fmt: skip
     memory_bytes: int | None = _option(
         None,
-        "bytes of the state arena (states, KV pages); unset: what max_seqs x max_len needs, within memory_share",
+        "bytes of the state arena (recurrent states and KV pages); unset: enough for max_seqs requests of max_len "
+        "tokens, within memory_share",
         minimum=1,
         size=True,
     )
     memory_share: float = _option(
-        0.5, "largest share of the device's memory for the state arena while memory_bytes is unset", minimum=0
+        0.5, "largest share of the device's memory for the state arena if memory_bytes is unset", minimum=0
     )
     host_bytes: int | None = _option(
-        None, "host memory for the states of preempted requests; unset: a quarter of the arena", minimum=0, size=True
+        None,
+        "bytes of host memory for the states of preempted requests; unset: a quarter of the arena",
+        minimum=0,
+        size=True,
     )
     state_cache: str = _option(
         "auto",
-        "where states are kept for later requests with the same beginning: auto = ends of images and prompts, "
-        "align = the last state_block boundary, all = every one, none = nowhere",
+        "prefix cache, positions where states are kept for later requests with the same beginning: auto = ends of "
+        "images and prompts, align = the last multiple of state_block, all = every multiple, none = no prefix cache",
         choices=("auto", "align", "all", "none"),
     )
     checkpoint_bytes: int | None = _option(
-        None, "bytes of the state arena for states that are kept for later requests; unset: all that running requests "
-        "leave", minimum=0, size=True,
+        None, "bytes of the state arena for the prefix cache; unset: all that running requests do not use",
+        minimum=0, size=True,
     )  # fmt: skip
     state_block: int | None = _option(
-        None, "tokens between the boundaries of align and all; unset: the model's chunk", minimum=16
+        None,
+        "tokens between positions of state_cache align and all, a multiple of the page size; unset: the model's chunk "
+        "size",
+        minimum=16,
     )
     speculative: str = _option(
         "none",
-        "what drafts tokens that the next step verifies: ngram = what followed the same tokens before, mtp = the "
-        "checkpoint's own heads; answers are the same",
+        "speculative decoding, source of draft tokens: ngram = what followed the same tokens before, mtp = the "
+        "checkpoint's multi-token prediction heads; answers are the same",
         choices=("none", "ngram", "mtp"),
     )
-    draft_tokens: int = _option(3, "drafts of one step and request, at most 15", minimum=1)
+    draft_tokens: int = _option(3, "draft tokens of one request in one step, at most 15", minimum=1)
     spec_state: str = _option(
         "replay",
-        "how a state is restored after a rejected draft: replay = one slot and the last inputs, slots = a slot for "
-        "each token of a step",
+        "how a state is restored after a rejected draft: replay = one state slot and the last inputs, slots = a state "
+        "slot for each token of a step",
         choices=("replay", "slots"),
     )
     draft_policy: str = _option(
         "adaptive",
-        "adaptive = the number of drafts that gives the most tokens per second, possibly none; fixed = always "
+        "adaptive = the number of drafts that gives the most tokens per second, which may be 0; fixed = always "
         "draft_tokens",
         choices=("adaptive", "fixed"),
     )
     forced_tokens: str = _option(
         "auto",
-        "tokens that a grammar leaves no choice about are verified together, as drafts: on (reserves memory for "
-        "drafts), off, or where speculative drafts too; answers are the same",
+        "use tokens that a grammar forces as drafts: on (reserves memory for drafts), off, auto = only with "
+        "speculative; answers are the same",
         choices=("auto", "on", "off"),
     )
-    handoff_bytes: int = _option(256 * 2**20, "bytes of image embeddings, in flight and cached", minimum=1, size=True)
+    handoff_bytes: int = _option(256 * 2**20, "bytes of image embeddings, in use and cached", minimum=1, size=True)
     video_pruning_rate: float | None = _option(
-        None, "share of a video's tokens that are dropped after the encoder, the most redundant ones (0.5: half); "
-        "unset: the checkpoint's", minimum=0,
+        None, "share of a video's tokens to drop after the encoder, the most redundant ones first (0.5: half); unset: "
+        "the checkpoint's", minimum=0,
     )  # fmt: skip
     graphs: str = _option(
         "auto",
-        "graphs of encoder and decoder: on, off, or where they pay (a decoder's on a GPU, an encoder's where they win)",
+        "CUDA graphs (on a CPU, for tests: the same buffers); auto = for the decoder on a GPU, for the encoder where "
+        "a graph is measured to be faster",
         choices=("auto", "on", "off"),
     )
     max_capture: int = _option(
-        512, "largest captured decoder graph, in tokens and in requests; larger steps run without", minimum=1
+        512, "largest captured decoder graph, in tokens and in requests; larger steps run without a graph", minimum=1
     )
     overlap: str = _option(
         "auto",
-        "a decoder step is prepared while the device runs the one before it: on, off, or where there is a GPU; answers "
-        "are the same",
+        "prepare a decoder step while the device runs the one before it; auto = on a GPU; answers are the same",
         choices=("auto", "on", "off"),
     )
     token_budgets: tuple[int, ...] = _option(
-        (), "encoder budgets in image tokens, such as 64,256,1024; unset: a ladder", minimum=1
+        (),
+        "sizes of encoder batches in image tokens, such as 64,256,1024 (`saccade tune`); unset: chosen for the model",
+        minimum=1,
     )
     max_images: int | None = _option(
-        None, "images of one encoder batch; unset: as many as the budgets allow", minimum=1
+        None, "images of one encoder batch; unset: limited only by token_budgets", minimum=1
     )
     encoder_step_tokens: int | None = _option(
-        None, "image tokens that the encoder encodes in one step; unset: the largest legal image", minimum=1
+        None,
+        "image tokens that the encoder takes from the queue at a time; unset: the largest allowed image",
+        minimum=1,
     )
     encoder_time_slice: float | None = _option(
         None,
-        "seconds that images are encoded for between two decoder steps, where both share the cores of a CPU: shorter "
-        "for steadier streams, longer for sooner images; unset: 0.1",
+        "seconds of encoding between two decoder steps, if both share the cores of a CPU: less for steadier streams, "
+        "more for faster images; unset: 0.1",
         minimum=0,
     )
     role: str = _option(
         "all",
-        "all = images are encoded and answers generated here, encoder = images are encoded for others, decoder = "
-        "images are encoded by --encoders",
+        "all = encode images and generate answers, encoder = encode images for servers of role decoder, decoder = "
+        "generate answers with images from --encoders",
         choices=("all", "encoder", "decoder"),
     )
     hang_timeout: float = _option(
         120.0,
-        "seconds that the engine process may take for one step, and a frontend process for an answer, before it "
-        "counts as hung, is killed and started again",
+        "seconds without a finished step of the engine process, or a heartbeat of a frontend process, before the "
+        "process is killed and started again",
         minimum=0.1,
     )
     load_timeout: float = _option(
-        3600.0,
-        "seconds that a process may take to start, which includes loading the model, before it counts as hung and is "
-        "killed",
-        minimum=0.1,
+        3600.0, "seconds that a process may take to start, model loading included, before it is killed", minimum=0.1
     )
     encoders: tuple[str, ...] = _option(
-        (), "with --role decoder: HOST:PORT of servers with --role encoder, with commas"
+        (), "with --role decoder: HOST:PORT of servers with --role encoder, separated by commas"
     )
     encoder_process: bool = _option(
-        False, "encode in a process of its own on this host, whose death costs a retry and not the engine"
+        False, "encode in a separate process on this host, so that a crash of the encoder does not end the engine"
     )
     encoder_segment_bytes: int = _option(
         256 * 2**20, "bytes of shared memory between the engine and that process", minimum=2**16, size=True
     )
     encoder_lease: float = _option(
-        30.0, "seconds that another process may take over an image before it goes to the next one", minimum=0.001
+        30.0,
+        "seconds that an encoder in another process may take for an image before another encoder gets it",
+        minimum=0.001,
     )
-    encoder_ca: str | None = _option(
-        None, "PEM file of the authority that the encoders' certificates come from; unset: plain text"
-    )
-    encoder_cert: str | None = _option(None, "PEM file of the certificate that this server shows to encoders")
-    encoder_cert_key: str | None = _option(None, "PEM file of its private key")
+    encoder_ca: str | None = _option(None, "PEM file of the CA that signed the encoders' certificates; unset: no TLS")
+    encoder_cert: str | None = _option(None, "PEM file of the certificate that this server presents to encoders")
+    encoder_cert_key: str | None = _option(None, "PEM file of the private key of encoder_cert")
     encoder_api_key: str | None = _option(
         None, "API key for the encoders, with the scope encoder; better set as SACCADE_ENCODER_API_KEY"
     )
@@ -202,11 +200,9 @@ class EngineOptions:
             raise ConfigError(
                 f"encoder_time_slice: {self.encoder_time_slice:g} would not be used {where}: the two share no loop"
             )
-        for address in self.encoders:
-            if not re.fullmatch(r".+:\d+", address):
-                raise ConfigError(f"encoders: {address!r} is not HOST:PORT")
-        if len(set(self.encoders)) < len(self.encoders):
-            raise ConfigError(f"encoders: an address is there twice in {','.join(self.encoders)}")
+        check_addresses("encoders", self.encoders)
+        if self.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device: {self.device!r} is not 'cpu', 'cuda' or one of several GPUs, such as 'cuda:1'")
 
 
 @dataclass(frozen=True)
@@ -214,32 +210,36 @@ class ListenOptions:
     """Where the server listens, and who may call it."""
 
     host: str = _option(
-        "127.0.0.1", "address to listen on; one that is not loopback needs TLS and keys (or client certificates)"
+        "127.0.0.1",
+        "address to listen on; an address that is not loopback needs TLS and API keys (or client certificates), or "
+        "insecure",
     )
-    port: int = _option(50051, "port to listen on; 0 picks one", minimum=0)
+    port: int = _option(50051, "port to listen on; 0: any free port", minimum=0, maximum=LAST_PORT)
     frontends: int = _option(
-        1, "processes that speak gRPC on the port, over one engine; more than 1 where one cannot keep up", minimum=1
+        1,
+        "frontend processes that serve gRPC on the port, with one engine; more than 1 only if one cannot keep up",
+        minimum=1,
     )
-    insecure: bool = _option(False, "listen on an address that others can reach without TLS or without keys")
+    insecure: bool = _option(False, "allow an address that other machines can reach without TLS or without API keys")
     tls_cert: str | None = _option(None, "PEM file of the server's certificate chain; read again when it changes")
-    tls_key: str | None = _option(None, "PEM file of its private key, not encrypted")
-    tls_client_ca: str | None = _option(None, "PEM file of the authority that clients' certificates must come from")
+    tls_key: str | None = _option(None, "PEM file of the private key of tls_cert, not encrypted")
+    tls_client_ca: str | None = _option(None, "PEM file of the CA that must have signed the certificates of clients")
     api_keys: str | None = _option(None, "TOML file of API key hashes; read again when it changes")
     admin: bool = _option(False, "without API keys: let every caller use AdminService")
     vllm_engine: bool = _option(
-        False, "serve gateways such as smg, too: the gRPC service vllm.grpc.engine.VllmEngine; needs smg-grpc-proto"
+        False, "also serve vllm.grpc.engine.VllmEngine, for gateways such as smg; needs smg-grpc-proto"
     )
     max_connection_streams: int = _option(
-        1024, "calls of one connection at a time; the client keeps back what is more", minimum=1
+        1024, "calls of one connection at a time; further calls wait in the client", minimum=1
     )
     max_connection_age: float | None = _option(
         None,
-        "seconds after which a client is asked to connect anew, and so finds servers that have been added; running "
-        "calls go on; unset: never",
+        "seconds after which a client is asked to reconnect, so that it finds new servers; running calls continue; "
+        "unset: never",
         minimum=1,
     )
     max_connection_age_grace: float | None = _option(
-        None, "seconds that running calls get on a connection that has passed its age; unset: as long as they take",
+        None, "seconds that running calls get on a connection that has reached max_connection_age; unset: no limit",
         minimum=0,
     )  # fmt: skip
 
@@ -248,31 +248,31 @@ class ListenOptions:
 class CallOptions:
     """Limits on the number, size and duration of calls."""
 
-    max_queue: int = _option(
-        1024, "requests in the server, running and waiting, before new ones are refused", minimum=1
-    )
+    max_queue: int = _option(1024, "requests in the server, running and waiting; further ones are rejected", minimum=1)
     max_tenant_requests: int | None = _option(
-        None, "requests of one API key in the server, running and waiting; unset: half of max_queue", minimum=1
+        None, "requests of one tenant (API key) in the server, running and waiting; unset: half of max_queue", minimum=1
     )
     max_tenant_calls: int = _option(
-        1024, "calls of one API key at a time, over all its connections and of any method", minimum=1
+        1024, "calls of one tenant (API key) at a time, of any method and over all its connections", minimum=1
     )
     max_message_bytes: int = _option(64 * 2**20, "largest request message", minimum=1024, size=True)
     max_inflight_bytes: int = _option(
         512 * 2**20,
-        "bytes of the request messages of all calls in progress; one API key gets half",
+        "bytes of the request messages of all calls in progress; one tenant gets half",
         minimum=1024,
         size=True,
     )
     max_decoders: int = _option(
-        4, "with --role encoder: decoders at a time, which share --max-inflight-bytes for their pixels", minimum=1
+        4, "with --role encoder: connected decoders, which share max_inflight_bytes for their pixels", minimum=1
     )
-    receive_timeout: float = _option(120.0, "seconds that the message of a call may take to arrive", minimum=0.001)
-    default_timeout: float = _option(600.0, "seconds a call without a deadline may take", minimum=0.001)
+    receive_timeout: float = _option(
+        120.0, "seconds that the request message of a call may take to arrive", minimum=0.001
+    )
+    default_timeout: float = _option(600.0, "seconds that a call without a deadline may take", minimum=0.001)
     stall_timeout: float = _option(
-        60.0, "seconds that a message of a stream may wait for its reader, and an upload for its next", minimum=0.001
+        60.0, "seconds that a client may pause while it reads a stream or sends an upload", minimum=0.001
     )
-    warmup: bool = _option(True, "a request of the server's own, answered before health says SERVING")
+    warmup: bool = _option(True, "answer one request internally before health becomes SERVING")
     grace: float = _option(30.0, "seconds that running calls get after SIGTERM", minimum=0)
 
 
@@ -285,62 +285,58 @@ class MediaOptions:
     max_image_pixels: int = _option(64_000_000, "pixels of one image", minimum=1, size=True)
     max_videos_per_request: int = _option(4, "videos of one request", minimum=0)
     max_video_bytes: int = _option(48 * 2**20, "encoded bytes of one video", minimum=1, size=True)
-    max_video_frames: int = _option(32, "frames of a video that are looked at, evenly spaced", minimum=1)
-    max_video_file_frames: int = _option(20_000, "frames in a video's file, looked at or not", minimum=1)
+    max_video_frames: int = _option(32, "frames that are sampled from a video, evenly spaced", minimum=1)
+    max_video_file_frames: int = _option(20_000, "frames in a video's file, sampled or not", minimum=1)
     max_video_pixels: int = _option(
-        2**34, "pixels of one video: width x height x frames of what has to be decoded", minimum=1, size=True
+        2**34, "pixels of one video: width x height x frames that have to be decoded", minimum=1, size=True
     )
     image_workers: int = _option(
-        2,
-        "processes that decode and cut images and videos, at least 2 so that videos leave one, and threads that wait",
-        minimum=1,
+        2, "processes that decode images and videos, at least 2, of which videos always leave one for images", minimum=1
     )
-    image_timeout: float = _option(20.0, "seconds that decoding and cutting one image may take", minimum=0.001)
-    video_timeout: float = _option(120.0, "seconds that decoding and cutting one video may take", minimum=0.001)
+    image_timeout: float = _option(20.0, "seconds that decoding and preparing one image may take", minimum=0.001)
+    video_timeout: float = _option(120.0, "seconds that decoding and preparing one video may take", minimum=0.001)
     preprocess_bytes: int = _option(
-        2 * 2**30,
-        "bytes of decoded and cut images and videos that the encoder has not seen",
-        minimum=1,
-        size=True,
+        2 * 2**30, "bytes of decoded images and videos that wait for the encoder", minimum=1, size=True
     )
     image_cache_bytes: int = _option(
-        256 * 2**20,
-        "bytes of patches that are kept, so that the same image or video is not decoded again; 0: none",
-        minimum=0,
-        size=True,
+        256 * 2**20, "bytes of the cache of decoded images and videos; 0: no cache", minimum=0, size=True
     )
     image_url_hosts: tuple[str, ...] = _option(
-        (), "hosts that images and videos are fetched from by https URL, such as example.org or *.example.org:8443; "
-        "unset: none",
+        (), "hosts from which https URLs of images and videos may be fetched, such as example.org or "
+        "*.example.org:8443; unset: none",
     )  # fmt: skip
-    image_url_networks: tuple[str, ...] = _option((), "networks of such hosts that are not public, such as 10.1.0.0/16")
+    image_url_networks: tuple[str, ...] = _option(
+        (), "private networks in which these hosts may be, such as 10.1.0.0/16"
+    )
     image_url_timeout: float = _option(10.0, "seconds that fetching one file may take", minimum=0.001)
-    image_url_redirects: int = _option(3, "redirects that are followed, each checked like a URL", minimum=0)
+    image_url_redirects: int = _option(3, "redirects that are followed; each is checked like a URL", minimum=0)
     image_url_ca: str | None = _option(
-        None, "PEM file of the authority that such hosts' certificates come from; unset: the usual ones"
+        None, "PEM file of the CA that signed the certificates of these hosts; unset: the system's CAs"
     )
-    media_dir: str | None = _option(None, "folder of uploaded images; unset: a temporary one")
-    media_bytes: int = _option(2**30, "bytes of uploaded images, over all callers", minimum=0, size=True)
+    media_dir: str | None = _option(None, "folder of uploaded images and videos; unset: a temporary one")
+    media_bytes: int = _option(2**30, "bytes of uploaded images and videos, of all tenants", minimum=0, size=True)
     media_tenant_bytes: int | None = _option(
-        None, "bytes of uploaded images of one tenant; unset: all of media_bytes", minimum=0, size=True
+        None, "bytes of uploaded images and videos of one tenant; unset: media_bytes", minimum=0, size=True
     )
-    media_ttl: float = _option(3600.0, "seconds that an uploaded image is kept", minimum=1)
+    media_ttl: float = _option(
+        3600.0, "seconds that an uploaded image or video is kept after its last upload", minimum=1
+    )
 
 
 @dataclass(frozen=True)
 class BatchOptions:
     """Batches: where they are stored, and their share of the server."""
 
-    batch_dir: str | None = _option(None, "folder of batches, which outlive a restart; unset: a temporary one")
-    batch_bytes: int = _option(2**30, "bytes of batches, inputs and outputs, over all callers", minimum=0, size=True)
+    batch_dir: str | None = _option(None, "folder of batches, which then survive a restart; unset: a temporary one")
+    batch_bytes: int = _option(2**30, "bytes of batches, inputs and outputs, of all tenants", minimum=0, size=True)
     batch_tenant_bytes: int | None = _option(
-        None, "bytes of the batches of one tenant; unset: all of batch_bytes", minimum=0, size=True
+        None, "bytes of the batches of one tenant; unset: batch_bytes", minimum=0, size=True
     )
     batch_ttl: float = _option(7 * 86400.0, "seconds that a batch is kept after its end", minimum=1)
     batch_concurrency: int | None = _option(
-        None, "rows of batches in flight, over all batches; unset: 16, at most half of max_queue", minimum=1
+        None, "rows in flight, of all batches together; unset: 16, but at most half of max_queue", minimum=1
     )
-    batch_jobs: int = _option(4, "batches that run at the same time, one of each tenant", minimum=1)
+    batch_jobs: int = _option(4, "batches that run at the same time, at most one of each tenant", minimum=1)
     batch_row_timeout: float = _option(86400.0, "seconds that one row may take, waiting included", minimum=0.001)
 
 
@@ -348,15 +344,17 @@ class BatchOptions:
 class TelemetryOptions:
     """Logs, metrics, traces and files for the operator."""
 
-    metrics_port: int | None = _option(None, "port of the Prometheus endpoint; 0 picks one; unset: none", minimum=0)
+    metrics_port: int | None = _option(
+        None, "port of the Prometheus endpoint; 0: any free port; unset: no endpoint", minimum=0, maximum=LAST_PORT
+    )
     metrics_host: str = _option("127.0.0.1", "address of the Prometheus endpoint")
     otlp_endpoint: str | None = _option(
-        None, "HOST:PORT of an OpenTelemetry collector that gets a span for each generation and its stages"
+        None, "HOST:PORT of an OpenTelemetry collector, to which a span is sent for each generation and its stages"
     )
     sizes_file: str | None = _option(
-        None, "JSON file to which the sizes of encoded images are added at the end, for `saccade tune`"
+        None, "JSON file to which the sizes of encoded images are added when the server stops, for `saccade tune`"
     )
-    log_json: bool = _option(False, "one JSON object for each request in the log, instead of key=value pairs")
+    log_json: bool = _option(False, "log each request as a JSON object instead of key=value pairs")
     log_level: str = _option("info", "what is logged to stderr", choices=("debug", "info", "warning", "error"))
 
 
@@ -365,8 +363,8 @@ class HttpOptions:
     """The HTTP server in front of gRPC, and what it limits by itself."""
 
     http_port: int | None = _option(
-        None, "port of the OpenAI-compatible HTTP server and its playground; 0 picks one; unset: none for serve, 8000 "
-        "for http", minimum=0,
+        None, "port of the OpenAI-compatible HTTP server and its playground; 0: any free port; unset: 8000 for "
+        "`saccade http`, no HTTP server for `saccade serve`", minimum=0, maximum=LAST_PORT,
     )  # fmt: skip
     http_host: str = _option("127.0.0.1", "address of the HTTP server; the same rules as for host")
     http_max_connections: int = _option(2048, "connections to the HTTP server at a time", minimum=1)
@@ -375,13 +373,13 @@ class HttpOptions:
         20.0, "seconds that the line and headers of a request may take to arrive", minimum=0.001
     )
     http_file_bytes: int = _option(
-        2**30, "bytes of files that were uploaded over HTTP and wait to become batches", minimum=0, size=True
+        2**30, "bytes of files that are uploaded over HTTP for batches", minimum=0, size=True
     )
     http_file_dir: str | None = _option(
-        None, "folder of these files, which outlive a restart; of one HTTP server; unset: a temporary one"
+        None, "folder of these files, which then survive a restart; only for one HTTP server; unset: a temporary one"
     )
     http_cors_origins: tuple[str, ...] = _option(
-        (), "origins such as https://app.example.org whose pages may call the HTTP server; unset: none"
+        (), "origins whose pages may call the HTTP server, such as https://app.example.org; unset: none"
     )
 
 
@@ -389,31 +387,32 @@ class HttpOptions:
 class HttpFrontOptions(HttpOptions):
     """All options of `saccade http`, a process of its own that is a client of gRPC servers."""
 
-    servers: tuple[str, ...] = _option(("127.0.0.1:50051",), "HOST:PORT of the gRPC servers, with commas")
+    servers: tuple[str, ...] = _option(("127.0.0.1:50051",), "HOST:PORT of the gRPC servers, separated by commas")
     servers_ca: str | None = _option(
-        None, "PEM file of the authority that the servers' certificates come from; unset: plain text"
+        None, "PEM file of the CA that signed the certificates of the gRPC servers; unset: no TLS"
     )
-    servers_cert: str | None = _option(None, "PEM file of the certificate that the HTTP server shows to gRPC servers")
-    servers_cert_key: str | None = _option(None, "PEM file of its private key")
-    insecure: bool = _option(False, "listen on an address that others can reach without TLS")
+    servers_cert: str | None = _option(
+        None, "PEM file of the certificate that the HTTP server presents to gRPC servers"
+    )
+    servers_cert_key: str | None = _option(None, "PEM file of the private key of servers_cert")
+    insecure: bool = _option(False, "allow an address that other machines can reach without TLS")
     tls_cert: str | None = _option(None, "PEM file of the certificate chain; read again when it changes")
-    tls_key: str | None = _option(None, "PEM file of its private key, not encrypted")
-    tls_client_ca: str | None = _option(None, "PEM file of the authority that clients' certificates must come from")
+    tls_key: str | None = _option(None, "PEM file of the private key of tls_cert, not encrypted")
+    tls_client_ca: str | None = _option(None, "PEM file of the CA that must have signed the certificates of clients")
     max_message_bytes: int = _option(96 * 2**20, "largest request body", minimum=1024, size=True)
     max_inflight_bytes: int = _option(
         512 * 2**20, "bytes of the request bodies of all calls in progress", minimum=1024, size=True
     )
     receive_timeout: float = _option(120.0, "seconds that the body of a request may take to arrive", minimum=0.001)
-    default_timeout: float = _option(600.0, "seconds a call without a deadline may take", minimum=0.001)
-    stall_timeout: float = _option(60.0, "seconds that a piece of an answer may wait for its reader", minimum=0.001)
+    default_timeout: float = _option(600.0, "seconds that a call without a deadline may take", minimum=0.001)
+    stall_timeout: float = _option(60.0, "seconds that a client may pause while it reads a stream", minimum=0.001)
     grace: float = _option(30.0, "seconds that running calls get after SIGTERM", minimum=0)
     log_level: str = _option("info", "what is logged to stderr", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         if not self.servers:
             raise ConfigError("servers: the HTTP server needs the address of a gRPC server, such as 10.0.0.5:50051")
-        if len(set(self.servers)) < len(self.servers):
-            raise ConfigError(f"servers: an address is there twice in {','.join(self.servers)}")
+        check_addresses("servers", self.servers)
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import math
 import os
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -118,6 +119,19 @@ def value_words(options: type, spec: dataclasses.Field[Any]) -> str:
     return {bool: "flag", int: "number", float: "number"}.get(kind, "text")
 
 
+def shown_default(spec: dataclasses.Field[Any]) -> str:
+    """An option's default for help texts: `64Mi` instead of 67108864, empty if there is none."""
+    value: Any = spec.default
+    if value in (None, ()) or isinstance(value, bool):
+        return ""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    units = ("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10), ("M", 10**6)
+    if spec.metadata["size"]:
+        return next((f"{value // size}{unit}" for unit, size in units if value % size == 0), str(value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 _METAVARS = {"text": "TEXT", "list": "A,B", "list of numbers": "N,N", "number": "N"}
 
 
@@ -135,7 +149,7 @@ def add_arguments(parser: argparse.ArgumentParser, options: type) -> None:
             const = not spec.default
             parser.add_argument(flag, action="store_const", const=const, default=None, dest=spec.name, help=help_text)
         else:
-            default = "" if spec.default in (None, ()) else f" (default: {spec.default})"
+            default = f" (default: {shown_default(spec)})" if shown_default(spec) else ""
             metavar = "|".join(spec.metadata["choices"]) or _METAVARS.get(value_words(options, spec), "SIZE")
             parser.add_argument(flag, default=None, dest=spec.name, metavar=metavar, help=help_text + default)
         if spec.name == "frontends":
@@ -147,8 +161,10 @@ def resolve(options: type[T], arguments: Mapping[str, Any], environment: Mapping
     ConfigError."""
     names = {f.name for f in dataclasses.fields(options)}
     values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
     if path := arguments.get("config") or environment.get(ENV_PREFIX + "CONFIG"):
         values |= _read_file(Path(path), names)
+        sources |= dict.fromkeys(values, f"config file {path}: ")
     everything = {f.name for options_of in (ServerOptions, HttpFrontOptions) for f in dataclasses.fields(options_of)}
     for variable, raw in environment.items():
         if not variable.startswith(ENV_PREFIX) or variable in _SDK_VARIABLES or variable == ENV_PREFIX + "CONFIG":
@@ -157,13 +173,28 @@ def resolve(options: type[T], arguments: Mapping[str, Any], environment: Mapping
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
         if name not in everything:
-            raise ConfigError(
-                f"environment variable {variable} is no option; options are {', '.join(sorted(everything))}"
-            )
+            raise ConfigError(f"environment variable {variable}: {_unknown([name], everything)}")
         if name in names:
-            values[name] = raw
-    values |= {name: value for name, value in arguments.items() if name in names and value is not None}
-    return options(**{name: parse_value(options, name, raw) for name, raw in values.items()})
+            values[name], sources[name] = raw, f"environment variable {variable}: "
+    given = {name: value for name, value in arguments.items() if name in names and value is not None}
+    values |= given
+    sources |= dict.fromkeys(given, "")
+    return options(**{name: _parsed(options, name, raw, sources[name]) for name, raw in values.items()})
+
+
+def _parsed(options: type, name: str, raw: Any, source: str) -> Any:
+    """As `parse_value`; the error says where the value is from."""
+    try:
+        return parse_value(options, name, raw)
+    except ConfigError as error:
+        raise ConfigError(f"{source}{error}") from None
+
+
+def _unknown(unknown: Sequence[str], known: Iterable[str]) -> str:
+    """What an error says of names that are no options: the most similar names, not all of the hundred."""
+    similar = [near for name in unknown for near in difflib.get_close_matches(name.lower(), list(known), 2)]
+    hint = f"did you mean {' or '.join(similar)}?" if similar else "`saccade serve --help` lists the options"
+    return f"{', '.join(unknown)}: no option has this name; {hint}"
 
 
 def _is_injected(variable: str, raw: str) -> bool:
@@ -181,9 +212,7 @@ def _read_file(path: Path, names: set[str]) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"config file {path}: {error}") from None
     if unknown := sorted(set(values) - names):
-        raise ConfigError(
-            f"config file {path}: {', '.join(unknown)} is no option; options are {', '.join(sorted(names))}"
-        )
+        raise ConfigError(f"config file {path}: {_unknown(unknown, names)}")
     return values
 
 
@@ -191,7 +220,7 @@ def from_keywords(options: type[T], keywords: Mapping[str, Any]) -> T:
     """Keyword arguments of the SDK's LocalClient -> options. Raises ConfigError for unknown names."""
     names = {f.name for f in dataclasses.fields(options)}
     if unknown := sorted(set(keywords) - names):
-        raise ConfigError(f"{', '.join(unknown)} is no option; options are {', '.join(sorted(names))}")
+        raise ConfigError(_unknown(unknown, names))
     return options(**{name: parse_value(options, name, raw) for name, raw in keywords.items() if raw is not None})
 
 

@@ -20,6 +20,11 @@ class TlsFiles(NamedTuple):
     """Whose certificates clients must present; None: they need none."""
 
     @property
+    def options(self) -> str:
+        """The names of the options that are set, for errors."""
+        return ", ".join(f"tls_{name}" for name, path in zip(("cert", "key", "client_ca"), self) if path is not None)
+
+    @property
     def paths(self) -> list[str]:
         return [path for path in self if path is not None]
 
@@ -30,7 +35,7 @@ def tls_files(options: ServerOptions | HttpFrontOptions) -> TlsFiles | None:
         return None
     if options.tls_cert is None or options.tls_key is None:
         missing = "tls_cert" if options.tls_cert is None else "tls_key"
-        raise ConfigError(f"{missing}: TLS needs both a certificate and its key")
+        raise ConfigError(f"{missing}: TLS needs both a certificate and its key, and this option is not set")
     return TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca)
 
 
@@ -39,7 +44,7 @@ def is_loopback(host: str) -> bool:
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None)}
     except OSError:
-        raise ConfigError(f"{host!r} has no address") from None
+        raise ConfigError(f"{host!r} has no address: neither an IP address nor a name that resolves here") from None
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
 
 

@@ -22,8 +22,8 @@ class Watched(Generic[T]):
     operator's mistake does not stop a running server. File contents are never logged.
     """
 
-    def __init__(self, paths: Sequence[str | os.PathLike[str]], parse: Callable[[list[bytes]], T]) -> None:
-        """Reads the files for the first time. Raises ConfigError."""
+    def __init__(self, names: str, paths: Sequence[str | os.PathLike[str]], parse: Callable[[list[bytes]], T]) -> None:
+        """Reads the files for the first time. Raises ConfigError. `names`: of the options that have the paths."""
         self._paths = [Path(p) for p in paths]
         self._parse = parse
         self._lock = threading.Lock()
@@ -31,7 +31,7 @@ class Watched(Generic[T]):
             self._stamp = self._stat()
             self._value = self._load()
         except OSError as error:
-            raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None
+            raise ConfigError(f"{names}: cannot read {error.filename}: {error.strerror}") from None
 
     def _stat(self) -> list[tuple[int, int, int]]:
         return [(s.st_mtime_ns, s.st_size, s.st_ino) for s in (os.stat(path) for path in self._paths)]
@@ -50,5 +50,7 @@ class Watched(Generic[T]):
                     log.info("%s: read again", ", ".join(map(str, self._paths)))
             except (OSError, ConfigError) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
-                log.error("%s: not usable, the last version stays: %s", ", ".join(map(str, self._paths)), reason)
+                log.error(
+                    "%s: not usable, the last valid version stays in use: %s", ", ".join(map(str, self._paths)), reason
+                )
             return self._value

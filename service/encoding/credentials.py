@@ -23,7 +23,7 @@ def channel_credentials(options: EngineOptions) -> Any:
     if options.encoder_cert is not None or options.encoder_cert_key is not None:
         if options.encoder_cert is None or options.encoder_cert_key is None:
             missing = "encoder_cert" if options.encoder_cert is None else "encoder_cert_key"
-            raise ConfigError(f"{missing}: TLS needs both a certificate and its key")
+            raise ConfigError(f"{missing}: TLS needs both a certificate and its key, and this option is not set")
         check_pair(options.encoder_cert, options.encoder_cert_key, "encoder_cert, encoder_cert_key")
         pair = [read_pem(options.encoder_cert_key, "encoder_cert_key"), read_pem(options.encoder_cert, "encoder_cert")]
     return grpc.ssl_channel_credentials(read_pem(options.encoder_ca, "encoder_ca"), *pair)

@@ -18,7 +18,7 @@ def tls_context(options: HttpFrontOptions) -> ssl.SSLContext | None:
     named = tls_files(options)
     if named is None:
         return None
-    files = Watched(named.paths, lambda _: _context(named))
+    files = Watched(named.options, named.paths, lambda _: _context(named))
     context = files.current()
 
     def use_current(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:

@@ -87,7 +87,7 @@ class Checkpoint:
         except FormatError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
         if unused:
-            log.info("%d scales of activations and caches are passed over: both stay in 16 bits or more", len(unused))
+            log.info("%d scales of activations and caches are not used: both stay in 16 bits or more", len(unused))
         if problems := disagreements(declared, found):
             raise CheckpointError(
                 f"{self.path}: {len(problems)} weights are not as the configuration says:\n  {listed(problems)}"
@@ -207,7 +207,11 @@ class Checkpoint:
         whole, passed_over, problems = self._sources()
         if passed_over:
             parts = sorted({".".join(n.split(".")[:2]) for n in passed_over})
-            log.info("%d weights of parts that are not served are passed over: %s", len(passed_over), ", ".join(parts))
+            log.info(
+                "%d weights of parts of the model that are not served are not loaded: %s",
+                len(passed_over),
+                ", ".join(parts),
+            )
         vision = self.config.vision
         expected = dict(self.config.decoder.expected_weights())
         optional = set(self.config.decoder.optional_weights())

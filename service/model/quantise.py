@@ -73,8 +73,10 @@ def quantise_checkpoint(source: Checkpoint, out: Path, kind: str, form: str = "s
     if form == "compressed-tensors" and kind not in compressed.PUBLISHED:
         known = " and ".join(compressed.PUBLISHED)
         raise ConfigError(f"compressed-tensors are written of {known}, not of {kind}; --format saccade has all kinds")
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"OUT: {out} is a file; name a folder that does not exist or is empty")
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty")
+        raise ConfigError(f"OUT: {out} is not empty; name a folder that does not exist or is empty")
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:

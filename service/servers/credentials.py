@@ -25,7 +25,7 @@ def server_credentials(options: ServerOptions) -> Any:
         check_pair(named.certificate, named.key, "tls_cert, tls_key")
         return _configuration(contents)
 
-    files = Watched(named.paths, parse)
+    files = Watched(named.options, named.paths, parse)
     used = first = files.current()
 
     def fetch() -> Any:

@@ -42,7 +42,15 @@ def listen(server: Any, options: ServerOptions, credentials: Any) -> int:
             return int(server.add_insecure_port(where))
         return int(server.add_secure_port(where, credentials))
     except RuntimeError:
-        raise ConfigError(f"port: cannot listen on {options.host}:{options.port}; is it taken?") from None
+        raise cannot_listen(options) from None
+
+
+def cannot_listen(options: ServerOptions) -> ConfigError:
+    """The error for an address that cannot be bound."""
+    return ConfigError(
+        f"port: cannot listen on {options.host}:{options.port}: another program may use the port; choose another one, "
+        "or 0 for any free one"
+    )
 
 
 def channel_options(options: ServerOptions) -> list[tuple[str, int]]:

@@ -37,7 +37,7 @@ from service.engine import wire
 from service.engine.engine_client import SupervisedEngine
 from service.engine.types import EngineEvent
 from service.servers.credentials import server_credentials
-from service.servers.exposure import check_exposure
+from service.servers.exposure import cannot_listen, check_exposure
 from service.servers.http_process import HttpProcess, http_beside
 from service.servers.lifetime import stop_signals, until_stopped
 from service.servers.processes import check_processes
@@ -333,7 +333,7 @@ def reserved_port(options: ServerOptions) -> Iterator[int]:
         try:
             sock.bind(address)  # without listen(): connections go only to the frontends, which listen
         except OSError:
-            raise ConfigError(f"port: cannot listen on {options.host}:{options.port}; is it taken?") from None
+            raise cannot_listen(options) from None
         yield int(sock.getsockname()[1])
 
 

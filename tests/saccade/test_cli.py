@@ -142,3 +142,11 @@ def test_a_reader_that_has_seen_enough(address: str, script: Script) -> None:
     command = f"'{sys.executable}' -m saccade ask --server {address} '?' | head -c 5"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("word ", "")
+
+
+def test_without_a_server_it_says_how_to_start_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "ASK_RETRIES", 0)
+    assert cli.main(["ask", "What?", "--server", "127.0.0.1:1"]) == 1
+    assert "is a server running at 127.0.0.1:1? `saccade serve` starts one" in capsys.readouterr().err

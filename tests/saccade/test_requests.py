@@ -243,3 +243,24 @@ def test_the_clients_have_the_same_methods() -> None:
     generate, stream = (inspect.signature(getattr(saccade.Client, name)).parameters for name in ("generate", "stream"))
     patience = {"first_token_timeout", "idle_timeout", "resume"}
     assert list(generate.values()) == [p for p in stream.values() if p.name not in patience]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": -1}, f"seed is -1; it must be from 0 to {2**64 - 1}"),
+        ({"seed": 2**64}, f"seed is {2**64}; it must be from 0 to {2**64 - 1}"),
+        ({"max_tokens": 2**40}, f"max_tokens is {2**40}; it must be from 1 to {2**31 - 1}"),
+        ({"max_tokens": "3"}, "max_tokens: expected an integer, got '3'"),
+        ({"top_k": 1.5}, "top_k: expected an integer, got 1.5"),
+        ({"stop": [3]}, "stop[0]: expected a string, got int"),
+        ({"stop": ["a", None]}, "stop[1]: expected a string, got NoneType"),
+        ({"stop": 3}, "stop: expected a string or a list of strings, got int"),
+        ({"stop": b"a"}, "stop: expected a string or a list of strings, got bytes"),
+        ({"bad_words": ["a", 1]}, "bad_words[1]: expected a string, got int"),
+    ],
+)
+def test_the_error_says_the_range_or_the_type(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(errors.InvalidArgument) as refused:
+        build_request("x", **options)
+    assert str(refused.value) == message

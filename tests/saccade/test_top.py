@@ -50,3 +50,16 @@ def test_nobody_to_ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 
 def test_sizes() -> None:
     assert [size(n) for n in (0, 1023, 1536, 2**30, 2**60)] == ["0 B", "1023 B", "1.5 KiB", "1.0 GiB", "1048576.0 TiB"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--interval", "-1", "--interval: expected 0 or more seconds, got -1"),
+        ("--interval", "nan", "got nan"),
+        ("--count", "0", "--count: expected 1 or more updates, got 0"),
+    ],
+)
+def test_options_out_of_range(option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["top", "--server", "127.0.0.1:1", option, value]) == 1
+    assert message in capsys.readouterr().err

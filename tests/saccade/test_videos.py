@@ -72,7 +72,7 @@ def test_parts_of_messages() -> None:
     assert [part.WhichOneof("part") for part in parts] == ["video", "text", "video", "image", "video", "video"]
     assert parts[0].video.data == other and parts[2].video == types_pb2.Video(data=clip, max_frames=2)
     assert parts[4].video.uri == "https://example.org/a.mp4" and parts[5].video.media_id == "m"
-    with pytest.raises(InvalidArgument, match="1 places for videos, videos= holds 2"):
+    with pytest.raises(InvalidArgument, match="videos: 2 are given, and the messages have 1 parts for them"):
         build_request([{"role": "user", "content": [{"type": "video"}]}], videos=[clip, other])
     bare = build_request([{"role": "user", "content": "words"}], images=[b"png"], videos=[clip])
     assert [part.WhichOneof("part") for part in bare.chat.messages[0].parts] == ["image", "video", "text"]

@@ -12,6 +12,7 @@ from service.commands.cli import main
 from service.common.config import (
     ConfigError,
     EngineOptions,
+    HttpFrontOptions,
     ServerOptions,
 )
 from service.common.settings import add_arguments, from_keywords, parse_size, resolve
@@ -89,7 +90,15 @@ def test_help_says_what_each_option_takes(capsys: pytest.CaptureFixture[str], mo
         (["--dtype", "int3"], {}, "dtype: 'int3' is not one of float32, bfloat16"),
         (["--token-budgets", "64,0"], {}, "token_budgets: 0 is below"),
         (["--handoff-bytes", "lots"], {}, "handoff_bytes: 'lots' is not a number of bytes"),
-        ([], {"SACCADE_MAX_SEQ": "1"}, "SACCADE_MAX_SEQ is no option"),
+        ([], {"SACCADE_MAX_SEQ": "1"}, "SACCADE_MAX_SEQ: max_seq: no option has this name; did you mean max_seqs"),
+        ([], {"SACCADE_XYZZY": "1"}, "xyzzy: no option has this name; `saccade serve --help` lists"),
+        ([], {"SACCADE_MAX_SEQS": "x"}, "^environment variable SACCADE_MAX_SEQS: max_seqs: 'x' is not a whole number"),
+        (["--port", "65536"], {}, "port: 65536 is above the maximum of 65535"),
+        (["--metrics-port", "70000"], {}, "metrics_port: 70000 is above the maximum of 65535"),
+        (["--http-port", "70000"], {}, "http_port: 70000 is above the maximum of 65535"),
+        (["--device", "tpu"], {}, "device: 'tpu' is not 'cpu', 'cuda'"),
+        (["--role", "decoder", "--encoders", "a:70000"], {}, "encoders: 'a:70000' is not HOST:PORT .* 1 to 65535"),
+        (["--role", "decoder", "--encoders", ":1"], {}, "encoders: ':1' is not HOST:PORT"),
         ([], {"SACCADE_INSECURE": "perhaps"}, "insecure: 'perhaps' is not true or false"),
         (["--config", "/nonexistent.toml"], {}, "config file /nonexistent.toml"),
     ],
@@ -99,12 +108,25 @@ def test_errors_name_the_option(argv: list[str], env: dict[str, str], message: s
         parse(*argv, env=env)
 
 
-@pytest.mark.parametrize(("text", "message"), [("max_seq = 1", "max_seq is no option"), ("max_seqs = ", "config file")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_seq = 1", "toml: max_seq: no option has this name; did you mean max_seqs"),
+        ("max_seqs = ", "config file"),
+        ("max_seqs = 0", "^config file .*toml: max_seqs: 0 is below the minimum of 1"),
+    ],
+)  # fmt: skip
 def test_errors_in_the_file(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "saccade.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
         parse("--config", str(file))
+
+
+@pytest.mark.parametrize("address", ["nowhere", "host:70000", "host:x", ":1"])
+def test_servers_of_the_http_server_are_hosts_and_ports(address: str) -> None:
+    with pytest.raises(ConfigError, match=f"servers: '{address}' is not HOST:PORT"):
+        HttpFrontOptions(servers=(address,))
 
 
 def test_the_sdks_own_variables_are_not_options() -> None:
@@ -143,7 +165,7 @@ def test_what_kubernetes_injects_for_a_service_of_this_name_is_not_ours() -> Non
 def test_keywords_of_the_local_client() -> None:
     options: Any = from_keywords(EngineOptions, {"model": "demo", "dtype": None, "max_seqs": 4})
     assert options == EngineOptions(max_seqs=4)
-    with pytest.raises(ConfigError, match="maxseqs is no option"):
+    with pytest.raises(ConfigError, match="maxseqs: no option has this name; did you mean max_seqs"):
         from_keywords(EngineOptions, {"maxseqs": 4})
 
 

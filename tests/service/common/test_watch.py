@@ -27,7 +27,7 @@ def test_a_file_of_another_time_size_or_place_is_another_file(tmp_path: Path) ->
     path = tmp_path / "file"
     path.write_text("one")
     stamp(path, 1000)
-    watched = Watched([path], text_of)
+    watched = Watched("option", [path], text_of)
     path.write_text("two")
     stamp(path, 1001)
     assert watched.current() == "two"
@@ -51,7 +51,7 @@ def test_any_of_several_files_counts_and_what_is_unchanged_is_not_parsed_again(t
         parsed.append(text_of(contents))
         return parsed[-1]
 
-    watched = Watched(paths, parse)
+    watched = Watched("option", paths, parse)
     assert watched.current() == watched.current() == "1+1" and len(parsed) == 1
     paths[1].write_text("22")
     assert watched.current() == watched.current() == "1+22" and len(parsed) == 2
@@ -64,7 +64,7 @@ def test_a_bad_version_is_passed_over_and_the_next_good_one_is_used(
 ) -> None:
     path = tmp_path / "file"
     path.write_text("one")
-    watched = Watched([path], text_of)
+    watched = Watched("option", [path], text_of)
     path.write_text("bad!")
     assert watched.current() == watched.current() == "one"
     assert len([r for r in caplog.records if "it is bad" in r.getMessage()]) == 1
@@ -76,8 +76,8 @@ def test_a_bad_version_is_passed_over_and_the_next_good_one_is_used(
 
 def test_what_is_bad_at_the_start_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    with pytest.raises(ConfigError, match="file: cannot be read: No such file"):
-        Watched([path], text_of)
+    with pytest.raises(ConfigError, match="option: cannot read .*file: No such file"):
+        Watched("option", [path], text_of)
     path.write_text("bad")
     with pytest.raises(ConfigError, match="it is bad"):
-        Watched([path], text_of)
+        Watched("option", [path], text_of)

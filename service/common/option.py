@@ -1,0 +1,31 @@
+"""The parts of `service.common.config`: what describes one option, and checks of values."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+LAST_PORT = 65535
+
+
+class ConfigError(ValueError):
+    """An option has a value that is not allowed; the message names it and the allowed values."""
+
+
+def option(
+    default: Any, help: str, *, choices: tuple[str, ...] = (), minimum: float | None = None,
+    maximum: float | None = None, size: bool = False,
+) -> Any:  # fmt: skip
+    """A field with its help text; `size` accepts suffixes such as 512Mi."""
+    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "size": size}
+    return field(default=default, metadata=metadata)
+
+
+def check_addresses(name: str, addresses: tuple[str, ...]) -> None:
+    """Raises ConfigError unless each address is HOST:PORT and there once. `name`: of the option."""
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if not (host and port.isdecimal() and 1 <= int(port) <= LAST_PORT):
+            raise ConfigError(f"{name}: {address!r} is not HOST:PORT with a port from 1 to {LAST_PORT}")
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError(f"{name}: an address is there twice in {','.join(addresses)}")
