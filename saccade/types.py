@@ -14,7 +14,7 @@ from saccade.errors import SaccadeError
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 FinishReason: TypeAlias = Literal["stop", "length", "aborted", "tool_calls", ""]
-"""Empty where a newer server sends a reason that this client does not know."""
+"""Empty if a newer server sends a reason that this client does not know."""
 
 
 class TextPart(TypedDict):
@@ -80,10 +80,10 @@ class ChatMessage(_ChatMessage, total=False):
 class Usage:
     """Token counts of one sample.
 
-    `prompt_tokens` counts the whole prompt, its `image_tokens` and `video_tokens` among them; `cached_tokens` of these
-    came from a cache. `video_frames` counts the frames of its videos that were looked at.
-    `completion_tokens` counts what was generated, `continued_token_ids` included. Times are seconds after admission, or
-    None where the server does not measure them.
+    `prompt_tokens` counts the whole prompt, including `image_tokens`, `video_tokens` and `cached_tokens`, which were in
+    the prefix cache. `video_frames` counts the sampled frames of videos. `completion_tokens` counts the generated
+    tokens, `continued_token_ids` included. Times are in seconds since the request was admitted, or None if the server
+    does not measure them.
     """
 
     prompt_tokens: int = 0
@@ -110,7 +110,8 @@ class _TopLogprob(NamedTuple):
 
 
 class TopLogprob(_TopLogprob):
-    """One of the likeliest tokens at a position: a pair, with the token's text in UTF-8 as `token`."""
+    """One of the most likely tokens at a position: the pair (token id, natural log-probability), with the token's text
+    in UTF-8 as `token`."""
 
     token: bytes
 
@@ -125,7 +126,7 @@ class TokenLogprob:
     """The natural log-probability of one generated token, before temperature, filters, penalties, biases and
     constraints.
 
-    `top` holds the k likeliest tokens in its place, best first; the generated one need not be among them.
+    `top` has the k most likely tokens at its position, most likely first; the generated one may be missing.
     """
 
     token_id: int
@@ -144,14 +145,14 @@ class Regex:
 
 @dataclass(frozen=True)
 class Lark:
-    """A `response_format`: a text of this context-free grammar, in Lark's notation; its start rule is `start`."""
+    """A `response_format`: the whole text matches this context-free grammar in Lark's syntax, from the rule `start`."""
 
     grammar: str
 
 
 @dataclass(frozen=True)
 class Tag:
-    """A part of a `StructuralTags` text: `begin`, what `content` says, `end`."""
+    """A part of a `StructuralTags` text: `begin`, then text in the format of `content`, then `end`."""
 
     begin: str
     content: Mapping[str, Any] | Regex | Lark
@@ -178,7 +179,7 @@ class Delta:
     """The index of the sample that it belongs to."""
     logprobs: list[TokenLogprob] | None = None
     sequence: int = 0
-    """Counts this sample's deltas from 0."""
+    """Number of this delta within its sample, from 0."""
     reasoning: str = ""
     """The model's reasoning, which comes before its text."""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
@@ -209,7 +210,7 @@ class MediaLayout:
     grid: tuple[int, int]
     """Rows and columns of patches of the image, or of each temporal patch of the clip."""
     merge_size: int
-    """A token stands for `merge_size` x `merge_size` patches; tokens are in the order of the grid, row by row."""
+    """A token covers `merge_size` x `merge_size` patches; tokens are in the order of the grid, row by row."""
     tokens: int
     """Tokens in the prompt."""
     slices: tuple[int, int] = (0, 0)
@@ -222,7 +223,7 @@ class MediaLayout:
 
 @dataclass(frozen=True)
 class Generation:
-    """A whole answer. `samples` holds all n; the fields before it are those of the first."""
+    """A complete answer. `samples` has all n samples; the fields before it are those of the first one."""
 
     text: str
     token_ids: list[int]
@@ -234,7 +235,7 @@ class Generation:
     model: str = ""
     model_version: str = ""
     seed: int = field(default=0, compare=False)
-    """The seed used, given or drawn by the server: with it the same request gives the same answer."""
+    """The seed of the request, or the one that the server drew: with it the same request gives the same answer."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """With `prompt_logprobs=k`: one for each token of the prompt; None for the first one and for image tokens."""
 
@@ -319,7 +320,7 @@ class Tokens:
     """With one image token id for each image and each temporal patch of a clip: `generate` accepts it as a prompt,
     together with the same images and clips."""
     prompt_tokens: int
-    """Tokens of the context that it takes, images included."""
+    """Number of tokens of the prompt in the context, images included."""
     image_tokens: int
     tokens_per_image: list[int]
     video_tokens: int = 0

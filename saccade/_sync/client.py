@@ -24,16 +24,16 @@ class Client(Methods):
     Args:
         address: "host:port", or any gRPC target such as "unix:/path"; or the addresses "IP:PORT" of several replicas,
             as a sequence or joined by commas.
-        api_key: sent with each call; without one the environment's SACCADE_API_KEY is taken.
+        api_key: sent with each call; by default the environment variable SACCADE_API_KEY.
         tls: True for the system's certificates, or a `TLSConfig`; None for plain text.
         timeout: seconds for a whole call, retries included; None for no limit.
-        max_retries: how often a call that failed as UNAVAILABLE, or over its rate with a time to wait, is tried again;
-            None: as often as the timeout allows. A stream that breaks off is continued.
+        max_retries: number of retries of a call that failed as UNAVAILABLE, or because of a rate limit with a time to
+            wait; None: as many as the timeout allows. A stream that breaks is resumed.
         channel_options: further gRPC channel options, over the client's own.
         affinity: which replica a call goes to, if the address has several. "auto": the same for all requests with the
-            same first image or, if they have none, the same system prompt, whose caches then have it; "image": the
-            same only for images. A replica that is full or gone is replaced by another. None: in turns over several
-            listed addresses, else gRPC's default. Needs grpcio 1.70 or newer.
+            same first image or, if they have none, the same system prompt, so that its caches have them; "image": only
+            for requests with images. If a replica is full or cannot be reached, another one is used. None: listed
+            addresses in turn, else gRPC's default. Needs grpcio 1.70 or newer.
     """
 
     def __init__(

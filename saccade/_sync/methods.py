@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class Methods(Session):
-    """`generate` and the other methods; how a request gets to an engine is up to the connection."""
+    """`generate` and the other methods, for any kind of connection."""
 
     def generate(
         self,
@@ -71,30 +71,31 @@ class Methods(Session):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **sampling: Unpack[Sampling],
     ) -> Generation:
-        """Asks the model and waits for the whole answer.
+        """Sends a request and waits for the complete answer.
 
         Args:
-            prompt: a string, put through the model's chat template as a user's message (`raw=True` takes it as it is);
+            prompt: a string, which the model's chat template turns into a user's message (not with `raw=True`);
                 or a list of chat messages `{"role": ..., "content": ...}`, whose content is a string or a list of parts
-                `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`; or a list of token ids, taken as
-                they are, with one image token id for each image.
-            images: paths, encoded bytes, binary files, Pillow images or uint8 arrays `[H, W, C]`. With a string they
-                come before the text; with chat messages they fill the image parts that hold no image.
-            videos: paths or bytes of GIF, APNG, WebP, MP4 or WebM files, lists of frames (each as in `images`), or
-                `saccade.Video`, which says more of a clip. They come after the images.
-            max_tokens: largest number of tokens of the answer; None: what the model's context leaves.
-            temperature: 0 takes the most likely token each time; None: the model's default.
-            top_p: draw from the most likely tokens that together have this probability; None: the model's default.
-            top_k: draw from so many of the most likely tokens; None: the model's default.
-            seed: the same seed gives the same answer; None: the server draws one and returns it.
+                `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`; or a list of token ids, which is
+                used without changes, with one image token id for each image.
+            images: paths, URLs, encoded bytes, binary files, Pillow images or uint8 arrays `[height, width, channels]`
+                or `[height, width]`. With a string they come before the text; with chat messages they fill the image
+                parts that have no image, in order.
+            videos: paths, URLs or bytes of GIF, APNG, WebP, MP4 or WebM files, lists of frames (each as in `images`),
+                or `saccade.Video`, which also has the frame rate. They come after the images.
+            max_tokens: largest number of tokens of the answer; None: what is left of the model's context.
+            temperature: 0 always takes the most likely token; None: the model's default.
+            top_p: draw from the most likely tokens whose probabilities add up to this; None: the model's default.
+            top_k: draw from this number of most likely tokens; 0: from all; None: the model's default.
+            seed: from 0 to 2**64 - 1; the same seed gives the same answer. None: the server draws one and returns it.
             stop: strings that end the answer; they are not part of it.
-            logprobs: k returns the log-probability of each token and the k most likely tokens at its position.
-            raw: take a string prompt as it is, without the chat template.
-            timeout: seconds for the whole call, retries included; None takes the client's.
+            logprobs: k, from 0 to 100: also return the log-probability of each token and the k most likely tokens.
+            raw: use a string prompt without the chat template.
+            timeout: seconds for the whole call, retries included; None: the client's timeout.
             chat_template_kwargs: further arguments of the chat template.
             sampling: min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, min_tokens,
                 stop_token_ids, ignore_eos, n, continued_token_ids, model, request_id, priority; allowed_token_ids,
-                bad_words; response_format: what the text must be. That is a JSON schema, a Pydantic model class,
+                bad_words; response_format, the required format of the text: a JSON schema, a Pydantic model class,
                 `saccade.Regex`, `saccade.Lark`, `saccade.StructuralTags`, a list of choices or "json_object".
                 For models that reason before they answer: enable_thinking, reasoning_effort, max_reasoning_tokens.
                 tools: `saccade.Tool`s or dicts in OpenAI's form, which the model may call (`Generation.tool_calls`);
@@ -134,14 +135,14 @@ class Methods(Session):
         resume: bool = True,
         **sampling: Unpack[Sampling],
     ) -> Stream:
-        """Asks the model and returns the answer while it is generated. Arguments and errors are those of `generate`; an
-        error of the server is raised while the stream is read.
+        """Sends a request and returns an iterator over the parts of the answer. Arguments and errors are those of
+        `generate`; an error of the server is raised while the stream is read.
 
         Args:
-            first_token_timeout: seconds that a reader waits for the first part of the answer; then DeadlineExceeded is
-                raised, with the reason FIRST_TOKEN_TIMEOUT. None takes the client's.
-            idle_timeout: the same for each further part; the reason is IDLE_TIMEOUT.
-            resume: continue a stream that broke because the server or its engine was lost; see `Stream`.
+            first_token_timeout: seconds to wait for the first part of the answer, then DeadlineExceeded is raised with
+                the reason FIRST_TOKEN_TIMEOUT; None: the client's setting.
+            idle_timeout: seconds to wait for each further part; the reason is then IDLE_TIMEOUT.
+            resume: continue a stream that broke because the server or its engine failed; see `Stream`.
         """
 
         def build() -> inference_pb2.GenerateRequest:
@@ -156,16 +157,16 @@ class Methods(Session):
         return stream._opened()
 
     def parse(self, prompt: Prompt, *, response_format: ResponseFormat, **options: Any) -> Any:
-        """Asks for an answer in a format and returns the object that it stands for: an instance of a Pydantic model
-        class, what the JSON of a schema holds, the text in other formats.
+        """As `generate`, but returns the answer as an object: an instance of a Pydantic model class, parsed JSON for a
+        JSON schema, the text for other formats.
 
         Args:
             response_format: as in `generate`.
             options: further arguments of `generate`, except `n`.
 
         Raises:
-            OutOfRange: the answer was cut off before its format was complete (reason ANSWER_TRUNCATED): give it more
-                max_tokens.
+            OutOfRange: the answer was cut off before its format was complete (reason ANSWER_TRUNCATED); raise
+                `max_tokens`.
         """
         answer = self.generate(prompt, response_format=response_format, **options)
         return parsed_answer(answer, response_format)
@@ -177,12 +178,12 @@ class Methods(Session):
         system: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Generation:
-        """Asks for the next message of a conversation; `messages.append(answer.message)` goes on from there.
+        """Sends a conversation and returns the next message; `messages.append(answer.message)` continues it.
 
         Args:
             messages: chat messages as `generate` takes them; a string is one message of the user.
-            system: the system's message, in front of the others.
-            options: those of `generate`.
+            system: a system message, which is put before the others.
+            options: further arguments of `generate`.
         """
         return self.generate(chat_messages(messages, system), **options)
 
@@ -198,10 +199,10 @@ class Methods(Session):
         priority: int | None = None,
         timeout: float | None = None,
     ) -> Embedding:
-        """The model's hidden states for a prompt, as `generate` would read it.
+        """The decoder's hidden states for a prompt, with the arguments of `generate`.
 
-        Two prompts that mean the same need not be near each other: these are the states of a model that writes, not
-        of one that was trained to compare. `last` is what the next token would be drawn from.
+        The model was trained to generate text and not to compare texts, so prompts with the same meaning may have very
+        different states. `last` is the state from which the first token of an answer would be computed.
         """
 
         def build() -> inference_pb2.EmbedRequest:
@@ -213,7 +214,8 @@ class Methods(Session):
         return self._run(embed_steps(build, self._calls.upload_above), timeout)
 
     def embed_image(self, image: ImageInput, *, model: str = "", timeout: float | None = None) -> Tensor:
-        """An image's tokens behind the projector, as the decoder reads them: `[image tokens, hidden size]`."""
+        """The embeddings of an image, float32 `[image tokens, hidden size]`: output of the projector, input of the
+        decoder."""
         steps = embed_image_steps(lambda: embed_image_request(image, model=model), self._calls.upload_above)
         return self._run(steps, timeout)
 
@@ -228,7 +230,7 @@ class Methods(Session):
         model: str = "",
         timeout: float | None = None,
     ) -> Tokens:
-        """What `generate` would make of a prompt, and how much of the context it takes."""
+        """The token ids that `generate` would use for a prompt, and the number of tokens, images included."""
 
         def build() -> inference_pb2.TokenizeRequest:
             return tokenize_request(
@@ -242,10 +244,10 @@ class Methods(Session):
         return self._run(models_steps(), timeout)
 
     def get_model(self, name: str = "", *, timeout: float | None = None) -> Model:
-        """A model with its limits; without a name, the only one.
+        """A served model and its limits; without a name, the server's only model.
 
         Raises:
-            NotFound: there is none of that name.
+            NotFound: the server has no model of this name.
         """
         return self._run(get_model_steps(name), timeout)
 
@@ -259,9 +261,11 @@ class Methods(Session):
         """Answers many requests, `concurrency` of them at a time, in memory that does not grow with their number.
 
         Args:
-            requests: mappings with the arguments of `generate`, and a custom_id if you like. They are taken as there is
-                room for them, in a thread of their own: a source that waits, even for an outcome, holds nothing up.
-            ordered: in the order of the requests instead of as they come; a slow one then holds back those behind it.
+            requests: mappings with the arguments of `generate` and, optionally, a `custom_id`. The next one is read
+                when fewer than `concurrency` are in flight, in a separate thread, so a slow source delays no running
+                request.
+            ordered: yield outcomes in the order of the requests, so that a slow request delays those after it; by
+                default they are yielded as they arrive.
 
         Returns:
             An iterator of outcomes. A request that failed is an outcome with an error, not an exception. Leaving the
@@ -298,26 +302,27 @@ class Methods(Session):
         max_retries: int | None = 8,
         **options: Unpack[BatchKeywords],
     ) -> BatchSummary:
-        """Answers a file of requests in OpenAI's batch format into another; see `saccade batch`.
+        """Answers a file of requests in OpenAI's batch format, and writes the answers to another file; see
+        `saccade batch`.
 
-        The file is checked whole before the first request. A run that was stopped, however, goes on where it was when
-        it is started again with the same arguments. Rows that fail are rows of the output, not exceptions; so are rows
-        that name a file which cannot be read, unless `strict=True`.
+        The whole file is checked before the first request is sent. If a run is interrupted in any way, it continues
+        when it is started again with the same arguments. A row that fails is an error row of the output, not an
+        exception; so is a row with an image that cannot be read, unless `strict=True`.
 
         Args:
             source: path of a JSONL file. Images may be named by paths inside its folder.
             output: path of a JSONL file; answers of an interrupted run in it are kept.
-            max_retries: how often a row is tried again while the server is unavailable; None: as often as its timeout
+            max_retries: number of retries of a row while the server is unavailable; None: as many as its timeout
                 allows.
             options: concurrency, ordered, max_errors, overwrite, any_model, strict, timeout, priority, on_progress,
                 on_start.
 
         Raises:
             InvalidArgument: the source is wrong; `problems` of the error has a sentence for each line.
-            AlreadyExists: the output holds something else than answers to this source with this model.
+            AlreadyExists: the output exists and has other content than answers to this source by this model.
             FailedPrecondition: another process is writing the output, there were too many errors, or it cannot be
                 written.
-            Unavailable: nobody answers any more; starting it again goes on.
+            Unavailable: the server does not answer any more; start again to continue.
         """
         from saccade._jobs.job import BatchJob, BatchOptions
         from saccade._sync.jobs import run_job

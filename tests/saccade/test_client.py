@@ -355,7 +355,7 @@ def test_what_grpc_takes_for_a_target_is_taken(target: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"timeout": 0}, {"timeout": -1}, {"max_retries": -1}, {"tls": "yes"}], ids=str)
-def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
+def test_wrong_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(errors.InvalidArgument, match=next(iter(wrong))):
         saccade.Client("localhost:1", **wrong)  # type: ignore[arg-type]
 
