@@ -33,7 +33,7 @@ def capture_sizes(
 
     Without `sizes`: 1, 2, 4 (`interactivity`: every size to 32), then steps of 8 below 256 and of 16 above, up to
     cap = min(max_capture, max_batched_tokens), and cap itself. With `sizes`: exactly those, sorted, once each;
-    `max_capture` is not looked at, and a size below 1 or above `max_batched_tokens` is a `ValueError`.
+    `max_capture` has no effect, and a size below 1 or above `max_batched_tokens` is a `ValueError`.
     """
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")

@@ -104,7 +104,7 @@ class EncoderPool:
             for link in self.links:
                 link.start(self)
                 if not link.alive:
-                    log.warning("encoder %s is not there yet: %s", link.name, link.reason)
+                    log.warning("encoder %s cannot be reached yet: %s", link.name, link.reason)
         except BaseException:
             self.close()
             raise

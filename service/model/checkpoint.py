@@ -181,12 +181,12 @@ class Checkpoint:
     def _sources(self) -> tuple[dict[str, _Source], list[str], list[str]]:
         """(our name -> source of its tensor, stored names that are not used, problems)."""
         found: dict[str, dict[int, tuple[str, Target]]] = {}
-        passed_over: list[str] = []
+        not_served: list[str] = []
         problems: list[str] = []
         for stored in self.weights:
             targets = self.targets(stored)
             if not targets:
-                passed_over.append(stored)
+                not_served.append(stored)
             for target in targets:
                 entries = found.setdefault(target.name, {})
                 entry = target.place if target.how == "stack" else -1
@@ -199,17 +199,17 @@ class Checkpoint:
             if numbers[0] >= 0 and numbers != list(range(len(numbers))):
                 problems.append(f"{name} has entries {numbers}, which do not count up from 0")
             sources[name] = _Source(tuple(entries[i][0] for i in numbers), entries[numbers[0]][1])
-        return sources, passed_over, problems
+        return sources, not_served, problems
 
     def _resolve_sources(self) -> dict[str, _Source]:
         """Matches stored names with the expected ones; one error lists every name that is missing, unexpected,
         duplicate or of another shape."""
-        whole, passed_over, problems = self._sources()
-        if passed_over:
-            parts = sorted({".".join(n.split(".")[:2]) for n in passed_over})
+        whole, not_served, problems = self._sources()
+        if not_served:
+            parts = sorted({".".join(n.split(".")[:2]) for n in not_served})
             log.info(
                 "%d weights of parts of the model that are not served are not loaded: %s",
-                len(passed_over),
+                len(not_served),
                 ", ".join(parts),
             )
         vision = self.config.vision

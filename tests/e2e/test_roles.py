@@ -143,7 +143,7 @@ def test_an_encoder_that_is_killed_over_an_image_is_followed_by_another(
     assert sorted(os.listdir("/dev/shm")) == shared
 
 
-def test_an_encoder_that_is_late_is_passed_over_until_it_wakes(
+def test_an_encoder_that_is_late_is_not_used_until_it_wakes(
     model: Path, client: saccade.Client, far: ServerProcess
 ) -> None:
     with process(model) as late, decoder(model, late, far, encoder_lease=LEASE) as running:

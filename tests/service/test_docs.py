@@ -134,6 +134,16 @@ def test_every_declared_metric_is_exported(metrics: dict[str, Metric]) -> None:
     assert set(METRICS) - metrics.keys() <= first
 
 
+def test_every_page_begins_with_what_it_is_for() -> None:
+    """The first two lines under the title are sentences, not a heading, a table or a list."""
+    bare = []
+    for path in [*PAGES.values(), CHECKOUT / "kernels" / "native" / "README.md"]:
+        title, empty, first, *_ = path.read_text("utf-8").splitlines()
+        if not title.startswith("# ") or empty or not first[:1].isalpha() and not first.startswith("`"):
+            bare.append(path.name)
+    assert bare == []
+
+
 def test_every_reason_that_a_test_expects_is_explained() -> None:
     """The table is made from the sources by reading calls; this finds reasons in another way."""
     expected = {

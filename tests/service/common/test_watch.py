@@ -59,9 +59,7 @@ def test_any_of_several_files_counts_and_what_is_unchanged_is_not_parsed_again(t
     assert watched.current() == "333+22"
 
 
-def test_a_bad_version_is_passed_over_and_the_next_good_one_is_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_version_is_not_used_and_the_next_good_one_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "file"
     path.write_text("one")
     watched = Watched("option", [path], text_of)

@@ -113,7 +113,7 @@ def test_an_encoder_hears_how_long_somebody_waits(patience: float | None, left: 
     assert link.seconds == ([None] if left is None else [pytest.approx(left, abs=5)])
 
 
-def test_an_image_goes_from_a_late_encoder_to_another_and_the_late_one_is_passed_over() -> None:
+def test_an_image_goes_from_a_late_encoder_to_another_and_the_late_one_is_not_used() -> None:
     late, other = FakeLink("late"), FakeLink("other", elsewhere=5)
     pool, handoff = make(late, other, lease=0.0)
     (lease,) = ask(handoff, "a")

@@ -60,7 +60,7 @@ def edit_weights(path: Path, change: dict[str, torch.Tensor | None]) -> None:
     save_file(weights, path / "model.safetensors")
 
 
-def test_parts_that_are_not_served_are_passed_over_with_one_line(
+def test_parts_that_are_not_served_are_not_loaded_with_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_checkpoint(tmp_path, 2, text={"pattern": "M"})
