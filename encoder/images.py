@@ -137,8 +137,8 @@ def open_image_file(data: bytes, limits: ImageLimits) -> Image.Image:
 
 
 def words(error: Exception) -> str:
-    """The message of a decoder's exception, shortened to one line."""
-    return (str(error) or type(error).__name__)[:200]
+    """The message of a decoder's exception, without FFmpeg's number and file name."""
+    return (getattr(error, "strerror", None) or str(error) or type(error).__name__)[:200]
 
 
 def to_rgb(image: Image.Image) -> Pixels:

@@ -12,6 +12,8 @@ from saccade.errors import InvalidArgument
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
+_EXPECTED = {"model_type": "expected an object", "dict_type": "expected an object", "list_type": "expected a list"}
+"""What Pydantic says in the words of Python's types."""
 MAX_PROBLEMS = 4
 """Problems of a document that its error describes."""
 
@@ -75,7 +77,7 @@ def _problems(error: ValidationError) -> list[str]:
         elif item["type"] == "value_error":
             found.append(_at(path, item["msg"].removeprefix("Value error, ")))
         else:
-            words = item["msg"][:1].lower() + item["msg"][1:]
+            words = _EXPECTED.get(item["type"], item["msg"][:1].lower() + item["msg"][1:])
             found.append(_at(path, words if item["type"] == "missing" else f"{words}, got {short(item['input'])}"))
     for parent, names in unknown.items():
         listed = ", ".join(sorted(names))
@@ -101,7 +103,9 @@ def field_path(path: tuple[int | str, ...]) -> str:
 
 def short(value: Any) -> str:
     """A value in at most 60 characters."""
-    if isinstance(value, list | dict):
-        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return f"an object of type {short(value['type'])}" if "type" in value else f"an object with {len(value)} keys"
     text = repr(value[:80] if isinstance(value, str) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -248,3 +248,9 @@ def test_broken_films_raise_nothing_else() -> None:
             list(clip.frames(range(clip.num_frames)))
         except VideoError as error:
             assert error.reason
+
+
+def test_a_broken_header_is_described_without_ffmpegs_number() -> None:
+    with pytest.raises(VideoError) as refused:
+        open_video(b"\0\0\0\x18ftypmp42" + b"x" * 50)
+    assert "Invalid data found" in str(refused.value) and "Errno" not in str(refused.value)
