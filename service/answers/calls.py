@@ -37,7 +37,8 @@ class _Generation:
         self.last_token: dict[int, float] = {}
 
     def see(self, event: Event) -> tuple[float, int] | None:
-        """Counts an event; for a delta after the first of its sample returns (seconds since the last, tokens)."""
+        """Counts an event. Returns (seconds since the sample's last delta, tokens) for every delta but its first one,
+        else None."""
         match event:
             case Started():
                 self.started = event

@@ -146,7 +146,7 @@ class Preparer:
         finally:
             self._count(source, watch)
 
-    def looked_at(self, source: MediaSource) -> MediaSource:
+    def sampled(self, source: MediaSource) -> MediaSource:
         """Drops, from a video given as frames, those that will not be sampled, so that they are not fetched."""
         if not isinstance(source, Video) or not source.elsewhere or not source.frames:
             return source
@@ -168,7 +168,7 @@ class Preparer:
         return most_bytes(self._vision, self._dtype, frames)
 
     def forget(self) -> None:
-        """Frees what is kept of earlier files."""
+        """Empties the cache of prepared files."""
         self._cache.clear()
 
     def stats(self) -> dict[str, float]:
@@ -303,7 +303,7 @@ class Preparation:
     async def _make(self, spec: GenerateSpec, salt: bytes, resolve: Resolver) -> Prompt:
         if any(source.elsewhere for source in spec.media):
             if self._preparer is not None:
-                spec = replace(spec, media=tuple(map(self._preparer.looked_at, spec.media)))
+                spec = replace(spec, media=tuple(map(self._preparer.sampled, spec.media)))
             spec = await resolve(spec, salt)
         media: list[PreparedItem] = []
         if self._preparer is not None:

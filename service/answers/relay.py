@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Shown(NamedTuple):
-    """What became certain of a sample."""
+    """The part of a sample's output that later tokens cannot change, so that it can be sent."""
 
     reasoning: str = ""
     text: str = ""
@@ -63,11 +63,11 @@ class SampleState:
         return called or self.stop_string is not None
 
     def reason(self, given: FinishReason) -> FinishReason:
-        """Why the sample ended: `given` where no calls wait for their results."""
+        """Why the sample ended: "tool_calls" if it stopped after tool calls, else `given`."""
         return "tool_calls" if given == "stop" and self._calls is not None and self._calls.called else given
 
     def push(self, token: int, *, shown: bool = True) -> Shown:
-        """Counts a token and returns what became certain. `shown` is False for an end token."""
+        """Counts a token and returns the output that can be sent now. `shown` is False for an end token."""
         self.tokens += 1
         reasoning, kind = self._split.reasoning, self._split.take(token)
         if kind == "marker":

@@ -15,7 +15,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that can be shown now. After a match `matched` is set and nothing more is shown."""
+        """Adds text; returns the text that can be sent now. After a match `matched` is set and the rest is dropped."""
         if self.matched is not None:
             return ""
         if not self._stops:
@@ -31,7 +31,7 @@ class StopMatcher:
         return shown
 
     def flush(self) -> str:
-        """The held-back text, which is no stop string."""
+        """The text that was held back and is not part of a stop string, at the end of the answer."""
         shown, self._held = self._held, ""
         return "" if self.matched is not None else shown
 

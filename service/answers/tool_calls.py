@@ -23,7 +23,8 @@ def tool_use(spec: GenerateSpec) -> ToolUse | None:
 
 
 def with_tools(spec: GenerateSpec, assets: ModelAssets) -> GenerateSpec:
-    """The request with what its tools mean for sampling. Raises StatusError for what cannot be followed."""
+    """The request with the constraint that its tools and `tool_choice` require. Raises InvalidArgument for options
+    that exclude each other, and FailedPrecondition for a model without tool calls."""
     use = tool_use(spec)
     if use is None:
         return spec
@@ -47,7 +48,8 @@ def with_tools(spec: GenerateSpec, assets: ModelAssets) -> GenerateSpec:
 
 
 def calls_format(markup: ToolMarkup, use: ToolUse, answer: TextFormat | None = None) -> TextFormat:
-    """What `service.engine.tool_grammars` reads. `answer`: the format of an answer without calls."""
+    """The format of tool calls, as JSON for `service.engine.tool_grammars`. `answer`: the required format of an answer
+    without calls."""
     required = use.choice == "required"
     tools = [
         {"name": tool.name, "schema": tool.parameters if required or tool.strict else None}
@@ -116,11 +118,11 @@ class CallSplit:
         return bool(self._before + self._scanner.calls) and not self._broken and not self._scanner.pending
 
     def feed(self, text: str) -> list[str | CallDelta]:
-        """Text and parts of calls that became certain, in order."""
+        """The text and the parts of calls that can be sent now, in order."""
         return self._told(self._scanner.feed(text))
 
     def finish(self) -> list[str | CallDelta]:
-        """The rest: at the end of the reasoning or of the answer."""
+        """The remaining text and parts of calls, at the end of the reasoning or of the answer."""
         found = self._told(self._scanner.finish())
         if not self._scanner.done:
             self._broken |= self._scanner.pending
