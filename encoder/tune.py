@@ -254,7 +254,7 @@ def compare_ladders(
     seen = [tokens for tokens, count in histogram.items() if count]
     lo, hi = lo or min(seen), hi or max(seen)
     if max(seen) > hi or lo > hi:
-        raise ValueError(f"hi {hi} is below the largest image of {max(seen)} tokens, or below lo {lo}")
+        raise ValueError(f"images of up to {max(seen)} tokens and lo {lo} must not be above hi {hi}")
     images = max_images or min(hi // lo, lo)
     start = max(lo, images)
     if start > hi:
