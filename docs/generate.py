@@ -33,6 +33,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "comparison": results.overview,
     "hybrid beside vllm": results.hybrid_vllm,
     "load over http": results.http_load,
+    "drafts": results.drafts,
     "hybrid int8 beside vllm": results.hybrid_int8,
     "hybrid beside transformers": results.hybrid_transformers,
     "qwen3_5 beside vllm": results.qwen_vllm,

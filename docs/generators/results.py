@@ -132,6 +132,27 @@ def http_load() -> str:
     return "\n".join([*lines, "", machine_line({**found, "command": "python -m benchmarks.http_load ... --write"})])
 
 
+def drafts() -> str:
+    """Drafts beside plain decoding: one line for each model, number of requests, drafter and text."""
+    models = {"nemotron_h": "hybrid 0.6 B", "qwen3_5": "Qwen3.5 0.8B"}
+    texts = {"repeating": "repeats", "branching": "repeats in part", "rate 1.0": "does not repeat"}
+    files = [result(name[11:]) for name in newest("speculation-rates-*")]
+    found: dict[tuple[str, int, str, str], dict[str, dict[str, Any]]] = {}
+    for cell in (cell for file in files for cell in file["cells"]):
+        of = found.setdefault((cell["model"], cell["requests"], cell["drafts"], cell["text"]), {})
+        of[cell["policy"]] = cell
+    lines = [
+        "| model | requests | drafts | text or acceptance | plain, tokens/s | adaptive | always 3 drafts |",
+        "| --- | --: | --- | --- | --: | --: | --: |",
+    ]
+    for (model, requests, source, text), of in found.items():
+        rate = f"{float(text.removeprefix('rate ')):.0%}".replace("%", " %") if source == "mtp" else texts[text]
+        ratios = (f"{of[policy]['ratio']:.2f} x" if policy in of else "" for policy in ("adaptive", "fixed"))
+        plain = f"{of['adaptive' if 'adaptive' in of else 'fixed']['plain']:,.0f}"
+        lines.append(f"| {' | '.join((models[model], str(requests), source, rate, plain, *ratios))} |")
+    return "\n".join([*lines, "", "  \n".join(machine_line(file) for file in files)])
+
+
 def overview() -> str:
     """For the README: one row for each workload, beside vLLM and transformers."""
     vllm, transformers = result("compare-vllm"), result("compare-transformers")

@@ -1,0 +1,169 @@
+"""Tokens per second with drafts beside plain decoding, by how many drafts are accepted, on models larger than a cache.
+
+    python -m benchmarks.speculation_rates [--model nemotron_h,qwen3_5] [--concurrent 1,8] [--rounds 2] [--write]
+
+The checkpoints are those of `benchmarks.scripted_models`, in which text and acceptance are known. Both sides run in
+turn through `saccade.LocalClient`, and their answers must be equal. The adaptive policy starts anew with each text, so
+what its trials cost is counted. `fixed` always makes `--draft-tokens` drafts: what drafts cost if they never stop.
+Prompts are cached before the time begins. The last line on stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import saccade
+from benchmarks import machine, scripted_models
+from benchmarks.record import write_result
+from benchmarks.scripted_models import RATES, Script
+from benchmarks.speculation import Ask, decoder_seconds, show, timed
+
+MODELS = {"nemotron_h": scripted_models.nemotron_model, "qwen3_5": scripted_models.qwen_model}
+PROMPT = 40
+PLAIN: dict[str, Any] = {"max_seqs": 8, "max_len": 1024, "dtype": "bfloat16"}
+NGRAM_TEXTS = ("repeating", "branching", "rate 1.0")
+"""The last one does not repeat."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One text and one number of requests. Rates are tokens per second; `step` is a decoder step with drafts in plain
+    ones."""
+
+    model: str
+    drafts: str
+    policy: str
+    text: str
+    requests: int
+    plain: float
+    drafted: float
+    ratio: float
+    step: float
+    tokens_a_step: float
+    """Of one request."""
+    accepted: float
+    """Share of first drafts; nan if there were none."""
+    same_answers: bool
+
+
+def asks(script: Script, text: str, requests: int, tokens: int) -> list[Ask]:
+    def ask(request: int) -> Ask:
+        def of(client: saccade.LocalClient) -> saccade.Generation:
+            return client.generate(
+                script.text(text, request, PROMPT), max_tokens=tokens, ignore_eos=True, raw=True,
+                temperature=float(text == "branching"), seed=request,
+            )  # fmt: skip
+
+        return of
+
+    return [ask(request) for request in range(requests)]
+
+
+def grown(after: dict[str, Any], before: dict[str, Any], name: str) -> int:
+    return int(after.get(name, 0) - before.get(name, 0))
+
+
+def compare(
+    names: tuple[str, str, str, str], requests: int, plain: saccade.LocalClient, other: saccade.LocalClient,
+    tokens: int, rounds: int,
+) -> Cell:  # fmt: skip
+    """`names`: model, drafts, policy, text."""
+    script = Script()
+    short, long = (asks(script, names[3], requests, count) for count in (1, tokens))
+    speeds: list[list[float]] = [[], []]
+    steps, seconds, same, counts = [0, 0], [0.0, 0.0], True, dict[str, int]()
+    for side in (plain, other):
+        timed(side, short, requests)
+    for _ in range(rounds):
+        answers = []
+        for place, side in enumerate((plain, other)):
+            before, spent = side._service.stats()["decoder"], decoder_seconds(side)
+            speed, found = timed(side, long, requests)
+            after = side._service.stats()["decoder"]
+            speeds[place].append(speed)
+            answers.append(found)
+            steps[place] += grown(after, before, "steps")
+            seconds[place] += decoder_seconds(side) - spent
+            if place:
+                counts = {n: counts.get(n, 0) + grown(after, before, n) for n in ("drafted_1", "accepted_1")}
+        same &= answers[0] == answers[1]
+    first = counts["accepted_1"] / counts["drafted_1"] if counts["drafted_1"] else float("nan")
+    before_s, after_s = (statistics.median(of) for of in speeds)
+    return Cell(
+        *names, requests, round(before_s, 1), round(after_s, 1),
+        round(statistics.median(b / a for a, b in zip(*speeds, strict=True)), 3),
+        round(seconds[1] / steps[1] / (seconds[0] / steps[0]), 3), round(rounds * tokens / steps[1], 2),
+        round(first, 3), same,
+    )  # fmt: skip
+
+
+def cells(model: str, path: Path, options: argparse.Namespace) -> list[Cell]:
+    """Both sides are loaded once for each policy, an adaptive one once for each text."""
+    base = PLAIN | {"threads": options.threads}
+    rates = [f"rate {rate}" for rate in RATES]
+    plans = [("ngram", "adaptive", [text]) for text in NGRAM_TEXTS]
+    plans += [("mtp", "adaptive", [text]) for text in rates]
+    plans.append(("mtp", "fixed", rates))
+    found: list[Cell] = []
+    with saccade.LocalClient(path, **base) as plain:
+        for requests in options.concurrent:
+            for drafts, policy, texts in plans:
+                if drafts not in options.only or policy not in options.policy:
+                    continue
+                drafting = {"speculative": drafts, "draft_policy": policy, "draft_tokens": options.draft_tokens}
+                with saccade.LocalClient(path, **base, **drafting) as other:
+                    for text in texts:
+                        names = model, drafts, policy, text
+                        found.append(compare(names, requests, plain, other, options.tokens, options.rounds))
+                        print(dataclasses.astuple(found[-1]), file=sys.stderr, flush=True)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table, then one line of JSON. Returns 1 if answers differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=lambda text: text.split(","), default=list(MODELS))
+    parser.add_argument("--only", type=lambda text: text.split(","), default=["ngram", "mtp"])
+    parser.add_argument("--policy", type=lambda text: text.split(","), default=["adaptive", "fixed"])
+    parser.add_argument("--concurrent", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8])
+    parser.add_argument("--draft-tokens", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
+    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results")
+    options = parser.parse_args(argv)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    ceilings = {name: round(value, 1) for name, value in machine.ceilings().items()}
+    found = [cell for model in options.model for cell in cells(model, MODELS[model](options.folder), options)]
+    print(
+        show([[f.name for f in dataclasses.fields(Cell)], *([str(v) for v in dataclasses.astuple(c)] for c in found)])
+    )
+    result = {
+        "date": f"{datetime.date.today():%Y-%m-%d}",
+        "command": " ".join(["python -m benchmarks.speculation_rates", *(sys.argv[1:] if argv is None else argv)]),
+        "machine": machine.describe(),
+        "load": machine.load(),
+        "ceilings": ceilings,
+        "draft_tokens": options.draft_tokens,
+        "tokens": options.tokens,
+        "rounds": options.rounds,
+        "cells": [dataclasses.asdict(cell) for cell in found],
+    }
+    if options.write:
+        requests = "-".join(map(str, options.concurrent))
+        write_result(f"speculation-rates-{'-'.join(options.model)}-{requests}", result)
+    print(json.dumps(result))
+    return 0 if all(cell.same_answers for cell in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
