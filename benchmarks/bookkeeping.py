@@ -66,8 +66,8 @@ def measure(checkpoint: Checkpoint, requests: int, steps: int) -> dict[str, floa
     params = SamplingParams(max_tokens=steps + 2 * WARM + 8, temperature=0, ignore_eos=True)
     for number in range(requests):
         runner.add(DecoderRequest(f"r{number}", [5 + number % 97] * PROMPT, params))
-    while len(runner.step()) < requests:  # prompts
-        pass
+    if all(len(runner.step()) < requests for _ in range(WARM)):
+        raise RuntimeError(f"after {WARM} steps the prompts of {requests} requests are not all computed")
     whole, kept = [], []
     for _ in range(WARM + steps):
         clock.seconds, started = 0.0, time.perf_counter()
@@ -92,10 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
     arguments = parser.parse_args(argv)
     load, checkpoint = machine.load(), Checkpoint(text_model(arguments.folder))
-    rows = [measure(checkpoint, int(count), arguments.steps) for count in arguments.requests.split(",")]
-    for row in rows:
+    rows = []
+    for count in arguments.requests.split(","):
+        rows.append(row := measure(checkpoint, int(count), arguments.steps))
         print(f"{row['requests']:5} requests: step {row['step_ms']:8.2f} ms, bookkeeping {row['bookkeeping_ms']:6.3f} "
-              f"ms, {row['share']:.2%}")  # fmt: skip
+              f"ms, {row['share']:.2%}", flush=True)  # fmt: skip
     result = {
         "date": f"{datetime.date.today():%Y-%m-%d}",
         "command": " ".join(["python -m benchmarks.bookkeeping", *(sys.argv[1:] if argv is None else argv)]),
