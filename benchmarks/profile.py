@@ -1,6 +1,7 @@
 """Time of the parts of a decode step and of a prefill, compared with the lower bound on this machine.
 
-    python -m benchmarks.profile [--family qwen3_5] [--only decode,prefill] [--weights int8] [--threads N] [--write]
+    python -m benchmarks.profile [--family qwen3_5] [--only decode,prefill] [--weights int8] [--activations int8]
+                                 [--threads N] [--write]
 
 Runs the decoder in this process on the family's text model of `benchmarks.workloads`. The operations of the compiled
 step are called one at a time, which adds a few microseconds to each. The lower bound of a part is the larger of its
@@ -27,7 +28,7 @@ import torch
 
 from benchmarks import machine
 from benchmarks.workloads import SUBJECTS
-from decoder.config import WEIGHT_KINDS
+from decoder.config import ACTIVATION_KINDS, WEIGHT_KINDS
 from decoder.layers.attention import AttentionMixer
 from decoder.layers.build import BuiltLayer
 from decoder.layers.gated_delta import GatedDeltaMixer
@@ -209,6 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrent", default="1,8,32", help="requests of the decode steps")
     parser.add_argument("--steps", type=int, default=30, help="decode steps; the fastest counts")
     parser.add_argument("--weights", choices=WEIGHT_KINDS)
+    parser.add_argument("--activations", choices=ACTIVATION_KINDS)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
     parser.add_argument("--write", action="store_true", help="write the page under docs")
@@ -219,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subject = SUBJECTS[arguments.family]
     checkpoint = Checkpoint(subject.text(arguments.folder))
     options = decoder_options(EngineOptions(dtype="bfloat16", max_seqs=32, state_cache="none"), checkpoint)
-    options = replace(options, weights=arguments.weights, max_batched_tokens=4096)
+    options = replace(options, weights=arguments.weights, activations=arguments.activations, max_batched_tokens=4096)
     runner = DecoderRunner(checkpoint.config.decoder, options, checkpoint.decoder_weights())
     sections, summary = [], {}
     decodes = [int(count) for count in arguments.concurrent.split(",")] if "decode" in arguments.only else []
@@ -234,6 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text, summary[f"prefill {count}x{length}"] = table(f"Prefill, {count} x {length} tokens", profile, ceilings)
         sections.append(text)
     facts = {**machine.describe(), **{k: round(v, 1) for k, v in ceilings.items()}, "load": load}
+    weights = "+".join(filter(None, (arguments.weights or "bfloat16", arguments.activations)))
     page = "\n\n".join(
         [
             "# Where a step's time goes",
@@ -242,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "rate, whichever is larger; above 100%, the machine was faster than when these were measured.",
             f"Written by `python -m benchmarks.profile {' '.join(sys.argv[1:] if argv is None else argv)}`"
             f" on {datetime.date.today().isoformat()}; benchmarks/profile.py describes each column.",
-            f"`{json.dumps({**facts, 'threads': arguments.threads, 'weights': arguments.weights or 'bfloat16'})}`",
+            f"`{json.dumps({**facts, 'threads': arguments.threads, 'weights': weights})}`",
             *sections,
         ]
     )

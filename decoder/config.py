@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 GRAPH_MODES = ("auto", "on", "off")
 OVERLAP_MODES = ("auto", "on", "off")
 WEIGHT_KINDS = ("int8", "int4", "fp8", "nvfp4")
-ACTIVATION_KINDS = ("fp8",)
+ACTIVATION_KINDS = ("fp8", "int8")
 NATIVE_MODES = ("auto", "on", "off")
 SPECULATIVE = ("none", "ngram", "mtp")
 SPEC_STATES = ("replay", "slots")
@@ -171,8 +171,8 @@ class DecoderOptions:
     inputs), quantised as they are read where the checkpoint has not done it.
     """
     activations: str | None = None
-    """Rows before products with fp8 weights: `None` in `dtype`, or `fp8`, on GPUs that multiply fp8 numbers. It changes
-    answers.
+    """Rows before products with weights of 8 bits: `None` in `dtype`, `fp8` for fp8 weights on GPUs that multiply fp8
+    numbers, or `int8` for int8 weights on CPUs. It changes answers.
     """
     native: str = "auto"
     """Compiled code for whole decode steps on a CPU: `auto` where it can be built, `on` (a `ValueError` with the reason

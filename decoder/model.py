@@ -6,6 +6,7 @@ x = scale * embed(ids); for each layer: x += scale * sum(mixer(rms_norm(x))); lo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from decoder.layers.linear import float_vector, stored_linear
 from decoder.native import native_step
 from decoder.trunk import Trunk
 from kernels.host_memory import kept_copy
-from kernels.linear import Quantised, Stack, check_fp8_products
+from kernels.linear import Quantised, Stack, check_fp8_products, check_int8_products
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.transfer import upload
 
@@ -39,13 +40,17 @@ class HybridModel:
         """Copies, casts and lays out every tensor. `ValueError` lists names that are missing, unknown or of a wrong
         shape; or gives the reason why `activations` are not available."""
         self.config, self.options = config, options
-        if options.activations is not None:
+        if options.activations == "fp8":
             check_fp8_products(torch.device(options.device), options.dtype)
+        if options.activations == "int8":
+            check_int8_products(torch.device(options.device))
         arriving = ArrivingWeights(config, weights)
         table = arriving.take(["model.embeddings.weight"])["model.embeddings.weight"]
         table = table.dequantise() if isinstance(table, Quantised) else table
         table = kept_copy(table.to(options.device, options.dtype))
-        tied = stored_linear(table, None, options, owned=True) if config.tie_word_embeddings else None
+        # Logits decide: rows before the vocabulary projection stay in 16 bits.
+        of_head = replace(options, activations=None) if options.activations == "int8" else options
+        tied = stored_linear(table, None, of_head, owned=True) if config.tie_word_embeddings else None
         self.embeddings = EmbeddingTable(table, tied)
         del table
         self.layers: list[BuiltLayer] = build_layers(config, options, arena, arriving)
@@ -53,7 +58,7 @@ class HybridModel:
         mtp = arriving.take(config.mtp_weights())
         self.mtp_weights = mtp if options.speculative == "mtp" else {}
         """Weights of multi-token prediction heads as read, for the drafter."""
-        self.head = tied or stored_linear(arriving.take(["lm_head.weight"])["lm_head.weight"], None, options)
+        self.head = tied or stored_linear(arriving.take(["lm_head.weight"])["lm_head.weight"], None, of_head)
         arriving.finish()
         self.trunk = Trunk(config, options, self.embeddings, self.layers, self.norm_f, self.head)
         self.native = native_step(self.trunk)

@@ -1,6 +1,7 @@
 """Matrix product with a weight laid out for the machine, plain or quantised."""
 
 from kernels.linear.gated import GatedLinear
+from kernels.linear.int8_rows import check_int8_products
 from kernels.linear.packed import Packed
 from kernels.linear.parts import LinearParts
 from kernels.linear.quantised import KINDS, AnyWeight, Quantised, alike, concatenate, quantised_bytes, row_part
@@ -21,6 +22,7 @@ __all__ = [
     "Stack",
     "alike",
     "check_fp8_products",
+    "check_int8_products",
     "concatenate",
     "quantise",
     "quantised_bytes",

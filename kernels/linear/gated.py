@@ -43,7 +43,7 @@ class GatedLinear:
             return
         with contextlib.suppress(NativeUnavailable):
             if isinstance(weight, Quantised) or weight.dtype.itemsize == 2:
-                self.packed = Packed(weight, bias, dtype, gated=True)
+                self.packed = Packed(weight, bias, dtype, gated=True, int8_rows=activations == "int8")
         if self.packed is None:
             self.plain = Linear(weight, bias, owned=True, compiled=False, dtype=dtype, activations=activations)
 

@@ -45,13 +45,14 @@ class Layout:
         return sum(tensor.nbytes for tensor in (self.data, self.scale, self.zeros, self.outer) if tensor is not None)
 
 
-def lay_out(weight: Tensor | Quantised, dtype: torch.dtype, *, gated: bool = False) -> Layout:
+def lay_out(weight: Tensor | Quantised, dtype: torch.dtype, *, gated: bool = False, int8_rows: bool = False) -> Layout:
     """Converts a weight with `torch.get_num_threads()` threads; besides the result, only memory for scales is used.
 
     `dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16. `gated`: the
-    first half of the rows are gates of the second, and they are interleaved; not for plain float32. Columns keep their
-    stored order; the caller must permute inputs. float32 is shared, others are copied. Raises NativeUnavailable if the
-    compiled code has no product for the weight.
+    first half of the rows are gates of the second, and they are interleaved; not for plain float32. `int8_rows`: an
+    int8 weight is multiplied with rows in int8 instead of 16-bit integers. Columns keep their stored order; the caller
+    must permute inputs. float32 is shared, others are copied. Raises NativeUnavailable if the compiled code has no
+    product for the weight.
     """
     stored = weight if isinstance(weight, Tensor) else weight.values
     if stored.device.type != "cpu" or (isinstance(weight, Tensor) and weight.dtype not in MULTIPLIED):
@@ -67,7 +68,8 @@ def lay_out(weight: Tensor | Quantised, dtype: torch.dtype, *, gated: bool = Fal
             raise NativeUnavailable(f"{weight.in_features} inputs are more than the {MOST_INPUTS} that 32 bits can sum")
         kind = Kind.INT8 if weight.kind == "int8" else Kind.INT4
         scale = _of_outputs(weight.scale, order) if kind is Kind.INT8 else _of_groups(weight.scale, order)
-        return Layout(kind, kind, _pack(weight, kind, order), scale)
+        rows = Kind.BYTES if int8_rows and kind is Kind.INT8 else kind
+        return Layout(kind, rows, _pack(weight, kind, order), scale)
     kind = {"fp8": Kind.FP8, "nvfp4": Kind.NVFP4, "int4": Kind.UINT4}[weight.kind]
     _check_scaled(weight, STEPS[kind], dtype)
     data, rows, group = _pack(weight, kind, order), _row_kind(dtype), weight.scale_group

@@ -22,12 +22,12 @@ class Packed:
 
     def __init__(
         self, weight: Tensor | Quantised, bias: Tensor | None, dtype: torch.dtype = torch.float32, *,
-        gated: bool = False,
+        gated: bool = False, int8_rows: bool = False,
     ) -> None:  # fmt: skip
         """`dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16.
         `gated`: the first half of the outputs are gates of the second, and a product returns half as many numbers,
-        f(gate) * up; not for plain float32. Raises NativeUnavailable if there is no compiled code for the weight on
-        this machine."""
+        f(gate) * up; not for plain float32. `int8_rows`: see `lay_out`. Raises NativeUnavailable if there is no compiled
+        code for the weight on this machine."""
         self._library = library()
         self.n, self.k = weight.shape
         if gated:
@@ -36,7 +36,7 @@ class Packed:
             bias = None if bias is None else interleaved(bias.detach())
         self.order = None if isinstance(weight, Tensor) else weight.order
         """The input of each column; None if they are in order."""
-        self._layout = layout = lay_out(weight, dtype, gated=gated)
+        self._layout = layout = lay_out(weight, dtype, gated=gated, int8_rows=int8_rows)
         self.kind = layout.rows
         """The form of the rows that it is multiplied with."""
         self.kpad = -(-self.k // STEPS[layout.stored]) * STEPS[layout.stored]
@@ -58,6 +58,8 @@ class Packed:
     @property
     def operand_elements(self) -> int:
         """Size of a row in operand format: number of 16-bit elements, or of 32-bit elements for float32."""
+        if self.kind is Kind.BYTES:
+            return self.kpad // 2 + 2
         return self.kpad + {Kind.INT8: 4, Kind.INT4: 4 * (self.kpad // GROUP)}.get(self.kind, 0)
 
     def rows(self, ids_T: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.dispatch import dispatched
+from kernels.linear.int8_rows import int8_linear
 from kernels.linear.packed import Packed
 from kernels.linear.quantised import Quantised
 from kernels.linear.scaled import ScaledProduct, has_product
@@ -36,8 +37,8 @@ class Linear:
         dtype: torch.dtype = torch.float32, activations: str | None = None,
     ) -> None:  # fmt: skip
         """`dtype`: of the rows, which a quantised weight does not determine. `activations`: `fp8` rounds rows to fp8
-        before products with weights that `kernels.linear.scaled` supports. `owned`: the weight may be kept instead of
-        copied. `compiled`: whether the compiled product may be used; its threads compete for cores with those of
+        before products with weights that `kernels.linear.scaled` supports, `int8` rounds them to int8 before products with
+        int8 weights (`kernels.linear.int8_rows`). `owned`: the weight may be kept instead of copied. `compiled`: whether the compiled product may be used; its threads compete for cores with those of
         torch's operations if the two alternate, as in a tower that is not compiled as a whole.
 
         `ValueError` if the bias does not fit the weight.
@@ -50,12 +51,14 @@ class Linear:
         self.blocked: Tensor | None = None
         self.weight: Tensor | Quantised | None = None
         self.scaled: ScaledProduct | None = None
+        self.int8_rows = activations == "int8" and isinstance(weight, Quantised) and weight.kind == "int8"
+        """Whether rows are rounded to int8."""
         if activations == "fp8" and isinstance(weight, Quantised) and has_product(weight):
             self.scaled = ScaledProduct(weight)
             return
         if compiled and (isinstance(weight, Quantised) or weight.dtype == torch.bfloat16):
             with contextlib.suppress(NativeUnavailable):
-                self.packed = Packed(weight, self.bias, dtype)
+                self.packed = Packed(weight, self.bias, dtype, int8_rows=self.int8_rows)
         if self.packed is None and isinstance(weight, Tensor):
             self.blocked = _block(weight.detach())
         if self.packed is None and self.blocked is None:
@@ -72,6 +75,8 @@ class Linear:
             return torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")  # type: ignore[no-any-return]
         assert self.weight is not None
         if isinstance(self.weight, Quantised):
+            if self.int8_rows:
+                return int8_linear(x, self.weight, self.bias)
             bias = None if self.bias is None else self.bias.to(x.dtype)
             return run_quantised(x, self.weight, bias)
         return F.linear(x, self.weight, self.bias)

@@ -46,7 +46,12 @@ SETS = (
     InstructionSet("avx512vnni", _AVX512 | {"avx512_vnni"}, (*_AVX512_FLAGS, "-mavx512vnni")),
     InstructionSet("avx512", _AVX512, _AVX512_FLAGS),
     InstructionSet("avx2", _AVX2, _AVX2_FLAGS, optional=(("avx_vnni", "-mavxvnni"),)),
-    InstructionSet("neon", frozenset(("asimd",)), ("-march=armv8-a",)),
+    InstructionSet(
+        "neon",
+        frozenset(("asimd",)),
+        ("-march=armv8-a",),
+        (("asimddp", "-march=armv8.2-a+dotprod"), ("i8mm", "-march=armv8.2-a+dotprod+i8mm")),
+    ),
 )
 """Best first."""
 CHOICES = (AUTO, *(each.name for each in SETS))

@@ -12,6 +12,7 @@
 
 namespace {
 
+constexpr float SMALLEST = 0x1p-119f;  // 127 over it is a number, and it over 127 is no subnormal one
 constexpr float LIMIT = 32639.0f;   // 127 * 256 + 127: the largest number that two signed bytes make
 
 // x in steps of its row's largest value / LIMIT, as 256 high + low, both signed bytes: for each 4 inputs the 4 lows, then
@@ -45,6 +46,33 @@ void make_integers(const float* values, int64_t k, int64_t kind, int8_t* out, fl
     }
 }
 
+// x in steps of its row's largest value / 127, as signed bytes, then what the weights' offset of 128 adds to a sum. A scale is
+// never 0: what is below 127 steps of SMALLEST is rounded in those.
+void make_bytes(const float* values, int64_t k, int8_t* out, float* scale) {
+    constexpr int64_t AT_ONCE = 4;
+    Floats largest[AT_ONCE], poison[AT_ONCE];  // NaN and infinity have no integers: they pass through the scale
+    for (int i = 0; i < AT_ONCE; i++) largest[i] = poison[i] = zero();
+    for (int64_t begin = 0; begin < k; begin += AT_ONCE * 16)
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int64_t left = std::max<int64_t>(0, k - begin - i * 16);
+            const Floats x = load16(values + begin + i * 16, first_lanes(left));
+            largest[i] = larger(magnitude(x), largest[i]);
+            poison[i] = fmadd(x, zero(), poison[i]);
+        }
+    const Floats both = larger(larger(largest[0], largest[1]), larger(largest[2], largest[3]));
+    const float top = std::max(largest_of(both), SMALLEST), inverse = 127.0f / top;
+    *scale = top / 127.0f + total_of((poison[0] + poison[1]) + (poison[2] + poison[3]));
+    const int64_t kpad = padded_inputs(k, BYTES);
+    Words sum = zero_words();
+    for (int64_t i = 0; i < kpad; i += 16) {
+        const Words whole = to_integers(load16(values + i, first_lanes(k - i)) * splat(inverse));
+        sum = add32(sum, whole);
+        store_low_bytes(out + i, whole);
+    }
+    const int32_t behind = int32_t(-128 * int64_t(total_of(sum)));
+    std::memcpy(out + kpad, &behind, 4);
+}
+
 // `values` [k] -> row `row` of the operand, whose rows are `ld` elements apart; the padding is zero.
 void make_operand(const float* values, int64_t k, int64_t kind, void* operand, int64_t ld, float* scales, int64_t row) {
     if (kind == F32) {
@@ -52,6 +80,10 @@ void make_operand(const float* values, int64_t k, int64_t kind, void* operand, i
         return;
     }
     uint16_t* out = static_cast<uint16_t*>(operand) + row * ld;
+    if (kind == BYTES) {
+        make_bytes(values, k, reinterpret_cast<int8_t*>(out), scales + row);
+        return;
+    }
     if (kind != BF16) {
         make_integers(values, k, kind, reinterpret_cast<int8_t*>(out), scales + row);
         return;

@@ -13,7 +13,7 @@ constexpr int64_t GROUP = 128;      // inputs that share a scale in int4
 
 // Inputs as they are stored.
 inline int64_t padded_inputs(int64_t k, int64_t kind) {
-    const int64_t step = kind == F32 ? 1 : kind == BF16 ? 2 : kind == INT8 ? 16 : GROUP;
+    const int64_t step = kind == F32 ? 1 : kind == BF16 ? 2 : kind == INT8 || kind == BYTES ? 16 : GROUP;
     return (k + step - 1) / step * step;
 }
 

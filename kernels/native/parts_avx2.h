@@ -16,6 +16,7 @@ typedef int32_t IntegerPart __attribute__((vector_size(32)));
 typedef uint16_t HalfPart __attribute__((vector_size(32)));
 typedef uint8_t BytePart __attribute__((vector_size(32)));
 typedef uint16_t NarrowPart __attribute__((vector_size(16)));  // as many as there are words in a part
+typedef uint8_t LowestPart __attribute__((vector_size(8)));
 typedef float Four __attribute__((vector_size(16)));
 typedef uint32_t FourWords __attribute__((vector_size(16)));
 
@@ -74,6 +75,7 @@ inline WordPart lookup_bytes_of(const uint8_t* table, WordPart index) {
 }
 
 #if defined(__AVXVNNI__)
+#define BYTE_DOTS 1
 inline WordPart dot_bytes(WordPart sum, WordPart unsigned_bytes, WordPart signed_bytes) {
     return (WordPart)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)unsigned_bytes, (__m256i)signed_bytes);
 }

@@ -16,6 +16,7 @@ typedef int32_t IntegerPart __attribute__((vector_size(16)));
 typedef uint16_t HalfPart __attribute__((vector_size(16)));
 typedef uint8_t BytePart __attribute__((vector_size(16)));
 typedef uint16_t NarrowPart __attribute__((vector_size(8)));  // as many as there are words in a part
+typedef uint8_t LowestPart __attribute__((vector_size(4)));
 typedef FloatPart Four;
 typedef WordPart FourWords;
 
@@ -60,6 +61,7 @@ inline WordPart lookup_bytes_of(const uint8_t* table, WordPart index) {
 }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
+#define BYTE_DOTS 1
 inline WordPart dot_bytes(WordPart sum, WordPart unsigned_bytes, WordPart signed_bytes) {
     return (WordPart)vusdotq_s32((int32x4_t)sum, (uint8x16_t)unsigned_bytes, (int8x16_t)signed_bytes);
 }
@@ -71,6 +73,14 @@ inline WordPart dot_bytes(WordPart sum, WordPart unsigned_bytes, WordPart signed
     const int16x8_t high = vmulq_s16((int16x8_t)vmovl_high_u8(u), vmovl_high_s8(s));
     return sum + (WordPart)vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
 }
+#if defined(__ARM_FEATURE_DOTPROD)
+#define BYTE_DOTS 1
+#define SIGNED_DOTS 1
+inline WordPart without_offset(WordPart unsigned_bytes) { return unsigned_bytes ^ 0x80808080u; }
+inline WordPart dot_stored(WordPart sum, WordPart a, WordPart b) {
+    return (WordPart)vdotq_s32((int32x4_t)sum, (int8x16_t)a, (int8x16_t)b);
+}
+#endif
 #endif
 
 }  // namespace

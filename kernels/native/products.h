@@ -113,9 +113,10 @@ void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Inputs 
     if (w.kind == F32) tile_f32<R>(static_cast<const float*>(job.a) + row * job.lda, job.lda, w, panel, sums);
     if constexpr (V == 4)
         if (w.kind >= FP8) tile_scaled<R>(job.a, row, job.lda, w, panel, job.unpacked, job.first_rows, ahead, sums);
+    const int8_t* bytes = reinterpret_cast<const int8_t*>(a);
+    if (w.operand == BYTES) tile_bytes<R, V>(bytes, 2 * job.lda, job.scales + row, w, panel, first, ahead, sums);
     if constexpr (R <= INT_ROWS) {
-        const int8_t* bytes = reinterpret_cast<const int8_t*>(a);
-        if (w.kind == INT8) tile_int8<R, V>(bytes, 2 * job.lda, job.scales + row, w, panel, first, ahead, sums);
+        if (w.kind == INT8 && w.operand != BYTES) tile_int8<R, V>(bytes, 2 * job.lda, job.scales + row, w, panel, first, ahead, sums);
         if (w.kind == INT4) tile_int4<R>(bytes, 2 * job.lda, job.scales + row, w, panel, ahead, sums);
     }
     if (!last) return;
@@ -149,7 +150,7 @@ void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, in
     Product job = product;
     const Weight& w = *job.weight;
     const bool bytes_or_less = w.kind == INT8 || w.kind == INT4;
-    const int64_t height = bytes_or_less ? INT_ROWS : ROWS, pieces = (end - begin + height - 1) / height;
+    const int64_t height = bytes_or_less && w.operand != BYTES ? INT_ROWS : ROWS, pieces = (end - begin + height - 1) / height;
     const bool sliced = w.kind == BF16 && w.kpad > SLICE && pieces > 1 && pieces <= SLICED;
     const int64_t slices = sliced ? (w.kpad + SLICE - 1) / SLICE : 1;
     if (w.kind >= FP8 && pieces > 1) job.unpacked = unpacked_panel(w);

@@ -6,7 +6,8 @@
 
 namespace {
 
-enum Kind : int64_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, FP8 = 4, NVFP4 = 5, UINT4 = 6 };
+// BYTES is a form of rows only: signed bytes, for weights in INT8.
+enum Kind : int64_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, FP8 = 4, NVFP4 = 5, UINT4 = 6, BYTES = 7 };
 enum Store : int64_t { STORE = 0, ADD = 1, STORE_BF16 = 2 };
 enum Code : int64_t {
     NORM = 0, LINEAR = 1, MAMBA = 2, ATTENTION = 3, CONVERT = 4, ACTIVATE = 5,
@@ -25,7 +26,7 @@ struct Weight {  // [n, k]; kpad: k as it is stored; scale: int8 [panels * 64], 
     const float* scale;
     const float* bias;
     int64_t gated;  // of each 32 outputs 16 are gates, and the others what f(gate) is multiplied with; n is a multiple of 32
-    int64_t operand;  // the kind of the rows that it is multiplied with: F32, BF16, INT8 or INT4
+    int64_t operand;  // the kind of the rows that it is multiplied with: F32, BF16, INT8, INT4 or BYTES
     // FP8, NVFP4, UINT4: inputs that share a scale, which of NVFP4 lies in `data`; of UINT4 zero points like `scale`, or null for 8;
     // of NVFP4 [panels * 64], what a sum is multiplied with in the end
     int64_t group;

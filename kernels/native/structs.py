@@ -24,6 +24,8 @@ class Kind(IntEnum):
     FP8 = 4
     NVFP4 = 5
     UINT4 = 6
+    BYTES = 7
+    """A form of rows only: signed bytes."""
 
 
 class Activation(IntEnum):

@@ -12,6 +12,8 @@
 //   low_bytes        of each 16 bytes the lower 8 of both, alternating; likewise high_bytes, low_words, high_pairs ...
 //   shuffle_bytes    within each 16 bytes; lookup_bytes: in a table of 128 (bit 7 of an index is ignored); lookup_halves: of 32
 //   dot_bytes        sum + 4 products of unsigned and signed bytes, in each word
+//   dot_stored       the same for bytes without_offset, which removes an offset of 128 if products take signed bytes only
+//   store_low_bytes  the lowest byte of each word
 //   in_register      prevents the compiler from loading a value again for each use
 
 #pragma once
@@ -24,11 +26,22 @@
 #include "vectors_split.h"
 #endif
 
+#ifndef BYTE_DOTS  // whether one instruction adds four products of bytes
+#define BYTE_DOTS 0
+#endif
+#ifndef SIGNED_DOTS  // whether that instruction takes signed bytes only
+#define SIGNED_DOTS 0
+#endif
 #ifndef BF16_PAIRS  // whether one instruction multiplies pairs of bfloat16: dot_pairs, and functions that arrange pairs
 #define BF16_PAIRS 0
 #endif
 
 namespace {
+
+#if !SIGNED_DOTS
+inline Words without_offset(Words unsigned_bytes) { return unsigned_bytes; }
+inline Words dot_stored(Words sum, Words unsigned_bytes, Words signed_bytes) { return dot_bytes(sum, unsigned_bytes, signed_bytes); }
+#endif
 
 // How many vectors of columns a tile of so many rows multiplies at a time: their sums, a row and the columns fit the registers.
 constexpr int vectors_beside(int rows) {
@@ -36,5 +49,7 @@ constexpr int vectors_beside(int rows) {
     return rows == 1 || (rows + 1) * 4 <= most ? 4 : (rows + 1) * 2 <= most ? 2 : 1;
 }
 constexpr int integers_beside(int rows) { return VECTOR_REGISTERS == 1 ? 4 : rows == 1 ? 2 : 1; }  // whose rows count twice
+// Where products of bytes are several instructions, their parts need registers too.
+constexpr int bytes_beside(int rows) { return BYTE_DOTS || rows == 1 ? vectors_beside(rows) : (vectors_beside(rows) + 1) / 2; }
 
 }  // namespace

@@ -135,7 +135,10 @@ inline void store_bytes_in_fours(int8_t* p, Words low, Words high) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 16), _mm_unpackhi_epi32(l, h));
 }
 
+inline void store_low_bytes(int8_t* p, Words v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v)); }
+
 #if defined(__AVX512VNNI__)
+#define BYTE_DOTS 1
 inline Words dot_bytes(Words sum, Words unsigned_bytes, Words signed_bytes) {
     return _mm512_dpbusd_epi32(sum, unsigned_bytes, signed_bytes);
 }

@@ -96,6 +96,9 @@ OF_TWO(larger) OF_TWO(smaller) OF_TWO(times_power)
 OF_TWO(add32) OF_TWO(sub32) OF_TWO(add16) OF_TWO(sub16_saturating)
 OF_TWO(low_bytes) OF_TWO(high_bytes) OF_TWO(low_words) OF_TWO(high_words) OF_TWO(low_pairs) OF_TWO(high_pairs) OF_TWO(shuffle_bytes)
 OF_THREE(fmadd) OF_THREE(fnmadd) OF_THREE(fmsub) OF_THREE(choose_bits) OF_THREE(or_and) OF_THREE(dot_bytes)
+#if SIGNED_DOTS
+OF_ONE(without_offset) OF_THREE(dot_stored)
+#endif
 #undef OF_ONE
 #undef OF_TWO
 #undef OF_THREE
@@ -259,6 +262,14 @@ inline Words lookup_halves(Words index, Words table) {
     for (int i = 0; i < 32; i++) found[i] = from[at[i] & 31];
     return load_words(found);
 }
+
+FORWARD void low_bytes_to(int8_t* p, WordPart v) {
+    const LowestPart narrow = __builtin_convertvector(v, LowestPart);
+    std::memcpy(p, &narrow, sizeof(narrow));
+}
+template <class V>
+FORWARD void low_bytes_to(int8_t* p, Two<V> v) { low_bytes_to(p, v.low), low_bytes_to(p + LanesOf<V>::COUNT, v.high); }
+FORWARD void store_low_bytes(int8_t* p, Words v) { low_bytes_to(p, v); }
 
 // The lowest bytes of sixteen words of `low` and of `high`: four of the first, four of the second, and so on.
 inline void store_bytes_in_fours(int8_t* p, Words low, Words high) {
