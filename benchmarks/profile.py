@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import machine
-from benchmarks.workloads import SUBJECTS
+from benchmarks.workloads import SUBJECTS, prompt_sizes
 from decoder.config import ACTIVATION_KINDS, WEIGHT_KINDS
 from decoder.layers.attention import AttentionMixer
 from decoder.layers.build import BuiltLayer
@@ -208,6 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", choices=list(SUBJECTS), default="nemotron_h")
     parser.add_argument("--only", default="decode,prefill", help="comma-separated kinds of steps")
     parser.add_argument("--concurrent", default="1,8,32", help="requests of the decode steps")
+    parser.add_argument("--prompts", type=prompt_sizes, help="of prefill steps: numbers of prompts x tokens of each")
     parser.add_argument("--steps", type=int, default=30, help="decode steps; the fastest counts")
     parser.add_argument("--weights", choices=WEIGHT_KINDS)
     parser.add_argument("--activations", choices=ACTIVATION_KINDS)
@@ -229,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         profile = decode_profile(runner, count, arguments.steps)
         text, summary[f"decode {count}"] = table(f"Decode, {count} requests", profile, ceilings)
         sections.append(text)
-    for count, length in subject.prompts if "prefill" in arguments.only else ():
+    for count, length in arguments.prompts or subject.prompts if "prefill" in arguments.only else ():
         if count * length > options.max_batched_tokens:
             continue
         profile = prefill_profile(runner, count, length)

@@ -1,12 +1,14 @@
 """Speed by kind of weights: our server with each of them, in turn, in one run.
 
-    python -m benchmarks.weights [--family nemotron_h|qwen3_5] [--kinds bfloat16,fp8,nvfp4,int8,int4]
-                                 [--peers q8_0,q4_0] [--concurrent 1,32] [--new-tokens 64] [--rounds 3] [--write]
+    python -m benchmarks.weights [--family nemotron_h|qwen3_5] [--kinds bfloat16,fp8,nvfp4,int8,int8+int8,int4]
+                                 [--peers q8_0,q4_0] [--concurrent 1,32] [--prompts 1x1024,32x128]
+                                 [--new-tokens 64] [--rounds 3] [--write]
 
 One gRPC server per kind, all started at the beginning; in each round each runs each workload in turn. The output is
-medians, and the speedup of each kind over bfloat16. The prompts of a decode workload are also run alone; its decode
-rate is that of the remaining time. `--peers` adds llama.cpp's types of the same checkpoint. For all kinds, the result
-says how many of some prompts have the same first token as with the first kind. Run it on an idle machine.
+medians, and the speedup of each kind over bfloat16. `int8+int8` are weights and activations in int8. The prompts of a
+decode workload are also run alone; its decode rate is that of the remaining time. `--peers` adds llama.cpp's types of
+the same checkpoint. For all kinds, the result says how many of some prompts have the same first token as with the first
+kind. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -24,13 +26,18 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.compare import RESULTS, TURN, Ours, Peer, turn
-from benchmarks.workloads import PROMPT, SUBJECTS, Workload, text_workload, workloads
+from benchmarks.workloads import PROMPT, SUBJECTS, Workload, prompt_sizes, text_workload, workloads
 
-KINDS = ("bfloat16", "fp8", "nvfp4", "int8", "int4")
-
-
+KINDS = ("bfloat16", "fp8", "nvfp4", "int8", "int8+int8", "int4")
 SAME_PROMPTS = 32
 """Prompts whose first tokens are compared."""
+
+
+def options_of(kind: str) -> list[str]:
+    """The server's options for a kind: `weights` or `weights+activations`."""
+    weights, _, activations = kind.partition("+")
+    options = [] if weights == "bfloat16" else ["--weights", weights]
+    return [*options, "--activations", activations] if activations else options
 
 
 def row_of(load: Workload, seconds: dict[str, list[float]], alone: dict[str, list[float]]) -> dict[str, Any]:
@@ -71,11 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrent", default="1,32", help="concurrent requests")
     parser.add_argument("--only", default="decode,prefill", help="comma-separated kinds of workload")
     parser.add_argument("--new-tokens", type=int, default=64, help="output tokens of each concurrent request")
+    parser.add_argument("--prompts", type=prompt_sizes, help="comma-separated numbers of prompts x tokens of each")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
     arguments = parser.parse_args(argv)
     subject, concurrent = SUBJECTS[arguments.family], [int(count) for count in arguments.concurrent.split(",")]
+    subject = replace(subject, prompts=arguments.prompts or subject.prompts)
     model, ceilings = subject.text(arguments.folder), machine.ceilings()
     sides: dict[str, Ours | Peer] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -84,8 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         try:
             for kind in arguments.kinds.split(","):
-                options = [] if kind == "bfloat16" else ["--weights", kind]
-                sides[kind] = Ours(model, options, max(concurrent))
+                sides[kind] = Ours(model, options_of(kind), max(concurrent))
             for kind in filter(None, arguments.peers.split(",")):
                 sides[f"llama.cpp {kind}"] = Peer(
                     "llamacpp", model, False, Path(scratch) / f"{kind}.log", kind=kind

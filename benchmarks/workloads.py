@@ -55,6 +55,11 @@ SUBJECTS = {
 }  # fmt: skip
 
 
+def prompt_sizes(text: str) -> tuple[tuple[int, int], ...]:
+    """`1x128,32x128` -> `Subject.prompts`."""
+    return tuple((int(count), int(tokens)) for count, tokens in (each.split("x") for each in text.split(",")))
+
+
 @dataclass(frozen=True)
 class Workload:
     """Requests that start together; `new_tokens` each."""

@@ -25,7 +25,7 @@ from typing import Any
 from PIL import Image
 
 import saccade
-from decoder.config import WEIGHT_KINDS
+from decoder.config import ACTIVATION_KINDS, WEIGHT_KINDS
 from demo import data
 from demo.json_questions import JSON_KINDS, json_example
 from demo.tool_questions import TOOL_KINDS, tool_question
@@ -267,6 +267,7 @@ def main() -> None:
     parser.add_argument("--server", help="HOST:PORT of a running server; by default one is started")
     parser.add_argument("--model", type=Path, default=MODEL, help="what the started server serves")
     parser.add_argument("--weights", choices=WEIGHT_KINDS, help="quantised weights in the started server")
+    parser.add_argument("--activations", choices=ACTIVATION_KINDS, help="quantised activations there")
     parser.add_argument("--questions", type=int, default=500, help="questions of each kind")
     parser.add_argument("--controls", type=int, default=200, help="of these, how many are also blanked and swapped")
     parser.add_argument("--concurrency", type=int, default=16, help="questions in flight")
@@ -283,7 +284,10 @@ def main() -> None:
     missed: list[str] = []
     results: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-        options = [str(arguments.model), *(["--weights", arguments.weights] if arguments.weights else [])]
+        options = [str(arguments.model)]
+        for name in ("weights", "activations"):
+            if value := getattr(arguments, name):
+                options += [f"--{name}", value]
         address = arguments.server or stack.enter_context(ServerProcess(options)).address
         asked = (arguments.questions, arguments.concurrency)
         if "plain" in parts:

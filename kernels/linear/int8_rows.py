@@ -23,8 +23,8 @@ SMALLEST = 2.0**-119
 
 
 def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`[rows, in]` -> int8 `[rows, in]` and float32 scales `[rows, 1]`; x is about their product. The scale of a row with
-    a number that is not finite is NaN."""
+    """`[rows, in]` -> int8 `[rows, in]` and float32 scales `[rows, 1]`; x is about their product. The scale of a row
+    with a number that is not finite is NaN."""
     wide = x.float()
     finite = torch.isfinite(wide)
     largest = wide.where(finite, 0).abs().amax(1, keepdim=True).clamp(min=SMALLEST)

@@ -26,8 +26,8 @@ class Packed:
     ) -> None:  # fmt: skip
         """`dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16.
         `gated`: the first half of the outputs are gates of the second, and a product returns half as many numbers,
-        f(gate) * up; not for plain float32. `int8_rows`: see `lay_out`. Raises NativeUnavailable if there is no compiled
-        code for the weight on this machine."""
+        f(gate) * up; not for plain float32. `int8_rows`: as in `lay_out`. Raises NativeUnavailable if there is no
+        compiled code for the weight on this machine."""
         self._library = library()
         self.n, self.k = weight.shape
         if gated:

@@ -37,9 +37,10 @@ class Linear:
         dtype: torch.dtype = torch.float32, activations: str | None = None,
     ) -> None:  # fmt: skip
         """`dtype`: of the rows, which a quantised weight does not determine. `activations`: `fp8` rounds rows to fp8
-        before products with weights that `kernels.linear.scaled` supports, `int8` rounds them to int8 before products with
-        int8 weights (`kernels.linear.int8_rows`). `owned`: the weight may be kept instead of copied. `compiled`: whether the compiled product may be used; its threads compete for cores with those of
-        torch's operations if the two alternate, as in a tower that is not compiled as a whole.
+        before products with weights that `kernels.linear.scaled` supports, `int8` rounds them to int8 before products
+        with int8 weights (`kernels.linear.int8_rows`). `owned`: the weight may be kept instead of copied. `compiled`:
+        whether the compiled product may be used; its threads compete for cores with those of torch's operations if the
+        two alternate, as in a tower that is not compiled as a whole.
 
         `ValueError` if the bias does not fit the weight.
         """

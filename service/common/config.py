@@ -28,10 +28,11 @@ class EngineOptions:
         choices=("int8", "int4", "fp8", "nvfp4"),
     )
     activations: str | None = _option(
-        None, "quantise activations before products; changes answers; fp8: with fp8 weights, on a GPU with fp8 "
-        "products; int8: with int8 weights, on a CPU; unset: no",
+        None,
+        "quantise activations before products; changes answers; fp8: with fp8 weights, on a GPU with fp8 products; "
+        "int8: with int8 weights, on a CPU; unset: no",
         choices=("fp8", "int8"),
-    )  # fmt: skip
+    )
     native: str = _option(
         "auto",
         "compiled code for decoder and vision tower on a CPU; on: an error if there is none",

@@ -225,20 +225,35 @@ def check_role(options: EngineOptions, checkpoint: Checkpoint) -> None:
         raise ConfigError(f"role: {checkpoint.config.name} takes no images, so there is nothing {nothing}")
 
 
+ROWS_OF = {
+    "fp8": ({"fp8-tensor", "fp8-channel"}, "fp8 with a scale a row or weight"),
+    "int8": ({"int8"}, "int8"),
+}
+"""Kind of activations -> the formats of weights that such rows are multiplied with, and their name."""
+
+
 def check_activations(options: EngineOptions, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError where no weight would be multiplied with rows in fp8, or on a CPU."""
-    if options.activations is None:
+    """Raises ConfigError where no weight would be multiplied with such rows, on a device that cannot, or if the
+    checkpoint says something else about them."""
+    kind = options.activations
+    if kind is None:
         return
-    rows = {"fp8-tensor", "fp8-channel"} | ({"own"} if checkpoint.config.weights == "fp8" else set())
+    formats, words = ROWS_OF[kind]
+    rows = formats | ({"own"} if checkpoint.config.weights == kind else set())
     stored = options.weights is None and rows & checkpoint.stored_as.keys()
-    if options.weights != "fp8" and not stored:
+    if options.weights != kind and not stored:
         kinds = options.weights or ", ".join(checkpoint.formats) or "16 or 32 bits"
         raise ConfigError(
-            f"activations: {options.activations} would have no effect: linear layers are in {kinds}, not in fp8 with a "
-            "scale a row or weight; --weights fp8 would do that"
+            f"activations: {kind} would have no effect: linear layers are in {kinds}, not in {words}; "
+            f"--weights {kind} would do that"
         )
-    if (device := resolve_device(options)).startswith("cpu"):
-        raise ConfigError(f"activations: {options.activations} needs a GPU, and the device is {device}")
+    device, wanted = resolve_device(options), "CPU" if kind == "int8" else "GPU"
+    if device.startswith("cpu") != (wanted == "CPU"):
+        raise ConfigError(f"activations: {kind} needs a {wanted}, and the device is {device}")
+    if kind == "int8" and checkpoint.declared is not None:
+        for weight in checkpoint.weights.values():
+            if weight.scheme == "int8" and (other := checkpoint.declared.say(weight.module).inputs):
+                raise ConfigError(f"activations: int8 is not what the checkpoint says: {weight.module}: {other}")
 
 
 def build_encoder(options: EngineOptions) -> tuple[LocalEncoder, Handoff, Partner]:

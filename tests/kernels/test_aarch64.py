@@ -9,6 +9,7 @@ import torch
 from compiled_elsewhere import COMPILER, EMULATOR, build, product
 
 from kernels.linear import Packed, quantise
+from kernels.linear.int8_rows import int8_linear
 from kernels.native import Activation, NativeUnavailable, instruction_sets
 
 pytestmark = pytest.mark.skipif(
@@ -21,6 +22,22 @@ CASES += [("int4", "bfloat16"), ("fp8", "bfloat16"), ("nvfp4", "bfloat16"), ("nv
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("neon", tmp_path_factory.mktemp("aarch64"))
+
+
+@pytest.mark.parametrize("features", [(), ("asimddp",), ("asimddp", "i8mm")], ids="-".join)
+def test_products_of_int8_rows_have_the_bits_of_the_reference(
+    program: Path, tmp_path: Path, features: tuple[str, ...]
+) -> None:
+    """Widened, with products of signed bytes, and with products of unsigned and signed bytes."""
+    there = build("neon", tmp_path, features) if features else program
+    weight = quantise(torch.randn(100, 330), "int8")
+    try:
+        packed = Packed(weight, None, int8_rows=True)
+    except NativeUnavailable as reason:
+        pytest.skip(str(reason))
+    for count in (1, 6, 13):
+        x = torch.randn(count, 330)
+        assert torch.equal(product(there, packed, x, Activation.NONE), int8_linear(x, weight, None)), count
 
 
 @pytest.mark.parametrize(("stored", "rows"), CASES, ids=["-".join(case) for case in CASES])

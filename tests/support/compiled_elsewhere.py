@@ -6,6 +6,7 @@ import os
 import shutil
 import struct
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -20,13 +21,22 @@ COMPILER = shutil.which(os.environ.get("AARCH64_CXX") or "aarch64-linux-gnu-g++"
 EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
 
 
-def build(name: str, folder: Path) -> Path:
-    """The program for an instruction set of AArch64."""
+def build(name: str, folder: Path, features: Collection[str] = ()) -> Path:
+    """The program for an instruction set of AArch64, on a processor with these further features."""
     assert COMPILER is not None
     wanted = next(each for each in SETS if each.name == name)
     flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC", "-O3")]
     source = Path(__file__).with_name("product_runner.cpp")
-    command = [COMPILER, *flags, "-O2", *wanted.flags, "-static", "-pthread", f"-I{SOURCE.parent}", str(source)]
+    command = [
+        COMPILER,
+        *flags,
+        "-O2",
+        *wanted.portable_options(set(features)),
+        "-static",
+        "-pthread",
+        f"-I{SOURCE.parent}",
+        str(source),
+    ]
     subprocess.run([*command, "-o", str(folder / name)], check=True, capture_output=True, text=True)
     return folder / name
 

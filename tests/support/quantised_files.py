@@ -92,6 +92,14 @@ def channel_fp8(name: str, w: Floats) -> Written:
     return {f"{name}.weight": fp8(octets), f"{name}.weight_scale": stored}, E4M3[octets] * scale
 
 
+def channel_int8(name: str, w: Floats) -> Written:
+    """compressed-tensors' int-quantized: one scale per row."""
+    stored, scale = bf16(np.abs(w).max(1, keepdims=True) / 127)
+    values = np.clip(np.round(w / scale), -128, 127)
+    tensors = {f"{name}.weight": torch.from_numpy(values.astype(np.int8)), f"{name}.weight_scale": stored}
+    return tensors, values.astype(np.float32) * scale
+
+
 def _nvfp4(w: Floats, outer: np.float32) -> tuple[Floats, Floats, Floats]:
     """Packed nibbles, e4m3 bytes of scales, and e2m1 * scale without the outer scale."""
     rows, inner = w.shape
@@ -222,6 +230,14 @@ FORMATS: Mapping[str, tuple[Callable[[str, Floats], Written], dict[str, object]]
         {
             "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": {
                 "targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
+        },
+    ),
+    "channel-int8": (
+        channel_int8,
+        {
+            "quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": {
+                "targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+                "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}}},
         },
     ),
     "packed-nvfp4": (

@@ -35,6 +35,10 @@ class Said(NamedTuple):
     """What else has to be among its tensors, as `StoredWeight.parts` has it: without it other numbers would come out,
     and nothing in the tensors would show it.
     """
+    inputs: str = ""
+    """For int8: why rows in int8 with a scale for each token are not what it says about inputs; empty if they are, or
+    if it says nothing.
+    """
 
 
 @dataclass(frozen=True)
@@ -202,7 +206,10 @@ def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
         if weights.get("strategy") == "block":
             blocks.add(_block(weights.get("block_structure", [128, 128]), f"{where}: block_structure of {name}"))
         groups.append(
-            (_names(group, f"{where}: config group {name}", "targets"), _compressed_group(name, of, weights, where))
+            (
+                _names(group, f"{where}: config group {name}", "targets"),
+                _compressed_group(name, of, weights, group.get("input_activations"), where),
+            )
         )
 
     def say(module: str) -> Said:
@@ -221,7 +228,27 @@ def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
     return Declared("compressed-tensors", where, say, block=blocks.pop() if blocks else (128, 128))
 
 
-def _compressed_group(name: str, form: str, weights: Mapping[str, Any], where: str) -> Said:
+INT8_ROWS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+"""compressed-tensors' `input_activations` for rows in int8, each with its own scale."""
+UNSAID = {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": True, "dynamic": False}
+"""What compressed-tensors takes for those that are not there."""
+
+
+def _other_inputs(name: str, inputs: Mapping[str, Any] | None) -> str:
+    """`Said.inputs` of a config group."""
+    if not inputs:
+        return ""
+    said = {key: inputs[key] if inputs.get(key) is not None else default for key, default in UNSAID.items()}
+    other = [key for key, wanted in INT8_ROWS.items() if said[key] != wanted]
+    if not other:
+        return ""
+    found, wanted = (", ".join(f"{key} {of[key]!r}" for key in other) for of in (said, INT8_ROWS))
+    return f"input_activations of config group {name} have {found}, not {wanted}"
+
+
+def _compressed_group(
+    name: str, form: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, where: str
+) -> Said:
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     group, mixed = weights.get("group_size"), form == "mixed-precision"
     if group is not None and (type(group) is not int or group < -1):
@@ -241,7 +268,7 @@ def _compressed_group(name: str, form: str, weights: Mapping[str, Any], where: s
         "int",
         "channel",
     ):
-        return Said(("int8",), "default")
+        return Said(("int8",), "default", inputs=_other_inputs(name, inputs))
     raise CheckpointError(
         f"{where}: config group {name} of format {form!r}, {bits} bits, type {kind!r}, strategy {strategy!r} is not "
         "read"

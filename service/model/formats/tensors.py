@@ -26,6 +26,7 @@ COMPANIONS: tuple[tuple[str, str, str], ...] = (
     (".weight_g_idx", ".weight", "groups"),
     (".input_scale", ".weight", "input"),
     (".input_global_scale", ".weight", "input"),
+    (".input_zero_point", ".weight", "input zeros"),
     (".qweight", ".weight", "values"),
     (".qzeros", ".weight", "zeros"),
     (".scales", ".weight", "scale"),
@@ -37,6 +38,8 @@ ATTACHED: tuple[tuple[str, str], ...] = (
     ("_scale", "scale"),
 )  # fmt: skip
 """Suffixes after a whole name: this server's own, and stacked experts', whose names do not end in `weight`."""
+OF_ROWS = ("input", "input zeros")
+"""Roles of tensors that say how rows are quantised with fixed scales, which is not done."""
 CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_output_scale")
 """Scales of attention inputs for 8-bit caches. Our caches are not 8-bit, so these are not used."""
 
@@ -112,7 +115,7 @@ def find_weights(
             found[name] = _weight(name, parts, table, block, group_of, own_kind)
         except FormatError as error:
             problems.append(str(error))
-        unused += [parts[role] for role in ("input",) if role in parts]
+        unused += [parts[role] for role in OF_ROWS if role in parts]
     if problems:
         raise FormatError(f"{len(problems)} quantised weights cannot be read:\n  {listed(problems)}")
     return found, unused
@@ -176,7 +179,7 @@ def _weight(
     if values.dtype == "U8":
         return _four_bit_floats(module, entries, made)
     if values.dtype == "I8":
-        _only(module, entries, "values", "scale", "input")
+        _only(module, entries, "values", "scale", *OF_ROWS)
         _floats(module, "scale", scale)
         if scale.shape not in ((*values.shape[:-1], 1), values.shape[:-1]):
             raise FormatError(f"{module}: scales of shape {list(scale.shape)} for int8 rows {list(values.shape)}")

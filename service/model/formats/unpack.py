@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.linear import Quantised
 from kernels.native.structs import GROUP
-from service.model.formats.tensors import FormatError, StoredWeight
+from service.model.formats.tensors import OF_ROWS, FormatError, StoredWeight
 
 Read = Callable[[str], Tensor]
 """Reads a stored tensor by name."""
@@ -22,7 +22,7 @@ def load(weight: StoredWeight, read: Read, *, gptq_offset: int = 1) -> Tensor | 
     with the module's name for invalid values."""
     if weight.scheme == "plain":
         return read(weight.parts["values"])
-    parts = {role: read(name) for role, name in weight.parts.items() if role != "input"}
+    parts = {role: read(name) for role, name in weight.parts.items() if role not in OF_ROWS}
     try:
         match weight.scheme:
             case "own":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,41 @@ def test_activations_in_fp8_need_weights_in_fp8_and_a_gpu(tmp_path: Path) -> Non
     for run in (plan, build_engine):
         with pytest.raises(ConfigError, match="activations: fp8 needs a GPU, and the device is cpu"):
             run(EngineOptions(model=path, activations="fp8", weights="fp8", device="cpu"))
+
+
+def test_activations_in_int8_need_weights_in_int8_and_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M"}).path)
+    for weights, kinds in ((None, "16 or 32 bits"), ("fp8", "fp8"), ("int4", "int4")):
+        with pytest.raises(ConfigError, match=f"int8 would have no effect: linear layers are in {kinds}, not in int8;"):
+            plan(EngineOptions(model=path, activations="int8", weights=weights))
+    plan(EngineOptions(model=path, activations="int8", weights="int8", device="cpu"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match="activations: int8 needs a CPU, and the device is cuda"):
+        plan(EngineOptions(model=path, activations="int8", weights="int8", device="cuda"))
+
+
+def test_activations_in_int8_follow_what_the_checkpoint_says(tmp_path: Path) -> None:
+    text = {"pattern": "M-", "hidden_size": 64, "intermediate_size": 96, "mamba_num_heads": 8, "mamba_head_dim": 8}
+    plain = make_checkpoint(tmp_path / "plain", 3, vision=False, text=text)
+    small = quantise_files(plain, tmp_path / "small", "channel-int8").path
+    file, dynamic = small / "config.json", {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    config = json.loads(file.read_text())
+    for inputs, other in (
+        (None, None),
+        (dynamic, None),
+        ({**dynamic, "symmetric": False}, "symmetric False, not symmetric True"),
+        ({**dynamic, "dynamic": False, "strategy": "tensor"}, "strategy 'tensor', dynamic False, not"),
+        ({**dynamic, "num_bits": 4}, "num_bits 4, not num_bits 8"),
+        ({**dynamic, "type": "float"}, "type 'float', not type 'int'"),
+    ):
+        config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = inputs
+        file.write_text(json.dumps(config))
+        plan(EngineOptions(model=str(small)))  # rows of 16 bits, whatever it says
+        if other is None:
+            plan(EngineOptions(model=str(small), activations="int8"))
+            continue
+        with pytest.raises(ConfigError, match=rf"not what the checkpoint says: .*config group group_0 have {other}"):
+            plan(EngineOptions(model=str(small), activations="int8"))
 
 
 def test_graphs_are_in_the_plan_and_refused_as_the_server_would(tmp_path: Path) -> None:

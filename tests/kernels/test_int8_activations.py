@@ -1,0 +1,155 @@
+"""Products of int8 rows with int8 weights: the reference, the product of each instruction set, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from decoder.config import DecoderOptions
+from kernels.linear import GatedLinear, Linear, Packed, Quantised, check_int8_products, quantise
+from kernels.linear.int8_rows import SMALLEST, int8_linear, to_int8
+from kernels.linear.packed import MOST_INPUTS
+from kernels.native import Activation, Kind, NativeUnavailable, instruction_sets, library
+from kernels.native.instruction_sets import SETS, processor_features, supported
+
+THERE = [each.name for each in supported(processor_features())]
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(params=[each.name for each in SETS if not each.name.startswith("neon")])
+def chosen(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param not in THERE:
+        pytest.skip(f"this processor has no {request.param}")
+    instruction_sets.use(request.param)
+    try:
+        library()
+        yield request.param
+    except NativeUnavailable as reason:
+        pytest.skip(str(reason))
+    finally:
+        instruction_sets.use("auto")
+
+
+def int8(outputs: int, inner: int, seed: int = 0) -> Quantised:
+    """With all values of a byte, -128 included, which published files may hold."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-128, 128, (outputs, inner), dtype=torch.int8, generator=generator)
+    return Quantised("int8", values, torch.rand(outputs, generator=generator) * 0.1, inner)
+
+
+def rows_of(count: int, inner: int, seed: int) -> Tensor:
+    """Rows of very different sizes, one of zeros and one whose numbers are all at the ends."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, inner, generator=generator) * torch.logspace(-3, 3, count)[:, None]
+    x[count // 2] = 0
+    if count > 1:
+        x[-1] = torch.randint(0, 2, (inner,), generator=generator) * 2.0 - 1
+    return x
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 40), inner=st.integers(1, 300), outer=st.integers(1, 140), biased=st.booleans(),
+    dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_the_compiled_product_has_the_bits_of_the_reference(
+    rows: int, inner: int, outer: int, biased: bool, dtype: torch.dtype, seed: int
+) -> None:
+    weight, x = int8(outer, inner, seed), rows_of(rows, inner, seed).to(dtype)
+    bias = torch.randn(outer, generator=torch.Generator().manual_seed(seed)).to(dtype) if biased else None
+    try:
+        packed = Packed(weight, bias, int8_rows=True)
+    except NativeUnavailable as reason:
+        pytest.skip(str(reason))
+    assert packed.kind is Kind.BYTES and packed.stored is Kind.INT8
+    assert torch.equal(packed(x), int8_linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("inner", [1, 3, 16, 62, 768, 1284], ids=str)
+def test_each_set_has_the_same_bits_for_any_rows_and_threads(chosen: str, inner: int) -> None:
+    weight = int8(130, inner)
+    packed, before = Packed(weight, None, int8_rows=True), torch.get_num_threads()
+    try:
+        for rows in (1, 2, 3, 4, 5, 6, 7, 33, 200):
+            x = rows_of(rows, inner, rows)
+            exact = int8_linear(x, weight, None)
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                assert torch.equal(packed(x), exact), f"{rows} rows, {threads} threads"
+            assert torch.equal(packed(x[-1:])[0], exact[-1])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("value", [-128, 127])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_longest_sums_of_the_largest_numbers_are_exact(chosen: str, value: int, sign: int) -> None:
+    weight = Quantised("int8", torch.full((3, MOST_INPUTS), value, dtype=torch.int8), torch.ones(3), MOST_INPUTS)
+    x = torch.full((2, MOST_INPUTS), 127.0 * sign)  # the scale is 1
+    expected = torch.tensor(value * 127 * sign * MOST_INPUTS).float()
+    assert torch.equal(Packed(weight, None, int8_rows=True)(x), expected.expand(2, 3))
+
+
+def test_a_row_is_rounded_by_its_own_largest_number() -> None:
+    x = torch.tensor([[127.0, 1.4, -1.5, 2.5], [-0.254, 0.002, 0.0, 0.0], [0.0] * 4, [1e-44] * 4])
+    values, scale = to_int8(x)
+    assert values.tolist()[:2] == [[127, 1, -2, 2], [-127, 1, 0, 0]] and not bool(values[2].any())
+    assert scale[:2].flatten().tolist() == pytest.approx([1.0, 0.002])
+    assert scale[2].item() == scale[3].item() == SMALLEST / 127 > 0
+    assert torch.equal(Linear(int8(5, 4), activations="int8")(x)[2], torch.zeros(5))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_is_not_a_number_is_not_lost(value: float, compiled: bool) -> None:
+    x = rows_of(3, 200, 1)
+    linear = Linear(int8(70, 200), compiled=compiled, activations="int8")
+    sound = linear(x)
+    x[0, 7] = value
+    y = linear(x)
+    assert bool(torch.isnan(y[0]).all())
+    assert torch.equal(y[1:], sound[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_layer_is_close_to_one_with_rows_of_16_bits(dtype: torch.dtype) -> None:
+    weight, x = quantise(torch.randn(72, 256), "int8"), torch.randn(9, 256).to(dtype)
+    linear, slow = (Linear(weight, dtype=dtype, activations="int8", compiled=on) for on in (True, False))
+    assert torch.equal(linear(x), slow(x))
+    exact = x.double() @ weight.dequantise().double().t()
+    assert 1e-3 < float((linear(x).double() - exact).norm() / exact.norm()) < 0.02
+
+    def product(rows: Tensor) -> Tensor:
+        return F.silu(rows[:, :36].float()) * rows[:, 36:].float()
+
+    gated = GatedLinear(weight, None, product, Activation.SILU, dtype=dtype, activations="int8")
+    assert float((gated(x).double() - product(exact)).norm() / product(exact).norm()) < 0.03
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8", "nvfp4"])
+def test_other_weights_keep_their_rows(kind: str) -> None:
+    weight, x = quantise(torch.randn(48, 128), kind), torch.randn(2, 128)
+    assert torch.equal(Linear(weight, activations="int8")(x), Linear(weight)(x))
+
+
+def test_a_weight_takes_no_more_memory() -> None:
+    weight = int8(256, 512)
+    try:
+        sizes = {Packed(weight, None, int8_rows=on).nbytes for on in (True, False)}
+    except NativeUnavailable as reason:
+        pytest.skip(str(reason))
+    assert sizes == {256 * 512 + 4 * 256}
+
+
+def test_elsewhere_it_is_refused() -> None:
+    check_int8_products(torch.device("cpu"))
+    with pytest.raises(ValueError, match="activations int8 need a CPU, and the device is cuda"):
+        check_int8_products(torch.device("cuda"))
+    with pytest.raises(ValueError, match="activations 'int4' is not fp8 or int8"):
+        DecoderOptions(activations="int4")
