@@ -101,6 +101,18 @@ def test_float32_equals_the_layer(shape: str, tokens: int) -> None:
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=4e-6 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_rows_are_those_of_the_layer(shape: str, dtype: torch.dtype) -> None:
+    """In float32 a row may be rounded to the next step where the two differ in its last bits."""
+    layer = Compiled(shape, DecoderOptions(dtype=dtype, weights="int8", activations="int8"))
+    x = layer.rows(48)
+    expected, exact = (layer.called(of, x, dtype) for of in (layer.built, layer.exact))
+    size, error = exact.square().mean().sqrt(), (expected - exact).square().mean().sqrt()
+    assert 0 < error < 0.04 * size
+    assert (layer(x) - exact).square().mean().sqrt() <= 1.2 * error
+
+
 @pytest.mark.parametrize("weights", [None, "int8", "int4"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fewer_bits_are_no_further_off_than_the_layer(shape: str, weights: str | None) -> None:
@@ -111,11 +123,11 @@ def test_fewer_bits_are_no_further_off_than_the_layer(shape: str, weights: str |
     assert 0 < (layer(x) - exact).square().mean().sqrt() <= 1.2 * allowed
 
 
-@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+@pytest.mark.parametrize("kinds", [(None, None), ("int8", None), ("int8", "int8"), ("int4", None)], ids=str)
 @pytest.mark.parametrize("shape", ["swiglu", "odd-swiglu", "wide", "granite", "qwen", "odd-qwen"])
-def test_a_row_is_the_same_in_any_batch_and_with_any_threads(shape: str, weights: str | None) -> None:
+def test_a_row_is_the_same_in_any_batch_and_with_any_threads(shape: str, kinds: tuple[str | None, str | None]) -> None:
     """All tile heights, a prompt of more than one block of rows, panels whole and (`wide`) divided."""
-    layer = Compiled(shape, DecoderOptions(dtype=torch.bfloat16, weights=weights))
+    layer = Compiled(shape, DecoderOptions(dtype=torch.bfloat16, weights=kinds[0], activations=kinds[1]))
     x = layer.rows(400)
     together = layer(x).clone()
     before = torch.get_num_threads()

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from compiled import needs_compiled
+from speculation import answers
 from tiny_decoder import greedy_params, image, random_weights, request, run, tiny_config
 
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
+from decoder.layers.mlp import MlpMixer
 from decoder.layers.spec import Layer, MixerSpec
 from decoder.native import NativeStep
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
-from kernels.native.structs import Step
+from kernels.native.structs import Kind, Step
 
 pytestmark = needs_compiled
 PROMPTS = [[1, 5, 9, 2], [7] * 21, [3], [4, 8] * 9, [6, 6, 6], [2, 1]]
@@ -149,6 +152,33 @@ def test_a_row_is_the_same_in_any_batch(weights: str | None) -> None:
     for name, alone in logits[1].items():
         for ours, theirs in zip(logits[0][name][1:], alone[1:], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
+
+
+def test_no_option_changes_an_answer_with_int8_activations() -> None:
+    config = tiny_config("M-*E", hidden_size=64, intermediate_size=64, moe_intermediate_size=32)
+    given: dict[str, Any] = {
+        "config": config, "dtype": torch.bfloat16, "weights": "int8", "activations": "int8", "native": "on",
+        "output": 12,
+    }  # fmt: skip
+    plain = answers(state_cache="none", **given)
+    assert plain.logprobs != answers(state_cache="none", **{**given, "activations": None}).logprobs
+    for options in (
+        {"max_seqs": 1},
+        {"max_chunk": 5, "state_cache": "all"},
+        {"speculative": "ngram", "spec_state": "replay", "max_chunk": 7, "known": plain.drawn},
+        {"preempted": True, "state_cache": "align"},
+    ):
+        found = answers(**given, **options)
+        assert found.drawn == plain.drawn and found.logprobs == plain.logprobs, options
+
+
+def test_rows_before_the_vocabulary_stay_in_16_bits() -> None:
+    config = tiny_config("M-")
+    options = DecoderOptions(max_seqs=2, max_len=64, weights="int8", activations="int8")
+    model = DecoderRunner(config, options, random_weights(config)).model
+    inner = model.layers[1].mixers[0]
+    assert isinstance(inner, MlpMixer) and inner.up.packed is not None and model.head.packed is not None
+    assert (inner.up.packed.kind, model.head.packed.kind) == (Kind.BYTES, Kind.INT8)
 
 
 def test_what_has_no_compiled_step_says_why() -> None:
