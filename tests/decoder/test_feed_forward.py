@@ -107,7 +107,7 @@ def test_int8_rows_are_those_of_the_layer(shape: str, dtype: torch.dtype) -> Non
     """In float32 a row may be rounded to the next step where the two differ in its last bits."""
     layer = Compiled(shape, DecoderOptions(dtype=dtype, weights="int8", activations="int8"))
     x = layer.rows(48)
-    expected, exact = (layer.called(of, x, dtype) for of in (layer.built, layer.exact))
+    expected, exact = layer.called(layer.built, x, dtype), layer.called(layer.exact, x)
     size, error = exact.square().mean().sqrt(), (expected - exact).square().mean().sqrt()
     assert 0 < error < 0.04 * size
     assert (layer(x) - exact).square().mean().sqrt() <= 1.2 * error
