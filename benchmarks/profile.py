@@ -55,6 +55,8 @@ class Part:
     seconds: float = 0.0
     bytes: float = 0.0
     flops: float = 0.0
+    bf16_flops: float = 0.0
+    """FLOPs of bfloat16 that take as long: products of bytes count half."""
 
 
 OPERATIONS = {
@@ -127,6 +129,7 @@ class Profile:
             part.seconds += seconds
             part.bytes += amount
             part.flops += flops
+            part.bf16_flops += flops / (2 if op.code == Code.LINEAR and op.weight.operand == Kind.BYTES else 1)
 
         native.on_operation = hear
         started = time.perf_counter()
@@ -188,7 +191,7 @@ def table(title: str, profile: Profile, ceilings: dict[str, float]) -> tuple[str
     fractions = {}
     least_total = 0.0
     for name, part in sorted(parts.items(), key=lambda item: -item[1].seconds):
-        least = max(part.bytes / bandwidth, part.flops / rate)
+        least = max(part.bytes / bandwidth, part.bf16_flops / rate)
         least_total += least
         fractions[name] = least / part.seconds if part.seconds else 0.0
         cells = [f"{part.seconds * 1e6:.0f}", f"{part.seconds / total:.0%}"]
