@@ -132,7 +132,7 @@ def test_products_are_those_of_the_numbers_and_of_each_row_alone(form: str, dtyp
     linear = Linear(weight, dtype=dtype)
     together = linear(x)
     exact = x.double() @ torch.from_numpy(meant).double().t()
-    bound = (2e-5 if form == "channel-int8" else 2e-6) if dtype == torch.float32 else 2**-8
+    bound = (1e-4 if form == "channel-int8" else 2e-6) if dtype == torch.float32 else 2**-8
     assert float((together.double() - exact).abs().max()) <= bound * float(exact.abs().max()) + 1e-7
     if linear.packed is not None:
         assert torch.equal(together, torch.cat([linear(row[None]) for row in x]))
