@@ -109,7 +109,7 @@ def test_int8_rows_are_those_of_the_layer(shape: str, dtype: torch.dtype) -> Non
     x = layer.rows(48)
     expected, exact = layer.called(layer.built, x, dtype), layer.called(layer.exact, x)
     size, error = exact.square().mean().sqrt(), (expected - exact).square().mean().sqrt()
-    assert 0 < error < 0.04 * size
+    assert 0 < error < 0.2 * size
     assert (layer(x) - exact).square().mean().sqrt() <= 1.2 * error
 
 
