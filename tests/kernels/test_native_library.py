@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -182,8 +183,14 @@ def test_a_library_is_built_for_each_processor_of_the_compiler_s_kind(
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "prebuilt")
     built = prebuilt.build(tmp_path / "prebuilt")
     ours = [each for each in SETS if (each.name == "neon") == (machine == "aarch64")]
-    found = {prebuilt.find(each, features) for each in ours for features in (each.needs, each.needs | {"avx_vnni"})}
-    assert found == set(built) and len(built) == (1 if machine == "aarch64" else len(ours) + 1)
+    optional = {each: [flag for flag, _ in each.optional] for each in ours}
+    found = {
+        prebuilt.find(each, each.needs.union(there))
+        for each, flags in optional.items()
+        for count in range(len(flags) + 1)
+        for there in combinations(flags, count)
+    }
+    assert found == set(built) and len(built) == sum(2 ** len(flags) for flags in optional.values())
     assert all("=native" not in path.read_text() for path in built), "for this processor only"
     assert not any(prebuilt.find(each, each.needs) for each in SETS if each not in ours)
 

@@ -31,7 +31,7 @@ def build(name: str, folder: Path, features: Collection[str] = ()) -> Path:
         COMPILER,
         *flags,
         "-O2",
-        *wanted.portable_options(set(features)),
+        *wanted.options(set(features)),
         "-static",
         "-pthread",
         f"-I{SOURCE.parent}",
