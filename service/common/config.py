@@ -413,7 +413,7 @@ class HttpFrontOptions(HttpOptions):
     def __post_init__(self) -> None:
         if not self.servers:
             raise ConfigError("servers: the HTTP server needs the address of a gRPC server, such as 10.0.0.5:50051")
-        check_addresses("servers", self.servers)
+        check_addresses("servers", self.servers, schemes=("unix:", "dns:", "ipv4:", "ipv6:"))
 
 
 @dataclass(frozen=True)

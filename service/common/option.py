@@ -21,9 +21,12 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def check_addresses(name: str, addresses: tuple[str, ...]) -> None:
-    """Raises ConfigError unless each address is HOST:PORT and there once. `name`: of the option."""
+def check_addresses(name: str, addresses: tuple[str, ...], *, schemes: tuple[str, ...] = ()) -> None:
+    """Raises ConfigError unless each address is HOST:PORT, or begins with one of the `schemes`, and is there once.
+    `name`: of the option."""
     for address in addresses:
+        if address.startswith(schemes):
+            continue
         host, _, port = address.rpartition(":")
         if not (host and port.isdecimal() and 1 <= int(port) <= LAST_PORT):
             raise ConfigError(f"{name}: {address!r} is not HOST:PORT with a port from 1 to {LAST_PORT}")

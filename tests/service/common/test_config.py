@@ -129,6 +129,11 @@ def test_servers_of_the_http_server_are_hosts_and_ports(address: str) -> None:
         HttpFrontOptions(servers=(address,))
 
 
+def test_servers_of_the_http_server_may_be_targets_of_grpc() -> None:
+    for address in ("unix:/run/saccade.sock", "dns:///replicas", "10.0.0.5:50051"):
+        assert HttpFrontOptions(servers=(address,)).servers == (address,)
+
+
 def test_the_sdks_own_variables_are_not_options() -> None:
     assert parse(env={"SACCADE_API_KEY": "x", "SACCADE_SERVER": "y", "OTHER": "z"}) == ServerOptions()
 
