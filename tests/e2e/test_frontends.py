@@ -181,7 +181,7 @@ def test_options_that_several_frontends_cannot_implement(model: Path, tmp_path: 
         ({"max_queue": 1}, "max_queue: 1 cannot be divided among 2 frontends; use at least 2, or at most 1"),
         ({"max_tenant_requests": 1}, "max_tenant_requests: 1 cannot be"),
         ({"api_keys": str(keys)}, "'a' has a rate"),
-        ({"tls_cert": str(tmp_path / "no.pem"), "tls_key": str(tmp_path / "no.key")}, "cannot be read"),
+        ({"tls_cert": str(tmp_path / "no.pem"), "tls_key": str(tmp_path / "no.key")}, "cannot read"),
     ]
     for values, words in cases:
         with pytest.raises(ConfigError, match=words):
