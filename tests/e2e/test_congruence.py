@@ -238,7 +238,7 @@ WRONG: list[tuple[Request, type[errors.SaccadeError], str]] = [
     ({"prompt": "x", "model": "none"}, errors.NotFound, "none"),
     ({"prompt": "x", "n": 2, "continued_token_ids": [9]}, errors.InvalidArgument, "continue"),
     ({"prompt": "x", "stop": [""]}, errors.InvalidArgument, "stop"),
-    ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, errors.InvalidArgument, "0 are given, and the messages have 1"),
+    ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, errors.InvalidArgument, "messages have 1"),
 ]
 
 
