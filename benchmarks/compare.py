@@ -330,7 +330,7 @@ def format_row(row: dict[str, Any]) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=list(SUBJECTS), default="nemotron_h")
     parser.add_argument("--peer", choices=["transformers", "vllm", "llamacpp"], default="transformers")
@@ -353,6 +353,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
     parser.add_argument("--out", type=Path, help="write the result to this file")
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argument_parser()
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     if arguments.instruction_set and arguments.peer != "vllm":

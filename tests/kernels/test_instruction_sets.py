@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,20 +15,6 @@ from kernels.varlen_attention.compiled import varlen_attention
 
 THERE = [each.name for each in supported(processor_features())]
 NAMES = [each.name for each in SETS if not each.name.startswith("neon")]
-
-
-@pytest.fixture(params=NAMES)
-def chosen(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param not in THERE:
-        pytest.skip(f"this processor has no {request.param}")
-    instruction_sets.use(request.param)
-    try:
-        library()
-        yield request.param
-    except NativeUnavailable as reason:
-        pytest.skip(str(reason))
-    finally:
-        instruction_sets.use("auto")
 
 
 def packed(kind: str, n: int = 130, k: int = 1280) -> tuple[Packed, Tensor, torch.dtype]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,25 +13,9 @@ from decoder.config import DecoderOptions
 from kernels.linear import GatedLinear, Linear, Packed, Quantised, check_int8_products, quantise
 from kernels.linear.int8_rows import SMALLEST, int8_linear, to_int8
 from kernels.linear.packed import MOST_INPUTS
-from kernels.native import Activation, Kind, NativeUnavailable, instruction_sets, library
-from kernels.native.instruction_sets import SETS, processor_features, supported
+from kernels.native import Activation, Kind, NativeUnavailable
 
-THERE = [each.name for each in supported(processor_features())]
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-@pytest.fixture(params=[each.name for each in SETS if not each.name.startswith("neon")])
-def chosen(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param not in THERE:
-        pytest.skip(f"this processor has no {request.param}")
-    instruction_sets.use(request.param)
-    try:
-        library()
-        yield request.param
-    except NativeUnavailable as reason:
-        pytest.skip(str(reason))
-    finally:
-        instruction_sets.use("auto")
 
 
 def int8(outputs: int, inner: int, seed: int = 0) -> Quantised:
