@@ -6,6 +6,8 @@ from dataclasses import field
 from typing import Any
 
 LAST_PORT = 65535
+GRPC_SCHEMES = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:", "xds:")
+"""What names of gRPC targets begin with that are not just HOST:PORT."""
 
 
 class ConfigError(ValueError):

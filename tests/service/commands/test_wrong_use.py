@@ -38,3 +38,9 @@ def test_a_folder_to_write_is_not_a_file(tmp_path: Path, capsys: pytest.CaptureF
     file.write_text("x")
     assert main(["quantize", "demo", str(file), "--weights", "int8"]) == 2
     assert "OUT: " in (said := capsys.readouterr().err) and "is a file" in said
+
+
+def test_probe_takes_other_targets_of_grpc(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = f"unix:{tmp_path}/none.sock"
+    assert main(["probe", target]) == 1
+    assert capsys.readouterr().err.startswith(f"{target}: UNAVAILABLE")
