@@ -26,6 +26,8 @@ class InstructionSet:
     """Options of the compiler, for any processor that has the set: one library serves them all."""
     optional: tuple[tuple[str, str], ...] = ()
     """(flag of /proc/cpuinfo, option of the compiler where it is there)."""
+    only_emulated: bool = False
+    """Whether no processor has run it yet, only an emulator. The log and `saccade plan` say so."""
 
     def options(self, features: Set[str]) -> list[str]:
         """The compiler's options for every processor that has the set and, of `optional`, these flags."""
@@ -36,6 +38,9 @@ _AVX2 = frozenset(("avx2", "fma", "f16c", "bmi1", "bmi2"))
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")
 _AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512cd")
+_NEON = frozenset(("asimd",))
+# Where this pass is on by default, it loads all rows of a tile first, and then not all of its sums stay in registers.
+_NEON_FLAGS = ("-fno-schedule-insns",)
 
 SETS = (
     InstructionSet(
@@ -47,10 +52,17 @@ SETS = (
     InstructionSet("avx512", _AVX512, _AVX512_FLAGS),
     InstructionSet("avx2", _AVX2, _AVX2_FLAGS, optional=(("avx_vnni", "-mavxvnni"),)),
     InstructionSet(
+        "neonbf16",
+        _NEON | {"asimddp", "bf16", "i8mm"},
+        (*_NEON_FLAGS, "-march=armv8.2-a+bf16+dotprod+i8mm"),
+        only_emulated=True,
+    ),
+    InstructionSet(
         "neon",
-        frozenset(("asimd",)),
-        ("-march=armv8-a",),
-        (("asimddp", "-march=armv8.2-a+dotprod"), ("i8mm", "-march=armv8.2-a+dotprod+i8mm")),
+        _NEON,
+        (*_NEON_FLAGS, "-march=armv8-a"),
+        optional=(("asimddp", "-march=armv8.2-a+dotprod"),),
+        only_emulated=True,
     ),
 )
 """Best first."""

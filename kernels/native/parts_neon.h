@@ -83,4 +83,21 @@ inline WordPart dot_stored(WordPart sum, WordPart a, WordPart b) {
 #endif
 #endif
 
+// -- bfloat16: without FPCR.EBF, which Linux leaves unset, a sum of a pair and its addition round to odd, and subnormal numbers
+// -- are zeros
+
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define BF16_PAIRS 1
+inline FloatPart dot_pairs(FloatPart sum, WordPart a, WordPart b) { return vbfdotq_f32(sum, (bfloat16x8_t)a, (bfloat16x8_t)b); }
+inline WordPart to_bf16(FloatPart low, FloatPart high) { return (WordPart)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(low), high); }
+inline FloatPart rounded_bf16(FloatPart x) {
+    return (FloatPart)vshll_n_u16(vreinterpret_u16_bf16(vcvt_bf16_f32(x)), 16);
+}
+inline WordPart low_halves(WordPart a, WordPart b) { return (WordPart)vzip1q_u16((uint16x8_t)a, (uint16x8_t)b); }
+inline WordPart high_halves(WordPart a, WordPart b) { return (WordPart)vzip2q_u16((uint16x8_t)a, (uint16x8_t)b); }
+inline WordPart pairs_beside(FloatPart a, FloatPart b) {
+    return low_halves((WordPart)vcvtq_low_bf16_f32(a), (WordPart)vcvtq_low_bf16_f32(b));
+}
+#endif
+
 }  // namespace

@@ -70,29 +70,42 @@ inline __attribute__((always_inline)) void store_sums(const Floats (&sum)[R][V],
 }
 
 #if BF16_PAIRS
-// R rows times 16 * V columns, from column 16 * first of a panel: the sums of some inputs, added to `sums` unless these are the
-// FIRST ones. Never inlined: the loop needs most of the registers.
-template <int R, int V, bool FIRST>
-__attribute__((noinline)) void tile_bf16(
-    const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, Ahead ahead, float* sums
+// R rows times 16 * W columns: the sums of `count` inputs, added to `sums` unless these are the FIRST ones. `others`: vectors
+// beside these follow. Never inlined: the loop needs most of the registers.
+template <int R, int W, bool FIRST>
+__attribute__((noinline)) void add_pairs(
+    const uint16_t* a, int64_t lda, int64_t count, const uint16_t* b, bool others, Ahead ahead, float* sums
 ) {
-    const uint16_t* b = static_cast<const uint16_t*>(w.data) + (panel * w.kpad + inputs.begin) * PANEL + first * 32;
-    const uint16_t* const a_end = a + inputs.end;
-    a += inputs.begin;
-    Floats sum[R][V];
+    const uint16_t* const a_end = a + count;
+    Floats sum[R][W];
     load_sums(FIRST, sums, sum);
     while (a < a_end) {
         const uint16_t* const stop = ahead.step() ? std::min(a_end, a + 2 * STRIDE) : a_end;
         for (; a < stop; a += 2, b += 2 * PANEL) {
-            Words column[V];
-            for (int v = 0; v < V; v++) column[v] = in_register(load_words(b + v * 32));
+            if (VECTOR_REGISTERS > 1 && others)  // their lines are read by the next passes
+                for (int v = 0; v < 4; v++) prefetch_near(b + FETCHED_STEPS * 2 * PANEL + v * 32);
+            Words column[W];
+#pragma GCC unroll 4
+            for (int v = 0; v < W; v++) column[v] = in_register(load_words(b + v * 32));
+#pragma GCC unroll 6
             for (int r = 0; r < R; r++) {
                 const Words x = broadcast_word(a + r * lda);
-                for (int v = 0; v < V; v++) sum[r][v] = dot_pairs(sum[r][v], x, column[v]);
+#pragma GCC unroll 4
+                for (int v = 0; v < W; v++) sum[r][v] = dot_pairs(sum[r][v], x, column[v]);
             }
         }
     }
     store_sums(sum, sums);
+}
+
+// R rows times 16 * V columns, from column 16 * first of a panel, for as many vectors at a time as there are registers for.
+template <int R, int V, bool FIRST>
+void tile_bf16(const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, Ahead ahead, float* sums) {
+    constexpr int W = vectors_beside(R) < V ? vectors_beside(R) : V;
+    const uint16_t* b = static_cast<const uint16_t*>(w.data) + (panel * w.kpad + inputs.begin) * PANEL + first * 32;
+    for (int v = 0; v < V; v += W)
+        add_pairs<R, W, FIRST>(
+            a + inputs.begin, lda, inputs.end - inputs.begin, b + v * 32, W < V && v == 0, v ? Ahead{} : ahead, sums + v * 16);
 }
 #else
 // The same without instructions for bfloat16: numbers are widened to float32. A row's numbers are widened once for some inputs,

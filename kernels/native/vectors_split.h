@@ -77,11 +77,13 @@ FORWARD FloatPart times_power(FloatPart p, FloatPart n) {
     const FloatPart whole = smaller(splat_part(127.0f), larger(splat_part(-127.0f), floor_of(n)));
     return p * as_floats((to_integers(whole) + 127u) << 23);
 }
+#if !BF16_PAIRS
 // The nearest bfloat16, ties to even; NaN stays NaN.
 FORWARD FloatPart rounded_bf16(FloatPart x) {
     const WordPart bits = as_words(x), near = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
     return as_floats(x == x ? near : as_words(splat_part(__builtin_nanf(""))));
 }
+#endif
 FORWARD FloatPart select(uint32_t mask, FloatPart yes, FloatPart no) { return (LANE_BITS & mask) != 0u ? yes : no; }
 FORWARD uint32_t at_least(FloatPart a, FloatPart b) { return bits_of_lanes((WordPart)(a >= b)); }
 FORWARD uint32_t above(FloatPart a, FloatPart b) { return bits_of_lanes((WordPart)(a > b)); }
@@ -296,7 +298,12 @@ FORWARD Floats load_bf16(const uint16_t* p) {
     widen_to(v, p);
     return v;
 }
+#if BF16_PAIRS
+FORWARD Two<WordPart> to_bf16(Floats v) { return {to_bf16(v.low.low, v.low.high), to_bf16(v.high.low, v.high.high)}; }
+FORWARD void store_bf16(uint16_t* p, Floats v) { store_from(to_bf16(v), reinterpret_cast<char*>(p)); }
+#else
 FORWARD void store_bf16(uint16_t* p, Floats v) { narrow_from(rounded_bf16(v), p); }
+#endif
 __attribute__((noinline)) Floats load_some_bf16(const uint16_t* p, Mask m) {
     uint16_t each[16] = {};
     for (int i = 0; i < 16; i++)
@@ -310,6 +317,28 @@ __attribute__((noinline)) void store_some_bf16(uint16_t* p, Mask m, Floats v) {
         if (m >> i & 1) p[i] = each[i];
 }
 FORWARD Floats load16(const uint16_t* p, Mask m) { return m == ALL ? load_bf16(p) : load_some_bf16(p, m); }
+
+#if BF16_PAIRS  // of registers of 16 bytes
+template <class F, class W>
+FORWARD Two<F> dot_pairs(Two<F> sum, Two<W> a, Two<W> b) { return {dot_pairs(sum.low, a.low, b.low), dot_pairs(sum.high, a.high, b.high)}; }
+__attribute__((noinline)) Words load_some_pairs(const uint16_t* p, int64_t left) {
+    uint16_t each[32] = {};
+    if (left > 0) std::memcpy(each, p, left * sizeof(uint16_t));
+    return load_words(each);
+}
+FORWARD Words load_pairs(const uint16_t* p, int64_t left) { return left >= 32 ? load_words(p) : load_some_pairs(p, left); }
+FORWARD Words pairs_after(Floats low, Floats high) { return {to_bf16(low), to_bf16(high)}; }
+template <class V>
+FORWARD auto pairs_beside(Two<V> a, Two<V> b) -> Two<decltype(pairs_beside(a.low, b.low))> {
+    return {pairs_beside(a.low, b.low), pairs_beside(a.high, b.high)};
+}
+FORWARD Words halves_between(Two<WordPart> a, Two<WordPart> b) {
+    return {{low_halves(a.low, b.low), high_halves(a.low, b.low)}, {low_halves(a.high, b.high), high_halves(a.high, b.high)}};
+}
+FORWARD void pairs_between(Words a, Words b, Words (&pairs)[2]) {
+    pairs[0] = halves_between(a.low, b.low), pairs[1] = halves_between(a.high, b.high);
+}
+#endif
 
 #undef FORWARD
 

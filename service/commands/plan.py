@@ -104,7 +104,8 @@ def instructions(options: EngineOptions) -> str:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     others = ", ".join(each.name for each in supported(features) if each is not chosen)
-    return f", compiled for {chosen.name}, {source}" + (f" ({others} possible)" if others else "")
+    tested = " (tested under an emulator only)" if chosen.only_emulated else ""
+    return f", compiled for {chosen.name}{tested}, {source}" + (f" ({others} possible)" if others else "")
 
 
 def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from compiled_elsewhere import COMPILER, EMULATOR, build, product
+from compiled_elsewhere import COMPILER, EMULATOR, attention, build, product
+from torch import Tensor
 
 from kernels.linear import Packed, quantise
 from kernels.linear.int8_rows import int8_linear
@@ -15,21 +18,35 @@ from kernels.native import Activation, NativeUnavailable, instruction_sets
 pytestmark = pytest.mark.skipif(
     not (COMPILER and EMULATOR), reason="needs aarch64-linux-gnu-g++ and qemu-aarch64 (Debian: qemu-user)"
 )
-CASES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "float32"), ("int4", "float32")]
-CASES += [("int4", "bfloat16"), ("fp8", "bfloat16"), ("nvfp4", "bfloat16"), ("nvfp4", "float32")]
+IN_FLOAT32 = [("float32", "float32"), ("int8", "float32"), ("int4", "float32"), ("nvfp4", "float32")]
+IN_BFLOAT16 = [("bfloat16", "bfloat16"), ("int4", "bfloat16"), ("fp8", "bfloat16"), ("nvfp4", "bfloat16")]
+PROCESSORS = {"neon": (), "neon-asimddp": ("asimddp",), "neonbf16": ()}
+"""What a set's library is built for beyond what the set needs."""
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("neon", tmp_path_factory.mktemp("aarch64"))
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Built once, when a test asks for it."""
+
+    @cache
+    def program(name: str) -> Path:
+        return build(name.partition("-")[0], tmp_path_factory.mktemp(name), PROCESSORS[name])
+
+    return program
 
 
-@pytest.mark.parametrize("features", [(), ("asimddp",), ("asimddp", "i8mm")], ids="-".join)
-def test_products_of_int8_rows_have_the_bits_of_the_reference(
-    program: Path, tmp_path: Path, features: tuple[str, ...]
-) -> None:
+def packed(stored: str, rows: str, k: int = 1280) -> tuple[Packed, Tensor]:
+    """A product, and the float64 weight that it stands for. Panels of `k` >= 1024 inputs are divided among threads."""
+    dtype, weight = getattr(torch, rows), torch.randn(100, k) * 0.03
+    if stored == rows:
+        return Packed(weight.to(dtype), None), weight.to(dtype).double()
+    quantised = quantise(weight, stored)
+    return Packed(quantised, None, dtype), quantised.dequantise().double()
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_products_of_int8_rows_have_the_bits_of_the_reference(programs: Callable[[str], Path], name: str) -> None:
     """Widened, with products of signed bytes, and with products of unsigned and signed bytes."""
-    there = build("neon", tmp_path, features) if features else program
     weight = quantise(torch.randn(100, 330), "int8")
     try:
         packed = Packed(weight, None, int8_rows=True)
@@ -37,23 +54,58 @@ def test_products_of_int8_rows_have_the_bits_of_the_reference(
         pytest.skip(str(reason))
     for count in (1, 6, 13):
         x = torch.randn(count, 330)
-        assert torch.equal(product(there, packed, x, Activation.NONE), int8_linear(x, weight, None)), count
+        found = product(programs(name), packed, x, Activation.NONE)
+        assert torch.equal(found, int8_linear(x, weight, None)), count
 
 
-@pytest.mark.parametrize(("stored", "rows"), CASES, ids=["-".join(case) for case in CASES])
-def test_products_have_the_bits_of_the_other_sets_without_bfloat16_instructions(
-    program: Path, stored: str, rows: str
+@pytest.mark.parametrize(
+    ("name", "stored", "rows"),
+    [("neon", *case) for case in IN_FLOAT32 + IN_BFLOAT16] + [("neonbf16", *case) for case in IN_FLOAT32],
+)
+def test_products_without_bfloat16_instructions_have_the_bits_of_the_other_sets(
+    programs: Callable[[str], Path], name: str, stored: str, rows: str
 ) -> None:
     """Sums are in the same order, and each step is one fused operation."""
-    dtype = getattr(torch, rows)
     instruction_sets.use("avx2")
     try:
-        weight = torch.randn(100, 1280) * 0.03
-        packed = Packed(weight.to(dtype), None) if stored == rows else Packed(quantise(weight, stored), None, dtype)
-        for count in (1, 2, 3, 6, 13):
-            x = torch.randn(count, 1280).to(dtype)
-            assert torch.equal(product(program, packed, x, Activation.SILU), packed(x, Activation.SILU)), count
+        for k in (640, 1280):
+            weight, _ = packed(stored, rows, k)
+            for count in (1, 2, 3, 6, 13):
+                x = torch.randn(count, k).to(getattr(torch, rows))
+                found = product(programs(name), weight, x, Activation.SILU)
+                assert torch.equal(found, weight(x, Activation.SILU)), (k, count)
     except NativeUnavailable as reason:
         pytest.skip(str(reason))
     finally:
         instruction_sets.use("auto")
+
+
+@pytest.mark.parametrize(("stored", "k"), [("bfloat16", 640), *((stored, 1280) for stored, _ in IN_BFLOAT16)])
+def test_a_row_of_bfloat16_pairs_has_the_same_bits_alone_and_in_a_batch(
+    programs: Callable[[str], Path], stored: str, k: int
+) -> None:
+    program = programs("neonbf16")
+    weight, exact = packed(stored, "bfloat16", k)
+    x = torch.randn(13, k).bfloat16()
+    together = product(program, weight, x, Activation.NONE)
+    torch.testing.assert_close(together.double(), x.double() @ exact.T, rtol=0.01, atol=0.01)
+    for count in range(1, 8):  # all heights of a tile, and two tiles
+        assert torch.equal(product(program, weight, x[:count], Activation.NONE), together[:count]), count
+
+
+@pytest.mark.parametrize("name", ["neon", "neonbf16"])
+@pytest.mark.parametrize("width", [40, 64], ids=str)
+def test_attention_has_the_same_bits_packed_alone_and_as_a_decode_row(
+    programs: Callable[[str], Path], name: str, width: int
+) -> None:
+    program, lengths = programs(name), (5, 47, 150)
+    qkv = torch.randn(sum(lengths), 3, 2, width)
+    together, _ = attention(program, qkv, lengths)
+    own = qkv[-150:]
+    alone, few = attention(program, own, [150], before=143)
+    assert torch.equal(alone, together[-150:])
+    assert torch.equal(few, alone[-16:, 0])
+    assert torch.equal(attention(program, own.bfloat16().float(), [150])[0], alone), "as torch rounds"
+    q, k, v = own.double().unbind(1)
+    weights = (torch.einsum("qhd,khd->hqk", q, k) * width**-0.5).softmax(-1)
+    torch.testing.assert_close(alone.double(), torch.einsum("hqk,khd->qhd", weights, v), rtol=0.02, atol=0.02)

@@ -1,4 +1,4 @@
-"""Products of the compiled code for another processor, run by an emulator."""
+"""Products and attention of the compiled code for another processor, run by an emulator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import struct
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -26,11 +26,11 @@ def build(name: str, folder: Path, features: Collection[str] = ()) -> Path:
     assert COMPILER is not None
     wanted = next(each for each in SETS if each.name == name)
     flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC", "-O3")]
-    source = Path(__file__).with_name("product_runner.cpp")
+    source = Path(__file__).with_name("native_runner.cpp")
     command = [
         COMPILER,
         *flags,
-        "-O2",
+        "-O1",  # compiles in two thirds of the time of -O2
         *wanted.options(set(features)),
         "-static",
         "-pthread",
@@ -52,5 +52,24 @@ def product(program: Path, weight: Packed, x: Tensor, activation: Activation) ->
         activation, operand_ld, len(tensors[0]), len(tensors[1]) // 4, len(tensors[2]) // 4,
     )  # fmt: skip
     given = head + b"".join(tensors) + x.contiguous().view(torch.uint8).numpy().tobytes()
-    done = subprocess.run([str(EMULATOR), str(program)], input=given, capture_output=True, check=True, timeout=120)
-    return torch.frombuffer(bytearray(done.stdout), dtype=x.dtype).view(x.shape[0], -1)
+    return _run(program, "product", given, x.dtype).view(x.shape[0], -1)
+
+
+def attention(program: Path, qkv: Tensor, lengths: Sequence[int], before: int = 0) -> tuple[Tensor, Tensor]:
+    """Attention with products of bfloat16 over float32 `[rows, 3, heads, width]`, sequences of these lengths:
+    `[rows, heads, width]`. Of a single sequence also `[rows, width]`: what its last rows (at most 16) get in the first
+    head if they are computed as decode rows are, and the first `before` keys and values are in pages.
+    """
+    rows, _, heads, width = qkv.shape
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    given = struct.pack("4q", heads, width, len(lengths), before) + bounds.numpy().tobytes()
+    found = _run(program, "attention", given + qkv.contiguous().numpy().tobytes(), torch.float32)
+    together, few = found[: rows * heads * width], found[rows * heads * width :]
+    return together.view(rows, heads, width), few.view(-1, width)
+
+
+def _run(program: Path, what: str, given: bytes, dtype: torch.dtype) -> Tensor:
+    done = subprocess.run(
+        [str(EMULATOR), str(program), what], input=given, capture_output=True, check=True, timeout=120
+    )
+    return torch.frombuffer(bytearray(done.stdout), dtype=dtype)

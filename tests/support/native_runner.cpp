@@ -1,0 +1,99 @@
+// Reads the arguments of one product or attention from standard input, runs it with the compiled code, and writes its results
+// to standard output: for processors that only an emulator runs. compiled_elsewhere.py writes and reads.
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "native.cpp"
+
+namespace {
+
+template <typename T>
+std::vector<T> take(int64_t count) {
+    std::vector<T> values(count + 64 / sizeof(T));
+    if (fread(values.data(), sizeof(T), count, stdin) != size_t(count)) exit(2);
+    return values;
+}
+
+void product() {
+    const std::vector<int64_t> head = take<int64_t>(14);
+    const int64_t n = head[1], k = head[2], rows = head[7], is_bf16 = head[8], operand_ld = head[10], width = is_bf16 ? 2 : 4;
+    const auto data = take<char>(head[11]);
+    const auto scale = take<float>(head[12]), outer = take<float>(head[13]);
+    const auto x = take<char>(rows * k * width);
+    Weight weight{head[0], n, k, head[3], data.data(), head[12] ? scale.data() : nullptr, nullptr, head[4], head[5], head[6], nullptr,
+                  head[13] ? outer.data() : nullptr};
+    std::vector<char> out(rows * n * width);
+    std::vector<float> operand(rows * operand_ld + 16), scales(rows);
+    saccade_linear(&weight, x.data(), k, is_bf16, out.data(), n, rows, head[9], 2, operand.data(), operand_ld, scales.data());
+    fwrite(out.data(), 1, out.size(), stdout);
+}
+
+// The first head of a sequence, as `attend_few` reads it: `before` keys and values are stored in bfloat16, the others fresh.
+struct FewKeys {
+    const float* qkv;  // [rows, 3, heads, width]
+    int64_t rows, heads, width, first, before;
+    std::vector<uint16_t> stored[2];
+    float* out;
+
+    const float* row(int64_t which, int64_t i) const { return qkv + (3 * i + which) * heads * width; }
+    void store_keys() {
+        for (int64_t side = 0; side < 2; side++)
+            for (int64_t i = 0; i < before; i++)
+                for (int64_t f = 0; f < width; f++) stored[side].push_back(float_to_bf16(row(1 + side, i)[f]));
+    }
+    struct Lines {
+        int64_t old;
+        const uint16_t* stored[2][TILE];
+        const float* fresh[2];
+        int64_t stride;
+    };
+    Lines lines(int64_t at, int64_t count) const {
+        Lines found{std::min(std::max<int64_t>(before - at, 0), count), {}, {}, 3 * heads * width};
+        for (int64_t side = 0; side < 2; side++) {
+            for (int64_t i = 0; i < found.old; i++) found.stored[side][i] = stored[side].data() + (at + i) * width;
+            found.fresh[side] = row(1 + side, at + found.old);
+        }
+        return found;
+    }
+    const FewKeys& of(int64_t) const { return *this; }
+    int64_t last(int64_t) const { return rows - 1; }
+    template <typename Cells>
+    Words query(Cells, int64_t i, int64_t cell) const { return Cells::row(row(0, first + i), width, cell); }
+    void write(int64_t i, const float* numbers) const { std::copy(numbers, numbers + width, out + i * width); }
+};
+
+// Attention over each of several sequences with products of bfloat16, and for the first head of a single sequence the last
+// queries once more, as a decode row has it.
+void attention() {
+    const std::vector<int64_t> head = take<int64_t>(4);
+    const int64_t heads = head[0], width = head[1], sequences = head[2], before = head[3];
+    const auto bounds = take<int32_t>(sequences + 1);
+    const int64_t rows = bounds[sequences], side = heads * width, count = std::min(rows, FEW);
+    const auto qkv = take<float>(rows * 3 * side);
+    std::vector<float> out(rows * side), few(count * width), scratch;
+    const float scale = 1.0f / std::sqrt(float(width));
+    const VarlenAttention all{
+        qkv.data(), qkv.data() + side, qkv.data() + 2 * side, out.data(), 3 * side, width, side, 0, 0, BF16, heads, width, sequences,
+        bounds.data(), scale};
+    saccade_varlen_attention(&all, 2);
+    fwrite(out.data(), sizeof(float), out.size(), stdout);
+    if (sequences > 1 || width % Bf16Cells::EACH) return;
+    FewKeys keys{qkv.data(), rows, heads, width, rows - count, before, {}, few.data()};
+    keys.store_keys();
+    attend_few<uint16_t>(Head::of<Bf16Cells>(width, scale), keys, 1, count, 0, [](int64_t, int64_t) {}, scratch);
+    fwrite(few.data(), sizeof(float), few.size(), stdout);
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+    if (std::strcmp(arguments[1], "product") == 0) product();
+    else attention();
+    fflush(stdout);
+    _exit(0);  // helpers run on
+}
