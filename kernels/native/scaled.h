@@ -29,7 +29,7 @@ namespace {
 constexpr int64_t CHUNK = 8;         // inputs that are unpacked together
 constexpr int64_t E4M3_GROUP = 16;   // inputs that share a scale in nvfp4
 constexpr int LARGEST_EXPONENT = 8;  // of e4m3
-constexpr int64_t FETCHED = 9216;    // bytes of a panel that are prefetched ahead of the first tile: 16 groups of nvfp4
+constexpr int64_t FETCHED = 9216;    // how far ahead of the first tile a panel is prefetched, in bytes: 16 groups of nvfp4
 
 // The bits of a bfloat16; `value` is exactly one.
 inline uint16_t bits_of(float value) {
@@ -53,11 +53,13 @@ struct ByteTables {
 };
 
 // Unpackers, one for each kind. begin() prepares the scales or zero points of a group for 16 outputs; unpack() returns two
-// vectors of pairs: half a chunk of inputs for 16 outputs. BYTES: of a chunk, of one output.
+// vectors of pairs: half a chunk of inputs for 16 outputs. BYTES: of a chunk, of one output. SPARSE: whether
+// one line in four is prefetched for one or two rows, because the processor's own prefetchers follow the others.
 
 // e4m3 bytes. NaN is rejected when the weight is packed.
 struct Fp8 {
     static constexpr int64_t KIND = FP8, BYTES = 8;
+    static constexpr bool SPARSE = true;
     struct Group {};
     const ByteTables tables = made();
     static ByteTables made() {
@@ -69,7 +71,7 @@ struct Fp8 {
     static const uint8_t* chunk(const uint8_t* panel, int64_t i) { return panel + i * PANEL; }
     Group begin(const Weight&, const uint8_t*, int64_t, int64_t, int64_t) const { return {}; }
     void unpack(const uint8_t* from, int half, const Group&, Words (&words)[2]) const {
-        const Words bytes = load_words(from + half * 4 * PANEL), low = tables.low(bytes);
+        const Words bytes = in_register(load_words(from + half * 4 * PANEL)), low = tables.low(bytes);
         const Words sign = splat_byte(int8_t(0x80));
         const Words high = or_and(tables.high(bytes), bytes, sign);
         words[0] = low_bytes(low, high), words[1] = high_bytes(low, high);
@@ -82,6 +84,7 @@ struct Fp8 {
 // leaves unchanged; in a group whose scale is zero, all numbers are packed as zeros.
 struct Nvfp4 {
     static constexpr int64_t KIND = NVFP4, BYTES = 4;
+    static constexpr bool SPARSE = false;
     struct Group {
         Words scale, exponent;  // the scale of each byte's output; d of each word's output
     };
@@ -119,6 +122,7 @@ struct Nvfp4 {
 template <bool ZEROS>
 struct Uint4 {
     static constexpr int64_t KIND = UINT4, BYTES = 4;
+    static constexpr bool SPARSE = true;
     struct Group {
         Words shift;  // of even and odd inputs
     };
@@ -225,6 +229,7 @@ __attribute__((noinline)) void tile_packed(
     const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, uint32_t* keep, Ahead ahead, float* out
 ) {
     const Numbers numbers;
+    constexpr int64_t step = Numbers::SPARSE && R <= 2 ? 4 * LINE : LINE;
     const uint8_t* const data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
     const int64_t groups = (w.kpad + w.group - 1) / w.group;
     if (KEPT) keep += first * 16;
@@ -240,7 +245,7 @@ __attribute__((noinline)) void tile_packed(
             const uint8_t* const chunk = Numbers::chunk(data, i) + first * 64;
             ahead.step();
             const int64_t lines = first ? 0 : Numbers::BYTES * PANEL;  // the first vectors' pass reads for the others
-            for (int64_t at = Numbers::KIND == NVFP4 ? -LINE : 0; at < lines; at += LINE) prefetch_far(chunk + at + FETCHED);
+            for (int64_t at = Numbers::KIND == NVFP4 ? -LINE : 0; at < lines; at += step) prefetch_far(chunk + at + FETCHED);
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half++) {
                 Words words[V][2];
