@@ -27,6 +27,7 @@ from decoder.layers.mlp import GatedMlpMixer, MlpMixer
 from decoder.layers.spec import MixerSpec
 from decoder.operation_parts import MAX_ROUTED, OperationParts
 from decoder.recurrence_operations import MAX_TAPS, Recurrence, recurrence_operations
+from kernels.host_memory import buffer_memory
 from kernels.native import NativeUnavailable, library
 from kernels.native.structs import Model, Op, Step, Target, Weight
 
@@ -60,18 +61,16 @@ class Operations(OperationParts):
         self._ops = (Op * len(ops))(*ops)
         self.max_tokens = max_tokens
         body = [op for op in ops if op.target != Target.LOGITS]
-        widest = max(
-            [config.hidden_size, *(max(op.column + _outputs(op.weight), op.weight.k, op.width) for op in body)]
-        )
+        inputs = max(config.hidden_size, *(max(op.weight.k, op.width) for op in body))
+        widest = max(inputs, *(op.column + _outputs(op.weight) for op in body))
         widest = -(-widest // 16) * 16  # rows are aligned to cache lines
-        groups = -(-widest // 128)
+        groups = -(-inputs // 128)
         padded = 128 * groups + -(-4 * groups // 32) * 32  # values after the integers of a row
         picks = min(max_tokens, MAX_ROUTED) * self._picked_by_token
-        # Unused memory takes no physical memory.
-        self.x, self._scales = torch.empty(max_tokens, config.hidden_size), torch.empty(max_tokens)
-        self.wide, self._mid = torch.empty(max_tokens, widest), torch.empty(max_tokens, widest)
-        self.operand = torch.empty(max_tokens, padded)
-        self._picked = torch.empty(picks, padded), torch.empty(picks), torch.empty(picks, widest)
+        self.x, self._scales = _floats(max_tokens, config.hidden_size), torch.empty(max_tokens)
+        self.wide, self._mid = _floats(max_tokens, widest), _floats(max_tokens, widest)
+        self.operand = _floats(max_tokens, padded)
+        self._picked = _floats(picks, padded), torch.empty(picks), _floats(picks, widest)
         self._picks = torch.empty(2, picks, dtype=torch.int64), torch.empty(picks)
         self._runs = torch.empty(1 + 3 * min(picks, self._most_experts), dtype=torch.int64)
         mamba = self.mamba
@@ -140,6 +139,10 @@ class Operations(OperationParts):
         middle, shape = recurrence_operations(mixer, last, self.pointer)
         self.keep(shape)
         return [*self.projections(norm, mixer.in_proj), *middle, self.residual(last, scale)]
+
+
+def _floats(*shape: int) -> Tensor:
+    return buffer_memory(shape, torch.float32)
 
 
 def _outputs(weight: Weight) -> int:

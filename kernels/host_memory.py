@@ -111,12 +111,17 @@ class _Mappings:
 _mappings = _Mappings()
 
 
+def private_mapping(nbytes: int) -> mmap.mmap:
+    """Zeros in a mapping of their own: pages count as memory once they are written, until it is closed or gone."""
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    return mmap.mmap(-1, nbytes, **private)
+
+
 def _mapped(nbytes: int) -> Tensor:
     """uint8 `[nbytes]` in a mapping of its own, from the beginning of a huge page on."""
     import torch
 
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    whole = torch.frombuffer(mmap.mmap(-1, nbytes + HUGE, **private), dtype=torch.uint8)  # unwritten pages cost nothing
+    whole = torch.frombuffer(private_mapping(nbytes + HUGE), dtype=torch.uint8)
     first = -whole.data_ptr() % HUGE
     found = whole[first : first + nbytes]
     use_huge_pages(found)
@@ -127,6 +132,17 @@ def weight_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor of zeros for a weight that stays: apart from the C allocator's memory, and in huge pages as far as the
     system has them and the tensor fills them."""
     return _mappings.take(math.prod(shape) * dtype.itemsize).view(dtype).view(*shape)
+
+
+def buffer_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros for a buffer that steps write as far as they need it: the rest takes no memory. The C allocator
+    would take it from memory that was freed, and is still there."""
+    import torch
+
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not nbytes:
+        return torch.empty(*shape, dtype=dtype)
+    return torch.frombuffer(private_mapping(nbytes), dtype=torch.uint8).view(dtype).view(*shape)
 
 
 class _FileMappings:

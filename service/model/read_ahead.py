@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from kernels.host_memory import private_mapping
 
 THREADS = 4
 """Reads at a time: one alone leaves a fast disk, and even more a network's, mostly idle."""
@@ -84,15 +87,15 @@ class ReadAhead:
             return piece
 
     def _read(self) -> None:
-        buffer = memoryview(bytearray(self._piece))
-        handles: dict[Path, int] = {}
+        # Not the C allocator's memory: it never returns the end of a thread's heap to the system.
+        memory, handles = private_mapping(self._piece), dict[Path, int]()
         try:
             while (piece := self._take()) is not None:
                 found = -1
                 try:
                     if piece.file not in handles:
                         handles[piece.file] = os.open(piece.file, os.O_RDONLY | os.O_CLOEXEC)
-                    found = os.preadv(handles[piece.file], [buffer[: piece.length]], piece.begin)
+                    found = self._read_piece(handles[piece.file], memory, piece)
                 except OSError:
                     pass
                 with self._changed:
@@ -101,5 +104,11 @@ class ReadAhead:
                     self._ended = self._ended or found < piece.length
                     self._changed.notify_all()
         finally:
+            memory.close()
             for handle in handles.values():
                 os.close(handle)
+
+    @staticmethod
+    def _read_piece(handle: int, memory: mmap.mmap, piece: Range) -> int:
+        with memoryview(memory) as buffer, buffer[: piece.length] as wanted:
+            return os.preadv(handle, [wanted], piece.begin)

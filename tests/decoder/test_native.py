@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +58,34 @@ def test_float32_equals_the_operations(pattern: str, groups: int) -> None:
     assert runner.model.native is not None and plain.model.native is None
     for ours, theirs in zip(fast, slow, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+
+
+BUFFERS = """
+import torch
+from kernels.host_memory import keep_freed_memory
+from resident import pages_in_memory
+from tiny_decoder import make_runner, tiny_config
+
+assert keep_freed_memory()
+freed = [torch.ones(1 << 20) for _ in range(20)]  # 80 MiB of the C allocator's memory, and a piece behind them
+behind = torch.ones(16)
+del freed
+native = make_runner(tiny_config(pattern="M*-M"), max_batched_tokens=1 << 15, native="on").model.native
+buffers = (native.x, native.wide, native.operand)
+assert sum(buffer.nbytes for buffer in buffers) > 16 << 20
+print(sum(map(pages_in_memory, buffers)))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux which pages are in memory")
+def test_buffers_take_no_memory_before_a_step_fills_them() -> None:
+    """Also where the C allocator has memory that was freed, as after loading: its size then depended on chance."""
+    path = os.pathsep.join([str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])])
+    told = subprocess.run(
+        [sys.executable, "-c", BUFFERS], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert not told.returncode, told.stderr
+    assert int(told.stdout) == 0
 
 
 def test_experts_take_many_tokens_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from resident import pages_in_memory
 
 from kernels.host_memory import (
     HUGE,
     SHARED,
+    buffer_memory,
     keep_freed_memory,
     use_huge_pages,
     weight_memory,
@@ -47,6 +49,18 @@ def test_steps_settle_on_memory_that_is_already_there() -> None:
         assert faults() < 100
     else:
         assert keep_freed_memory() is False
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux which pages are in memory")
+def test_a_buffer_takes_memory_as_far_as_it_is_written() -> None:
+    """Also when the C allocator has freed memory of its size, which `torch.empty` might return."""
+    freed = torch.ones(3000, mmap.PAGESIZE // 4)
+    del freed
+    buffer = buffer_memory((3000, mmap.PAGESIZE // 4), torch.float32)
+    assert pages_in_memory(buffer) == 0
+    buffer[:1000] = 1
+    assert pages_in_memory(buffer) == 1000
+    assert buffer_memory((0, 5), torch.float32).shape == (0, 5)
 
 
 def advised(address: int) -> bool:

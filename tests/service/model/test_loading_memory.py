@@ -63,6 +63,32 @@ def test_a_peak_is_at_most_1_15_of_what_stays(tmp_path: Path) -> None:
     assert peak <= 1.15 * stays, (peak, stays, stored)
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_what_reads_ahead_leaves_no_memory(tmp_path: Path) -> None:
+    """Its threads' buffers; the C allocator keeps those of ended threads."""
+    (tmp_path / "weights").write_bytes(bytes(64 << 20))
+    program = """
+import sys
+from pathlib import Path
+from kernels.host_memory import keep_freed_memory
+from service.model.read_ahead import Range, ReadAhead
+
+def resident():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) << 10
+
+keep_freed_memory()
+before = resident()
+ahead = ReadAhead([Range(Path(sys.argv[1]), 0, 64 << 20)])
+assert ahead.wait(60)
+ahead.close()
+print(resident() - before)
+"""
+    told = subprocess.run([sys.executable, "-c", program, str(tmp_path / "weights")], capture_output=True, text=True)
+    assert not told.returncode, told.stderr
+    assert int(told.stdout) < 2 << 20
+
+
 def test_pages_of_a_file_are_dropped_and_read_again(tmp_path: Path) -> None:
     content = randn(1 << 18)
     (tmp_path / "numbers").write_bytes(b"xyz!" + content.numpy().tobytes())
