@@ -49,7 +49,11 @@ class EngineOptions:
     max_len: int | None = _option(
         None, "tokens of one request: prompt, images and answer; unset: the model's limit, at most 8192", minimum=2
     )
-    max_batched_tokens: int = _option(2048, "tokens of one decoder step, of all requests together", minimum=1)
+    max_batched_tokens: int | None = _option(
+        None,
+        "tokens of one decoder step, of all requests together; unset: 2048 on a GPU, on a CPU 512 or max_seqs",
+        minimum=1,
+    )
     max_chunk: int | None = _option(
         None, "prompt tokens of one request in one decoder step; unset: max_batched_tokens", minimum=1
     )

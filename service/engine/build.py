@@ -30,6 +30,8 @@ from service.model.resolve import resolve_max_len, resolve_vision
 
 log = logging.getLogger(__name__)
 
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048
+
 
 def resolve_device(options: EngineOptions) -> str:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,13 +44,21 @@ def resolve_dtype(options: EngineOptions, checkpoint: Checkpoint) -> torch.dtype
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype or checkpoint.config.dtype]
 
 
+def resolve_step_tokens(options: EngineOptions) -> int:
+    """Tokens of a decoder step. On a CPU a quarter of a GPU's: prompts are as fast, buffers are smaller, and running
+    requests wait less for prompts."""
+    if options.max_batched_tokens is not None:
+        return options.max_batched_tokens
+    return max(CPU_STEP_TOKENS, options.max_seqs) if resolve_device(options) == "cpu" else GPU_STEP_TOKENS
+
+
 def decoder_options(options: EngineOptions, checkpoint: Checkpoint) -> DecoderOptions:
     return DecoderOptions(
         dtype=resolve_dtype(options, checkpoint),
         device=resolve_device(options),
         max_seqs=options.max_seqs,
         max_len=resolve_max_len(options, checkpoint),
-        max_batched_tokens=options.max_batched_tokens,
+        max_batched_tokens=resolve_step_tokens(options),
         max_chunk=options.max_chunk,
         ageing=options.ageing,
         memory_bytes=options.memory_bytes,

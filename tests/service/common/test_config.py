@@ -28,7 +28,7 @@ def test_command_line_over_environment_over_file_over_default(tmp_path: Path) ->
     file = tmp_path / "saccade.toml"
     file.write_text('max_seqs = 3\nport = 7\nmax_queue = 9\nhandoff_bytes = "2Mi"\ntoken_budgets = [64, 256]\n')
     options = parse("--config", str(file), "--max-seqs", "1", env={"SACCADE_MAX_SEQS": "2", "SACCADE_PORT": "8"})
-    assert (options.max_seqs, options.port, options.max_queue, options.max_batched_tokens) == (1, 8, 9, 2048)
+    assert (options.max_seqs, options.port, options.max_queue, options.max_inflight_bytes) == (1, 8, 9, 2**29)
     assert options.handoff_bytes == 2 * 2**20 and options.token_budgets == (64, 256)
 
 

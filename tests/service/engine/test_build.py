@@ -11,7 +11,7 @@ from tiny_checkpoint import make_checkpoint
 
 from decoder.config import DecoderOptions
 from service.common.config import EngineOptions
-from service.engine.build import decoder_options
+from service.engine.build import decoder_options, resolve_step_tokens
 from service.model.checkpoint import open_checkpoint
 
 FIXED = {"page_size", "state_dtype"}
@@ -37,6 +37,11 @@ def test_each_option_of_the_decoder_is_set_by_that_of_the_service(tmp_path: Path
         assert name == "device" or getattr(changed, name) != getattr(default, name), name
         assert getattr(changed, name) == value or name == "dtype"
         assert replace(changed, **{name: getattr(default, name)}) == default, f"{name} changes something else"
+
+
+@pytest.mark.parametrize(("max_seqs", "tokens"), [(32, 512), (512, 512), (600, 600)])
+def test_a_step_on_a_cpu_has_512_tokens_or_one_for_each_request(max_seqs: int, tokens: int) -> None:
+    assert resolve_step_tokens(EngineOptions(device="cpu", max_seqs=max_seqs)) == tokens
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5])
