@@ -7,9 +7,10 @@ token was drawn; where the constraint does not restrict the text, its mask is fu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 FULL = 0xFFFFFFFF
 """A word of a mask that allows all of its tokens."""

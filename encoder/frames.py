@@ -13,15 +13,11 @@ import io
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from encoder.images import (
-    ImageError,
-    ImageHeader,
-    ImageLimits,
     Pixels,
     open_image_file,
     orientation_of,
@@ -31,49 +27,13 @@ from encoder.images import (
     upright,
     words,
 )
+from encoder.media_limits import ImageError, ImageHeader, VideoError, VideoLimits
 
 if TYPE_CHECKING:
     import torch
 
 CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """PyAV demuxers that may be used; others read playlists or further files."""
-
-
-class VideoError(ImageError):
-    """A clip that is not accepted; the message tells the client why."""
-
-
-@dataclass(frozen=True)
-class VideoLimits:
-    """Limits on one clip."""
-
-    max_bytes: int = 256 << 20
-    """Encoded size, in bytes."""
-    max_frames: int = 20000
-    """Frames in the file, used or not, since a frame can only be reached by decoding those before it."""
-    max_pixels: int = 1 << 24
-    """Width times height of a frame; 4096 x 4096 by default."""
-    max_total_pixels: int = 1 << 34
-    """Pixels of all decoded frames, which bounds the decoding time; 8,192 frames of 1080p by default."""
-    max_side: int = 16384
-    max_aspect: float = 200.0
-
-    @property
-    def frame(self) -> ImageLimits:
-        """The limits of one frame."""
-        return ImageLimits(self.max_bytes, self.max_pixels, self.max_side, self.max_aspect)
-
-    def check(self, frames: int, width: int, height: int) -> None:
-        """Raises `VideoError` with both numbers if a clip of `frames` frames of this size exceeds a limit."""
-        if frames < 1:
-            raise VideoError("the video has no frame")
-        if frames > self.max_frames:
-            raise VideoError(f"the video has {frames} frames, more than the {self.max_frames} that are allowed")
-        if frames * width * height > self.max_total_pixels:
-            raise VideoError(
-                f"the video has {frames} frames of {width}x{height}, {frames * width * height} pixels in all, more "
-                f"than the {self.max_total_pixels} that are allowed"
-            )
 
 
 class Clip(ABC):
@@ -123,12 +83,6 @@ def describe(data: bytes, limits: VideoLimits) -> ImageHeader:
         return read_header(data, limits.frame)
     clip = _AvClip(data, limits, container)
     return ImageHeader("MP4" if container == CONTAINERS[0] else "WEBM", clip.width, clip.height, "RGB")
-
-
-def video_formats() -> list[str]:
-    """Formats that can be opened in this installation, in alphabetical order."""
-    containers = ["MP4", "WEBM"] if importlib.util.find_spec("av") else []
-    return sorted(["APNG", "GIF", "WEBP", *containers])
 
 
 def sniff_container(data: bytes) -> str | None:

@@ -16,73 +16,22 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
+from encoder.media_limits import FORMATS, ImageError, ImageHeader, ImageLimits
+
 if TYPE_CHECKING:
     import torch
 
-RGB = 3
-"""Channels of decoded pixels."""
 Pixels = NDArray[np.uint8]
 """`[H, W, 3]`, RGB."""
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 ORIENTATION_TAG = 0x0112
 TIFF_BITS, TIFF_PHOTOMETRIC, TIFF_WHITE_IS_ZERO = 258, 262, 0
 GREY16 = ("I;16", "I;16L", "I;16B", "I;16N")
-
-
-class ImageError(ValueError):
-    """An image that is not accepted; the message tells the client why."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-@dataclass(frozen=True)
-class ImageLimits:
-    """Limits on one image, checked before it is decoded."""
-
-    max_bytes: int = 64 << 20
-    """Encoded size, in bytes."""
-    max_pixels: int = 1 << 26
-    """Width times height; 8192 x 8192 by default. Decoding takes about 7 bytes per pixel."""
-    max_side: int = 32768
-    """Width, and height, in pixels."""
-    max_aspect: float = 200.0
-    """Longer side over shorter side."""
-
-    def check_bytes(self, size: int) -> None:
-        if size > self.max_bytes:
-            raise ImageError(f"the image has {size} bytes, more than the {self.max_bytes} that are allowed")
-
-    def check_size(self, width: int, height: int) -> None:
-        """Raises `ImageError` with both numbers if an image of this size is not allowed."""
-        what = f"the image has {width}x{height} pixels"
-        if width < 1 or height < 1:
-            raise ImageError(f"{what}: it is empty")
-        if width * height > self.max_pixels:
-            raise ImageError(f"{what}, {width * height} in all, more than the {self.max_pixels} that are allowed")
-        if max(width, height) > self.max_side:
-            raise ImageError(f"{what}, a side longer than the {self.max_side} that are allowed")
-        if max(width, height) > self.max_aspect * min(width, height):
-            aspect = max(width, height) / min(width, height)
-            raise ImageError(f"{what}, an aspect of {aspect:.0f} to 1, more than the {self.max_aspect:g} allowed")
-
-
-@dataclass(frozen=True)
-class ImageHeader:
-    """Fields of an accepted image's header; width and height are those before the orientation is applied."""
-
-    format: str
-    width: int
-    height: int
-    mode: str
 
 
 def read_header(data: bytes, limits: ImageLimits | None = None) -> ImageHeader:

@@ -10,8 +10,6 @@ from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
     import torch
 
@@ -45,6 +43,8 @@ def retained_tokens(sequences: int, tokens: int, rate: float) -> int:
     check_rate(rate)
     if sequences < 1 or tokens < 1:
         raise ValueError(f"{sequences} temporal patches of {tokens} tokens: both must be positive")
+    import numpy as np  # imported here: a frontend process without videos needs none
+
     # In float32, like the reference implementation: in float64, 0.2 of 15 rows would be 2.
     return max(tokens, int(np.float32(sequences * tokens) * np.float32(1 - rate))) if rate else sequences * tokens
 

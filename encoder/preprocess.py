@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from encoder.images import RGB
+from encoder.media_limits import RGB
 
 
 def resize_pixels(pixels_NCHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from encoder.images import RGB
+from encoder.media_limits import RGB
 
 
 class VitSizes:

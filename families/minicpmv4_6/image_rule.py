@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from encoder.images import RGB
 from encoder.item import EncoderItem, Grid, ItemLayout
+from encoder.media_limits import RGB
 from encoder.stopwatch import Stopwatch
 from families.minicpmv4_6.vision_config import VisionConfig
 from families.qwen3_5.image_rule import normalised, resize_bytes

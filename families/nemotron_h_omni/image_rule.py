@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from encoder.images import RGB
 from encoder.item import EncoderItem, Grid
+from encoder.media_limits import RGB
 from encoder.stopwatch import Stopwatch
 from families.nemotron_h_omni.vision_config import VisionConfig
 

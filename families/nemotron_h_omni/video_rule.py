@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from encoder.images import RGB
 from encoder.item import VIDEO, EncoderItem, Grid, num_image_tokens, retained_tokens
+from encoder.media_limits import RGB
 from encoder.stopwatch import Stopwatch
 from families.nemotron_h_omni.prompt import frame_labels, video_text
 from families.nemotron_h_omni.vision_config import VisionConfig

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
-from encoder.images import RGB
 from encoder.item import IMAGE, VIDEO
+from encoder.media_limits import RGB
 from encoder.vit_sizes import VitSizes
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)

@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from encoder.images import RGB
 from encoder.item import BLOCK_MAJOR, EncoderItem, Grid, num_image_tokens
+from encoder.media_limits import RGB
 from encoder.stopwatch import Stopwatch
 from families.qwen3_5.vision_config import MAX_ASPECT, VisionConfig
 

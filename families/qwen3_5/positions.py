@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from decoder.positions import Positions
 from encoder.item import Grid
 
@@ -19,13 +17,15 @@ def prompt_positions(length: int, blocks: Sequence[tuple[int, Grid]], *, merge_s
     A text token has the next position on all axes. A block at position p has (p, p + row, p + column), and text
     continues after the block's longer side, in image tokens.
     """
+    import numpy as np  # imported here: a frontend process without images needs none
+
     found = np.empty((length, AXES), np.int64)
     index = position = 0
     for start, grid in blocks:
         rows, columns = grid[0] // merge_size, grid[1] // merge_size
         if not (index <= start and start + rows * columns <= length and rows * columns > 0):
             raise ValueError(f"{rows}x{columns} image tokens at {start} do not lie in places {index} to {length - 1}")
-        found[index:start] = _counted(position, start - index)
+        found[index:start] = np.arange(position, position + start - index)[:, None]
         position += start - index
         index = start + rows * columns
         block = found[start:index].reshape(rows, columns, AXES)
@@ -33,10 +33,6 @@ def prompt_positions(length: int, blocks: Sequence[tuple[int, Grid]], *, merge_s
         block[..., 1] = position + np.arange(rows)[:, None]
         block[..., 2] = position + np.arange(columns)
         position += max(rows, columns)
-    found[index:] = _counted(position, length - index)
+    found[index:] = np.arange(position, position + length - index)[:, None]
     position += length - index
     return Positions(tuple(map(tuple, found.tolist())), position - length)
-
-
-def _counted(first: int, count: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    return np.arange(first, first + count)[:, None]

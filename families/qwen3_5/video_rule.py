@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from encoder.images import RGB
 from encoder.item import BLOCK_MAJOR, VIDEO, EncoderItem, Grid, num_image_tokens
+from encoder.media_limits import RGB
 from encoder.stopwatch import Stopwatch
 from families.qwen3_5.image_rule import check_shape, check_tokens, cut_blocks
 from families.qwen3_5.vision_config import MAX_ASPECT, VisionConfig
@@ -46,6 +44,8 @@ class QwenVideoRule:
         if total < 1 or count < 1:
             raise ValueError(f"{count} of {total} frames: both must be positive")
         wanted = min(count, total, self.config.sampling.max_frames)
+        import numpy as np  # imported here: a frontend process without videos needs none
+
         return [int(index) for index in np.linspace(0, total - 1, wanted).round()]
 
     def sample_file(self, total: int, count: int, fps: Callable[[], float | None]) -> list[int]:

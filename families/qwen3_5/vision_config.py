@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from encoder.images import RGB
 from encoder.item import BLOCK_MAJOR, IMAGE, VIDEO
+from encoder.media_limits import RGB
 from encoder.vit_sizes import VitSizes
 from families.files import CheckpointError, first
 

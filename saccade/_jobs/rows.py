@@ -19,9 +19,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from saccade._openai.chat import chat_request
-from saccade._openai.problems import load_object, validated
-from saccade._openai.schema import ChatCompletion
+from saccade._openai.documents import load_object
 from saccade.errors import FailedPrecondition, InvalidArgument
 from saccade.v1 import inference_pb2, types_pb2
 
@@ -201,6 +199,11 @@ def _canonical(row: dict[str, Any]) -> bytes:
 
 def _build(body: Mapping[str, Any], image: Callable[[Any, str], Any]) -> inference_pb2.GenerateRequest:
     """`image(source, where)` converts a path to bytes; it returns bytes and messages unchanged."""
+    # Imported here because they need Pydantic: a server without batches does not.
+    from saccade._openai.chat import chat_request
+    from saccade._openai.problems import validated
+    from saccade._openai.schema import ChatCompletion
+
     request = validated(ChatCompletion, body)
     if request.stream:
         raise InvalidArgument("stream: true is not served in batches")

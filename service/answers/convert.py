@@ -273,7 +273,7 @@ def model_to_proto(
     info: EngineInfo, assets: ModelAssets, limits: FrontendLimits, options: ServerOptions | None = None
 ) -> model_pb2.Model:
     """What clients need to know about the model before they send a request."""
-    from encoder.images import FORMATS
+    from encoder.media_limits import FORMATS
 
     vision = assets.vision
     modalities = [model_pb2.MODALITY_TEXT] + ([model_pb2.MODALITY_IMAGE] if vision else [])
@@ -313,7 +313,7 @@ def model_to_proto(
 
 
 def _video_limits(limits: FrontendLimits, info: EngineInfo) -> dict[str, Any]:
-    from encoder.frames import video_formats
+    from encoder.media_limits import video_formats
 
     if not info.takes_video:
         return {}

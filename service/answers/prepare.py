@@ -19,8 +19,7 @@ from dataclasses import replace
 from threading import Lock
 from typing import Any, TypeVar
 
-from encoder.frames import VideoError
-from encoder.images import ImageError
+from encoder.media_limits import ImageError, VideoError
 from encoder.stopwatch import Stopwatch
 from families import VisionSpec
 from service.answers.bounds import FrontendLimits, characters, check_counts, check_size

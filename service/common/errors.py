@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from google.protobuf.message import DecodeError
 
-from encoder.images import ImageError
+from encoder.media_limits import ImageError
 
 MAX_MESSAGE = 1024
 """Largest status message, in bytes after percent-encoding: trailers above the peer's limit (8 KiB is common) would

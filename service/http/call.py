@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
+from saccade._openai.documents import load_json
 from saccade._openai.errors import error_object, status_code
-from saccade._openai.problems import load_json
 from saccade._transport.local_aio import AsyncLocalConnection
 from saccade.errors import (
     DeadlineExceeded,

@@ -27,15 +27,13 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from encoder.frames import VideoError
-from encoder.images import ImageError, ImageHeader
 from encoder.item import IMAGE, ROW_MAJOR, VIDEO, Grid, ItemDescription
+from encoder.media_limits import ImageError, ImageHeader, VideoError
 from encoder.stopwatch import Stopwatch
 from encoder.tower import patch_order
 from families import SlicingRule, VisionSpec
 from service.common import errors
-from service.media.image_worker import LENGTH
-from service.media.images import Frame, MediaLimits, PreparedVideo, most_bytes, video_rule
+from service.media.images import LENGTH, Frame, MediaLimits, PreparedVideo, most_bytes, video_rule
 from service.media.prepared import MemoryFile, PreparedItem
 
 log = logging.getLogger(__name__)

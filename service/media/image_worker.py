@@ -26,7 +26,6 @@ import pickle
 import resource
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -34,18 +33,17 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from encoder.frames import VideoError, VideoLimits, describe
-from encoder.images import ImageError, ImageLimits
+from encoder.frames import describe
 from encoder.item import ItemDescription
+from encoder.media_limits import ImageError, ImageLimits, VideoError, VideoLimits
 from encoder.stopwatch import Stopwatch
 from kernels.host_memory import keep_freed_memory
-from service.media.images import Frame, MediaLimits
+from service.media.images import LENGTH, Frame, MediaLimits
 from service.media.prepared import PreparedItem
 
 if TYPE_CHECKING:
     from service.media.patches import Patcher
 
-LENGTH = struct.Struct("!I")
 ITEM_FIELDS = tuple(field.name for field in fields(ItemDescription))
 KEPT_BYTES = 256 << 20
 """Freed memory that is kept for the next image: getting it from the kernel again took twice as long as decoding a 1080p

@@ -3,16 +3,19 @@ processes (`service.media.image_pool`), in one process `service.media.patches`."
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from encoder.frames import VideoLimits
-from encoder.images import ImageHeader, ImageLimits
 from encoder.item import DTYPE_BYTES, IMAGE
+from encoder.media_limits import ImageHeader, ImageLimits, VideoLimits
 from encoder.stopwatch import Stopwatch
 from families import VideoRule, VisionSpec
 from service.media.prepared import PreparedItem
+
+LENGTH = struct.Struct("!I")
+"""Of a message between the pool and its processes, in bytes."""
 
 
 @dataclass(frozen=True)

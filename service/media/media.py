@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from encoder.images import ImageError, ImageHeader, ImageLimits, read_header
+from encoder.media_limits import ImageError, ImageHeader, ImageLimits
 from service.common import errors
 from service.media.arriving import ArrivingFile, disk_trouble
 
@@ -54,7 +54,7 @@ class Spool:
         """Loads the files that an earlier run has left in `directory`. Capacities in bytes, of all tenants together and
         of each; `ttl`: seconds. `describe`: reads the header of a file; None: in this process, which knows images
         only."""
-        self.describe = describe or functools.partial(read_header, limits=limits)
+        self.describe = describe or functools.partial(_header, limits=limits)
         self._tenant_capacity = capacity if tenant_capacity is None else tenant_capacity
         self._directory, self._capacity, self._ttl, self._limits, self._clock = directory, capacity, ttl, limits, clock
         self._lock = threading.Lock()
@@ -299,6 +299,12 @@ def tenant_folder(salt: bytes) -> str:
 
 def _full(message: str, retry_after: float | None = None) -> errors.ResourceExhausted:
     return errors.ResourceExhausted(message, reason="MEDIA_SPOOL_FULL", quota="media_bytes", retry_after=retry_after)
+
+
+def _header(data: bytes, limits: ImageLimits) -> ImageHeader:
+    from encoder.images import read_header  # imported here because it needs Pillow and numpy
+
+    return read_header(data, limits)
 
 
 _disk = functools.partial(disk_trouble, "the media spool", _full)

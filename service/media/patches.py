@@ -8,8 +8,9 @@ from typing import Protocol
 
 import torch
 
-from encoder.frames import Clip, VideoError, describe, open_video
-from encoder.images import ImageError, ImageHeader, Pixels, decode_pixels
+from encoder.frames import Clip, describe, open_video
+from encoder.images import Pixels, decode_pixels
+from encoder.media_limits import ImageError, ImageHeader, VideoError
 from encoder.stopwatch import Stopwatch
 from families import VisionSpec
 from service.media.images import Frame, ImageProcessor, MediaLimits, PreparedVideo, video_rule

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from tokenizers import Tokenizer as _Tokenizer
+from typing import TYPE_CHECKING, Any
 
 from families import CheckpointError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 ToBytes = Callable[[str], bytes]
 
 
-def to_bytes(tokenizer: _Tokenizer) -> ToBytes | None:
+def to_bytes(tokenizer: Tokenizer) -> ToBytes | None:
     """A function from vocabulary entries to their bytes, for byte-level vocabularies and for those of SentencePiece
     with or without byte fallback. None for other vocabularies, whose entries have no bytes of their own."""
     steps = _decoder_steps(tokenizer)
@@ -34,12 +35,12 @@ def to_bytes(tokenizer: _Tokenizer) -> ToBytes | None:
     return lambda entry: _pieces(entry, replaced, fallback="ByteFallback" in kinds)
 
 
-def joins_bytes(tokenizer: _Tokenizer) -> bool:
+def joins_bytes(tokenizer: Tokenizer) -> bool:
     """Whether decoding joins the bytes of tokens and does nothing else."""
     return [step["type"] for step in _decoder_steps(tokenizer)] == ["ByteLevel"]
 
 
-def _decoder_steps(tokenizer: _Tokenizer) -> list[dict[str, Any]]:
+def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
     if tokenizer.decoder is None:
         return []
     decoder = json.loads(tokenizer.decoder.__getstate__())
@@ -82,8 +83,10 @@ class ByteVocabulary:
     def __init__(self, path: Path, size: int) -> None:
         """`path`: of `tokenizer.json`. `size`: number of the model's ids. Raises CheckpointError if the file cannot be
         read or its tokens have no bytes."""
+        from tokenizers import Tokenizer  # imported here: an engine process needs it for the first constraint
+
         try:
-            self._tokenizer = _Tokenizer.from_file(str(path))
+            self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception for every malformed file
             raise CheckpointError(f"{path} is not a tokenizer file: {error}") from None
         self._tokenizer.encode_special_tokens = True

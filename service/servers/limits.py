@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from encoder.frames import VideoLimits
-from encoder.images import ImageLimits
+from encoder.media_limits import ImageLimits, VideoLimits
 from service.answers.bounds import FrontendLimits
 from service.answers.door import DoorLimits
 from service.answers.weigh import MIN_IDS

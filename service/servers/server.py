@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from encoder.frames import video_formats
+from encoder.media_limits import video_formats
 from saccade._core.results import model_from
 from saccade.v1 import (
     admin_pb2_grpc,

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from encoder.frames import VideoError, VideoLimits, open_video, sniff_container
+from encoder.frames import open_video, sniff_container
+from encoder.media_limits import VideoError, VideoLimits
 from families.nemotron_h_omni.video_rule import OmniVideoRule, sample_indices
 from families.nemotron_h_omni.vision import RadioVision
 

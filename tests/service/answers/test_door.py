@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from encoder.images import ImageError
+from encoder.media_limits import ImageError
 from service.answers import door as door_module
 from service.answers.door import Door, DoorLimits
 from service.common import errors

@@ -18,7 +18,8 @@ import torch
 from fake_engine import FakeEngine
 
 from encoder.frames import Clip
-from encoder.images import ImageError, ImageHeader, Pixels
+from encoder.images import Pixels
+from encoder.media_limits import ImageError, ImageHeader
 from service.answers.bounds import FrontendLimits
 from service.answers.frontend import Frontend
 from service.common import errors

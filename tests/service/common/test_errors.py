@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2
 
-from encoder.images import ImageError
+from encoder.media_limits import ImageError
 from service.common import errors
 from service.common.errors import EngineDied
 

@@ -15,8 +15,7 @@ from running import RunningServer
 from web_site import Site
 
 import saccade
-from encoder.frames import VideoLimits
-from encoder.images import ImageLimits
+from encoder.media_limits import ImageLimits, VideoLimits
 from service.common import errors
 from service.common.config import ConfigError
 from service.common.types import Image, Video

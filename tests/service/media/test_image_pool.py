@@ -22,9 +22,8 @@ from fake_engine import FakeEngine
 from images import png
 from PIL import Image
 
-from encoder.frames import VideoError, VideoLimits
-from encoder.images import ImageError, ImageLimits
 from encoder.item import EncoderItem
+from encoder.media_limits import ImageError, ImageLimits, VideoError, VideoLimits
 from encoder.stopwatch import Stopwatch
 from service.common import errors
 from service.common.config import ConfigError, ServerOptions

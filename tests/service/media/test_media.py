@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from images import png
 
-from encoder.images import ImageLimits
+from encoder.media_limits import ImageLimits
 from service.common import errors
 from service.media.arriving import MAX_CHUNK
 from service.media.media import Media, SharedSpool, Spool
