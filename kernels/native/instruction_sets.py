@@ -28,6 +28,8 @@ class InstructionSet:
     """(flag of /proc/cpuinfo, option of the compiler where it is there)."""
     only_emulated: bool = False
     """Whether no processor has run it yet, only an emulator. The log and `saccade plan` say so."""
+    state_component: int | None = None
+    """State of the processor that a process has to ask the Linux kernel for before it uses the set."""
 
     def options(self, features: Set[str]) -> list[str]:
         """The compiler's options for every processor that has the set and, of `optional`, these flags."""
@@ -42,11 +44,20 @@ _NEON = frozenset(("asimd",))
 # Where this pass is on by default, it loads all rows of a tile first, and then not all of its sums stay in registers.
 _NEON_FLAGS = ("-fno-schedule-insns",)
 
+_BF16 = InstructionSet(
+    "avx512bf16",
+    _AVX512 | {"avx512_bf16", "avx512_vnni", "avx512vbmi"},
+    (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi"),
+)
+
 SETS = (
+    _BF16,
     InstructionSet(
-        "avx512bf16",
-        _AVX512 | {"avx512_bf16", "avx512_vnni", "avx512vbmi"},
-        (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi"),
+        "amx",
+        _BF16.needs | {"amx_tile", "amx_bf16", "amx_int8"},
+        (*_BF16.flags, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        only_emulated=True,
+        state_component=18,
     ),
     InstructionSet("avx512vnni", _AVX512 | {"avx512_vnni"}, (*_AVX512_FLAGS, "-mavx512vnni")),
     InstructionSet("avx512", _AVX512, _AVX512_FLAGS),
@@ -65,7 +76,7 @@ SETS = (
         only_emulated=True,
     ),
 )
-"""Best first."""
+"""Best first, as far as it was measured: "auto" takes the first that a processor has, so never amx."""
 CHOICES = (AUTO, *(each.name for each in SETS))
 
 _forced = AUTO

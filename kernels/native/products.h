@@ -12,6 +12,7 @@
 #include "structs.h"
 #include "threads.h"
 #include "tiles.h"
+#include "tiles_amx.h"
 
 namespace {
 
@@ -92,6 +93,13 @@ void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
     else finish<STORED, R, V, false, false>(job, sums, row, begin);
 }
 
+template <int R, int V>
+void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
+    if (job.store == STORE_BF16) finish<STORE_BF16, R, V>(job, sums, row, begin);
+    else if (job.store == ADD) finish<ADD, R, V>(job, sums, row, begin);
+    else finish<STORE, R, V>(job, sums, row, begin);
+}
+
 // scaled.h
 uint32_t* unpacked_panel(const Weight& w);
 template <int R>
@@ -119,10 +127,7 @@ void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Inputs 
         if (w.kind == INT8 && w.operand != BYTES) tile_int8<R, V>(bytes, 2 * job.lda, job.scales + row, w, panel, first, ahead, sums);
         if (w.kind == INT4) tile_int4<R>(bytes, 2 * job.lda, job.scales + row, w, panel, ahead, sums);
     }
-    if (!last) return;
-    if (job.store == STORE_BF16) finish<STORE_BF16, R, V>(job, sums, row, begin);
-    else if (job.store == ADD) finish<ADD, R, V>(job, sums, row, begin);
-    else finish<STORE, R, V>(job, sums, row, begin);
+    if (last) finish<R, V>(job, sums, row, begin);
 }
 
 // tile<rows, V>.
@@ -143,12 +148,36 @@ Ahead ahead_of(int64_t tile, int64_t pieces, const char* next, int64_t bytes, in
     return ahead;
 }
 
+#if AMX_TILES
+// `tiles` below, by tiles of AMX.
+template <int V>
+void amx_tiles(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t first, const char* next) {
+    const Weight& w = *job.weight;
+    const int64_t pieces = (end - begin + AMX_ROWS - 1) / AMX_ROWS, looks = w.kpad / (w.kind == BF16 ? 2 : 4) / STRIDE + 1;
+    alignas(64) float sums[AMX_ROWS * PANEL];
+    for (int64_t i = 0; i < pieces; i++) {
+        const int64_t from = begin + (end - begin) * i / pieces, to = begin + (end - begin) * (i + 1) / pieces;
+        const Ahead ahead = ahead_of(i, pieces, pieces > 1 ? next : nullptr, panel_bytes(w), looks);
+        const char* a = static_cast<const char*>(job.a) + 2 * from * job.lda;
+        tile_amx<V>(a, 2 * job.lda, job.scales + from, to - from, w, panel, first, ahead, sums);
+        for (int64_t row = from; row < to; row++) finish<1, V>(job, sums + (row - from) * PANEL, row, panel * PANEL + first * 16);
+    }
+}
+#endif
+
 // Rows [begin, end) in tiles of nearly equal height. A few tiles meet a slice of the inputs before the next one: a long
 // panel and the one that is prefetched would not both fit in the second-level cache. A row's sums go through the inputs in
 // order all the same. `next`: a panel to prefetch during the last tiles; a single tile does not prefetch.
 void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next) {
     Product job = product;
     const Weight& w = *job.weight;
+#if AMX_TILES
+    if (w.kind == BF16 || (w.operand == BYTES && end - begin > ROWS)) {
+        if (count == 4) return amx_tiles<4>(job, begin, end, panel, first, next);
+        if (count == 2) return amx_tiles<2>(job, begin, end, panel, first, next);
+        return amx_tiles<1>(job, begin, end, panel, first, next);
+    }
+#endif
     const bool bytes_or_less = w.kind == INT8 || w.kind == INT4;
     const int64_t height = bytes_or_less && w.operand != BYTES ? INT_ROWS : ROWS, pieces = (end - begin + height - 1) / height;
     const bool sliced = w.kind == BF16 && w.kpad > SLICE && pieces > 1 && pieces <= SLICED;

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compiled import needs_compiled
+from emulated_amx import emulate_amx
 from speculation import answers
 from tiny_decoder import delta_config, tiny_config
 
@@ -16,14 +17,16 @@ from kernels.native import instruction_sets
 from kernels.native.instruction_sets import processor_features, supported
 
 pytestmark = needs_compiled
-THERE = [each.name for each in supported(processor_features())]
 
 
-@pytest.fixture(params=["avx512", "avx2"])
-def chosen(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The sets that are not the best of this processor: all other tests use that one."""
-    if request.param not in THERE[1:]:
-        pytest.skip(f"{request.param} is not a lesser instruction set of this processor: {', '.join(THERE)}")
+@pytest.fixture(params=["amx", "avx512", "avx2"])
+def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The sets that "auto" does not choose on this processor: all other tests use the one that it chooses."""
+    if request.param == "amx":
+        emulate_amx(monkeypatch)
+    there = [each.name for each in supported(processor_features())]
+    if request.param not in there[1:]:
+        pytest.skip(f"{request.param} is not a lesser instruction set of this processor: {', '.join(there)}")
     instruction_sets.use(request.param)
     yield request.param
     instruction_sets.use("auto")
