@@ -36,8 +36,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def packed(stored: str, rows: str, k: int = 1280) -> tuple[Packed, Tensor]:
-    """A product, and the float64 weight that it stands for, whose second half is its first. Panels of `k` >= 1024 inputs
-    are divided among threads."""
+    """A product, and the float64 weight that it stands for, whose second half is its first. Panels of `k` >= 1024
+    inputs are divided among threads."""
     dtype, weight = getattr(torch, rows), (torch.randn(100, k // 2) * 0.03).repeat(1, 2)
     if stored == rows:
         return Packed(weight.to(dtype), None), weight.to(dtype).double()
