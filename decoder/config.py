@@ -163,7 +163,9 @@ class DecoderOptions:
     host_bytes: int | None = None
     """Host memory for the exact state of preempted requests; `None`: a quarter of the arena."""
     state_dtype: torch.dtype = field(default_factory=_float32)
-    """Dtype of the SSM states."""
+    """Dtype that recurrent states are stored in: `float32`, or `bfloat16` on a CPU, to which they are rounded after every
+    token. It changes answers; no other option does so with either.
+    """
     page_size: int = 16
     """Tokens of one KV page."""
     weights: str | None = None
@@ -274,7 +276,18 @@ class DecoderOptions:
             f"draft_tokens must be at least 1 and at most {most}, not {self.draft_tokens}",
         )
         require(self.dtype.is_floating_point, f"dtype must be a floating type, not {self.dtype}")
-        require(self.state_dtype.is_floating_point, f"state_dtype must be a floating type, not {self.state_dtype}")
+        self._check_state_dtype()
+
+    def _check_state_dtype(self) -> None:
+        import torch  # see _float32
+
+        known = (torch.float32, torch.bfloat16)
+        require(self.state_dtype in known, f"state_dtype must be float32 or bfloat16, not {self.state_dtype}")
+        require(
+            self.state_dtype == torch.float32 or self.device.startswith("cpu"),
+            f"state_dtype bfloat16 needs a CPU, and the device is {self.device}: prompts are computed there in chunks, "
+            "which have no states to round after every token; float32 would work",
+        )
 
     @property
     def graphs_on(self) -> bool:

@@ -41,8 +41,6 @@ class Operations(OperationParts):
         """`mixers`: of the layers to compile. Raises NativeUnavailable with the reason."""
         if options.device != "cpu":
             raise NativeUnavailable(f"the decoder is on {options.device}")
-        if options.state_dtype != torch.float32:
-            raise NativeUnavailable(f"states are {options.state_dtype}")
         if options.dtype not in (torch.bfloat16, torch.float32):
             raise NativeUnavailable(f"the dtype is {options.dtype}")
         self.library = library()
@@ -80,8 +78,8 @@ class Operations(OperationParts):
             vocab=config.vocab_size, heads=mamba.mamba_num_heads, head=mamba.mamba_head_dim, groups=mamba.n_groups,
             state=mamba.ssm_state_size, taps=mamba.conv_kernel, conv_dim=mamba.conv_dim, inner=mamba.inner,
             page=options.page_size, positions=options.max_len, stored_bf16=int(options.dtype == torch.bfloat16),
-            eps=config.norm_eps, dt_low=low, dt_high=high, x=self.x.data_ptr(),
-            wide=self.wide.data_ptr(), mid=self._mid.data_ptr(), ld=widest, operand=self.operand.data_ptr(),
+            states_bf16=int(options.state_dtype == torch.bfloat16), eps=config.norm_eps, dt_low=low, dt_high=high,
+            x=self.x.data_ptr(), wide=self.wide.data_ptr(), mid=self._mid.data_ptr(), ld=widest, operand=self.operand.data_ptr(),
             operand_ld=padded, operand_scale=self._scales.data_ptr(), picks=self._picks[0][0].data_ptr(),
             places=self._picks[0][1].data_ptr(), shares=self._picks[1].data_ptr(), runs=self._runs.data_ptr(),
             picked=self._picked[0].data_ptr(), picked_scale=self._picked[1].data_ptr(),

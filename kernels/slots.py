@@ -1,9 +1,12 @@
-"""Runs of rows with consecutive state slots, which one view of the pool covers."""
+"""Runs of rows with consecutive state slots, which one view of the pool covers; rounding of states."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 MAX_RUN = 4
 """Largest number of rows processed together: more would evict their states from the cache between two passes."""
@@ -34,3 +37,12 @@ class SlotRun:
                     continue
             runs.append(cls(row, row + 1, slot))
         return runs
+
+
+def round_states(h: Tensor, dtype: torch.dtype) -> None:
+    """Rounds float32 states in place to the numbers that a pool of this dtype stores for them, to nearest, ties to even.
+
+    States are rounded after every token, not where a chunk, a step or a draft ends, so that none of these changes them.
+    """
+    if h.dtype != dtype:
+        h.copy_(h.to(dtype))

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels.chunk_scan.plan import Chunk, listed_chunks
+from kernels.selective_state_update.reference import advance_by_token
+from kernels.slots import round_states
 
 if TYPE_CHECKING:
     from kernels.scan_tables import ScanTables
@@ -36,14 +38,15 @@ def chunk_scan(
 ) -> Tensor:
     """Runs every row from its slot's state (or zeros) to its end and writes the final state to the slot.
 
-    pool: `[S, H, P, N]`. x, B, C, dt: float32, dt after bias, softplus and clamp. A (negative), D: `[H]` float32. A
+    pool: `[S, H, P, N]`, float32 or what states are rounded to after every token. x, B, C, dt: float32, dt after bias, softplus and clamp. A (negative), D: `[H]` float32. A
     row whose `has_initial` is False, or whose slot is -1, starts from zeros; slot -1 leaves no state. `chunks`: those
     of all rows, row after row. `saves`: (index of a chunk, slot): the state after that chunk goes to that slot too.
     Both may be buffers, `[C, 4]` as `chunk_table` writes it and `[S, 2]`, in which -1 first is padding. `tables` says
     the same to kernels and is not needed here. Returns `[T, H, P]` float32; tokens of no chunk, the padding of a static
     batch, get zeros.
 
-    Chunk after chunk on purpose: everything that one needs stays in the cache, and no padding is computed.
+    Chunk after chunk on purpose: everything that one needs stays in the cache, and no padding is computed. States that
+    are rounded take one token after the other instead: the products of a chunk have no states to round.
     """
     tokens, heads, width = x_THP.shape
     out = torch.empty(tokens, heads, width, dtype=torch.float32, device=x_THP.device)
@@ -65,7 +68,11 @@ def chunk_scan(
             h = pool_SHPN[slot] if in_place else torch.zeros(shape, device=x_THP.device)
             if not fresh and not in_place:
                 h.copy_(pool_SHPN[slot])
-        _scan_chunk(h, fresh, x_THP[part], dt_TH[part], A_H, B_TGN[part], C_TGN[part], mask, out[part])
+        inputs = x_THP[part], dt_TH[part], A_H, B_TGN[part], C_TGN[part]
+        if pool_SHPN.dtype == torch.float32:
+            _scan_chunk(h, fresh, *inputs, mask, out[part])
+        else:
+            _scan_tokens(h, *inputs, pool_SHPN.dtype, out[part])
         last = index + 1 == len(chunks) or chunks[index + 1].opens
         if last and slot >= 0 and h.dtype != pool_SHPN.dtype:
             pool_SHPN[slot] = h
@@ -85,6 +92,27 @@ def _by_chunk(saves: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
 def _causal_mask(size: int, device: torch.device) -> Tensor:
     """`[size, size]`: 0 on and below the diagonal, -inf above."""
     return torch.full((size, size), float("-inf"), device=device).triu_(1)
+
+
+def _scan_tokens(
+    h_HPN: Tensor,
+    x_LHP: Tensor,
+    dt_LH: Tensor,
+    A_H: Tensor,
+    b_LGN: Tensor,
+    c_LGN: Tensor,
+    dtype: torch.dtype,
+    out_LHP: Tensor,
+) -> None:
+    """Like `_scan_chunk`, token after token; the state after each is rounded to `dtype`."""
+    length, groups = b_LGN.shape[:2]
+    decay = torch.exp(dt_LH * A_H)
+    scaled = (x_LHP * dt_LH[:, :, None]).view(length, groups, -1, 1)
+    out = out_LHP.view(length, groups, -1)
+    for token in range(length):
+        one = slice(token, token + 1)
+        advance_by_token(h_HPN[None], decay[one], scaled[one], b_LGN[one], c_LGN[one], out[one])
+        round_states(h_HPN, dtype)
 
 
 def _scan_chunk(

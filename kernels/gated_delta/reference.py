@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from kernels.causal_conv1d.reference import convolve_rows
 from kernels.chunk_scan.plan import Chunk, listed_chunks
 from kernels.chunk_scan.reference import LOG2_E
-from kernels.slots import SlotRun
+from kernels.slots import SlotRun, round_states
 
 if TYPE_CHECKING:
     from kernels.scan_tables import ScanTables
@@ -85,7 +85,7 @@ def gated_delta_update(
 ) -> Tensor:
     """Advances the state of each row by one token and returns `[R, H, V]` float32.
 
-    pool: `[S, H, K, V]`, any stride between slots. q, k, v: as the convolution outputs them (queries and keys are
+    pool: `[S, H, K, V]`, any stride between slots, float32 or what states are rounded to. q, k, v: as the convolution outputs them (queries and keys are
     normalised here); b, a: raw, before sigmoid, bias and softplus; A (negative) and dt_bias: `[H]` float32. `runs` is
     the host's knowledge of `slots`. Rows with slot -1 access no slot; their output is that of a zero state. No slot may
     appear twice.
@@ -138,9 +138,25 @@ def gated_delta_tokens(
     kept_RT = (slots_RT >= 0) & (torch.arange(tokens, device=slots_RT.device) < lengths_R[:, None])
     for token in range(tokens):
         out[:, token] = _step(h, *(tensor[:, token] for tensor in given))
+        round_states(h, pool_SHKV.dtype)
         kept = kept_RT[:, token]
         pool_SHKV[slots_RT[kept, token]] = h[kept].to(pool_SHKV.dtype)
     return out
+
+
+def _advance(
+    h: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`_chunk`; if states are stored in another dtype than float32, token after token, and rounded to it after each.
+    May overwrite h."""
+    if dtype == torch.float32:
+        return _chunk(h, q, k, v, log_decay, beta)
+    out, decay = torch.empty(v.shape, device=v.device), log_decay.exp()
+    for token in range(v.shape[-3]):
+        each = (of[..., token, :, :] for of in (q, k, v))
+        out[..., token, :, :] = _step(h, *each, decay[..., token, :], beta[..., token, :])
+        round_states(h, dtype)
+    return out, h
 
 
 def _chunk(h: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,7 +193,8 @@ def gated_delta_scan(
 ) -> Tensor:
     """Runs every row from its slot's state (or zeros) to its end and writes the final state to the slot.
 
-    pool: `[S, H, K, V]`. q, k, v: as the convolution outputs them; log_decay, beta: from `delta_gates`. A row whose
+    pool: `[S, H, K, V]`, float32 or what states are rounded to after every token, of which there are then no chunks.
+    q, k, v: as the convolution outputs them; log_decay, beta: from `delta_gates`. A row whose
     `has_initial` is False, or whose slot is -1, starts from zeros; with slot -1 the final state is not stored.
     `chunks`: those of all rows, in row order. `saves`: (index of a chunk, slot): the state after that chunk is also
     stored in that slot. Both may be buffers, `[N, 4]` as written by `chunk_table` and `[N, 2]`, with -1 in the first
@@ -196,7 +213,8 @@ def gated_delta_scan(
         if chunk.opens:
             h = pool_SHKV[slot].float() if initial[chunk.row] and slot >= 0 else torch.zeros_like(h)
         q, k = _normed(q_TJK[part], k_TJK[part], v_THV.shape[1])
-        out[part], h = _chunk(h, q, k, v_THV[part].float(), log_decay_TH[part], beta_TH[part])
+        given = (q, k, v_THV[part].float(), log_decay_TH[part], beta_TH[part])
+        out[part], h = _advance(h, *given, pool_SHKV.dtype)
         if slot >= 0 and (index + 1 == len(chunks) or chunks[index + 1].opens):
             pool_SHKV[slot] = h
         for _, target in (save for save in saves if save[0] == index):
@@ -281,4 +299,5 @@ def _replayed(
     log_decay, beta = delta_gates(b, a, terms.A_H, terms.dt_bias_H)
     state = torch.where(known_R[..., None], states_SHKV[slots_R.clamp(min=0)].float(), 0.0)
     # A step without decay and without change leaves the state unchanged.
-    return _chunk(state, *_normed(q, k, heads), v, log_decay * valid_RL1, beta * valid_RL1)
+    given = (*_normed(q, k, heads), v, log_decay * valid_RL1, beta * valid_RL1)
+    return _advance(state, *given, states_SHKV.dtype)

@@ -19,14 +19,15 @@ namespace {
 
 // -- the recurrence ----------------------------------------------------------------------------------------------------------
 
+template <typename S>
 struct DeltaBlock {  // of a block of tokens and one value head
     int64_t tokens, keys, values;
     const float *q, *k;                // [tokens, keys], of length 1
     const float *kq, *decay, *beta;    // [tokens]
-    const float* before;               // state [keys, values] ...
-    float* after;                      // ... and after the block, which may be the same
+    const S* before;                   // state [keys, values] ...
+    S* after;                          // ... and after the block, which may be the same
     float* read;                       // [2, values]: what the next token reads of a state, p and s
-    float* tile;                       // [keys, 16 * DELTA_VECTORS]
+    float* tile;                       // [keys, 16 * DELTA_VECTORS], rounded like `after`
     float* out;                        // [tokens, ld]: values v, which become what is read out
     int64_t ld;
 };
@@ -46,16 +47,18 @@ struct Values {
 template <int W>
 struct Lane {  // which lanes: those of the mask where W is 1
     Mask mask;
-    Floats load(const float* p) const { return W > 1 ? load_floats(p) : load16(p, mask); }
-    void store(float* p, Floats v) const {
-        if (W > 1) store_floats(p, v);
+    template <typename S>
+    Floats load(const S* p) const { return W > 1 ? load_all(p) : load16(p, mask); }
+    template <typename S>
+    void store(S* p, Floats v) const {
+        if (W > 1) store_all(p, v);
         else store16(p, mask, v);
     }
 };
 
 // p = S^T k; s = S^T q.
-template <int W>
-inline void read_state(Lane<W> lane, const float* from, int64_t ld, int64_t keys, const float* k, const float* q, Values<W>& p, Values<W>& s) {
+template <int W, typename S>
+inline void read_state(Lane<W> lane, const S* from, int64_t ld, int64_t keys, const float* k, const float* q, Values<W>& p, Values<W>& s) {
     for (int64_t i = 0; i < keys; i++, from += ld) {
         const Floats by_k = splat(k[i]), by_q = splat(q[i]);
         for (int w = 0; w < W; w++) {
@@ -67,8 +70,8 @@ inline void read_state(Lane<W> lane, const float* from, int64_t ld, int64_t keys
 }
 
 // S = g S + k d^T.
-template <int W>
-inline void write_state(Lane<W> lane, const float* from, int64_t ld, int64_t keys, const float* k, Floats decay, const Values<W>& d, float* to, int64_t ld_to) {
+template <int W, typename From, typename S>
+inline void write_state(Lane<W> lane, const From* from, int64_t ld, int64_t keys, const float* k, Floats decay, const Values<W>& d, S* to, int64_t ld_to) {
     for (int64_t i = 0; i < keys; i++, from += ld, to += ld_to) {
         const Floats in = splat(k[i]);
         for (int w = 0; w < W; w++)
@@ -76,17 +79,17 @@ inline void write_state(Lane<W> lane, const float* from, int64_t ld, int64_t key
     }
 }
 
-// Like `change`; also p and s of the changed state for the next token.
-template <int W>
+// The same, to a tile of states that are stored as S; also p and s of the changed state for the next token.
+template <typename S, int W, typename From>
 inline void step_state(
-    Lane<W> lane, const float* from, int64_t ld, int64_t keys, const float* k, const float* q, Floats decay, const Values<W>& d, float* to,
+    Lane<W> lane, const From* from, int64_t ld, int64_t keys, const float* k, const float* q, Floats decay, const Values<W>& d, float* to,
     Values<W>& p, Values<W>& s
 ) {
     const float *next_k = k + keys, *next_q = q + keys;
     for (int64_t i = 0; i < keys; i++, from += ld, to += 16 * W) {
         const Floats in = splat(k[i]), by_k = splat(next_k[i]), by_q = splat(next_q[i]);
         for (int w = 0; w < W; w++) {
-            const Floats row = fmadd(in, d.at[w], decay * lane.load(from + 16 * w));
+            const Floats row = kept16(static_cast<const S*>(nullptr), fmadd(in, d.at[w], decay * lane.load(from + 16 * w)));
             lane.store(to + 16 * w, row);
             p.at[w] = fmadd(by_k, row, p.at[w]);
             s.at[w] = fmadd(by_q, row, s.at[w]);
@@ -95,8 +98,8 @@ inline void step_state(
 }
 
 // p and s for the first token.
-template <int W>
-void delta_read(const DeltaBlock& b, int64_t first) {
+template <int W, typename S>
+void delta_read(const DeltaBlock<S>& b, int64_t first) {
     const Lane<W> lane{lanes(b.values - first)};
     Values<W> p, s;
     read_state(lane, b.before + first, b.values, b.keys, b.k, b.q, p, s);
@@ -108,12 +111,13 @@ void delta_read(const DeltaBlock& b, int64_t first) {
 
 // Processes the tokens of the block. The state stays in `tile` meanwhile if W is small enough, or if there is only one
 // token.
-template <int W>
-void delta_tokens(const DeltaBlock& b, int64_t first) {
+template <int W, typename S>
+void delta_tokens(const DeltaBlock<S>& b, int64_t first) {
     const Lane<W> lane{lanes(b.values - first)};
-    const float *from = b.before + first, *k = b.k, *q = b.q;
+    const S* before = b.before + first;
+    S* after = b.after + first;
+    const float *k = b.k, *q = b.q;
     float* out = b.out + first;
-    int64_t ld = b.values;
     Values<W> p, s, d;
     for (int w = 0; w < W; w++) {
         p.at[w] = lane.load(b.read + first + 16 * w);
@@ -126,17 +130,20 @@ void delta_tokens(const DeltaBlock& b, int64_t first) {
             d.at[w] = beta * fnmadd(decay, p.at[w], lane.load(out + 16 * w));
             lane.store(out + 16 * w, fmadd(kq, d.at[w], decay * s.at[w]));
         }
-        if (t + 1 == b.tokens) {
-            write_state(lane, from, ld, b.keys, k, decay, d, b.after + first, b.values);
+        if (b.tokens == 1) {
+            write_state(lane, before, b.values, b.keys, k, decay, d, after, b.values);
+        } else if (W <= DELTA_VECTORS && t + 1 == b.tokens) {
+            write_state(lane, b.tile, 16 * W, b.keys, k, decay, d, after, b.values);
         } else if (W <= DELTA_VECTORS) {
             p = Values<W>(), s = Values<W>();
-            step_state(lane, from, ld, b.keys, k, q, decay, d, b.tile, p, s);
-            from = b.tile, ld = 16 * W;
+            if (t == 0) step_state<S>(lane, before, b.values, b.keys, k, q, decay, d, b.tile, p, s);
+            else step_state<S>(lane, b.tile, 16 * W, b.keys, k, q, decay, d, b.tile, p, s);
         }
     }
 }
 
-void delta_head(const DeltaBlock& b) {
+template <typename S>
+void delta_head(const DeltaBlock<S>& b) {
     for (int64_t first = 0; first < b.values;) {
         const int64_t left = b.values - first;
         if (left >= 16 * DELTA_WIDE) delta_read<DELTA_WIDE>(b, first), first += 16 * DELTA_WIDE;
@@ -153,9 +160,9 @@ void delta_head(const DeltaBlock& b) {
 
 // -- a key head and its value heads ------------------------------------------------------------------------------------------
 
-template <typename T>
-class DeltaGroup : public RecurrentGroup<T> {
-    using Base = RecurrentGroup<T>;
+template <typename T, typename S>
+class DeltaGroup : public RecurrentGroup<T, S> {
+    using Base = RecurrentGroup<T, S>;
     using Base::m_, Base::op_;
 
   public:
@@ -183,13 +190,13 @@ class DeltaGroup : public RecurrentGroup<T> {
     int64_t first_channel() const { return shape_.heads * shape_.value; }  // gates come first
     int64_t step_width() const { return channels(shape_) + 2 * shape_.heads; }
 
-    void advance_by(RowState<T> place, Projected in, const float* before) {
+    void advance_by(RowState<T, S> place, Projected in, const S* before) {
         this->convolve(place, in);
         norm_keys(in.tokens);
         gates(in);
         const int64_t state = shape_.key * shape_.value;
         for (int64_t h = 0; h < heads_; h++)
-            delta_head({in.tokens, shape_.key, shape_.value, q_, k_, kq_, decays_ + h * BLOCK, betas_ + h * BLOCK,
+            delta_head<S>({in.tokens, shape_.key, shape_.value, q_, k_, kq_, decays_ + h * BLOCK, betas_ + h * BLOCK,
                         before + h * state, place.states + h * state, read_, tile_, out_ + h * shape_.value, width_});
     }
 

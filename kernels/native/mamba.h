@@ -19,11 +19,13 @@ constexpr int64_t ROWS_AHEAD = 32;  // rows of a state that are asked for before
 
 // -- the recurrence ----------------------------------------------------------------------------------------------------------
 
+template <typename S>
 struct Recurrence {  // of a block of tokens: x [tokens, width] times its step, decays [tokens, heads], b and c [tokens, n]
     int64_t tokens, width, head, heads;
     const float *x, *decays, *b, *c;
-    const float* before;  // states [width, n] ...
-    float *states, *out;  // ... and after the block, which may be the same; [tokens, width], to which the read-out is added
+    const S* before;  // states [width, n] ...
+    S* states;        // ... and after the block, which may be the same
+    float* out;       // [tokens, width], to which the read-out is added
     // Memory that is read afterwards and prefetched meanwhile: gates [tokens, width]; x, B and C of the next block. May be
     // null.
     const float *gates, *next[3];
@@ -32,23 +34,27 @@ struct Recurrence {  // of a block of tokens: x [tokens, width] times its step, 
 
 // For n = 16 * V, heads of an even size, a width that is a multiple of 16. Two rows of the state stay in registers for the
 // whole block (part by part if there are few registers) and share the loads of B and C; their products with C are reduced for sixteen rows together.
-template <int V>
-void advance(const Recurrence& r) {
+template <int V, typename S>
+void advance(const Recurrence<S>& r) {
     constexpr int W = VECTOR_REGISTERS == 1 ? V : 2;  // of a row of the state, so many vectors fit the registers
     Floats pairs[BLOCK][8], sums[W < V ? BLOCK : 1][2];
     for (int64_t first = 0; first < r.width; first += 16) {
         for (int64_t pair = 0; pair < 8; pair++) {
             const int64_t p = first + 2 * pair, h = p / r.head;
-            const float* before = r.before + p * 16 * V;
-            float* after = r.states + p * 16 * V;
+            const S* before = r.before + p * 16 * V;
+            S* after = r.states + p * 16 * V;
             for (int part = 0; part < V; part += W) {
                 Floats s[2][W];
                 for (int j = 0; j < 2; j++)
                     for (int v = 0; v < W; v++) {
-                        s[j][v] = load_floats(before + (j * V + part + v) * 16);
-                        if (p + ROWS_AHEAD < r.width) prefetch_near(before + ((j + ROWS_AHEAD) * V + part + v) * 16);
+                        s[j][v] = load_all(before + (j * V + part + v) * 16);
+                        const bool line = (part + v) * 16 * sizeof(S) % 64 == 0;
+                        if (line && p + ROWS_AHEAD < r.width) prefetch_near(before + ((j + ROWS_AHEAD) * V + part + v) * 16);
                     }
                 for (int64_t t = 0; t < r.tokens; t++) {
+                    if (t)  // a store rounds by itself
+                        for (int j = 0; j < 2; j++)
+                            for (int v = 0; v < W; v++) s[j][v] = kept16(after, s[j][v]);
                     const float* x = r.x + t * r.width + p;
                     const Floats decay = splat(r.decays[t * r.heads + h]);
                     const Floats in[2] = {splat(x[0]), splat(x[1])};
@@ -65,7 +71,7 @@ void advance(const Recurrence& r) {
                     else pairs[t][pair] = fold(sum[0], sum[1]);
                 }
                 for (int j = 0; j < 2; j++)
-                    for (int v = 0; v < W; v++) store_floats(after + (j * V + part + v) * 16, s[j][v]);
+                    for (int v = 0; v < W; v++) store_all(after + (j * V + part + v) * 16, s[j][v]);
             }
         }
         for (int64_t t = 0; t < r.tokens; t++) {
@@ -80,9 +86,10 @@ void advance(const Recurrence& r) {
 
 // Any other shape. Also written with vectors: a scalar loop that the compiler vectorises could sum in a different order in
 // each function that it is inlined into.
-void advance_any(const Recurrence& r, int64_t n) {
+template <typename S>
+void advance_any(const Recurrence<S>& r, int64_t n) {
     for (int64_t p = 0; p < r.width; p++) {
-        float* s = r.states + p * n;
+        S* s = r.states + p * n;
         if (r.before != r.states) std::copy_n(r.before + p * n, n, s);
         for (int64_t t = 0; t < r.tokens; t++) {
             const Floats in = splat(r.x[t * r.width + p]), decay = splat(r.decays[t * r.heads + p / r.head]);
@@ -101,9 +108,9 @@ void advance_any(const Recurrence& r, int64_t n) {
 
 // -- a group of heads --------------------------------------------------------------------------------------------------------
 
-template <typename T>
-class HeadGroup : public RecurrentGroup<T> {
-    using Base = RecurrentGroup<T>;
+template <typename T, typename S>
+class HeadGroup : public RecurrentGroup<T, S> {
+    using Base = RecurrentGroup<T, S>;
     using Base::m_, Base::op_;
 
   public:
@@ -127,10 +134,10 @@ class HeadGroup : public RecurrentGroup<T> {
     int64_t first_channel() const { return m_.inner; }  // gates come first
     int64_t step_width() const { return m_.conv_dim + m_.heads; }
 
-    void advance_by(RowState<T> place, Projected in, const float* before) {
+    void advance_by(RowState<T, S> place, Projected in, const S* before) {
         this->convolve(place, in);
         discretise(in);
-        Recurrence r{in.tokens, width_, m_.head, heads_, x_, decays_, b_, c_, before, place.states, out_, nullptr, {}, in.ld};
+        Recurrence<S> r{in.tokens, width_, m_.head, heads_, x_, decays_, b_, c_, before, place.states, out_, nullptr, {}, in.ld};
         if (in.gated) r.gates = in.rows - m_.inner + x_at_;
         for (int part = 0; in.more && part < 3; part++) r.next[part] = in.rows + in.tokens * in.ld + this->parts_[part].begin;
         const bool even = m_.head % 2 == 0 && width_ % 16 == 0;

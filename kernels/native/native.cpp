@@ -65,15 +65,21 @@ Product product_of(const Model& m, const Op& op, const Step& step) {
 // Number of independent groups of heads of a recurrent mixer; 0 for other operations.
 int64_t groups_of(const Model& m, const Op& op) { return op.code == MAMBA ? m.groups : op.code == DELTA ? op.delta->key_heads : 0; }
 
-// Calls work(group) with one of these groups.
+// Calls work(group) with one of these groups, for windows of type T and states of type S.
+template <typename T, typename S, typename F>
+void with_group_of(const Model& m, const Op& op, int64_t group, std::vector<float>& scratch, F&& work) {
+    const size_t needed = op.code == MAMBA ? HeadGroup<T, S>::scratch(m) : DeltaGroup<T, S>::scratch(*op.delta);
+    if (scratch.size() < needed) scratch.resize(needed);
+    if (op.code == MAMBA) work(HeadGroup<T, S>(m, op, group, scratch.data()));
+    else work(DeltaGroup<T, S>(m, op, group, scratch.data()));
+}
+
 template <typename F>
 void with_group(const Model& m, const Op& op, int64_t group, std::vector<float>& scratch, F&& work) {
-    const size_t needed = op.code == MAMBA ? HeadGroup<float>::scratch(m) : DeltaGroup<float>::scratch(*op.delta);
-    if (scratch.size() < needed) scratch.resize(needed);
-    if (op.code == MAMBA && m.stored_bf16) work(HeadGroup<uint16_t>(m, op, group, scratch.data()));
-    else if (op.code == MAMBA) work(HeadGroup<float>(m, op, group, scratch.data()));
-    else if (m.stored_bf16) work(DeltaGroup<uint16_t>(m, op, group, scratch.data()));
-    else work(DeltaGroup<float>(m, op, group, scratch.data()));
+    if (m.stored_bf16 && m.states_bf16) with_group_of<uint16_t, uint16_t>(m, op, group, scratch, work);
+    else if (m.stored_bf16) with_group_of<uint16_t, float>(m, op, group, scratch, work);
+    else if (m.states_bf16) with_group_of<float, uint16_t>(m, op, group, scratch, work);
+    else with_group_of<float, float>(m, op, group, scratch, work);
 }
 
 int64_t units_of(const Model& m, const Op& op, const Step& step) {

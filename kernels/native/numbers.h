@@ -62,6 +62,13 @@ inline void store(uint16_t* p, int64_t i, float v) { p[i] = float_to_bf16(v); }
 // Sixteen numbers at a time; fewer at the end of a row, where the other lanes are zero. A bfloat16 below 2^-126 is stored
 // as zero, as products treat it.
 inline Mask lanes(int64_t left) { return left >= 16 ? Mask(0xffff) : left <= 0 ? Mask(0) : Mask((1 << left) - 1); }
+inline Floats load_all(const float* p) { return load_floats(p); }
+inline Floats load_all(const uint16_t* p) { return load_bf16(p); }
+inline void store_all(float* p, Floats v) { store_floats(p, v); }
+inline void store_all(uint16_t* p, Floats v) { store_bf16(p, v); }
+// The value that a load returns for a number stored with this type.
+inline Floats kept16(const float*, Floats v) { return v; }
+inline Floats kept16(const uint16_t*, Floats v) { return rounded_bf16(v); }
 // A full store is not masked, since masked stores of bfloat16 take several times as long.
 inline void store16(float* p, Mask m, Floats v) {
     if (m == 0xffff) store_floats(p, v);

@@ -1,7 +1,8 @@
 // Common parts of recurrent mixers: rows of tokens on slots of windows and states, one group of heads at a time.
 //
 // Token after token in float32, whatever the blocks: how a row is divided, and which code continues it, does not affect
-// rounding.
+// rounding. States may be stored in bfloat16 (S); they are then rounded after every token, also where the next one finds
+// them in registers, so that this holds for them too. What a token reads out is that of its state before the rounding.
 
 #pragma once
 
@@ -24,10 +25,10 @@ struct Projected {  // of a few tokens, `ld` apart: the channels before the conv
     bool gated, more;  // gates lie before the channels, and are read next; as many tokens behind these come after that
 };
 
-template <typename T>
+template <typename T, typename S>
 struct RowState {  // a row's window [taps - 1, channels], and the states of a group
     T* window;
-    float* states;
+    S* states;
 };
 
 struct Part {  // some of the channels, or of the inputs behind them
@@ -46,40 +47,35 @@ inline Floats softplus16(Floats x) {
     return larger(zero(), x) + rest;
 }
 
-// The value that a load returns for a number stored with this type.
-inline Floats kept16(const float*, Floats v) { return v; }
-inline Floats kept16(const uint16_t*, Floats v) {
-    return rounded_bf16(v);
-}
-
 inline float* aligned(float* p) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
 
 // The channels and states of a group. Derived classes define how tokens advance them.
-template <typename T>
+template <typename T, typename S>
 class RecurrentGroup {
   public:
     RecurrentGroup(const Model& m, const Op& op, int64_t taps, int64_t channels) : m_(m), op_(op), taps_(taps), channels_(channels) {}
 
-    RowState<T> in_slot(int64_t slot) const {
-        return {static_cast<T*>(op_.windows) + slot * op_.window_stride, op_.states + slot * op_.state_stride + states_at_};
+    RowState<T, S> in_slot(int64_t slot) const {
+        S* states = static_cast<S*>(op_.states) + slot * op_.state_stride + states_at_;
+        return {static_cast<T*>(op_.windows) + slot * op_.window_stride, states};
     }
 
     // Memory without an owner.
-    RowState<T> in_scratch() const { return {reinterpret_cast<T*>(spare_ + states_count_), spare_}; }
+    RowState<T, S> in_scratch() const { return {reinterpret_cast<T*>(spare_ + states_count_), reinterpret_cast<S*>(spare_)}; }
 
     static int64_t spare(int64_t states, int64_t taps, int64_t channels) { return states + taps * channels; }  // floats
 
-    void clear(RowState<T> place) const {
+    void clear(RowState<T, S> place) const {
         each_of_window([&](int64_t begin, int64_t count) { std::fill_n(place.window + begin, count, 0); });
-        std::fill_n(place.states, states_count_, 0.0f);
+        std::fill_n(place.states, states_count_, S(0));
     }
 
-    void copy(RowState<T> from, RowState<T> to) const {
+    void copy(RowState<T, S> from, RowState<T, S> to) const {
         copy_window(from, to);
         std::copy_n(from.states, states_count_, to.states);
     }
 
-    void copy_window(RowState<T> from, RowState<T> to) const {
+    void copy_window(RowState<T, S> from, RowState<T, S> to) const {
         each_of_window([&](int64_t begin, int64_t count) { std::copy_n(from.window + begin, count, to.window + begin); });
     }
 
@@ -92,7 +88,7 @@ class RecurrentGroup {
     }
 
   protected:
-    void convolve(RowState<T> place, Projected in) const {
+    void convolve(RowState<T, S> place, Projected in) const {
         for (const Part& part : parts_) {
             T* window = place.window + part.begin;
             if (taps_ == 4) convolve<3>(window, in, part);
@@ -172,7 +168,7 @@ void recurrent_row(const Model& m, const Op& op, const Step& step, int64_t row, 
     }
     const int64_t slot = step.slots[row], last = step.starts[row + 1];
     const auto place = slot < 0 ? group.in_scratch() : group.in_slot(slot);  // padding: zeros that nobody keeps
-    const float* before = place.states;
+    const auto* before = place.states;
     if (step.from && step.from[row] >= 0 && step.from[row] != slot) {
         group.copy_window(group.in_slot(step.from[row]), place);
         before = group.in_slot(step.from[row]).states;

@@ -66,7 +66,7 @@ struct Op {
     const float* norm;          // NORM, MAMBA, DELTA, NORM_PAIR: weight
     void* windows;              // MAMBA, DELTA: [slots, taps - 1, conv] ...
     int64_t window_stride;      // ... elements between slots
-    float* states;              // [slots, heads, head, state]; DELTA: [slots, heads, key, value]
+    void* states;               // [slots, heads, head, state]; DELTA: [slots, heads, key, value]
     int64_t state_stride;
     const float *conv, *conv_bias, *a, *d, *dt_bias;  // conv: [taps, conv]
     void* kv;                                         // ATTENTION: [pages, 2, page, kv_heads, width]; EMBED: [vocab, hidden]
@@ -92,6 +92,7 @@ struct Model {
     int64_t page;
     int64_t positions;    // rotations that there are
     int64_t stored_bf16;  // windows and pages; else float32
+    int64_t states_bf16;  // states; else float32
     float eps, dt_low, dt_high;
     float *x, *wide, *mid;  // [rows, hidden], [rows, ld], [rows, ld]
     int64_t ld;

@@ -153,6 +153,9 @@ inline Words dot_bytes(Words sum, Words u, Words s) {
 
 // -- bfloat16 ----------------------------------------------------------------------------------------------------------------
 
+inline Floats load_bf16(const uint16_t* p) {
+    return as_floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+}
 inline Floats load16(const uint16_t* p, Mask m) {
     return as_floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16));
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.slots import SlotRun
+from kernels.slots import SlotRun, round_states
 
 
 def discretise(dt_TH: Tensor, dt_bias_H: Tensor, limit: tuple[float, float]) -> Tensor:
@@ -21,6 +21,19 @@ def discretise(dt_TH: Tensor, dt_bias_H: Tensor, limit: tuple[float, float]) -> 
     if limit != (0.0, float("inf")):
         dt = dt.clamp_(*limit)
     return dt
+
+
+def advance_by_token(
+    h_RHPN: Tensor, decay_RH: Tensor, scaled_RGX1: Tensor, B_RGN: Tensor, C_RGN: Tensor, out_RGX: Tensor
+) -> None:
+    """Advances float32 states in place by one token each and fills `out` without the D term.
+
+    X: channels of a group, H P / G. scaled: inputs times their step size.
+    """
+    h_RHPN.mul_(decay_RH[:, :, None, None])
+    grouped = h_RHPN.view(*out_RGX.shape, -1)
+    grouped.addcmul_(scaled_RGX1, B_RGN[:, :, None])
+    torch.sum(grouped * C_RGN[:, :, None], -1, out=out_RGX)
 
 
 def selective_state_update(
@@ -38,12 +51,12 @@ def selective_state_update(
 ) -> Tensor:
     """Advances the state of each row by one token and returns `[R, H, P]` float32.
 
-    pool: `[S, H, P, N]`, any stride between slots. x, B, C: float32; dt: raw, before bias and softplus; A (negative), D
+    pool: `[S, H, P, N]`, any stride between slots, float32 or what states are rounded to. x, B, C: float32; dt: raw, before bias and softplus; A (negative), D
     and dt_bias: `[H]` float32. `runs` is the host's knowledge of `slots`. Rows with slot -1 access no slot; their
     output is that of a zero state. No slot may appear twice.
     """
     rows, heads, width = x_RHP.shape
-    groups, state = B_RGN.shape[1:]
+    groups = B_RGN.shape[1]
     per = heads // groups * width
     dt = discretise(dt_RH, dt_bias_H, limit)
     decay = torch.exp(dt * A_H)
@@ -56,10 +69,7 @@ def selective_state_update(
         else:
             h = pool_SHPN[run.slots]
         new = h if h.dtype == torch.float32 else h.float()
-        new.mul_(decay[part, :, None, None])
-        grouped = new.view(-1, groups, per, state)
-        grouped.addcmul_(scaled[part], B_RGN[part, :, None])
-        torch.sum(grouped * C_RGN[part, :, None], -1, out=out[part])
+        advance_by_token(new, decay[part], scaled[part], B_RGN[part], C_RGN[part], out[part])
         if run.slot >= 0 and new is not h:
             h.copy_(new)
     return out.view(rows, heads, width).addcmul_(x_RHP, D_H[:, None])
@@ -87,11 +97,10 @@ def selective_state_update_tokens(
     No slot may appear twice.
     """
     rows, tokens, heads, width = x_RTHP.shape
-    groups, state = B_RTGN.shape[2:]
+    groups = B_RTGN.shape[2]
     per = heads // groups * width
     read = slots_RK.gather(1, (accepted_R - 1)[:, None])[:, 0]
     h = torch.where((read >= 0)[:, None, None, None], pool_SHPN[read.clamp(min=0)].float(), 0.0)
-    grouped = h.view(rows, groups, per, state)
     dt = discretise(dt_RTH, dt_bias_H, limit)
     decay = torch.exp(dt * A_H)
     scaled = (x_RTHP * dt[..., None]).view(rows, tokens, groups, per, 1)
@@ -99,9 +108,8 @@ def selective_state_update_tokens(
     slots_RT = slots_RK[:, :tokens]
     kept_RT = (slots_RT >= 0) & (torch.arange(tokens, device=slots_RT.device) < lengths_R[:, None])
     for token in range(tokens):
-        h.mul_(decay[:, token, :, None, None])
-        grouped.addcmul_(scaled[:, token], B_RTGN[:, token, :, None])
-        torch.sum(grouped * C_RTGN[:, token, :, None], -1, out=out[:, token])
+        advance_by_token(h, decay[:, token], scaled[:, token], B_RTGN[:, token], C_RTGN[:, token], out[:, token])
+        round_states(h, pool_SHPN.dtype)
         kept = kept_RT[:, token]
         pool_SHPN[slots_RT[kept, token]] = h[kept].to(pool_SHPN.dtype)
     return out.view(rows, tokens, heads, width).addcmul_(x_RTHP, D_H[:, None])

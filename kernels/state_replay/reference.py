@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kernels.causal_conv1d.reference import convolve_rows
 from kernels.chunk_scan.reference import LOG2_E
-from kernels.selective_state_update import discretise
-from kernels.slots import SlotRun
+from kernels.selective_state_update.reference import advance_by_token, discretise
+from kernels.slots import SlotRun, round_states
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,9 @@ def replay_tokens(
     x, dt, b, c = _recurrence_inputs(ring, valid_RL, windows_SWC, slots_R, heads, width, terms)
 
     queries_RT = (counts_R[:, None] + torch.arange(tokens, device=steps.device)).clamp(max=span - 1)
+    if states_SHPN.dtype != torch.float32:
+        y, _ = _token_after_token(states_SHPN, slots_R, x, dt, b, c, terms)
+        return y.gather(1, queries_RT[:, :, None, None].expand(-1, -1, heads, width))
     sums = torch.cumsum(dt * (terms.A_H * LOG2_E), 1)
     at = queries_RT[:, :, None]
     sums_q = sums.gather(1, at.expand(-1, -1, heads))
@@ -114,6 +117,25 @@ def _recurrence_inputs(
     return x.reshape(*mixed.shape[:2], heads, width), dt, b.reshape(shape), c.reshape(shape)
 
 
+def _token_after_token(
+    states_SHPN: Tensor, slots_R: Tensor, x_RLHP: Tensor, dt_RLH: Tensor, b_RLGN: Tensor, c_RLGN: Tensor,
+    terms: MambaTerms,
+) -> tuple[Tensor, Tensor]:
+    """Outputs `[R, L, H, P]` of a ring's steps, and the states after them, rounded to the pool's dtype after each.
+
+    A step whose dt is 0 leaves its state unchanged.
+    """
+    rows, steps, heads, width = x_RLHP.shape
+    h = torch.where((slots_R >= 0)[:, None, None, None], states_SHPN[slots_R.clamp(min=0)].float(), 0.0)
+    decay = torch.exp(dt_RLH * terms.A_H)
+    scaled = (x_RLHP * dt_RLH[..., None]).view(rows, steps, terms.groups, -1, 1)
+    out = torch.empty(rows, steps, terms.groups, heads // terms.groups * width, device=h.device)
+    for step in range(steps):
+        advance_by_token(h, decay[:, step], scaled[:, step], b_RLGN[:, step], c_RLGN[:, step], out[:, step])
+        round_states(h, states_SHPN.dtype)
+    return out.view(x_RLHP.shape).addcmul_(x_RLHP, terms.D_H[:, None]), h
+
+
 def replay_advance(
     states_SHPN: Tensor,
     windows_SWC: Tensor,
@@ -133,12 +155,15 @@ def replay_advance(
     steps = torch.arange(span, device=rings_QLX.device)
     ring = rings_QLX[batch_slots_R.clamp(min=0), :span]
     valid_RL = (steps < counts_R[:, None]) & (slots_R >= 0)[:, None]
-    x, dt, b, _ = _recurrence_inputs(ring, valid_RL, windows_SWC, slots_R, heads, width, terms)
-    sums = torch.cumsum(dt * (terms.A_H * LOG2_E), 1)
-    weighted = x * (dt * torch.exp2(sums[:, -1:] - sums))[..., None]
-    grouped = weighted.view(rows, span, terms.groups, -1).permute(0, 2, 3, 1)
-    state = states_SHPN[slots_R.clamp(min=0)].float() * torch.exp2(sums[:, -1])[:, :, None, None]
-    state += torch.matmul(grouped, b.transpose(1, 2)).view_as(state)
+    x, dt, b, c = _recurrence_inputs(ring, valid_RL, windows_SWC, slots_R, heads, width, terms)
+    if states_SHPN.dtype != torch.float32:
+        _, state = _token_after_token(states_SHPN, slots_R, x, dt, b, c, terms)
+    else:
+        sums = torch.cumsum(dt * (terms.A_H * LOG2_E), 1)
+        weighted = x * (dt * torch.exp2(sums[:, -1:] - sums))[..., None]
+        grouped = weighted.view(rows, span, terms.groups, -1).permute(0, 2, 3, 1)
+        state = states_SHPN[slots_R.clamp(min=0)] * torch.exp2(sums[:, -1])[:, :, None, None]
+        state += torch.matmul(grouped, b.transpose(1, 2)).view_as(state)
     window = windows_SWC[slots_R.clamp(min=0)]
     channels = windows_SWC.shape[2]
     full = torch.cat((window, ring[..., :channels].to(window.dtype)), 1)

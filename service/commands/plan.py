@@ -22,6 +22,7 @@ from service.engine.build import (
     check_activations,
     check_handoff,
     check_role,
+    check_state_dtype,
     decoder_options,
     encoder_options,
     resolve_device,
@@ -75,6 +76,7 @@ def plan(options: EngineOptions) -> list[Table]:
     checkpoint = open_checkpoint(options.model, options.revision, outline=True)
     check_role(options, checkpoint)
     check_activations(options, checkpoint)
+    check_state_dtype(options, checkpoint)
     if options.role == "encoder":
         return [memory_table(options, checkpoint), encoder_table(options, checkpoint)]
     if options.speculative == "mtp":
@@ -143,7 +145,8 @@ def _decoder_memory(options: EngineOptions, checkpoint: Checkpoint, rows: list[t
     check_slots(checkpoint.config.decoder, decoder, layout, blocks)
     arena = blocks * layout.block_bytes
     rows.append(("state arena", size(arena), f"{blocks} superblocks of {size(layout.block_bytes)}"))
-    parts = f"states {size(sum(layout.state_bytes))}, windows {size(sum(layout.window_bytes))}"
+    dtype = str(decoder.state_dtype).removeprefix("torch.")
+    parts = f"states {size(sum(layout.state_bytes))} in {dtype}, windows {size(sum(layout.window_bytes))}"
     slot = f"one sequence, {len(layout.state_bytes)} recurrent layers: {parts}"
     rows.append(("  a state slot", size(layout.slot_bytes), slot))
     rows.append(("  a KV page", size(layout.page_bytes), f"{layout.page_size} tokens, all attention layers"))

@@ -33,6 +33,12 @@ class EngineOptions:
         "int8: with int8 weights, on a CPU; unset: no",
         choices=("fp8", "int8"),
     )
+    state_dtype: str = _option(
+        "float32",
+        "dtype of recurrent states, in batch slots and in the prefix cache; bfloat16 halves their memory, rounds them "
+        "after every token and changes answers; on a CPU",
+        choices=("float32", "bfloat16"),
+    )
     native: str = _option(
         "auto",
         "compiled code for decoder and vision tower on a CPU; on: an error if there is none",

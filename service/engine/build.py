@@ -64,6 +64,7 @@ def decoder_options(options: EngineOptions, checkpoint: Checkpoint) -> DecoderOp
         memory_bytes=options.memory_bytes,
         memory_share=options.memory_share,
         host_bytes=options.host_bytes,
+        state_dtype=getattr(torch, options.state_dtype),
         checkpoint_bytes=options.checkpoint_bytes,
         state_cache=options.state_cache,
         state_block=options.state_block,
@@ -122,6 +123,7 @@ def build_engine(options: EngineOptions) -> Engine:
     checkpoint = open_checkpoint(options.model, options.revision)
     check_role(options, checkpoint)
     check_activations(options, checkpoint)
+    check_state_dtype(options, checkpoint)
     dtype = resolve_dtype(options, checkpoint)
     vision = resolve_vision(options, checkpoint)
     with weights_progress("decoder") as progress:
@@ -264,6 +266,15 @@ def check_activations(options: EngineOptions, checkpoint: Checkpoint) -> None:
         for weight in checkpoint.weights.values():
             if weight.scheme == "int8" and (other := checkpoint.declared.say(weight.module).inputs):
                 raise ConfigError(f"activations: int8 is not what the checkpoint says: {weight.module}: {other}")
+
+
+def check_state_dtype(options: EngineOptions, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for another dtype than float32 if no layer has such a state."""
+    if options.state_dtype != "float32" and not checkpoint.config.decoder.slots:
+        raise ConfigError(
+            f"state_dtype: {options.state_dtype} would have no effect: {checkpoint.config.name} has no recurrent "
+            "layers; float32 would work"
+        )
 
 
 def build_encoder(options: EngineOptions) -> tuple[LocalEncoder, Handoff, Partner]:

@@ -69,6 +69,8 @@ def test_layers_that_are_not_there_are_not_checked() -> None:
         ({"max_chunk": 0}, "max_chunk .* not 0"),
         ({"memory_share": 1.5}, "memory_share .* not 1.5"),
         ({"dtype": torch.int8}, "floating"),
+        ({"state_dtype": torch.float16}, "state_dtype must be float32 or bfloat16, not torch.float16"),
+        ({"state_dtype": torch.bfloat16, "device": "cuda"}, "state_dtype bfloat16 needs a CPU, and the device is cuda"),
     ],
 )
 def test_refused_options(changes: dict[str, Any], message: str) -> None:

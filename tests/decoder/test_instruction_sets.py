@@ -46,9 +46,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_no_option_changes_an_answer(chosen: str, model: str, dtype: torch.dtype) -> None:
-    given: dict[str, Any] = {"config": MODELS[model], "dtype": dtype, "native": "on", "output": 16}
+@pytest.mark.parametrize(
+    ("dtype", "states"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)],
+    ids=["bfloat16", "float32", "bfloat16-states16"],
+)
+def test_no_option_changes_an_answer(chosen: str, model: str, dtype: torch.dtype, states: torch.dtype) -> None:
+    given: dict[str, Any] = {
+        "config": MODELS[model], "dtype": dtype, "state_dtype": states, "native": "on", "output": 16,
+    }  # fmt: skip
     plain = answers(state_cache="none", **given)
     for name, options in OPTIONS.items():
         if name == "drafts":

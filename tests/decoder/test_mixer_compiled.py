@@ -50,7 +50,7 @@ class Layer:
         [spec] = config.mixers
         assert isinstance(spec, Mamba2 | GatedDelta)
         self.windows = torch.empty(SLOTS, *spec.memory.window, dtype=options.dtype)
-        self.states = torch.empty(SLOTS, *spec.memory.state)
+        self.states = torch.empty(SLOTS, *spec.memory.state, dtype=options.state_dtype)
         self.ring = torch.empty(2, RING, spec.memory.inputs)
         given = (options, weights, self.windows, self.states, self.ring)
         self.mixer: Any = (
@@ -174,7 +174,14 @@ def test_float32_is_the_definition(shape: str, tokens: int) -> None:
     assert layer.states[others].isnan().all() and layer.windows[others].isnan().all()
 
 
-KINDS = {"float32": {}, "bfloat16": {"dtype": torch.bfloat16}, "int8": {"dtype": torch.bfloat16, "weights": "int8"}}
+STATES = {"state_dtype": torch.bfloat16}
+KINDS = {
+    "float32": {},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "int8": {"dtype": torch.bfloat16, "weights": "int8"},
+    "float32-states16": STATES,
+    "bfloat16-states16": {"dtype": torch.bfloat16} | STATES,
+}
 LAYERS = {
     (shape, kind): Layer(shape, DecoderOptions(**KINDS[kind]))  # type: ignore[arg-type]
     for shape, kind in [
@@ -187,6 +194,12 @@ LAYERS = {
         ("delta-wide", "float32"),
         ("delta-odd", "bfloat16"),
         ("delta-odd", "int8"),
+        ("registers", "bfloat16-states16"),
+        ("wide", "bfloat16-states16"),
+        ("odd", "float32-states16"),
+        ("delta", "bfloat16-states16"),
+        ("delta-wide", "float32-states16"),
+        ("delta-odd", "bfloat16-states16"),
     ]
 }
 
@@ -268,6 +281,19 @@ def test_drafts_that_are_rejected_change_no_bit(which: tuple[str, str], kept: in
         assert equal(layer.memory(5), layer.memory(6))
     found += layer.step([(x[computed:], current, True)])
     assert torch.equal(torch.cat(found), whole)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *DELTA])
+def test_states_in_bfloat16_are_rounded_after_every_token(shape: str) -> None:
+    """A prompt with such states has the bits of float32 states that are rounded between steps of one token."""
+    exact, rounded = Layer(shape, DecoderOptions()), Layer(shape, DecoderOptions(state_dtype=torch.bfloat16))
+    x = inputs(exact.config, 40)
+    (found,) = rounded.step([(x, 0, False)])
+    for index, token in enumerate(x.split(1)):
+        (expected,) = exact.step([(token, 0, index > 0)])
+        assert torch.equal(found[index : index + 1], expected)
+        exact.states[0] = exact.states[0].bfloat16().float()
+    assert torch.equal(rounded.states[0].float(), exact.states[0])
 
 
 @pytest.mark.parametrize("which", [("registers", "bfloat16"), ("delta", "bfloat16")], ids=str)

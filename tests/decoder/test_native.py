@@ -13,7 +13,7 @@ import pytest
 import torch
 from compiled import needs_compiled
 from speculation import answers
-from tiny_decoder import greedy_params, image, random_weights, request, run, tiny_config
+from tiny_decoder import delta_config, greedy_params, image, random_weights, request, run, tiny_config
 
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
@@ -26,6 +26,7 @@ from decoder.sampling import SamplingParams
 from kernels.native.structs import Kind, Step
 
 pytestmark = needs_compiled
+DELTA_ODD = {"num_key_heads": 1, "num_value_heads": 3, "key_head_dim": 9, "value_head_dim": 21}
 PROMPTS = [[1, 5, 9, 2], [7] * 21, [3], [4, 8] * 9, [6, 6, 6], [2, 1]]
 
 
@@ -204,6 +205,34 @@ def test_no_option_changes_an_answer_with_int8_activations() -> None:
         assert found.drawn == plain.drawn and found.logprobs == plain.logprobs, options
 
 
+STATES = {
+    "mamba": tiny_config("M-*EM*", num_nextn_predict_layers=1, ssm_state_size=64, n_groups=1),
+    "odd": tiny_config("M-*M", num_nextn_predict_layers=1, ssm_state_size=20, mamba_head_dim=5, mamba_num_heads=6),
+    "delta": delta_config("G-*G", num_nextn_predict_layers=1),
+    "delta-odd": delta_config("G-*G", DELTA_ODD, num_nextn_predict_layers=1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("model", STATES)
+def test_no_option_changes_an_answer_with_states_in_bfloat16(model: str, dtype: torch.dtype) -> None:
+    given: dict[str, Any] = {
+        "config": STATES[model], "dtype": dtype, "state_dtype": torch.bfloat16, "native": "on", "output": 16,
+    }  # fmt: skip
+    plain = answers(state_cache="none", **given)
+    assert plain.logprobs != answers(state_cache="none", **{**given, "state_dtype": torch.float32}).logprobs
+    for options in (
+        {"max_seqs": 1},
+        {"max_chunk": 5, "state_cache": "all"},
+        {"max_chunk": 1, "state_cache": "auto"},
+        {"speculative": "ngram", "spec_state": "replay", "max_chunk": 7, "known": plain.drawn},
+        {"speculative": "mtp", "spec_state": "slots"},
+        {"preempted": True, "state_cache": "align", "speculative": "ngram", "known": plain.drawn},
+    ):
+        found = answers(**given, **options)
+        assert found.drawn == plain.drawn and found.logprobs == plain.logprobs, options
+
+
 def test_rows_before_the_vocabulary_stay_in_16_bits() -> None:
     config = tiny_config("M-")
     options = DecoderOptions(max_seqs=2, max_len=64, weights="int8", activations="int8")
@@ -215,8 +244,8 @@ def test_rows_before_the_vocabulary_stay_in_16_bits() -> None:
 
 def test_what_has_no_compiled_step_says_why() -> None:
     config = tiny_config("M")
-    options = DecoderOptions(max_seqs=2, max_len=64, native="on", state_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="native: 'on' cannot be had: states are torch.bfloat16; 'auto' would work"):
+    options = DecoderOptions(max_seqs=2, max_len=64, native="on", dtype=torch.float64)
+    with pytest.raises(ValueError, match="native: 'on' cannot be had: the dtype is torch.float64; 'auto' would work"):
         DecoderRunner(config, options, random_weights(config))
     assert DecoderRunner(config, replace(options, native="auto"), random_weights(config)).model.native is None
 

@@ -51,6 +51,28 @@ def test_scan(chunk: int, lengths: list[int]) -> None:
     assert torch.equal(pool[others], before[others])
 
 
+@pytest.mark.parametrize("computed", [0, 3])
+def test_states_in_bfloat16_are_rounded_after_every_token(computed: int) -> None:
+    """A scan, wherever its chunks end, and several tokens give the bits of one token after the other."""
+    i = Inputs(9)
+    start = i.pool(9).bfloat16()
+    stepped, outs, kept = start.clone() if computed else torch.zeros_like(start), [], []
+    for t in range(9):
+        row = (x[t : t + 1] for x in (i.q, i.k, i.v, i.b, i.a))
+        outs.append(gated_delta_update(stepped, torch.tensor([1]), *row, i.A, i.bias))
+        kept.append(stepped[1].clone())
+    for chunk in (1, 4, 64):
+        pool = start.clone()
+        torch.testing.assert_close(i.scan(pool, [1], [9], [computed], chunk), torch.cat(outs))
+        assert torch.equal(pool[1], stepped[1])
+    pool = start if computed else torch.zeros_like(start)
+    rows = (x[None] for x in (i.q, i.k, i.v, i.b, i.a))
+    slots = torch.tensor([[1, 0, *range(2, 9)]])
+    out = gated_delta_tokens(pool, slots, torch.tensor([1]), torch.tensor([9]), *rows, i.A, i.bias)
+    torch.testing.assert_close(out[0], torch.cat(outs))
+    assert torch.equal(pool[slots[0]], torch.stack(kept))
+
+
 @pytest.mark.parametrize("bias", [-60.0, 0.0, 60.0])
 def test_a_scan_with_equal_keys_and_extreme_gates(bias: float) -> None:
     """Decays of 1 and of nearly 0, changes that cancel each other: no overflow, no loss."""

@@ -98,13 +98,20 @@ def test_a_static_batch_of_a_scan_is_padded(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("computed", [0, 3])
-def test_a_scan_rounds_a_bfloat16_state_once(computed: int) -> None:
-    i = Inputs(9)
-    exact, rounded = i.pool(2), i.pool(2).bfloat16()
-    exact[:] = rounded.float()
-    for pool in (exact, rounded):
-        scan(i, pool, [1], [0, 9], [computed], 4)
-    assert torch.equal(rounded, exact.bfloat16())
+def test_a_scan_rounds_a_bfloat16_state_after_every_token(computed: int) -> None:
+    """Wherever its chunks end, states have the bits of one token after the other. Head counts of real models fill the
+    vector registers; a remainder would use other instructions."""
+    i = Inputs(9, heads=16, width=16, groups=2, state=16)
+    start = i.pool(2).bfloat16()
+    stepped, outs = start.clone() if computed else torch.zeros_like(start), []
+    for t in range(9):
+        row = (i.x[t : t + 1], i.dt[t : t + 1], i.A, i.b[t : t + 1], i.c[t : t + 1], i.D, i.bias)
+        outs.append(selective_state_update(stepped, torch.tensor([1]), *row))
+    for chunk in (1, 4, 64):
+        pool = start.clone()
+        out = scan(i, pool, [1], [0, 9], [computed], chunk)
+        torch.testing.assert_close(out, torch.cat(outs))
+        assert torch.equal(pool[1], stepped[1])
 
 
 @pytest.mark.parametrize("split", [4, 8, 20])
