@@ -1,7 +1,7 @@
 """Time of the parts of a decode step and of a prefill, compared with the lower bound on this machine.
 
     python -m benchmarks.profile [--family qwen3_5] [--only decode,prefill] [--weights int8] [--activations int8]
-                                 [--threads N] [--write]
+                                 [--state-dtype bfloat16] [--threads N] [--write]
 
 Runs the decoder in this process on the family's text model of `benchmarks.workloads`. The operations of the compiled
 step are called one at a time, which adds a few microseconds to each. The lower bound of a part is the larger of its
@@ -97,13 +97,14 @@ def cost_of(op: Op, native: NativeStep, tokens: int, rows: int) -> tuple[float, 
     if op.code == Code.LINEAR:
         size = op.weight.n * op.weight.k
         return size * BITS[Kind(op.weight.kind)] / 8, 2.0 * size * tokens
+    stored = 2.0 * native.options.state_dtype.itemsize  # read and written
     if op.code == Code.MAMBA:
         state = native.mamba.inner * native.mamba.ssm_state_size
-        return 2.0 * 4 * state * rows, 6.0 * state * tokens
+        return stored * state * rows, 6.0 * state * tokens
     if op.code == Code.DELTA:
         shape = ctypes.cast(op.delta, ctypes.POINTER(DeltaShape)).contents
         state = shape.heads * shape.key * shape.value
-        return 2.0 * 4 * state * rows, 8.0 * state * tokens
+        return stored * state * rows, 8.0 * state * tokens
     return 0.0, 0.0
 
 
@@ -215,6 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=30, help="decode steps; the fastest counts")
     parser.add_argument("--weights", choices=WEIGHT_KINDS)
     parser.add_argument("--activations", choices=ACTIVATION_KINDS)
+    parser.add_argument("--state-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
     parser.add_argument("--write", action="store_true", help="write the page under docs")
@@ -224,7 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     load, ceilings = machine.load(), machine.ceilings()
     subject = SUBJECTS[arguments.family]
     checkpoint = Checkpoint(subject.text(arguments.folder))
-    options = decoder_options(EngineOptions(dtype="bfloat16", max_seqs=32, state_cache="none"), checkpoint)
+    given = EngineOptions(dtype="bfloat16", max_seqs=32, state_cache="none", state_dtype=arguments.state_dtype)
+    options = decoder_options(given, checkpoint)
     options = replace(options, weights=arguments.weights, activations=arguments.activations, max_batched_tokens=4096)
     runner = DecoderRunner(checkpoint.config.decoder, options, checkpoint.decoder_weights())
     sections, summary = [], {}
@@ -249,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "rate, whichever is larger; above 100%, the machine was faster than when these were measured.",
             f"Written by `python -m benchmarks.profile {' '.join(sys.argv[1:] if argv is None else argv)}`"
             f" on {datetime.date.today().isoformat()}; benchmarks/profile.py describes each column.",
-            f"`{json.dumps({**facts, 'threads': arguments.threads, 'weights': weights})}`",
+            f"`{json.dumps({**facts, 'threads': arguments.threads, 'weights': weights, 'states': given.state_dtype})}`",
             *sections,
         ]
     )

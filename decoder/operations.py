@@ -79,10 +79,10 @@ class Operations(OperationParts):
             state=mamba.ssm_state_size, taps=mamba.conv_kernel, conv_dim=mamba.conv_dim, inner=mamba.inner,
             page=options.page_size, positions=options.max_len, stored_bf16=int(options.dtype == torch.bfloat16),
             states_bf16=int(options.state_dtype == torch.bfloat16), eps=config.norm_eps, dt_low=low, dt_high=high,
-            x=self.x.data_ptr(), wide=self.wide.data_ptr(), mid=self._mid.data_ptr(), ld=widest, operand=self.operand.data_ptr(),
-            operand_ld=padded, operand_scale=self._scales.data_ptr(), picks=self._picks[0][0].data_ptr(),
-            places=self._picks[0][1].data_ptr(), shares=self._picks[1].data_ptr(), runs=self._runs.data_ptr(),
-            picked=self._picked[0].data_ptr(), picked_scale=self._picked[1].data_ptr(),
+            x=self.x.data_ptr(), wide=self.wide.data_ptr(), mid=self._mid.data_ptr(), ld=widest,
+            operand=self.operand.data_ptr(), operand_ld=padded, operand_scale=self._scales.data_ptr(),
+            picks=self._picks[0][0].data_ptr(), places=self._picks[0][1].data_ptr(), shares=self._picks[1].data_ptr(),
+            runs=self._runs.data_ptr(), picked=self._picked[0].data_ptr(), picked_scale=self._picked[1].data_ptr(),
             picked_wide=self._picked[2].data_ptr(),
         )  # fmt: skip
 

@@ -268,6 +268,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MODEL, help="what the started server serves")
     parser.add_argument("--weights", choices=WEIGHT_KINDS, help="quantised weights in the started server")
     parser.add_argument("--activations", choices=ACTIVATION_KINDS, help="quantised activations there")
+    parser.add_argument("--state-dtype", choices=("float32", "bfloat16"), help="of recurrent states there")
     parser.add_argument("--questions", type=int, default=500, help="questions of each kind")
     parser.add_argument("--controls", type=int, default=200, help="of these, how many are also blanked and swapped")
     parser.add_argument("--concurrency", type=int, default=16, help="questions in flight")
@@ -285,8 +286,8 @@ def main() -> None:
     results: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         options = [str(arguments.model)]
-        for name in ("weights", "activations"):
-            if value := getattr(arguments, name):
+        for name in ("weights", "activations", "state-dtype"):
+            if value := getattr(arguments, name.replace("-", "_")):
                 options += [f"--{name}", value]
         address = arguments.server or stack.enter_context(ServerProcess(options)).address
         asked = (arguments.questions, arguments.concurrency)

@@ -40,7 +40,7 @@ class SlotRun:
 
 
 def round_states(h: Tensor, dtype: torch.dtype) -> None:
-    """Rounds float32 states in place to the numbers that a pool of this dtype stores for them, to nearest, ties to even.
+    """Rounds float32 states in place to what a pool of this dtype stores for them, to nearest, ties to even.
 
     States are rounded after every token, not where a chunk, a step or a draft ends, so that none of these changes them.
     """

@@ -244,8 +244,8 @@ def chunk_scan(
     saves: Sequence[tuple[int, int]] | Tensor = (),
     tables: ScanTables | None = None,
 ) -> Tensor:
-    """Like the reference, but x, B, C may have any float dtype and the result has x's. `tables`, which replaces
-    `chunks` and `saves`, is required.
+    """Like the reference for states in float32; x, B, C may have any float dtype, the result has x's. `tables`, which
+    replaces `chunks` and `saves`, is required.
 
     Rows may have any stride; heads, channels and states of a row are contiguous, and so is each slot. Tokens after the
     last row give zeros. No host sync. Raises `ValueError` without tables.
@@ -254,6 +254,7 @@ def chunk_scan(
         raise ValueError("chunk_scan on a GPU needs tables (kernels.scan_tables)")
     tokens, heads, width = x_THP.shape
     groups, state = B_TGN.shape[1:]
+    assert pool_SHPN.dtype == torch.float32, "products of chunks have no states to round after every token"
     assert pool_SHPN.stride()[1:] == (width * state, state, 1)
     assert x_THP.stride()[1:] == (width, 1) and B_TGN.stride()[1:] == (state, 1) == C_TGN.stride()[1:]
     assert dt_TH.stride(1) == 1 and x_THP.dtype == B_TGN.dtype == C_TGN.dtype

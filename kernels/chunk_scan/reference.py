@@ -38,12 +38,12 @@ def chunk_scan(
 ) -> Tensor:
     """Runs every row from its slot's state (or zeros) to its end and writes the final state to the slot.
 
-    pool: `[S, H, P, N]`, float32 or what states are rounded to after every token. x, B, C, dt: float32, dt after bias, softplus and clamp. A (negative), D: `[H]` float32. A
-    row whose `has_initial` is False, or whose slot is -1, starts from zeros; slot -1 leaves no state. `chunks`: those
-    of all rows, row after row. `saves`: (index of a chunk, slot): the state after that chunk goes to that slot too.
-    Both may be buffers, `[C, 4]` as `chunk_table` writes it and `[S, 2]`, in which -1 first is padding. `tables` says
-    the same to kernels and is not needed here. Returns `[T, H, P]` float32; tokens of no chunk, the padding of a static
-    batch, get zeros.
+    pool: `[S, H, P, N]`, float32 or what states are rounded to after every token. x, B, C, dt: float32, dt after bias,
+    softplus and clamp. A (negative), D: `[H]` float32. A row whose `has_initial` is False, or whose slot is -1, starts
+    from zeros; slot -1 leaves no state. `chunks`: those of all rows, row after row. `saves`: (index of a chunk, slot):
+    the state after that chunk goes to that slot too. Both may be buffers, `[C, 4]` as `chunk_table` writes it and `[S,
+    2]`, in which -1 first is padding. `tables` says the same to kernels and is not needed here. Returns `[T, H, P]`
+    float32; tokens of no chunk, the padding of a static batch, get zeros.
 
     Chunk after chunk on purpose: everything that one needs stays in the cache, and no padding is computed. States that
     are rounded take one token after the other instead: the products of a chunk have no states to round.

@@ -85,11 +85,10 @@ def gated_delta_update(
 ) -> Tensor:
     """Advances the state of each row by one token and returns `[R, H, V]` float32.
 
-    pool: `[S, H, K, V]`, any stride between slots, float32 or what states are rounded to. q, k, v: as the convolution outputs them (queries and keys are
-    normalised here); b, a: raw, before sigmoid, bias and softplus; A (negative) and dt_bias: `[H]` float32. `runs` is
-    the host's knowledge of `slots`. Rows with slot -1 access no slot; their output is that of a zero state. No slot may
-    appear twice.
-    """
+    pool: `[S, H, K, V]`, any stride between slots, float32 or what states are rounded to. q, k, v: as the convolution
+    outputs them (queries and keys are normalised here); b, a: raw, before sigmoid, bias and softplus; A (negative) and
+    dt_bias: `[H]` float32. `runs` is the host's knowledge of `slots`. Rows with slot -1 access no slot; their output is
+    that of a zero state. No slot may appear twice."""
     out = torch.empty(v_RHV.shape, dtype=torch.float32, device=v_RHV.device)
     q, k = _normed(q_RJK, k_RJK, v_RHV.shape[1])
     log_decay, beta = delta_gates(b_RH, a_RH, A_H, dt_bias_H)

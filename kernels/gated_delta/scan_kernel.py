@@ -321,8 +321,8 @@ def gated_delta_scan(
     saves: Sequence[tuple[int, int]] | Tensor = (),
     tables: ScanTables | None = None,
 ) -> Tensor:
-    """Like the reference, but q, k, v may have any float dtype and the result has v's. `tables`, which replaces
-    `chunks` and `saves`, is required.
+    """Like the reference for states in float32; q, k, v may have any float dtype, the result has v's. `tables`, which
+    replaces `chunks` and `saves`, is required.
 
     Rows may have any stride; heads and numbers of a row are contiguous, and so is each slot. Tokens after the last row
     give zeros. No host sync. Raises `ValueError` without tables, and for chunks of more than `LONGEST` tokens.
@@ -333,6 +333,7 @@ def gated_delta_scan(
         raise ValueError(f"chunk_size {tables.chunk_size} is above the {LONGEST} tokens that the kernel has room for")
     tokens, heads, value = v_THV.shape
     key_heads, key = k_TJK.shape[1:]
+    assert pool_SHKV.dtype == torch.float32, "products of chunks have no states to round after every token"
     assert pool_SHKV.stride()[1:] == (key * value, value, 1) and v_THV.stride()[1:] == (value, 1)
     assert q_TJK.stride()[1:] == (key, 1) == k_TJK.stride()[1:] and q_TJK.dtype == k_TJK.dtype == v_THV.dtype
     assert log_decay_TH.stride(1) == 1 == beta_TH.stride(1)

@@ -222,8 +222,9 @@ def gated_delta_tokens(
     A_H: Tensor,
     dt_bias_H: Tensor,
 ) -> Tensor:
-    """Like the reference, with dtypes and strides as in `gated_delta_update`; the strides of tokens and rows must
-    agree. The state stays in registers from token to token. No host sync."""
+    """Like the reference for states in float32, with dtypes and strides as in `gated_delta_update`; the strides of
+    tokens and rows must agree. The state stays in registers from token to token. No host sync."""
+    assert pool_SHKV.dtype == torch.float32, "states stay in registers, and are not rounded there"
     given = [q_RTJK, k_RTJK, v_RTHV, b_RTH, a_RTH]
     return _update(pool_SHKV, slots_RK, accepted_R, lengths_R, given, A_H, dt_bias_H)
 
@@ -288,7 +289,8 @@ def gated_delta_replay(
     span: int,
     runs: Sequence[SlotRun] | None = None,
 ) -> Tensor:
-    """Like the reference, but the result has the inputs' dtype. `span` and `runs` are not needed here. No host sync."""
+    """Like the reference for states in float32; the result has the inputs' dtype. `span` and `runs` are not needed. No
+    host sync."""
     rows, tokens, _ = inputs_RTX.shape
     ring = (windows_SWC, rings_QLX, batch_slots_R, slots_R, counts_R)
     mixed = mix_ring(*ring, terms.conv_WC, None, lengths_R, inputs_RTX, None)
@@ -309,7 +311,7 @@ def gated_delta_advance(
     terms: DeltaTerms,
     span: int,
 ) -> None:
-    """Like the reference. `span` is not needed here. No host sync."""
+    """Like the reference for states in float32. `span` is not needed here. No host sync."""
     ring = (windows_SWC, rings_QLX, batch_slots_R, slots_R, counts_R)
     mixed = mix_ring(*ring, terms.conv_WC, None, None, None, targets_R)
     _replay(states_SHKV, ring, mixed, terms, {"p_targets": targets_R, "p_lengths": slots_R, "p_out": None})
@@ -323,6 +325,7 @@ def _replay(
     given: dict[str, Any],
 ) -> None:
     """`ring`: windows, rings, batch slots, slots and counts. Without `p_out` states are written to the targets."""
+    assert states_SHKV.dtype == torch.float32, "states stay in registers, and are not rounded there"
     _, rings_QLX, batch_slots_R, slots_R, counts_R = ring
     out = given.pop("p_out")
     blocks = _blocks(states_SHKV, terms.key_heads)

@@ -69,30 +69,35 @@ inline void read_state(Lane<W> lane, const S* from, int64_t ld, int64_t keys, co
     }
 }
 
-// S = g S + k d^T.
+// S = g S + k d^T. Of states in bfloat16, which take more instructions for a byte, the next head's is asked for meanwhile.
 template <int W, typename From, typename S>
 inline void write_state(Lane<W> lane, const From* from, int64_t ld, int64_t keys, const float* k, Floats decay, const Values<W>& d, S* to, int64_t ld_to) {
     for (int64_t i = 0; i < keys; i++, from += ld, to += ld_to) {
         const Floats in = splat(k[i]);
+        if (sizeof(From) == 2 && ld == 16 * W)
+            for (int w = 0; w < W; w += 2) prefetch_far(from + keys * ld + 16 * w);
         for (int w = 0; w < W; w++)
             lane.store(to + 16 * w, fmadd(in, d.at[w], decay * lane.load(from + 16 * w)));
     }
 }
 
-// The same, to a tile of states that are stored as S; also p and s of the changed state for the next token.
-template <typename S, int W, typename From>
+// The same, to a tile of states, rounded as they are `stored`; also p and s of the changed state for the next token.
+template <int W, typename From, typename S>
 inline void step_state(
-    Lane<W> lane, const From* from, int64_t ld, int64_t keys, const float* k, const float* q, Floats decay, const Values<W>& d, float* to,
+    const S* stored, Lane<W> lane, const From* from, int64_t ld, int64_t keys, const float* k, const float* q, Floats decay, const Values<W>& d, float* to,
     Values<W>& p, Values<W>& s
 ) {
     const float *next_k = k + keys, *next_q = q + keys;
     for (int64_t i = 0; i < keys; i++, from += ld, to += 16 * W) {
         const Floats in = splat(k[i]), by_k = splat(next_k[i]), by_q = splat(next_q[i]);
+        Floats row[W];
+        for (int w = 0; w < W; w++) row[w] = fmadd(in, d.at[w], decay * lane.load(from + 16 * w));
+        for (int w = 0; w + 1 < W; w += 2) keep_both(stored, row[w], row[w + 1]);
+        if (W % 2) row[W - 1] = kept16(stored, row[W - 1]);
         for (int w = 0; w < W; w++) {
-            const Floats row = kept16(static_cast<const S*>(nullptr), fmadd(in, d.at[w], decay * lane.load(from + 16 * w)));
-            lane.store(to + 16 * w, row);
-            p.at[w] = fmadd(by_k, row, p.at[w]);
-            s.at[w] = fmadd(by_q, row, s.at[w]);
+            lane.store(to + 16 * w, row[w]);
+            p.at[w] = fmadd(by_k, row[w], p.at[w]);
+            s.at[w] = fmadd(by_q, row[w], s.at[w]);
         }
     }
 }
@@ -136,8 +141,8 @@ void delta_tokens(const DeltaBlock<S>& b, int64_t first) {
             write_state(lane, b.tile, 16 * W, b.keys, k, decay, d, after, b.values);
         } else if (W <= DELTA_VECTORS) {
             p = Values<W>(), s = Values<W>();
-            if (t == 0) step_state<S>(lane, before, b.values, b.keys, k, q, decay, d, b.tile, p, s);
-            else step_state<S>(lane, b.tile, 16 * W, b.keys, k, q, decay, d, b.tile, p, s);
+            if (t == 0) step_state(after, lane, before, b.values, b.keys, k, q, decay, d, b.tile, p, s);
+            else step_state(after, lane, b.tile, 16 * W, b.keys, k, q, decay, d, b.tile, p, s);
         }
     }
 }

@@ -52,9 +52,8 @@ void advance(const Recurrence<S>& r) {
                         if (line && p + ROWS_AHEAD < r.width) prefetch_near(before + ((j + ROWS_AHEAD) * V + part + v) * 16);
                     }
                 for (int64_t t = 0; t < r.tokens; t++) {
-                    if (t)  // a store rounds by itself
-                        for (int j = 0; j < 2; j++)
-                            for (int v = 0; v < W; v++) s[j][v] = kept16(after, s[j][v]);
+                    if (t)  // the last store rounds by itself
+                        for (int v = 0; v < W; v++) keep_both(after, s[0][v], s[1][v]);
                     const float* x = r.x + t * r.width + p;
                     const Floats decay = splat(r.decays[t * r.heads + h]);
                     const Floats in[2] = {splat(x[0]), splat(x[1])};

@@ -140,8 +140,9 @@ def selective_state_update_tokens(
     dt_bias_H: Tensor,
     limit: tuple[float, float] = (0.0, float("inf")),
 ) -> Tensor:
-    """Like the reference, with dtypes and strides as in `selective_state_update`; the strides of tokens and rows must
-    agree. The state stays in registers from token to token. No host sync."""
+    """Like the reference for states in float32, with dtypes and strides as in `selective_state_update`; the strides of
+    tokens and rows must agree. The state stays in registers from token to token. No host sync."""
+    assert pool_SHPN.dtype == torch.float32, "states stay in registers, and are not rounded there"
     given = (x_RTHP, dt_RTH, A_H, B_RTGN, C_RTGN, D_H, dt_bias_H, limit)
     return _update(pool_SHPN, slots_RK, accepted_R, lengths_R, *given)
 

@@ -51,9 +51,9 @@ def selective_state_update(
 ) -> Tensor:
     """Advances the state of each row by one token and returns `[R, H, P]` float32.
 
-    pool: `[S, H, P, N]`, any stride between slots, float32 or what states are rounded to. x, B, C: float32; dt: raw, before bias and softplus; A (negative), D
-    and dt_bias: `[H]` float32. `runs` is the host's knowledge of `slots`. Rows with slot -1 access no slot; their
-    output is that of a zero state. No slot may appear twice.
+    pool: `[S, H, P, N]`, any stride between slots, float32 or what states are rounded to. x, B, C: float32; dt: raw,
+    before bias and softplus; A (negative), D and dt_bias: `[H]` float32. `runs` is the host's knowledge of `slots`.
+    Rows with slot -1 access no slot; their output is that of a zero state. No slot may appear twice.
     """
     rows, heads, width = x_RHP.shape
     groups = B_RGN.shape[1]

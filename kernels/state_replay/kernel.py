@@ -214,7 +214,8 @@ def replay_tokens(
     span: int,
     runs: Sequence[SlotRun] | None = None,
 ) -> Tensor:
-    """Like the reference, but the result has the inputs' dtype. `span` and `runs` are not needed here. No host sync."""
+    """Like the reference for states in float32; the result has the inputs' dtype. `span` and `runs` are not needed. No
+    host sync."""
     rows, tokens, _ = inputs_RTX.shape
     heads, width = states_SHPN.shape[1:3]
     mixed = mix_ring(
@@ -261,7 +262,7 @@ def replay_advance(
     terms: MambaTerms,
     span: int,
 ) -> None:
-    """Like the reference. `span` is not needed here. No host sync."""
+    """Like the reference for states in float32. `span` is not needed here. No host sync."""
     heads, width = states_SHPN.shape[1:3]
     mixed = mix_ring(
         windows_SWC,
@@ -300,6 +301,7 @@ def replay_advance(
 def _blocks(states_SHPN: Tensor, rings_QLX: Tensor, terms: MambaTerms) -> dict[str, int]:
     """Sizes that both state kernels are compiled for."""
     heads, width, state = states_SHPN.shape[1:]
+    assert states_SHPN.dtype == torch.float32, "states stay in registers, and are not rounded there"
     assert states_SHPN.stride()[1:] == (width * state, state, 1)
     block_n = triton.next_power_of_2(state)
     most = by_architecture(ELEMENTS, states_SHPN.device) // block_n

@@ -118,7 +118,12 @@ def _recurrence_inputs(
 
 
 def _token_after_token(
-    states_SHPN: Tensor, slots_R: Tensor, x_RLHP: Tensor, dt_RLH: Tensor, b_RLGN: Tensor, c_RLGN: Tensor,
+    states_SHPN: Tensor,
+    slots_R: Tensor,
+    x_RLHP: Tensor,
+    dt_RLH: Tensor,
+    b_RLGN: Tensor,
+    c_RLGN: Tensor,
     terms: MambaTerms,
 ) -> tuple[Tensor, Tensor]:
     """Outputs `[R, L, H, P]` of a ring's steps, and the states after them, rounded to the pool's dtype after each.

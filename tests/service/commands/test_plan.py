@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
 from emulated_amx import emulate_amx
 from quantised_checkpoint import quantise_files
 from quantised_files import FORMATS
@@ -52,6 +54,40 @@ def test_quantised_weights_are_counted_as_they_are_held(tmp_path: Path, kind: st
     assert weight_bytes(saved, open_checkpoint(saved.model)) == made.after
     assert f"decoder in {kind}" in plan(at_load)[0].rows[1][2]
     assert f"as they are stored: {kind}" in plan(saved)[0].rows[1][2]
+
+
+def test_states_in_bfloat16_take_half_the_memory(tmp_path: Path) -> None:
+    path = str(make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "MM"}).path)
+    slots = open_checkpoint(path).config.decoder.slots
+    windows = sum(-(-4 * math.prod(slot.window) // 64) * 64 for slot in slots)
+    for dtype, item in (("float32", 4), ("bfloat16", 2)):
+        states = sum(-(-item * math.prod(slot.state) // 64) * 64 for slot in slots)
+        options = EngineOptions(
+            model=path, dtype="float32", device="cpu", max_seqs=10**6, max_len=64, memory_bytes=2**20, state_dtype=dtype
+        )
+        memory, concurrency, *_ = plan(options)
+        cells = {row[0].strip(): row[1:] for row in memory.rows}
+        assert cells["a state slot"][0] == size(states + windows)
+        assert f"states {size(states)} in {dtype}, windows {size(windows)}" in cells["a state slot"][1]
+        assert concurrency.rows[-1][1:] == (
+            str(2**20 // (states + windows)), f"memory ({2**20 // (states + windows)} fit)"
+        )  # fmt: skip
+        arena = Arena(open_checkpoint(path).config.decoder, decoder_options(options, open_checkpoint(path)))
+        assert cells["state arena"][0] == size(arena.total_bytes)
+        assert {state.dtype for state in arena.states} == {getattr(torch, dtype)}
+
+
+def test_states_in_bfloat16_are_refused_where_they_would_do_nothing_or_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(make_checkpoint(tmp_path / "attention", 3, vision=False, text={"pattern": "*-"}).path)
+    for run in (plan, build_engine):
+        with pytest.raises(ConfigError, match="state_dtype: bfloat16 would have no effect: .* has no recurrent layers"):
+            run(EngineOptions(model=path, state_dtype="bfloat16", device="cpu"))
+    path = str(make_checkpoint(tmp_path / "mamba", 3, vision=False, text={"pattern": "M"}).path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ValueError, match="state_dtype bfloat16 needs a CPU, and the device is cuda: .*float32 would"):
+        plan(EngineOptions(model=path, state_dtype="bfloat16", device="cuda"))
 
 
 @pytest.mark.parametrize("form", FORMATS)
