@@ -152,8 +152,8 @@ def _advance(
         return _chunk(h, q, k, v, log_decay, beta)
     out, decay = torch.empty(v.shape, device=v.device), log_decay.exp()
     for token in range(v.shape[-3]):
-        each = (of[..., token, :, :] for of in (q, k, v))
-        out[..., token, :, :] = _step(h, *each, decay[..., token, :], beta[..., token, :])
+        given = q[..., token, :, :], k[..., token, :, :], v[..., token, :, :]
+        out[..., token, :, :] = _step(h, *given, decay[..., token, :], beta[..., token, :])
         round_states(h, dtype)
     return out, h
 
