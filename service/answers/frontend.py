@@ -60,6 +60,9 @@ T = TypeVar("T")
 
 DELTA_RATE = 400.0
 """Target number of deltas per second over all streams. Tokens that are generated faster share a delta."""
+SHORTEST_PAUSE = 0.01
+"""Seconds between two deltas of one answer at least: on two cores, a delta costs the compiled step of a fast model as
+much time as a fifth of a token."""
 LONGEST_PAUSE = 0.05
 """Seconds that a token may be held back to be sent with others: 20 deltas a second still look continuous."""
 _QUICK = 32
@@ -222,8 +225,8 @@ class Frontend:
                 self.idle.set()
 
     def _pace(self) -> float:
-        """Seconds between two deltas of one answer: hardly any while few answers are being written."""
-        return min(len(self._calls) / DELTA_RATE, LONGEST_PAUSE)
+        """Seconds between two deltas of one answer: the more, the more answers are being written."""
+        return max(SHORTEST_PAUSE, min(len(self._calls) / DELTA_RATE, LONGEST_PAUSE))
 
     async def _quick(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """Runs a function: on the event loop where `size` is small, else in a thread."""
