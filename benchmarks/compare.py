@@ -10,7 +10,7 @@ turn, short ones several times; the output is medians and their ratios. The mach
 workload in each round, because the memory bandwidth of a shared host changes with time; the lower bound of a workload
 is computed from their medians and the checkpoint's shapes (benchmarks/floors.py). The prompts of a decode workload are
 also run alone; the difference is the time of decoding. Run it on an idle machine. `--only` and `--concurrent` select
-parts.
+parts. With `--weights`, llama.cpp has the type of as many bits (`PEER_WEIGHTS`), other peers have bfloat16.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ LIMITS = {
     "avx512": {"PEER_INSTRUCTION_SET": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
 }
 """For each of our instruction sets, the environment that limits the peer and its libraries to the same."""
+PEER_WEIGHTS = {None: "bf16", "int8": "q8_0", "int4": "q4_0", "int4-32": "q4_0"}
+"""llama.cpp's type with as many bits as our weights. Both of its quantised types have a scale for 32 numbers: of ours,
+int4-32 is as fine, int4 has a scale for 128 and int8 one for a row."""
 SETTLE = 0.5
 """Seconds before each turn, because OpenMP threads of the other side spin for a while after their work."""
 
@@ -200,6 +203,8 @@ class Sides:
     device: str = "cpu"
     most: int = 32
     """Maximum number of concurrent requests."""
+    peer_weights: str = "bf16"
+    """llama.cpp: type of its weights."""
 
 
 def turn(side: Ours | Peer, load: Workload, times: int) -> list[Timed]:
@@ -223,7 +228,7 @@ def measure(sides: Sides, side_by_side: list[tuple[Path, bool, list[Workload]]],
         try:
             log = sides.logs / f"{sides.peer}{'-omni' if omni else ''}.log"
             tokens = max(len(prompt) + load.new_tokens for load in loads for prompt in load.prompts)
-            peer = Peer(sides.peer, model, omni, log, sides.device, tokens=tokens)
+            peer = Peer(sides.peer, model, omni, log, sides.device, sides.peer_weights, tokens)
         except BaseException:
             ours.close()
             raise
@@ -372,6 +377,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         only -= {"omni"}
     if arguments.peer == "llamacpp":
         only -= {"omni"}  # its server takes images by way of its own tower files
+    peer_weights = "bf16"
+    if arguments.peer == "llamacpp":
+        if arguments.weights not in PEER_WEIGHTS:
+            parser.error(
+                f"--weights {arguments.weights}: llama.cpp has no type like it; int8, int4 and int4-32 have one"
+            )
+        peer_weights = PEER_WEIGHTS[arguments.weights]
     load = machine.load()
     if load > 0.5:
         print(f"warning: the load is {load:.1f}; on a busy machine only the ratios mean anything", file=sys.stderr)
@@ -391,13 +403,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.instruction_set:
             options = (*options, "--instruction-set", arguments.instruction_set)
             os.environ |= LIMITS[arguments.instruction_set]  # the peer inherits it
-        how = Sides(arguments.peer, options, arguments.folder, arguments.device, max(32, *concurrent))
+        how = Sides(arguments.peer, options, arguments.folder, arguments.device, max(32, *concurrent), peer_weights)
         rows = measure(how, sides, arguments.rounds)
     result = {
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python -m benchmarks.compare", *(sys.argv[1:] if argv is None else argv)]),
         "machine": machine.describe() | machine.gpu(),
         "load_before": load,
+        "peer_weights": peer_weights,
         "ceilings": ceilings,
         "rows": rows,
     }

@@ -1,6 +1,6 @@
 """Speed by kind of weights: our server with each of them, in turn, in one run.
 
-    python -m benchmarks.weights [--family nemotron_h|qwen3_5] [--kinds bfloat16,fp8,nvfp4,int8,int8+int8,int4]
+    python -m benchmarks.weights [--family nemotron_h|qwen3_5] [--kinds bfloat16,fp8,nvfp4,int8,int8+int8,int4,int4-32]
                                  [--peers q8_0,q4_0] [--concurrent 1,32] [--prompts 1x1024,32x128]
                                  [--new-tokens 64] [--rounds 3] [--write]
 
@@ -28,7 +28,7 @@ from benchmarks import machine
 from benchmarks.compare import RESULTS, TURN, Ours, Peer, turn
 from benchmarks.workloads import PROMPT, SUBJECTS, Workload, prompt_sizes, text_workload, workloads
 
-KINDS = ("bfloat16", "fp8", "nvfp4", "int8", "int8+int8", "int4")
+KINDS = ("bfloat16", "fp8", "nvfp4", "int8", "int8+int8", "int4", "int4-32")
 SAME_PROMPTS = 32
 """Prompts whose first tokens are compared."""
 

@@ -10,13 +10,14 @@ from decoder.layers.descriptions import Attention
 from decoder.layers.spec import Layer, MixerSpec, PageSpec, SlotSpec, positive, require
 from decoder.metadata import STATE_MODES
 from kernels.rope import Rope
+from kernels.weight_forms import FORMS
 
 if TYPE_CHECKING:
     import torch
 
 GRAPH_MODES = ("auto", "on", "off")
 OVERLAP_MODES = ("auto", "on", "off")
-WEIGHT_KINDS = ("int8", "int4", "fp8", "nvfp4")
+WEIGHT_KINDS = FORMS
 ACTIVATION_KINDS = ("fp8", "int8")
 NATIVE_MODES = ("auto", "on", "off")
 SPECULATIVE = ("none", "ngram", "mtp")
@@ -169,8 +170,8 @@ class DecoderOptions:
     page_size: int = 16
     """Tokens of one KV page."""
     weights: str | None = None
-    """Weights of the linear layers: `None` in `dtype`, `int8` (a scale for each output) or `int4` (one for each 128
-    inputs), quantised as they are read where the checkpoint has not done it.
+    """Weights of the linear layers: `None` in `dtype`, `int8` (a scale for each output), `int4` (one for each 128
+    inputs) and so on (`kernels.weight_forms`), quantised as they are read where the checkpoint has not done it.
     """
     activations: str | None = None
     """Rows before products with weights of 8 bits: `None` in `dtype`, `fp8` for fp8 weights on GPUs that multiply fp8

@@ -13,9 +13,19 @@ from decoder.config import DecoderOptions
 from decoder.layers import descriptions
 from decoder.layers.spec import Weights
 from kernels.gates import swiglu
-from kernels.linear import GatedLinear, Linear, LinearParts, Quantised, Stack, alike, concatenate, quantise
+from kernels.linear import (
+    GatedLinear,
+    Linear,
+    LinearParts,
+    Quantised,
+    Stack,
+    alike,
+    concatenate,
+    quantise,
+)
 from kernels.linear import stack as join_stack
 from kernels.native import Activation
+from kernels.weight_forms import kind_and_group
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
@@ -50,8 +60,9 @@ def stored_stack(stack: Tensor | Quantised | Stack, options: DecoderOptions) -> 
     return _stored(stack, options)
 
 
-def _has_kind(weight: Tensor | Quantised, kind: str) -> bool:
-    return isinstance(weight, Quantised) and weight.kind == kind
+def _has_kind(weight: Tensor | Quantised, form: str) -> bool:
+    """Whether it has the kind of this form. Groups may be of another size: rounding again would only add errors."""
+    return isinstance(weight, Quantised) and weight.kind == kind_and_group(form)[0]
 
 
 def _placed(bias: Tensor | None, options: DecoderOptions) -> Tensor | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.host_memory import drop_pages
 from kernels.native.structs import GROUP
+from kernels.weight_forms import kind_and_group
 
 KINDS = ("int8", "int4", "fp8", "nvfp4")
 NVFP4_GROUP = 16
@@ -182,13 +183,13 @@ def row_part(tensor: Tensor, place: int, parts: int, groups: int, dim: int) -> T
     return split.flatten(dim - 1, dim)
 
 
-def quantised_bytes(shape: Sequence[int], kind: str) -> int:
+def quantised_bytes(shape: Sequence[int], form: str) -> int:
     """Bytes of the result of `quantise` for a weight of this shape."""
-    *rows, inner = shape
+    (*rows, inner), (kind, group) = shape, kind_and_group(form)
     pairs = -(-inner // 2)
     row = {
         "int8": inner + 4,
-        "int4": pairs + 4 * -(-inner // GROUP),
+        "int4": pairs + 4 * -(-inner // group),
         "fp8": inner + 4,
         "nvfp4": pairs + -(-inner // NVFP4_GROUP) + 4,
     }[kind]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.host_memory import drop_pages
-from kernels.linear.quantised import E2M1, KINDS, NVFP4_GROUP, Quantised
-from kernels.native.structs import GROUP
+from kernels.linear.quantised import E2M1, NVFP4_GROUP, Quantised
+from kernels.weight_forms import FORMS, kind_and_group
 
 SCALES = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Fractions of the largest scale that are tried for four bits."""
@@ -20,13 +21,15 @@ LARGEST_E4M3 = 448.0
 LARGEST_E2M1 = E2M1[-1]
 
 
-def quantise(weight: Tensor, kind: str) -> Quantised:
-    """Rounds to the grid of each row (int8, fp8) or group (int4, nvfp4). Scales of fp8 and int4 are bfloat16 numbers,
-    as published formats store them. `ValueError` for another kind or for infinite weights."""
-    if kind not in KINDS:
-        raise ValueError(f"weights {kind!r} is not one of {', '.join(KINDS)}")
+def quantise(weight: Tensor, form: str) -> Quantised:
+    """Rounds to the grid of each row (int8, fp8) or group (int4, nvfp4). `form`: one of `FORMS`. Scales of fp8 and
+    int4 are bfloat16 numbers, as published formats store them. `ValueError` for another form or for infinite weights.
+    """
+    if form not in FORMS:
+        raise ValueError(f"weights {form!r} is not one of {', '.join(FORMS)}")
+    kind, group = kind_and_group(form)
     rounders: dict[str, Callable[[Tensor], Quantised]] = {
-        "int8": _int8, "int4": _int4, "fp8": _fp8, "nvfp4": _nvfp4,
+        "int8": _int8, "int4": partial(_int4, group=group), "fp8": _fp8, "nvfp4": _nvfp4,
     }  # fmt: skip
     flat, step = weight.detach().flatten(0, -2), max(1, PIECE // weight.shape[-1])
     whole: Quantised | None = None
@@ -58,9 +61,9 @@ def _fp8(weight: Tensor) -> Quantised:
     return Quantised("fp8", values, scale, inner, group=inner)
 
 
-def _int4(weight: Tensor) -> Quantised:
+def _int4(weight: Tensor, group: int) -> Quantised:
     inner = weight.shape[-1]
-    groups = F.pad(weight, (0, -inner % GROUP)).unflatten(-1, (-1, GROUP))
+    groups = F.pad(weight, (0, -inner % group)).unflatten(-1, (-1, group))
     # The first scale puts the value of largest magnitude at -8, whatever its sign, so that all 16 steps are in use.
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
     steps, scale = _finest(
@@ -68,7 +71,7 @@ def _int4(weight: Tensor) -> Quantised:
         lambda factor: (largest * (factor / -8)).bfloat16().float(),
         lambda scaled: scaled.round_().clamp_(-8, 7),
     )
-    return Quantised("int4", _packed(steps.flatten(-2)[..., :inner] + 8), scale, inner)
+    return Quantised("int4", _packed(steps.flatten(-2)[..., :inner] + 8), scale, inner, group)
 
 
 def _nvfp4(weight: Tensor) -> Quantised:

@@ -94,7 +94,7 @@ def tune(argv: Sequence[str]) -> int:
 
 
 def quantize(argv: Sequence[str]) -> int:
-    """`saccade quantize MODEL OUT --weights int8|int4|fp8|nvfp4`: a directory that serve reads."""
+    """`saccade quantize MODEL OUT --weights int8|int4|int4-32|fp8|nvfp4`: a directory that serve reads."""
     from service.commands.quantize import main as run
 
     return run(argv)

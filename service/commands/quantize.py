@@ -1,4 +1,4 @@
-"""`saccade quantize MODEL OUT --weights int8|int4|fp8|nvfp4`: a smaller copy of a checkpoint, which `serve` reads."""
+"""`saccade quantize MODEL OUT --weights int8|int4|int4-32|fp8|nvfp4`: a smaller copy of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.model.quantise import FORMATS, REPORT, quantise_checkpoint
 
 
 def main(argv: Sequence[str]) -> int:
-    """`saccade quantize MODEL OUT --weights int8|int4|fp8|nvfp4`"""
+    """`saccade quantize MODEL OUT --weights int8|int4|int4-32|fp8|nvfp4`"""
     parser = argparse.ArgumentParser("saccade quantize", description=__doc__)
     parser.add_argument(
         "model", help="'demo', a checkpoint directory, or a hub id, which is downloaded where it has to be"

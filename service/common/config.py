@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from kernels.native.instruction_sets import CHOICES
+from kernels.weight_forms import FORMS
 from service.common.option import GRPC_SCHEMES, LAST_PORT, check_addresses
 from service.common.option import ConfigError as ConfigError
 from service.common.option import option as _option
@@ -24,8 +25,9 @@ class EngineOptions:
     dtype: str | None = _option(None, "dtype of computation; unset: the checkpoint's", choices=("float32", "bfloat16"))
     weights: str | None = _option(
         None,
-        "quantise the weights of the decoder's linear layers to this format while loading; unset: as in the checkpoint",
-        choices=("int8", "int4", "fp8", "nvfp4"),
+        "quantise the weights of the decoder's linear layers to this format while loading (int4: a scale for 128 "
+        "inputs, int4-32: for 32); unset: as in the checkpoint",
+        choices=FORMS,
     )
     activations: str | None = _option(
         None,

@@ -1,4 +1,4 @@
-"""`saccade quantize MODEL OUT --weights int8|int4|fp8|nvfp4`: a checkpoint with the decoder's linear layers quantised.
+"""`saccade quantize MODEL OUT --weights FORM`: a checkpoint with the decoder's linear layers quantised.
 
 OUT has the same files as MODEL. In this server's own format a quantised `X.weight` is replaced by `X.weight.values` and
 `X.weight.scale`, which `kernels.linear.Quantised` describes, and config.json gets
@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels.linear import quantise
+from kernels.weight_forms import kind_and_group
 from service.common.config import ConfigError
 from service.model.checkpoint import Checkpoint
 from service.model.formats import compressed
@@ -71,7 +72,7 @@ def quantise_checkpoint(source: Checkpoint, out: Path, kind: str, form: str = "s
         how = source.config.weights or ", ".join(stored)
         raise ConfigError(f"{source.path} holds {how} weights already; quantise the original")
     if form == "compressed-tensors" and kind not in compressed.PUBLISHED:
-        known = " and ".join(compressed.PUBLISHED)
+        known = f"{', '.join(compressed.PUBLISHED[:-1])} and {compressed.PUBLISHED[-1]}"
         raise ConfigError(f"compressed-tensors are written of {known}, not of {kind}; --format saccade has all kinds")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"OUT: {out} is a file; name a folder that does not exist or is empty")
@@ -122,7 +123,7 @@ def _write(source: Checkpoint, out: Path, kind: str, form: str) -> Written:
 
 
 def _own(name: str, tensor: Tensor, kind: str, written: Written) -> Iterator[tuple[str, Tensor]]:
-    if kind in ("int4", "nvfp4") and tensor.shape[-1] % 2:
+    if kind_and_group(kind)[0] in ("int4", "nvfp4") and tensor.shape[-1] % 2:
         raise ConfigError(f"{name} has {tensor.shape[-1]} inputs; {kind} comes in pairs, int8 would work")
     packed = quantise(tensor, kind)
     written.errors[name] = _error(tensor, packed.dequantise())

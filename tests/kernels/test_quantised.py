@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from kernels.linear import GatedLinear, Linear, Packed, Quantised, concatenate, quantise, row_part, stack
+from kernels.linear import (
+    GatedLinear,
+    Linear,
+    Packed,
+    Quantised,
+    concatenate,
+    quantise,
+    quantised_bytes,
+    row_part,
+    stack,
+)
 from kernels.linear.packed import MOST_INPUTS
 from kernels.native import Activation, NativeUnavailable
 
@@ -40,6 +50,25 @@ def test_a_weight_is_close_to_what_is_stored(shape: tuple[int, int, int], kind: 
     uncut = (groups / widest).round().clamp(-8, 7).mul(widest).sub(groups).square().sum()
     flipped = (groups / -widest).round().clamp(-8, 7).mul(-widest).sub(groups).square().sum()
     assert error.square().sum() <= 1.001 * max(uncut, flipped)
+
+
+@pytest.mark.parametrize(("inner", "groups"), [(96, 3), (100, 4), (256, 8), (8, 1)])
+def test_groups_of_32_are_finer(inner: int, groups: int) -> None:
+    weight = torch.randn(70, inner, generator=torch.Generator().manual_seed(inner))
+    fine, coarse = quantise(weight, "int4-32"), quantise(weight, "int4")
+    assert (fine.kind, fine.group, fine.scale.shape) == ("int4", 32, (70, groups))
+    assert fine.nbytes == quantised_bytes(weight.shape, "int4-32")
+    for begin in range(0, inner, 32):  # each group as alone
+        part = slice(begin, begin + 32)
+        torch.testing.assert_close(
+            fine.dequantise()[:, part], quantise(weight[:, part], "int4").dequantise(), rtol=0, atol=0
+        )
+    if groups > 1:
+        assert (fine.dequantise() - weight).norm() < 0.95 * (coarse.dequantise() - weight).norm()
+    x = torch.randn(3, inner).bfloat16()
+    exact = x.double() @ fine.dequantise(torch.float64).t()
+    found = Linear(fine, dtype=torch.bfloat16)(x)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=1e-2 * exact.abs().max().item())
 
 
 @settings(max_examples=40, deadline=None)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kernels.linear import Quantised
-from kernels.native.structs import GROUP
+from kernels.weight_forms import kind_and_group
 
-PUBLISHED = ("fp8", "int4")
-"""Kinds that have a published format."""
+PUBLISHED = ("fp8", "int4", "int4-32")
+"""Forms that have a published format."""
 
 
 def modules_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -30,13 +30,14 @@ def modules_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield f"{stack}.{expert}.{last}", matrix
 
 
-def writable(matrix: Tensor, kind: str) -> bool:
+def writable(matrix: Tensor, form: str) -> bool:
     """Whether the format can store a matrix: groups have to be complete."""
-    return kind != "int4" or matrix.shape[1] % GROUP == 0
+    kind, group = kind_and_group(form)
+    return kind != "int4" or matrix.shape[1] % group == 0
 
 
 def tensors_of(module: str, weight: Quantised) -> dict[str, Tensor]:
-    """The tensors of a module, for an fp8 weight with a scale per row or an int4 weight in groups of 128."""
+    """The tensors of a module, for an fp8 weight with a scale per row or an int4 weight in groups."""
     scale = weight.scale.bfloat16()
     assert torch.equal(scale.float(), weight.scale), "scales are bfloat16 numbers"
     if weight.kind == "fp8":
@@ -49,8 +50,9 @@ def tensors_of(module: str, weight: Quantised) -> dict[str, Tensor]:
     }
 
 
-def configuration(kind: str, ignored: Sequence[str]) -> dict[str, Any]:
+def configuration(form: str, ignored: Sequence[str]) -> dict[str, Any]:
     """`quantization_config`. `ignored`: modules that are not quantised."""
+    kind, size = kind_and_group(form)
     common: dict[str, Any] = {"symmetric": True, "actorder": None, "observer": "minmax", "dynamic": False}
     if kind == "fp8":
         weights = {
@@ -62,13 +64,13 @@ def configuration(kind: str, ignored: Sequence[str]) -> dict[str, Any]:
             **common,
         }
         inputs = {"num_bits": 8, "type": "float", "strategy": "token", "group_size": None, **common, "dynamic": True}
-        form = "float-quantized"
+        layout = "float-quantized"
     else:
-        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, **common}
-        inputs, form = None, "pack-quantized"
+        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": size, **common}
+        inputs, layout = None, "pack-quantized"
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
-        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed",
         "config_groups": {"group_0": group}, "ignore": list(ignored), "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }  # fmt: skip

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from kernels.weight_forms import kind_and_group
+
 Scheme = Literal["plain", "fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "int8", "int4", "gptq", "awq", "own"]
 FLOATS = ("F32", "F16", "BF16")
 NEEDS_SCALES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "U8", "I8")
@@ -164,7 +166,8 @@ def _weight(
         *rows, inner = values.shape
         if scale is None:
             raise FormatError(f"{module}: {stored} without its scale")
-        return made("own", (*rows, inner * (2 if own_kind in ("int4", "nvfp4") else 1)))
+        kind, group = kind_and_group(own_kind)
+        return made("own", (*rows, inner * (2 if kind in ("int4", "nvfp4") else 1)), group=group)
     if stored.endswith(".weight_packed") and values.dtype == "I32":
         return _packed_in_words(module, entries, group_of(module), made)
     if values.dtype not in NEEDS_SCALES:

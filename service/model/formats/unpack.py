@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from kernels.linear import Quantised
-from kernels.native.structs import GROUP
 from service.model.formats.tensors import OF_ROWS, FormatError, StoredWeight
 
 Read = Callable[[str], Tensor]
@@ -60,7 +59,7 @@ def _own(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
     if (dtype := parts["values"].dtype) not in kinds:
         raise FormatError(f"{weight.module}: values of {dtype}")
     kind, inner = kinds[dtype], weight.shape[-1]
-    return Quantised(kind, parts["values"], parts["scale"], inner, group=inner if kind == "fp8" else GROUP)
+    return Quantised(kind, parts["values"], parts["scale"], inner, group=inner if kind == "fp8" else weight.group)
 
 
 def _fp8(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:

@@ -14,6 +14,7 @@ from decoder.model import HybridModel
 from decoder.runner import DecoderRunner
 from families import CheckpointError
 from kernels.linear import Linear, Quantised, quantise
+from kernels.weight_forms import FORMS
 from service.commands.cli import main
 from service.common.config import ConfigError
 from service.model.checkpoint import Checkpoint
@@ -33,7 +34,7 @@ def load(path: Path, weights: str | None) -> HybridModel:
     return DecoderRunner(checkpoint.config.decoder, options, checkpoint.decoder_weights()).model
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "nvfp4"])
+@pytest.mark.parametrize("kind", FORMS)
 def test_saved_equals_quantised_at_load(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     original = make_checkpoint(tmp_path / "model", 3, text={"pattern": "M*-ME"}).path
     assert main(["quantize", str(original), str(tmp_path / "small"), "--weights", kind]) == 0
@@ -76,7 +77,7 @@ def test_a_refusal_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
     assert Checkpoint(tmp_path / "small").config.weights == "int8"
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "int4", "int4-32"])
 def test_published_format_holds_the_numbers_of_quantising_at_load(tmp_path: Path, kind: str) -> None:
     text = {
         "pattern": "M*-E", "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128,
@@ -95,9 +96,9 @@ def test_published_format_holds_the_numbers_of_quantising_at_load(tmp_path: Path
             assert torch.equal(weight.dequantise(), quantise(plain[name], kind).dequantise()), name
         else:
             assert torch.equal(weight, plain[name]), name
-    # An int4 group is 128 inputs: the shared expert's 40 have none.
+    # An int4 group is 128 or 32 inputs: the shared expert's 40 are not full groups.
     assert counted == (12 if kind == "fp8" else 11)
-    assert any("shared_experts.down_proj" in name for name in report["plain"]) == (kind == "int4")
+    assert any("shared_experts.down_proj" in name for name in report["plain"]) == (kind != "fp8")
     assert 0.0 < max(report["relative_error"].values()) < 0.15
     runner_options = DecoderOptions(max_seqs=2, max_len=64)
     DecoderRunner(small.config.decoder, runner_options, small.decoder_weights())
@@ -107,5 +108,5 @@ def test_published_format_holds_the_numbers_of_quantising_at_load(tmp_path: Path
 
 def test_kinds_without_a_published_format_are_refused(tmp_path: Path) -> None:
     original = make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "M"}).path
-    with pytest.raises(ConfigError, match="written of fp8 and int4, not of nvfp4"):
+    with pytest.raises(ConfigError, match="written of fp8, int4 and int4-32, not of nvfp4"):
         quantise_checkpoint(Checkpoint(original), tmp_path / "small", "nvfp4", "compressed-tensors")

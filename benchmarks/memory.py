@@ -1,0 +1,61 @@
+"""Peak memory by kind of weights, of our server and of llama.cpp's, under the workloads of benchmarks.compare.
+
+    python -m benchmarks.memory [--kinds bfloat16,int8,int4] [--peers bf16,q8_0,q4_0] [--write]
+
+One server at a time. Ours: the sum of the peaks (VmHWM) of all processes, so that pages that two of them share count
+twice; llama.cpp: that of its one process. The machine need not be idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import machine
+from benchmarks.compare import Ours, Peer
+from benchmarks.record import write_result
+from benchmarks.weights import options_of
+from benchmarks.workloads import SUBJECTS, workloads
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=list(SUBJECTS), default="nemotron_h")
+    parser.add_argument("--kinds", default="bfloat16,int8,int4,int4-32", help="as in benchmarks.weights; may be empty")
+    parser.add_argument("--peers", default="bf16,q8_0,q4_0", help="llama.cpp's types; may be empty")
+    parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
+    parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
+    arguments = parser.parse_args(argv)
+    subject, found = SUBJECTS[arguments.family], dict[str, int]()
+    model = subject.text(arguments.folder)
+    with tempfile.TemporaryDirectory() as folder:
+        loads, _ = workloads(subject, Path(folder), {"decode", "prefill"}, [1, 8, 32], 64)
+        tokens = max(len(prompt) + load.new_tokens for load in loads for prompt in load.prompts)
+        for kind in filter(None, arguments.kinds.split(",")):
+            ours = Ours(model, options_of(kind))
+            try:
+                for load in loads:
+                    ours.run(load)
+                found[kind] = ours.peak_bytes()
+            finally:
+                ours.close()
+        for kind in filter(None, arguments.peers.split(",")):
+            peer = Peer("llamacpp", model, False, Path(folder) / "log", kind=kind, tokens=tokens)
+            try:
+                for load in loads:
+                    peer.run(load)
+                found[f"llama.cpp {kind}"] = peer.peak_bytes
+            finally:
+                peer.close()
+    result = {"family": arguments.family, "machine": machine.describe(), "peak_bytes": found}
+    print(json.dumps({name: f"{size / 2**20:.0f} MiB" for name, size in found.items()}))
+    if arguments.write:
+        print(write_result("memory", result | {"command": "python -m benchmarks.memory --write"}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
