@@ -95,6 +95,39 @@ def hybrid_vllm() -> str:
     return comparison_table("compare-vllm", "vLLM")
 
 
+OTHERS = {
+    "600m": "0.6 B parameters", "1500m": "1.5 B parameters", "moe": "3 B parameters in experts, 0.6 B per token",
+    "avx512vnni": "116 M parameters, AVX-512 without bfloat16 on both sides", "avx2": "116 M parameters, AVX2 on both sides",
+}  # fmt: skip
+"""Larger checkpoints and limited instruction sets, by the last part of the result's kind."""
+
+
+def others_vllm() -> str:
+    """The comparisons of `OTHERS` that have a result."""
+    kinds = [(kind, words) for kind, words in OTHERS.items() if list(RESULTS.glob(f"*-compare-vllm-{kind}.json"))]
+    return "\n\n".join(f"{words}:\n\n{comparison_table(f'compare-vllm-{kind}', 'vLLM')}" for kind, words in kinds)
+
+
+def hybrid_llamacpp() -> str:
+    """The same hybrid, beside llama.cpp."""
+    return comparison_table("compare-llamacpp", "llama.cpp")
+
+
+def contexts() -> str:
+    """Time of a token against the length of its context."""
+    found = result("contexts")
+    lines = [
+        "| layers | tokens of the context | prompt, us a token | a decode step, ms |",
+        "| --- | --: | --: | --: |",
+    ]
+    for kind, rows in found["rows"].items():
+        name = {"mamba": "8 of Mamba-2", "attention": "2 of attention"}[kind]
+        for row in rows:
+            cells = (name, f"{row['tokens']:,}", f"{row['prompt_us_per_token']:,.0f}", f"{row['step_ms']:.2f}")
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", machine_line(found)])
+
+
 def hybrid_int8() -> str:
     """The same with int8 weights, beside vLLM with bfloat16."""
     return comparison_table("compare-vllm-int8", "vLLM")
