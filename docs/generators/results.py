@@ -97,7 +97,8 @@ def hybrid_vllm() -> str:
 
 OTHERS = {
     "600m": "0.6 B parameters", "1500m": "1.5 B parameters", "moe": "3 B parameters in experts, 0.6 B per token",
-    "avx512vnni": "116 M parameters, AVX-512 without bfloat16 on both sides", "avx2": "116 M parameters, AVX2 on both sides",
+    "avx512vnni": "116 M parameters, AVX-512 without bfloat16 on both sides",
+    "avx2": "116 M parameters, AVX2 on both sides",
 }  # fmt: skip
 """Larger checkpoints and limited instruction sets, by the last part of the result's kind."""
 
