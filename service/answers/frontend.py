@@ -60,9 +60,9 @@ T = TypeVar("T")
 
 DELTA_RATE = 400.0
 """Target number of deltas per second over all streams. Tokens that are generated faster share a delta."""
-SHORTEST_PAUSE = 0.01
-"""Seconds between two deltas of one answer at least: on two cores, a delta costs the compiled step of a fast model as
-much time as a fifth of a token."""
+SHORTEST_PAUSE = 0.005
+"""Seconds between two deltas of one answer at least: on two cores, a delta costs a fast model's step a sixth of its
+time."""
 LONGEST_PAUSE = 0.05
 """Seconds that a token may be held back to be sent with others: 20 deltas a second still look continuous."""
 _QUICK = 32

@@ -52,7 +52,7 @@ def test_streams_that_are_closed_at_any_point_free_everything(server: RunningSer
     for count in range(12):
         with client.stream("x", max_tokens=550, ignore_eos=True, seed=1) as stream:
             for _ in range(count):
-                next(stream)
+                next(stream, None)
     assert server.drained()["decoder"]["used_slots"] == 0
 
 

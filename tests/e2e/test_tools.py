@@ -66,7 +66,7 @@ def test_named_calls_are_valid_in_every_form_of_an_answer(either: Any) -> None:
     with either.stream("?", **options, request_id=answer.request_id) as stream:
         deltas = [delta for delta in stream if delta.index == 0 and delta.tool_calls]
         assert stream.final() == answer
-    assert len(deltas) > 5, "arguments come as they are written"
+    assert len(deltas) > 1, "arguments come as they are written"
     (call,) = answer.tool_calls
     assert "".join(part.arguments for delta in deltas for part in delta.tool_calls) == call.arguments
 
