@@ -171,7 +171,8 @@ class Arena:
         use_huge_pages(self.buffer)
         self.windows, self.states = self._state_views(config, options)
         self.kv = self._page_views(config, options)
-        """For each attention layer: `[pages, 2, page_size, kv heads, head dim]`; those of a drafter come last."""
+        """For each attention layer: `[pages, 2, page_size, kv heads, head dim]`, where the tokens of one head are
+        adjacent, because threads divide the heads; those of a drafter come last."""
         rings = options.max_seqs if self.layout.ring_bytes else 0
         self.rings = [
             torch.empty(rings, RING, slot.inputs, dtype=torch.float32, device=options.device) for slot in config.slots
@@ -217,7 +218,8 @@ class Arena:
         views, begin = [], 0
         for of in paged(config, options):
             end = begin + of.numbers(options.page_size)
-            views.append(flat[:, begin:end].unflatten(1, (2, options.page_size, of.heads, of.width)))
+            by_head = flat[:, begin:end].unflatten(1, (2, of.heads, options.page_size, of.width))
+            views.append(by_head.transpose(2, 3))
             begin = end
         return views
 

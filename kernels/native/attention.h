@@ -61,6 +61,7 @@ struct PagedRow {
         one.head += index;
         return one;
     }
+    int64_t apart() const { return m.page * shape.width; }  // numbers between a token's keys in neighbouring heads
     const float* fresh(int64_t token, int64_t index) const { return m.wide + token * m.ld + index * shape.width; }
     // This step's keys and values are read from the product's output: other threads may be writing them to the pages now.
     struct Lines {
@@ -88,11 +89,11 @@ struct PagedRow {
     };
     Lines lines(int64_t position, int64_t count) const {
         Lines found{shape.width, count, std::min(std::max<int64_t>(before - position, 0), count), {}, {}, m.ld};
-        const int64_t side = m.page * shape.kv_heads * shape.width;
+        const int64_t side = shape.kv_heads * apart();
         for (int64_t i = 0, index = position / m.page, place = position % m.page; i < found.old; i++, place++) {
             if (place == m.page) index++, place = 0;
             const T* page = static_cast<const T*>(op.kv) + table[index] * op.kv_stride;
-            found.stored[0][i] = page + (place * shape.kv_heads + head) * shape.width;
+            found.stored[0][i] = page + (head * m.page + place) * shape.width;
             found.stored[1][i] = found.stored[0][i] + side;
         }
         const int64_t token = begin + std::max(position - before, int64_t(0));
@@ -115,17 +116,20 @@ struct PagedRow {
             for (int64_t side = 0; side < 2; side++) {
                 const float* from = fresh(token, shape.q_heads + side * shape.kv_heads + head);
                 T* to = static_cast<T*>(op.kv) + places[token] / m.page * op.kv_stride
-                    + ((side * m.page + places[token] % m.page) * shape.kv_heads + head) * shape.width;
+                    + ((side * shape.kv_heads + head) * m.page + places[token] % m.page) * shape.width;
+                for (int64_t h = 0; h < heads; h++, to += apart(), from += shape.width) {
 #pragma omp simd
-                for (int64_t i = 0; i < heads * shape.width; i++) store(to, i, from[i]);
+                    for (int64_t i = 0; i < shape.width; i++) store(to, i, from[i]);
+                }
             }
         }
     }
     void fetch_stored(int64_t position) const {
         if (position >= before) return;
         const T* page = static_cast<const T*>(op.kv) + table[position / m.page] * op.kv_stride;
-        const T* key = page + (position % m.page * shape.kv_heads + head) * shape.width;
-        fetch(key, heads * shape.width), fetch(key + m.page * shape.kv_heads * shape.width, heads * shape.width);
+        const T* key = page + (head * m.page + position % m.page) * shape.width;
+        for (int64_t h = 0; h < heads; h++, key += apart())
+            fetch(key, shape.width), fetch(key + shape.kv_heads * apart(), shape.width);
     }
 };
 
@@ -201,7 +205,7 @@ void attention(const Model& m, const Op& op, const Step& step, int64_t unit, std
     const bool follows = then < units.rows * units.groups;
     const PagedRow<T> next = paged_row<T>(m, op, step, units, follows ? then : unit);
     const int64_t begin = op.first_key / TILE * TILE;
-    attend_few<T>(head, source, source.heads, queries, op.first_key, [&](int64_t window, int64_t i) {
+    attend_few<T>(head, source, source.heads, source.apart(), queries, op.first_key, [&](int64_t window, int64_t i) {
         if (window >= 0) source.fetch_stored(window + i);
         else if (follows) next.fetch_stored(begin + i);
     }, scratch);

@@ -89,28 +89,30 @@ inline int64_t window_of(int64_t keys, int64_t bytes) {
     return ((keys + windows - 1) / windows + TILE - 1) / TILE * TILE;
 }
 
-// Like `attend` in flash.h, for `count` <= FEW queries of whole cells and several heads whose keys are contiguous.
-// source.of(h) is one head's source. For the first head, its lines() also says which keys are in pages (`old`, `stored`)
+// Like `attend` in flash.h, for `count` <= FEW queries of whole cells and several heads; the keys of one token in two
+// neighbouring heads lie `apart` numbers from each other, a multiple of the width. source.of(h) is one head's source. For the first head, its lines() also says which keys are in pages (`old`, `stored`)
 // and which are not (`fresh`). fetch(then, i) prefetches key and value i of the window that begins at `then` for all heads;
 // with then < 0, those of the unit that this thread is likely to take next.
 template <typename T, typename Source, typename Fetch>
 void attend_few(
-    const Head& head, const Source& source, int64_t heads, int64_t count, int64_t first, const Fetch& fetch,
+    const Head& head, const Source& source, int64_t heads, int64_t apart, int64_t count, int64_t first, const Fetch& fetch,
     std::vector<float>& memory
 ) {
     using Cells = CellsOf<T>;
     const int64_t begin = first / TILE * TILE, end = source.last(count - 1) + 1, keys = end - begin;
     const int64_t wide = (head.width + 31) / 32 * 32, side = heads * head.width;
     const int64_t fresh = end - std::min(std::max(source.before, begin), end);
-    Scratch scratch(memory, 2 * Scratch::floats<const T*>(keys) + Scratch::floats<T>(2 * fresh * side)
+    const int64_t per = apart / head.width, copied = (fresh + per - 1) / per * heads * apart;  // fresh keys lie as in pages
+    Scratch scratch(memory, 2 * Scratch::floats<const T*>(keys) + Scratch::floats<T>(2 * copied)
         + Scratch::floats<Lanes>(heads) + Scratch::floats<uint32_t>(heads * head.padded * 16)
         + Scratch::floats<float>(heads * count * wide));
     const T **key = scratch.take<const T*>(keys), **value = scratch.take<const T*>(keys);
-    T* made = scratch.take<T>(2 * fresh * side);
+    T* made = scratch.take<T>(2 * copied);
+    int64_t copies = 0;
     for (int64_t at = begin; at < end; at += TILE) {
         const int64_t here = std::min(TILE, end - at);
         const auto lines = source.lines(at, here);
-        for (int64_t i = 0; i < here; i++)
+        for (int64_t i = 0; i < here; i++) {
             for (int64_t which = 0; which < 2; which++) {
                 const T*& to = (which ? value : key)[at + i - begin];
                 if (i < lines.old) {
@@ -118,9 +120,13 @@ void attend_few(
                     continue;
                 }
                 const float* from = lines.fresh[which] + (i - lines.old) * lines.stride;
-                for (int64_t f = 0; f < side; f++) store(made, f, from[f]);
-                to = std::exchange(made, made + side);
+                T* copy = made + which * copied + copies / per * heads * apart + copies % per * head.width;
+                to = copy;
+                for (int64_t h = 0; h < heads; h++, copy += apart, from += head.width)
+                    for (int64_t f = 0; f < head.width; f++) store(copy, f, from[f]);
             }
+            copies += i >= lines.old;
+        }
     }
     Lanes* lanes = scratch.take<Lanes>(heads);
     const int64_t of_queries = head.padded * 16, of_out = count * wide;
@@ -142,7 +148,7 @@ void attend_few(
         };
         for (int64_t h = 0; h < heads; h++) {
             const FewProducts<T, decltype(ahead)> products{
-                head, count, begin, end, queries + h * of_queries, key, value, h * head.width, out + h * of_out, wide, ahead};
+                head, count, begin, end, queries + h * of_queries, key, value, h * apart, out + h * of_out, wide, ahead};
             walk<Cells, 1>(head.scale, lanes[h], products, at, behind, first);
         }
     }

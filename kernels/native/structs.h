@@ -69,7 +69,7 @@ struct Op {
     void* states;               // [slots, heads, head, state]; DELTA: [slots, heads, key, value]
     int64_t state_stride;
     const float *conv, *conv_bias, *a, *d, *dt_bias;  // conv: [taps, conv]
-    void* kv;                                         // ATTENTION: [pages, 2, page, kv_heads, width]; EMBED: [vocab, hidden]
+    void* kv;                                         // ATTENTION: [pages, 2, kv_heads, page, width]; EMBED: [vocab, hidden]
     int64_t kv_stride;  // ... elements between pages; EMBED: 0, or inputs of a packed weight in bfloat16, which the table then is
     float* ring;  // MAMBA, DELTA, or null: [batch slots, steps, conv + heads] (DELTA: two of each head), projected inputs since the state in a slot
     int64_t ring_stride;

@@ -85,7 +85,7 @@ void attention() {
     if (sequences > 1 || width % Bf16Cells::EACH) return;
     FewKeys keys{qkv.data(), rows, heads, width, rows - count, before, {}, few.data()};
     keys.store_keys();
-    attend_few<uint16_t>(Head::of<Bf16Cells>(width, scale), keys, 1, count, 0, [](int64_t, int64_t) {}, scratch);
+    attend_few<uint16_t>(Head::of<Bf16Cells>(width, scale), keys, 1, width, count, 0, [](int64_t, int64_t) {}, scratch);
     fwrite(few.data(), sizeof(float), few.size(), stdout);
 }
 
