@@ -34,12 +34,12 @@ from typing import Any, NamedTuple
 import saccade
 from benchmarks import gguf_model, machine, models, plot, sized_models
 from benchmarks.floors import Floor, Machine
+from benchmarks.record import write_result
 from benchmarks.workloads import SUBJECTS, Workload, workloads
 from decoder.config import WEIGHT_KINDS
 from service.commands.cli import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 TURN = 1.0
 """Minimum seconds of a side's turn; a single run of some hundredths of a second would be too noisy."""
 LIMITS = {
@@ -361,6 +361,15 @@ def argument_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def result_name(arguments: argparse.Namespace) -> str:
+    """Name of the result's file, without its date: what differs from the default comparison with a peer."""
+    family = None if arguments.family == "nemotron_h" else arguments.family
+    shape = None if arguments.shape == sized_models.SMALLEST else arguments.shape
+    length = arguments.prompt and f"{arguments.prompt}-tokens"
+    parts = ("compare", family, arguments.peer, arguments.weights, arguments.instruction_set, shape, length)
+    return "-".join(part for part in parts if part)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argument_parser()
     arguments = parser.parse_args(argv)
@@ -417,14 +426,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.write:
-        RESULTS.mkdir(exist_ok=True)
-        shape = None if arguments.shape == sized_models.SMALLEST else arguments.shape
-        length = arguments.prompt and f"{arguments.prompt}-tokens"
-        parts = (arguments.weights, arguments.instruction_set, shape, length)
-        kind = "".join(f"-{part}" for part in parts if part)
-        family = "" if arguments.family == "nemotron_h" else f"-{arguments.family}"
-        path = RESULTS / f"{result['date']}-compare{family}-{arguments.peer}{kind}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        path = write_result(result_name(arguments), result)
         plot.decode_plot(result, arguments.peer, path.with_suffix(".png"))
         print(f"written to {path.relative_to(ROOT)} and .png", file=sys.stderr)
     print(json.dumps({row["workload"]: {"ratio": round(row["ratio"], 3)} for row in rows}))

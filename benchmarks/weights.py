@@ -14,8 +14,6 @@ kind. Run it on an idle machine.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import operator
 import statistics
 import tempfile
@@ -25,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.compare import RESULTS, TURN, Ours, Peer, turn
+from benchmarks.compare import TURN, Ours, Peer, turn
+from benchmarks.record import write_result
 from benchmarks.workloads import PROMPT, SUBJECTS, Workload, prompt_sizes, text_workload, workloads
 
 KINDS = ("bfloat16", "fp8", "nvfp4", "int8", "int8+int8", "int4", "int4-32")
@@ -122,9 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = {"machine": machine.describe(), "ceilings": ceilings, "model": str(model), "rows": rows, "peak": memory,
               "same_first_tokens": same}  # fmt: skip
     if arguments.write:
-        file = RESULTS / f"{datetime.date.today()}-weights-{arguments.family}.json"
-        file.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {file}")
+        print(f"written to {write_result(f'weights-{arguments.family}', result)}")
     return 0
 
 

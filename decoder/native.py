@@ -2,7 +2,7 @@
 
 The same maths as `decoder.model` with `decoder.layers`, on the same weights, states and pages. Layers without a
 compiled form are called in between, on the same residual stream. Torch operations are used instead for rows of drafts
-or prompts in a graph, and on machines without a compiler or AVX-512.
+or prompts in a graph, and where there is no compiled code for the machine.
 """
 
 from __future__ import annotations

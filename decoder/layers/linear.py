@@ -13,16 +13,7 @@ from decoder.config import DecoderOptions
 from decoder.layers import descriptions
 from decoder.layers.spec import Weights
 from kernels.gates import swiglu
-from kernels.linear import (
-    GatedLinear,
-    Linear,
-    LinearParts,
-    Quantised,
-    Stack,
-    alike,
-    concatenate,
-    quantise,
-)
+from kernels.linear import GatedLinear, Linear, LinearParts, Quantised, Stack, alike, concatenate, quantise
 from kernels.linear import stack as join_stack
 from kernels.native import Activation
 from kernels.weight_forms import kind_and_group

@@ -4,15 +4,7 @@ from kernels.linear.gated import GatedLinear
 from kernels.linear.int8_rows import check_int8_products
 from kernels.linear.packed import Packed
 from kernels.linear.parts import LinearParts
-from kernels.linear.quantised import (
-    KINDS,
-    AnyWeight,
-    Quantised,
-    alike,
-    concatenate,
-    quantised_bytes,
-    row_part,
-)
+from kernels.linear.quantised import KINDS, AnyWeight, Quantised, alike, concatenate, quantised_bytes, row_part
 from kernels.linear.reference import Linear
 from kernels.linear.reference import run_quantised as quantised_linear
 from kernels.linear.rounding import quantise
