@@ -60,9 +60,6 @@ T = TypeVar("T")
 
 DELTA_RATE = 400.0
 """Target number of deltas per second over all streams. Tokens that are generated faster share a delta."""
-SHORTEST_PAUSE = 0.005
-"""Seconds between two deltas of one answer at least: on two cores, a delta costs a fast model's step a sixth of its
-time."""
 LONGEST_PAUSE = 0.05
 """Seconds that a token may be held back to be sent with others: 20 deltas a second still look continuous."""
 _QUICK = 32
@@ -226,7 +223,7 @@ class Frontend:
 
     def _pace(self) -> float:
         """Seconds between two deltas of one answer: the more, the more answers are being written."""
-        return max(SHORTEST_PAUSE, min(len(self._calls) / DELTA_RATE, LONGEST_PAUSE))
+        return min(len(self._calls) / DELTA_RATE, LONGEST_PAUSE)
 
     async def _quick(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """Runs a function: on the event loop where `size` is small, else in a thread."""

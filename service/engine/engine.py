@@ -31,6 +31,7 @@ from families import VisionSpec
 from service.encoding.encoder import Encoding
 from service.encoding.handoff import Handoff
 from service.engine.constraining import Constraining
+from service.engine.delivery import Delivery
 from service.engine.requests import Requests
 from service.engine.types import EngineInfo, EngineRequest, EventSink, Query
 
@@ -49,10 +50,9 @@ class Engine:
         self._constraining = constraining
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = threading.Event()
-        self._requests = Requests(
-            info.model, decoder, handoff, vision, constraining, lambda events: self._emit(events), self._wake.set
-        )
-        self._emit: EventSink = lambda events: None
+        self._delivery = Delivery(lambda events: None)
+        put: EventSink = lambda events: self._delivery.put(events)  # noqa: E731 - `run` replaces the delivery
+        self._requests = Requests(info.model, decoder, handoff, vision, constraining, put, self._wake.set)
         self._closing = threading.Event()
         self._fatal: BaseException | None = None
         self._decode_seconds = 0.0
@@ -108,11 +108,11 @@ class Engine:
         """Runs the loop until `stop`, then closes both runners. To be called once, from the thread that built the
         runners.
 
-        `on_events` gets the events of each step, in order, from this thread. After an error that does not belong to a
-        single request, all requests get an error event and `alive` is False; with `linger` the loop goes on and rejects
-        further requests.
+        `on_events` gets the events in order, from this thread: after each step, or after several short ones
+        (service/engine/delivery.py). After an error that does not belong to a single request, all requests get an error
+        event and `alive` is False; with `linger` the loop goes on and rejects further requests.
         """
-        self._emit = on_events
+        self._delivery = Delivery(on_events)
         if self._encoding is not None:
             self._encoding.start(self._fail_from_outside)
         try:
@@ -162,6 +162,8 @@ class Engine:
 
         The decoder runs first because admission releases images whose rows a cached prefix makes unnecessary.
         """
+        if self._wake.is_set():  # what has come may make the next step a long one
+            self._delivery.flush()
         self._wake.clear()
         if self._closing.is_set():  # checked after `clear`, otherwise a call to `stop` in between would be missed
             return
@@ -174,6 +176,7 @@ class Engine:
             self._requests.publish(events)
         encoded = self._encoding is not None and self._encoding.run_time_slice()
         if not stepped and not encoded:
+            self._delivery.flush()
             waiting = self._decoder.has_work or self._requests.waiting
             if not (waiting and self._handoff is not None and self._handoff.unblock()):
                 self._wake.wait()

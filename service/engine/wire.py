@@ -12,7 +12,7 @@ PackedEvents = tuple[list[str], list[int], list[int], list[tuple[int, float]], l
 
 
 def pack_events(events: list[EngineEvent]) -> PackedEvents:
-    """The events of one step in the form in which they are sent: plain tokens in three lists, with the indices and
+    """Events in the form in which they are sent: plain tokens in three lists, with the indices and
     times of first tokens; all other events as objects. Most events are plain tokens, and pickling each as an object
     would cost the engine's thread more than drawing it."""
     packed: PackedEvents = [], [], [], [], []
