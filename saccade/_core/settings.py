@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from saccade._core.affinity import CHOICES, HEADER, LB_CONFIG, Affinity, call_key
+from saccade._core.targets import GRPC_SCHEMES
 from saccade.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from saccade._core.steps import Call
 
 API_KEY_VARIABLE = "SACCADE_API_KEY"
-
-_TARGETS = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:", "xds:", "google-c2p:")
-"""Prefixes of gRPC target names; anything else is HOST:PORT."""
 
 _BALANCING = frozenset({"grpc.service_config", "grpc.lb_policy_name"})
 ROUND_ROBIN = '{"loadBalancingConfig":[{"round_robin":{}}]}'
@@ -145,9 +143,9 @@ def make_settings(
             unknown affinity.
     """
     given = [address] if isinstance(address, str) else list(address)
-    several = given[0].split(",") if len(given) == 1 and not given[0].startswith(_TARGETS) else given
+    several = given[0].split(",") if len(given) == 1 and not given[0].startswith(GRPC_SCHEMES) else given
     target = several[0] if len(several) == 1 else _target_of(several)
-    if not target.startswith(_TARGETS):
+    if not target.startswith(GRPC_SCHEMES):
         _check_host_and_port(target)
     if affinity not in (None, *CHOICES):
         raise InvalidArgument(f"affinity: expected one of {', '.join(CHOICES)} or None, got {affinity!r}")

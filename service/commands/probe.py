@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import grpc
 
-from service.common.option import GRPC_SCHEMES, ConfigError, check_addresses
+from service.common.option import ConfigError, check_addresses
 from service.common.tls import read_pem
 
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--timeout", type=float, default=2.0, metavar="SECONDS", help="for the answer (default: %(default)s)"
     )
     options = parser.parse_args(argv)
-    check_addresses("HOST:PORT", (options.address,), schemes=GRPC_SCHEMES)
+    check_addresses("HOST:PORT", (options.address,), targets=True)
     if not 0 < options.timeout < float("inf"):
         raise ConfigError(f"--timeout: expected more than 0 seconds, got {options.timeout:g}")
     authority = None if options.ca is None else read_pem(options.ca, "--ca")

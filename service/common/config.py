@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kernels.native.instruction_sets import CHOICES
 from kernels.weight_forms import FORMS
-from service.common.option import GRPC_SCHEMES, LAST_PORT, check_addresses
+from service.common.option import LAST_PORT, check_addresses
 from service.common.option import ConfigError as ConfigError
 from service.common.option import option as _option
 
@@ -425,7 +425,7 @@ class HttpFrontOptions(HttpOptions):
     def __post_init__(self) -> None:
         if not self.servers:
             raise ConfigError("servers: the HTTP server needs the address of a gRPC server, such as 10.0.0.5:50051")
-        check_addresses("servers", self.servers, schemes=GRPC_SCHEMES)
+        check_addresses("servers", self.servers, targets=True)
 
 
 @dataclass(frozen=True)

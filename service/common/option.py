@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
+from saccade._core.targets import GRPC_SCHEMES
+
 LAST_PORT = 65535
-GRPC_SCHEMES = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:", "xds:")
-"""What names of gRPC targets begin with that are not just HOST:PORT."""
 
 
 class ConfigError(ValueError):
@@ -23,11 +23,11 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def check_addresses(name: str, addresses: tuple[str, ...], *, schemes: tuple[str, ...] = ()) -> None:
-    """Raises ConfigError unless each address is HOST:PORT, or begins with one of the `schemes`, and is there once.
+def check_addresses(name: str, addresses: tuple[str, ...], *, targets: bool = False) -> None:
+    """Raises ConfigError unless each address is HOST:PORT, or with `targets` any gRPC target name, and is there once.
     `name`: of the option."""
     for address in addresses:
-        if address.startswith(schemes):
+        if targets and address.startswith(GRPC_SCHEMES):
             continue
         host, _, port = address.rpartition(":")
         if not (host and port.isdecimal() and 1 <= int(port) <= LAST_PORT):

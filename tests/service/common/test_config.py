@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from saccade._core.targets import GRPC_SCHEMES
 from service.commands.cli import main
 from service.common.config import (
     ConfigError,
@@ -130,7 +131,7 @@ def test_servers_of_the_http_server_are_hosts_and_ports(address: str) -> None:
 
 
 def test_servers_of_the_http_server_may_be_targets_of_grpc() -> None:
-    for address in ("unix:/run/saccade.sock", "dns:///replicas", "10.0.0.5:50051"):
+    for address in (*(f"{scheme}name" for scheme in GRPC_SCHEMES), "10.0.0.5:50051"):
         assert HttpFrontOptions(servers=(address,)).servers == (address,)
 
 
