@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from kernels.host_memory import use_huge_pages
+from kernels.machine_memory import machine_memory
 
 
 def describe() -> dict[str, str | int]:
@@ -25,11 +26,10 @@ def describe() -> dict[str, str | int]:
     if cpuinfo.exists():
         lines = dict(line.split(":", 1) for line in cpuinfo.read_text().splitlines() if ":" in line)
         model = {k.strip(): v.strip() for k, v in lines.items()}.get("model name", model)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "processor": model,
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory / 2**30),
+        "memory_gib": round(machine_memory() / 2**30),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

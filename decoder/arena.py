@@ -8,7 +8,6 @@ of keys and values of `page_size` tokens over every attention layer. Each layer 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from decoder.blocks import SuperblockPool
 from decoder.config import RING, DecoderConfig, DecoderOptions
 from decoder.layers.spec import PageSpec
 from kernels.host_memory import use_huge_pages
+from kernels.machine_memory import machine_memory
 from kernels.transfer import upload
 
 ALIGNMENT = 64
@@ -106,13 +106,8 @@ class ArenaLayout:
         return low
 
 
-def machine_memory() -> int:
-    """Bytes of memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def device_memory(device: str) -> int:
-    """Bytes of memory of a device."""
+    """Bytes of memory of a device; on a CPU, what this machine or container allows."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.get_device_properties(torch.device(device)).total_memory)
     return machine_memory()
@@ -127,9 +122,7 @@ def resolve_blocks(layout: ArenaLayout, options: DecoderOptions, reserved: int =
     if options.memory_bytes is None:
         share = max(0, int(device_memory(options.device) * options.memory_share) - reserved)
         blocks = min(layout.blocks_for(options.max_seqs, options.max_len), max(1, share // layout.block_bytes))
-        source = (
-            f"{options.memory_share:.0%} of this machine's memory, less {reserved} bytes for graphs ({share} bytes)"
-        )
+        source = f"{options.memory_share:.0%} of the device's memory, less {reserved} bytes for graphs ({share} bytes)"
     else:
         blocks = options.memory_bytes // layout.block_bytes
         source = f"memory_bytes {options.memory_bytes}"

@@ -250,3 +250,14 @@ def test_a_frontend_imports_no_torch(module: str) -> None:
     program = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
     told = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, check=True)
     assert told.stdout == "[]\n"
+
+
+def test_memory_is_asked_for_in_one_place() -> None:
+    """Elsewhere the limit of a container would be forgotten."""
+    asking = {
+        path.relative_to(CHECKOUT).as_posix()
+        for package in ("kernels", "encoder", "decoder", "families", "service", "saccade")
+        for path in sources(package)
+        if any(name in path.read_text("utf-8") for name in ("SC_PHYS_PAGES", "meminfo", "psutil"))
+    }
+    assert asking == {"kernels/machine_memory.py"}

@@ -78,7 +78,10 @@ class EngineOptions:
         size=True,
     )
     memory_share: float = _option(
-        0.5, "largest share of the device's memory for the state arena if memory_bytes is unset", minimum=0
+        0.5,
+        "largest share of the device's memory (on a CPU: the machine's or the container's limit) for the state arena "
+        "if memory_bytes is unset",
+        minimum=0,
     )
     host_bytes: int | None = _option(
         None,

@@ -1,9 +1,8 @@
-"""Checks that the processes of a server fit into the machine's memory, before any of them is started."""
+"""Checks that the processes of a server fit into the memory, before any of them is started."""
 
 from __future__ import annotations
 
-import os
-
+from kernels.machine_memory import machine_memory
 from service.answers.prepare import decoder_processes
 from service.common.config import ConfigError, ServerOptions
 
@@ -13,11 +12,11 @@ PROCESS_BYTES = 120 * 2**20
 
 def check_processes(options: ServerOptions, memory: int | None = None) -> None:
     """Raises ConfigError if frontends and image workers would take more than half of the memory; the other half is for
-    the model. `memory`: bytes; None: this machine's.
+    the model. `memory`: bytes; None: what this machine or container allows.
 
     The server starts all of them at once, and a machine that runs out of memory stops everything on it.
     """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if memory is None else memory
+    memory = machine_memory() if memory is None else memory
     half = memory // 2
     # Each frontend has at least this many workers, however few `image_workers` asks for.
     least = decoder_processes(1)
@@ -25,11 +24,11 @@ def check_processes(options: ServerOptions, memory: int | None = None) -> None:
     if options.frontends > max(1, frontends):
         raise ConfigError(
             f"frontends: {options.frontends} processes, each with {least} image workers, take more than half of "
-            f"this machine's {memory >> 20} MiB of memory; at most {max(1, frontends)} fit"
+            f"the {memory >> 20} MiB of memory of this machine or container; at most {max(1, frontends)} fit"
         )
     workers = half // PROCESS_BYTES - options.frontends
     if options.image_workers > max(least, workers):
         raise ConfigError(
             f"image_workers: {options.image_workers} processes of {PROCESS_BYTES >> 20} MiB take more than half of "
-            f"this machine's {memory >> 20} MiB of memory; at most {max(least, workers)} fit"
+            f"the {memory >> 20} MiB of memory of this machine or container; at most {max(least, workers)} fit"
         )
