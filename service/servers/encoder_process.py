@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from encoder.item import ItemDescription
-from kernels.host_memory import keep_freed_memory
+from kernels.host_memory import keep_freed_memory, release_program_pages
 from service.common.channel import receive_descriptor
 from service.common.config import EngineOptions
 from service.encoding.encoder import LocalEncoder
@@ -120,6 +120,7 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
     except ValueError as error:  # ConfigError, CheckpointError and the runner's own refusals
         connection.send(("failed", str(error)))
         return 1
+    release_program_pages()
     connection.send(("ready",))
     threading.Thread(target=source.receive, name="saccade-encoder-receiver", daemon=True).start()
     while source.wait():

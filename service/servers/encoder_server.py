@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 
+from kernels.host_memory import release_program_pages
 from saccade.v1 import encoder_pb2_grpc
 from service.answers.door import Door
 from service.common.auth import Guard, watch_keys
@@ -187,5 +188,6 @@ async def serve_encoder(options: ServerOptions) -> int:
     except BaseException:
         thread.close()
         raise
+    release_program_pages()
     await until_stopped(server, stopping, options)
     return 1 if thread.failure is not None else 0

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kernels.host_memory import keep_freed_memory
+from kernels.host_memory import keep_freed_memory, release_program_pages
 from service.common.channel import receive_descriptor
 from service.common.config import EngineOptions
 from service.engine import wire
@@ -82,6 +82,7 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
     # milliseconds.
     gc.collect()
     gc.freeze()
+    release_program_pages()
     send(("ready", engine.info))
     threading.Thread(target=receive, name="saccade-engine-receiver", daemon=True).start()
     engine.run(lambda events: send(("events", wire.pack_events(events))), linger=False)

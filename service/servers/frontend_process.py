@@ -21,6 +21,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kernels.host_memory import release_program_pages
 from service.common.config import ServerOptions
 from service.engine.engine_client import EngineLink
 from service.engine.types import EngineInfo
@@ -144,6 +145,7 @@ def main(descriptor: int) -> int:
         level=options.log_level.upper(), stream=sys.stderr,
         format=f"%(asctime)s %(levelname)s frontend {member} %(name)s: %(message)s",
     )  # fmt: skip
+    release_program_pages()
     return asyncio.run(serve(connection, options, info, member, private_socket))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 
+from kernels.host_memory import release_program_pages
 from service.common.config import ServerOptions
 from service.engine.engine_client import SupervisedEngine
 from service.model.assets import ModelAssets
@@ -59,6 +60,7 @@ def run(options: ServerOptions) -> int:
     logging.basicConfig(
         level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    release_program_pages()
     options = fetched(options)
     if options.role == "encoder":
         # Imported here: it needs torch, and a frontend does not.

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from images import png
+from resident import file_bytes, file_bytes_after_import
 from running import RunningServer, children
 
 import saccade
@@ -62,6 +63,7 @@ def test_same_answers_and_a_kill_over_an_image(model: Path, client: saccade.Clie
     running = RunningServer(str(model), **OPTIONS, image_workers=1)
     with running, saccade.Client(running.address, max_retries=0) as apart:
         assert [ask(apart, n) for n in (700, 701, 700)] == [ask(client, n) for n in (700, 701, 700)]
+        assert file_bytes(encoder_of(running)) < 0.6 * file_bytes_after_import("service.engine.build")
         with ThreadPoolExecutor(1) as pool:
             os.kill(encoder_of(running), signal.SIGSTOP)
             hit = pool.submit(ask, apart, 702)

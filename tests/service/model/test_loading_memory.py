@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from resident import file_bytes
 from torch import randn
 
 from benchmarks.large_checkpoint import write_checkpoint
@@ -96,15 +97,10 @@ def test_pages_of_a_file_are_dropped_and_read_again(tmp_path: Path) -> None:
         mapped = map_file(file.fileno(), 4, content.nbytes)
     read = mapped.view(content.dtype)
     assert bool((read == content).all())
-    before = _file_bytes()
+    before = file_bytes()
     drop_pages(read[: 1 << 17], read)
-    assert before - _file_bytes() > 0.9 * content.nbytes
+    assert before - file_bytes() > 0.9 * content.nbytes
     assert bool((read == content).all())
     own = content.clone()
     drop_pages(own, own[1:], own[::2])
     assert bool((own == content).all()), "memory that is no file's is left alone"
-
-
-def _file_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssFile")) << 10
