@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kernels.native.instruction_sets import CHOICES
 from kernels.weight_forms import FORMS
-from service.common.option import LAST_PORT, check_addresses
+from service.common.option import GRPC_MAXIMUM, LAST_PORT, check_addresses
 from service.common.option import ConfigError as ConfigError
 from service.common.option import option as _option
 
@@ -246,17 +246,18 @@ class ListenOptions:
         False, "also serve vllm.grpc.engine.VllmEngine, for gateways such as smg; needs smg-grpc-proto"
     )
     max_connection_streams: int = _option(
-        1024, "calls of one connection at a time; further calls wait in the client", minimum=1
+        1024, "calls of one connection at a time; further calls wait in the client", minimum=1, maximum=GRPC_MAXIMUM
     )
     max_connection_age: float | None = _option(
         None,
         "seconds after which a client is asked to reconnect, so that it finds new servers; running calls continue; "
         "unset: never",
         minimum=1,
+        maximum=GRPC_MAXIMUM // 1000,
     )
     max_connection_age_grace: float | None = _option(
         None, "seconds that running calls get on a connection that has reached max_connection_age; unset: no limit",
-        minimum=0,
+        minimum=0, maximum=GRPC_MAXIMUM // 1000,
     )  # fmt: skip
 
 
@@ -271,7 +272,9 @@ class CallOptions:
     max_tenant_calls: int = _option(
         1024, "calls of one tenant (API key) at a time, of any method and over all its connections", minimum=1
     )
-    max_message_bytes: int = _option(64 * 2**20, "largest request message", minimum=1024, size=True)
+    max_message_bytes: int = _option(
+        64 * 2**20, "largest request message", minimum=1024, maximum=GRPC_MAXIMUM, size=True
+    )
     max_inflight_bytes: int = _option(
         512 * 2**20,
         "bytes of the request messages of all calls in progress; one tenant gets half",

@@ -8,6 +8,8 @@ from typing import Any
 from saccade._core.targets import GRPC_SCHEMES
 
 LAST_PORT = 65535
+GRPC_MAXIMUM = 2**31 - 1
+"""The largest value of a gRPC option; times are in ms."""
 
 
 class ConfigError(ValueError):

@@ -56,6 +56,16 @@ def read_pem(path: str, name: str) -> bytes:
         raise ConfigError(f"{name}: {path}: {error.strerror}") from None
 
 
+def check_authority(path: str, name: str) -> None:
+    """Raises ConfigError unless the file that the option `name` names holds certificates."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except ssl.SSLError as error:
+        raise ConfigError(f"{name}: {path}: no certificate in PEM format: {error.reason}") from None
+    except OSError as error:
+        raise ConfigError(f"{name}: {path}: {error.strerror}") from None
+
+
 def check_pair(certificate: str, key: str, names: str) -> None:
     """Raises ConfigError unless certificate and key belong together, which may not be so during a renewal."""
     try:

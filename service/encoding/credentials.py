@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from service.common.config import ConfigError, EngineOptions
-from service.common.tls import check_pair, is_loopback, read_pem
+from service.common.tls import check_authority, check_pair, is_loopback, read_pem
 
 
 def channel_credentials(options: EngineOptions) -> Any:
@@ -26,4 +26,5 @@ def channel_credentials(options: EngineOptions) -> Any:
             raise ConfigError(f"{missing}: TLS needs both a certificate and its key, and this option is not set")
         check_pair(options.encoder_cert, options.encoder_cert_key, "encoder_cert, encoder_cert_key")
         pair = [read_pem(options.encoder_cert_key, "encoder_cert_key"), read_pem(options.encoder_cert, "encoder_cert")]
+    check_authority(options.encoder_ca, "encoder_ca")
     return grpc.ssl_channel_credentials(read_pem(options.encoder_ca, "encoder_ca"), *pair)

@@ -77,7 +77,7 @@ class FileStore:
             self._temporary = tempfile.TemporaryDirectory(prefix="saccade-http-files-")
             directory = self._temporary.name
         self._folder = Path(directory)
-        self._lock = _locked(self._folder)
+        self._lock = locked(self._folder)
         self._files = {stored.file_id: stored for stored in _found(self._folder)}
         self.used = sum(stored.size for stored in self._files.values())
         self.sweep()
@@ -129,7 +129,7 @@ class FileStore:
             self._temporary.cleanup()
 
 
-def _locked(folder: Path) -> IO[bytes]:
+def locked(folder: Path) -> IO[bytes]:
     """Takes the folder for this process, until the returned file is closed. Raises ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

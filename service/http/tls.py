@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ssl
 
-from service.common.config import ConfigError, HttpFrontOptions
-from service.common.tls import TlsFiles, check_pair, tls_files
+from service.common.config import HttpFrontOptions
+from service.common.tls import TlsFiles, check_authority, check_pair, tls_files
 from service.common.watch import Watched
 
 
@@ -38,9 +38,7 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     context.load_cert_chain(certificate, key)
     context.set_alpn_protocols(["http/1.1"])
     if authority is not None:
-        try:
-            context.load_verify_locations(authority)
-        except OSError as error:  # an SSLError is one
-            raise ConfigError(f"tls_client_ca: {error.strerror or error}") from None
+        check_authority(authority, "tls_client_ca")
+        context.load_verify_locations(authority)
         context.verify_mode = ssl.CERT_REQUIRED
     return context

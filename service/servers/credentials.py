@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from service.common.config import ServerOptions
-from service.common.tls import check_pair, tls_files
+from service.common.tls import check_authority, check_pair, tls_files
 from service.common.watch import Watched
 
 
@@ -23,6 +23,8 @@ def server_credentials(options: ServerOptions) -> Any:
 
     def parse(contents: list[bytes]) -> Any:
         check_pair(named.certificate, named.key, "tls_cert, tls_key")
+        if named.authority is not None:
+            check_authority(named.authority, "tls_client_ca")
         return _configuration(contents)
 
     files = Watched(named.options, named.paths, parse)

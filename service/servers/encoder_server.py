@@ -176,7 +176,6 @@ async def serve_encoder(options: ServerOptions) -> int:
     """Runs an encoder until SIGTERM or SIGINT, or until it fails. Returns the exit code."""
     loop = asyncio.get_running_loop()
     stopping = stop_signals()
-    check_exposure(options)
 
     def on_death() -> None:
         loop.call_soon_threadsafe(stopping.set)

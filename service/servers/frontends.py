@@ -29,18 +29,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from service.common.auth import watch_keys
 from service.common.channel import Outbox, receive_descriptor
 from service.common.config import ConfigError, ServerOptions
 from service.common.helper_process import start_helper
 from service.engine import wire
 from service.engine.engine_client import SupervisedEngine
 from service.engine.types import EngineEvent
-from service.servers.credentials import server_credentials
-from service.servers.exposure import cannot_listen, check_exposure
+from service.servers.exposure import cannot_listen
 from service.servers.http_process import HttpProcess, http_beside
 from service.servers.lifetime import stop_signals, until_stopped
-from service.servers.processes import check_processes
 
 log = logging.getLogger(__name__)
 
@@ -282,34 +279,6 @@ def share(options: ServerOptions, member: int, port: int) -> ServerOptions:
     )  # fmt: skip
 
 
-def check(options: ServerOptions) -> None:
-    """Raises ConfigError for options that are invalid, or that several frontends cannot implement together."""
-    server_credentials(options)
-    if options.batch_dir is not None:
-        raise ConfigError(
-            f"batch_dir: batches need a server with one frontend process, and frontends is {options.frontends}; "
-            "use frontends 1"
-        )
-    if options.sizes_file is not None:
-        raise ConfigError(
-            f"sizes_file: only a server with one frontend process writes it, but frontends is {options.frontends}"
-        )
-    for name in ("max_queue", "max_tenant_calls", "max_tenant_requests"):
-        total = getattr(options, name)
-        if total is not None and total < options.frontends:
-            raise ConfigError(
-                f"{name}: {total} cannot be divided among {options.frontends} frontends; use at least "
-                f"{options.frontends}, or at most {total} frontends"
-            )
-    if options.api_keys is not None:
-        limited = [t.name for t in watch_keys(options.api_keys).current().values() if t.limits.limited]
-        if limited:
-            raise ConfigError(
-                f"api_keys: {limited[0]!r} has a rate limit, which each of {options.frontends} frontends would count "
-                "by itself; remove the rate limits, or use frontends 1"
-            )
-
-
 @contextlib.contextmanager
 def reserved_port(options: ServerOptions) -> Iterator[int]:
     """Binds the port for the frontends and keeps other servers off it while the context lasts; yields the port. Raises
@@ -339,9 +308,6 @@ def reserved_port(options: ServerOptions) -> Iterator[int]:
 
 async def serve_frontends(options: ServerOptions) -> int:
     """Runs until SIGTERM or SIGINT; prints the ready line once all frontends serve. Returns the exit code."""
-    check_exposure(options)
-    check_processes(options)
-    check(options)
     loop, stopping = asyncio.get_running_loop(), stop_signals()
     async with contextlib.AsyncExitStack() as ends:
         http = await ends.enter_async_context(http_beside(options))

@@ -11,12 +11,11 @@ from service.common.config import ServerOptions
 from service.engine.engine_client import SupervisedEngine
 from service.model.assets import ModelAssets
 from service.model.hub import fetched
-from service.servers.exposure import check_exposure
 from service.servers.frontends import serve_frontends
 from service.servers.http_process import http_beside
 from service.servers.lifetime import stop_signals, until_stopped
 from service.servers.limits import load_assets
-from service.servers.processes import check_processes
+from service.servers.preflight import check_options
 from service.servers.server import Server
 
 
@@ -39,8 +38,6 @@ async def serve(options: ServerOptions) -> int:
         engine = SupervisedEngine(options, log_level=options.log_level, on_change=on_change, on_give_up=on_give_up)
         return engine, assets
 
-    check_exposure(options)
-    check_processes(options)
     async with http_beside(options) as http:
         engine, assets = await loop.run_in_executor(None, build)
         try:
@@ -60,6 +57,7 @@ def run(options: ServerOptions) -> int:
     logging.basicConfig(
         level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    check_options(options)
     release_program_pages()
     options = fetched(options)
     if options.role == "encoder":

@@ -57,6 +57,7 @@ from service.servers.credentials import server_credentials
 from service.servers.exposure import channel_options, check_exposure, listen
 from service.servers.health import SetHealth, add_standard_services
 from service.servers.limits import byte_budget, door_limits, frontend_limits
+from service.servers.preflight import check_batches, gateway
 from service.telemetry.access_log import AccessLog
 from service.telemetry.metrics import make_metrics
 from service.telemetry.sizes import check_sizes_file, record_sizes
@@ -177,17 +178,14 @@ class Server:
         return [*(f"saccade.v1.{name}Service" for name in names), *others]
 
     def _add_gateway_service(self, server: grpc.aio.Server) -> str:
-        try:
-            from service.rpc import vllm_engine
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"vllm_engine: {error.name} is not installed: pip install smg-grpc-proto") from error
+        vllm_engine = gateway()
         servicer = vllm_engine.VllmEngineServicer(
             self.calls, self._model, self.frontend.assets.config.path, version=_version(),
             max_seqs=self.frontend.engine.info.max_seqs,
             ready=lambda: self.frontend.engine.alive and self._refusal() is None,
         )  # fmt: skip
         server.add_generic_rpc_handlers((servicer.handler(),))
-        return vllm_engine.SERVICE
+        return str(vllm_engine.SERVICE)
 
     def _open_spool(self, limits: MediaLimits) -> Spool:
         options = self.options
@@ -213,11 +211,7 @@ class Server:
 
     def _open_batches(self) -> BatchStore:
         options = self.options
-        if (options.batch_concurrency or 0) >= options.max_queue:
-            raise ConfigError(
-                f"batch_concurrency: {options.batch_concurrency} rows would leave live calls no place in a max_queue "
-                f"of {options.max_queue}; at most {options.max_queue - 1} would work"
-            )
+        check_batches(options)
         with self._folder("batch_dir") as folder:
             return BatchStore(
                 folder, options.batch_bytes, options.batch_ttl, tenant_capacity=options.batch_tenant_bytes

@@ -201,6 +201,13 @@ class _NoMetrics:
 
     def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
         """Raises ConfigError: metrics were asked for and prometheus-client is not installed."""
+        check_installed(port)
+        raise AssertionError("not reached: these metrics are only made without prometheus-client")
+
+
+def check_installed(port: int) -> None:
+    """Raises ConfigError: metrics were asked for on this port and prometheus-client is not installed."""
+    if not INSTALLED:
         raise ConfigError(f"metrics_port {port} needs prometheus-client, which is not installed")
 
 

@@ -12,6 +12,7 @@ more. Spans contain no prompts, answers or keys.
 
 from __future__ import annotations
 
+import importlib
 import re
 import time
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.common.config import ConfigError
+from service.common.option import check_addresses
 
 INSTALL = (
     "otlp_endpoint: spans need OpenTelemetry, which is not installed: "
@@ -49,20 +51,31 @@ def from_metadata(metadata: Mapping[str, str | bytes]) -> TraceContext | None:
     return TraceContext(trace, span, bool(int(flags, 16) & 1))
 
 
+def check_endpoint(endpoint: str) -> None:
+    """Raises ConfigError for an endpoint that is not HOST:PORT, with http:// or https:// or without, and where the
+    packages are missing."""
+    address = endpoint.removeprefix("https://").removeprefix("http://").rstrip("/")
+    check_addresses("otlp_endpoint", (address,))
+    for package in ("opentelemetry.sdk.trace.export", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise ConfigError(INSTALL) from error
+
+
 class Spans:
     """Sends spans in the background. `close` sends what is left."""
 
     def __init__(self, endpoint: str, *, version: str) -> None:
-        """`endpoint`: HOST:PORT of a collector; `https://HOST:PORT` speaks TLS. Raises ConfigError where the packages
-        are missing."""
-        try:
-            from opentelemetry import trace
-            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        except ImportError as error:
-            raise ConfigError(INSTALL) from error
+        """`endpoint`: HOST:PORT of a collector; `https://HOST:PORT` speaks TLS. Raises ConfigError as `check_endpoint`
+        does."""
+        check_endpoint(endpoint)
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
         self._trace = trace
         target = endpoint if "://" in endpoint else f"http://{endpoint}"
         resource = Resource.create({"service.name": "saccade", "service.version": version})

@@ -30,7 +30,8 @@ from saccade import errors
 from saccade.v1 import admin_pb2, inference_pb2
 from service.commands.cli import ServerProcess
 from service.common.config import ConfigError, ServerOptions
-from service.servers.frontends import Hub, check, reserved_port, share
+from service.servers.frontends import Hub, reserved_port, share
+from service.servers.preflight import check_options
 
 ROOT = Path(__file__).resolve().parents[2]
 FRONTENDS = 2
@@ -196,7 +197,7 @@ def test_options_that_several_frontends_cannot_implement(model: Path, tmp_path: 
     ]
     for values, words in cases:
         with pytest.raises(ConfigError, match=words):
-            check(ServerOptions(model=str(model), frontends=2, **values))
+            check_options(ServerOptions(model=str(model), frontends=2, **values))
     parts = [share(ServerOptions(model=str(model), frontends=3, metrics_port=9100), member, 1) for member in range(3)]
     assert [part.metrics_port for part in parts] == [9100, 9101, 9102]
     assert 3 * parts[0].max_queue <= ServerOptions().max_queue

@@ -1,0 +1,166 @@
+"""Checks of options that need no model, made before a model is downloaded or loaded: mistakes are known at once."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+from service.common.auth import watch_keys
+from service.common.config import ConfigError, ServerOptions
+from service.common.option import LAST_PORT
+from service.encoding.credentials import channel_credentials
+from service.http.file_store import locked
+from service.http.listen import bind, check_packages
+from service.media.fetch import make_fetcher
+from service.servers.credentials import server_credentials
+from service.servers.exposure import cannot_listen, check_exposure
+from service.servers.limits import frontend_limits
+from service.servers.processes import check_processes
+from service.telemetry.metrics import check_installed
+from service.telemetry.sizes import check_sizes_file
+from service.telemetry.tracing import check_endpoint
+
+
+def check_options(options: ServerOptions) -> None:
+    """Raises ConfigError for options with which no model could be served here: files, folders, ports and packages. What
+    it has checked may still change while the model is loaded, so the errors of later use remain."""
+    check_exposure(options)
+    check_processes(options)
+    server_credentials(options)
+    channel_credentials(options)
+    if _several(options):
+        check_frontends(options)
+    elif options.api_keys is not None:
+        watch_keys(options.api_keys)
+    check_sizes_file(options)
+    if options.role != "encoder":
+        make_fetcher(options, frontend_limits(options).media)
+        check_batches(options)
+        for option in ("media_dir", "batch_dir"):
+            _check_folder(options, option)
+        if options.vllm_engine:
+            gateway()
+        if options.otlp_endpoint is not None:
+            check_endpoint(options.otlp_endpoint)
+    if options.http_port is not None:
+        check_packages()
+        if options.http_file_dir is not None:
+            locked(Path(options.http_file_dir)).close()
+    _check_ports(options)
+
+
+def _several(options: ServerOptions) -> bool:
+    return options.frontends > 1 and options.role != "encoder"
+
+
+def check_frontends(options: ServerOptions) -> None:
+    """Raises ConfigError for options that several frontends cannot implement together."""
+    if options.batch_dir is not None:
+        raise ConfigError(
+            f"batch_dir: batches need a server with one frontend process, and frontends is {options.frontends}; "
+            "use frontends 1"
+        )
+    if options.sizes_file is not None:
+        raise ConfigError(
+            f"sizes_file: only a server with one frontend process writes it, but frontends is {options.frontends}"
+        )
+    for name in ("max_queue", "max_tenant_calls", "max_tenant_requests"):
+        total = getattr(options, name)
+        if total is not None and total < options.frontends:
+            raise ConfigError(
+                f"{name}: {total} cannot be divided among {options.frontends} frontends; use at least "
+                f"{options.frontends}, or at most {total} frontends"
+            )
+    if options.api_keys is not None:
+        limited = [t.name for t in watch_keys(options.api_keys).current().values() if t.limits.limited]
+        if limited:
+            raise ConfigError(
+                f"api_keys: {limited[0]!r} has a rate limit, which each of {options.frontends} frontends would count "
+                "by itself; remove the rate limits, or use frontends 1"
+            )
+
+
+def check_batches(options: ServerOptions) -> None:
+    """Raises ConfigError if batches could occupy the whole queue."""
+    if (options.batch_concurrency or 0) >= options.max_queue:
+        raise ConfigError(
+            f"batch_concurrency: {options.batch_concurrency} rows would leave live calls no place in a max_queue "
+            f"of {options.max_queue}; at most {options.max_queue - 1} would work"
+        )
+
+
+def gateway() -> ModuleType:
+    """The module of `vllm_engine`. Raises ConfigError if its package is not installed."""
+    try:
+        from service.rpc import vllm_engine
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"vllm_engine: {error.name} is not installed: pip install smg-grpc-proto") from error
+    return vllm_engine
+
+
+def _check_folder(options: ServerOptions, option: str) -> None:
+    """Creates the folder that an option names. Raises ConfigError if no file can be written in it."""
+    folder = getattr(options, option)
+    if folder is None:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{option}: {folder}: {error.strerror}") from None
+
+
+def _check_ports(options: ServerOptions) -> None:
+    """Raises ConfigError for a port that another program listens on, or that two options name. The ports are free again
+    on return."""
+    with contextlib.ExitStack() as held:
+        if options.http_port:
+            held.enter_context(bind(options, options.http_port))
+        if options.port and not _several(options):  # several frontends: `frontends.reserved_port`
+            try:
+                _hold(held, options.host, options.port)
+            except OSError:
+                raise cannot_listen(options) from None
+        if options.metrics_port is None:
+            return
+        check_installed(options.metrics_port)
+        last = options.metrics_port + (options.frontends - 1 if _several(options) else 0)
+        if last > LAST_PORT:
+            raise ConfigError(
+                f"metrics_port: {options.frontends} frontends need as many ports, {options.metrics_port} to {last}; "
+                f"the last port is {LAST_PORT}"
+            )
+        for port in range(options.metrics_port, last + 1) if options.metrics_port else ():
+            try:
+                _hold(held, options.metrics_host, port)
+            except OSError as error:
+                raise ConfigError(
+                    f"metrics_port: cannot listen on {options.metrics_host}:{port}: {error.strerror}"
+                ) from None
+
+
+def _hold(held: contextlib.ExitStack, host: str, port: int) -> None:
+    """Listens until `held` ends, on the addresses of the host that can be used, as gRPC does. Raises the last OSError
+    if there is none."""
+    failure: OSError | None = None
+    listening = False
+    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        listener = socket.socket(family, kind)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind(address)
+            listener.listen(1)
+        except OSError as error:
+            listener.close()
+            failure = error
+        else:
+            held.enter_context(listener)
+            listening = True
+    if failure is not None and not listening:
+        raise failure
