@@ -71,8 +71,8 @@ def _without_leap_seconds(schema: Any) -> Any:
         return schema
     made = {key: value if key in _DATA else _without_leap_seconds(value) for key, value in schema.items()}
     pattern = _SECONDS.get(made["format"]) if isinstance(made.get("format"), str) else None
-    if pattern is not None:
-        made["allOf"] = [*made.get("allOf", ()), {"pattern": pattern}]
+    if pattern is not None and isinstance(others := made.get("allOf", []), list):  # else the library refuses it
+        made["allOf"] = [*others, {"pattern": pattern}]
     return made
 
 

@@ -9,15 +9,17 @@ on.
 
 from __future__ import annotations
 
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from decoder.constraints import FULL, Mask
 from service.common.types import TextFormat
-from service.engine.grammar_sources import field_of, grammar_source
+from service.engine.grammar_sources import field_of, grammar_source, json_grammar
+from service.engine.schema_faults import SECONDS, located
 from service.engine.types import UnusableConstraint
 from service.model.token_bytes import ByteVocabulary
 
@@ -180,9 +182,11 @@ class Grammars:
         if not matcher.is_error():  # what comes first is the dearest, and an unusable grammar often fails there
             matcher.compute_bitmask()
             matcher.compute_ff_tokens()
+        took = time.thread_time() - started
         if matcher.is_error():
-            raise UnusableConstraint(_short(matcher.get_error()), field)
-        if (took := time.thread_time() - started) > COMPILE_SECONDS:
+            message = _short(matcher.get_error())
+            raise UnusableConstraint(message if took > SECONDS else located(format, message, _fault), field)
+        if took > COMPILE_SECONDS:
             raise UnusableConstraint(f"compiling took {took:.2g} s; at most {COMPILE_SECONDS} are given", field)
         return Grammar(matcher, field, self._placeholder)
 
@@ -205,6 +209,17 @@ class _Wrapper:
 def _cost(format: TextFormat) -> int:
     """An estimate of a matcher's bytes."""
     return 2**16 + 64 * len(format.source)
+
+
+def _fault(schema: Any) -> str:
+    """The message with which the library refuses a JSON schema; empty if it does not."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        source = json_grammar(json.dumps(schema))
+    except ValueError as error:
+        return _short(str(error))
+    return _short(LLMatcher.validate_grammar(source, limits=LLParserLimits(**LIMITS)))
 
 
 def _short(message: str) -> str:

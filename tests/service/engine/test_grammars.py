@@ -229,6 +229,56 @@ def test_what_cannot_be_served_is_refused(format: TextFormat, words: str, constr
         assert len(str(error.value)) < 400
 
 
+MANY = {f"p{i}": {"type": "string", "minLength": 2} for i in range(500)}
+WRONG = {"type": "strnig"}
+TREE = {"properties": {"next": {"$ref": "#/$defs/tree"}, "value": WRONG}}
+
+
+@pytest.mark.parametrize(
+    ("value", "pointer"),
+    [
+        (WRONG, "/type"),
+        ({"anyOf": 3}, "/anyOf"),
+        ({"required": "a"}, "/required"),
+        ({"properties": []}, "/properties"),
+        ({"properties": {"a": {"items": {"minLength": "x"}}}}, "/properties/a/items/minLength"),
+        ({"properties": {"b": {"not": {}}, "a": {}}}, "/properties/b/not"),
+        ({"properties": {"a": {"format": "nonsense"}}}, "/properties/a/format"),
+        ({"properties": {"a": {"uniqueItems": True, "contains": {}}}}, "/properties/a"),
+        ({"properties": {"a/b~c": WRONG}}, "/properties/a~1b~0c/type"),
+        ({"additionalProperties": {"prefixItems": {}}}, "/additionalProperties/prefixItems"),
+        ({"prefixItems": [{}, WRONG]}, "/prefixItems/1/type"),
+        ({"allOf": [{}, {"anyOf": [{"type": "integer"}, {"pattern": "("}]}]}, "/allOf/1/anyOf/1/pattern"),
+        ({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"items": WRONG}}}, "/$defs/x/items/type"),
+        ({"properties": {"a": {"$ref": "#/$defs/none"}}}, "/properties/a/$ref"),
+        ({"properties": {"a": {"$ref": "#/properties/b"}, "b": WRONG}}, "/properties/b/type"),
+        ({"$ref": "#/$defs/tree", "$defs": {"tree": TREE}}, "/$defs/tree/properties/value/type"),
+        ({"properties": {**MANY, "last": WRONG}}, "/properties/last/type"),
+        ({"properties": {"enum": WRONG}}, "/properties/enum/type"),
+        ({"properties": {"t": {"format": "time", "allOf": 3}}}, "/properties/t/allOf"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_error_says_where_in_the_schema_the_fault_is(value: Any, pointer: str, constraining: Constraining) -> None:
+    with pytest.raises(UnusableConstraint) as error:
+        begun(constraining, schema(value))
+    assert str(error.value).startswith("json_schema: ") and str(error.value).endswith(f", at {pointer}")
+
+
+def test_a_pointer_is_not_longer_than_a_message(constraining: Constraining) -> None:
+    with pytest.raises(UnusableConstraint, match="Invalid type: strnig, at /properties/xxx.*[.]{3}$") as error:
+        begun(constraining, schema({"properties": {"x" * 5000: WRONG}}))
+    assert len(str(error.value)) < 400
+
+
+def test_the_error_of_a_tags_schema_names_the_tag(constraining: Constraining) -> None:
+    contents = [("json_schema", "{}"), ("regex", "x"), ("json_schema", json.dumps({"items": WRONG}))]
+    tags = [{"begin": f"<{i}>", "kind": k, "content": c, "end": "</>"} for i, (k, c) in enumerate(contents)]
+    with pytest.raises(UnusableConstraint) as error:
+        begun(constraining, TextFormat("structural_tags", json.dumps({"tags": tags, "triggers": ["<"]})))
+    assert str(error.value) == "structural_tags: tags[2].json_schema: Invalid type: strnig, at /items/type"
+
+
 def chain(length: int) -> str:
     rules = [f"r{i}: r{i + 1}" for i in range(length)]
     return "\n".join(["start: r0", *rules, f'r{length}: "a"'])

@@ -186,3 +186,11 @@ def test_keywords_of_the_whole_object_are_refused_by_name(constraining: Constrai
     )
     assert "x-guidance" in refused(constraining, HERMES, {"x-guidance": {}})
     assert "cannot be named 'a>'" in refused(constraining, XML, {"properties": {"a>": {}}})
+
+
+def test_a_fault_in_a_schema_is_found_by_tool_and_place(constraining: Constraining) -> None:
+    good, bad = {"properties": {"a": {"type": "string"}}}, {"properties": {"a": {"items": {"type": "strnig"}}}}
+    tools = (Tool("one", "", good, strict=True), Tool("two", "", bad, strict=True))
+    with pytest.raises(UnusableConstraint) as error:
+        begun(constraining, HERMES, ToolUse(tools, "required"))
+    assert str(error.value) == "tools: tool 'two': Invalid type: strnig, at /properties/a/items/type"

@@ -1,0 +1,117 @@
+"""Where in a JSON schema the fault lies that the grammar compiler reports: its messages do not say.
+
+The schema's parts are compiled alone. If one of them has the same fault, the fault is within it. At the innermost such
+part, the faulty keyword is the one without which the message changes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from service.common.types import TextFormat
+
+SECONDS = 0.25
+"""Limit on the processor time of a search; after it, the part that has been found contains the fault."""
+MAX_POINTER = 150
+"""Largest number of characters of a pointer."""
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose values are schemas by name."""
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SINGLE = (
+    "items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames",
+    "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+_Path = tuple[str, ...]
+
+
+def pointer_of_fault(schema: Any, message: str, fault: Callable[[Any], str]) -> str:
+    """The JSON pointer (RFC 6901) to what `message` is about, or to a part that contains it; empty for the whole
+    schema. At most MAX_POINTER characters, shortened at the end.
+
+    `fault`: compiles a schema and returns the message of its fault, empty without one.
+    """
+    if not isinstance(schema, dict):
+        return ""
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    until = time.thread_time() + SECONDS
+
+    def same(part: Any) -> bool:
+        """Whether a part has the fault. Its references to shared parts mean the same as in the whole schema."""
+        if time.thread_time() > until:
+            return False
+        return fault(shared | part if isinstance(part, dict) else part) == message
+
+    path: _Path = ()
+    part: dict[str, Any] = schema
+    seen: set[_Path] = {path}
+    while (inner := _faulty(path, part, schema, seen, same)) is not None:
+        path, part = inner
+    keywords = [name for name in part if not same({key: value for key, value in part.items() if key != name})]
+    if len(keywords) == 1 and time.thread_time() <= until:
+        path = (*path, keywords[0])
+    pointer = "".join(f"/{name.replace('~', '~0').replace('/', '~1')}" for name in path)
+    return pointer if len(pointer) <= MAX_POINTER else f"{pointer[: MAX_POINTER - 3]}..."
+
+
+def _faulty(
+    path: _Path, part: Mapping[str, Any], schema: Any, seen: set[_Path], same: Callable[[Any], bool]
+) -> tuple[_Path, dict[str, Any]] | None:
+    """The first part directly within `part` that has the fault. `seen`: paths that were tried, extended; what refers to
+    one of them adds nothing."""
+    for inner_path, inner in _parts(path, part, schema):
+        if inner_path not in seen and isinstance(inner, dict) and _target(inner) not in seen:
+            seen.add(inner_path)
+            if same(inner):
+                return inner_path, inner
+    return None
+
+
+def _parts(path: _Path, part: Mapping[str, Any], schema: Any) -> Iterator[tuple[_Path, Any]]:
+    """The schemas within a schema, and the one that it refers to, with their paths."""
+    for name in _MAPS:
+        if isinstance(part.get(name), dict):
+            yield from (((*path, name, key), value) for key, value in part[name].items())
+    for name in _LISTS:
+        if isinstance(part.get(name), list):
+            yield from (((*path, name, str(i)), value) for i, value in enumerate(part[name]))
+    yield from (((*path, name), part[name]) for name in _SINGLE if name in part)
+    if (target := _target(part)) is not None:
+        found = schema
+        for name in target:
+            found = found.get(name) if isinstance(found, dict) else None
+        yield target, found
+
+
+def _target(part: Mapping[str, Any]) -> _Path | None:
+    """The path that a schema refers to."""
+    reference = part.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    return tuple(name.replace("~1", "/").replace("~0", "~") for name in reference[2:].split("/"))
+
+
+def located(format: TextFormat, message: str, fault: Callable[[Any], str]) -> str:
+    """`message` with the place that it is about, if it is the fault of one of the format's JSON schemas."""
+    for name, schema in _schemas(format):
+        if fault(schema) == message:
+            pointer = pointer_of_fault(schema, message, fault)
+            return f"{name}{message}{pointer and f', at {pointer}'}"
+    return message
+
+
+def _schemas(format: TextFormat) -> Iterator[tuple[str, Any]]:
+    """The schemas of a format, with the beginnings of messages about them."""
+    match format.kind:
+        case "json_schema":
+            yield "", json.loads(format.source)
+        case "structural_tags":
+            for i, tag in enumerate(json.loads(format.source)["tags"]):
+                if tag["kind"] == "json_schema":
+                    yield f"tags[{i}].json_schema: ", json.loads(tag["content"])
+        case "tool_calls":
+            for tool in json.loads(format.source)["tools"]:
+                if tool["schema"] is not None:
+                    yield f"tool {tool['name']!r}: ", tool["schema"]
