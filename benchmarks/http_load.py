@@ -33,12 +33,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gguf_model, machine, models
+from benchmarks import gguf_model, machine, models, record
 from benchmarks.http_load_plot import draw
 from service.commands.cli import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 FOLDER = Path("~/.cache/saccade/benchmarks").expanduser()
 VLLM = Path("~/.cache/saccade/peers/vllm").expanduser()
 LLAMA = Path("~/.cache/saccade/peers/llamacpp").expanduser()
@@ -188,7 +187,7 @@ def row(cell: dict[str, Any]) -> str:
 
 def write(cells: Sequence[dict[str, Any]], command: str) -> Path:
     """Merges the cells into today's file."""
-    path = RESULTS / f"{datetime.date.today():%Y-%m-%d}-http-load.json"
+    path = record.path_of("http-load")
     result: dict[str, Any] = {"date": f"{datetime.date.today()}", "machine": machine.describe(), "cells": []}
     if path.exists():
         result = json.loads(path.read_text())
@@ -197,8 +196,7 @@ def write(cells: Sequence[dict[str, Any]], command: str) -> Path:
     added = [{**c, "command": command} for c in cells]
     order = {"text": 0, "images": 1}
     result["cells"] = sorted(kept + added, key=lambda c: (order[c["kind"]], float(c["rate"]), SIDES.index(c["side"])))
-    RESULTS.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    record.write_result("http-load", result)
     draw(result, path.with_suffix(".png"))
     return path
 
