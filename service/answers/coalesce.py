@@ -10,7 +10,7 @@ from dataclasses import replace
 from service.common.types import Delta, Event, Finished
 
 
-class _Held:
+class _Sample:
     """Deltas of one sample that have not been sent yet."""
 
     def __init__(self) -> None:
@@ -39,6 +39,32 @@ class _Held:
         return [merged]
 
 
+class _Held:
+    """The deltas of all samples that have not been sent yet."""
+
+    def __init__(self, chunk_tokens: int | None) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._samples: dict[int, _Sample] = {}
+
+    def __bool__(self) -> bool:
+        return any(sample.deltas for sample in self._samples.values())
+
+    def add(self, event: Event) -> list[Event]:
+        """What is to be sent now that the event has come."""
+        if isinstance(event, Delta):
+            sample = self._samples.setdefault(event.index, _Sample())
+            sample.deltas.append(event)
+            complete = self._chunk_tokens is not None and sample.tokens >= self._chunk_tokens
+            return [*sample.take()] if complete else []
+        if isinstance(event, Finished) and event.index in self._samples:
+            return [*self._samples[event.index].take(), event]
+        return [event]
+
+    def take(self) -> list[Delta]:
+        """All held deltas, one for each sample that has any."""
+        return [delta for sample in self._samples.values() for delta in sample.take()]
+
+
 async def coalesce(
     events: AsyncGenerator[Event, None], *, chunk_tokens: int | None, max_delay: float | None
 ) -> AsyncGenerator[Event, None]:
@@ -47,22 +73,10 @@ async def coalesce(
     Held deltas are sent before the end of their sample, and before an error. Without `chunk_tokens`, only the delay
     ends a chunk."""
     queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
-
-    async def pump() -> None:
-        # In a task, because a timeout around `anext` would cancel the generator in the middle of a step.
-        try:
-            async with contextlib.aclosing(events):
-                async for event in events:
-                    queue.put_nowait(event)
-        except Exception as error:
-            queue.put_nowait(error)
-        else:
-            queue.put_nowait(None)
-
-    held: dict[int, _Held] = {}
-    due: float | None = None
+    held, due = _Held(chunk_tokens), None
     loop = asyncio.get_running_loop()
-    task = loop.create_task(pump())
+    # In a task, because a timeout around `anext` would cancel the generator in the middle of a step.
+    task = loop.create_task(_pump(events, queue))
     try:
         while True:
             try:
@@ -70,34 +84,34 @@ async def coalesce(
                     event = await queue.get()
             except TimeoutError:
                 due = None
-                for sample in held.values():
-                    for delta in sample.take():
-                        yield delta
+                for delta in held.take():
+                    yield delta
                 continue
             if event is None or isinstance(event, BaseException):
-                for sample in held.values():
-                    for delta in sample.take():
-                        yield delta
+                for delta in held.take():
+                    yield delta
                 if event is not None:
                     raise event
                 return
-            if isinstance(event, Delta):
-                sample = held.setdefault(event.index, _Held())
-                sample.deltas.append(event)
-                if chunk_tokens is None or sample.tokens < chunk_tokens:
-                    if due is None and max_delay is not None:
-                        due = loop.time() + max_delay
-                    continue
-                for delta in sample.take():
-                    yield delta
-            else:
-                if isinstance(event, Finished) and event.index in held:
-                    for delta in held[event.index].take():
-                        yield delta
-                yield event
-            if not any(sample.deltas for sample in held.values()):
+            for ready in held.add(event):
+                yield ready
+            if not held:
                 due = None
+            elif due is None and max_delay is not None:
+                due = loop.time() + max_delay
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+
+
+async def _pump(events: AsyncGenerator[Event, None], queue: asyncio.Queue[Event | BaseException | None]) -> None:
+    """Moves the events to the queue; then the error with which they end, or None."""
+    try:
+        async with contextlib.aclosing(events):
+            async for event in events:
+                queue.put_nowait(event)
+    except Exception as error:
+        queue.put_nowait(error)
+    else:
+        queue.put_nowait(None)
