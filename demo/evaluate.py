@@ -26,7 +26,7 @@ from PIL import Image
 
 import saccade
 from decoder.config import ACTIVATION_KINDS, WEIGHT_KINDS
-from demo import data
+from demo import data, world
 from demo.json_questions import JSON_KINDS, json_example
 from demo.tool_questions import TOOL_KINDS, tool_question
 from service.commands.cli import ServerProcess
@@ -42,7 +42,7 @@ CHANCE_MARGIN = 0.12
 class Question:
     """One question as it is asked."""
 
-    turn: data.Turn
+    turn: world.Turn
     images: tuple[Image.Image, ...]
 
 
@@ -116,7 +116,7 @@ def evaluate(address: str, questions: int, controls: int, concurrency: int) -> d
             marks = list(pool.map(right, asked))
             return sum(marks) / len(marks), marks
 
-        for kind in data.KINDS:
+        for kind in world.KINDS:
             asked = held_out(kind, questions)
             score, marks = share(asked)
             novel = [mark for mark, question in zip(marks, asked, strict=True) if question.turn.novel]
@@ -166,7 +166,7 @@ def evaluate_json(address: str, questions: int, concurrency: int) -> dict[str, J
     scores = {}
     with saccade.Client(address) as client, ThreadPoolExecutor(concurrency) as pool:
 
-        def answers(example: data.Example) -> tuple[Any, Any, Any]:
+        def answers(example: world.Example) -> tuple[Any, Any, Any]:
             (turn,) = example.turns
             expected = json.loads(turn.answer)
             images = [picture.image for picture in example.pictures]
@@ -192,7 +192,7 @@ def evaluate_tools(address: str, questions: int, concurrency: int) -> dict[str, 
     included."""
     with saccade.Client(address) as client, ThreadPoolExecutor(concurrency) as pool:
 
-        def right(example: data.Example) -> bool:
+        def right(example: world.Example) -> bool:
             turn, images = example.turns[0], [picture.image for picture in example.pictures]
             answer = client.generate(
                 turn.question, images=images, temperature=0, max_tokens=2 * MAX_TOKENS,

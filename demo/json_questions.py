@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from demo import data
-from demo.data import Example, Picture, Thing, Turn
+from demo import data, questions
+from demo.world import Example, Picture, Thing, Turn
 
 JSON_KINDS = ("json_thing", "json_count", "json_picture", "json_number", "json_pair")
 
@@ -157,7 +157,7 @@ def _thing_turn(rng: random.Random, picture: Picture) -> Turn:
         question = rng.choice((f"Describe {described} as JSON{{}}.", f"Describe {described} in JSON{{}}."))
         fields: list[Field] = [(key, value_of(thing, attribute), (thing,)) for key, attribute in keys.items()]
         return turn_of("json_thing", question.format(_with(rng, list(keys))), object_parts(fields, True))
-    plain = _plain(lambda: data.ASK_SCENE[rng.choice(tuple(DEFAULTS))](rng, picture))
+    plain = _plain(lambda: questions.ASK_SCENE[rng.choice(tuple(DEFAULTS))](rng, picture))
     things = plain.about or None
     style = rng.random()
     named = style < 0.1 or style >= 0.3
@@ -179,7 +179,7 @@ def _thing_turn(rng: random.Random, picture: Picture) -> Turn:
 
 
 def _count_turn(rng: random.Random, picture: Picture) -> Turn:
-    plain = _plain(lambda: data.ASK_SCENE["count"](rng, picture))
+    plain = _plain(lambda: questions.ASK_SCENE["count"](rng, picture))
     key = rng.choice((*COUNT_KEYS, "answer"))
     named = rng.random() < 0.7
     parts = object_parts([(key if named else "count", int(plain.answer), plain.about)], named)
@@ -204,7 +204,7 @@ def _picture_turn(rng: random.Random, picture: Picture) -> Turn:
         objects += object_parts([(key, value_of(thing, of), (thing,)) for key, of in keys.items()], named)
     objects.append(("]", None))
     if not named:
-        question = _request(rng, _plain(lambda: data.ASK_SCENE["caption"](rng, picture)).question, [])
+        question = _request(rng, _plain(lambda: questions.ASK_SCENE["caption"](rng, picture)).question, [])
         if rng.random() < 0.5:
             question = rng.choice(("Describe the picture as JSON.", "Describe the picture in JSON."))
         return turn_of("json_picture", question, [('{"shapes": ', None), *objects, ("}", None)])
@@ -269,18 +269,18 @@ def _keyed(rng: random.Random, plain: Turn, default: str, keys: Sequence[str], v
 
 def _number_turn(rng: random.Random, picture: Picture) -> Turn:
     if picture.handwritten:
-        plain = _plain(lambda: data.ask_handwritten(rng, picture))
+        plain = _plain(lambda: questions.ask_handwritten(rng, picture))
         return _keyed(rng, plain, "digit", ("digit", "number", "answer"), _digits(picture.things))
-    plain = _plain(lambda: data.ask_number(rng, picture))
+    plain = _plain(lambda: questions.ask_number(rng, picture))
     return _keyed(rng, plain, "number", ("number", "value", "answer"), _digits(picture.things))
 
 
 def _pair_turn(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
     number = pictures[0].things[0].place is None
     if not number and rng.random() < 0.5:
-        plain = _plain(lambda: data.ask_pair_same(rng, pictures))
+        plain = _plain(lambda: questions.ask_pair_same(rng, pictures))
         return _keyed(rng, plain, "same", ("same", "answer"), [(json.dumps(plain.answer == "yes"), tuple(plain.about))])
-    plain = _plain(lambda: data.ask_pair_what(rng, pictures))
+    plain = _plain(lambda: questions.ask_pair_what(rng, pictures))
     if number:
         return _keyed(rng, plain, "number", ("number", "value", "answer"), _digits(plain.about))
     thing = plain.about[0]
@@ -309,7 +309,7 @@ def json_turn(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
         return _pair_turn(rng, pictures)
     if pictures[0].things[0].place is None:
         return _number_turn(rng, pictures[0])
-    whole = 0.3 if len(pictures[0].things) <= data.CAPTION_LIMIT else 0.0
+    whole = 0.3 if len(pictures[0].things) <= questions.CAPTION_LIMIT else 0.0
     kind = rng.choices(("json_thing", "json_count", "json_picture"), (0.5, 0.2, whole))[0]
     return ASK[kind](rng, pictures)
 

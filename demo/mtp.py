@@ -30,7 +30,11 @@ from torch import Tensor, nn
 from transformers import NemotronH_Omni_Reasoning_V3, NemotronHConfig
 
 from demo import data, fast
-from demo.train import ADAM_RATE, IGNORE, MUON_RATE, Batch, Generator, Muon, Renderer, Trainee, keep_freed_memory
+from demo.batches import Generator
+from demo.conversations import IGNORE, Batch, Renderer
+from demo.optimiser import ADAM_RATE, MUON_RATE, Muon
+from demo.train import keep_freed_memory
+from demo.trainee import Trainee
 
 log = logging.getLogger("demo.mtp")
 

@@ -17,7 +17,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 from transformers import NemotronH_Omni_Reasoning_V3
 
-from demo import data
+from demo import data, world
 from demo.architecture import PATCH, patch_grid, pixel_values
 from demo.evaluate import schema_of
 from demo.json_questions import ATTRIBUTES, value_of
@@ -60,10 +60,10 @@ def _patches(image: Image.Image, grid: tuple[int, int]) -> torch.Tensor:
     return pixels.permute(1, 3, 0, 2, 4).reshape(grid[0] * grid[1], -1)
 
 
-def held_out_example(name: str, seed: int) -> data.Example:
+def held_out_example(name: str, seed: int) -> world.Example:
     """Candidate number `seed` for the picture called `name`."""
     rng = random.Random(f"showcase {name} {seed}")
-    kinds: dict[str, Callable[[], data.Example]] = {
+    kinds: dict[str, Callable[[], world.Example]] = {
         "shapes": lambda: _with_json(data.scene_example(rng, 4, kind="caption", held_out=True)),
         "wide": lambda: data.scene_example(rng, 2, kind="where", held_out=True),
         "number": lambda: data.glyph_example(rng, kind="number"),
@@ -74,14 +74,14 @@ def held_out_example(name: str, seed: int) -> data.Example:
     return kinds[name]()
 
 
-def _with_json(example: data.Example) -> data.Example:
+def _with_json(example: world.Example) -> world.Example:
     """`example` with a question for JSON in place of its last one."""
     shapes = [{key: value_of(thing, key) for key in ATTRIBUTES} for thing in example.pictures[0].things]
-    turn = data.Turn("json_picture", "Describe the picture in JSON.", json.dumps({"shapes": shapes}))
-    return data.Example(example.pictures, (*example.turns[:-1], turn))
+    turn = world.Turn("json_picture", "Describe the picture in JSON.", json.dumps({"shapes": shapes}))
+    return world.Example(example.pictures, (*example.turns[:-1], turn))
 
 
-def _suits(name: str, example: data.Example) -> bool:
+def _suits(name: str, example: world.Example) -> bool:
     """True if `example` shows what the picture called `name` is meant to show."""
     image = example.pictures[0].image
     things = example.pictures[0].things

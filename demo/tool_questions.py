@@ -8,10 +8,11 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from demo import data
-from demo.data import Example, Picture, Sizes, Thing, Turn
+from demo import data, questions, world
+from demo.data import Sizes
 from demo.json_questions import Copied, Part, keys_for, reference, some_attributes, turn_of, value_of
 from demo.tokenizer import render_call, render_response
+from demo.world import Example, Picture, Thing, Turn
 
 TOOL_KINDS = ("tool_thing", "tool_all", "tool_number", "tool_count", "tool_none")
 
@@ -63,7 +64,7 @@ class Tool:
             if described:
                 properties[key]["description"] = f"The {attribute} of the {self.noun}."
             if attribute in ("color", "shape") and rng.random() < 0.1:
-                properties[key]["enum"] = list(data.COLOURS if attribute == "color" else data.SHAPES)
+                properties[key]["enum"] = list(world.COLOURS if attribute == "color" else world.SHAPES)
         tool: dict[str, Any] = {"name": self.name}
         if rng.random() < 0.7:
             text = rng.choice(DESCRIPTIONS)
@@ -132,9 +133,9 @@ def _number_turn(rng: random.Random, tool: Tool, picture: Picture) -> Turn:
 
 def _count_turn(rng: random.Random, tool: Tool, picture: Picture) -> Turn:
     """A call with the answer to a question how many there are."""
-    plain = data.ASK_SCENE["count"](rng, picture)
+    plain = questions.ASK_SCENE["count"](rng, picture)
     while not plain.question.startswith("How many") or "sentence" in plain.question:
-        plain = data.ASK_SCENE["count"](rng, picture)
+        plain = questions.ASK_SCENE["count"](rng, picture)
     counted = plain.question.removeprefix("How many ").removesuffix("?")
     counted = counted.removesuffix(" are there").removesuffix(" do you see")
     what = rng.choice((f"how many {counted} there are", f"the number of {counted}"))
@@ -153,7 +154,7 @@ def _turn(rng: random.Random, kind: str, picture: Picture) -> tuple[Turn, list[d
             return Turn(kind, f"{rng.choice(VERBS).capitalize()} {described}.", NO_TOOL), tools
         if rng.random() < 0.6:
             tools = [_tool(rng, "number" if number else rng.choice(("thing", "count"))).definition(rng)]
-        return data.any_question(rng, picture), tools
+        return questions.any_question(rng, picture), tools
     if kind == "tool_number":
         tool = _tool(rng, "number")
         turn = _number_turn(rng, tool, picture)

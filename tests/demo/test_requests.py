@@ -14,6 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from demo import data, json_questions, tool_questions
+from demo.conversations import Renderer
 from demo.json_questions import JSON_KINDS, json_example
 from demo.tokenizer import (
     CHAT_TEMPLATE,
@@ -26,7 +27,6 @@ from demo.tokenizer import (
     train_tokenizer,
 )
 from demo.tool_questions import TOOL_KINDS, tool_example, tool_question
-from demo.train import Renderer
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 IMAGE = {"type": "image"}
