@@ -1,0 +1,65 @@
+"""Options of the HTTP server, beside the gRPC server and alone: field, default, unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from service.common.option import LAST_PORT, ConfigError, check_addresses
+from service.common.option import option as _option
+
+
+@dataclass(frozen=True)
+class HttpOptions:
+    """The HTTP server in front of gRPC, and what it limits by itself."""
+
+    http_port: int | None = _option(
+        None, "port of the OpenAI-compatible HTTP server and its playground; 0: any free port; unset: 8000 for "
+        "`saccade http`, no HTTP server for `saccade serve`", minimum=0, maximum=LAST_PORT,
+    )  # fmt: skip
+    http_host: str = _option("127.0.0.1", "address of the HTTP server; the same rules as for host")
+    http_max_connections: int = _option(2048, "connections to the HTTP server at a time", minimum=1)
+    http_max_header_bytes: int = _option(64 * 2**10, "bytes of a request's line and headers", minimum=1024, size=True)
+    http_header_timeout: float = _option(
+        20.0, "seconds that the line and headers of a request may take to arrive", minimum=0.001
+    )
+    http_file_bytes: int = _option(
+        2**30, "bytes of files that are uploaded over HTTP for batches", minimum=0, size=True
+    )
+    http_file_dir: str | None = _option(
+        None, "folder of these files, which then survive a restart; only for one HTTP server; unset: a temporary one"
+    )
+    http_cors_origins: tuple[str, ...] = _option(
+        (), "origins whose pages may call the HTTP server, such as https://app.example.org; unset: none"
+    )
+
+
+@dataclass(frozen=True)
+class HttpFrontOptions(HttpOptions):
+    """All options of `saccade http`, a process of its own that is a client of gRPC servers."""
+
+    servers: tuple[str, ...] = _option(("127.0.0.1:50051",), "HOST:PORT of the gRPC servers, separated by commas")
+    servers_ca: str | None = _option(
+        None, "PEM file of the CA that signed the certificates of the gRPC servers; unset: no TLS"
+    )
+    servers_cert: str | None = _option(
+        None, "PEM file of the certificate that the HTTP server presents to gRPC servers"
+    )
+    servers_cert_key: str | None = _option(None, "PEM file of the private key of servers_cert")
+    insecure: bool = _option(False, "allow an address that other machines can reach without TLS")
+    tls_cert: str | None = _option(None, "PEM file of the certificate chain; read again when it changes")
+    tls_key: str | None = _option(None, "PEM file of the private key of tls_cert, not encrypted")
+    tls_client_ca: str | None = _option(None, "PEM file of the CA that must have signed the certificates of clients")
+    max_message_bytes: int = _option(96 * 2**20, "largest request body", minimum=1024, size=True)
+    max_inflight_bytes: int = _option(
+        512 * 2**20, "bytes of the request bodies of all calls in progress", minimum=1024, size=True
+    )
+    receive_timeout: float = _option(120.0, "seconds that the body of a request may take to arrive", minimum=0.001)
+    default_timeout: float = _option(600.0, "seconds that a call without a deadline may take", minimum=0.001)
+    stall_timeout: float = _option(60.0, "seconds that a client may pause while it reads a stream", minimum=0.001)
+    grace: float = _option(30.0, "seconds that running calls get after SIGTERM", minimum=0)
+    log_level: str = _option("info", "what is logged to stderr", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        if not self.servers:
+            raise ConfigError("servers: the HTTP server needs the address of a gRPC server, such as 10.0.0.5:50051")
+        check_addresses("servers", self.servers, targets=True)
