@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import time
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -125,7 +125,14 @@ def test_shared_memory_that_is_full_is_one_images_error(options: EngineOptions) 
     assert vision is not None
     handoff = Handoff(1 << 20, vision.text_hidden_size, torch.float32)
     pool = encoder_process(options, vision, handoff)
-    handoff.on_change = pool.wake
+    changed = threading.Condition()
+
+    def on_change() -> None:
+        pool.wake()
+        with changed:
+            changed.notify_all()
+
+    handoff.on_change = on_change
     pool.start(lambda error: None)
 
     def lease(number: int, columns: int) -> Any:
@@ -133,8 +140,8 @@ def test_shared_memory_that_is_full_is_one_images_error(options: EngineOptions) 
         return handoff.lease(bytes([number]), image, f"r{number}")
 
     def settle(*leases: Any) -> None:
-        while not all(entry.ready or entry.error for entry in leases):
-            time.sleep(0.001)
+        with changed:
+            assert changed.wait_for(lambda: all(entry.ready or entry.error for entry in leases), 60)
 
     large = (1 << 16) // (vision.patch_dim * 4) // 2 * 2  # columns of an image that takes the whole bound
     with largest_file(1 << 16):

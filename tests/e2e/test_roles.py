@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -225,7 +226,8 @@ class Pool:
         self.vision = vision
         self.handoff = Handoff(capacity, vision.text_hidden_size, torch.float32)
         self.encoders: EncoderPool = connect_encoders(values, checkpoint, vision, self.handoff)
-        self.handoff.on_change = self.encoders.wake
+        self._changed = threading.Condition()
+        self.handoff.on_change = self._on_change
         self.fatal: list[BaseException] = []
         self.encoders.start(self.fatal.append)
 
@@ -237,10 +239,15 @@ class Pool:
         generator = torch.Generator().manual_seed(number)
         return EncoderItem((2, 4), torch.randn(8, self.vision.patch_dim, generator=generator))
 
-    @staticmethod
-    def settled(leases: list[Lease]) -> None:
-        while not all(lease.ready or lease.error for lease in leases):
-            time.sleep(0.001)
+    def _on_change(self) -> None:
+        self.encoders.wake()
+        with self._changed:
+            self._changed.notify_all()
+
+    def settled(self, leases: list[Lease]) -> None:
+        """Waits until each image is encoded or has an error."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: all(lease.ready or lease.error for lease in leases), 60)
 
     def __enter__(self) -> Pool:
         return self
@@ -336,7 +343,8 @@ def test_two_decoders_share_an_encoding(model: Path, near: RunningEncoder) -> No
     before = near.thread.encoder.stats()["images"]
     with Pool(model, near) as one, Pool(model, near) as two:
         leases = [pool.lease(77, pool.image(77)) for pool in (one, two)]
-        Pool.settled(leases)
+        for pool, lease in zip((one, two), leases, strict=True):
+            pool.settled([lease])
         assert torch.equal(leases[0].rows(), leases[1].rows())
         for lease in leases:
             lease.release()

@@ -393,15 +393,22 @@ def certificate_rotated(model: str, folder: Path, rotations: int) -> Numbers:
             os.replace(scratch, target)
 
     install("first")
-    over, calls = threading.Event(), Counter[str]()
+    over, calls, called = threading.Event(), Counter[str](), threading.Condition()
     tls = saccade.TLSConfig(ca=authority.certificate)
     with RunningServer(model, max_seqs=4, max_len=300, tls_cert=str(certificate), tls_key=str(key)) as server:
 
         def visit() -> None:
             while not over.is_set():
-                with saccade.Client(server.address, tls=tls, max_retries=0) as client:
-                    client.generate("x", max_tokens=2)
+                try:
+                    with saccade.Client(server.address, tls=tls, max_retries=0) as client:
+                        client.generate("x", max_tokens=2)
                     calls["OK"] += 1
+                except BaseException:
+                    over.set()
+                    raise
+                finally:
+                    with called:
+                        called.notify_all()
 
         with saccade.Client(server.address, tls=tls, max_retries=0) as old, ThreadPoolExecutor(4) as pool:
             stream = old.stream("x", max_tokens=250, ignore_eos=True)
@@ -411,8 +418,8 @@ def certificate_rotated(model: str, folder: Path, rotations: int) -> Numbers:
                 for i in range(rotations):
                     seen = calls["OK"]
                     install(f"next{i}")
-                    while calls["OK"] < seen + 8 and not any(v.done() for v in visitors):
-                        time.sleep(0.001)
+                    with called:
+                        assert called.wait_for(lambda seen=seen: over.is_set() or calls["OK"] >= seen + 8, 120)
             finally:
                 over.set()
             for visitor in visitors:

@@ -279,9 +279,13 @@ class Keeper(FakeEngine):
     def __init__(self) -> None:
         super().__init__(vocabulary=64)
         self.pixels: list[weakref.ref[torch.Tensor]] = []
+        self.gone = threading.Semaphore(0)
+        """Released for each tensor that is freed."""
 
     def submit(self, request: EngineRequest) -> None:
-        self.pixels += [weakref.ref(image.encoder_item.patches) for image in request.images]
+        self.pixels += [
+            weakref.ref(image.encoder_item.patches, lambda _: self.gone.release()) for image in request.images
+        ]
         if request.embed is None:
             super().submit(replace(request, images=()))
         else:
@@ -308,7 +312,7 @@ def test_pixels_do_not_live_for_as_long_as_their_answer(assets: ModelAssets) -> 
             seen.append(event)
             assert len(engine.pixels) == 2
             while any(pixels() is not None for pixels in engine.pixels):  # a thread may be about to let go of them
-                await asyncio.sleep(0.001)
+                assert await asyncio.to_thread(engine.gone.acquire, timeout=60)
         assert isinstance(seen[-1], Finished) and seen[-1].usage.image_tokens > 0 < seen[-1].usage.video_tokens
 
     with without_collections():
