@@ -21,7 +21,6 @@ nothing.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import sys
@@ -36,6 +35,7 @@ from benchmarks.gpu_kernels import part_kernels
 from benchmarks.gpu_runners import part_runners
 from benchmarks.gpu_service import part_service
 from benchmarks.gpu_setting import Record, Setting, measure_ceilings
+from benchmarks.record import path_of
 
 PARTS: dict[str, Callable[[Setting, dict[str, float], Record], None]] = {
     "ceilings": lambda setting, ceilings, record: None,
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "benchmark": f"gpu-{name}", "scale": arguments.scale, "machine": machine.describe() | machine.gpu(),
             "ceilings": ceilings,
         }  # fmt: skip
-        path = arguments.out / f"{datetime.date.today():%Y-%m-%d}-gpu-{name}.json"
+        path = arguments.out / path_of(f"gpu-{name}").name
         record = Record(path, head, arguments.seconds)
         try:
             PARTS[name](setting, ceilings, record)

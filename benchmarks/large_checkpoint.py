@@ -12,7 +12,6 @@ the answer to an image through gRPC. `--experts`: fewer experts make a small che
 from __future__ import annotations
 
 import argparse
-import datetime
 import io
 import json
 import math
@@ -26,12 +25,12 @@ import numpy as np
 import saccade
 from benchmarks import machine
 from benchmarks.random_weights import Piece, plain, write_shards
+from benchmarks.record import write_result
 from decoder.layers.descriptions import Experts
 from service.commands.cli import ServerProcess
 from service.model.checkpoint import Checkpoint
 from service.model.modelconfig import ModelConfig, load_config
 
-RESULTS = Path(__file__).resolve().parent / "results"
 PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 TEXT: dict[str, Any] = {
     "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 2688, "num_attention_heads": 32,
@@ -235,9 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{found['tokens_s']:.1f} tokens/s; {read / 1e9:.2f} GB a token allow {floor:.1f}; an image of "
           f"{found['image_prompt_tokens']} tokens answered in {found['image_seconds']:.1f} s")  # fmt: skip
     if arguments.write:
-        file = RESULTS / f"{datetime.date.today()}-large-checkpoint.json"
-        file.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {file}")
+        print(f"written to {write_result('large-checkpoint', result)}")
     print(json.dumps(result))
     return 0
 

@@ -9,7 +9,6 @@ does). The two alternate, so that both run under the same conditions. The last l
 from __future__ import annotations
 
 import argparse
-import datetime
 import io
 import itertools
 import json
@@ -18,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,7 @@ import torch
 from PIL import Image
 
 from benchmarks import machine
+from benchmarks.record import write_result
 from encoder.stopwatch import Stopwatch
 from families import VisionSpec
 from families.nemotron_h_omni.vision import RadioVision
@@ -34,7 +33,6 @@ from service.media.image_pool import ImagePool
 from service.media.images import MediaLimits
 from service.media.patches import LocalDecoder, Patcher
 
-RESULTS = Path(__file__).resolve().parent / "results"
 SIZES = ((64, 64), (224, 224), (512, 512), (1080, 1920), (2526, 1786), (3024, 4032))
 RULES: dict[str, VisionSpec] = {
     "nemotron_h_omni": RadioVision(),
@@ -137,9 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": measure(config, "bfloat16", arguments.seconds),
     }
     if arguments.write:
-        path = RESULTS / f"{datetime.date.today()}-preprocess-{arguments.family}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        print(path, file=sys.stderr)
+        print(write_result(f"preprocess-{arguments.family}", result), file=sys.stderr)
     print(json.dumps(result))
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,11 @@ def test_prompts_of_another_length_come_fewer_at_a_time(tmp_path: Path) -> None:
         loads, _ = workloads(subject, tmp_path, only, (1, 8), 4, length)
         assert {len(prompt) for load in loads for prompt in load.prompts} == {length}
         assert {len(load.prompts) for load in loads if load.name.startswith("prefill")} == counts
+
+
+def test_results_are_written_in_one_place() -> None:
+    """The name of a result's file has its date; nothing else in benchmarks/ makes such a name."""
+    files = sorted(Path(large_checkpoint.__file__).parent.glob("*.py"))
+    assert [file.name for file in files if re.search(r"date\.today\(\)(:%Y-%m-%d)?\}-", file.read_text("utf-8"))] == [
+        "record.py"
+    ]
