@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import re
@@ -37,9 +38,13 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 T = TypeVar("T", bound="EngineOptions | HttpFrontOptions")
 
 
+# Evaluates the annotations of all fields, which takes milliseconds, and every field is asked about several times.
+_type_hints = functools.cache(typing.get_type_hints)
+
+
 def option_type(options: type, name: str) -> Any:
     """The type of a field without None: `int | None` -> int."""
-    hint = typing.get_type_hints(options)[name]
+    hint = _type_hints(options)[name]
     if isinstance(hint, types.UnionType):
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
     return hint

@@ -27,7 +27,7 @@ def model(tiny: TinyCheckpoint) -> Path:
 
 @pytest.fixture(scope="session")
 def server(model: Path) -> Iterator[RunningServer]:
-    with RunningServer(str(model), image_workers=2, **LIMITS) as running:
+    with RunningServer(str(model), image_workers=2, engine_process=True, **LIMITS) as running:
         yield running
 
 

@@ -60,7 +60,7 @@ def largest_file(size: int, pid: int = 0) -> Iterator[None]:
 
 def test_same_answers_and_a_kill_over_an_image(model: Path, client: saccade.Client) -> None:
     shared = sorted(os.listdir("/dev/shm"))
-    running = RunningServer(str(model), **OPTIONS, image_workers=1)
+    running = RunningServer(str(model), engine_process=True, **OPTIONS, image_workers=1)
     with running, saccade.Client(running.address, max_retries=0) as apart:
         assert [ask(apart, n) for n in (700, 701, 700)] == [ask(client, n) for n in (700, 701, 700)]
         assert file_bytes(encoder_of(running)) < 0.6 * file_bytes_after_import("service.engine.build")
@@ -93,7 +93,10 @@ def no_shared_memory_for_a_request(client: saccade.Client, running: RunningServe
 
 def test_late_and_awake_again_and_late_for_good(model: Path, client: saccade.Client) -> None:
     """Requests that wait meanwhile are told to retry, and do; a process that does not resume is replaced."""
-    with RunningServer(str(model), **OPTIONS, encoder_lease=1.0) as running, ThreadPoolExecutor(1) as pool:
+    with (
+        RunningServer(str(model), engine_process=True, **OPTIONS, encoder_lease=1.0) as running,
+        ThreadPoolExecutor(1) as pool,
+    ):
         with saccade.Client(running.address, max_retries=100) as apart:
             sleeping = encoder_of(running)
             os.kill(sleeping, signal.SIGSTOP)

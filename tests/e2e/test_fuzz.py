@@ -21,7 +21,7 @@ from service.rpc.kserve_tensors import INPUTS
 
 @pytest.fixture(scope="module")
 def small(model: Path) -> Iterator[RunningServer]:
-    with RunningServer(str(model), max_seqs=8, max_len=96) as running:
+    with RunningServer(str(model), engine_process=True, max_seqs=8, max_len=96) as running:
         yield running
 
 

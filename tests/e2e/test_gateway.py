@@ -42,7 +42,7 @@ def data_url(data: bytes) -> str:
 
 @pytest.fixture(scope="module")
 def worker(model: Path) -> Iterator[RunningServer]:
-    with RunningServer(str(model), max_seqs=16, max_len=600, vllm_engine=True) as running:
+    with RunningServer(str(model), engine_process=True, max_seqs=16, max_len=600, vllm_engine=True) as running:
         yield running
 
 

@@ -57,7 +57,7 @@ def test_streams_that_are_closed_at_any_point_free_everything(server: RunningSer
 
 
 def test_a_killed_engine_ends_streams_with_what_they_had_and_new_calls_at_once(model: Path) -> None:
-    running = RunningServer(str(model), max_seqs=4, max_len=600)
+    running = RunningServer(str(model), engine_process=True, max_seqs=4, max_len=600)
     try:
         with saccade.Client(running.address, max_retries=0) as client:
             with client.stream("x", max_tokens=550, ignore_eos=True) as stream:

@@ -30,7 +30,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     @cache
     def program(name: str) -> Path:
-        return build(name.partition("-")[0], tmp_path_factory.mktemp(name), PROCESSORS[name])
+        folder, features = tmp_path_factory.mktemp(name), PROCESSORS[name]
+        return build(name.partition("-")[0], folder, features, attention=not features)
 
     return program
 

@@ -190,7 +190,7 @@ def vanishing_clients(server: RunningServer, processes: int) -> Numbers:
 
 def slow_readers(model: str, readers: int) -> Numbers:
     """Streams that are not read hold no resources for long and do not delay others."""
-    with RunningServer(model, max_seqs=readers + 1, max_len=900, stall_timeout=0.2) as server:
+    with RunningServer(model, engine_process=True, max_seqs=readers + 1, max_len=900, stall_timeout=0.2) as server:
         options = [
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.http2.lookahead_bytes", 1024),
@@ -395,7 +395,9 @@ def certificate_rotated(model: str, folder: Path, rotations: int) -> Numbers:
     install("first")
     over, calls, called = threading.Event(), Counter[str](), threading.Condition()
     tls = saccade.TLSConfig(ca=authority.certificate)
-    with RunningServer(model, max_seqs=4, max_len=300, tls_cert=str(certificate), tls_key=str(key)) as server:
+    with RunningServer(
+        model, engine_process=True, max_seqs=4, max_len=300, tls_cert=str(certificate), tls_key=str(key)
+    ) as server:
 
         def visit() -> None:
             while not over.is_set():

@@ -67,6 +67,7 @@ struct FewKeys {
     void write(int64_t i, const float* numbers) const { std::copy(numbers, numbers + width, out + i * width); }
 };
 
+#if WITH_ATTENTION
 // Attention over each of several sequences with products of bfloat16, and for the first head of a single sequence the last
 // queries once more, as a decode row has it.
 void attention() {
@@ -88,12 +89,15 @@ void attention() {
     attend_few<uint16_t>(Head::of<Bf16Cells>(width, scale), keys, 1, width, count, 0, [](int64_t, int64_t) {}, scratch);
     fwrite(few.data(), sizeof(float), few.size(), stdout);
 }
+#endif
 
 }  // namespace
 
 int main(int, char** arguments) {
     if (std::strcmp(arguments[1], "product") == 0) product();
+#if WITH_ATTENTION
     else attention();
+#endif
     fflush(stdout);
     _exit(0);  // helpers run on
 }

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 from service.common.config import ServerOptions
+from service.engine import wire
 from service.engine.engine_client import EngineProcess
-from service.engine.types import EngineHandle
+from service.engine.engine_thread import EngineThread
+from service.engine.types import EngineHandle, EngineRequest, EventSink
 from service.servers.encoder_server import EncoderServer, EncoderThread
 from service.servers.limits import load_assets
 from service.servers.server import Server
@@ -18,12 +21,26 @@ from service.servers.server import Server
 T = TypeVar("T")
 
 
+class EngineHere(EngineThread):
+    """An engine in this process, for tests that are not about its process: one of those takes 1.6 s of processor time
+    to start. Requests, images and events are converted as they are between two processes."""
+
+    def start(self, on_events: EventSink) -> None:
+        super().start(lambda events: on_events(wire.unpack_events(wire.pack_events(events))))
+
+    def submit(self, request: EngineRequest) -> None:
+        bare, descriptors = request.packed()
+        super().submit(bare.unpacked(descriptors))
+
+
 class RunningServer:
     """Listens on a free port of the loopback interface. A context manager; leaving it checks that nothing leaked.
 
     By default one image is decoded at a time: each process that decodes images takes over a second to start."""
 
-    def __init__(self, model: str, *, engine: EngineHandle | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: str, *, engine: EngineHandle | None = None, engine_process: bool = False, **options: Any
+    ) -> None:
         values = {
             "dtype": "float32",
             "threads": 1,
@@ -32,7 +49,8 @@ class RunningServer:
             "image_workers": 1,
         } | options
         self.options = ServerOptions(model=model, port=0, **values)
-        self.engine = engine or EngineProcess(self.options, log_level="warning")
+        make_engine = functools.partial(EngineProcess, log_level="warning") if engine_process else EngineHere
+        self.engine: EngineHandle = engine or make_engine(self.options)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="test-server", daemon=True)
         self._thread.start()
