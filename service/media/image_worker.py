@@ -38,6 +38,7 @@ from encoder.item import ItemDescription
 from encoder.media_limits import ImageError, ImageLimits, VideoError, VideoLimits
 from encoder.stopwatch import Stopwatch
 from kernels.host_memory import keep_freed_memory
+from service.common.helper_process import lasting_objects
 from service.media.images import LENGTH, Frame, MediaLimits
 from service.media.prepared import PreparedItem
 
@@ -171,7 +172,8 @@ def _begin(connection: socket.socket) -> _Worker:
     Image.init()  # loads all readers now, not with the first image of each format
     patcher = None
     if command["vision"] is not None:
-        from service.media.patches import LocalDecoder, Patcher, use_one_thread  # not above: it has torch
+        with lasting_objects():
+            from service.media.patches import LocalDecoder, Patcher, use_one_thread  # not above: it has torch
 
         use_one_thread()
         # From the server, which is trusted: the rules that its prompts count tokens with, even if the files have

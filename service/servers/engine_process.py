@@ -23,6 +23,7 @@ from typing import Any
 from kernels.host_memory import keep_freed_memory, release_program_pages
 from service.common.channel import receive_descriptor
 from service.common.config import EngineOptions
+from service.common.helper_process import lasting_objects
 from service.engine import wire
 
 
@@ -44,7 +45,8 @@ def main(descriptor: int) -> int:
 
 def _serve(connection: Connection, options: EngineOptions) -> int:
     try:
-        from service.engine.build import build_engine
+        with lasting_objects():
+            from service.engine.build import build_engine
 
         engine = build_engine(options)
     except ValueError as error:  # ConfigError, CheckpointError and the runners' own refusals

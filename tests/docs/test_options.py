@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from doc_blocks import CHECKOUT, PAGES
+
+from saccade.cli import main
 
 COMMANDS = ("ask", "batch", "top", "serve", "http", "demo", "plan", "quantize", "tune", "key", "probe")
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
@@ -26,13 +28,11 @@ FOREIGN = {
 def known() -> set[str]:
     """The options of all commands and benchmarks."""
     found = set(FOREIGN)
-    for command in COMMANDS:
-        told = subprocess.run([sys.executable, "-m", "saccade", command, "--help"], capture_output=True, text=True)
-        found |= set(FLAG.findall(told.stdout))
-    told = subprocess.run(
-        [sys.executable, "-m", "saccade", "plan", "--replicas", "--help"], capture_output=True, text=True
-    )
-    found |= set(FLAG.findall(told.stdout))
+    for command in (*([name] for name in COMMANDS), ["plan", "--replicas"]):
+        told = io.StringIO()
+        with contextlib.redirect_stdout(told), pytest.raises(SystemExit):
+            main([*command, "--help"])
+        found |= set(FLAG.findall(told.getvalue()))
     for path in (CHECKOUT / "benchmarks").rglob("*.py"):
         found |= set(re.findall(r"\"--([a-z][a-z0-9-]+)\"", path.read_text("utf-8")))
     return found

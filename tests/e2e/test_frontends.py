@@ -35,7 +35,10 @@ from service.servers.preflight import check_options
 
 ROOT = Path(__file__).resolve().parents[2]
 FRONTENDS = 2
-ARGUMENTS = ["--dtype", "float32", "--threads", "1", "--log-level", "error", "--max-len", "600", "--no-warmup"]
+ARGUMENTS = [
+    "--dtype", "float32", "--threads", "1", "--log-level", "error", "--max-len", "600", "--no-warmup",
+    "--image-workers", "1",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from service.servers.exposure import channel_options
 from service.servers.health import LIVENESS
 
 ROOT = Path(__file__).resolve().parents[2]
-PLAIN = ("--dtype", "float32", "--threads", "1", "--log-level", "error")
+PLAIN = ("--dtype", "float32", "--threads", "1", "--log-level", "error", "--image-workers", "1")
 
 
 @contextlib.contextmanager

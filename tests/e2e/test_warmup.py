@@ -10,21 +10,23 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from running import EngineHere
 from served import make_served
 
 import saccade
 import saccade.errors
 from service.common.config import ConfigError, ServerOptions
 from service.engine.engine_client import EngineProcess
+from service.engine.types import EngineHandle
 from service.servers.limits import load_assets
 from service.servers.server import Server
 
 
-class SlowToStart(EngineProcess):
+class SlowToStart(EngineHere):
     """Accepts requests only when the test allows it."""
 
     def __init__(self, options: ServerOptions) -> None:
-        super().__init__(options, log_level="error")
+        super().__init__(options)
         self.asked, self.let = threading.Event(), threading.Event()
 
     def submit(self, request: Any) -> None:
@@ -36,10 +38,19 @@ class SlowToStart(EngineProcess):
         super().submit(request)
 
 
+class KilledWhenAsked(EngineProcess):
+    """Does not live to see its first request."""
+
+    def submit(self, request: Any) -> None:
+        self._process.kill()
+        self._process.wait()
+        super().submit(request)
+
+
 class Running:
     """A server in a thread, observed from its start."""
 
-    def __init__(self, options: ServerOptions, engine: EngineProcess) -> None:
+    def __init__(self, options: ServerOptions, engine: EngineHandle) -> None:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
@@ -47,7 +58,7 @@ class Running:
         self.started = self.run(self.server.start())
 
     @staticmethod
-    async def _make(options: ServerOptions, engine: EngineProcess) -> Server:
+    async def _make(options: ServerOptions, engine: EngineHandle) -> Server:
         return Server(options, engine, load_assets(options))
 
     def run(self, coroutine: Any) -> Any:
@@ -63,7 +74,7 @@ class Running:
 @pytest.mark.parametrize("vision", [True, False], ids=["images", "text"])
 def test_health_follows_the_warm_up(model: Path, tmp_path: Path, vision: bool) -> None:
     path = model if vision else make_served(tmp_path / "text", vision=False).path
-    options = ServerOptions(model=str(path), dtype="float32", threads=1, max_len=600, port=0, grace=0)
+    options = ServerOptions(model=str(path), dtype="float32", threads=1, max_len=600, port=0, grace=0, image_workers=1)
     engine = SlowToStart(options)
     running = Running(options, engine)
     assert engine.asked.wait(60)
@@ -92,12 +103,8 @@ def test_health_follows_the_warm_up(model: Path, tmp_path: Path, vision: bool) -
 
 
 def test_a_model_that_cannot_answer_is_not_served(model: Path) -> None:
-    options = ServerOptions(model=str(model), dtype="float32", threads=1, max_len=600, port=0, grace=0)
-    engine = SlowToStart(options)
-    running = Running(options, engine)
-    assert engine.asked.wait(60)
-    engine._process.kill()
-    engine.let.set()
+    options = ServerOptions(model=str(model), dtype="float32", threads=1, max_len=600, port=0, grace=0, image_workers=1)
+    running = Running(options, KilledWhenAsked(options, log_level="error"))
     with pytest.raises(ConfigError, match="could not answer"):
         running.started.result(60)
     running.stop()

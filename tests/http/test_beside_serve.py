@@ -78,7 +78,8 @@ def test_the_demo_opens_the_playground_and_its_status(tmp_path: Path) -> None:
     browser.chmod(0o755)
     command = [sys.executable, "-m", "service", "demo", "--open"]
     with subprocess.Popen(
-        command, env={**os.environ, "BROWSER": f"{browser} %s"}, stdout=subprocess.PIPE, text=True
+        command, env={**os.environ, "BROWSER": f"{browser} %s", "SACCADE_IMAGE_WORKERS": "1"},
+        stdout=subprocess.PIPE, text=True,
     ) as demo:  # fmt: skip
         assert demo.stdout is not None
         page, grpc = (demo.stdout.readline().split()[-1] for _ in range(2))

@@ -462,14 +462,15 @@ DAMAGES = ["cut", "cut-journal", "lost-journal", "noise-journal", "zeros", "dele
 def test_torn_files(client: saccade.Client, script: Script, tmp_path: Path, damage: str, seed: int) -> None:
     """Whatever the damage to output and journal, the next run ends with each row once and the right answer."""
     rng = random.Random(f"{damage} {seed}")
-    source, output = write_input(tmp_path / "in.jsonl", 200), tmp_path / "out.jsonl"
+    source, output = write_input(tmp_path / "in.jsonl", 140), tmp_path / "out.jsonl"
     journal = Path(f"{output}.journal")
-    script.answer = lambda r: echo(r) if len(script.requests) < 150 else (_ for _ in ()).throw(Failure(Code.INTERNAL))
+    # After more rows than the journal commits together.
+    script.answer = lambda r: echo(r) if len(script.requests) < 100 else (_ for _ in ()).throw(Failure(Code.INTERNAL))
     with pytest.raises(errors.FailedPrecondition):
         client.run_batch(source, output, max_errors=0, concurrency=4)
     data = output.read_bytes()
     lines = data.splitlines(keepends=True)
-    assert len(lines) >= 140
+    assert len(lines) >= 90
     match damage:
         case "cut":
             os.truncate(output, rng.randrange(len(data)))
@@ -494,8 +495,8 @@ def test_torn_files(client: saccade.Client, script: Script, tmp_path: Path, dama
             output.write_bytes(b"".join(lines[: len(lines) // 2]) + lines[-1][: len(lines[-1]) // 2])
     script.answer = echo
     summary = client.run_batch(source, output, ordered=bool(seed % 2))
-    assert summary.completed == 200 and summary.finished
-    assert answers(output) == expected(200)
+    assert summary.completed == 140 and summary.finished
+    assert answers(output) == expected(140)
 
 
 def test_a_crash_while_the_output_is_rewritten(client: saccade.Client, script: Script, tmp_path: Path) -> None:

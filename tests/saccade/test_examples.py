@@ -80,7 +80,7 @@ REAL = {
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[str]:
-    with ServerProcess(["demo", "--log-level", "error", "--threads", "1"]) as server:
+    with ServerProcess(["demo", "--log-level", "error", "--threads", "1", "--image-workers", "1"]) as server:
         yield server.address
 
 

@@ -16,6 +16,7 @@ from wires import Wire
 
 import saccade
 from saccade import errors
+from saccade._core import retrying
 from saccade._core.resuming import StreamState
 from saccade._core.retrying import Deadline
 from saccade._core.settings import CallSettings
@@ -28,9 +29,11 @@ WORDS = [f"word{i} " for i in range(14)]
 
 
 @pytest.fixture(params=["sync", "async"])
-def streamed(request: pytest.FixtureRequest, address: str, script: Script) -> Streamed:
-    """`streamed(prompt, client settings, **options)` -> the whole answer and its deltas."""
+def streamed(request: pytest.FixtureRequest, address: str, script: Script, monkeypatch: pytest.MonkeyPatch) -> Streamed:
+    """`streamed(prompt, client settings, **options)` -> the whole answer and its deltas. Waits before retries are
+    short."""
     script.words = WORDS
+    monkeypatch.setattr(retrying, "_LONGEST_WAIT", 0.02)
 
     def sync(prompt: str, settings: dict[str, Any] | None = None, **options: Any) -> Any:
         with saccade.Client(address, timeout=20) as client:

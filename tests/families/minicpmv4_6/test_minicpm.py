@@ -14,6 +14,7 @@ import pytest
 import torch
 from minicpm import IMAGE, TinyMiniCPM, make_minicpm, random_image
 from PIL import Image
+from running import RunningEncoder, RunningServer
 
 import saccade
 from encoder.item import EncoderItem
@@ -162,13 +163,15 @@ def test_slices_cross_between_processes(tmp_path: Path, where: str) -> None:
     common = {"max_tokens": 8, "temperature": 0.0, "images": images}
     with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1) as client:
         expected = client.generate("what?", **common)
-    arguments = [str(tmp_path), "--max-len", "2048", "--threads", "1", "--dtype", "float32", "--no-warmup"]
     with ExitStack() as stack:
-        more = ["--encoder-process"] if where == "process" else None
-        if more is None:
-            encoder = stack.enter_context(ServerProcess([*arguments, "--role", "encoder"]))
-            more = ["--role", "decoder", "--encoders", encoder.address]
-        server = stack.enter_context(ServerProcess([*arguments, "--max-seqs", "2", "--image-workers", "1", *more]))
+        if where == "process":
+            arguments = [str(tmp_path), "--max-len", "2048", "--threads", "1", "--dtype", "float32", "--no-warmup"]
+            arguments += ["--max-seqs", "2", "--image-workers", "1", "--encoder-process"]
+            server: ServerProcess | RunningServer = stack.enter_context(ServerProcess(arguments))
+        else:
+            encoder = stack.enter_context(RunningEncoder(str(tmp_path)))
+            elsewhere: dict[str, Any] = {"role": "decoder", "encoders": (encoder.address,)}
+            server = stack.enter_context(RunningServer(str(tmp_path), max_len=2048, max_seqs=2, **elsewhere))
         remote = stack.enter_context(saccade.Client(server.address))
         answer = remote.generate("what?", **common)
     assert answer.token_ids == expected.token_ids and answer.usage.image_tokens == expected.usage.image_tokens

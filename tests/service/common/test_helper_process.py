@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from multiprocessing import Pipe
 
 import pytest
 
-from service.common.helper_process import HelperFailed, first_message
+from service.common.helper_process import HelperFailed, first_message, lasting_objects
 
 WAITS = [sys.executable, "-c", "import sys; sys.stdin.read()"]
 
@@ -35,3 +36,14 @@ def test_the_first_message_is_handed_on() -> None:
     with subprocess.Popen(WAITS, stdin=subprocess.PIPE) as process:
         assert first_message(process, near, 3600, "engine") == ("ready", 1)
         assert process.poll() is None
+
+
+def test_collections_of_garbage_look_at_no_object_of_an_import_and_go_on_after_it() -> None:
+    try:
+        with pytest.raises(ImportError), lasting_objects():
+            kept: list[object] = [[]]
+            assert not gc.isenabled()
+            raise ImportError("a package that cannot be imported")
+        assert gc.isenabled() and not any(each is kept for each in gc.get_objects())
+    finally:
+        gc.unfreeze()
