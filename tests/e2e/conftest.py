@@ -26,6 +26,12 @@ def model(tiny: TinyCheckpoint) -> Path:
 
 
 @pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It takes no images, so the image workers of its server import no torch, which takes over a second each."""
+    return make_served(tmp_path_factory.mktemp("text") / "tiny", vision=False).path
+
+
+@pytest.fixture(scope="session")
 def server(model: Path) -> Iterator[RunningServer]:
     with RunningServer(str(model), image_workers=2, engine_process=True, **LIMITS) as running:
         yield running

@@ -140,8 +140,11 @@ def test_a_wrong_file_is_refused_with_its_lines(client: saccade.Client) -> None:
         client.batches.delete(batch_id)
 
 
-def test_cancelled_too_many_errors_and_no_room(model: Path, tmp_path: Path) -> None:
-    with RunningServer(str(model), batch_bytes=40_000, **LIMITS) as server, saccade.Client(server.address) as client:
+def test_cancelled_too_many_errors_and_no_room(text_model: Path, tmp_path: Path) -> None:
+    with (
+        RunningServer(str(text_model), batch_bytes=40_000, **LIMITS) as server,
+        saccade.Client(server.address) as client,
+    ):
         long = lines([row(i, tokens=300, ignore_eos=True) for i in range(60)])
         batch = client.batches.create(long)
         for now in client.batches.watch(batch.batch_id):
@@ -173,7 +176,7 @@ def test_cancelled_too_many_errors_and_no_room(model: Path, tmp_path: Path) -> N
         server.server.batches.store.check_integrity()  # type: ignore[union-attr]
         assert server.server.batches.store.used_bytes == 0  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="at most 3"):
-        RunningServer(str(model), engine=server.engine, max_queue=4, batch_concurrency=4)
+        RunningServer(str(text_model), engine=server.engine, max_queue=4, batch_concurrency=4)
 
 
 def test_batches_that_are_cancelled_before_their_turn_never_run(server: RunningServer) -> None:
@@ -202,9 +205,9 @@ def test_batches_that_are_cancelled_before_their_turn_never_run(server: RunningS
     server.run(body())
 
 
-def test_live_calls_go_first_and_a_stop_leaves_the_rest_to_the_next_start(model: Path, tmp_path: Path) -> None:
+def test_live_calls_go_first_and_a_stop_leaves_the_rest_to_the_next_start(text_model: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"batch_dir": str(tmp_path), "max_seqs": 2, "max_len": 400}
-    with RunningServer(str(model), **options) as server, saccade.Client(server.address) as client:
+    with RunningServer(str(text_model), **options) as server, saccade.Client(server.address) as client:
         rows = [row(i, tokens=250, ignore_eos=True) for i in range(40)]
         batch = client.batches.create(lines(rows))
         for now in client.batches.watch(batch.batch_id):
@@ -215,7 +218,10 @@ def test_live_calls_go_first_and_a_stop_leaves_the_rest_to_the_next_start(model:
             assert stream.final().usage.completion_tokens == 30
         assert client.batches.get(batch.batch_id).state == "running"
         server.run(server.server.batches.stop())  # type: ignore[union-attr]
-    with RunningServer(str(model), **{**options, "max_seqs": 8}) as server, saccade.Client(server.address) as client:
+    with (
+        RunningServer(str(text_model), **{**options, "max_seqs": 8}) as server,
+        saccade.Client(server.address) as client,
+    ):
         last = client.batches.wait(batch.batch_id)
         assert (last.state, last.completed) == ("completed", 40)
         assert len(answers(client.batches.download(batch.batch_id, tmp_path / "out"))) == 40
@@ -258,7 +264,7 @@ async def _over(server: RunningServer, tenant: str, batch_id: str) -> tuple[str,
     return last.state, last.reason
 
 
-def test_an_upload_that_pauses_gives_its_room_back(model: Path) -> None:
+def test_an_upload_that_pauses_gives_its_room_back(text_model: Path) -> None:
     """Neither a batch nor an image upload that stops in the middle may keep its reservation."""
     go_on = threading.Event()
 
@@ -267,7 +273,7 @@ def test_an_upload_that_pauses_gives_its_room_back(model: Path) -> None:
         yield make(chunk=b"{")
         go_on.wait(60)
 
-    with RunningServer(str(model), stall_timeout=0.2, **LIMITS) as server, connect(server.address) as stubs:
+    with RunningServer(str(text_model), stall_timeout=0.2, **LIMITS) as server, connect(server.address) as stubs:
         for call, make, header in (
             (stubs.batch.CreateBatch, batch_pb2.CreateBatchRequest, {"size_bytes": 100}),
             (stubs.media.UploadMedia, media_pb2.UploadMediaRequest, {"size_bytes": 100}),
@@ -281,8 +287,8 @@ def test_an_upload_that_pauses_gives_its_room_back(model: Path) -> None:
         store.check_integrity()
 
 
-def test_no_batch_is_taken_while_the_server_drains(model: Path) -> None:
-    with RunningServer(str(model), **LIMITS) as server, saccade.Client(server.address, max_retries=0) as client:
+def test_no_batch_is_taken_while_the_server_drains(text_model: Path) -> None:
+    with RunningServer(str(text_model), **LIMITS) as server, saccade.Client(server.address, max_retries=0) as client:
         server.loop.call_soon_threadsafe(server.server.drain)
         with pytest.raises(errors.Overloaded, match="shutting down") as caught:
             while True:  # until the call above has been made

@@ -75,8 +75,8 @@ def test_a_body_that_is_long_in_coming_is_on_the_account_and_one_key_gets_half(
     assert held(bounded, 0) == 0
 
 
-def test_a_body_has_a_time_to_arrive_in(model: Path) -> None:
-    with RunningServer(str(model), max_seqs=2, max_len=100, receive_timeout=0.3, stall_timeout=0.3) as running:
+def test_a_body_has_a_time_to_arrive_in(text_model: Path) -> None:
+    with RunningServer(str(text_model), max_seqs=2, max_len=100, receive_timeout=0.3, stall_timeout=0.3) as running:
         with RawClient(running.address) as raw:
             numbers = [raw.begin(method, 1000, b"\n") for method in (GENERATE, UPLOAD, CHECK)]
             assert sorted(raw.answers(3)) == numbers

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from images import png
 from raw_http2 import RawClient
 from rpc import ask, connect
-from running import RunningServer, children
+from running import EngineHere, RunningServer, children
 
 import saccade
 import saccade.errors
@@ -56,8 +56,8 @@ def test_streams_that_are_closed_at_any_point_free_everything(server: RunningSer
     assert server.drained()["decoder"]["used_slots"] == 0
 
 
-def test_a_killed_engine_ends_streams_with_what_they_had_and_new_calls_at_once(model: Path) -> None:
-    running = RunningServer(str(model), engine_process=True, max_seqs=4, max_len=600)
+def test_a_killed_engine_ends_streams_with_what_they_had_and_new_calls_at_once(text_model: Path) -> None:
+    running = RunningServer(str(text_model), engine_process=True, max_seqs=4, max_len=600)
     try:
         with saccade.Client(running.address, max_retries=0) as client:
             with client.stream("x", max_tokens=550, ignore_eos=True) as stream:
@@ -100,8 +100,8 @@ def test_a_killed_engine_comes_back_and_health_follows(model: Path) -> None:
         assert server.stop() == 0
 
 
-def test_a_hung_engine_is_killed_and_started_again_and_health_follows(model: Path) -> None:
-    with supervised(model, hang_timeout=3.0) as running, grpc.insecure_channel(running.address) as channel:
+def test_a_hung_engine_is_killed_and_started_again_and_health_follows(text_model: Path) -> None:
+    with supervised(text_model, hang_timeout=3.0) as running, grpc.insecure_channel(running.address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=120)
         states = (response.status for response in watch)
         assert next(states) == health_pb2.HealthCheckResponse.SERVING
@@ -120,8 +120,8 @@ def test_a_hung_engine_is_killed_and_started_again_and_health_follows(model: Pat
             assert running.engine.pid != stopped  # type: ignore[attr-defined]
 
 
-def test_an_engine_that_hangs_while_it_loads_is_killed_with_a_clear_error(model: Path) -> None:
-    command = [sys.executable, "-m", "saccade", "serve", str(model), "--port", "0", "--load-timeout", "1.5"]
+def test_an_engine_that_hangs_while_it_loads_is_killed_with_a_clear_error(text_model: Path) -> None:
+    command = [sys.executable, "-m", "saccade", "serve", str(text_model), "--port", "0", "--load-timeout", "1.5"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
         while not (engines := children(server.pid, "service.servers.engine_process")):
             assert server.poll() is None
@@ -132,9 +132,9 @@ def test_an_engine_that_hangs_while_it_loads_is_killed_with_a_clear_error(model:
     assert not Path(f"/proc/{engines[0]}").exists()
 
 
-def test_an_engine_that_stands_still_for_a_moment_is_left_alone_and_holds_nobody_up(model: Path) -> None:
+def test_an_engine_that_stands_still_for_a_moment_is_left_alone_and_holds_nobody_up(text_model: Path) -> None:
     """More is sent to it meanwhile than the socket's buffer holds."""
-    with supervised(model, hang_timeout=300.0) as running, connect(running.address) as stubs:
+    with supervised(text_model, hang_timeout=300.0) as running, connect(running.address) as stubs:
         health, pid = health_pb2_grpc.HealthStub(stubs.channel), running.engine.pid  # type: ignore[attr-defined]
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -177,9 +177,9 @@ def test_liveness_ends_with_the_last_attempt_to_start_an_engine(
         assert running.engine.given_up  # type: ignore[attr-defined]
 
 
-def test_connections_have_an_age_and_running_calls_outlive_it(model: Path) -> None:
+def test_connections_have_an_age_and_running_calls_outlive_it(text_model: Path) -> None:
     """Otherwise clients of a headless service would never use servers that are added later."""
-    with RunningServer(str(model), max_seqs=4, max_len=9000, max_connection_age=1.0) as running:
+    with RunningServer(str(text_model), max_seqs=4, max_len=9000, max_connection_age=1.0) as running:
         with RawClient(running.address) as idle, saccade.Client(running.address) as client:
             with client.stream("x", max_tokens=8000, ignore_eos=True) as stream:
                 idle.until_closed()
@@ -192,8 +192,8 @@ def test_connections_have_an_age_and_running_calls_outlive_it(model: Path) -> No
     assert not any("max_connection_age" in name for name, _ in channel_options(ServerOptions()))
 
 
-def test_sigterm_lets_a_running_call_finish(model: Path) -> None:
-    with ServerProcess([str(model), *PLAIN, "--no-warmup"]) as server:
+def test_sigterm_lets_a_running_call_finish(text_model: Path) -> None:
+    with ServerProcess([str(text_model), *PLAIN, "--no-warmup"]) as server:
         with saccade.Client(server.address, max_retries=0) as client:
             with client.stream("x", max_tokens=200, ignore_eos=True) as stream:
                 next(stream)
@@ -202,8 +202,8 @@ def test_sigterm_lets_a_running_call_finish(model: Path) -> None:
         assert server.stop() == 0
 
 
-def test_a_second_sigterm_stops_now(model: Path) -> None:
-    with ServerProcess([str(model), *PLAIN, "--no-warmup", "--max-len", "9000"]) as server:
+def test_a_second_sigterm_stops_now(text_model: Path) -> None:
+    with ServerProcess([str(text_model), *PLAIN, "--no-warmup", "--max-len", "9000"]) as server:
         with saccade.Client(server.address, max_retries=0) as client:
             with client.stream("x", max_tokens=8900, ignore_eos=True) as stream:
                 next(stream)
@@ -223,9 +223,7 @@ def test_a_second_sigterm_stops_now(model: Path) -> None:
     [
         (["--host", "0.0.0.0"], "--insecure"),
         (["--max-seqs", "0"], "minimum of 1"),
-        (["--handoff-bytes", "16"], "at least"),
-        (["--memory-bytes", "1000"], "memory"),
-        (["--token-budgets", "4096"], "4096"),
+        (["--memory-bytes", "1000"], "memory"),  # which the engine says
         (["/nonexistent"], "nor a folder, nor a hub id"),
     ],
 )
@@ -237,6 +235,17 @@ def test_configurations_that_cannot_work_are_errors_with_a_way_out(
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stdout == ""
     assert message in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"handoff_bytes": 16}, "at least"), ({"memory_bytes": 1000}, "memory"), ({"token_budgets": (4096,)}, "4096")],
+    ids=str,
+)
+def test_what_no_engine_can_work_with_is_refused(model: Path, options: dict[str, Any], message: str) -> None:
+    """By a ValueError, whose words an engine's process hands on."""
+    with pytest.raises(ValueError, match=message):
+        EngineHere(ServerOptions(model=str(model), threads=1, **options))
 
 
 def test_a_taken_port_is_an_error_and_not_shared(server: RunningServer, model: Path) -> None:
@@ -263,13 +272,11 @@ def test_local_client_needs_no_main_module(model: Path, way: str) -> None:
     assert "completion_tokens=3" in done.stdout, done.stderr
 
 
-def test_the_server_starts_from_another_folder(model: Path, tmp_path: Path) -> None:
+def test_the_server_starts_from_another_folder(text_model: Path, tmp_path: Path) -> None:
     """Helper processes find the checkout by themselves."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport saccade\n"
     code += "from service.commands.cli import ServerProcess\n"
-    code += (
-        f"with ServerProcess([{str(model)!r}, '--threads', '1', '--no-warmup']) as s, saccade.Client(s.address) as c: "
-    )
-    code += "print(c.generate('a', max_tokens=2).usage)"
+    code += f"with ServerProcess([{str(text_model)!r}, '--threads', '1', '--no-warmup']) as s:\n"
+    code += "    with saccade.Client(s.address) as c: print(c.generate('a', max_tokens=2).usage)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert "completion_tokens=2" in done.stdout, done.stderr

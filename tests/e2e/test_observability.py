@@ -139,10 +139,14 @@ def test_the_plain_form_has_the_same_values(server: RunningServer, caplog: pytes
     assert 'code="OK"' in line and r'request_id="odd \"name\""' in line and "completion_tokens=3" in line
 
 
-def test_the_time_in_the_queue_ends_with_the_first_scheduled_step(model: Path) -> None:
+def test_the_time_in_the_queue_ends_with_the_first_scheduled_step(text_model: Path) -> None:
     """Of two requests for one batch slot, the second waits as long as the first takes."""
     options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-    with RunningServer(str(model), max_seqs=1, max_len=600) as server, saccade.Client(server.address) as client:
+    limits: dict[str, Any] = {"max_seqs": 1, "max_len": 600}
+    with (
+        RunningServer(str(text_model), engine_process=True, **limits) as server,  # here it would slow the client down
+        saccade.Client(server.address) as client,
+    ):
         client.generate("warm", max_tokens=2, **options)
         with client.stream("first", max_tokens=400, **options) as first:
             next(iter(first))

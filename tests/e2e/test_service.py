@@ -238,8 +238,8 @@ def test_health_and_reflection(server: RunningServer) -> None:
         assert service.methods_by_name["StreamGenerate"].output_type.name == "StreamGenerateResponse"
 
 
-def test_a_queue_that_is_full_says_when_to_come_back(model: Path) -> None:
-    with RunningServer(str(model), max_seqs=1, max_len=600, max_queue=1) as small:
+def test_a_queue_that_is_full_says_when_to_come_back(text_model: Path) -> None:
+    with RunningServer(str(text_model), max_seqs=1, max_len=600, max_queue=1) as small:
         with saccade.Client(small.address, max_retries=0) as one:
             with one.stream("x", max_tokens=500, ignore_eos=True) as stream:
                 next(stream)

@@ -252,8 +252,8 @@ def test_a_bug_leaves_no_words(server: RunningServer, stubs: Stubs, caplog: pyte
     assert "the secret of the house" in caplog.text and "the-id" in caplog.text
 
 
-def test_a_message_budget_refuses_and_recovers(model: Path) -> None:
-    with RunningServer(str(model), max_seqs=1, max_len=64, max_inflight_bytes=2000) as small:
+def test_a_message_budget_refuses_and_recovers(text_model: Path) -> None:
+    with RunningServer(str(text_model), max_seqs=1, max_len=64, max_inflight_bytes=2000) as small:
         with connect(small.address) as stubs:
             big = ask("x" * 4000)
             assert fails(stubs.inference.Generate, big) == ("UNAVAILABLE", "QUEUE_FULL")
@@ -261,9 +261,9 @@ def test_a_message_budget_refuses_and_recovers(model: Path) -> None:
         small.drained()
 
 
-def test_a_reader_that_stops_reading_is_dropped(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reader_that_stops_reading_is_dropped(text_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Logprobs make an answer of many megabytes, which flow control blocks; the next request gets the slot."""
-    with RunningServer(str(model), max_seqs=1, max_len=900, stall_timeout=0.2) as small:
+    with RunningServer(str(text_model), max_seqs=1, max_len=900, stall_timeout=0.2) as small:
         request = ask(max_tokens=850)
         request.sampling.logprobs = 100
         options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
+from triton.language import semantic
 from triton.runtime import interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -78,6 +79,12 @@ def _mend() -> None:
     def shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
         return tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
 
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+        sizes = vars(lhs.type).get("sizes")  # other types than blocks have none
+        return (lhs, rhs) if sizes and sizes == vars(rhs.type).get("sizes") else broadcast(self, lhs, rhs)
+
     block_init, np_type = tl.core.block_type.__init__, interpreter._get_np_dtype
     blocks: dict[Any, dict[str, Any]] = {}
 
@@ -87,6 +94,7 @@ def _mend() -> None:
         key = (sizes, element_ty) if type(element_ty) is tl.dtype else None
         if key not in blocks:
             block_init(self, element_ty, list(sizes))
+            vars(self)["sizes"] = sizes
             if key is not None:  # pointers have no hash
                 blocks[key] = dict(vars(self))
             return
@@ -97,7 +105,8 @@ def _mend() -> None:
     def get_np_dtype(of: Any) -> Any:
         return np_types(of) if type(of) is tl.dtype else np_type(of) if of.scalar.is_ptr() else np_types(of.scalar)
 
-    # Types and shapes are values, and most of the interpreter's time went into making equal ones.
+    # Types and shapes are values, and most of the interpreter's time went into making equal ones and comparing them.
+    semantic.TritonSemantic.broadcast_impl_value = broadcast_impl_value
     tl.tensor.__init__, tl.core.block_type.__init__ = tensor_init, block_type_init
     interpreter._get_np_dtype = get_np_dtype
     interpreter._convert_float, builder.create_dot = convert_float, create_dot
