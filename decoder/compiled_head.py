@@ -41,6 +41,8 @@ class CompiledHead(Operations):
         self._all = range(len(ops))
         self.complete(ops, MAX_ROUTED)
         self._embeddings, self._norm = trunk.embeddings, trunk.norm_f
+        packed = trunk.embeddings.packed
+        self._table = None if packed is None else ctypes.addressof(packed)
         self._starts, self._zeros = torch.arange(MAX_ROUTED + 1), torch.zeros(MAX_ROUTED, dtype=torch.int64)
 
     def enter(self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor, positions_TA: Tensor | None) -> None:
@@ -90,7 +92,7 @@ class CompiledHead(Operations):
             given_ND.data_ptr(), self._norm.data_ptr(), at, at + tokens * size, at + 2 * tokens * size,
             at + (2 * tokens + count) * size, draws, ctypes.addressof(out),
             at + (2 * tokens + 2 * count) * size if positions else None, self.config.position_axes if positions else 0,
-            self._embeddings.packed_inputs,
+            self._table,
         )  # fmt: skip
         step = Step(
             starts=self._starts.data_ptr(), tables=tables_RW.data_ptr(), table_stride=tables_RW.stride(0),

@@ -6,41 +6,56 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear import Linear, Packed
+from kernels.linear import Linear, Packed, Quantised
 from kernels.native import Kind
+from kernels.native.structs import Weight
 
 
 class EmbeddingTable:
-    """`[vocab, d]`: a tensor; or, if tied to a projection that is packed for compiled code, only the packed weight."""
+    """`[vocab, d]`: a tensor; or, if tied to a projection that is packed or quantised, only the projection's weight.
 
-    def __init__(self, rows_VD: Tensor, tied: Linear | None = None) -> None:
-        """`tied`: the projection with the same weight."""
+    Rows of a quantised weight are its numbers as `Quantised.dequantise` gives them, however it is stored.
+    """
+
+    def __init__(self, weight_VD: Tensor | Quantised, dtype: torch.dtype, tied: Linear | None = None) -> None:
+        """`dtype`: of the rows, and of the weight unless that is quantised. `tied`: the projection with this weight."""
+        self.dtype = dtype
         packed = None if tied is None else tied.packed
-        self.dtype = rows_VD.dtype
-        self._packed: Packed | None = packed if packed is not None and packed.stored is Kind.BF16 else None
-        self._rows = None if self._packed is not None else rows_VD
+        readable = packed is not None and packed.stored is not Kind.F32 and packed.order is None
+        self._packed: Packed | None = packed if readable else None
+        self._rows: Tensor | Quantised | None = None
+        if self._packed is None:
+            if isinstance(weight_VD, Tensor):
+                self._rows = weight_VD
+            else:
+                shared = None if tied is None else tied.weight
+                self._rows = shared if isinstance(shared, Quantised) else weight_VD.dequantise(dtype)
 
     @property
     def kind(self) -> Kind:
         return Kind.BF16 if self.dtype == torch.bfloat16 else Kind.F32
 
     @property
-    def address(self) -> int:
-        """Address for compiled code."""
-        if self._packed is not None:
-            return int(self._packed.descriptor.data)
-        assert self._rows is not None
-        return self._rows.data_ptr()
+    def packed(self) -> Weight | None:
+        """The packed weight, for compiled code; None: rows are at `address`."""
+        return None if self._packed is None else self._packed.descriptor
 
     @property
-    def packed_inputs(self) -> int:
-        """Number of padded inputs, which compiled code needs to find a row in a packed weight; 0: rows are
-        contiguous."""
-        return 0 if self._packed is None else int(self._packed.kpad)
+    def address(self) -> int | None:
+        """Address of contiguous rows, for compiled code; None if there is only a packed weight."""
+        assert not isinstance(self._rows, Quantised), "compiled code reads quantised rows out of packed weights only"
+        return None if self._rows is None else self._rows.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows that are stored beside the projection."""
+        return self._rows.nbytes if isinstance(self._rows, Tensor) else 0
 
     def __call__(self, ids_T: Tensor) -> Tensor:
         """`[T, d]`: the rows of these ids."""
         if self._packed is not None:
-            return self._packed.rows(ids_T)
+            return self._packed.rows(ids_T).to(self.dtype)
+        if isinstance(self._rows, Quantised):
+            return self._rows.rows(ids_T).dequantise(self.dtype)
         assert self._rows is not None
         return F.embedding(ids_T, self._rows)

@@ -18,7 +18,7 @@ from decoder.batch import Batch
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.embedding_table import EmbeddingTable
 from decoder.layers.build import BuiltLayer, Recurrent, build_layers
-from decoder.layers.linear import float_vector, stored_linear
+from decoder.layers.linear import float_vector, stored_linear, stored_weight
 from decoder.native import native_step
 from decoder.trunk import Trunk
 from kernels.host_memory import kept_copy
@@ -46,12 +46,16 @@ class HybridModel:
             check_int8_products(torch.device(options.device))
         arriving = ArrivingWeights(config, weights)
         table = arriving.take(["model.embeddings.weight"])["model.embeddings.weight"]
-        table = table.dequantise() if isinstance(table, Quantised) else table
-        table = kept_copy(table.to(options.device, options.dtype))
         # Logits decide: rows before the vocabulary projection stay in 16 bits.
         of_head = replace(options, activations=None) if options.activations == "int8" else options
+        if config.tie_word_embeddings:
+            table = stored_weight(table, of_head)
+        elif isinstance(table, Quantised):
+            table = table.dequantise()
+        if isinstance(table, Tensor):
+            table = kept_copy(table.to(options.device, options.dtype))
         tied = stored_linear(table, None, of_head, owned=True) if config.tie_word_embeddings else None
-        self.embeddings = EmbeddingTable(table, tied)
+        self.embeddings = EmbeddingTable(table, options.dtype, tied)
         del table
         self.layers: list[BuiltLayer] = build_layers(config, options, arena, arriving)
         self.norm_f = float_vector(arriving.take(["model.norm_f.weight"]), "model.norm_f.weight", options)

@@ -124,12 +124,10 @@ class NativeStep(Operations):
         super().__init__(trunk.config, trunk.options, trunk.config.mixers)
         scale = self.config.embedding_scale
         table = trunk.embeddings
-        ops = [
-            Op(
-                Code.EMBED, table.kind, self.config.hidden_size, kv=table.address, kv_stride=table.packed_inputs,
-                scale=scale,
-            )
-        ]  # fmt: skip
+        embed = Op(Code.EMBED, table.kind, self.config.hidden_size, kv=table.address, scale=scale)
+        if table.packed is not None:
+            embed.weight = table.packed
+        ops = [embed]
         layers: list[_Layer] = []
         for built in trunk.layers:
             begin = len(ops)

@@ -29,7 +29,7 @@ from decoder.operation_parts import MAX_ROUTED, OperationParts
 from decoder.recurrence_operations import MAX_TAPS, Recurrence, recurrence_operations
 from kernels.host_memory import buffer_memory
 from kernels.native import NativeUnavailable, library
-from kernels.native.structs import Model, Op, Step, Target, Weight
+from kernels.native.structs import Code, Model, Op, Step, Target, Weight
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Operations(OperationParts):
         config, options = self.config, self.options
         self._ops = (Op * len(ops))(*ops)
         self.max_tokens = max_tokens
-        body = [op for op in ops if op.target != Target.LOGITS]
+        body = [op for op in ops if op.target != Target.LOGITS and op.code != Code.EMBED]
         inputs = max(config.hidden_size, *(max(op.weight.k, op.width) for op in body))
         widest = max(inputs, *(op.column + _outputs(op.weight) for op in body))
         widest = -(-widest // 16) * 16  # rows are aligned to cache lines

@@ -36,7 +36,7 @@ COMPILED = {
 assert tuple(ACTIVATIONS) == tuple(COMPILED) == descriptions.ACTIVATIONS
 
 
-def _stored(weight: Tensor | Quantised, options: DecoderOptions) -> Tensor | Quantised:
+def stored_weight(weight: Tensor | Quantised, options: DecoderOptions) -> Tensor | Quantised:
     """The weight quantised as the options say, or as it is in the checkpoint."""
     if options.weights is not None and not _has_kind(weight, options.weights):
         plain = weight.dequantise() if isinstance(weight, Quantised) else weight
@@ -47,8 +47,8 @@ def _stored(weight: Tensor | Quantised, options: DecoderOptions) -> Tensor | Qua
 def stored_stack(stack: Tensor | Quantised | Stack, options: DecoderOptions) -> Tensor | Quantised:
     """The same for weights `[experts, out, in]`, which are read, quantised and moved one by one."""
     if isinstance(stack, Stack) or (options.weights is not None and not _has_kind(stack, options.weights)):
-        return join_stack(Stack(lambda index: _stored(stack[index], options), stack.shape))
-    return _stored(stack, options)
+        return join_stack(Stack(lambda index: stored_weight(stack[index], options), stack.shape))
+    return stored_weight(stack, options)
 
 
 def _has_kind(weight: Tensor | Quantised, form: str) -> bool:
@@ -68,7 +68,7 @@ def stored_linear(
     `owned`: the weight may be kept instead of copied.
     """
     return Linear(
-        _stored(weight, options),
+        stored_weight(weight, options),
         _placed(bias, options),
         owned=owned,
         dtype=options.dtype,
@@ -82,8 +82,8 @@ def fused_linear(
     """Weights of the same input, concatenated along their outputs: one product for adjacent ones that are stored in the
     same format. `kept`: this many of the last are not quantised by the options."""
     count = len(weights) - kept
-    stored = [_stored(weight, options) for weight in weights[:count]]
-    stored += [_stored(weight, replace(options, weights=None)) for weight in weights[count:]]
+    stored = [stored_weight(weight, options) for weight in weights[:count]]
+    stored += [stored_weight(weight, replace(options, weights=None)) for weight in weights[count:]]
     runs: list[list[Tensor | Quantised]] = []
     for weight in stored:
         if runs and alike([runs[-1][-1], weight]):
@@ -104,7 +104,7 @@ def gated_linear(
 ) -> GatedLinear:
     """Like `fused_linear` for gate and up; `bias` holds both biases, concatenated."""
     product = swiglu if act == "silu" else _product(act)
-    stored, bias = (_stored(gate, options), _stored(up, options)), _placed(bias, options)
+    stored, bias = (stored_weight(gate, options), stored_weight(up, options)), _placed(bias, options)
     if alike(stored):
         return GatedLinear(
             concatenate(stored), bias, product, COMPILED[act], dtype=options.dtype, activations=options.activations

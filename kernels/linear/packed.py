@@ -11,7 +11,7 @@ from kernels.host_memory import weight_memory
 from kernels.linear.layouts import GATES, MOST_INPUTS, MULTIPLIED, STEPS, interleaved, lay_out
 from kernels.linear.quantised import Quantised
 from kernels.native import Activation, Kind, NativeUnavailable, Weight, library
-from kernels.native.structs import GROUP, PANEL
+from kernels.native.structs import GROUP
 
 __all__ = ["MOST_INPUTS", "Packed"]
 
@@ -63,10 +63,15 @@ class Packed:
         return self.kpad + {Kind.INT8: 4, Kind.INT4: 4 * (self.kpad // GROUP)}.get(self.kind, 0)
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        """`[T, k]`: rows of a weight stored in bfloat16."""
-        assert self._layout.stored is Kind.BF16 and not self._descriptor.gated
-        pairs = self._layout.data.view(torch.int32).squeeze(-1)  # [panels, k / 2, 64]: half as many gathers
-        return pairs[ids_T // PANEL, :, ids_T % PANEL].view(torch.bfloat16)[:, : self.k]
+        """`[T, k]` float32: rows of a weight that is not gated, as numbers. `IndexError` for rows that it lacks."""
+        assert self._layout.stored is not Kind.F32 and not self._descriptor.gated and self.order is None
+        ids, found = ids_T.contiguous(), torch.empty(ids_T.shape[0], self.k)
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.n:
+            raise IndexError(f"row {int(ids.min())} or {int(ids.max())} of a weight with {self.n} rows")
+        self._library.saccade_rows(
+            ctypes.byref(self._descriptor), ids.data_ptr(), len(ids), found.data_ptr(), torch.get_num_threads()
+        )
+        return found
 
     @property
     def stored(self) -> Kind:

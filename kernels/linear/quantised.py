@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -149,8 +150,10 @@ class Quantised:
         codes = _nibbles(self.values, self.in_features)
         if self.kind == "nvfp4":
             assert self.outer is not None
-            signs = torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device)
-            exact, outer = signs[codes.long()] * self._by_input(self.scale.float()), self.outer[..., None]
+            exact, outer = (
+                _numbers(codes.device)[codes.long()] * self._by_input(self.scale.float()),
+                self.outer[..., None],
+            )
             return (exact / outer if self.divided else exact * outer).to(dtype)
         zeros = 8.0 if self.zeros is None else self._by_input(self.zeros.float())
         found = (codes.float() - zeros) * self._by_input(self.scale)
@@ -163,6 +166,12 @@ class Quantised:
         if groups.shape[-1] == 1:
             return groups
         return groups.repeat_interleave(self.scale_group, -1)[..., : self.in_features]
+
+
+@functools.cache
+def _numbers(device: torch.device) -> Tensor:
+    """`[16]`: the number of each code of nvfp4. Kept, because a copy to a GPU cannot be captured in a graph."""
+    return torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
 
 
 def _nibbles(packed: Tensor, count: int) -> Tensor:

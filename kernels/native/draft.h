@@ -10,6 +10,7 @@
 #include "products.h"
 #include "sample.h"
 #include "structs.h"
+#include "table.h"
 
 extern "C" {
 
@@ -28,7 +29,7 @@ struct Drafting {  // structs.py mirrors it
     int64_t* out;               // [passes, rows]
     const int64_t* positions;   // [due + passes * rows, axes] of entries, or null
     int64_t axes;
-    int64_t packed_inputs;      // of `embeddings`, as EMBED's
+    const Weight* table;        // or null: a packed weight, instead of `embeddings`
 };
 }
 
@@ -43,7 +44,8 @@ class Pairs {
 
     void embed(int64_t row, int64_t id) const {
         float* to = m_.wide + row * m_.ld;
-        for (int64_t i = 0; i < m_.hidden; i++) to[i] = at(d_.embeddings, in_table(id, i, m_.hidden, d_.packed_inputs));
+        if (d_.table) return table_row(*d_.table, id, d_.is_bf16, to);
+        for (int64_t i = 0; i < m_.hidden; i++) to[i] = at(d_.embeddings, id * m_.hidden + i);
     }
     void hidden_of_trunk(int64_t row, int64_t given) {
         for (int64_t i = 0; i < m_.hidden; i++) row_[i] = at(d_.given, given * m_.hidden + i);

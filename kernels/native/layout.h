@@ -122,7 +122,7 @@ void add_drafting(Layout& layout) {
     FIELD(Drafting, due); FIELD(Drafting, rows); FIELD(Drafting, passes); FIELD(Drafting, enter);
     FIELD(Drafting, is_bf16); FIELD(Drafting, embeddings); FIELD(Drafting, given); FIELD(Drafting, norm);
     FIELD(Drafting, ids); FIELD(Drafting, places); FIELD(Drafting, lengths); FIELD(Drafting, counts);
-    FIELD(Drafting, draws); FIELD(Drafting, out); FIELD(Drafting, positions); FIELD(Drafting, axes); FIELD(Drafting, packed_inputs);
+    FIELD(Drafting, draws); FIELD(Drafting, out); FIELD(Drafting, positions); FIELD(Drafting, axes); FIELD(Drafting, table);
 }
 
 void add_tower_op(Layout& layout) {

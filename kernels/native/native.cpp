@@ -144,9 +144,8 @@ class StepJob : public Job {
 #pragma omp simd
             for (int64_t i = 0; i < m_.hidden; i++) x[i] = load(table + from, i);
         };
-        if (op.kv_stride) {
-            const uint16_t* table = static_cast<const uint16_t*>(op.kv);
-            for (int64_t i = 0; i < m_.hidden; i++) x[i] = bf16_to_float(table[in_table(id, i, m_.hidden, op.kv_stride)]);
+        if (op.weight.data) {
+            table_row(op.weight, id, op.kind == BF16, x);
         } else if (op.kind == BF16) {
             copy(static_cast<const uint16_t*>(op.kv));
         } else {
@@ -313,6 +312,11 @@ const char* saccade_pack(
     const PackJob job(packing, begin, end);
     pool().run(job, threads);
     return job.refused() & NOT_A_NUMBER ? "an e4m3 number is not a number" : job.refused() ? "a scale is negative" : nullptr;
+}
+
+// out[count, k]: rows of a packed weight, which must be there.
+void saccade_rows(const Weight* weight, const int64_t* ids, int64_t count, float* out, int64_t threads) {
+    pool().run(TableJob(*weight, ids, count, out), threads);
 }
 
 // out[rows, n] = x[rows, k] W^T + b, `x` and `out` both float32 or both bfloat16.

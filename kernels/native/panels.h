@@ -19,11 +19,6 @@ inline int64_t padded_inputs(int64_t k, int64_t kind) {
 
 inline int64_t panels_of(const Weight& w) { return (w.n + PANEL - 1) / PANEL; }
 
-// Number i of a row of a table with `width` numbers per row, which is a packed bfloat16 weight unless `kpad` is 0.
-inline int64_t in_table(int64_t row, int64_t i, int64_t width, int64_t kpad) {
-    return kpad ? row / PANEL * PANEL * kpad + i / 2 * 2 * PANEL + row % PANEL * 2 + i % 2 : row * width + i;
-}
-
 inline int64_t panel_bytes(const Weight& w) {
     if (w.kind == NVFP4) return w.kpad / 16 * 9 * PANEL;  // numbers of half a byte, and a byte for each 16 of them
     return w.kpad * PANEL * 2 / (w.kind == BF16 ? 1 : w.kind == INT8 || w.kind == FP8 ? 2 : 4);

@@ -58,7 +58,7 @@ struct DeltaShape {  // shape of a mixer of the gated delta rule
 
 struct Op {
     int64_t code, kind, width;  // kind: of the operand that an operation makes; width: of its rows
-    Weight weight;              // LINEAR; EXPERTS: the first expert's
+    Weight weight;              // LINEAR; EXPERTS: the first expert's; EMBED: a packed table, without `data` if it is not
     // LINEAR: WIDE, RESIDUAL (added to x), STREAM (x itself), LOGITS or INNER: f(y) lies in `wide` as rows that a plain weight
     // multiplies, `width` numbers of `kind` each; a LINEAR with a width and another target multiplies such rows. COMBINE: RESIDUAL or MID; GATHER: from WIDE or float OPERAND;
     // EXPERTS: WIDE for the first product, RESIDUAL for the second; MAMBA, DELTA: MID, or OPERAND of a product of F32 or BF16
@@ -69,8 +69,8 @@ struct Op {
     void* states;               // [slots, heads, head, state]; DELTA: [slots, heads, key, value]
     int64_t state_stride;
     const float *conv, *conv_bias, *a, *d, *dt_bias;  // conv: [taps, conv]
-    void* kv;                                         // ATTENTION: [pages, 2, kv_heads, page, width]; EMBED: [vocab, hidden]
-    int64_t kv_stride;  // ... elements between pages; EMBED: 0, or inputs of a packed weight in bfloat16, which the table then is
+    void* kv;                                         // ATTENTION: [pages, 2, kv_heads, page, width]; EMBED: [vocab, hidden], unless the table is `weight`
+    int64_t kv_stride;  // ... elements between pages
     float* ring;  // MAMBA, DELTA, or null: [batch slots, steps, conv + heads] (DELTA: two of each head), projected inputs since the state in a slot
     int64_t ring_stride;
     const Experts* experts;  // from ROUTE to COMBINE

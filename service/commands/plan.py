@@ -182,7 +182,8 @@ def weight_bytes(options: EngineOptions, checkpoint: Checkpoint) -> int:
     total = checkpoint.served_bytes(options.role, item)
     if options.role == "encoder" or options.weights is None:
         return total
-    linear = {name: shape for name, shape in checkpoint.decoder_shapes().items() if quantised_name(name)}
+    tied, shapes = checkpoint.config.decoder.tie_word_embeddings, checkpoint.decoder_shapes().items()
+    linear = {name: shape for name, shape in shapes if quantised_name(name, tied=tied)}
     held = sum(checkpoint.weight_bytes(name, item) for name in linear)
     return total - held + sum(quantised_bytes(shape, options.weights) for shape in linear.values())
 

@@ -36,10 +36,13 @@ _LINEAR = re.compile(
 )
 
 
-def quantised_name(native: str) -> bool:
+def quantised_name(native: str, *, tied: bool = False) -> bool:
     """Whether a decoder weight of this native name belongs to a linear layer that is quantised. The gates of the gated
-    delta rule (`in_proj_a`, `in_proj_b`) are not: in published files they are plain, and they are small.
+    delta rule (`in_proj_a`, `in_proj_b`) are not: in published files they are plain, and they are small. `tied`: the
+    table of embeddings is the vocabulary projection.
     """
+    if tied and native == "model.embeddings.weight":
+        return True
     return (native.startswith("model.layers.") or native == "lm_head.weight") and bool(_LINEAR.search(native))
 
 
@@ -96,14 +99,14 @@ def _write(source: Checkpoint, out: Path, kind: str, form: str) -> Written:
             shutil.copy2(file, out / file.name)
     written, shards = Written(), _Shards(out)
     store = _own if form == "saccade" else _published
-    decoder = set(source.config.decoder.expected_weights())
+    decoder, tied = set(source.config.decoder.expected_weights()), source.config.decoder.tie_word_embeddings
     for name, entry in source.files.table.items():
         tensor = source.files.read(name)
         written.before += entry.nbytes
         targets = source.targets(name)
         ours = targets[0].name if targets else ""
-        head = ours == "lm_head.weight" and form != "saccade"
-        if ours in decoder and quantised_name(ours) and not head:
+        head = ours in ("lm_head.weight", "model.embeddings.weight") and form != "saccade"
+        if ours in decoder and quantised_name(ours, tied=tied) and not head:
             parts = dict(store(name, tensor, kind, written))
         else:
             parts = {name: tensor.clone()}

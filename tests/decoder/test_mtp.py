@@ -30,6 +30,7 @@ from decoder.layers.descriptions import Attention
 from decoder.mtp import check_mtp
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
+from kernels.linear import quantise
 from kernels.native.structs import SampleParams
 from kernels.sample.compiled import packed
 
@@ -311,18 +312,21 @@ def test_rows_of_one_call_draft_as_many_as_each_wants(counts: list[int]) -> None
     assert not written[others].any()
 
 
-def test_a_head_reads_a_tied_table_out_of_the_packed_projection() -> None:
+@pytest.mark.parametrize("kind", [None, "int8", "int4"])
+def test_a_head_reads_a_tied_table_out_of_the_packed_projection(kind: str | None) -> None:
     """Drafts of the same weights, tied and untied: in one case the table is a packed weight, in the other a separate
     tensor."""
     found = []
     for tied in (True, False):
         config = tiny_config("M*", num_nextn_predict_layers=1, tie_word_embeddings=tied)
         weights = dict(random_weights(config, seed=5))
-        weights["lm_head.weight"] = weights["model.embeddings.weight"]
+        weights["lm_head.weight"] = weights["model.embeddings.weight"].bfloat16()
+        if kind is not None and not tied:
+            weights["model.embeddings.weight"] = quantise(weights["lm_head.weight"], kind).dequantise()
         given = [(name, weights[name]) for name in config.expected_weights()]
-        options = DecoderOptions(**(BASE | {"native": "on", "dtype": torch.bfloat16}))
+        options = DecoderOptions(**(BASE | {"native": "on", "dtype": torch.bfloat16, "weights": kind}))
         runner = DecoderRunner(config, options, given)
-        assert bool(runner.model.embeddings.packed_inputs) == tied
+        assert (runner.model.embeddings.packed is not None) == tied
         seen = watch(runner)
         run(runner, request("a", [5, 9, 33, 64, 90], greedy_params(12, ignore_eos=True)))
         found.append([(before, drafts) for _, before, drafts in seen])

@@ -15,7 +15,7 @@ from compiled import needs_compiled
 from speculation import answers
 from tiny_decoder import delta_config, greedy_params, image, random_weights, request, run, tiny_config
 
-from decoder.config import DecoderConfig, DecoderOptions
+from decoder.config import WEIGHT_KINDS, DecoderConfig, DecoderOptions
 from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
 from decoder.layers.mlp import MlpMixer
 from decoder.layers.spec import Layer, MixerSpec
@@ -23,6 +23,7 @@ from decoder.native import NativeStep
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
+from kernels.linear import quantise
 from kernels.native.structs import Kind, Step
 
 pytestmark = needs_compiled
@@ -327,9 +328,7 @@ def test_a_tied_table_is_the_packed_projection(hidden: int, dtype: torch.dtype) 
     options = DecoderOptions(max_seqs=8, max_len=64, page_size=4, native="on", dtype=dtype)
     runner = DecoderRunner(config, options, random_weights(config))
     model = runner.model
-    assert model.native is not None and model.embeddings.packed_inputs == (hidden + hidden % 2) * (
-        dtype == torch.bfloat16
-    )
+    assert model.native is not None and (model.embeddings.packed is not None) == (dtype == torch.bfloat16)
     table = dict(random_weights(config))["model.embeddings.weight"].to(dtype)
     assert torch.equal(model.embed_ids(torch.arange(197)), table)
     assert model.native.max_singles > 0
@@ -337,3 +336,23 @@ def test_a_tied_table_is_the_packed_projection(hidden: int, dtype: torch.dtype) 
     step = Step(tokens=5, ids=ids.data_ptr())
     model.native.run(range(1), step)
     assert torch.equal(model.native.x[:5], table[ids].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+def test_a_tied_table_has_the_numbers_of_the_quantised_projection(kind: str, dtype: torch.dtype) -> None:
+    """However the projection is stored; nothing is stored beside it."""
+    config = tiny_config(pattern="M*-", hidden_size=176, tie_word_embeddings=True, vocab_size=197)
+    weights = dict(random_weights(config))
+    expected = quantise(weights["model.embeddings.weight"], kind).dequantise(dtype)
+    for native in ("on", "off"):
+        options = DecoderOptions(max_seqs=8, max_len=64, page_size=4, native=native, dtype=dtype, weights=kind)
+        model = DecoderRunner(config, options, weights.items()).model
+        assert torch.equal(model.embed_ids(torch.arange(197)), expected) and not model.embeddings.nbytes
+        if model.native is not None:
+            ids = torch.tensor([0, 63, 64, 130, 196])
+            model.native.run(range(1), Step(tokens=5, ids=ids.data_ptr()))
+            assert torch.equal(model.native.x[:5], expected[ids].float())
+        for wrong in (-1 if native == "on" else 198, 197):
+            with pytest.raises(IndexError):
+                model.embed_ids(torch.tensor([5, wrong]))

@@ -56,6 +56,17 @@ def test_quantised_weights_are_counted_as_they_are_held(tmp_path: Path, kind: st
     assert f"as they are stored: {kind}" in plan(saved)[0].rows[1][2]
 
 
+def test_a_quantised_projection_that_is_tied_is_counted_with_its_table_once(tmp_path: Path) -> None:
+    counted = []
+    for tied in (False, True):
+        text = {"pattern": "M*-", "tie_word_embeddings": tied}
+        path = str(make_checkpoint(tmp_path / str(tied), 3, vision=False, text=text).path)
+        options = EngineOptions(model=path, weights="int8", dtype="bfloat16")
+        shapes = open_checkpoint(path).decoder_shapes()
+        counted.append(weight_bytes(options, open_checkpoint(path)))
+    assert counted[0] - counted[1] == 2 * math.prod(shapes["model.embeddings.weight"])
+
+
 def test_states_in_bfloat16_take_half_the_memory(tmp_path: Path) -> None:
     path = str(make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "MM"}).path)
     slots = open_checkpoint(path).config.decoder.slots

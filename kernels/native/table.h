@@ -1,0 +1,132 @@
+// Rows of a packed weight as numbers: embeddings that are tied to the vocabulary projection.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "numbers.h"
+#include "panels.h"
+#include "structs.h"
+#include "threads.h"
+
+namespace {
+
+inline float e4m3_to_float(uint8_t v) {
+    const int exponent = v >> 3 & 15, fraction = v & 7;
+    const float size = exponent ? std::ldexp(1.0f + fraction / 8.0f, exponent - 7) : std::ldexp(fraction / 8.0f, -6);
+    return v & 128 ? -size : size;
+}
+
+// One row of a weight that is not gated, number by number, as `Quantised.dequantise` computes it (pack.h has the layouts).
+class PackedRow {
+  public:
+    PackedRow(const Weight& w, int64_t row) : w_(w), r_(row % PANEL), panel_(row / PANEL) {
+        data_ = static_cast<const uint8_t*>(w.data) + panel_ * panel_bytes(w);
+    }
+
+    void read(float* to) const {
+        switch (w_.kind) {
+            case BF16: each(to, w_.k, [&](int64_t i) { return bf16_to_float(word(2 * (i / 2 * 2 * PANEL + r_ * 2 + i % 2))); }); break;
+            case INT8: read_int8(to); break;
+            case INT4: by_group(to, GROUP, [&](int64_t i) { return float(int4(i) - 8); }); break;
+            case UINT4: by_group(to, w_.group, [&](int64_t i) { return float(uint4(i)); }, w_.zeros, 8.0f); break;
+            case FP8: by_group(to, w_.group, [&](int64_t i) { return fp8_[data_[in_pairs(i)]]; }); break;
+            case NVFP4: read_nvfp4(to); break;
+        }
+    }
+
+  private:
+    template <class F>
+    static void each(float* to, int64_t count, const F& number) {
+        for (int64_t i = 0; i < count; i++) to[i] = number(i);
+    }
+    // (number - zero point) * scale, of groups of inputs.
+    template <class F>
+    void by_group(float* to, int64_t group, const F& number, const float* zeros = nullptr, float zero = 0.0f) const {
+        const int64_t groups = (w_.k + group - 1) / group;
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t at = (panel_ * groups + g) * PANEL + r_, end = std::min(w_.k, (g + 1) * group);
+            const float scale = w_.scale[at], less = zeros ? zeros[at] : zero;
+            for (int64_t i = g * group; i < end; i++) to[i] = (number(i) - less) * scale;
+        }
+    }
+    void read_int8(float* to) const {
+        const float scale = w_.scale[panel_ * PANEL + r_];
+        each(to, w_.k, [&](int64_t i) { return float(int8_t(data_[(i / 4 * PANEL + r_) * 4 + i % 4] ^ 0x80)) * scale; });
+    }
+    void read_nvfp4(float* to) const {
+        static constexpr float sizes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+        const float outer = w_.outer[panel_ * PANEL + r_];
+        for (int64_t begin = 0; begin < w_.k; begin += 16) {
+            const uint8_t *block = data_ + begin / 16 * 9 * PANEL, byte = block[r_];
+            const float scale = scales_.of[byte];
+            for (int64_t j = 0; j < 16; j++) {
+                const uint8_t two = block[PANEL + j / 8 * 4 * PANEL + in_pairs(j % 4)], code = j & 4 ? two >> 4 : two & 15;
+                to[begin + j] = (code & 8 ? -sizes[code & 7] : sizes[code]) * scale * outer;
+            }
+        }
+    }
+    uint16_t word(int64_t at) const {
+        uint16_t found;
+        std::memcpy(&found, data_ + at, 2);
+        return found;
+    }
+    int int4(int64_t i) const {
+        const uint8_t two = data_[(i / 4 * (PANEL / 2) + r_ % (PANEL / 2)) * 4 + i % 4];
+        return r_ < PANEL / 2 ? two & 15 : two >> 4;
+    }
+    int uint4(int64_t i) const {
+        return word((i / 8 * PANEL + r_) * 4 + i % 2 * 2) >> (i % 8 / 2 * 4) & 15;
+    }
+    // Where the byte of input i is: 4 inputs of 4 outputs lie together, the lower two inputs of each first.
+    int64_t in_pairs(int64_t i) const {
+        return i / 4 * 4 * PANEL + r_ / 4 * 16 + i % 4 / 2 * 8 + r_ % 4 * 2 + i % 2;
+    }
+
+    struct E4m3 {
+        float of[256];
+        E4m3() {
+            for (int i = 0; i < 256; i++) of[i] = e4m3_to_float(uint8_t(i));
+        }
+        float operator[](uint8_t v) const { return of[v]; }
+    };
+    // Of the bytes that `ScaleBytes` makes; of zero any number, since all numbers of that group are zero.
+    struct Scales {
+        float of[256];
+        Scales() {
+            for (int i = 0; i < 256; i++) of[i] = std::ldexp(1.0f + (i >> 4 & 7) / 8.0f, 8 - ((i & 15) << 1 | i >> 7));
+        }
+    };
+    static inline const E4m3 fp8_;
+    static inline const Scales scales_;
+    const Weight& w_;
+    const int64_t r_, panel_;
+    const uint8_t* data_;
+};
+
+// Row `id` of a table that is a packed weight, rounded to bfloat16 if that is the table's dtype.
+inline void table_row(const Weight& table, int64_t id, bool is_bf16, float* to) {
+    PackedRow(table, id).read(to);
+    if (!is_bf16 || table.kind == BF16) return;
+    for (int64_t i = 0; i < table.k; i++) to[i] = bf16_to_float(float_to_bf16(to[i]));
+}
+
+class TableJob : public Job {
+  public:
+    TableJob(const Weight& table, const int64_t* ids, int64_t count, float* out) : table_(table), ids_(ids), count_(count), out_(out) {}
+    int64_t phases() const override { return 1; }
+    int64_t units(int64_t) const override { return count_; }
+    void run(int64_t, int64_t unit, std::vector<float>&) const override { table_row(table_, ids_[unit], false, out_ + unit * table_.k); }
+
+  private:
+    const Weight& table_;
+    const int64_t* ids_;
+    const int64_t count_;
+    float* out_;
+};
+
+}  // namespace
