@@ -17,9 +17,9 @@ from kernels.launch import by_architecture, launch
 from kernels.linear.quantised import Quantised
 from kernels.moe.activation_kernel import activated
 from kernels.moe.experts import Experts
+from kernels.moe.pairs_kernel import block_pairs
 from kernels.moe.quantised_kernel import Grouping, grouped_quantised
 from kernels.moe.route_kernel import route, route_softmax
-from kernels.varlen_attention.kernel import find_segment
 
 __all__ = ["route", "route_softmax", "run_experts"]
 
@@ -142,11 +142,7 @@ def _grouped(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr,
 ):
     # Blocks of outputs are neighbours in the grid, so that shared rows stay in the cache.
-    i_block = tl.program_id(1)
-    i_expert = find_segment(p_starts, experts, i_block, BLOCK_M)
-    begin = tl.load(p_starts + i_expert).to(tl.int32)
-    count = tl.load(p_starts + i_expert + 1).to(tl.int32) - begin
-    first = (i_block - begin // BLOCK_M - i_expert) * BLOCK_M
+    i_expert, begin, count, first = block_pairs(p_starts, experts, BLOCK_M)
     if first >= count:
         return
     o_m = first + tl.arange(0, BLOCK_M)

@@ -18,7 +18,7 @@ from kernels.launch import launch
 from kernels.linear.kernel import Form, block_product, pointers, row_scaled
 from kernels.linear.quantised import Quantised
 from kernels.moe.activation_kernel import activated
-from kernels.varlen_attention.kernel import find_segment
+from kernels.moe.pairs_kernel import block_pairs
 
 
 @triton.jit
@@ -52,11 +52,7 @@ def _grouped_quantised(  # type: ignore[no-untyped-def]
     ACT: tl.constexpr,  # of UP; "": none
     GATED: tl.constexpr,
 ):
-    i_block = tl.program_id(1)
-    i_expert = find_segment(p_starts, experts, i_block, BLOCK_M)
-    begin = tl.load(p_starts + i_expert).to(tl.int32)
-    count = tl.load(p_starts + i_expert + 1).to(tl.int32) - begin
-    first = (i_block - begin // BLOCK_M - i_expert) * BLOCK_M
+    i_expert, begin, count, first = block_pairs(p_starts, experts, BLOCK_M)
     if first >= count:
         return
     o_m = first + tl.arange(0, BLOCK_M)
