@@ -1,8 +1,9 @@
 """The engine's events for one call, until the call's task takes them.
 
 Sending each token of many streams as a separate message costs more than generating it: on two cores, 32 streams would
-use a third of the machine. So a task takes all available events, and a stream that has just been served waits (`pace`)
-before it is served again. First tokens, ends and errors are delivered at once.
+use a third of the machine. So a task takes all available events, and a stream that has just been served waits before it
+is served again: until the next multiple of `pace`, which is the same time for all streams of this pace, since waking
+up for each of them by itself costs nearly twice as much. First tokens, ends and errors are delivered at once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class Mailbox:
     """Events of one call, on one event loop. One task takes; `put` never blocks."""
 
     def __init__(self, pace: Callable[[], float] = lambda: 0.0) -> None:
-        """`pace`: seconds that tokens may wait since the call was last served."""
+        """`pace`: seconds between the times at which tokens are delivered; 0 delivers each at once."""
         self._pace = pace
         self._events: list[EngineEvent] = []
         self._due = 0.0
@@ -53,5 +54,6 @@ class Mailbox:
                     self._timer.cancel()
                     self._timer = None
         events, self._events = self._events, []
-        self._due = loop.time() + self._pace()
+        now, pace = loop.time(), self._pace()
+        self._due = (now // pace + 1) * pace if pace else now
         return events

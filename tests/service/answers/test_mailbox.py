@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from service.answers.mailbox import Mailbox
 from service.engine import wire
@@ -13,20 +14,60 @@ def token(number: int, name: str = "a") -> EngineEvent:
     return EngineEvent(name, number)
 
 
+def due_in(seconds: float) -> Callable[[], float]:
+    """A pace whose next multiple is so many seconds from now, on the running loop's clock."""
+    due = asyncio.get_running_loop().time() + seconds
+    return lambda: due
+
+
 def test_tokens_share_a_message_while_the_pace_lasts() -> None:
     async def scenario() -> list[list[int | None]]:
-        mail = Mailbox(lambda: 0.02)
+        mail = Mailbox(due_in(0.05))
         mail.put(token(1))
         taken = [await mail.take()]  # the first waits for nothing
         taking = asyncio.create_task(mail.take())
         for number in (2, 3, 4):
-            await asyncio.sleep(0)
             mail.put(token(number))
-        assert not taking.done()
         taken.append(await taking)
         return [[event.token_id for event in events] for events in taken]
 
     assert asyncio.run(scenario()) == [[1], [2, 3, 4]]
+
+
+def test_tokens_wait_for_the_pace() -> None:
+    async def scenario() -> bool:
+        mail = Mailbox(due_in(3600))
+        mail.put(token(1))
+        await mail.take()
+        taking = asyncio.create_task(mail.take())
+        for number in (2, 3, 4):
+            await asyncio.sleep(0)
+            mail.put(token(number))
+        await asyncio.sleep(0)
+        waits = not taking.done()
+        taking.cancel()
+        return waits
+
+    assert asyncio.run(scenario())
+
+
+def test_streams_of_one_pace_are_served_together() -> None:
+    async def scenario() -> bool:
+        pace = due_in(0.05)
+        first, second = Mailbox(pace), Mailbox(pace)
+        for mail in (first, second):  # at different times
+            mail.put(token(1))
+            await mail.take()
+            await asyncio.sleep(0.001)
+        takes = [asyncio.create_task(mail.take()) for mail in (first, second)]
+        await asyncio.sleep(0)
+        first.put(token(2))
+        second.put(token(2))
+        await takes[0]
+        await asyncio.sleep(0)
+        return takes[1].done()
+
+    assert asyncio.run(scenario())
 
 
 def test_an_end_is_not_held_back() -> None:
