@@ -3,7 +3,7 @@ resources.
 
     prepare    request -> prompt (service/answers/prepare.py)
     submit     one engine request for all samples; from here on the engine holds resources
-    relay      engine events -> deltas: detokenise, match stop strings, count
+    relay      engine events -> deltas: detokenise, match stop strings, count (service/answers/answer.py)
     finally    unfinished samples are aborted
 
 Runs on one event loop; everything that takes longer than a millisecond runs in the pool.
@@ -13,45 +13,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from itertools import count
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from decoder.sampling import SamplingParams
+from service.answers.answer import Answer
 from service.answers.bounds import FrontendLimits
 from service.answers.mailbox import Mailbox
 from service.answers.prepare import Preparation, Resolver, no_references
 from service.answers.prompts import Prompt
-from service.answers.reasoning import ReasoningSplit, phase_of, with_reasoning
-from service.answers.relay import (
-    Clock,
-    SampleState,
-    Shown,
-    engine_error,
-    merged,
-    read_logprob,
-    read_prompt_scores,
-)
-from service.answers.tool_calls import CallSplit, silent_markers, tool_use, with_tools
+from service.answers.relay import engine_error, read_prompt_scores
+from service.answers.sampling import make_sampling, size_of_sampling
+from service.answers.tool_calls import with_tools
 from service.common import errors
-from service.common.types import (
-    Delta,
-    Embedded,
-    Event,
-    Finished,
-    FinishReason,
-    GenerateSpec,
-    ImageInput,
-    Logprob,
-    PromptLogprob,
-    Started,
-    Tokenized,
-    Usage,
-)
-from service.engine.types import EngineEvent, EngineHandle, EngineInfo, EngineRequest
+from service.common.types import Delta, Embedded, Event, GenerateSpec, ImageInput, Tokenized
+from service.engine.types import EngineEvent, EngineHandle, EngineRequest
 from service.media.images import ImageProcessor
 from service.model.assets import ModelAssets
 
@@ -230,39 +209,8 @@ class Frontend:
         return function(*arguments) if size <= _QUICK else await self._preparation.in_thread(function, *arguments)
 
     async def _sampling(self, spec: GenerateSpec, prompt_tokens: int) -> SamplingParams:
-        size = sum(len(spec.sampling.get(name, ())) for name in ("logit_bias", "stop_token_ids"))
-        size += len((spec.constraint and spec.constraint.allowed_token_ids) or ())
-        return await self._quick(size, self._make_sampling, spec, prompt_tokens)
-
-    def _make_sampling(self, spec: GenerateSpec, prompt_tokens: int) -> SamplingParams:
-        seed = spec.sampling.get("seed")
-        seed = secrets.randbits(63) if seed is None else int(seed)
-        values = {**self.assets.sampling_defaults, **spec.sampling, "seed": seed}
-        vocabulary = self.assets.config.decoder.vocab_size
-        allowed = spec.constraint and spec.constraint.allowed_token_ids
-        for name, ids in (
-            *((name, values.get(name, ())) for name in ("logit_bias", "stop_token_ids")),
-            ("allowed_token_ids", allowed or ()),
-        ):
-            if bad := [i for i in ids if not 0 <= i < vocabulary]:
-                raise errors.InvalidArgument(
-                    f"{name}: token id {bad[0]} is not below the vocabulary size of {vocabulary}",
-                    field=f"sampling.{name}",
-                )
-        room = self.engine.info.max_len - prompt_tokens
-        if (wanted := values.get("max_tokens")) is not None and wanted > room and "max_tokens" in spec.sampling:
-            raise errors.InvalidArgument(
-                f"max_tokens {wanted} and a prompt of {prompt_tokens} tokens are above the context of "
-                f"{self.engine.info.max_len}; at most {room} would fit",
-                reason="CONTEXT_LENGTH_EXCEEDED", field="sampling.max_tokens",
-                metadata={"limit": str(self.engine.info.max_len), "got": str(wanted + prompt_tokens)},
-            )  # fmt: skip
-        if wanted is not None:
-            values["max_tokens"] = min(wanted, room)
-        try:
-            return SamplingParams(**values)
-        except ValueError as error:
-            raise errors.InvalidArgument(f"sampling: {error}", field=f"sampling.{str(error).split(' ')[0]}") from None
+        arguments = spec, prompt_tokens, self.assets, self.engine.info
+        return await self._quick(size_of_sampling(spec), make_sampling, *arguments)
 
     # -- run -----------------------------------------------------------------------------------------------------------
 
@@ -270,133 +218,48 @@ class Frontend:
         self, spec: GenerateSpec, prompt: Prompt, params: SamplingParams, salt: bytes, arrived: float, call: _Call,
         timeout: float | None,
     ) -> AsyncGenerator[Event, None]:  # fmt: skip
-        info: EngineInfo = self.engine.info
-        yield_started = Started(
-            spec.request_id, len(prompt.ids), prompt.image_tokens, info.model, info.revision, params.seed,
-            prompt.video_tokens, prompt.media,
-        )  # fmt: skip
-        phase = phase_of(prompt.ids, self.assets)
-        constraint = with_reasoning(spec, phase, self.assets)
-        states = [self._state(spec, params, ReasoningSplit(self.assets.reasoning, phase), i) for i in range(spec.n)]
-        names = [f"{next(self._numbers)}:{spec.request_id}" for _ in range(spec.n)]
-        index_of = {name: i for i, name in enumerate(names)}
-        clock = Clock(arrived)
-        prompt_scores: list[PromptLogprob] = []
-
-        def finished(index: int, reason: FinishReason, stop_token: int | None = None) -> Finished:
-            state = states[index]
-            state.done = True
-            usage = Usage(
-                len(prompt.ids), prompt.image_tokens, state.cached_tokens, state.tokens, clock.queue, clock.first_token,
-                prompt.video_tokens, prompt.frames, state.reasoning_tokens, clock.last_token,
-            )  # fmt: skip
-            scores = tuple(prompt_scores) if index == 0 else ()
-            return Finished(index, reason, usage, state.stop_string, stop_token, scores)
-
-        await self._quick(len(spec.continued), states[0].replay, spec.continued)
-        if spec.continued and (ending := self._already_ended(spec, params, states[0])):
-            yield yield_started
-            yield finished(0, *ending)
+        answer = Answer(spec, prompt, params, self.assets, self.engine.info, arrived)
+        await self._quick(len(spec.continued), answer.replay)
+        if (ended := answer.already_ended()) is not None:
+            yield answer.started()
+            yield ended
             return
-        request = EngineRequest(
-            names[0],
-            prompt.ids,
-            params,
-            prompt.take_images(),
-            spec.continued,
-            self._eos(params),
-            priority=spec.priority,
-            salt=salt,
-            timeout=None if timeout is None else timeout - (time.monotonic() - arrived),
-            checkpoint_at=(prompt.system_end,) if prompt.system_end else (),
-            siblings=tuple(names[1:]),
-            constraint=constraint,
-        )
+        names = [f"{next(self._numbers)}:{spec.request_id}" for _ in range(spec.n)]
+        request = answer.request(names, salt, timeout)
         self._mail.update(dict.fromkeys(names, call.mail))
         try:
             self.engine.submit(request)
             del request  # the engine owns the patches from here on
-            yield yield_started
+            yield answer.started()
             call.begin(names)
-            while not all(state.done for state in states):
+            while not answer.done:
                 batch = await call.mail.take()
-                clock.tick(batch)
-                for event in batch:
-                    if event.prompt_scores and not prompt_scores:
-                        prompt_scores += await self._quick(
-                            len(event.prompt_scores), read_prompt_scores, event, self.assets.tokenizer
-                        )
-                for name in names:
-                    index = index_of[name]
+                answer.tick(batch)
+                await self._read_prompt_scores(answer, batch)
+                for index, name in enumerate(names):
                     events = [event for event in batch if event.request_id == name]
-                    if events and not states[index].done:
-                        delta, reason, stop_token = self._relay(index, states[index], events)
-                        if delta is not None:
-                            yield delta
-                        if reason is not None:
-                            if states[index].over or reason == "aborted":
-                                self.engine.abort(name)
-                            yield finished(index, reason, stop_token)
+                    if not events or answer.is_done(index):
+                        continue
+                    delta, end, runs_on = answer.relay(index, events)
+                    if delta is not None:
+                        yield delta
+                    if runs_on:
+                        self.engine.abort(name)
+                    if end is not None:
+                        yield end
         finally:
-            for name in names:
+            for index, name in enumerate(names):
                 self._mail.pop(name, None)
-                if not states[index_of[name]].done:
+                if not answer.is_done(index):
                     self.engine.abort(name)
 
-    def _state(self, spec: GenerateSpec, params: SamplingParams, split: ReasoningSplit, index: int) -> SampleState:
-        use, markup, calls = tool_use(spec), self.assets.tool_markup, None
-        if use is not None and use.choice != "none" and markup is not None:
-            calls = CallSplit(markup, use, silent_markers(markup, self.assets), f"{spec.request_id}/{index}")
-        text_format = None if spec.constraint is None else spec.constraint.format
-        exact = text_format is not None and text_format.kind != "tool_calls"
-        return SampleState(self.assets.tokenizer, spec.stop, params.min_tokens, split, exact=exact, calls=calls)
-
-    def _eos(self, params: SamplingParams) -> frozenset[int]:
-        return frozenset() if params.ignore_eos else self.assets.config.eos_token_ids
-
-    def _already_ended(
-        self, spec: GenerateSpec, params: SamplingParams, state: SampleState
-    ) -> tuple[FinishReason, int | None] | None:
-        """Whether an answer that is to be continued has already ended: (reason, stop token)."""
-        last = spec.continued[-1]
-        if state.over:
-            return state.reason("stop"), None
-        if len(spec.continued) > params.min_tokens and last in (self._eos(params) | params.stop_token_ids):
-            return state.reason("stop"), last
-        if params.max_tokens is not None and len(spec.continued) >= params.max_tokens:
-            return "length", None
-        return None
-
-    def _relay(
-        self, index: int, state: SampleState, events: list[EngineEvent]
-    ) -> tuple[Delta | None, FinishReason | None, int | None]:
-        """Events of one sample -> (delta, finish reason, stop token). Raises StatusError for an error event."""
-        pieces: list[Shown] = []
-        ids: list[int] = []
-        logprobs: list[Logprob] = []
-        reason: FinishReason | None = None
-        stop_token: int | None = None
-        for event in events:
-            if event.error is not None:
-                raise engine_error(event)
-            state.cached_tokens = max(state.cached_tokens, event.cached_tokens)
-            if event.token_id is not None:
-                ids.append(event.token_id)
-                pieces.append(state.push(event.token_id, shown=event.stop_token is None))
-                if event.logprob is not None:
-                    logprobs.append(read_logprob(event.token_id, event.logprob, event.top, self.assets.tokenizer))
-            if state.over:
-                reason = state.reason("stop")
-                break
-            if event.finish_reason is not None:
-                pieces.append(state.flush())
-                reason, stop_token = state.reason(cast(FinishReason, event.finish_reason)), event.stop_token
-        shown = merged(pieces)
-        if not any(shown) and not ids:
-            return None, reason, stop_token
-        delta = Delta(index, shown.text, tuple(ids), tuple(logprobs), state.sequence, shown.reasoning, shown.calls)
-        state.sequence += 1
-        return delta, reason, stop_token
+    async def _read_prompt_scores(self, answer: Answer, batch: list[EngineEvent]) -> None:
+        """Reads the log-probabilities of the prompt, which come with a first token; all samples have the same."""
+        for event in batch:
+            if event.prompt_scores and not answer.prompt_scores:
+                answer.prompt_scores += await self._quick(
+                    len(event.prompt_scores), read_prompt_scores, event, self.assets.tokenizer
+                )
 
     def _deliver(self, events: list[EngineEvent]) -> None:
         """Called on an engine thread: passes the events to the event loop, all at once."""

@@ -1,0 +1,154 @@
+"""One answer while it is generated: the engine's request for it, and what the engine's events mean for its client."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+from decoder.sampling import SamplingParams
+from service.answers.prompts import Prompt
+from service.answers.reasoning import ReasoningSplit, phase_of, with_reasoning
+from service.answers.relay import Clock, SampleState, Shown, engine_error, merged, read_logprob
+from service.answers.tool_calls import CallSplit, silent_markers, tool_use
+from service.common.types import (
+    Delta,
+    Finished,
+    FinishReason,
+    GenerateSpec,
+    Logprob,
+    PromptLogprob,
+    Started,
+    Usage,
+)
+from service.engine.types import EngineEvent, EngineInfo, EngineRequest
+from service.model.assets import ModelAssets
+
+
+class Answer:
+    """All samples of one request."""
+
+    def __init__(
+        self, spec: GenerateSpec, prompt: Prompt, params: SamplingParams, assets: ModelAssets, info: EngineInfo,
+        arrived: float,
+    ) -> None:  # fmt: skip
+        """`arrived`: when the request arrived, by `time.monotonic`."""
+        self.prompt_scores: list[PromptLogprob] = []
+        self._spec, self._prompt, self._params, self._assets, self._info = spec, prompt, params, assets, info
+        self._arrived, self._clock = arrived, Clock(arrived)
+        self._phase = phase_of(prompt.ids, assets)
+        self._samples = [self._new_sample(index) for index in range(spec.n)]
+
+    @property
+    def done(self) -> bool:
+        """Whether all samples have ended."""
+        return all(sample.done for sample in self._samples)
+
+    def is_done(self, index: int) -> bool:
+        return self._samples[index].done
+
+    def started(self) -> Started:
+        prompt, info = self._prompt, self._info
+        return Started(
+            self._spec.request_id, len(prompt.ids), prompt.image_tokens, info.model, info.revision, self._params.seed,
+            prompt.video_tokens, prompt.media,
+        )  # fmt: skip
+
+    def request(self, names: list[str], salt: bytes, timeout: float | None) -> EngineRequest:
+        """The engine's request for samples of these names. It owns the patches of the prompt's images."""
+        prompt = self._prompt
+        return EngineRequest(
+            names[0],
+            prompt.ids,
+            self._params,
+            prompt.take_images(),
+            self._spec.continued,
+            self._eos,
+            priority=self._spec.priority,
+            salt=salt,
+            timeout=None if timeout is None else timeout - (time.monotonic() - self._arrived),
+            checkpoint_at=(prompt.system_end,) if prompt.system_end else (),
+            siblings=tuple(names[1:]),
+            constraint=with_reasoning(self._spec, self._phase, self._assets),
+        )
+
+    def replay(self) -> None:
+        """Brings the sample to the end of the tokens that the client has already received."""
+        self._samples[0].replay(self._spec.continued)
+
+    def already_ended(self) -> Finished | None:
+        """The end of an answer that is to be continued but has ended."""
+        continued, params, sample = self._spec.continued, self._params, self._samples[0]
+        if not continued:
+            return None
+        if sample.over:
+            return self._finish(0, sample.reason("stop"))
+        if len(continued) > params.min_tokens and continued[-1] in (self._eos | params.stop_token_ids):
+            return self._finish(0, sample.reason("stop"), continued[-1])
+        if params.max_tokens is not None and len(continued) >= params.max_tokens:
+            return self._finish(0, "length")
+        return None
+
+    def tick(self, events: list[EngineEvent]) -> None:
+        """Notes the times of events that have come."""
+        self._clock.tick(events)
+
+    def relay(self, index: int, events: list[EngineEvent]) -> tuple[Delta | None, Finished | None, bool]:
+        """Events of one sample -> (delta, end, whether the engine does not know of the end). Raises StatusError for an
+        error event."""
+        sample = self._samples[index]
+        pieces: list[Shown] = []
+        ids: list[int] = []
+        logprobs: list[Logprob] = []
+        reason: FinishReason | None = None
+        stop_token: int | None = None
+        for event in events:
+            if event.error is not None:
+                raise engine_error(event)
+            sample.cached_tokens = max(sample.cached_tokens, event.cached_tokens)
+            if event.token_id is not None:
+                ids.append(event.token_id)
+                pieces.append(sample.push(event.token_id, shown=event.stop_token is None))
+                if event.logprob is not None:
+                    logprobs.append(read_logprob(event.token_id, event.logprob, event.top, self._assets.tokenizer))
+            if sample.over:
+                reason = sample.reason("stop")
+                break
+            if event.finish_reason is not None:
+                pieces.append(sample.flush())
+                reason, stop_token = sample.reason(cast(FinishReason, event.finish_reason)), event.stop_token
+        delta = self._delta(index, merged(pieces), ids, logprobs)
+        if reason is None:
+            return delta, None, False
+        return delta, self._finish(index, reason, stop_token), sample.over or reason == "aborted"
+
+    def _delta(self, index: int, shown: Shown, ids: list[int], logprobs: list[Logprob]) -> Delta | None:
+        if not any(shown) and not ids:
+            return None
+        sample = self._samples[index]
+        delta = Delta(index, shown.text, tuple(ids), tuple(logprobs), sample.sequence, shown.reasoning, shown.calls)
+        sample.sequence += 1
+        return delta
+
+    def _finish(self, index: int, reason: FinishReason, stop_token: int | None = None) -> Finished:
+        sample, prompt, clock = self._samples[index], self._prompt, self._clock
+        sample.done = True
+        usage = Usage(
+            len(prompt.ids), prompt.image_tokens, sample.cached_tokens, sample.tokens, clock.queue, clock.first_token,
+            prompt.video_tokens, prompt.frames, sample.reasoning_tokens, clock.last_token,
+        )  # fmt: skip
+        scores = tuple(self.prompt_scores) if index == 0 else ()
+        return Finished(index, reason, usage, sample.stop_string, stop_token, scores)
+
+    def _new_sample(self, index: int) -> SampleState:
+        spec, assets = self._spec, self._assets
+        use, markup, calls = tool_use(spec), assets.tool_markup, None
+        if use is not None and use.choice != "none" and markup is not None:
+            calls = CallSplit(markup, use, silent_markers(markup, assets), f"{spec.request_id}/{index}")
+        text_format = None if spec.constraint is None else spec.constraint.format
+        exact = text_format is not None and text_format.kind != "tool_calls"
+        split = ReasoningSplit(assets.reasoning, self._phase)
+        return SampleState(assets.tokenizer, spec.stop, self._params.min_tokens, split, exact=exact, calls=calls)
+
+    @property
+    def _eos(self) -> frozenset[int]:
+        return frozenset() if self._params.ignore_eos else self._assets.config.eos_token_ids

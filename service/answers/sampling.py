@@ -1,0 +1,55 @@
+"""The sampling parameters of a request: the model's defaults, what the request sets, and what its context allows."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from decoder.sampling import SamplingParams
+from service.common import errors
+from service.common.types import GenerateSpec
+from service.engine.types import EngineInfo
+from service.model.assets import ModelAssets
+
+
+def size_of_sampling(spec: GenerateSpec) -> int:
+    """Number of ids and biases that `make_sampling` looks at."""
+    size = sum(len(spec.sampling.get(name, ())) for name in ("logit_bias", "stop_token_ids"))
+    return size + len((spec.constraint and spec.constraint.allowed_token_ids) or ())
+
+
+def make_sampling(spec: GenerateSpec, prompt_tokens: int, assets: ModelAssets, info: EngineInfo) -> SamplingParams:
+    """The parameters for a prompt of this many tokens; without a seed in the request, with a random one. Raises
+    StatusError."""
+    seed = spec.sampling.get("seed")
+    seed = secrets.randbits(63) if seed is None else int(seed)
+    values = {**assets.sampling_defaults, **spec.sampling, "seed": seed}
+    _check_ids(spec, values, assets.config.decoder.vocab_size)
+    room = info.max_len - prompt_tokens
+    if (wanted := values.get("max_tokens")) is not None and wanted > room and "max_tokens" in spec.sampling:
+        raise errors.InvalidArgument(
+            f"max_tokens {wanted} and a prompt of {prompt_tokens} tokens are above the context of "
+            f"{info.max_len}; at most {room} would fit",
+            reason="CONTEXT_LENGTH_EXCEEDED", field="sampling.max_tokens",
+            metadata={"limit": str(info.max_len), "got": str(wanted + prompt_tokens)},
+        )  # fmt: skip
+    if wanted is not None:
+        values["max_tokens"] = min(wanted, room)
+    try:
+        return SamplingParams(**values)
+    except ValueError as error:
+        raise errors.InvalidArgument(f"sampling: {error}", field=f"sampling.{str(error).split(' ')[0]}") from None
+
+
+def _check_ids(spec: GenerateSpec, values: dict[str, Any], vocabulary: int) -> None:
+    """Raises StatusError for a token id that is not in the vocabulary."""
+    allowed = spec.constraint and spec.constraint.allowed_token_ids
+    for name, ids in (
+        *((name, values.get(name, ())) for name in ("logit_bias", "stop_token_ids")),
+        ("allowed_token_ids", allowed or ()),
+    ):
+        if bad := [i for i in ids if not 0 <= i < vocabulary]:
+            raise errors.InvalidArgument(
+                f"{name}: token id {bad[0]} is not below the vocabulary size of {vocabulary}",
+                field=f"sampling.{name}",
+            )
