@@ -121,7 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = {"machine": machine.describe(), "ceilings": ceilings, "model": str(model), "rows": rows, "peak": memory,
               "same_first_tokens": same}  # fmt: skip
     if arguments.write:
-        print(f"written to {write_result(f'weights-{arguments.family}', result)}")
+        name = f"weights-{arguments.family}" + ("-activations" if "+" in arguments.kinds else "")
+        print(f"written to {write_result(name, result)}")
     return 0
 
 
