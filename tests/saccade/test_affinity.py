@@ -182,10 +182,10 @@ def test_an_image_stays_with_its_replica_and_only_a_dead_ones_images_move(
     ask: Ask, scripts: tuple[list[Script], list[ExitStack], str]
 ) -> None:
     replicas, ends, address = scripts
-    images = [b"image %d" % number for number in range(24)]
+    images = [b"image %d" % number for number in range(60)]
     ask(address, images)
     before = [images_of(script) for script in replicas]
-    assert sum(map(len, before)) == 24 and all(before), "each image at one replica, each replica has some"
+    assert sum(map(len, before)) == 60 and all(before), "each image at one replica, each replica has some"
     ask(address, images)
     assert [images_of(script) for script in replicas] == before, "another client makes the same choice"
     ends[1].close()
