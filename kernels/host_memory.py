@@ -76,13 +76,15 @@ def _advise(begin: int, end: int, advice: int | None) -> bool:
 _MAPPED_FILE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r-[x-]p \S+ \S+ [1-9]\d* +/")
 """In `/proc/self/smaps`: the first line of a private mapping of a file that this process may not write to."""
 _UNWRITTEN = "Anonymous:", "Swap:"
-"""Its fields that are zero if nothing was written to it before: relocated pages are no longer the file's."""
+"""Fields of a mapping that are zero if no page of it was ever written. Written pages, such as those that the loader has
+relocated, differ from the file and must stay."""
 
 
 def release_program_pages() -> int:
-    """Drops the pages of programs and libraries, once: after a start, of which most were needed for nothing else
-    (importing torch takes 70 MiB of its libraries). Those that are used again come back from the system's file cache.
-    Returns the number of bytes of the mappings (0 where there is no `/proc`)."""
+    """Removes the pages of program and library files from this process' memory. To be called once, after the start:
+    most of these pages are used for nothing else (importing torch reads 70 MiB of its libraries). Pages that are used
+    again come back from the system's file cache. Returns the size of the mappings in bytes, 0 where there is no
+    `/proc`."""
     try:
         lines = Path("/proc/self/smaps").read_text().splitlines()
     except OSError:

@@ -44,6 +44,7 @@ class Answer:
         return all(sample.done for sample in self._samples)
 
     def is_done(self, index: int) -> bool:
+        """Whether one sample has ended."""
         return self._samples[index].done
 
     def started(self) -> Started:
@@ -93,8 +94,8 @@ class Answer:
         self._clock.tick(events)
 
     def relay(self, index: int, events: list[EngineEvent]) -> tuple[Delta | None, Finished | None, bool]:
-        """Events of one sample -> (delta, end, whether the engine does not know of the end). Raises StatusError for an
-        error event."""
+        """Events of one sample -> (delta, end, whether the engine still generates and has to be told to abort). Raises
+        StatusError for an error event."""
         sample = self._samples[index]
         pieces: list[Shown] = []
         ids: list[int] = []

@@ -17,10 +17,8 @@ most this length."""
 
 
 def may_wait(event: EngineEvent) -> bool:
-    """Whether an event is only a further token, which the next step's token may follow in the same delivery."""
-    if event.token_id is None or event.finish_reason or event.error:
-        return False
-    return event.scheduled is None and event.logprob is None and not event.embedded and not event.prompt_scores
+    """Whether an event is a plain token, and not the first one of its request."""
+    return event.plain and event.scheduled is None
 
 
 class Delivery:

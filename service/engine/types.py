@@ -95,6 +95,13 @@ class EngineEvent(NamedTuple):
     field: str = ""
     """With an `invalid` request: the path of the field at fault, where it is known."""
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is a token without an end and without log-probabilities: as nearly all events are."""
+        if self.token_id is None or self.finish_reason or self.error:
+            return False
+        return self.logprob is None and not self.embedded and not self.prompt_scores
+
 
 @dataclass(frozen=True)
 class EngineInfo:

@@ -12,16 +12,16 @@ PackedEvents = tuple[list[str], list[int], list[int], list[tuple[int, float]], l
 
 
 def pack_events(events: list[EngineEvent]) -> PackedEvents:
-    """Events in the form in which they are sent: plain tokens in three lists, with the indices and
-    times of first tokens; all other events as objects. Most events are plain tokens, and pickling each as an object
-    would cost the engine's thread more than drawing it."""
+    """Events in the form in which they are sent: plain tokens in three lists, with the indices and times of first
+    tokens; all other events as objects. Most events are plain tokens, and pickling each as an object would cost the
+    engine's thread more than drawing it."""
     packed: PackedEvents = [], [], [], [], []
     names, tokens, cached, scheduled, others = packed
     for event in events:
-        bare = event.logprob is None and not event.embedded and not event.prompt_scores
-        if event.token_id is None or event.finish_reason or event.error or not bare:
+        if not event.plain:
             others.append(event)
         else:
+            assert event.token_id is not None
             if event.scheduled is not None:
                 scheduled.append((len(names), event.scheduled))
             names.append(event.request_id)
