@@ -161,7 +161,7 @@ def measure_mixes(path: Path, count: int, rounds: int, rates: list[float]) -> li
         for runner in ways.values():
             runner.encode(images[:2], out[:2])
         for _ in range(rounds):
-            rates.append(machine.matmul_rate(DTYPE))
+            rates.append(machine.bf16_rate())
             for way, runner in ways.items():
                 times[way].append(seconds(functools.partial(runner.encode, images, out)))
         for way, runner in ways.items():
@@ -205,7 +205,7 @@ def measure_operations(path: Path, rounds: int, rates: list[float]) -> list[dict
     assert runner.tower.native is not None
     runner.tower.native.on_operation = hear
     for _ in range(rounds):
-        rates.append(machine.matmul_rate(DTYPE))
+        rates.append(machine.bf16_rate())
         runner.encode(images, out)
     work["attention"] = round(rounds * flops(images, config)) - sum(work.values())
     rows = []
@@ -342,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     load = machine.load()
     if load > 0.5:
         print(f"warning: the load is {load:.1f}; on a busy machine only the ratios mean anything", file=sys.stderr)
-    rates = [machine.matmul_rate(DTYPE)]
+    rates = [machine.bf16_rate()]
     print(json.dumps({**machine.describe(), "bf16_gflop_s": rates[0] / 1e9, "load": load}), flush=True)
     started = time.perf_counter()
     result: dict[str, Any] = {

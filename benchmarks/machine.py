@@ -80,10 +80,17 @@ def matmul_rate(dtype: torch.dtype = torch.bfloat16, side: int = 2048, repeats: 
     return 2 * side**3 / best
 
 
+def bf16_rate(side: int = 2048, device: str = "cpu") -> float:
+    """FLOP/s at which numbers in bfloat16 can be multiplied. On a CPU without instructions for them that is the rate of
+    float32, which holds them exactly."""
+    dtypes = (torch.bfloat16, torch.float32) if device == "cpu" else (torch.bfloat16,)
+    return max(matmul_rate(dtype, side, device=device) for dtype in dtypes)
+
+
 def ceilings(device: str = "cpu") -> dict[str, float]:
-    """Read bandwidth in GB/s and bf16 products in GFLOP/s; with larger sizes on a GPU."""
+    """Read bandwidth in GB/s and products of bfloat16 in GFLOP/s; with larger sizes on a GPU."""
     size, side = (1 << 30, 2048) if device == "cpu" else (1 << 33, 8192)
-    bandwidth, rate = read_bandwidth(size, device=device), matmul_rate(side=side, device=device)
+    bandwidth, rate = read_bandwidth(size, device=device), bf16_rate(side, device)
     return {"read_gb_s": bandwidth / 1e9, "bf16_gflop_s": rate / 1e9}
 
 

@@ -39,10 +39,12 @@ class Layout:
     outer: Tensor | None = None
     group: int = 0
     """Inputs that share a scale, for kinds that are summed group by group."""
+    bf16_scale: Tensor | None = None
+    """Instead of `scale`: scales of groups that are exactly bfloat16, as those of `quantise` and of most files are."""
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.data, self.scale, self.zeros, self.outer) if tensor is not None)
+        return sum(tensor.nbytes for tensor in (self.data, self.scale, self.zeros, self.outer, self.bf16_scale) if tensor is not None)
 
 
 def lay_out(weight: Tensor | Quantised, dtype: torch.dtype, *, gated: bool = False, int8_rows: bool = False) -> Layout:
@@ -78,6 +80,9 @@ def lay_out(weight: Tensor | Quantised, dtype: torch.dtype, *, gated: bool = Fal
         outer = 1 / weight.outer if weight.divided else weight.outer
         return Layout(kind, rows, data, outer=_of_outputs(outer, order), group=group)
     zeros = None if weight.zeros is None else _of_groups(weight.zeros.float(), order)
+    small = weight.scale.bfloat16()
+    if group < weight.in_features and torch.equal(small.float(), weight.scale):
+        return Layout(kind, rows, data, zeros=zeros, group=group, bf16_scale=_of_groups(small, order))
     return Layout(kind, rows, data, _of_groups(weight.scale, order), zeros=zeros, group=group)
 
 
@@ -136,10 +141,10 @@ def _in_rows(numbers: Tensor) -> Tensor:
 
 
 def _of_groups(scales: Tensor, order: Tensor | None) -> Tensor:
-    """`[n, groups]` -> `[panels, groups, 64]`."""
+    """`[n, groups]` -> `[panels, groups, 64]`, of the same dtype."""
     chosen = scales if order is None else scales[order.clamp(min=0)] * (order >= 0)[:, None]
     padded = F.pad(chosen, (0, 0, 0, -len(chosen) % PANEL)).view(-1, PANEL, chosen.shape[1]).transpose(1, 2)
-    return weight_memory(padded.shape, torch.float32).copy_(padded)
+    return weight_memory(padded.shape, padded.dtype).copy_(padded)
 
 
 def _of_outputs(scales: Tensor, order: Tensor | None) -> Tensor:

@@ -45,6 +45,7 @@ class Packed:
         self._descriptor = Weight(
             layout.stored, outputs, self.k, self.kpad, layout.data.data_ptr(), _address(layout.scale),
             _address(self._bias), gated, layout.rows, layout.group, _address(layout.zeros), _address(layout.outer),
+            _address(layout.bf16_scale),
         )  # fmt: skip
 
     @property

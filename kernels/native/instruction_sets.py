@@ -59,7 +59,12 @@ SETS = (
         only_emulated=True,
         state_component=18,
     ),
-    InstructionSet("avx512vnni", _AVX512 | {"avx512_vnni"}, (*_AVX512_FLAGS, "-mavx512vnni")),
+    InstructionSet(
+        "avx512vnni",
+        _AVX512 | {"avx512_vnni"},
+        (*_AVX512_FLAGS, "-mavx512vnni"),
+        optional=(("avx512vbmi", "-mavx512vbmi"),),
+    ),
     InstructionSet("avx512", _AVX512, _AVX512_FLAGS),
     InstructionSet("avx2", _AVX2, _AVX2_FLAGS, optional=(("avx_vnni", "-mavxvnni"),)),
     InstructionSet(

@@ -37,7 +37,7 @@ void add_weight(Layout& layout) {
     STRUCT(Weight);
     FIELD(Weight, kind); FIELD(Weight, n); FIELD(Weight, k); FIELD(Weight, kpad); FIELD(Weight, data);
     FIELD(Weight, scale); FIELD(Weight, bias); FIELD(Weight, gated); FIELD(Weight, operand); FIELD(Weight, group);
-    FIELD(Weight, zeros); FIELD(Weight, outer);
+    FIELD(Weight, zeros); FIELD(Weight, outer); FIELD(Weight, bf16_scale);
 }
 
 void add_experts(Layout& layout) {

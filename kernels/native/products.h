@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 
 #include "activations.h"
 #include "numbers.h"
@@ -20,8 +21,12 @@ constexpr int64_t ROWS = 6;         // rows of a register tile: 6 x 4 accumulato
 constexpr int64_t INT_ROWS = 3;     // the same for integers, whose rows count twice
 constexpr int64_t ROW_BLOCK = 192;  // rows that a unit of work covers
 constexpr int64_t SPREAD = 4;       // tiles of rows over which reading the next panel is spread
+#if BF16_PAIRS
 constexpr int64_t SLICE = 1024;     // inputs of a bfloat16 panel that all tiles meet before they meet the next ones ...
 constexpr int64_t SLICED = 8;       // ... where there are at most so many tiles
+#else
+constexpr int64_t SLICE = 64, SLICED = ROW_BLOCK / ROWS;  // unpacked to float32 that is 16 KB: it stays in the first-level cache
+#endif
 constexpr int64_t DIVISIBLE = 1024; // inputs from which on a panel may be divided among threads
 
 struct Product {
@@ -36,8 +41,9 @@ struct Product {
     float scale = 1.0f;                // ADD: of what is added ...
     const float* row_scale = nullptr;  // ... and of each row's
     const Weight* next = nullptr;      // what is multiplied after this, if that is known
-    uint32_t* unpacked = nullptr;      // scaled.h: the first tile of rows stores the panel here in bfloat16 for the others
-    bool first_rows = false;           // whether this is the first tile
+    // The inputs of a panel as several tiles of rows multiply them, if it is not stored so: the first tile stores them here.
+    void* unpacked = nullptr;
+    bool first_rows = false;
 };
 
 // Stores R rows of sums, V * 16 wide (the last columns may not be outputs): + bias, the activation, then stored or added.
@@ -101,10 +107,11 @@ void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
 }
 
 // scaled.h
-uint32_t* unpacked_panel(const Weight& w);
+int64_t summed_groups(const Weight& w);
 template <int R>
 void tile_scaled(
-    const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, uint32_t* unpacked, bool first_rows, Ahead ahead, float* out);
+    const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, void* unpacked, bool first_rows, Ahead ahead,
+    float* out);
 
 // `sums`: [R, PANEL], which keep what the inputs before these gave. The last inputs finish them.
 template <int R, int V>
@@ -116,11 +123,11 @@ void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Inputs 
         for (int r = 0; r < R; r++)
             for (int v = 0; v < V; v++) prefetch_near(static_cast<const float*>(job.out) + (row + r) * job.ldo + begin + v * 16);
     const uint16_t* a = static_cast<const uint16_t*>(job.a) + row * job.lda;
-    if (w.kind == BF16 && !inputs.begin) tile_bf16<R, V, true>(a, job.lda, w, panel, first, inputs, ahead, sums);
-    if (w.kind == BF16 && inputs.begin) tile_bf16<R, V, false>(a, job.lda, w, panel, first, inputs, ahead, sums);
+    if (w.kind == BF16 && !inputs.begin) tile_bf16<R, V, true>(a, job.lda, w, panel, first, inputs, static_cast<float*>(job.unpacked), job.first_rows, ahead, sums);
+    if (w.kind == BF16 && inputs.begin) tile_bf16<R, V, false>(a, job.lda, w, panel, first, inputs, static_cast<float*>(job.unpacked), job.first_rows, ahead, sums);
     if (w.kind == F32) tile_f32<R>(static_cast<const float*>(job.a) + row * job.lda, job.lda, w, panel, sums);
     if constexpr (V == 4)
-        if (w.kind >= FP8) tile_scaled<R>(job.a, row, job.lda, w, panel, job.unpacked, job.first_rows, ahead, sums);
+        if (w.kind >= FP8) tile_scaled<R>(job.a, row, job.lda, w, panel, inputs, job.unpacked, job.first_rows, ahead, sums);
     const int8_t* bytes = reinterpret_cast<const int8_t*>(a);
     if (w.operand == BYTES) tile_bytes<R, V>(bytes, 2 * job.lda, job.scales + row, w, panel, first, ahead, sums);
     if constexpr (R <= INT_ROWS) {
@@ -165,6 +172,15 @@ void amx_tiles(const Product& job, int64_t begin, int64_t end, int64_t panel, in
 }
 #endif
 
+// Inputs of a slice for `pieces` tiles: no group whose sums are scaled is divided. Unpacked slices are longer if many tiles share
+// the cost of unpacking beyond the first-level cache, because each tile loads and stores its sums once a slice.
+int64_t slice_of(const Weight& w, int64_t pieces) {
+    const int64_t step = w.kind >= FP8 && summed_groups(w) > 1 ? std::lcm<int64_t>(w.group, 16) : 16;
+    const int64_t longest = BF16_PAIRS ? SLICE : SLICE * std::min<int64_t>(std::max<int64_t>(pieces / 8, 1), 4);
+    const int64_t slices = (w.kpad + longest - 1) / longest, each = (w.kpad + slices - 1) / slices;
+    return (each + step - 1) / step * step;
+}
+
 // Rows [begin, end) in tiles of nearly equal height. A few tiles meet a slice of the inputs before the next one: a long
 // panel and the one that is prefetched would not both fit in the second-level cache. A row's sums go through the inputs in
 // order all the same. `next`: a panel to prefetch during the last tiles; a single tile does not prefetch.
@@ -180,17 +196,18 @@ void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, in
 #endif
     const bool bytes_or_less = w.kind == INT8 || w.kind == INT4;
     const int64_t height = bytes_or_less && w.operand != BYTES ? INT_ROWS : ROWS, pieces = (end - begin + height - 1) / height;
-    const bool sliced = w.kind == BF16 && w.kpad > SLICE && pieces > 1 && pieces <= SLICED;
-    const int64_t slices = sliced ? (w.kpad + SLICE - 1) / SLICE : 1;
-    if (w.kind >= FP8 && pieces > 1) job.unpacked = unpacked_panel(w);
+    const bool scaled = w.kind >= FP8, floats = !BF16_PAIRS || w.operand == F32;
+    const bool sliced = pieces > 1 && pieces <= SLICED && (w.kind == BF16 || (scaled && floats));
+    const int64_t length = sliced ? slice_of(w, pieces) : w.kpad;
+    if (pieces > 1 && (scaled || (sliced && !BF16_PAIRS))) job.unpacked = own_memory<0>(length * PANEL);
     alignas(64) float sums[SLICED * ROWS * PANEL];
-    for (int64_t slice = 0; slice < slices; slice++) {
-        const auto bound = [&](int64_t i) { return i == slices ? w.kpad : w.kpad * i / slices / 16 * 16; };
-        const Inputs inputs{bound(slice), bound(slice + 1)};
-        const int64_t length = inputs.end - inputs.begin, bytes = sliced ? 2 * PANEL * length : panel_bytes(w);
-        const int64_t looks = length / (bytes_or_less ? 4 : 2) / STRIDE + 1;
+    for (int64_t at = 0; at < w.kpad; at += length) {
+        const Inputs inputs{at, std::min(at + length, w.kpad)};
+        const int64_t bytes = panel_bytes(w) * (inputs.end - at) / w.kpad;
+        const int64_t looks = (inputs.end - at) / (bytes_or_less ? 4 : 2) / STRIDE + 1;
         const char* soon = next;
-        if (count == 4 && inputs.end < w.kpad) soon = static_cast<const char*>(w.data) + 2 * PANEL * (panel * w.kpad + inputs.end);
+        if (count == 4 && inputs.end < w.kpad)
+            soon = static_cast<const char*>(w.data) + panel * panel_bytes(w) + panel_bytes(w) * inputs.end / w.kpad;
         for (int64_t i = 0; i < pieces; i++) {
             job.first_rows = i == 0;
             const int64_t from = begin + (end - begin) * i / pieces, to = begin + (end - begin) * (i + 1) / pieces;

@@ -1,8 +1,8 @@
 // Products of plain rows with weights of 8 and 4 bits: fp8, nvfp4, int4 in groups.
 //
 // A weight's small number is exactly a bfloat16: e4m3 has 4 significant bits, e2m1 times its e4m3 scale 6, int4 less its
-// zero point 5. The sums equal those of the same rows times the unpacked numbers. The other scales are float32: the sum of a
-// row or of a group is multiplied by its scale. Rows are pairs of bfloat16, or float32: the numbers are then widened by a
+// zero point 5. The sums equal those of the same rows times the unpacked numbers. The other scales are float32 (of groups also
+// bfloat16): the sum of a row or of a group is multiplied by its scale. Rows are pairs of bfloat16, or float32: the numbers are then widened by a
 // shift.
 //
 // The first tile of rows unpacks numbers in registers, in parallel with its products. If there are more tiles, it stores
@@ -150,7 +150,7 @@ struct Uint4 {
     }
 };
 
-// A pair of inputs of a row times those of 16 outputs.
+// A pair of inputs of a row times those of 16 outputs. keep() stores a pair of 16 outputs for `tile_unpacked` or `tile_floats`.
 #if BF16_PAIRS
 struct PairsOfBf16 {
     using Element = uint16_t;
@@ -160,10 +160,10 @@ struct PairsOfBf16 {
         Words pair;
         Column() = default;
         explicit Column(Words words) : pair(in_register(words)) {}
+        void keep(Element* panel, int64_t at, int64_t output) const { store_words(panel + 2 * (at * PANEL + output), pair); }
     };
     static Floats add(Floats sum, const Cell& x, const Column& w) { return dot_pairs(sum, x, w.pair); }
 };
-
 #endif
 
 struct PairsOfF32 {
@@ -178,21 +178,17 @@ struct PairsOfF32 {
         explicit Column(Words words)
             : even(as_floats(shift_left32<16>(words))),
               odd(as_floats(words & splat_word(int32_t(0xffff0000)))) {}
+        void keep(Element* panel, int64_t at, int64_t output) const {
+            store_floats(panel + 2 * at * PANEL + output, even), store_floats(panel + (2 * at + 1) * PANEL + output, odd);
+        }
     };
     static Floats add(Floats sum, const Cell& x, const Column& w) {
         return fmadd(x.odd, w.odd, fmadd(x.even, w.even, sum));
     }
 };
 
-#if !BF16_PAIRS
-struct PairsOfBf16 : PairsOfF32 {  // widened
-    using Element = uint16_t;
-    static Cell cell(const Element* a) { return {splat(bf16_to_float(a[0])), splat(bf16_to_float(a[1]))}; }
-};
-#endif
-
 // Groups of inputs whose sums are scaled separately; 1 if the scales are part of the numbers, or belong to whole rows.
-inline int64_t summed_groups(const Weight& w) { return w.kind == NVFP4 ? 1 : (w.kpad + w.group - 1) / w.group; }
+int64_t summed_groups(const Weight& w) { return w.kind == NVFP4 ? 1 : (w.kpad + w.group - 1) / w.group; }
 
 // Stores sums times the scales of their outputs, or totals of groups, which are scaled already. A loop that is not unrolled
 // would have GCC keep the sums in memory throughout.
@@ -209,6 +205,9 @@ inline __attribute__((always_inline)) void store_sums(
     }
 }
 
+// The scales of a group's 16 outputs.
+inline Floats group_scales(const Weight& w, int64_t at) { return w.bf16_scale ? load_bf16(w.bf16_scale + at) : load_floats(w.scale + at); }
+
 // total += sum * scale, of group g.
 template <int R, int V>
 inline __attribute__((always_inline)) void add_group(
@@ -216,32 +215,33 @@ inline __attribute__((always_inline)) void add_group(
 ) {
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
-        const Floats scale = load_floats(w.scale + scales + (first + v) * 16);
+        const Floats scale = group_scales(w, scales + (first + v) * 16);
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++) total[r][v] = fmadd(sum[r][v], scale, total[r][v]);
     }
 }
 
 // R rows times V vectors of outputs, from vector `first` of a panel on. Numbers are unpacked in registers, and if KEPT, stored in
-// `keep` for other rows.
+// `keep` for other rows. `a` and `keep` begin with the first of the inputs; `out` has what those before them gave.
 template <class Rows, class Numbers, bool GROUPED, bool KEPT, int R, int V>
 __attribute__((noinline)) void tile_packed(
-    const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, uint32_t* keep, Ahead ahead, float* out
+    const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs,
+    typename Rows::Element* keep, Ahead ahead, float* out
 ) {
     const Numbers numbers;
     constexpr int64_t step = Numbers::SPARSE && R <= 2 ? 4 * LINE : LINE;
     const uint8_t* const data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
     const int64_t groups = (w.kpad + w.group - 1) / w.group;
-    if (KEPT) keep += first * 16;
     Floats sum[R][V], total[R][V];
-    set_zero(sum);
-    if constexpr (GROUPED) set_zero(total);
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t end = std::min(w.kpad, (g + 1) * w.group), scales = (panel * groups + g) * PANEL;
+    load_sums(GROUPED || !inputs.begin, out, sum);
+    if constexpr (GROUPED) load_sums(!inputs.begin, out, total);
+    int64_t g = inputs.begin / w.group;
+    for (int64_t i = inputs.begin; i < inputs.end; g++) {
+        const int64_t end = std::min(inputs.end, (g + 1) * w.group), scales = (panel * groups + g) * PANEL;
         typename Numbers::Group group[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) group[v] = numbers.begin(w, data, scales, g * w.group, first + v);
-        for (int64_t i = g * w.group; i < end; i += CHUNK) {
+        for (int v = 0; v < V; v++) group[v] = numbers.begin(w, data, scales, i, first + v);
+        for (; i < end; i += CHUNK) {
             const uint8_t* const chunk = Numbers::chunk(data, i) + first * 64;
             ahead.step();
             const int64_t lines = first ? 0 : Numbers::BYTES * PANEL;  // the first vectors' pass reads for the others
@@ -253,22 +253,22 @@ __attribute__((noinline)) void tile_packed(
                 for (int v = 0; v < V; v++) numbers.unpack(chunk + v * 64, half, group[v], words[v]);
 #pragma GCC unroll 2
                 for (int pair = 0; pair < 2; pair++) {
-                    const int64_t at = 2 * half + pair;
+                    const int64_t at = 2 * half + pair, input = i - inputs.begin + 2 * at;
                     typename Rows::Column column[V];
 #pragma GCC unroll 4
                     for (int v = 0; v < V; v++) {
-                        if constexpr (KEPT) store_words(keep + at * PANEL + v * 16, words[v][pair]);
                         column[v] = typename Rows::Column(words[v][pair]);
+                        if constexpr (KEPT) column[v].keep(keep, at, (first + v) * 16);
                     }
 #pragma GCC unroll 6
                     for (int r = 0; r < R; r++) {
-                        const auto x = Rows::cell(a + r * lda + i + 2 * at);
+                        const auto x = Rows::cell(a + r * lda + input);
 #pragma GCC unroll 4
                         for (int v = 0; v < V; v++) sum[r][v] = Rows::add(sum[r][v], x, column[v]);
                     }
                 }
             }
-            if constexpr (KEPT) keep += 4 * PANEL;
+            if constexpr (KEPT) keep += CHUNK * PANEL;
         }
         if constexpr (GROUPED) {
             add_group(w, scales, first, sum, total);
@@ -276,36 +276,29 @@ __attribute__((noinline)) void tile_packed(
         }
     }
     if constexpr (GROUPED) store_sums<true>(w, panel, first, total, out);
+    else if (inputs.end < w.kpad) store_sums<true>(w, panel, first, sum, out);
     else store_sums<false>(w, panel, first, sum, out);
 }
 
-// R rows times V vectors of outputs, from vector `first` of an unpacked panel on. The sums of a group need all registers, so
-// totals are kept in `out`.
-template <class Rows, bool GROUPED, int R, int V>
+// R rows times W vectors of outputs, from vector `first` of an unpacked panel on. The sums of a group need all registers, so
+// totals are kept in `out`. `a` and `unpacked` begin with the first of the inputs.
+template <bool GROUPED, int R, int W, class T>
 __attribute__((noinline)) void tile_unpacked(
-    const typename Rows::Element* a, int64_t lda, const Weight& w, const uint32_t* unpacked, int64_t panel, int64_t first,
-    Ahead ahead, float* out
+    const T* a, int64_t lda, const Weight& w, const T* unpacked, int64_t panel, int64_t first, Inputs inputs, Ahead ahead, float* out
 ) {
     const int64_t groups = summed_groups(w), width = GROUPED ? w.group : w.kpad;
-    const uint32_t* b = unpacked + first * 16;
-    Floats sum[R][V];
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t end = std::min(w.kpad, (g + 1) * width);
-        set_zero(sum);
-        for (int64_t i = g * width; i < end;) {
-            const int64_t stop = ahead.step() ? std::min(end, i + 2 * STRIDE) : end;
-            for (; i < stop; i += 2, b += PANEL) {
-                typename Rows::Column column[V];
-                for (int v = 0; v < V; v++) column[v] = typename Rows::Column(load_words(b + v * 16));
-                for (int r = 0; r < R; r++) {
-                    const auto x = Rows::cell(a + r * lda + i);
-                    for (int v = 0; v < V; v++) sum[r][v] = Rows::add(sum[r][v], x, column[v]);
-                }
-            }
-        }
+    Floats sum[R][W];
+    int64_t g = inputs.begin / width;
+    for (int64_t i = inputs.begin; i < inputs.end; g++) {
+        const int64_t end = std::min(inputs.end, (g + 1) * width), from = i - inputs.begin;
+        load_sums(GROUPED || !i, out, sum);
+        add_inputs(a + from, lda, end - i, unpacked + from * PANEL + first * (LINE / int64_t(sizeof(T))), W < 4 && !first, ahead, sum);
+        i = end;
         if constexpr (GROUPED) {
-            for (int v = 0; v < V; v++) {
-                const Floats scale = load_floats(w.scale + (panel * groups + g) * PANEL + (first + v) * 16);
+#pragma GCC unroll 4
+            for (int v = 0; v < W; v++) {
+                const Floats scale = group_scales(w, (panel * groups + g) * PANEL + (first + v) * 16);
+#pragma GCC unroll 6
                 for (int r = 0; r < R; r++) {
                     float* total = out + r * PANEL + v * 16;
                     store_floats(total, fmadd(sum[r][v], scale, g ? load_floats(total) : zero()));
@@ -313,7 +306,10 @@ __attribute__((noinline)) void tile_unpacked(
             }
         }
     }
-    if constexpr (!GROUPED) store_sums<false>(w, panel, first, sum, out);
+    if constexpr (!GROUPED) {
+        if (inputs.end < w.kpad) store_sums<true>(w, panel, first, sum, out);
+        else store_sums<false>(w, panel, first, sum, out);
+    }
 }
 
 // Calls work(Type<...>()) with the unpacker of a weight.
@@ -329,37 +325,32 @@ void with_numbers(const Weight& w, const F& work) {
     else work(Type<Uint4<false>>());
 }
 
-// This thread's memory for an unpacked panel.
-uint32_t* unpacked_panel(const Weight& w) {
-    static thread_local std::vector<uint32_t> memory;
-    if (int64_t(memory.size()) < w.kpad / 2 * PANEL + 16) memory.resize(w.kpad / 2 * PANEL + 16);
-    return reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
-}
-
-// R rows times a panel. `unpacked`: null if there is only one tile; else the first tile stores the panel there for the others.
+// R rows times a panel. `unpacked`: null if there is only one tile; else the first tile stores these inputs of the panel there for
+// the others. Without instructions for bfloat16, rows of it are widened first.
 template <int R>
 void tile_scaled(
-    const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, uint32_t* unpacked, bool first_rows, Ahead ahead, float* out
+    const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, void* unpacked, bool first_rows, Ahead ahead,
+    float* out
 ) {
     const bool grouped = summed_groups(w) > 1;
-    const auto run = [&](auto kind) {
+    const auto run = [&](auto kind, const auto* a, int64_t apart) {
         using Rows = decltype(kind);
-        const auto* a = static_cast<const typename Rows::Element*>(rows) + row * lda;
-        constexpr bool IS_BF16 = std::is_same_v<Rows, PairsOfBf16>;
+        using Element = typename Rows::Element;
         const auto packed = [&](auto numbers, auto has_groups) {
             constexpr int V = VECTOR_REGISTERS > 1 ? 1 : R <= 3 ? 4 : 2;
             for (int64_t first = 0; first < 4; first += V) {
                 const Ahead then = first + V < 4 ? Ahead{nullptr, nullptr, 0} : ahead;
                 const auto run = unpacked ? tile_packed<Rows, typename decltype(numbers)::type, decltype(has_groups)::value, true, R, V>
                                           : tile_packed<Rows, typename decltype(numbers)::type, decltype(has_groups)::value, false, R, V>;
-                run(a, lda, w, panel, first, unpacked, then, out + first * 16);
+                run(a, apart, w, panel, first, inputs, static_cast<Element*>(unpacked), then, out + first * 16);
             }
         };
         const auto plain = [&](auto has_groups) {
-            constexpr int V = VECTOR_REGISTERS > 1 ? 1 : IS_BF16 && BF16_PAIRS ? 4 : 2;  // of float32 a pair takes two registers
-            for (int64_t first = 0; first < 4; first += V)
-                tile_unpacked<Rows, decltype(has_groups)::value, R, V>(
-                    a, lda, w, unpacked, panel, first, first + V < 4 ? Ahead{nullptr, nullptr, 0} : ahead, out + first * 16);
+            constexpr int W = vectors_beside(R);
+            for (int64_t first = 0; first < 4; first += W)
+                tile_unpacked<decltype(has_groups)::value, R, W>(
+                    a, apart, w, static_cast<const Element*>(unpacked), panel, first, inputs,
+                    first + W < 4 ? Ahead{nullptr, nullptr, 0} : ahead, out + first * 16);
         };
         if (unpacked && !first_rows) {
             if (grouped) plain(std::true_type());
@@ -372,8 +363,16 @@ void tile_scaled(
             packed(numbers, std::false_type());
         });
     };
-    if (w.operand == BF16) run(PairsOfBf16());
-    else run(PairsOfF32());
+    if (w.operand != BF16) return run(PairsOfF32(), static_cast<const float*>(rows) + row * lda + inputs.begin, lda);
+    const uint16_t* a = static_cast<const uint16_t*>(rows) + row * lda + inputs.begin;
+#if BF16_PAIRS
+    run(PairsOfBf16(), a, lda);
+#else
+    const int64_t count = inputs.end - inputs.begin, apart = count + 16;  // rows a power of two apart would share lines of the cache
+    float* const widened = own_memory<1>(R * apart);
+    widen_rows(a, lda, R, count, widened, apart);
+    run(PairsOfF32(), widened, apart);
+#endif
 }
 
 }  // namespace

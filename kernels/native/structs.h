@@ -31,6 +31,7 @@ struct Weight {  // [n, k]; kpad: k as it is stored; scale: int8 [panels * 64], 
     // of NVFP4 [panels * 64], what a sum is multiplied with in the end
     int64_t group;
     const float *zeros, *outer;
+    const uint16_t* bf16_scale;  // instead of `scale`, where several groups of FP8 or UINT4 have scales that are exactly bfloat16
 };
 
 struct Experts {  // a mixture of them

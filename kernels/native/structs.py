@@ -79,7 +79,7 @@ class Weight(Structure):
     _fields_ = [
         ("kind", c_int64), ("n", c_int64), ("k", c_int64), ("kpad", c_int64),
         ("data", c_void_p), ("scale", c_void_p), ("bias", c_void_p), ("gated", c_int64), ("operand", c_int64),
-        ("group", c_int64), ("zeros", c_void_p), ("outer", c_void_p),
+        ("group", c_int64), ("zeros", c_void_p), ("outer", c_void_p), ("bf16_scale", c_void_p),
     ]  # fmt: skip
 
 

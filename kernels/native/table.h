@@ -50,7 +50,7 @@ class PackedRow {
         const int64_t groups = (w_.k + group - 1) / group;
         for (int64_t g = 0; g < groups; g++) {
             const int64_t at = (panel_ * groups + g) * PANEL + r_, end = std::min(w_.k, (g + 1) * group);
-            const float scale = w_.scale[at], less = zeros ? zeros[at] : zero;
+            const float scale = w_.bf16_scale ? bf16_to_float(w_.bf16_scale[at]) : w_.scale[at], less = zeros ? zeros[at] : zero;
             for (int64_t i = g * group; i < end; i++) to[i] = (number(i) - less) * scale;
         }
     }

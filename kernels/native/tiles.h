@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "numbers.h"
 #include "panels.h"
@@ -69,16 +70,45 @@ inline __attribute__((always_inline)) void store_sums(const Floats (&sum)[R][V],
         for (int v = 0; v < V; v++) store_floats(sums + r * PANEL + v * 16, sum[r][v]);
 }
 
+// A thread's memory, aligned to cache lines, for `floats` numbers: of a panel (WHICH 0) or of rows (1) in the form that they are
+// multiplied in.
+template <int WHICH>
+inline float* own_memory(int64_t floats) {
+    static thread_local std::vector<float> memory;
+    if (int64_t(memory.size()) < floats + 16) memory.resize(floats + 16);
+    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+}
+
+// R rows times 16 * W columns of a panel, [count][PANEL] float32, added to `sum`. `others`: vectors beside these follow.
+template <int R, int W>
+inline __attribute__((always_inline)) void add_inputs(
+    const float* a, int64_t lda, int64_t count, const float* b, bool others, Ahead& ahead, Floats (&sum)[R][W]
+) {
+    for (int64_t i = 0; i < count;) {
+        const int64_t stop = ahead.step() ? std::min(count, i + 2 * STRIDE) : count;
+        for (; i < stop; i++, b += PANEL) {
+            if (others)  // their lines are read by the next passes
+                for (int v = 0; v < 4; v++) prefetch_near(b + 2 * FETCHED_STEPS * PANEL + v * 16);
+            Floats column[W];
+#pragma GCC unroll 4
+            for (int v = 0; v < W; v++) column[v] = in_register(load_floats(b + v * 16));
+#pragma GCC unroll 6
+            for (int r = 0; r < R; r++) {
+                const Floats x = in_register(splat(a[r * lda + i]));
+#pragma GCC unroll 4
+                for (int v = 0; v < W; v++) sum[r][v] = fmadd(x, column[v], sum[r][v]);
+            }
+        }
+    }
+}
+
 #if BF16_PAIRS
-// R rows times 16 * W columns: the sums of `count` inputs, added to `sums` unless these are the FIRST ones. `others`: vectors
-// beside these follow. Never inlined: the loop needs most of the registers.
-template <int R, int W, bool FIRST>
-__attribute__((noinline)) void add_pairs(
-    const uint16_t* a, int64_t lda, int64_t count, const uint16_t* b, bool others, Ahead ahead, float* sums
+// The same for pairs of bfloat16, [count / 2][PANEL][2].
+template <int R, int W>
+inline __attribute__((always_inline)) void add_inputs(
+    const uint16_t* a, int64_t lda, int64_t count, const uint16_t* b, bool others, Ahead& ahead, Floats (&sum)[R][W]
 ) {
     const uint16_t* const a_end = a + count;
-    Floats sum[R][W];
-    load_sums(FIRST, sums, sum);
     while (a < a_end) {
         const uint16_t* const stop = ahead.step() ? std::min(a_end, a + 2 * STRIDE) : a_end;
         for (; a < stop; a += 2, b += 2 * PANEL) {
@@ -95,36 +125,59 @@ __attribute__((noinline)) void add_pairs(
             }
         }
     }
+}
+#endif
+
+// The sums of `count` inputs, added to `sums` unless these are the first ones. Never inlined: the loop needs most of the registers.
+template <int R, int W, class T>
+__attribute__((noinline)) void add_slice(
+    const T* a, int64_t lda, int64_t count, const T* b, bool from_zero, bool others, Ahead ahead, float* sums
+) {
+    Floats sum[R][W];
+    load_sums(from_zero, sums, sum);
+    add_inputs(a, lda, count, b, others, ahead, sum);
     store_sums(sum, sums);
 }
 
-// R rows times 16 * V columns, from column 16 * first of a panel, for as many vectors at a time as there are registers for.
+// Tiles of bfloat16 weights: R rows times 16 * V columns, from column 16 * first of a panel, for as many vectors at a time as there
+// are registers for. With FIRST, sums begin with these inputs.
+#if BF16_PAIRS
 template <int R, int V, bool FIRST>
-void tile_bf16(const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, Ahead ahead, float* sums) {
+void tile_bf16(
+    const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, float*, bool, Ahead ahead,
+    float* sums
+) {
     constexpr int W = vectors_beside(R) < V ? vectors_beside(R) : V;
     const uint16_t* b = static_cast<const uint16_t*>(w.data) + (panel * w.kpad + inputs.begin) * PANEL + first * 32;
     for (int v = 0; v < V; v += W)
-        add_pairs<R, W, FIRST>(
-            a + inputs.begin, lda, inputs.end - inputs.begin, b + v * 32, W < V && v == 0, v ? Ahead{} : ahead, sums + v * 16);
+        add_slice<R, W>(
+            a + inputs.begin, lda, inputs.end - inputs.begin, b + v * 32, FIRST, W < V && v == 0, v ? Ahead{} : ahead, sums + v * 16);
 }
 #else
-// The same without instructions for bfloat16: numbers are widened to float32. A row's numbers are widened once for some inputs,
-// and a panel's in registers, for as many vectors at a time as there are registers for.
+// Without instructions for bfloat16, numbers are widened to float32. A row's numbers are widened once for some inputs. A panel's are
+// widened in registers by the first tile of rows, which stores them if others follow.
 template <int R, int W>
 inline __attribute__((always_inline)) void add_column(
-    const float (&rows)[R][WIDENED], int64_t input, const Floats (&column)[W], Floats (&sum)[R][W]
+    const float* rows, int64_t input, const Floats (&column)[W], Floats (&sum)[R][W]
 ) {
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
-        const Floats x = in_register(splat(rows[r][input]));
+        const Floats x = in_register(splat(rows[r * WIDENED + input]));
 #pragma GCC unroll 4
         for (int v = 0; v < W; v++) sum[r][v] = fmadd(x, column[v], sum[r][v]);
     }
 }
 
-template <int R, int W>
+template <int W>
+inline __attribute__((always_inline)) void keep_column(const Floats (&column)[W], float* keep) {
+#pragma GCC unroll 4
+    for (int v = 0; v < W; v++) store_floats(keep + v * 16, column[v]);
+}
+
+// `rows`: [R, WIDENED] float32. KEPT: stores the columns as float32 in `keep`, [count][PANEL].
+template <int R, int W, bool KEPT>
 __attribute__((noinline)) void add_widened(
-    const float (&rows)[R][WIDENED], int64_t count, const uint16_t* b, bool from_zero, bool others, Ahead ahead, float* sums
+    const float* rows, int64_t count, const uint16_t* b, bool from_zero, bool others, float* keep, Ahead ahead, float* sums
 ) {
     Floats sum[R][W];
     load_sums(from_zero, sums, sum);
@@ -136,28 +189,52 @@ __attribute__((noinline)) void add_widened(
             Floats column[W];
 #pragma GCC unroll 4
             for (int v = 0; v < W; v++) column[v] = as_floats(shift_left32<16>(load_words(b + v * 32)));
+            if constexpr (KEPT) keep_column(column, keep);
             add_column(rows, i, column, sum);
             const uint16_t* again = b;  // loaded twice: there is no register to keep both inputs in
             asm("" : "+r"(again));
 #pragma GCC unroll 4
             for (int v = 0; v < W; v++) column[v] = as_floats(load_words(again + v * 32) & splat_word(int32_t(0xffff0000)));
+            if constexpr (KEPT) keep_column(column, keep + PANEL), keep += 2 * PANEL;
             add_column(rows, i + 1, column, sum);
         }
     }
     store_sums(sum, sums);
 }
 
+// Rows of `count` bfloat16, `lda` apart, to float32, `ldo` apart.
+inline void widen_rows(const uint16_t* a, int64_t lda, int64_t rows, int64_t count, float* out, int64_t ldo) {
+    for (int64_t r = 0; r < rows; r++, a += lda, out += ldo) {
+        int64_t i = 0;
+        for (; i + 16 <= count; i += 16) store_floats(out + i, load_bf16(a + i));
+        if (i < count) store_floats(out + i, load16(a + i, lanes(count - i)));
+    }
+}
+
+// `unpacked`: null if there is only one tile; else the first tile stores these inputs of the panel there for the others.
 template <int R, int V, bool FIRST>
-void tile_bf16(const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, Ahead ahead, float* sums) {
+void tile_bf16(
+    const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, float* unpacked, bool first_rows,
+    Ahead ahead, float* sums
+) {
     constexpr int W = vectors_beside(R) < V ? vectors_beside(R) : V;
     const uint16_t* b = static_cast<const uint16_t*>(w.data) + (panel * w.kpad + inputs.begin) * PANEL + first * 32;
-    alignas(64) float rows[R][WIDENED];
-    for (int64_t begin = inputs.begin; begin < inputs.end; begin += WIDENED, b += WIDENED * PANEL) {
-        const int64_t count = std::min(WIDENED, inputs.end - begin);
-        for (int r = 0; r < R; r++)
-            for (int64_t i = 0; i < count; i += 16) store_floats(rows[r] + i, load16(a + r * lda + begin + i, lanes(count - i)));
-        for (int v = 0; v < V; v += W)
-            add_widened<R, W>(rows, count, b + v * 32, FIRST && begin == inputs.begin, W < V && v == 0, v ? Ahead{} : ahead, sums + v * 16);
+    alignas(64) float rows[R * WIDENED];
+    for (int64_t begin = inputs.begin; begin < inputs.end; begin += WIDENED) {
+        const int64_t count = std::min(WIDENED, inputs.end - begin), offset = (begin - inputs.begin) * PANEL;
+        const bool from_zero = FIRST && begin == inputs.begin;
+        widen_rows(a + begin, lda, R, count, rows, WIDENED);
+        for (int v = 0; v < V; v += W) {
+            const bool others = W < V && v == 0;
+            const Ahead then = v ? Ahead{} : ahead;
+            float* const kept = unpacked ? unpacked + offset + (first + v) * 16 : nullptr;
+            if (unpacked && !first_rows) {
+                add_slice<R, W>(rows, WIDENED, count, static_cast<const float*>(kept), from_zero, others, then, sums + v * 16);
+            } else {
+                const auto add = unpacked ? add_widened<R, W, true> : add_widened<R, W, false>;
+                add(rows, count, b + offset + v * 32, from_zero, others, kept, then, sums + v * 16);
+            }
+        }
         ahead = {};
     }
 }
