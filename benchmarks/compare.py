@@ -3,7 +3,7 @@
     python -m benchmarks.compare [--family nemotron_h|qwen3_5] --peer transformers|vllm|llamacpp [--rounds 3]
                                  [--only decode,prefill,omni] [--weights int8] [--device cuda] [--concurrent 1,8,64]
                                  [--new-tokens 64] [--instruction-set avx2|avx512vnni|avx512]
-                                 [--shape 116m|600m|1500m|moe] [--prompt 1024]
+                                 [--shape 116m|600m|1500m|moe] [--prompt 1024] [--label intel]
 
 Saccade runs behind its gRPC server, the peer in a process of its own. In each round both sides run each workload in
 turn, short ones several times; the output is medians and their ratios. The machine's limits are measured with each
@@ -19,6 +19,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -358,6 +359,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
     parser.add_argument("--out", type=Path, help="write the result to this file")
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
+    parser.add_argument("--label", help="last part of the result's name, such as a processor's: a-z, 0-9 and -")
     return parser
 
 
@@ -366,7 +368,7 @@ def result_name(arguments: argparse.Namespace) -> str:
     family = None if arguments.family == "nemotron_h" else arguments.family
     shape = None if arguments.shape == sized_models.SMALLEST else arguments.shape
     length = arguments.prompt and f"{arguments.prompt}-tokens"
-    parts = ("compare", family, arguments.peer, arguments.weights, arguments.instruction_set, shape, length)
+    parts = ("compare", family, arguments.peer, arguments.weights, arguments.instruction_set, shape, length, arguments.label)
     return "-".join(part for part in parts if part)
 
 
@@ -377,6 +379,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.instruction_set and arguments.peer != "vllm":
         parser.error("--instruction-set needs --peer vllm: the other peers cannot be limited")
     subject, only = SUBJECTS[arguments.family], set(arguments.only.split(","))
+    if arguments.label is not None and not re.fullmatch(r"[a-z0-9-]+", arguments.label):
+        parser.error(f"--label: {arguments.label!r} has other characters than a-z, 0-9 and -")
     if arguments.prompt is not None and arguments.prompt < 1:
         parser.error(f"--prompt: {arguments.prompt} is below 1")
     if arguments.shape != sized_models.SMALLEST:

@@ -17,10 +17,11 @@ import torch
 
 from kernels.host_memory import use_huge_pages
 from kernels.machine_memory import machine_memory
+from kernels.native.instruction_sets import processor_features, supported
 
 
 def describe() -> dict[str, str | int]:
-    """Processor, cores, memory and versions."""
+    """Processor, the best instruction set that it has for compiled code, cores, memory and versions."""
     model = platform.processor() or "unknown"
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -28,6 +29,7 @@ def describe() -> dict[str, str | int]:
         model = {k.strip(): v.strip() for k, v in lines.items()}.get("model name", model)
     return {
         "processor": model,
+        "instruction_set": next((each.name for each in supported(processor_features())), "none"),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(machine_memory() / 2**30),
         "python": platform.python_version(),
