@@ -368,7 +368,8 @@ def result_name(arguments: argparse.Namespace) -> str:
     family = None if arguments.family == "nemotron_h" else arguments.family
     shape = None if arguments.shape == sized_models.SMALLEST else arguments.shape
     length = arguments.prompt and f"{arguments.prompt}-tokens"
-    parts = ("compare", family, arguments.peer, arguments.weights, arguments.instruction_set, shape, length, arguments.label)
+    ours = (arguments.weights, arguments.instruction_set)
+    parts = ("compare", family, arguments.peer, *ours, shape, length, arguments.label)
     return "-".join(part for part in parts if part)
 
 

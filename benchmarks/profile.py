@@ -5,8 +5,8 @@
 
 Runs the decoder in this process on the family's text model of `benchmarks.workloads`. The operations of the compiled
 step are called one at a time, which adds a few microseconds to each. The lower bound of a part is the larger of its
-bytes over the measured bandwidth and its FLOPs over the measured rate of large products of bfloat16; states are read and
-written. `--write` writes docs/profile.md, or docs/profile-FAMILY.md. Run it on an idle machine.
+bytes over the measured bandwidth and its FLOPs over the measured rate of large products of bfloat16; states are read
+and written. `--write` writes docs/profile.md, or docs/profile-FAMILY.md. Run it on an idle machine.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def ceiling(model: str, scale: float) -> dict[str, Any]:
     found: dict[str, Any] = {"streams": streams * readers, "readers": readers, "tokens_per_stream": tokens}
     for chunk in (1, 16):
         engine = FakeEngine(vocabulary=vocabulary, model=Path(model).name)
-        with RunningServer(model, engine=engine) as server:
+        with RunningServer(model, engine=engine, image_workers=1) as server:
             engine.loop = server.loop  # type: ignore[attr-defined]
             server.server.image_pool.close()  # its processes would start beside the measurement
             arguments = [sys.executable, "-c", READER, server.address, str(streams), str(tokens), str(chunk)]
@@ -358,7 +358,14 @@ def pages(model: str, scale: float) -> dict[str, Any]:
         folder = Path(name)
         for number in range(PAGES):
             _page(number).save(folder / f"{number:02}.jpg", quality=85)
-        options = {"dtype": None, "max_seqs": 32, "max_len": 8192, "max_queue": 1024, "max_inflight_bytes": 2**30}
+        options = {
+            "dtype": None,
+            "max_seqs": 32,
+            "max_len": 8192,
+            "max_queue": 1024,
+            "max_inflight_bytes": 2**30,
+            "image_workers": 1,
+        }
         with RunningServer(str(tiny_qwen_model(folder)), **options) as server:
             arguments = [sys.executable, "-c", PAGE_SENDER, server.address, str(folder), str(requests)]
             sender = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)

@@ -229,15 +229,15 @@ def test_what_a_machine_cannot_run_is_skipped_with_a_reason() -> None:
     something was skipped."""
     found = []
     for path in sorted((CHECKOUT / "tests").rglob("*.py")):
+        name = path.relative_to(CHECKOUT)
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            name = f"{path.relative_to(CHECKOUT)}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Name) and node.id.startswith("collect_ignore"):
-                found.append(f"{name} leaves files out")
+                found.append(f"{name}:{node.lineno} leaves files out")
             elif isinstance(node, ast.If) and isinstance(node.body[0], ast.Return):
                 asked = {"is_available", "platform", "UNAVAILABLE", "library", "which", "find_spec", "environ"}
                 words = {getattr(part, "id", getattr(part, "attr", "")) for part in ast.walk(node.test)}
                 if words & asked and path.name.startswith("test_"):
-                    found.append(f"{name} returns where it should be skipped")
+                    found.append(f"{name}:{node.lineno} returns where it should be skipped")
     assert not found
 
 

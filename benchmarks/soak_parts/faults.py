@@ -28,7 +28,7 @@ def run(scale: float) -> Outcome:
         model = str(make_served(folder / "model").path)
 
         def vanishing() -> dict[str, Any]:
-            with RunningServer(model, max_seqs=40, max_len=600) as server:
+            with RunningServer(model, max_seqs=40, max_len=600, image_workers=1) as server:
                 return faults.vanishing_clients(server, scaled(50))
 
         table: dict[str, Callable[[], dict[str, Any]]] = {

@@ -39,7 +39,7 @@ def run(scale: float) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         model = make_served(Path(folder) / "tiny").path
         with (
-            RunningServer(str(model), max_seqs=32, max_len=600) as server,
+            RunningServer(str(model), max_seqs=32, max_len=600, image_workers=1) as server,
             RunningHttp([server.address], stall_timeout=2.0) as http,
         ):
             plain = _read_slowly(http.port)

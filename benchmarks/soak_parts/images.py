@@ -23,6 +23,6 @@ def run(scale: float) -> Outcome:
     seed = secrets.randbits(32)
     with tempfile.TemporaryDirectory() as folder:
         make_served(Path(folder) / "model")
-        with RunningServer(str(Path(folder) / "model"), max_seqs=4, max_len=600) as server:
+        with RunningServer(str(Path(folder) / "model"), max_seqs=4, max_len=600, image_workers=1) as server:
             numbers = run_mutants(server, max(1, round(FILES * scale)), seed)
     return Outcome(True, numbers)

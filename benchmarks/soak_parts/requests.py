@@ -22,6 +22,6 @@ def run(scale: float) -> Outcome:
     seed = secrets.randbits(32)
     with tempfile.TemporaryDirectory() as folder:
         model = str(make_served(Path(folder) / "model").path)
-        with RunningServer(model, max_seqs=8, max_len=96) as server:
+        with RunningServer(model, max_seqs=8, max_len=96, image_workers=1) as server:
             numbers = faults.random_requests(server, max(100, round(REQUESTS * scale)), seed)
     return Outcome(True, {**numbers, "seed": seed})

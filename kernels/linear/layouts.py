@@ -44,7 +44,8 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.data, self.scale, self.zeros, self.outer, self.bf16_scale) if tensor is not None)
+        parts = (self.data, self.scale, self.zeros, self.outer, self.bf16_scale)
+        return sum(tensor.nbytes for tensor in parts if tensor is not None)
 
 
 def lay_out(weight: Tensor | Quantised, dtype: torch.dtype, *, gated: bool = False, int8_rows: bool = False) -> Layout:

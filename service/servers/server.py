@@ -71,12 +71,16 @@ class Server:
 
     has_batches = True
 
-    def __init__(self, options: ServerOptions, engine: EngineHandle, assets: ModelAssets) -> None:
+    def __init__(
+        self, options: ServerOptions, engine: EngineHandle, assets: ModelAssets, *, image_pool: ImagePool | None = None
+    ) -> None:
+        """`image_pool`: prepares images and videos; by default one of `image_workers` processes. Closed with this
+        object."""
         check_exposure(options)
         check_sizes_file(options)
         self.options = options
         limits = frontend_limits(options)
-        self.image_pool = ImagePool(
+        self.image_pool = image_pool or ImagePool(
             limits.media, decoder_processes(options.image_workers), image_seconds=options.image_timeout,
             video_seconds=options.video_timeout, vision=assets.vision, dtype=engine.info.dtype,
         )  # fmt: skip

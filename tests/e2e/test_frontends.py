@@ -153,8 +153,8 @@ def test_a_frontend_that_hangs_is_replaced(frontends: ServerProcess) -> None:
     assert second in now, "the other one, which had always answered, lives on"
 
 
-def test_a_frontend_that_does_not_get_ready_is_killed(model: Path) -> None:
-    options = ServerOptions(model=str(model), max_seqs=2, max_len=600, frontends=1)
+def test_a_frontend_that_does_not_get_ready_is_killed(text_model: Path) -> None:
+    options = ServerOptions(model=str(text_model), max_seqs=2, max_len=600, frontends=1)
     with reserved_port(options) as port, ThreadPoolExecutor(1) as pool:
         hub = Hub(options, port)
         hub._options = replace(options, load_timeout=0.5)  # the engine has had the default

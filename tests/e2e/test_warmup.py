@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from running import EngineHere
+from running import EngineHere, images_here
 from served import make_served
 
 import saccade
@@ -59,7 +59,8 @@ class Running:
 
     @staticmethod
     async def _make(options: ServerOptions, engine: EngineHandle) -> Server:
-        return Server(options, engine, load_assets(options))
+        assets = load_assets(options)
+        return Server(options, engine, assets, image_pool=images_here(options, engine, assets))
 
     def run(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -74,7 +75,7 @@ class Running:
 @pytest.mark.parametrize("vision", [True, False], ids=["images", "text"])
 def test_health_follows_the_warm_up(model: Path, tmp_path: Path, vision: bool) -> None:
     path = model if vision else make_served(tmp_path / "text", vision=False).path
-    options = ServerOptions(model=str(path), dtype="float32", threads=1, max_len=600, port=0, grace=0, image_workers=1)
+    options = ServerOptions(model=str(path), dtype="float32", threads=1, max_len=600, port=0, grace=0)
     engine = SlowToStart(options)
     running = Running(options, engine)
     assert engine.asked.wait(60)
@@ -103,7 +104,7 @@ def test_health_follows_the_warm_up(model: Path, tmp_path: Path, vision: bool) -
 
 
 def test_a_model_that_cannot_answer_is_not_served(model: Path) -> None:
-    options = ServerOptions(model=str(model), dtype="float32", threads=1, max_len=600, port=0, grace=0, image_workers=1)
+    options = ServerOptions(model=str(model), dtype="float32", threads=1, max_len=600, port=0, grace=0)
     running = Running(options, KilledWhenAsked(options, log_level="error"))
     with pytest.raises(ConfigError, match="could not answer"):
         running.started.result(60)

@@ -1,21 +1,31 @@
-"""A real server in this process: its event loop in a thread, its engine in a process of its own."""
+"""A real server in this process: its event loop in a thread, its engine and its images in this process or in others."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from encoder.media_limits import ImageHeader
+from encoder.stopwatch import Stopwatch
+from families import VisionSpec
 from service.common.config import ServerOptions
 from service.engine import wire
 from service.engine.engine_client import EngineProcess
 from service.engine.engine_thread import EngineThread
 from service.engine.types import EngineHandle, EngineRequest, EventSink
+from service.media.image_pool import ImagePool
+from service.media.images import Frame, MediaLimits, PreparedVideo
+from service.media.patches import LocalDecoder, Patcher
+from service.media.prepared import PreparedItem
+from service.model.assets import ModelAssets
 from service.servers.encoder_server import EncoderServer, EncoderThread
-from service.servers.limits import load_assets
+from service.servers.limits import frontend_limits, load_assets
 from service.servers.server import Server
 
 T = TypeVar("T")
@@ -33,10 +43,39 @@ class EngineHere(EngineThread):
         super().submit(bare.unpacked(descriptors))
 
 
+class ImagesHere(ImagePool):
+    """Prepares images in this process, for tests that are not about its worker processes: each of those takes over a
+    second of processor time to start. Patches are passed on in sealed memory files, as they are between processes."""
+
+    def __init__(self, limits: MediaLimits, vision: VisionSpec, dtype: str) -> None:
+        super().__init__(limits, 0, image_seconds=math.inf, video_seconds=math.inf, vision=vision, dtype=dtype)
+        self._patcher = Patcher(LocalDecoder(limits), vision, dtype, limits)
+
+    def image(self, data: bytes, watch: Stopwatch) -> PreparedItem:
+        return self._patcher.image(data, watch).sealed()
+
+    def video(self, data: bytes, frames: int, watch: Stopwatch) -> PreparedVideo:
+        video = self._patcher.video(data, frames, watch)
+        return replace(video, item=video.item.sealed())
+
+    def frames(self, files: Sequence[Frame], watch: Stopwatch) -> PreparedItem:
+        return self._patcher.frames(files, watch).sealed()
+
+    def describe(self, data: bytes) -> ImageHeader:
+        return self._patcher.describe(data)
+
+
+def images_here(options: ServerOptions, engine: EngineHandle, assets: ModelAssets) -> ImagesHere | None:
+    """What prepares images for a server in this process; None if the model takes none."""
+    if assets.vision is None:
+        return None
+    return ImagesHere(frontend_limits(options).media, assets.vision, engine.info.dtype)
+
+
 class RunningServer:
     """Listens on a free port of the loopback interface. A context manager; leaving it checks that nothing leaked.
 
-    By default one image is decoded at a time: each process that decodes images takes over a second to start."""
+    Images are prepared in this process unless `image_workers`, a number of processes, is among the options."""
 
     def __init__(
         self, model: str, *, engine: EngineHandle | None = None, engine_process: bool = False, **options: Any
@@ -51,13 +90,16 @@ class RunningServer:
         self.options = ServerOptions(model=model, port=0, **values)
         make_engine = functools.partial(EngineProcess, log_level="warning") if engine_process else EngineHere
         self.engine: EngineHandle = engine or make_engine(self.options)
+        self._images_here = "image_workers" not in options
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="test-server", daemon=True)
         self._thread.start()
         self.server: Server = self.run(self._start())
 
     async def _start(self) -> Server:
-        server = Server(self.options, self.engine, load_assets(self.options))
+        assets = load_assets(self.options)
+        pool = images_here(self.options, self.engine, assets) if self._images_here else None
+        server = Server(self.options, self.engine, assets, image_pool=pool)
         await server.start()
         return server
 

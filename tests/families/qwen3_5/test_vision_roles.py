@@ -1,4 +1,4 @@
-"""Images and clips across processes and hosts: engine process, image workers, remote encoders."""
+"""Images and clips across processes and hosts: image workers, the engine's wire format, remote encoders."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[RunningServer]:
-    with RunningServer(str(folder), **OPTIONS) as server:
+    with RunningServer(str(folder), **OPTIONS, image_workers=1) as server:
         yield server
 
 
 def test_answers_are_the_same_wherever_images_are_encoded(folder: Path, server: RunningServer) -> None:
-    """In this process, in the engine process, and by an encoder behind a gRPC stream."""
+    """Prepared in this process, by image workers, and encoded behind a gRPC stream."""
     rng = random.Random(4)
     words = [rng.randint(3, VOCAB - 8) for _ in range(12)]
     asked: dict[str, Any] = {
