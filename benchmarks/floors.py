@@ -1,8 +1,9 @@
 """Lower bounds of a workload's time on a machine, computed from the shapes in a checkpoint's configuration.
 
-Matrix products cost 2 FLOPs per weight and token, at the measured rate of large products (`machine.bf16_rate`). A step reads
-each weight once, and reads and writes each request's recurrent state, at the measured memory bandwidth. Weights count
-as bfloat16. Attention over pages, recurrences, norms and image pixels are left out, so the bound can only be too low.
+Matrix products cost 2 FLOPs per weight and token, at the measured rate of large products (`machine.bf16_rate`). A
+step reads each weight once, and reads and writes each request's recurrent state, at the measured memory bandwidth.
+Weights count as bfloat16. Attention over pages, recurrences, norms and image pixels are left out, so the bound can
+only be too low.
 """
 
 from __future__ import annotations

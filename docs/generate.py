@@ -34,6 +34,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "hybrid beside vllm": results.hybrid_vllm,
     "others beside vllm": results.others_vllm,
     "hybrid beside llama.cpp": results.hybrid_llamacpp,
+    "a processor without bf16 instructions": results.without_bf16,
     "contexts": results.contexts,
     "load over http": results.http_load,
     "drafts": results.drafts,

@@ -55,8 +55,9 @@ def fill_numbers(text: str) -> str:
 def machine_line(found: dict[str, Any]) -> str:
     """Where and how a result was measured."""
     machine = found["machine"]
+    known = f" ({machine['instruction_set']})" if "instruction_set" in machine else ""
     return (
-        f"`{found['command']}`, {found['date']}: {machine['processor']}, {machine['cores']} cores, "
+        f"`{found['command']}`, {found['date']}: {machine['processor']}{known}, {machine['cores']} cores, "
         f"Python {machine['python']}, torch {machine['torch']}."
     )
 
@@ -101,12 +102,25 @@ OTHERS = {
     "avx2": "116 M parameters, AVX2 on both sides",
 }  # fmt: skip
 """Larger checkpoints and limited instruction sets, by the last part of the result's kind."""
+INTEL = {
+    "vllm-intel": ("vLLM", "bfloat16"), "vllm-avx2-intel": ("vLLM", "bfloat16, AVX2 on both sides"),
+    "llamacpp-intel": ("llama.cpp", "bfloat16"), "llamacpp-int8-intel": ("llama.cpp", "int8, beside Q8_0"),
+    "llamacpp-int4-32-intel": ("llama.cpp", "int4 in groups of 32, beside Q4_0"),
+}  # fmt: skip
+"""Peer and weights of the results labelled `intel`, by the last parts of their kind."""
 
 
 def others_vllm() -> str:
     """The comparisons of `OTHERS` that have a result."""
     kinds = [(kind, words) for kind, words in OTHERS.items() if list(RESULTS.glob(f"*-compare-vllm-{kind}.json"))]
     return "\n\n".join(f"{words}:\n\n{comparison_table(f'compare-vllm-{kind}', 'vLLM')}" for kind, words in kinds)
+
+
+def without_bf16() -> str:
+    """The comparisons of `INTEL`."""
+    return "\n\n".join(
+        f"{weights}:\n\n{comparison_table(f'compare-{kind}', peer)}" for kind, (peer, weights) in INTEL.items()
+    )
 
 
 def hybrid_llamacpp() -> str:
