@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -96,6 +98,40 @@ def test_a_row_is_the_same_in_any_company_and_with_any_threads(kind: str, inner:
                 assert torch.equal(linear(x[:rows]), alone[:rows]), rows
     finally:
         torch.set_num_threads(before)
+
+
+@DTYPES
+@pytest.mark.parametrize("group", [8, 24, 96, 320])
+def test_groups_of_any_size(group: int, dtype: torch.dtype) -> None:
+    """Panels are unpacked in slices of some inputs, which divide no group."""
+    inner, generator = 1000, torch.Generator().manual_seed(group)
+    groups = -(-inner // group)
+    values = torch.randint(0, 256, (70, inner // 2), dtype=torch.uint8, generator=generator)
+    weight = Quantised("int4", values, torch.rand(70, groups, generator=generator) + 0.5, inner, group=group)
+    linear = Linear(weight, dtype=dtype)
+    x = torch.randn(130, inner, generator=generator).to(dtype)
+    alone = torch.cat([linear(row[None]) for row in x])
+    exact = F.linear(x.double(), weight.dequantise(torch.float64))
+    torch.testing.assert_close(alone.double(), exact, rtol=0.01, atol=1e-3 * float(exact.abs().max()))
+    for rows in (7, 40, 130):
+        assert torch.equal(linear(x[:rows]), alone[:rows]), rows
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["fp8 blocks", "int4 zeros"])
+def test_scales_of_groups_that_are_bfloat16_take_half_the_memory_and_give_the_same_bits(
+    kind: str, dtype: torch.dtype
+) -> None:
+    weight = grouped(kind, 1104)
+    small = replace(weight, scale=weight.scale.bfloat16().float())
+    scale = small.scale.clone()
+    scale[99, 3] = 0.123456789  # no bfloat16: all of this weight's scales are stored in float32
+    wide = replace(small, scale=scale)
+    one, other = Packed(small, None, dtype), Packed(wide, None, dtype)
+    assert other.nbytes - one.nbytes == 128 * scale.shape[1] * 2, "outputs are stored in panels of 64"
+    x = torch.randn(20, 1104, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for rows in (1, 20):
+        assert torch.equal(one(x[:rows])[:, :99], other(x[:rows])[:, :99])
 
 
 def test_what_is_beyond_a_sum_stays_in_its_row() -> None:
