@@ -373,30 +373,33 @@ def result_name(arguments: argparse.Namespace) -> str:
     return "-".join(part for part in parts if part)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; ends the program if some do not go together."""
     parser = argument_parser()
     arguments = parser.parse_args(argv)
-    arguments.folder.mkdir(parents=True, exist_ok=True)
     if arguments.instruction_set and arguments.peer != "vllm":
         parser.error("--instruction-set needs --peer vllm: the other peers cannot be limited")
-    subject, only = SUBJECTS[arguments.family], set(arguments.only.split(","))
     if arguments.label is not None and not re.fullmatch(r"[a-z0-9-]+", arguments.label):
         parser.error(f"--label: {arguments.label!r} has other characters than a-z, 0-9 and -")
     if arguments.prompt is not None and arguments.prompt < 1:
         parser.error(f"--prompt: {arguments.prompt} is below 1")
+    if arguments.shape != sized_models.SMALLEST and arguments.family != "nemotron_h":
+        parser.error(f"--shape {arguments.shape} needs --family nemotron_h")
+    if arguments.peer == "llamacpp" and arguments.weights not in PEER_WEIGHTS:
+        parser.error(f"--weights {arguments.weights}: llama.cpp has no type like it; int8, int4 and int4-32 have one")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parsed(argv)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    subject, only = SUBJECTS[arguments.family], set(arguments.only.split(","))
     if arguments.shape != sized_models.SMALLEST:
-        if arguments.family != "nemotron_h":
-            parser.error(f"--shape {arguments.shape} needs --family nemotron_h")
         subject = replace(subject, text=partial(sized_models.sized_model, arguments.shape))
         only -= {"omni"}
-    if arguments.peer == "llamacpp":
-        only -= {"omni"}  # its server takes images by way of its own tower files
     peer_weights = "bf16"
     if arguments.peer == "llamacpp":
-        if arguments.weights not in PEER_WEIGHTS:
-            parser.error(
-                f"--weights {arguments.weights}: llama.cpp has no type like it; int8, int4 and int4-32 have one"
-            )
+        only -= {"omni"}  # its server takes images by way of its own tower files
         peer_weights = PEER_WEIGHTS[arguments.weights]
     load = machine.load()
     if load > 0.5:

@@ -97,30 +97,36 @@ def hybrid_vllm() -> str:
 
 
 OTHERS = {
-    "600m": "0.6 B parameters", "1500m": "1.5 B parameters", "moe": "3 B parameters in experts, 0.6 B per token",
-    "avx512vnni": "116 M parameters, AVX-512 without bfloat16 on both sides",
-    "avx2": "116 M parameters, AVX2 on both sides",
+    "vllm-600m": ("vLLM", "0.6 B parameters"), "vllm-1500m": ("vLLM", "1.5 B parameters"),
+    "vllm-moe": ("vLLM", "3 B parameters in experts, 0.6 B per token"),
+    "vllm-avx512vnni": ("vLLM", "116 M parameters, AVX-512 without bfloat16 on both sides"),
+    "vllm-avx2": ("vLLM", "116 M parameters, AVX2 on both sides"),
 }  # fmt: skip
-"""Larger checkpoints and limited instruction sets, by the last part of the result's kind."""
+"""Larger checkpoints and limited instruction sets: the peer and what is compared, by the result's kind."""
 INTEL = {
     "vllm-intel": ("vLLM", "bfloat16"), "vllm-avx2-intel": ("vLLM", "bfloat16, AVX2 on both sides"),
     "llamacpp-intel": ("llama.cpp", "bfloat16"), "llamacpp-int8-intel": ("llama.cpp", "int8, beside Q8_0"),
     "llamacpp-int4-32-intel": ("llama.cpp", "int4 in groups of 32, beside Q4_0"),
 }  # fmt: skip
-"""Peer and weights of the results labelled `intel`, by the last parts of their kind."""
+"""The same for results labelled `intel`, with their weights."""
+
+
+def titled_tables(kinds: dict[str, tuple[str, str]]) -> str:
+    """The comparisons of these kinds that have a result: peer and title by the kind's name after `compare-`."""
+    known = {kind: named for kind, named in kinds.items() if list(RESULTS.glob(f"*-compare-{kind}.json"))}
+    return "\n\n".join(
+        f"{title}:\n\n{comparison_table(f'compare-{kind}', peer)}" for kind, (peer, title) in known.items()
+    )
 
 
 def others_vllm() -> str:
-    """The comparisons of `OTHERS` that have a result."""
-    kinds = [(kind, words) for kind, words in OTHERS.items() if list(RESULTS.glob(f"*-compare-vllm-{kind}.json"))]
-    return "\n\n".join(f"{words}:\n\n{comparison_table(f'compare-vllm-{kind}', 'vLLM')}" for kind, words in kinds)
+    """The comparisons of `OTHERS`."""
+    return titled_tables(OTHERS)
 
 
 def without_bf16() -> str:
     """The comparisons of `INTEL`."""
-    return "\n\n".join(
-        f"{weights}:\n\n{comparison_table(f'compare-{kind}', peer)}" for kind, (peer, weights) in INTEL.items()
-    )
+    return titled_tables(INTEL)
 
 
 def hybrid_llamacpp() -> str:
