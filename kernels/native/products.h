@@ -123,8 +123,8 @@ void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Inputs 
         for (int r = 0; r < R; r++)
             for (int v = 0; v < V; v++) prefetch_near(static_cast<const float*>(job.out) + (row + r) * job.ldo + begin + v * 16);
     const uint16_t* a = static_cast<const uint16_t*>(job.a) + row * job.lda;
-    if (w.kind == BF16 && !inputs.begin) tile_bf16<R, V, true>(a, job.lda, w, panel, first, inputs, static_cast<float*>(job.unpacked), job.first_rows, ahead, sums);
-    if (w.kind == BF16 && inputs.begin) tile_bf16<R, V, false>(a, job.lda, w, panel, first, inputs, static_cast<float*>(job.unpacked), job.first_rows, ahead, sums);
+    float* const unpacked = static_cast<float*>(job.unpacked);
+    if (w.kind == BF16) tile_bf16<R, V>(a, job.lda, w, panel, first, inputs, unpacked, job.first_rows, ahead, sums);
     if (w.kind == F32) tile_f32<R>(static_cast<const float*>(job.a) + row * job.lda, job.lda, w, panel, sums);
     if constexpr (V == 4)
         if (w.kind >= FP8) tile_scaled<R>(job.a, row, job.lda, w, panel, inputs, job.unpacked, job.first_rows, ahead, sums);

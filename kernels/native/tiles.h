@@ -140,9 +140,9 @@ __attribute__((noinline)) void add_slice(
 }
 
 // Tiles of bfloat16 weights: R rows times 16 * V columns, from column 16 * first of a panel, for as many vectors at a time as there
-// are registers for. With FIRST, sums begin with these inputs.
+// are registers for. Sums begin with the first inputs.
 #if BF16_PAIRS
-template <int R, int V, bool FIRST>
+template <int R, int V>
 void tile_bf16(
     const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, float*, bool, Ahead ahead,
     float* sums
@@ -151,7 +151,7 @@ void tile_bf16(
     const uint16_t* b = static_cast<const uint16_t*>(w.data) + (panel * w.kpad + inputs.begin) * PANEL + first * 32;
     for (int v = 0; v < V; v += W)
         add_slice<R, W>(
-            a + inputs.begin, lda, inputs.end - inputs.begin, b + v * 32, FIRST, W < V && v == 0, v ? Ahead{} : ahead, sums + v * 16);
+            a + inputs.begin, lda, inputs.end - inputs.begin, b + v * 32, !inputs.begin, W < V && v == 0, v ? Ahead{} : ahead, sums + v * 16);
 }
 #else
 // Without instructions for bfloat16, numbers are widened to float32. A row's numbers are widened once for some inputs. A panel's are
@@ -212,7 +212,7 @@ inline void widen_rows(const uint16_t* a, int64_t lda, int64_t rows, int64_t cou
 }
 
 // `unpacked`: null if there is only one tile; else the first tile stores these inputs of the panel there for the others.
-template <int R, int V, bool FIRST>
+template <int R, int V>
 void tile_bf16(
     const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, float* unpacked, bool first_rows,
     Ahead ahead, float* sums
@@ -222,17 +222,16 @@ void tile_bf16(
     alignas(64) float rows[R * WIDENED];
     for (int64_t begin = inputs.begin; begin < inputs.end; begin += WIDENED) {
         const int64_t count = std::min(WIDENED, inputs.end - begin), offset = (begin - inputs.begin) * PANEL;
-        const bool from_zero = FIRST && begin == inputs.begin;
         widen_rows(a + begin, lda, R, count, rows, WIDENED);
         for (int v = 0; v < V; v += W) {
             const bool others = W < V && v == 0;
             const Ahead then = v ? Ahead{} : ahead;
             float* const kept = unpacked ? unpacked + offset + (first + v) * 16 : nullptr;
             if (unpacked && !first_rows) {
-                add_slice<R, W>(rows, WIDENED, count, static_cast<const float*>(kept), from_zero, others, then, sums + v * 16);
+                add_slice<R, W>(rows, WIDENED, count, static_cast<const float*>(kept), !begin, others, then, sums + v * 16);
             } else {
                 const auto add = unpacked ? add_widened<R, W, true> : add_widened<R, W, false>;
-                add(rows, count, b + offset + v * 32, from_zero, others, kept, then, sums + v * 16);
+                add(rows, count, b + offset + v * 32, !begin, others, kept, then, sums + v * 16);
             }
         }
         ahead = {};
