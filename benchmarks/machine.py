@@ -17,19 +17,24 @@ import torch
 
 from kernels.host_memory import use_huge_pages
 from kernels.machine_memory import machine_memory
-from kernels.native.instruction_sets import processor_features, supported
+from kernels.native.instruction_sets import SETS, processor_features, supported
+
+_MODEL = ("cpu family", "model", "CPU implementer", "CPU part")
+"""Lines of /proc/cpuinfo that tell processors of one name apart, on x86-64 and on AArch64."""
 
 
 def describe() -> dict[str, str | int]:
-    """Processor, the best instruction set that it has for compiled code, cores, memory and versions."""
-    model = platform.processor() or "unknown"
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = dict(line.split(":", 1) for line in cpuinfo.read_text().splitlines() if ":" in line)
-        model = {k.strip(): v.strip() for k, v in lines.items()}.get("model name", model)
+    """Processor, its model, the flags that our instruction sets need, the best of these sets, cores, memory and
+    versions."""
+    cpuinfo, features = Path("/proc/cpuinfo"), processor_features()
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    known = frozenset[str]().union(*(each.needs | {flag for flag, _ in each.optional} for each in SETS))
     return {
-        "processor": model,
-        "instruction_set": next((each.name for each in supported(processor_features())), "none"),
+        "processor": facts.get("model name") or platform.processor() or "unknown",
+        "model": ", ".join(f"{name} {facts[name]}" for name in _MODEL if name in facts) or "unknown",
+        "flags": " ".join(sorted(features & known)),
+        "instruction_set": next((each.name for each in supported(features)), "none"),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(machine_memory() / 2**30),
         "python": platform.python_version(),

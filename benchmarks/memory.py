@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import machine
-from benchmarks.compare import Ours, Peer
 from benchmarks.record import write_result
+from benchmarks.sides import Ours, Peer
 from benchmarks.weights import options_of
 from benchmarks.workloads import SUBJECTS, workloads
 

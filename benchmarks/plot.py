@@ -47,7 +47,7 @@ def decode_plot(result: dict[str, Any], peer: str, path: Path) -> bool:
                 draw.text((LEFT - 10, y), f"{value:,.0f}", "black", small, anchor="rm")
     for x in xs:
         draw.text((place(x, low)[0], TOP + height + 12), str(x), "black", small, anchor="mt")
-    names = {"floor": "floor", "ours": "Saccade (gRPC)", "peer": peer}
+    names = {"floor": "roofline", "ours": "Saccade (gRPC)", "peer": peer}
     for name, line in lines.items():
         points = [place(x, y) for x, y in zip(xs, line, strict=True)]
         draw.line(points, COLOURS[name], width=3)

@@ -33,10 +33,10 @@ import jsonschema
 
 import saccade
 from benchmarks import machine, models, random_models
-from benchmarks.compare import Peer
 from benchmarks.hostile_formats import HOSTILE
 from benchmarks.record import write_result
 from benchmarks.schemas import Schema, common_schema, random_schema
+from benchmarks.sides import Peer
 from saccade import errors
 from service.commands.cli import ServerProcess
 from service.common.types import ConstraintSpec, TextFormat

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.compare import TURN, Ours, Peer, turn
 from benchmarks.record import write_result
+from benchmarks.sides import TURN, Ours, Peer, turn
 from benchmarks.workloads import PROMPT, SUBJECTS, Workload, prompt_sizes, text_workload, workloads
 
 KINDS = ("bfloat16", "fp8", "nvfp4", "int8", "int8+int8", "int4", "int4-32")

@@ -9,8 +9,9 @@ import pytest
 from tiny_decoder import greedy_params, request, run, tiny_config, tokens
 
 from benchmarks import bookkeeping, large_checkpoint, sized_models
-from benchmarks.compare import typical
+from benchmarks.compare import Measured, typical
 from benchmarks.floors import Floor, Machine, Tower
+from benchmarks.sides import Timed
 from benchmarks.workloads import SUBJECTS, Workload, workloads
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mlp
@@ -109,6 +110,22 @@ def test_a_large_checkpoint_in_small(tmp_path: Path) -> None:
 def test_the_limits_of_a_workload_are_medians_of_those_beside_its_rounds() -> None:
     measured = [{"read_gb_s": gigabytes, "bf16_gflop_s": 400.0} for gigabytes in (57.0, 35.0, 36.0)]
     assert typical(measured) == {"read_gb_s": 36.0, "bf16_gflop_s": 400.0}
+
+
+def test_the_result_of_a_workload() -> None:
+    load = Workload("decode 2", [[1] * 10] * 2, [[], []], 5)
+    seconds = [[(1.0, 2.0), (3.0, 6.0)], [(2.0, 5.0)], [(2.0, 2.0), (2.0, 2.0)]]
+    runs = [[(Timed(ours, [0.25, 0.5]), Timed(peer, [])) for ours, peer in each] for each in seconds]
+    limits = {"read_gb_s": 10.0, "bf16_gflop_s": 1000.0}
+    floor = Floor(tiny_config("M*-"), None)
+    row = Measured(load, runs, [(0.5, 1.0)] * 3, [limits] * 3).row(floor, (7, 8))
+    assert (row["ours_s"], row["peer_s"], row["ratio"], row["ours_first_token_s"]) == (2.0, 2.0, 1.0, 0.5)
+    assert row["rounds"] == [{"ours_s": 2.0, "peer_s": peer} for peer in (4.0, 5.0, 2.0)]
+    assert (row["ratio_min"], row["ratio_max"]) == (1.0, 2.5)
+    assert (row["ours_tokens_s"], row["ours_decode_tokens_s"], row["peer_decode_tokens_s"]) == (5.0, 8 / 1.5, 8.0)
+    assert row["ours_decode_floor_fraction"] == pytest.approx(4 * floor.step(MACHINE, 2) / 1.5)
+    assert row["floor_fraction"] == pytest.approx((4 * floor.step(MACHINE, 2) + floor.prompt(MACHINE, 20, 2)) / 2.0)
+    assert (row["ours_peak_bytes"], row["peer_peak_bytes"], row["ceilings"]) == (7, 8, limits)
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,10 @@ def fill_numbers(text: str) -> str:
 def machine_line(found: dict[str, Any]) -> str:
     """Where and how a result was measured."""
     machine = found["machine"]
+    model = f", {machine['model']}" if "model" in machine else ""
     known = f" ({machine['instruction_set']})" if "instruction_set" in machine else ""
     return (
-        f"`{found['command']}`, {found['date']}: {machine['processor']}{known}, {machine['cores']} cores, "
+        f"`{found['command']}`, {found['date']}: {machine['processor']}{model}{known}, {machine['cores']} cores, "
         f"Python {machine['python']}, torch {machine['torch']}."
     )
 
@@ -73,6 +74,13 @@ def _workload(name: str) -> str:
     return "1 image" if count == "1" else f"{count} images of different sizes"
 
 
+def _ratio(row: dict[str, Any]) -> str:
+    """The ratio of a comparison, with the least and the largest of its rounds if there were several."""
+    if len(row.get("rounds", ())) < 2:
+        return f"{row['ratio']:.1f} x"
+    return f"{row['ratio']:.2f} x ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
+
+
 def comparison_table(pattern: str, peer: str) -> str:
     """Saccade beside a peer, in the newest results of these kinds, with a line about each."""
     found = [result(name[11:]) for name in newest(pattern)]
@@ -85,7 +93,7 @@ def comparison_table(pattern: str, peer: str) -> str:
         shown = [f"{share:.0%}".replace("%", " %") if share is not None else "" for share in shares]
         cells = (
             _workload(row["workload"]), f"{row['ours_tokens_s']:,.0f}", f"{row['peer_tokens_s']:,.0f}",
-            f"{row['ratio']:.1f} x", *shown,
+            _ratio(row), *shown,
         )  # fmt: skip
         lines.append(re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(cells)} |"))
     return "\n".join([*lines, "", *(f"{machine_line(one)}  " for one in found)])
