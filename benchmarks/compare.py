@@ -36,7 +36,8 @@ from benchmarks.floors import Floor, Machine
 from benchmarks.record import write_result
 from benchmarks.sides import SETTLE, TURN, Ours, Peer, Timed, turn
 from benchmarks.workloads import SUBJECTS, Workload, workloads
-from decoder.config import WEIGHT_KINDS
+from decoder.config import WEIGHT_KINDS, DecoderConfig
+from service.model.resolve import DEFAULT_MAX_LEN
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
@@ -141,10 +142,10 @@ def measure(sides: Sides, side_by_side: list[tuple[Path, bool, list[Workload]]],
         if not loads:
             continue
         floor = Floor.of(model)
-        ours = Ours(model, sides.options, sides.most)
+        tokens = max(len(prompt) + load.new_tokens for load in loads for prompt in load.prompts)
+        ours = Ours(model, (*sides.options, *length_options(floor.decoder, tokens)), sides.most)
         try:
             log = sides.logs / f"{sides.peer}{'-omni' if omni else ''}.log"
-            tokens = max(len(prompt) + load.new_tokens for load in loads for prompt in load.prompts)
             peer = Peer(sides.peer, model, omni, log, sides.device, sides.peer_weights, tokens)
         except BaseException:
             ours.close()
@@ -163,6 +164,15 @@ def measure(sides: Sides, side_by_side: list[tuple[Path, bool, list[Workload]]],
             rows.append(each.row(floor, memory))
             print(format_row(rows[-1]), flush=True)
     return rows
+
+
+def length_options(config: DecoderConfig, tokens: int) -> tuple[str, ...]:
+    """Our server's options for prompts and answers of so many tokens together. `SystemExit` if the checkpoint has
+    fewer positions and uses them."""
+    if tokens > config.max_position_embeddings and config.position_axes:
+        there = config.max_position_embeddings
+        raise SystemExit(f"--prompt: a prompt and its answer have {tokens} tokens, the checkpoint {there} positions")
+    return ("--max-len", str(tokens)) if tokens > min(config.max_position_embeddings, DEFAULT_MAX_LEN) else ()
 
 
 def repeats_of(load: Workload, ours: Ours, peer: Peer) -> int:

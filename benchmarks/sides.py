@@ -112,6 +112,8 @@ class Peer:
             environment["PYTHONSAFEPATH"] = (
                 "1"  # or this folder's modules would stand in for the library's of their name
             )
+            # It refuses prompts beyond the positions in config.json also for models that use none.
+            environment["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
             # What vLLM's own documentation asks for; it warns that it is slower without.
             environment["LD_PRELOAD"] = str(Path(command[0]).parent.parent / "lib" / "libiomp5.so")
         with log.open("w") as stderr:

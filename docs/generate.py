@@ -35,6 +35,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "others beside vllm": results.others_vllm,
     "hybrid beside llama.cpp": results.hybrid_llamacpp,
     "a processor without bf16 instructions": results.without_bf16,
+    "a zen 5 processor": results.zen5,
     "contexts": results.contexts,
     "load over http": results.http_load,
     "drafts": results.drafts,

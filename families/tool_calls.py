@@ -159,7 +159,7 @@ class CallScanner:
             else:
                 value = yield from self._value()
                 self._argue(before + typed(value.removeprefix("\n").removesuffix("\n"), schema, key))
-        self._end()
+        self.complete += 1
         self._argue("}")
 
     def _value(self) -> Generator[None, None, str]:
@@ -223,7 +223,7 @@ class CallScanner:
             return (yield from self._whole())
         self._start(name)
         yield from json_steps(cursor, self._flush)
-        self._end()
+        self.complete += 1
         if not self.done:
             yield from cursor.space()
             yield from cursor.word("}")
@@ -268,7 +268,7 @@ class CallScanner:
             raise Mismatch
         self._start(item["name"])
         self._argue(json_text(arguments))
-        self._end()
+        self.complete += 1
 
     # -- results -------------------------------------------------------------------------------------------------------
 
@@ -308,9 +308,6 @@ class CallScanner:
         cursor = self._cursor
         if cursor.at:
             self._argue(cursor.text[: cursor.at])
-
-    def _end(self) -> None:
-        self.complete += 1
 
 
 _LONGEST_KEY = 1024

@@ -41,6 +41,7 @@ EXCEPTIONS = {
     # The HTTP server is a program that uses the SDK.
     *((path.relative_to(CHECKOUT).as_posix(), "saccade") for path in (CHECKOUT / "service" / "http").glob("*.py")),
 }
+METHODS = (ast.FunctionDef, ast.AsyncFunctionDef)
 PROTOCOLS = {"grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"}
 NEVER = {
     "saccade": {"torch", "transformers", "tokenizers", "triton"},
@@ -261,3 +262,15 @@ def test_memory_is_asked_for_in_one_place() -> None:
         if any(name in path.read_text("utf-8") for name in ("SC_PHYS_PAGES", "meminfo", "psutil"))
     }
     assert asking == {"kernels/machine_memory.py"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_classes_have_fewer_than_twenty_methods(package: str) -> None:
+    """A larger one has more than one job."""
+    large = [
+        f"{path.relative_to(CHECKOUT)}: {node.name}"
+        for path in sources(package)
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef) and sum(isinstance(part, METHODS) for part in node.body) >= 20
+    ]
+    assert not large

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiny_decoder import greedy_params, request, run, tiny_config, tokens
 
 from benchmarks import bookkeeping, large_checkpoint, sized_models
-from benchmarks.compare import Measured, typical
+from benchmarks.compare import Measured, length_options, typical
 from benchmarks.floors import Floor, Machine, Tower
 from benchmarks.sides import Timed
 from benchmarks.workloads import SUBJECTS, Workload, workloads
@@ -165,6 +166,13 @@ def test_prompts_of_another_length_come_fewer_at_a_time(tmp_path: Path) -> None:
         loads, _ = workloads(subject, tmp_path, only, (1, 8), 4, length)
         assert {len(prompt) for load in loads for prompt in load.prompts} == {length}
         assert {len(load.prompts) for load in loads if load.name.startswith("prefill")} == counts
+
+
+def test_prompts_beyond_the_positions_of_a_checkpoint() -> None:
+    without = replace(tiny_config("M*"), max_position_embeddings=100)
+    assert length_options(without, 100) == () and length_options(without, 101) == ("--max-len", "101")
+    with pytest.raises(SystemExit, match="101 tokens, the checkpoint 100 positions"):
+        length_options(replace(without, position_axes=1), 101)
 
 
 def test_results_are_written_in_one_place() -> None:

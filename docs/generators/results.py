@@ -117,6 +117,17 @@ INTEL = {
     "llamacpp-int4-32-intel": ("llama.cpp", "int4 in groups of 32, beside Q4_0"),
 }  # fmt: skip
 """The same for results labelled `intel`, with their weights."""
+ZEN5 = {
+    "vllm-zen5": ("vLLM", "116 M parameters, bfloat16"),
+    "vllm-8192-tokens-zen5": ("vLLM", "The same, prompts of 8,192 tokens"),
+    "vllm-600m-zen5": ("vLLM", "0.6 B parameters"), "vllm-1500m-zen5": ("vLLM", "1.5 B parameters"),
+    "vllm-avx512vnni-zen5": ("vLLM", "116 M parameters, AVX-512 without bfloat16 on both sides"),
+    "vllm-avx2-zen5": ("vLLM", "116 M parameters, AVX2 on both sides"),
+    "llamacpp-zen5": ("llama.cpp", "116 M parameters, bfloat16"),
+    "llamacpp-int8-zen5": ("llama.cpp", "116 M parameters, int8, beside Q8_0"),
+    "llamacpp-int4-32-zen5": ("llama.cpp", "116 M parameters, int4 in groups of 32, beside Q4_0"),
+}  # fmt: skip
+"""The same for results labelled `zen5`."""
 
 
 def titled_tables(kinds: dict[str, tuple[str, str]]) -> str:
@@ -135,6 +146,11 @@ def others_vllm() -> str:
 def without_bf16() -> str:
     """The comparisons of `INTEL`."""
     return titled_tables(INTEL)
+
+
+def zen5() -> str:
+    """The comparisons of `ZEN5`."""
+    return titled_tables(ZEN5)
 
 
 def hybrid_llamacpp() -> str:

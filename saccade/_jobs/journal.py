@@ -137,7 +137,7 @@ class Journal:
         if whole < size:
             os.ftruncate(self._file, whole)
         self._db.execute("DELETE FROM rows WHERE id IN (SELECT id FROM stale)")
-        if self._one("SELECT coalesce(sum(length), 0) FROM rows") != whole:
+        if _one(self._db, "SELECT coalesce(sum(length), 0) FROM rows") != whole:
             try:
                 self._rewrite("offset")
             except _NotAsJournaled:
@@ -148,7 +148,7 @@ class Journal:
         end, total = self._db.execute(
             "SELECT coalesce(max(offset + length), 0), coalesce(sum(length), 0) FROM rows"
         ).fetchone()
-        if not self._one("PRAGMA user_version") and end == total <= size and end > 0:
+        if not _one(self._db, "PRAGMA user_version") and end == total <= size and end > 0:
             offset, length, row_id = self._db.execute(
                 "SELECT offset, length, id FROM rows ORDER BY offset DESC LIMIT 1"
             ).fetchone()
@@ -323,9 +323,6 @@ class Journal:
         ).fetchone()
         return {"rows": rows, "failed": failed, "prompt_tokens": prompt, "completion_tokens": completion}
 
-    def _one(self, query: str) -> int:
-        return int(self._db.execute(query).fetchone()[0])
-
     def close(self) -> None:
         """Commits and closes both files. Idempotent."""
         if self._file >= 0:
@@ -335,3 +332,8 @@ class Journal:
             self._file = -1
             with suppress(sqlite3.Error):
                 self._db.close()
+
+
+def _one(db: sqlite3.Connection, query: str) -> int:
+    """The only number that a query gives."""
+    return int(db.execute(query).fetchone()[0])

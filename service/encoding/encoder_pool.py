@@ -219,7 +219,7 @@ class EncoderPool:
     def _give(self) -> float | None:
         """Assigns the images whose memory is reserved. Returns the seconds until the next action that needs no
         wake-up."""
-        while links := self._with_room():
+        while links := [link for link in self._usable() if link.in_progress < DEPTH * self._step_tokens]:
             if not (works := self._handoff.take(self._step_tokens, lease=self._lease)):
                 break
             for work in works:
@@ -257,6 +257,3 @@ class EncoderPool:
         with self._lock:
             late = set(self._late)
         return [link for link in self.links if link.alive and link.name not in late]
-
-    def _with_room(self) -> list[Link]:
-        return [link for link in self._usable() if link.in_progress < DEPTH * self._step_tokens]

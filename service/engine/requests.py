@@ -164,7 +164,7 @@ class Requests:
             leases = self._leases[name]
             prompt_ids, runs = _lay_out(request, leases)
             # equal for all samples
-            positions = made[0].positions if made else self._positions(request, leases, len(prompt_ids))
+            positions = made[0].positions if made else _positions(self._vision, request, leases, len(prompt_ids))
             if self._handoff is not None:
                 leases = [part for lease, own in zip(leases, runs) for part in self._handoff.split(lease, own)]
                 self._leases[name] = leases
@@ -193,13 +193,6 @@ class Requests:
         """The result of `_begin_constraint`. Raises ValueError if it cannot be served, ConstraintFailed."""
         future = self._constraints.pop(request.request_id, None)
         return None if future is None else future.result()
-
-    def _positions(self, request: EngineRequest, leases: list[Lease], length: int) -> Positions | None:
-        """The positions that the model's family gives a prompt with images. Raises ValueError for images that overlap
-        or lie outside the prompt."""
-        if self._vision is None or not request.images:
-            return None
-        return self._vision.positions(length, _blocks(request, leases))
 
     def refuse(self, names: Iterable[str], kind: ErrorKind, message: str, field: str = "") -> None:
         """Sends each of the samples an error event."""
@@ -287,6 +280,16 @@ def _lay_out(request: EngineRequest, leases: Sequence[Lease]) -> tuple[list[int]
         ids[image.start : image.start + image.length] = laid
         runs.append(own)
     return ids, runs
+
+
+def _positions(
+    vision: VisionSpec | None, request: EngineRequest, leases: Sequence[Lease], length: int
+) -> Positions | None:
+    """The positions that the model's family gives a prompt with images. Raises ValueError for images that overlap or
+    lie outside the prompt."""
+    if vision is None or not request.images:
+        return None
+    return vision.positions(length, _blocks(request, leases))
 
 
 def _blocks(request: EngineRequest, leases: Sequence[Lease]) -> list[tuple[int, Grid]]:

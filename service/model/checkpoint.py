@@ -65,15 +65,9 @@ class Checkpoint:
         self.weights = self._find_weights()
         """By the names that they would have without quantisation."""
         if not self.files.files:
-            self.weights = self._described()
+            self.weights = _described(self.config)
             self.targets = lambda name: [Target(name)]
         self._plan = self._resolve_sources()
-
-    def _described(self) -> dict[str, StoredWeight]:
-        """Each weight that config.json describes, under our name."""
-        vision = self.config.vision
-        shapes = self.config.decoder.expected_weights() | (vision.expected_weights() if vision else {})
-        return {name: StoredWeight(name, "plain", shape) for name, shape in shapes.items()}
 
     def _find_weights(self) -> dict[str, StoredWeight]:
         declared, own = self.declared, self.config.weights
@@ -288,6 +282,13 @@ class Checkpoint:
             return load(self.weights[name], self.files.read, gptq_offset=offset)
         except FormatError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
+
+
+def _described(config: ModelConfig) -> dict[str, StoredWeight]:
+    """Each weight that config.json describes, under our name."""
+    vision = config.vision
+    shapes = config.decoder.expected_weights() | (vision.expected_weights() if vision else {})
+    return {name: StoredWeight(name, "plain", shape) for name, shape in shapes.items()}
 
 
 def open_checkpoint(model: str, revision: str | None = None, *, outline: bool = False) -> Checkpoint:
