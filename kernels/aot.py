@@ -21,9 +21,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from kernels.launch import ARCHITECTURES, Launch, recording
 from kernels.shapes import DEMO, MODELS, ModelShape
@@ -191,14 +193,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", nargs="+", choices=operations(), default=operations())
     parser.add_argument("--target", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--model", nargs="+", choices=[shape.name for shape in MODELS])
-    parser.add_argument("--quick", action="store_true", help="the embedded model on sm_90 only: what the tests compile")
+    parser.add_argument(
+        "--quick", action="store_true", help="the embedded model in bfloat16 on sm_90 only: what the tests compile"
+    )
     parser.add_argument("--update", action="store_true", help="write the tables; spills still fail")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         parser.error("TRITON_INTERPRET is set: nothing would be compiled")
     targets = ["sm_90"] if options.quick else options.target
     models = [shape for shape in MODELS if options.model is None or shape.name in options.model]
-    models = [DEMO] if options.quick else models
+    models = [replace(DEMO, dtypes=(torch.bfloat16,))] if options.quick else models
     return int(sum(check(op, targets, models, quick=options.quick, update=options.update) for op in options.op) > 0)
 
 
