@@ -146,6 +146,7 @@ class EncoderPool:
             self._thread.join()
         for link in self.links:
             link.close()
+        self.links.clear()  # they refer to this object: see Engine.close
 
     # -- what links tell -----------------------------------------------------------------------------------------------
 

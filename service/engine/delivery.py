@@ -26,7 +26,7 @@ class Delivery:
 
     def __init__(self, sink: EventSink, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: the time in seconds."""
-        self._sink, self._clock = sink, clock
+        self.sink, self._clock = sink, clock
         self._held: list[EngineEvent] = []
         self._delivered = float("-inf")
 
@@ -42,4 +42,4 @@ class Delivery:
         if self._held:
             events, self._held = self._held, []
             self._delivered = self._clock()
-            self._sink(events)
+            self.sink(events)

@@ -51,8 +51,8 @@ class Engine:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._delivery = Delivery(lambda events: None)
-        put: EventSink = lambda events: self._delivery.put(events)  # noqa: E731 - `run` replaces the delivery
-        self._requests = Requests(info.model, decoder, handoff, vision, constraining, put, self._wake.set)
+        emit, wake = self._delivery.put, self._wake.set
+        self._requests = Requests(info.model, decoder, handoff, vision, constraining, emit, wake)
         self._closing = threading.Event()
         self._fatal: BaseException | None = None
         self._decode_seconds = 0.0
@@ -112,7 +112,7 @@ class Engine:
         (service/engine/delivery.py). After an error that does not belong to a single request, all requests get an error
         event and `alive` is False; with `linger` the loop goes on and rejects further requests.
         """
-        self._delivery = Delivery(on_events)
+        self._delivery.sink = on_events
         if self._encoding is not None:
             self._encoding.start(self._fail_from_outside)
         try:
@@ -127,12 +127,18 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Closes the runners of an engine that does not run. Idempotent."""
+        """Closes the runners of an engine that does not run. Idempotent.
+
+        Nothing refers back to the engine afterwards, so that its memory is freed with the last reference to it and not
+        by the garbage collector, which does not know how large tensors are.
+        """
         self._closing.set()
         if self._encoding is not None:
             self._encoding.close()
         self._constraining.close()
         self._decoder.close()
+        if self._handoff is not None:
+            self._handoff.on_change = lambda: None
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 

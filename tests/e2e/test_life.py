@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -22,8 +23,11 @@ from running import EngineHere, RunningServer, children
 
 import saccade
 import saccade.errors
+from decoder.runner import DecoderRunner
+from encoder.runner import EncoderRunner
 from service.commands.cli import ServerProcess
 from service.common.config import ServerOptions
+from service.encoding.handoff import Handoff
 from service.engine import engine_client
 from service.engine.engine_client import SupervisedEngine
 from service.servers.exposure import channel_options
@@ -280,3 +284,24 @@ def test_the_server_starts_from_another_folder(text_model: Path, tmp_path: Path)
     code += "    with saccade.Client(s.address) as c: print(c.generate('a', max_tokens=2).usage)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert "completion_tokens=2" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("used", "options"), [(False, {}), (True, {}), (False, {"encoder_process": True})])
+def test_a_closed_client_holds_no_model(used: bool, options: dict[str, Any], model: Path) -> None:
+    """Reference counts alone must free it: the collector does not know how large tensors are."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = engine_parts()
+        client = saccade.LocalClient(str(model), dtype="float32", max_seqs=2, max_len=300, threads=1, **options)
+        if used:
+            client.generate("what is this", images=[png(3)], max_tokens=2)
+        assert len(engine_parts() - before) == 3 - len(options), "a decoder, the queue and, if it is here, the encoder"
+        client.close()
+        assert engine_parts() <= before
+    finally:
+        gc.enable()
+
+
+def engine_parts() -> set[int]:
+    return {id(found) for found in gc.get_objects() if type(found) in (DecoderRunner, EncoderRunner, Handoff)}

@@ -257,7 +257,7 @@ def test_an_image_above_the_handoff_bound_is_refused_with_both_numbers(model: Pa
 
 def test_deadlines_free_what_they_held(server: RunningServer, client: saccade.Client) -> None:
     with pytest.raises(saccade.errors.DeadlineExceeded):
-        client.generate("x", images=[png(2)], max_tokens=500, ignore_eos=True, timeout=0.05)
+        client.generate("x", images=[png(2)], n=8, max_tokens=500, ignore_eos=True, timeout=0.03)
     server.drained()
 
 
