@@ -134,9 +134,8 @@ def ceiling(model: str, scale: float) -> dict[str, Any]:
     found: dict[str, Any] = {"streams": streams * readers, "readers": readers, "tokens_per_stream": tokens}
     for chunk in (1, 16):
         engine = FakeEngine(vocabulary=vocabulary, model=Path(model).name)
-        with RunningServer(model, engine=engine, image_workers=1) as server:
+        with RunningServer(model, engine=engine) as server:  # without image workers, which would start beside it
             engine.loop = server.loop  # type: ignore[attr-defined]
-            server.server.image_pool.close()  # its processes would start beside the measurement
             arguments = [sys.executable, "-c", READER, server.address, str(streams), str(tokens), str(chunk)]
             processes = [
                 subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
