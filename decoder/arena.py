@@ -223,7 +223,10 @@ class Arena:
             self._pages().index_fill_(0, index, 0)
 
     def _pages(self) -> Tensor:
-        return self.buffer.view(self.pool.num_blocks * self.layout.pages_per_block, self.layout.page_bytes)
+        """`[pages, numbers]`: each page as the widest integers that fit it, because torch fills a byte at a time."""
+        pages = self.pool.num_blocks * self.layout.pages_per_block
+        dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[math.gcd(self.layout.page_bytes, 8)]
+        return self.buffer.view(dtype).view(pages, -1)
 
     def save(self, slot: int, pages: Sequence[int], batch_slot: int = -1, inputs: int = 0) -> Saved:
         """A copy in host memory of a slot's bytes, of pages' bytes and of the first `inputs` of a batch slot's ring."""
