@@ -6,7 +6,8 @@
                                  [--shape 116m|600m|1500m|moe] [--prompt 1024] [--label intel]
 
 Saccade runs behind its gRPC server, the peer in a process of its own. In each round both sides run each workload in
-turn, short ones several times; the output is medians, their ratios, and the least and the largest ratio of a round.
+turn, short ones several times; the output is medians of each side, and the median, least and largest ratio of a
+round, since the host's speed changes from round to round.
 The machine's limits are measured with each workload in each round, because the memory bandwidth of a shared host
 changes with time; the lower bound of a workload is computed from their medians and the checkpoint's shapes
 (benchmarks/floors.py). The prompts of a decode workload are also run alone; the difference is the time of decoding.
@@ -111,7 +112,7 @@ class Measured:
             "peer_s": theirs,
             "ours_tokens_s": counted / mine,
             "peer_tokens_s": counted / theirs,
-            "ratio": theirs / mine,
+            "ratio": statistics.median(ratios),
             "ratio_min": min(ratios),
             "ratio_max": max(ratios),
             "rounds": rounds,
