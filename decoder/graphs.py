@@ -334,11 +334,10 @@ class Forward:
         bucket = None if self.graphs is None else self.graphs.choose(rows, checkpoints)
         scan_all = bucket is not None and bucket.kind == "mixed"
         batch = self.builder.build(rows, checkpoints, scan_all=scan_all, unread=unread)
-        x_TD = self.model.embed(batch)
         if bucket is None or self.graphs is None:
             self._eager += self.graphs is None
-            return batch, self.model.run_layers(x_TD, batch)
-        return batch, self.graphs.run(bucket, x_TD, batch)
+            return batch, self.model.hidden(batch)
+        return batch, self.graphs.run(bucket, self.model.embed(batch), batch)
 
     def stats(self) -> dict[str, int]:
         """Without graphs: every step is eager, for that reason."""

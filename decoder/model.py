@@ -81,14 +81,14 @@ class HybridModel:
 
     def embed(self, batch: Batch) -> Tensor:
         """`[T, d]`: rows of the table, or images' rows where there are images."""
-        x_TD = self.embed_ids(batch.ids_T)
-        for first, rows in batch.splices:
-            x_TD[first : first + rows.shape[0]] = rows
-        return x_TD
+        return _with_images(self.embed_ids(batch.ids_T), batch)
 
     def hidden(self, batch: Batch) -> Tensor:
         """Runs all layers and updates the arena. `[T, d]`, before the final norm."""
-        return self.run_layers(self.embed(batch), batch)
+        native, ids_T = self.native, batch.ids_T
+        if native is None or not native.takes(ids_T.shape[0], batch):
+            return self.run_layers(self.embed(batch), batch)
+        return native.layers(_with_images(native.embed(ids_T), batch), batch)
 
     def run_layers(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """`hidden` for embedded rows, which it overwrites unless the residual stream has another dtype."""
@@ -134,3 +134,10 @@ class HybridModel:
         if self.native is not None and 0 < hidden_TD.shape[0] <= self.native.max_tokens:
             return self.native.final_norm(hidden_TD)
         return rms_norm(hidden_TD, self.norm_f, self.config.norm_eps, self.options.dtype)
+
+
+def _with_images(x_TD: Tensor, batch: Batch) -> Tensor:
+    """Overwrites the rows of images in embedded rows; returns the same tensor."""
+    for first, rows in batch.splices:
+        x_TD[first : first + rows.shape[0]] = rows
+    return x_TD

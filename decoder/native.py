@@ -160,6 +160,12 @@ class NativeStep(Operations):
         scan = batch.scan
         return tokens == batch.queries if scan is None else isinstance(scan.window_saves, tuple)
 
+    def embed(self, ids_T: Tensor) -> Tensor:
+        """`[T, d]` float32: scaled rows of the embedding table, in the memory that `layers` works in."""
+        ids_T = ids_T.contiguous()
+        self.run(range(1), Step(tokens=ids_T.shape[0], ids=ids_T.data_ptr()))
+        return self.x[: ids_T.shape[0]]
+
     def layers(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """`[T, d]` float32 before the final norm, in memory that the next call overwrites. Updates states, windows and
         pages in place. If the logits of all tokens are wanted they are computed too, and `logits` returns them.
@@ -167,7 +173,9 @@ class NativeStep(Operations):
         Experts process more than `MAX_ROUTED` tokens in blocks.
         """
         tokens, tables, scan = x_TD.shape[0], batch.tables_QW, batch.scan
-        x = self.x[:tokens].copy_(x_TD)
+        x = self.x[:tokens]
+        if x_TD.data_ptr() != x.data_ptr():
+            x.copy_(x_TD)
         rows = _rows(batch, self._single)
         step = Step(
             tokens, rows.slots.shape[0], rows.starts.data_ptr(), rows.slots.data_ptr(), rows.initial.data_ptr(),
@@ -234,10 +242,10 @@ class NativeStep(Operations):
         return out
 
     def _logits_of(self, hidden_LD: Tensor) -> Tensor:
-        """Memory for the logits of these rows, which are being computed."""
-        rows = hidden_LD.shape[0]
-        self._scored = hidden_LD, torch.empty(rows, self.model.vocab)
-        return self._scored[1]
+        """Memory for the logits of these rows, which are being computed. The next step's may be in the same memory."""
+        logits = self._room.logits(hidden_LD.shape[0])
+        self._scored, self._largest = (hidden_LD, logits), (logits, None)
+        return logits
 
     def final_norm(self, hidden_TD: Tensor) -> Tensor:
         """`[T, d]` in the compute dtype, of at most `max_tokens` rows before the final norm."""

@@ -105,5 +105,13 @@ class SinglesRoom:
             self._views[count] = self._x[:count], self._logits[:count]
         return self._views[count]
 
+    def logits(self, count: int) -> Tensor:
+        """`[count, vocab]` float32 for the logits of another step: that of `results`, or new memory for more rows."""
+        return (
+            self.results(count)[1]
+            if count <= len(self._logits)
+            else self._logits.new_empty(count, self._logits.shape[1])
+        )
+
     def largest(self, count: int) -> list[int]:
         return self._largest[:count]
