@@ -25,6 +25,17 @@ PART ?= ceilings kernels runners service
 FAST := tests/encoder tests/service $(addprefix tests/decoder/test_,arena.py blocks.py checkpoints.py config.py \
   metadata.py prefix_cache.py scheduler.py) $(addprefix tests/saccade/test_,client.py images.py requests.py) \
   tests/test_architecture.py tests/test_protos.py
+# What `make sanitize` runs: the compiled code for the best instruction set, and for one with which the sanitizer also sees
+# accesses under a mask.
+SANITIZED := $(addprefix tests/kernels/test_,activations.py compiled_attention.py fp8_activations.py layouts.py \
+  linear.py moe.py sample_compiled.py scaled.py varlen_attention.py) $(addprefix tests/decoder/test_, \
+  attention_compiled.py delta_speculation.py drafting.py feed_forward.py gated_attention.py mixer_compiled.py \
+  operations.py) tests/encoder/test_native.py
+SANITIZED_SETS ?= auto avx2
+# The interpreter is not compiled with the sanitizer, so the sanitizer's library has to be loaded first. PYTHONMALLOC gives
+# each small object memory of its own.
+SANITIZER = PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)"
 # `make test` skips these tests where their packages are missing, and stays within its time in an environment without.
 RAY_VENV ?= .venv-ray
 RAY_PACKAGES := 'ray[data,serve-grpc]>=2.60,<2.61' 'smg>=1.13,<1.14' 'smg-grpc-proto>=0.4.28,<0.5' openai
@@ -47,7 +58,7 @@ RELEASE_STAMP := build/release/.installed-$(SETUP_HASH)
 # $(call needs,PATH): stops with a plain sentence where a checkout does not hold PATH.
 needs = @test -e '$(1)' || { echo "make $@: this checkout has no $(1) yet" >&2; exit 1; }
 
-.PHONY: help setup demo serve test test-fast test-web test-ray lint format docs screenshots protos sdk test-floors demo-model bench aot soak gpu-check gpu-bench peers \
+.PHONY: help setup demo serve test test-fast test-web test-ray sanitize lint format docs screenshots protos sdk test-floors demo-model bench aot soak gpu-check gpu-bench peers \
   libraries wheels release-check
 
 help:  ## print this list
@@ -127,6 +138,15 @@ test-ray:  ## the tests that need Ray, OpenAI's client and the gateway smg, in a
 	@$(MAKE) setup VENV=$(RAY_VENV)
 	@$(RAY_VENV)/bin/python -m pip install --quiet -c $(RAY_VENV)/constraints.txt $(RAY_PACKAGES)
 	@$(RAY_VENV)/bin/python -m pytest -q $(RAY_TESTS) $(ARGS)
+
+sanitize: setup  ## part of the tests with the compiled code under address, undefined behaviour and thread sanitizers (GCC)
+	@mkdir -p build
+	@$(CXX) -std=c++17 -O1 -g -fsanitize=thread -mavx2 -mfma -mf16c -pthread -Ikernels/native tests/support/pool_runner.cpp \
+	  -o build/pool_runner
+	@setarch -R build/pool_runner
+	@for set in $(SANITIZED_SETS); do \
+	  INSTRUCTION_SET=$$set $(SANITIZER) $(PY) -m pytest -q -x --capture=sys -p sanitized $(or $(ARGS),$(SANITIZED)); \
+	done
 
 test-floors: setup  ## run the client's tests with the oldest and the newest supported versions of its dependencies (from the index)
 	@$(PY) saccade/tools/floors.py

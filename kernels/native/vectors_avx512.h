@@ -94,7 +94,12 @@ inline Words shift_right16(Words a, int n) { return _mm512_srli_epi16(a, n); }
 inline Words choose_bits(Words mask, Words yes, Words no) { return _mm512_ternarylogic_epi32(mask, yes, no, 0xca); }
 inline Words or_and(Words a, Words b, Words c) { return _mm512_ternarylogic_epi32(a, b, c, 0xf8); }
 inline Mask at_least(Words a, Words b) { return _mm512_cmpge_epi32_mask(a, b); }
-inline int32_t total_of(Words x) { return _mm512_reduce_add_epi32(x); }
+inline int32_t total_of(Words x) {  // what _mm512_reduce_add_epi32 is, whose signed sums must not overflow in C++
+    const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
 inline Words low_bytes(Words a, Words b) { return _mm512_unpacklo_epi8(a, b); }
 inline Words high_bytes(Words a, Words b) { return _mm512_unpackhi_epi8(a, b); }
 inline Words low_words(Words a, Words b) { return _mm512_unpacklo_epi32(a, b); }

@@ -102,3 +102,23 @@ def test_only_what_the_source_fuses_is_rounded_once(functions: dict[str, Functio
     assert not torch.equal(rounded_twice, rounded_once)
     assert torch.equal(functions["square_and_add"](x), rounded_twice)
     assert torch.equal(functions["fused_square_and_add"](x), rounded_once)
+
+
+UNDEFINED = """
+#include "numbers.h"
+int main(int count, char**) {  // nothing that the compiler knows
+    const int32_t largest = 0x7fffffff - (count - 1);
+    const float number = fast_exp(__builtin_nanf("") * float(count));
+    return number == number || total_of(splat_word(largest)) != -16;
+}
+"""
+
+
+@pytest.mark.skipif(not THERE, reason="no instruction set for this processor")
+def test_numbers_that_are_not_and_sums_that_wrap_have_a_defined_result(tmp_path: Path) -> None:
+    (tmp_path / "undefined.cpp").write_text(UNDEFINED)
+    flags = ["-std=c++17", "-fsanitize=undefined", "-fno-sanitize-recover=all", *THERE[0].options(processor_features())]
+    command = [os.environ.get("CXX") or "g++", *flags, "-I", str(SOURCE.parent), "undefined.cpp", "-o", "undefined"]
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+    done = subprocess.run([str(tmp_path / "undefined")], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
