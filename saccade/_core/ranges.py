@@ -50,7 +50,8 @@ def check_integer(name: str, value: Any) -> int:
 
 def check_seconds(name: str, value: Any) -> None:
     """Raises InvalidArgument unless a timeout is a number of seconds, or None for no limit."""
-    if value is not None and not (isinstance(value, Real) and 0 < value <= MAX_SECONDS):
+    is_number = isinstance(value, Real)
+    if value is not None and not (is_number and 0 < value <= MAX_SECONDS):
         raise InvalidArgument(f"{name}: expected more than 0 and at most {MAX_SECONDS} seconds, or None, got {value!r}")
 
 
