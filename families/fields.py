@@ -57,7 +57,11 @@ def check_types(config: type, values: Mapping[str, Any]) -> None:
         kind = next((kind for kind in _KINDS if hint in (kind, kind | None)), None)
         if value is None or kind is None:
             continue
-        fits = isinstance(value, int | float) and math.isfinite(value) if kind is float else isinstance(value, kind)
+        fits = (
+            isinstance(value, int | float) and -math.inf < value < math.inf
+            if kind is float
+            else isinstance(value, kind)
+        )
         if not fits or (isinstance(value, bool) and kind is not bool):
             raise CheckpointError(f"config.json: {name} must be {_KINDS[kind]}, not {value!r}")
 

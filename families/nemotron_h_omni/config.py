@@ -126,6 +126,6 @@ def _prefix_tokens(vision: Mapping[str, Any], args: Mapping[str, Any]) -> tuple[
     elif args.get("cpe_num_registers"):
         registers = int(args["cpe_num_registers"])
     return (
-        int(first(vision, "num_cls_tokens", default=cls_tokens)),
-        int(first(vision, "num_registers", default=registers)),
+        count(vision, "num_cls_tokens", cls_tokens),
+        0 if vision.get("num_registers") == 0 else count(vision, "num_registers", registers),
     )
