@@ -124,6 +124,7 @@ def resolve_blocks(layout: ArenaLayout, options: DecoderOptions, reserved: int =
         blocks = min(layout.blocks_for(options.max_seqs, options.max_len), max(1, share // layout.block_bytes))
         source = f"{options.memory_share:.0%} of the device's memory, less {reserved} bytes for graphs ({share} bytes)"
     else:
+        _check_memory(options.memory_bytes, options.device)
         blocks = options.memory_bytes // layout.block_bytes
         source = f"memory_bytes {options.memory_bytes}"
     if blocks < needed:
@@ -133,6 +134,14 @@ def resolve_blocks(layout: ArenaLayout, options: DecoderOptions, reserved: int =
             + _shorter(layout, blocks, options)
         )
     return blocks
+
+
+def _check_memory(memory_bytes: int, device: str) -> None:
+    """Raises `ValueError` if the device has less memory. A plan may be for a GPU that this machine lacks."""
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        return
+    if memory_bytes > (memory := device_memory(device)):
+        raise ValueError(f"memory_bytes {memory_bytes} is more than the {memory} bytes of memory of {device}")
 
 
 def _shorter(layout: ArenaLayout, blocks: int, options: DecoderOptions) -> str:

@@ -148,25 +148,30 @@ def upright(pixels_HWC: Pixels, orientation: int) -> Pixels:
 _quiet_lock = threading.Lock()
 _quiet_depth = 0
 _quiet_filter: Any = None
+_pillows_limit: int | None = None
 
 
 @contextmanager
 def quiet_pillow() -> Iterator[None]:
-    """Mutes warnings of PIL modules while any thread decodes.
+    """Mutes warnings of PIL modules while any thread decodes, and lifts Pillow's own limit on pixels: `ImageLimits`
+    has the one that holds.
 
     `warnings.catch_warnings` restores the whole filter list, which is unsafe across threads. Here the first decoder
     adds one filter and the last one removes it.
     """
-    global _quiet_depth, _quiet_filter
+    global _quiet_depth, _quiet_filter, _pillows_limit
     with _quiet_lock:
         _quiet_depth += 1
         if _quiet_depth == 1:
             warnings.filterwarnings("ignore", module=r"PIL\b")
             _quiet_filter = warnings.filters[0]
+            _pillows_limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
         yield
     finally:
         with _quiet_lock:
             _quiet_depth -= 1
-            if _quiet_depth == 0 and _quiet_filter in warnings.filters:
-                warnings.filters.remove(_quiet_filter)  # type: ignore[attr-defined]
+            if _quiet_depth == 0:
+                Image.MAX_IMAGE_PIXELS = _pillows_limit
+                if _quiet_filter in warnings.filters:
+                    warnings.filters.remove(_quiet_filter)  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 from decoder.config import DecoderConfig
 from decoder.layers.descriptions import Attention, Mamba2
@@ -35,6 +35,35 @@ def required(text: Mapping[str, Any], *names: str) -> list[Any]:
     if missing := [name for name in names if text.get(name) is None]:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}")
     return [text[name] for name in names]
+
+
+def section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """The first of the named objects of a file, empty if there is none. Raises CheckpointError naming the field."""
+    for name in names:
+        if (found := config.get(name)) is not None:
+            if not isinstance(found, Mapping):
+                raise CheckpointError(f"config.json: {name} must be an object, not {found!r}")
+            return found
+    return {}
+
+
+_KINDS: dict[Any, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}
+
+
+def check_types(config: type, values: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for the first of `values` that the type of its field in the dataclass does not allow."""
+    for name, hint in get_type_hints(config).items():
+        value = values.get(name)
+        kind = next((kind for kind in _KINDS if hint in (kind, kind | None)), None)
+        if value is None or kind is None:
+            continue
+        fits = (
+            isinstance(value, int | float) and -math.inf < value < math.inf
+            if kind is float
+            else isinstance(value, kind)
+        )
+        if not fits or (isinstance(value, bool) and kind is not bool):
+            raise CheckpointError(f"config.json: {name} must be {_KINDS[kind]}, not {value!r}")
 
 
 def count(text: Mapping[str, Any], name: str, default: int | None = None) -> int:

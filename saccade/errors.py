@@ -21,8 +21,9 @@ class SaccadeError(Exception):
 
     `reason` is a stable identifier for programs (QUEUE_FULL, IMAGE_DECODE_FAILED, ...), empty if the server gave none.
     `retryable` says whether the same call may succeed later; `retry_after` is the time in seconds that the server asks
-    to wait, if any. `metadata` has further details of the reason (limits and counts, as strings). For an error over
-    gRPC, `__cause__` is the original `grpc.RpcError`.
+    to wait, if any. `metadata` has further details of the reason (limits and counts, as strings). `field` is the path
+    of the request's field at fault, empty if it is unknown. For an error over gRPC, `__cause__` is the original
+    `grpc.RpcError`.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class SaccadeError(Exception):
         retryable: bool = False,
         retry_after: float | None = None,
         metadata: Mapping[str, str] | None = None,
+        field: str = "",
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -42,6 +44,7 @@ class SaccadeError(Exception):
         self.retryable = retryable
         self.retry_after = retry_after
         self.metadata = dict(metadata or {})
+        self.field = field
 
     def __str__(self) -> str:
         notes = [note for note in (self.reason, self.request_id and f"request {self.request_id}") if note]
@@ -160,6 +163,7 @@ def error_from_status(code: str, message: str, details: StatusDetails, *, reques
         retryable=retryable,
         retry_after=details.retry_after,
         metadata=details.metadata,
+        field=details.fields[0][0] if details.fields else "",
     )
 
 

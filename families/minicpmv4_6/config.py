@@ -5,9 +5,8 @@ Reference: transformers, models/minicpmv4_6/configuration_minicpmv4_6.py. `text_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from families.family import FamilyConfig, ModelFiles
+from families.fields import section
 from families.files import CheckpointError, first, token_id
 from families.minicpmv4_6.vision import SlicingVision
 from families.minicpmv4_6.vision_config import vision_fields
@@ -17,9 +16,7 @@ from families.qwen3_5.config import decoder_config
 def read_config(files: ModelFiles) -> FamilyConfig:
     """Reads the configuration of a model directory. Raises CheckpointError naming the field at fault."""
     config = files.config
-    text = first(config, "text_config", default={})
-    if not isinstance(text, Mapping):
-        raise CheckpointError(f"config.json: text_config must be an object, not {text!r}")
+    text = section(config, "text_config")
     if (kind := first(text, "model_type", default="qwen3_5_text")) != "qwen3_5_text":
         raise CheckpointError(f"config.json: text_config.model_type is {kind!r}; 'qwen3_5_text' is served here")
     tied = bool(first(config, "tie_word_embeddings", default=first(text, "tie_word_embeddings", default=False)))

@@ -16,6 +16,7 @@ from decoder.config import DecoderConfig
 from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
 from decoder.layers.spec import Layer, MixerSpec
 from families.family import FamilyConfig, ModelFiles
+from families.fields import check_types, count
 from families.files import CheckpointError, first
 
 LAYER_KINDS = "M*-E"
@@ -167,13 +168,28 @@ class NemotronHConfig:
         )
 
 
+def _letters(kinds: Any, field: str) -> str:
+    """The names of layers as letters. Raises CheckpointError."""
+    if not isinstance(kinds, list):
+        raise CheckpointError(f"config.json: {field} must be a list of the kinds of layers, not {kinds!r}")
+    if unknown := sorted({str(kind) for kind in kinds if str(kind) not in _LAYER_LETTERS}):
+        raise CheckpointError(f"{field} holds {unknown}; known kinds are {sorted(_LAYER_LETTERS)}")
+    return "".join(_LAYER_LETTERS[kind] for kind in kinds)
+
+
+def _time_steps(limit: Any) -> tuple[float, float]:
+    """Both bounds of the time step; the upper one may be null. Raises CheckpointError."""
+    if isinstance(limit, list | tuple) and len(limit) == 2:
+        low, high = limit[0], math.inf if limit[1] is None else limit[1]
+        if isinstance(low, int | float) and isinstance(high, int | float) and 0 <= low <= high:
+            return float(low), float(high)
+    raise CheckpointError(f"config.json: time_step_limit must be two numbers in increasing order, not {limit!r}")
+
+
 def layer_pattern(text: Mapping[str, Any]) -> str:
     """The layer kinds as a string over `M*-E`, from either spelling."""
     if (kinds := first(text, "layers_block_type", "layer_types")) is not None:
-        unknown = sorted({kind for kind in kinds if kind not in _LAYER_LETTERS})
-        if unknown:
-            raise CheckpointError(f"layers_block_type holds {unknown}; known kinds are {sorted(_LAYER_LETTERS)}")
-        return "".join(_LAYER_LETTERS[kind] for kind in kinds)
+        return _letters(kinds, "layers_block_type")
     pattern = str(first(text, "hybrid_override_pattern", default=""))
     if not pattern or set(pattern) - set("M*-E"):
         raise CheckpointError(
@@ -185,10 +201,7 @@ def layer_pattern(text: Mapping[str, Any]) -> str:
 def mtp_pattern(text: Mapping[str, Any]) -> str | None:
     """The layer kinds of the multi-token prediction heads, from either spelling; None if unset."""
     if (kinds := text.get("mtp_layers_block_type")) is not None:
-        unknown = sorted({str(kind) for kind in kinds if kind not in _LAYER_LETTERS})
-        if unknown:
-            raise CheckpointError(f"mtp_layers_block_type holds {unknown}; known kinds are {sorted(_LAYER_LETTERS)}")
-        return "".join(_LAYER_LETTERS[kind] for kind in kinds)
+        return _letters(kinds, "mtp_layers_block_type")
     return None if text.get("mtp_hybrid_override_pattern") is None else str(text["mtp_hybrid_override_pattern"])
 
 
@@ -205,8 +218,7 @@ def decoder_config(text: Mapping[str, Any]) -> NemotronHConfig:
     if text.get("num_key_value_heads") is None and "num_attention_heads" in values:
         values["num_key_value_heads"] = values["num_attention_heads"]
     if "time_step_limit" in values:
-        low, high = values["time_step_limit"]
-        values["time_step_limit"] = (float(low), math.inf if high is None else float(high))
+        values["time_step_limit"] = _time_steps(values["time_step_limit"])
     for name in ("mlp_hidden_act", "mamba_hidden_act"):
         expected = "relu2" if name.startswith("mlp") else "silu"
         if text.get(name, expected) != expected:
@@ -218,6 +230,8 @@ def decoder_config(text: Mapping[str, Any]) -> NemotronHConfig:
     )
     if missing:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}")
+    check_types(NemotronHConfig, values)
+    count(values, "max_position_embeddings", NemotronHConfig.max_position_embeddings)
     try:
         config = NemotronHConfig(**values)
         assert config.decoder  # checks the layers

@@ -12,6 +12,7 @@ from typing import Any
 
 from decoder.config import DecoderConfig
 from families.family import FamilyConfig, ModelFiles
+from families.fields import count, number, section
 from families.files import CheckpointError, first, token_id
 from families.nemotron_h.config import decoder_config
 from families.nemotron_h_omni.vision import RadioVision
@@ -29,7 +30,7 @@ _VIT_SIZES = {
 
 def read_config(files: ModelFiles) -> FamilyConfig:
     """Reads the configuration of a model directory. Raises CheckpointError naming the field at fault."""
-    text = first(files.config, "text_config", "llm_config", default={})
+    text = section(files.config, "text_config", "llm_config")
     decoder = decoder_config(text).decoder
     image_token = first(files.config, "image_token_id", "img_context_token_id")
     return FamilyConfig(
@@ -42,23 +43,23 @@ def read_config(files: ModelFiles) -> FamilyConfig:
 
 def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: Mapping[str, Any]) -> RadioVision:
     """Reads the vision part of `config.json` and `preprocessor_config.json`. Raises CheckpointError."""
-    vision: Mapping[str, Any] = config.get("vision_config") or {}
-    args: Mapping[str, Any] = vision.get("args") or {}
+    vision = section(config, "vision_config")
+    args = section(vision, "args")
     width, layers, heads = _VIT_SIZES["vit_huge"]
     if (timm_name := args.get("model")) is not None:
         size = "_".join(str(timm_name).split("_")[:2])
         if size not in _VIT_SIZES:
             raise CheckpointError(f"vision_config.args.model {timm_name!r} is not one of {sorted(_VIT_SIZES)}")
         width, layers, heads = _VIT_SIZES[size]
-    hidden = int(first(vision, "hidden_size", default=width))
-    claimed = int(first(config, "vision_hidden_size", "vit_hidden_size", default=hidden))
+    hidden = count(vision, "hidden_size", width)
+    claimed = count(config, "vision_hidden_size", count(config, "vit_hidden_size", hidden))
     if claimed != hidden:
         raise CheckpointError(f"vision_hidden_size ({claimed}) and vision_config.hidden_size ({hidden}) must be equal")
     cls_tokens, registers = _prefix_tokens(vision, args)
-    downsample = float(first(config, "downsample_ratio", default=0.5))
+    downsample = number(config, "downsample_ratio", 0.5)
     if not 0 < downsample <= 1 or (1 / downsample) % 1:
         raise CheckpointError(f"downsample_ratio {downsample} must be the reciprocal of a whole number, such as 0.5")
-    inner = int(hidden * float(first(vision, "mlp_ratio", default=4.0)))
+    inner = int(hidden * number(vision, "mlp_ratio", 4.0))
     swiglu = bool(first(vision, "use_swiglu_ffn", default=False))
 
     def setting(name: str, default: Any) -> Any:
@@ -71,16 +72,16 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
     try:
         return RadioVision(
             hidden_size=hidden,
-            num_layers=int(first(vision, "num_hidden_layers", default=layers)),
-            num_heads=int(first(vision, "num_attention_heads", default=heads)),
+            num_layers=count(vision, "num_hidden_layers", layers),
+            num_heads=count(vision, "num_attention_heads", heads),
             intermediate_size=RadioVision.swiglu_size(inner) if swiglu else inner,
             hidden_act=str(first(vision, "hidden_act", default="gelu")),
             use_swiglu_ffn=swiglu,
             qkv_bias=bool(first(vision, "qkv_bias", default=True)),
-            layer_norm_eps=float(first(vision, "layer_norm_eps", default=1e-6)),
-            layerscale_value=float(first(vision, "layerscale_value", default=1.0)),
-            patch_size=int(first(vision, "patch_size", default=first(config, "patch_size", default=16))),
-            max_img_size=int(first(vision, "max_img_size", default=first(args, "cpe_max_size", default=2048))),
+            layer_norm_eps=number(vision, "layer_norm_eps", 1e-6),
+            layerscale_value=number(vision, "layerscale_value", 1.0),
+            patch_size=count(vision, "patch_size", count(config, "patch_size", 16)),
+            max_img_size=count(vision, "max_img_size", count(args, "cpe_max_size", 2048)),
             num_cls_tokens=cls_tokens,
             num_registers=registers,
             video_temporal_patch_size=_video_patch(config, vision),
@@ -93,7 +94,7 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
             image_mean=_triple(mean),
             image_std=_triple(std),
             merge_size=round(1 / downsample),
-            projector_hidden_size=int(first(config, "projector_hidden_size", default=4096)),
+            projector_hidden_size=count(config, "projector_hidden_size", 4096),
             text_hidden_size=text.hidden_size,
             final_layernorm=bool(text.mtp),
         )
@@ -125,6 +126,6 @@ def _prefix_tokens(vision: Mapping[str, Any], args: Mapping[str, Any]) -> tuple[
     elif args.get("cpe_num_registers"):
         registers = int(args["cpe_num_registers"])
     return (
-        int(first(vision, "num_cls_tokens", default=cls_tokens)),
-        int(first(vision, "num_registers", default=registers)),
+        count(vision, "num_cls_tokens", cls_tokens),
+        0 if vision.get("num_registers") == 0 else count(vision, "num_registers", registers),
     )

@@ -28,8 +28,8 @@ ROTATED = 0.25
 def read_config(files: ModelFiles, *, moe: bool) -> FamilyConfig:
     """Reads the configuration of a model directory. Raises CheckpointError naming the field at fault."""
     config = files.config
-    text = _section(config, "text_config") or config
-    vision = {} if fields.flag(config, "language_model_only") else _section(config, "vision_config")
+    text = fields.section(config, "text_config") or config
+    vision = {} if fields.flag(config, "language_model_only") else fields.section(config, "vision_config")
     _check_type(text, "text_config", "text", moe=moe)
     _check_type(vision, "vision_config", "vision", moe=moe)
     tied = fields.flag(config, "tie_word_embeddings", fields.flag(text, "tie_word_embeddings"))
@@ -84,13 +84,6 @@ def _decoder_config(text: Mapping[str, Any], moe: bool, tied: bool, axes: int) -
         position_axes=axes,
         mtp=(attention, feed_forward) if _has_mtp(text) else (),
     )
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = first(config, name, default={})
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"config.json: {name} must be an object, not {found!r}")
-    return found
 
 
 def _check_type(section: Mapping[str, Any], name: str, part: str, *, moe: bool) -> None:

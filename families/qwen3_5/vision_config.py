@@ -11,6 +11,7 @@ from typing import Any
 from encoder.item import BLOCK_MAJOR, IMAGE, VIDEO
 from encoder.media_limits import RGB
 from encoder.vit_sizes import VitSizes
+from families.fields import count, number, section
 from families.files import CheckpointError, first
 
 MAX_ASPECT = 200
@@ -212,27 +213,27 @@ def vision_fields(
         raise CheckpointError(f"vision_config.deepstack_visual_indexes is {indexes}; only an empty list is served")
     if (channels := first(vision, "in_channels", default=RGB)) != RGB:
         raise CheckpointError(f"vision_config.in_channels is {channels}; {RGB} is served")
-    rope = first(vision, "rope_parameters", default={})
+    rope = section(vision, "rope_parameters")
     if (rope_type := first(rope, "rope_type", default="axial")) not in ("axial", "default"):
         raise CheckpointError(f"vision_config.rope_parameters.rope_type {rope_type!r} is not served; 'axial' is")
     try:
-        width = int(first(vision, "out_hidden_size", default=text_hidden_size))
+        width = count(vision, "out_hidden_size", text_hidden_size)
         if width != text_hidden_size:
             raise CheckpointError(
                 f"vision_config.out_hidden_size ({width}) and the text's hidden_size ({text_hidden_size}) must agree"
             )
         fields: dict[str, Any] = {
-            "hidden_size": int(first(vision, "hidden_size", default=1152)),
-            "num_layers": int(first(vision, "depth", "num_hidden_layers", default=27)),
-            "num_heads": int(first(vision, "num_heads", "num_attention_heads", default=16)),
-            "intermediate_size": int(first(vision, "intermediate_size", default=4304)),
+            "hidden_size": count(vision, "hidden_size", 1152),
+            "num_layers": count(vision, "depth", count(vision, "num_hidden_layers", 27)),
+            "num_heads": count(vision, "num_heads", count(vision, "num_attention_heads", 16)),
+            "intermediate_size": count(vision, "intermediate_size", 4304),
             "text_hidden_size": text_hidden_size,
             "hidden_act": str(first(vision, "hidden_act", default="gelu_pytorch_tanh")),
-            "patch_size": int(first(vision, "patch_size", default=16)),
-            "temporal_patch_size": int(first(vision, "temporal_patch_size", default=2)),
-            "merge_size": int(first(vision, "spatial_merge_size", default=2)),
-            "num_positions": int(first(vision, "num_position_embeddings", default=2304)),
-            "rope_theta": float(first(rope, "rope_theta", default=10000.0)),
+            "patch_size": count(vision, "patch_size", 16),
+            "temporal_patch_size": count(vision, "temporal_patch_size", 2),
+            "merge_size": count(vision, "spatial_merge_size", 2),
+            "num_positions": count(vision, "num_position_embeddings", 2304),
+            "rope_theta": number(rope, "rope_theta", 10000.0),
         }
         for settings, name in ((image, "preprocessor_config.json"), (video, "video_preprocessor_config.json")):
             _check_processor(settings, name, fields)

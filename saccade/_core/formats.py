@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from saccade._core.ranges import check_text
 from saccade.errors import InvalidArgument, OutOfRange
 from saccade.types import Generation, Lark, Regex, StructuralTags, Tag
 from saccade.v1 import types_pb2
@@ -88,13 +89,13 @@ def parsed_answer(answer: Generation, value: Any) -> Any:
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise InvalidArgument(f"{name}: expected a string, got {type(value).__name__}")
-    return value
+    return check_text(name, value)
 
 
 def json_text(value: Mapping[str, Any], name: str) -> str:
     """The JSON of a field. Raises InvalidArgument for what JSON cannot hold."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return check_text(name, json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"{name}: {error}") from error
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 from saccade.errors import InvalidArgument
@@ -16,6 +17,8 @@ MAX_BIAS = 1e10
 """Magnitude of a bias or an additive penalty."""
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 32, 256
 MAX_REQUEST_ID = 128
+MAX_SECONDS = 10**9
+"""Of a timeout: larger numbers overflow in gRPC and in Python's locks."""
 _RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 2**31 - 1),
     "min_tokens": (0, 2**31 - 1),
@@ -41,20 +44,38 @@ def check_integer(name: str, value: Any) -> int:
     number = operator.index(value)
     low, high = _SEEDS if name == "seed" else _RANGES[name]
     if not low <= number <= high:
-        raise InvalidArgument(f"{name} is {number}; it must be from {low:g} to {_exact(high)}")
+        raise InvalidArgument(f"{name} is {number}; it must be from {low:g} to {_exact(high)}", field=name)
     return number
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Raises InvalidArgument unless a timeout is a number of seconds, or None for no limit."""
+    is_number = isinstance(value, Real)
+    if value is not None and not (is_number and 0 < value <= MAX_SECONDS):
+        raise InvalidArgument(f"{name}: expected more than 0 and at most {MAX_SECONDS} seconds, or None, got {value!r}")
+
+
+def check_text(name: str, text: str) -> str:
+    """Raises InvalidArgument for a string that no message can hold: JSON's \\u escapes can write half of a character,
+    which UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"{name}: half of a surrogate pair, at character {error.start}") from None
+    return text
 
 
 def check_strings(name: str, values: Any) -> list[str]:
     """A string, or several, as a list. Raises InvalidArgument with the position of what is no string."""
     if isinstance(values, str):
-        return [values]
+        return [check_text(name, values)]
     if isinstance(values, bytes) or not isinstance(values, Iterable):
         raise InvalidArgument(f"{name}: expected a string or a list of strings, got {type(values).__name__}")
     strings = list(values)
     for i, value in enumerate(strings):
         if not isinstance(value, str):
             raise InvalidArgument(f"{name}[{i}]: expected a string, got {type(value).__name__}")
+        check_text(f"{name}[{i}]", value)
     return strings
 
 
@@ -62,23 +83,26 @@ def check_request(request: inference_pb2.GenerateRequest) -> None:
     """Raises InvalidArgument with the name of the argument, its value and its range."""
     if len(request.request_id) > MAX_REQUEST_ID:
         raise InvalidArgument(
-            f"request_id has {len(request.request_id)} characters; at most {MAX_REQUEST_ID} are allowed"
+            f"request_id has {len(request.request_id)} characters; at most {MAX_REQUEST_ID} are allowed",
+            field="request_id",
         )
     _check_numbers(request.sampling)
     _check_lists(request.sampling)
     if request.continued_token_ids and request.sampling.n > 1:
-        raise InvalidArgument(f"continued_token_ids continue one sample, not n = {request.sampling.n}")
+        raise InvalidArgument(f"continued_token_ids continue one sample, not n = {request.sampling.n}", field="n")
 
 
 def _check_numbers(sampling: types_pb2.SamplingParams) -> None:
     for name, (low, high) in _RANGES.items():
         value = getattr(sampling, name)
         if sampling.HasField(name) and not low <= value <= high:  # type: ignore[arg-type]
-            raise InvalidArgument(f"{name} is {_exact(value)}; it must be from {low:g} to {_exact(high)}")
+            raise InvalidArgument(f"{name} is {_exact(value)}; it must be from {low:g} to {_exact(high)}", field=name)
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
-        raise InvalidArgument(f"top_p is {sampling.top_p:g}; it must be above 0 and at most 1")
+        raise InvalidArgument(f"top_p is {sampling.top_p:g}; it must be above 0 and at most 1", field="top_p")
     if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
-        raise InvalidArgument(f"min_tokens {sampling.min_tokens} is above max_tokens {sampling.max_tokens}")
+        raise InvalidArgument(
+            f"min_tokens {sampling.min_tokens} is above max_tokens {sampling.max_tokens}", field="min_tokens"
+        )
 
 
 def _exact(value: float) -> str:
@@ -87,12 +111,17 @@ def _exact(value: float) -> str:
 
 def _check_lists(sampling: types_pb2.SamplingParams) -> None:
     if len(sampling.stop) > MAX_STOP_STRINGS:
-        raise InvalidArgument(f"stop has {len(sampling.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
+        raise InvalidArgument(
+            f"stop has {len(sampling.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", field="stop"
+        )
     for i, stop in enumerate(sampling.stop):
         if not 1 <= len(stop) <= MAX_STOP_LENGTH:
-            raise InvalidArgument(f"stop[{i}] has {len(stop)} characters; it must have from 1 to {MAX_STOP_LENGTH}")
+            raise InvalidArgument(
+                f"stop[{i}] has {len(stop)} characters; it must have from 1 to {MAX_STOP_LENGTH}", field=f"stop[{i}]"
+            )
     for token, bias in sampling.logit_bias.items():
         if not -MAX_BIAS <= bias <= MAX_BIAS:
             raise InvalidArgument(
-                f"logit_bias of token {token} is {bias}; it must be from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+                f"logit_bias of token {token} is {bias}; it must be from {-MAX_BIAS:g} to {MAX_BIAS:g}",
+                field="logit_bias",
             )

@@ -12,7 +12,7 @@ from google.protobuf import json_format
 
 from saccade._core.formats import ResponseFormat, format_message
 from saccade._core.images import ImageInput, image_message, image_messages
-from saccade._core.ranges import check_integer, check_request, check_strings
+from saccade._core.ranges import check_integer, check_request, check_strings, check_text
 from saccade._core.tools import ToolChoice, ToolInput, add_calls, set_tools
 from saccade._core.videos import VideoInput, video_from_part, video_messages
 from saccade.errors import InvalidArgument
@@ -105,9 +105,11 @@ def build_request(
     unknown = sorted(sampling.keys() - known)
     if unknown:
         raise InvalidArgument(f"unknown arguments: {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-    request = inference_pb2.GenerateRequest(
-        request_id=sampling.get("request_id") or uuid.uuid4().hex, model=sampling.get("model") or ""
-    )
+    request = inference_pb2.GenerateRequest()
+    with _naming("request_id"):
+        request.request_id = sampling.get("request_id") or uuid.uuid4().hex
+    with _naming("model"):
+        request.model = sampling.get("model") or ""
     media = _Media(image_messages(images), video_messages(videos))
     thinking = {name: sampling[name] for name in _THINKING if sampling.get(name) is not None}  # type: ignore[literal-required]
     tools, choice = sampling.get("tools") or (), sampling.get("tool_choice")
@@ -180,8 +182,11 @@ def _set_sampling(message: types_pb2.SamplingParams, sampling: Mapping[str, Any]
     message.stop.extend(check_strings("stop", sampling.get("stop") or ()))
     with _naming("stop_token_ids"):
         message.stop_token_ids.extend(_token_ids(sampling.get("stop_token_ids") or ()))
-    with _naming("allowed_token_ids"):
-        message.allowed_token_ids.extend(_token_ids(sampling.get("allowed_token_ids") or ()))
+    if (allowed := sampling.get("allowed_token_ids")) is not None:
+        with _naming("allowed_token_ids"):
+            message.allowed_token_ids.extend(_token_ids(allowed))
+        if not message.allowed_token_ids:  # in the message that would mean all
+            raise InvalidArgument("allowed_token_ids: expected at least one token id, got none")
     message.bad_words.extend(check_strings("bad_words", sampling.get("bad_words") or ()))
     if sampling.get("response_format") is not None:
         built = format_message(sampling["response_format"])
@@ -205,7 +210,7 @@ def _set_input(
     if isinstance(prompt, str):
         if raw and template_kwargs:
             raise InvalidArgument("chat_template_kwargs: a raw prompt does not pass through the chat template")
-        request.prompt.text = prompt
+        request.prompt.text = check_text("prompt", prompt)
         request.prompt.raw = raw
         request.prompt.images.extend(media.images)
         request.prompt.videos.extend(media.videos)
@@ -286,7 +291,7 @@ def _chat_message(message: Any, name: str, waiting: _Places) -> types_pb2.ChatMe
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
     if reasoning and (not isinstance(reasoning, str) or message["role"] != "assistant"):
         raise InvalidArgument(f"{name}.reasoning: expected a string, in a message of the assistant")
-    built.reasoning = reasoning
+    built.reasoning = check_text(f"{name}.reasoning", reasoning)
     content = message.get("content")
     if message.get("tool_calls"):
         add_calls(built, message["tool_calls"], f"{name}.tool_calls")
@@ -294,7 +299,7 @@ def _chat_message(message: Any, name: str, waiting: _Places) -> types_pb2.ChatMe
     with _naming(f"{name}.tool_call_id"):
         built.tool_call_id = message.get("tool_call_id") or ""
     if isinstance(content, str):
-        built.parts.add(text=content)
+        built.parts.add(text=check_text(f"{name}.content", content))
     elif isinstance(content, Sequence) and not isinstance(content, bytes):
         for i, part in enumerate(content):
             _add_part(built, part, f"{name}.content[{i}]", waiting)
@@ -309,7 +314,7 @@ def _add_part(message: types_pb2.ChatMessage, part: Any, name: str, waiting: _Pl
         text = part if isinstance(part, str) else part.get("text")
         if not isinstance(text, str):
             raise InvalidArgument(f"{name}.text: expected a string, got {type(text).__name__}")
-        message.parts.add(text=text)
+        message.parts.add(text=check_text(f"{name}.text", text))
     elif kind in ("image", "image_url"):
         added = message.parts.add()
         source = _part_source(part)

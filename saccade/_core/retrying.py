@@ -7,7 +7,8 @@ import random
 import time
 from collections.abc import Callable
 
-from saccade.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, RateLimited, SaccadeError, Unavailable
+from saccade._core.ranges import check_seconds
+from saccade.errors import AlreadyExists, DeadlineExceeded, RateLimited, SaccadeError, Unavailable
 
 _LOG = logging.getLogger("saccade")
 _WARN_AT = 4
@@ -22,8 +23,7 @@ class Deadline:
     """The time limit that all attempts of one call share."""
 
     def __init__(self, timeout: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        if timeout is not None and not timeout > 0:
-            raise InvalidArgument(f"timeout: expected more than 0 seconds, got {timeout}")
+        check_seconds("timeout", timeout)
         self._clock = clock
         self._end = None if timeout is None else clock() + timeout
 

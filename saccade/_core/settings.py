@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from saccade._core.affinity import CHOICES, HEADER, LB_CONFIG, Affinity, call_key
+from saccade._core.ranges import check_seconds
 from saccade._core.targets import GRPC_SCHEMES
 from saccade.errors import InvalidArgument
 
@@ -74,9 +75,7 @@ class CallSettings:
 
     def __post_init__(self) -> None:
         for name in ("timeout", "first_token_timeout", "idle_timeout"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InvalidArgument(f"{name}: expected more than 0 seconds, got {value}")
+            check_seconds(name, getattr(self, name))
         if self.max_retries is not None and self.max_retries < 0:
             raise InvalidArgument(f"max_retries: expected 0 or more, got {self.max_retries}")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from saccade._core.formats import json_text
+from saccade._core.ranges import check_text
 from saccade.errors import InvalidArgument
 from saccade.types import Tool, ToolCall
 from saccade.v1 import inference_pb2, types_pb2
@@ -66,6 +67,7 @@ def add_calls(message: types_pb2.ChatMessage, calls: Any, name: str) -> None:
         for key, value in (("id", fields["id"]), ("name", fields.get("name")), ("arguments", arguments)):
             if not isinstance(value, str):
                 raise InvalidArgument(f"{where}.{key}: expected a string, got {type(value).__name__}")
+            check_text(f"{where}.{key}", value)
         message.tool_calls.add(id=fields["id"], name=fields["name"], arguments=arguments)
 
 
@@ -80,11 +82,11 @@ def _tool_message(tool: Any, name: str) -> types_pb2.Tool:
         raise InvalidArgument(f"{name}: unknown keys {', '.join(extra)}; known are {', '.join(sorted(_KEYS))}")
     if not isinstance(fields.get("name"), str) or not fields["name"]:
         raise InvalidArgument(f"{name}.name: expected a string, got {fields.get('name')!r}")
-    made = types_pb2.Tool(name=fields["name"], strict=bool(fields.get("strict")))
+    made = types_pb2.Tool(name=check_text(f"{name}.name", fields["name"]), strict=bool(fields.get("strict")))
     if (description := fields.get("description")) is not None:
         if not isinstance(description, str):
             raise InvalidArgument(f"{name}.description: expected a string, got {type(description).__name__}")
-        made.description = description
+        made.description = check_text(f"{name}.description", description)
     if (parameters := fields.get("parameters")) is not None:
         schema = getattr(parameters, "model_json_schema", None)
         parameters = schema() if schema is not None else parameters

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from saccade import errors
+from saccade._core.ranges import check_seconds
 from saccade._jobs.input import BatchInput
 from saccade._jobs.journal import Journal, Written
 from saccade._jobs.lines import output_line, status_code
@@ -58,8 +59,7 @@ class BatchOptions:
         check_concurrency(self.concurrency)
         if self.max_errors is not None and self.max_errors < 0:
             raise InvalidArgument(f"max_errors: expected 0 or more, got {self.max_errors}")
-        if self.timeout is not None and not self.timeout > 0:
-            raise InvalidArgument(f"timeout: expected more than 0 seconds, got {self.timeout}")
+        check_seconds("timeout", self.timeout)
 
     @classmethod
     def of(cls, options: BatchKeywords) -> BatchOptions:

@@ -191,8 +191,6 @@ def request_from(row: Row, folder: ImageFolder, *, priority: int, model: bool = 
 def _canonical(row: dict[str, Any]) -> bytes:
     try:
         return json.dumps(row, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument("a string holds half of a surrogate pair") from error
     except ValueError as error:  # 1e999 becomes infinity
         raise InvalidArgument(f"a number is out of range: {error}") from error
 

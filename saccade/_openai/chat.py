@@ -58,7 +58,7 @@ def sampling_options(body: Sampling) -> dict[str, Any]:
     options: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     if body.top_k == -1:  # as other servers spell it
         options["top_k"] = 0
-    for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+    for name in ("stop", "stop_token_ids", "bad_words"):
         options[name] = options[name] or ()
     options["logit_bias"] = {int(key): value for key, value in (body.logit_bias or {}).items()}
     options["model"] = body.model or ""

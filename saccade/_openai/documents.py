@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
+from saccade._core.ranges import check_text
 from saccade.errors import InvalidArgument
 
 
 def load_json(data: bytes) -> Any:
-    """The value of a JSON document. Raises InvalidArgument, also for constants such as NaN and for repeated keys."""
+    """The value of a JSON document. Raises InvalidArgument, also for constants such as NaN, for repeated keys and for
+    half characters."""
 
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is no JSON value")
 
     try:
-        return json.loads(data.decode("utf-8"), parse_constant=refuse, object_pairs_hook=_unique)
+        value = json.loads(data.decode("utf-8"), parse_constant=refuse, object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"not UTF-8 at byte {error.start}") from error
     except RecursionError:
         raise InvalidArgument("nested too deeply") from None
     except ValueError as error:
         raise InvalidArgument(f"not JSON: {error}") from error
+    if _SURROGATE.search(data):
+        _check_texts(value)
+    return value
+
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""The escape of half a character; two of them may be a whole one."""
+
+
+def _check_texts(document: Any) -> None:
+    """Raises InvalidArgument with the place of a string that has half a character."""
+    waiting = [("", document)]
+    while waiting:
+        place, value = waiting.pop()
+        if isinstance(value, str):
+            check_text(place or "document", value)
+        elif isinstance(value, list):
+            waiting += ((f"{place}[{i}]", item) for i, item in enumerate(value))
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                check_text(f"a key of {place or 'the document'}", key)
+                waiting.append((f"{place}.{key}" if place else key, item))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

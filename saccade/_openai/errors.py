@@ -47,12 +47,14 @@ def error_type(status: int) -> str:
 
 
 def error_object(error: SaccadeError, status: int) -> dict[str, Any]:
-    """OpenAI's error object; `code` is our reason, and `param` the field that the message names."""
-    field = _FIELD.match(error.message)
+    """OpenAI's error object; `code` is our reason, and `param` the field at fault: the error's, or the one with which
+    its message begins."""
+    named = _FIELD.match(error.message)
+    field = named[1] if named else error.field.removeprefix("sampling.")
     return {
         "message": error.message,
         "type": error_type(status),
-        "param": field[1] if field and status < 500 else None,
+        "param": field if field and status < 500 else None,
         "code": error.reason or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper(),
         "request_id": error.request_id or None,
     }

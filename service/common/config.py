@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from service.common.engine_options import EngineOptions as EngineOptions
 from service.common.http_options import HttpFrontOptions as HttpFrontOptions
 from service.common.http_options import HttpOptions as HttpOptions
-from service.common.option import GRPC_MAXIMUM, LAST_PORT
+from service.common.option import GRPC_MAXIMUM, INT32, INT64, LAST_PORT, LONGEST_TIME, LONGEST_WAIT
 from service.common.option import ConfigError as ConfigError
 from service.common.option import option as _option
 
@@ -45,11 +45,11 @@ class ListenOptions:
         "seconds after which a client is asked to reconnect, so that it finds new servers; running calls continue; "
         "unset: never",
         minimum=1,
-        maximum=GRPC_MAXIMUM // 1000,
+        maximum=LONGEST_WAIT,
     )
     max_connection_age_grace: float | None = _option(
         None, "seconds that running calls get on a connection that has reached max_connection_age; unset: no limit",
-        minimum=0, maximum=GRPC_MAXIMUM // 1000,
+        minimum=0, maximum=LONGEST_WAIT,
     )  # fmt: skip
 
 
@@ -57,7 +57,9 @@ class ListenOptions:
 class CallOptions:
     """Limits on the number, size and duration of calls."""
 
-    max_queue: int = _option(1024, "requests in the server, running and waiting; further ones are rejected", minimum=1)
+    max_queue: int = _option(
+        1024, "requests in the server, running and waiting; further ones are rejected", minimum=1, maximum=INT32
+    )
     max_tenant_requests: int | None = _option(
         None, "requests of one tenant (API key) in the server, running and waiting; unset: half of max_queue", minimum=1
     )
@@ -77,35 +79,48 @@ class CallOptions:
         4, "with --role encoder: connected decoders, which share max_inflight_bytes for their pixels", minimum=1
     )
     receive_timeout: float = _option(
-        120.0, "seconds that the request message of a call may take to arrive", minimum=0.001
+        120.0, "seconds that the request message of a call may take to arrive", minimum=0.001, maximum=LONGEST_TIME
     )
-    default_timeout: float = _option(600.0, "seconds that a call without a deadline may take", minimum=0.001)
+    default_timeout: float = _option(
+        600.0, "seconds that a call without a deadline may take", minimum=0.001, maximum=LONGEST_TIME
+    )
     stall_timeout: float = _option(
-        60.0, "seconds that a client may pause while it reads a stream or sends an upload", minimum=0.001
+        60.0,
+        "seconds that a client may pause while it reads a stream or sends an upload",
+        minimum=0.001,
+        maximum=LONGEST_TIME,
     )
     warmup: bool = _option(True, "answer one request internally before health becomes SERVING")
-    grace: float = _option(30.0, "seconds that running calls get after SIGTERM", minimum=0)
+    grace: float = _option(30.0, "seconds that running calls get after SIGTERM", minimum=0, maximum=LONGEST_TIME)
 
 
 @dataclass(frozen=True)
 class MediaOptions:
     """Images and videos: formats, limits, fetching and storage."""
 
-    max_images_per_request: int = _option(16, "images of one request", minimum=0)
-    max_image_bytes: int = _option(32 * 2**20, "encoded bytes of one image", minimum=1, size=True)
-    max_image_pixels: int = _option(64_000_000, "pixels of one image", minimum=1, size=True)
-    max_videos_per_request: int = _option(4, "videos of one request", minimum=0)
-    max_video_bytes: int = _option(48 * 2**20, "encoded bytes of one video", minimum=1, size=True)
-    max_video_frames: int = _option(32, "frames that are sampled from a video, evenly spaced", minimum=1)
-    max_video_file_frames: int = _option(20_000, "frames in a video's file, sampled or not", minimum=1)
+    max_images_per_request: int = _option(16, "images of one request", minimum=0, maximum=INT32)
+    max_image_bytes: int = _option(32 * 2**20, "encoded bytes of one image", minimum=1, maximum=INT64, size=True)
+    max_image_pixels: int = _option(64_000_000, "pixels of one image", minimum=1, maximum=INT64, size=True)
+    max_videos_per_request: int = _option(4, "videos of one request", minimum=0, maximum=INT32)
+    max_video_bytes: int = _option(48 * 2**20, "encoded bytes of one video", minimum=1, maximum=INT64, size=True)
+    max_video_frames: int = _option(32, "frames that are sampled from a video, evenly spaced", minimum=1, maximum=INT32)
+    max_video_file_frames: int = _option(20_000, "frames in a video's file, sampled or not", minimum=1, maximum=INT32)
     max_video_pixels: int = _option(
-        2**34, "pixels of one video: width x height x frames that have to be decoded", minimum=1, size=True
+        2**34,
+        "pixels of one video: width x height x frames that have to be decoded",
+        minimum=1,
+        maximum=INT64,
+        size=True,
     )
     image_workers: int = _option(
         2, "processes that decode images and videos, at least 2, of which videos always leave one for images", minimum=1
     )
-    image_timeout: float = _option(20.0, "seconds that decoding and preparing one image may take", minimum=0.001)
-    video_timeout: float = _option(120.0, "seconds that decoding and preparing one video may take", minimum=0.001)
+    image_timeout: float = _option(
+        20.0, "seconds that decoding and preparing one image may take", minimum=0.001, maximum=LONGEST_WAIT
+    )
+    video_timeout: float = _option(
+        120.0, "seconds that decoding and preparing one video may take", minimum=0.001, maximum=LONGEST_WAIT
+    )
     preprocess_bytes: int = _option(
         2 * 2**30, "bytes of decoded images and videos that wait for the encoder", minimum=1, size=True
     )
@@ -119,7 +134,9 @@ class MediaOptions:
     image_url_networks: tuple[str, ...] = _option(
         (), "private networks in which these hosts may be, such as 10.1.0.0/16"
     )
-    image_url_timeout: float = _option(10.0, "seconds that fetching one file may take", minimum=0.001)
+    image_url_timeout: float = _option(
+        10.0, "seconds that fetching one file may take", minimum=0.001, maximum=LONGEST_WAIT
+    )
     image_url_redirects: int = _option(3, "redirects that are followed; each is checked like a URL", minimum=0)
     image_url_ca: str | None = _option(
         None, "PEM file of the CA that signed the certificates of these hosts; unset: the system's CAs"
@@ -130,7 +147,7 @@ class MediaOptions:
         None, "bytes of uploaded images and videos of one tenant; unset: media_bytes", minimum=0, size=True
     )
     media_ttl: float = _option(
-        3600.0, "seconds that an uploaded image or video is kept after its last upload", minimum=1
+        3600.0, "seconds that an uploaded image or video is kept after its last upload", minimum=1, maximum=LONGEST_TIME
     )
 
 
@@ -143,12 +160,16 @@ class BatchOptions:
     batch_tenant_bytes: int | None = _option(
         None, "bytes of the batches of one tenant; unset: batch_bytes", minimum=0, size=True
     )
-    batch_ttl: float = _option(7 * 86400.0, "seconds that a batch is kept after its end", minimum=1)
+    batch_ttl: float = _option(
+        7 * 86400.0, "seconds that a batch is kept after its end", minimum=1, maximum=LONGEST_TIME
+    )
     batch_concurrency: int | None = _option(
         None, "rows in flight, of all batches together; unset: 16, but at most half of max_queue", minimum=1
     )
     batch_jobs: int = _option(4, "batches that run at the same time, at most one of each tenant", minimum=1)
-    batch_row_timeout: float = _option(86400.0, "seconds that one row may take, waiting included", minimum=0.001)
+    batch_row_timeout: float = _option(
+        86400.0, "seconds that one row may take, waiting included", minimum=0.001, maximum=LONGEST_TIME
+    )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kernels.native.instruction_sets import CHOICES
 from kernels.weight_forms import FORMS
-from service.common.option import ConfigError, check_addresses
+from service.common.option import LONGEST_TIME, LONGEST_WAIT, ConfigError, check_addresses
 from service.common.option import option as _option
 
 
@@ -52,7 +52,7 @@ class EngineOptions:
     threads: int | None = _option(
         None, "threads of computation in the engine; unset: one for each core", minimum=1, maximum=1024
     )
-    max_seqs: int = _option(32, "requests that run at the same time, each in a batch slot", minimum=1)
+    max_seqs: int = _option(32, "requests that run at the same time, each in a batch slot", minimum=1, maximum=2**16)
     max_len: int | None = _option(
         None, "tokens of one request: prompt, images and answer; unset: the model's limit, at most 8192", minimum=2
     )
@@ -60,6 +60,7 @@ class EngineOptions:
         None,
         "tokens of one decoder step, of all requests together; unset: 2048 on a GPU, on a CPU 512 or max_seqs",
         minimum=1,
+        maximum=2**20,
     )
     max_chunk: int | None = _option(
         None, "prompt tokens of one request in one decoder step; unset: max_batched_tokens", minimum=1
@@ -166,6 +167,7 @@ class EngineOptions:
         "seconds of encoding between two decoder steps, if both share the cores of a CPU: less for steadier streams, "
         "more for faster images; unset: 0.1",
         minimum=0,
+        maximum=LONGEST_WAIT,
     )
     role: str = _option(
         "all",
@@ -178,9 +180,13 @@ class EngineOptions:
         "seconds without a finished step of the engine process, or a heartbeat of a frontend process, before the "
         "process is killed and started again",
         minimum=0.1,
+        maximum=LONGEST_TIME,
     )
     load_timeout: float = _option(
-        3600.0, "seconds that a process may take to start, model loading included, before it is killed", minimum=0.1
+        3600.0,
+        "seconds that a process may take to start, model loading included, before it is killed",
+        minimum=0.1,
+        maximum=LONGEST_WAIT,
     )
     encoders: tuple[str, ...] = _option(
         (), "with --role decoder: HOST:PORT of servers with --role encoder, separated by commas"
@@ -195,6 +201,7 @@ class EngineOptions:
         30.0,
         "seconds that an encoder in another process may take for an image before another encoder gets it",
         minimum=0.001,
+        maximum=LONGEST_WAIT,
     )
     encoder_ca: str | None = _option(None, "PEM file of the CA that signed the encoders' certificates; unset: no TLS")
     encoder_cert: str | None = _option(None, "PEM file of the certificate that this server presents to encoders")

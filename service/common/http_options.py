@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from service.common.option import LAST_PORT, ConfigError, check_addresses
+from service.common.option import LAST_PORT, LONGEST_TIME, ConfigError, check_addresses
 from service.common.option import option as _option
 
 
@@ -20,7 +20,7 @@ class HttpOptions:
     http_max_connections: int = _option(2048, "connections to the HTTP server at a time", minimum=1)
     http_max_header_bytes: int = _option(64 * 2**10, "bytes of a request's line and headers", minimum=1024, size=True)
     http_header_timeout: float = _option(
-        20.0, "seconds that the line and headers of a request may take to arrive", minimum=0.001
+        20.0, "seconds that the line and headers of a request may take to arrive", minimum=0.001, maximum=LONGEST_TIME
     )
     http_file_bytes: int = _option(
         2**30, "bytes of files that are uploaded over HTTP for batches", minimum=0, size=True
@@ -53,10 +53,16 @@ class HttpFrontOptions(HttpOptions):
     max_inflight_bytes: int = _option(
         512 * 2**20, "bytes of the request bodies of all calls in progress", minimum=1024, size=True
     )
-    receive_timeout: float = _option(120.0, "seconds that the body of a request may take to arrive", minimum=0.001)
-    default_timeout: float = _option(600.0, "seconds that a call without a deadline may take", minimum=0.001)
-    stall_timeout: float = _option(60.0, "seconds that a client may pause while it reads a stream", minimum=0.001)
-    grace: float = _option(30.0, "seconds that running calls get after SIGTERM", minimum=0)
+    receive_timeout: float = _option(
+        120.0, "seconds that the body of a request may take to arrive", minimum=0.001, maximum=LONGEST_TIME
+    )
+    default_timeout: float = _option(
+        600.0, "seconds that a call without a deadline may take", minimum=0.001, maximum=LONGEST_TIME
+    )
+    stall_timeout: float = _option(
+        60.0, "seconds that a client may pause while it reads a stream", minimum=0.001, maximum=LONGEST_TIME
+    )
+    grace: float = _option(30.0, "seconds that running calls get after SIGTERM", minimum=0, maximum=LONGEST_TIME)
     log_level: str = _option("info", "what is logged to stderr", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:

@@ -10,6 +10,12 @@ from saccade._core.targets import GRPC_SCHEMES
 LAST_PORT = 65535
 GRPC_MAXIMUM = 2**31 - 1
 """The largest value of a gRPC option; times are in ms."""
+LONGEST_WAIT = GRPC_MAXIMUM // 1000
+"""Seconds. What waits for connections counts milliseconds in 32 bits."""
+LONGEST_TIME = 10**9
+"""Seconds, of limits that are only compared with clocks."""
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+"""The largest values of fields of messages."""
 
 
 class ConfigError(ValueError):

@@ -224,4 +224,6 @@ def _fault(schema: Any) -> str:
 
 def _short(message: str) -> str:
     lines = " ".join(message.partition("<non-verbose/>")[0].split())
+    if lines == "NoExtensionBias":  # the library's name for a state in which no text is left
+        return "there is no text that it allows"
     return lines if len(lines) <= _MAX_MESSAGE else f"{lines[: _MAX_MESSAGE - 3]}..."

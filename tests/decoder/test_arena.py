@@ -11,6 +11,7 @@ from tiny_decoder import tiny_config
 from decoder.arena import Arena, ArenaLayout
 from decoder.config import DecoderConfig, DecoderOptions
 from families.nemotron_h.config import NemotronHConfig
+from kernels.machine_memory import machine_memory
 
 
 def nano_12b() -> DecoderConfig:
@@ -108,6 +109,14 @@ def test_memory_that_is_too_small_names_what_would_do() -> None:
     assert f"max_len to at most {longest}" in str(raised.value)
     make(memory_bytes=(needed - 1) * layout.block_bytes, max_len=longest)
     make(memory_bytes=needed * layout.block_bytes)
+
+
+def test_memory_that_the_machine_lacks_is_refused_with_both_numbers() -> None:
+    memory = machine_memory()
+    with pytest.raises(
+        ValueError, match=f"^memory_bytes {memory + 1} is more than the {memory} bytes of memory of cpu$"
+    ):
+        make(memory_bytes=memory + 1)
 
 
 def test_default_holds_max_seqs_of_max_len() -> None:

@@ -220,7 +220,7 @@ def test_a_bomb_is_refused_by_its_header() -> None:
     """200,000 pixels square in a few bytes: rejected without decoding, whatever Pillow's own limit."""
     header = struct.pack(">IIBBBBB", 200_000, 200_000, 8, 2, 0, 0, 0)
     bomb = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", zlib.compress(b"\0" * 1000))
-    with pytest.raises(ImageError):
+    with pytest.raises(ImageError, match="200000x200000"):
         decode_image(bomb)
     modest = bomb.replace(png_chunk(b"IHDR", header), png_chunk(b"IHDR", struct.pack(">II", 9000, 9000) + header[8:]))
     with pytest.raises(ImageError, match="81000000 .* 67108864"):
@@ -283,6 +283,12 @@ def test_no_warning_leaks_and_no_filter_stays() -> None:
             thread.join()
         assert list(warnings.filters) == before
     assert not seen, [str(warning.message) for warning in seen]
+
+
+def test_the_limit_on_pixels_is_ours_and_not_pillows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    assert decode_image(encoded(RGB, "PNG"), ImageLimits(max_pixels=34 * 21)).shape == (21, 34, 3)
+    assert Image.MAX_IMAGE_PIXELS == 10
 
 
 def test_header_without_pixels() -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any
 
 import httpx
+import pytest
 from http_fuzz import bad_request, send
 from running import RunningServer
 from running_http import RunningHttp
@@ -36,6 +37,40 @@ def test_bad_requests_are_4xx_and_leave_nothing(http: RunningHttp, server: Runni
     http.idle()
     server.drained()
     assert post(http, ASK).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "document", "place"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud83d"}]}, "messages[0].content"),
+        ("/v1/chat/completions", {**ASK, "stop": ["a", "\udc00"]}, "stop[1]"),
+        ("/v1/completions", {"prompt": "\ud83d"}, "prompt"),
+        ("/v1/responses", {"input": "\ud83d"}, "input"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "\ud83d"}], "max_tokens": 1}, "messages[0].content"),
+        ("/v1/embeddings", {"input": ["a", "\ud83d"]}, "input[1]"),
+        ("/tokenize", {"prompt": "\ud83d"}, "prompt"),
+    ],
+)
+def test_half_a_character_is_an_error_of_the_client(
+    http: RunningHttp, path: str, document: dict[str, Any], place: str
+) -> None:
+    """Programs that cut UTF-16 between the halves of an emoji send it as a JSON escape."""
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(http.url + path, content=json.dumps(document), headers=headers, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(f"{place}: half of a surrogate pair")
+
+
+def test_both_halves_of_a_character_are_text(http: RunningHttp) -> None:
+    escaped = json.dumps({"prompt": "\U0001f600"})
+    assert "\\ud83d\\ude00" in escaped
+    headers = {"content-type": "application/json"}
+    answers = [
+        httpx.post(f"{http.url}/tokenize", content=body, headers=headers)
+        for body in (escaped, '{"prompt": "\U0001f600"}'.encode())
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[0].json() == answers[1].json()
 
 
 def test_limits_on_bodies_and_heads(server: RunningServer) -> None:

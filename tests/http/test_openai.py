@@ -208,13 +208,18 @@ def test_files_and_batches(client: openai.OpenAI) -> None:
     [
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"messages": []}, 400, "messages"),
-        ({"model": "nothing"}, 404, None),
+        ({"model": "nothing"}, 404, "model"),
+        ({"n": 1000}, 400, "n"),
+        ({"stop": ["x"] * 33}, 400, "stop"),
+        ({"max_tokens": 10**9}, 400, "max_tokens"),
+        ({"response_format": {"type": "choice", "choices": []}}, 400, "response_format.choice"),
         ({"temperature": -1}, 400, "temperature"),
         ({"logprobs": True, "top_logprobs": 100_000}, 400, None),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}]},
          400, "messages[0].content[0].image_url.url"),
         ({"messages": [{"role": "user", "content": [
-            {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}]}]}, 403, None),
+            {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}]}]},
+         403, "chat.messages[0].parts[0].image"),
         ({"extra_body": {"nonsense": 1}}, 400, "nonsense"),
     ],
 )  # fmt: skip

@@ -99,6 +99,7 @@ WRONG = [
     (line(body={"top_logprobs": 2}), "top_logprobs"),
     (line(body={"logit_bias": {"x": 1}}), "logit_bias"),
     (line(body={"temprature": 1}), "temprature"),
+    (line(body={"allowed_token_ids": []}), "allowed_token_ids: expected at least one token id"),
     (line(body=image_message("data:image/png;base64,???")), "base64"),
     (line(body=image_message("")), "image_url.url"),
     (line(body=image_message(None)), "image_url.url"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import pytest
@@ -260,9 +261,45 @@ def test_the_clients_have_the_same_methods() -> None:
         ({"stop": 3}, "stop: expected a string or a list of strings, got int"),
         ({"stop": b"a"}, "stop: expected a string or a list of strings, got bytes"),
         ({"bad_words": ["a", 1]}, "bad_words[1]: expected a string, got int"),
+        ({"allowed_token_ids": []}, "allowed_token_ids: expected at least one token id, got none"),
     ],
 )
 def test_the_error_says_the_range_or_the_type(options: dict[str, Any], message: str) -> None:
     with pytest.raises(errors.InvalidArgument) as refused:
         build_request("x", **options)
     assert str(refused.value) == message
+
+
+HALF = "ab\ud83d"
+"""The beginning of a character outside the basic plane, as programs leave it that cut UTF-16 in the middle."""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        (HALF, {}, "prompt"),
+        ([{"role": "user", "content": HALF}], {}, "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "text", "text": HALF}]}], {}, "messages[0].content[0].text"),
+        ("x", {"stop": HALF}, "stop"),
+        ("x", {"bad_words": ["a", HALF]}, "bad_words[1]"),
+        ("x", {"response_format": saccade.Regex(HALF)}, "response_format.pattern"),
+        ("x", {"response_format": {"const": HALF}}, "response_format"),
+        ("x", {"tools": [saccade.Tool("f", HALF, {})]}, "tools[0].description"),
+        ("x", {"model": HALF}, "model"),
+        ("x", {"request_id": HALF}, "request_id"),
+    ],
+)
+def test_half_a_character_is_refused_with_the_field(prompt: Any, options: dict[str, Any], field: str) -> None:
+    with pytest.raises(errors.InvalidArgument, match="surrogate") as refused:
+        build_request(prompt, **options)
+    assert str(refused.value).startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize("seconds", [0, -1, math.nan, math.inf, 1e300, 10**400, "5"])
+@pytest.mark.parametrize("name", ["timeout", "first_token_timeout", "idle_timeout"])
+def test_a_timeout_that_nothing_could_wait_for_is_refused(name: str, seconds: Any) -> None:
+    with (
+        saccade.Client("127.0.0.1:1") as client,
+        pytest.raises(errors.InvalidArgument, match=f"^{name}: expected more than 0 and at most 1000000000 seconds"),
+    ):
+        client.with_options(**{name: seconds})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from service.common.config import (
     HttpFrontOptions,
     ServerOptions,
 )
-from service.common.settings import add_arguments, from_keywords, parse_size, resolve
+from service.common.settings import add_arguments, from_keywords, parse_size, parse_value, resolve
 
 
 def parse(*argv: str, env: dict[str, str] | None = None) -> ServerOptions:
@@ -107,6 +108,31 @@ def test_help_says_what_each_option_takes(capsys: pytest.CaptureFixture[str], mo
 def test_errors_name_the_option(argv: list[str], env: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(*argv, env=env)
+
+
+SECONDS = [
+    pytest.param(options, spec.name, id=f"{options.__name__}.{spec.name}")
+    for options in (ServerOptions, HttpFrontOptions)
+    for spec in fields(options)
+    if spec.metadata["help"].startswith("seconds")
+]
+REPORTED = (
+    "max_images_per_request", "max_image_bytes", "max_image_pixels", "max_videos_per_request", "max_video_bytes",
+    "max_video_frames", "max_video_file_frames", "max_video_pixels",
+)  # fmt: skip
+"""Limits that messages to clients have, in fields of 32 or 64 bits."""
+
+
+@pytest.mark.parametrize(("options", "name"), SECONDS)
+def test_a_time_that_nothing_could_wait_for_is_refused(options: type, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}: 1e\+300 is above the maximum of \d+$"):
+        parse_value(options, name, "1e300")
+
+
+@pytest.mark.parametrize("name", [*REPORTED, "max_queue", "max_seqs", "max_batched_tokens"])
+def test_a_number_that_nothing_could_hold_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}: {2**64} is above the maximum of \d+$"):
+        parse_value(ServerOptions, name, str(2**64))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,77 @@
+"""Wrong values in `config.json`: an error with the field, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from qwen_checkpoint import make_qwen
+from served import make_served
+
+from families.files import CheckpointError
+from service.model.checkpoint import open_checkpoint
+
+NO_COUNT = ("x", "", 1.5, True, [], {}, math.nan, -1, 0)
+NEMOTRON = [
+    *((("text_config", name), value) for name in ("vocab_size", "hidden_size", "mamba_num_heads", "head_dim",
+      "max_position_embeddings") for value in ("x", 1.5, True, [], {}, math.nan)),
+    *((("text_config", name), value) for name in ("use_conv_bias", "norm_topk_prob") for value in ("x", 1, [], {})),
+    *((("text_config", name), value) for name in ("layer_norm_epsilon",) for value in ("x", True, [], math.nan)),
+    *((("text_config", "max_position_embeddings"), value) for value in (-1, 0)),
+    *((("text_config", name), value) for name in ("layers_block_type", "mtp_layers_block_type")
+      for value in (3, "x", {}, [[]], [None])),
+    *((("text_config", "time_step_limit"), value) for value in (3, "ab", [], [1], [2, 1], ["0", 1], [math.nan, 1])),
+    *((("vision_config", name), value) for name in ("hidden_size", "num_hidden_layers", "patch_size")
+      for value in NO_COUNT),
+    *((("vision_config", name), value) for name in ("layer_norm_eps", "mlp_ratio")
+      for value in ("x", [], -1, math.nan)),
+    *((("downsample_ratio",), value) for value in ("x", [], 0, math.nan)),
+    *(((name,), value) for name in ("text_config", "vision_config") for value in (3, "x", [1])),
+]  # fmt: skip
+QWEN = [
+    *((("vision_config", name), value) for name in ("hidden_size", "depth", "num_heads", "patch_size")
+      for value in NO_COUNT),
+    *((("vision_config", "rope_parameters"), value) for value in (3, "x", [1])),
+    *(((name,), value) for name in ("text_config", "vision_config") for value in (3, "x", [1])),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def nemotron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("nemotron")
+    make_served(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen")
+    make_qwen(path, 3, vision={})
+    return path
+
+
+def refused(model: Path, folder: Path, place: tuple[str, ...], value: Any) -> None:
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((model / "config.json").read_text())
+    holder = config
+    for name in place[:-1]:
+        holder = holder[name]
+    holder[place[-1]] = value
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=place[-1]):
+        open_checkpoint(str(folder), None, outline=True)
+
+
+@pytest.mark.parametrize(("place", "value"), NEMOTRON, ids=str)
+def test_nemotron(nemotron: Path, tmp_path: Path, place: tuple[str, ...], value: Any) -> None:
+    refused(nemotron, tmp_path, place, value)
+
+
+@pytest.mark.parametrize(("place", "value"), QWEN, ids=str)
+def test_qwen(qwen: Path, tmp_path: Path, place: tuple[str, ...], value: Any) -> None:
+    refused(qwen, tmp_path, place, value)
