@@ -2,7 +2,7 @@
 
     python -m benchmarks.weights [--family nemotron_h|qwen3_5] [--kinds bfloat16,fp8,nvfp4,int8,int8+int8,int4,int4-32]
                                  [--peers q8_0,q4_0] [--concurrent 1,32] [--prompts 1x1024,32x128]
-                                 [--new-tokens 64] [--rounds 3] [--write]
+                                 [--new-tokens 64] [--rounds 3] [--write] [--label zen5]
 
 One gRPC server per kind, all started at the beginning; in each round each runs each workload in turn. The output is
 medians, and the speedup of each kind over bfloat16. `int8+int8` are weights and activations in int8. The prompts of a
@@ -14,8 +14,10 @@ kind. Run it on an idle machine.
 from __future__ import annotations
 
 import argparse
+import datetime
 import operator
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -43,20 +45,26 @@ def row_of(load: Workload, seconds: dict[str, list[float]], alone: dict[str, lis
     """The result of a workload. `alone`: seconds of its prompts, empty if it has no decode part."""
     counted = load.prompt_tokens if load.new_tokens == 1 else load.output_tokens
     medians = {name: statistics.median(each) for name, each in seconds.items()}
-    row: dict[str, Any] = {"workload": load.name, "tokens_s": {name: counted / each for name, each in medians.items()}}
+    rates = {name: counted / each for name, each in medians.items()}
+    row: dict[str, Any] = {"workload": load.name, "tokens_s": rates, "speedup": speedups(rates)}
     if load.new_tokens > 1:
         later = load.output_tokens - len(load.prompts)
-        row["decode_tokens_s"] = {
-            name: later / (each - statistics.median(alone[name])) for name, each in medians.items()
-        }  # fmt: skip
+        rates = {name: later / (each - statistics.median(alone[name])) for name, each in medians.items()}
+        row |= {"decode_tokens_s": rates, "decode_speedup": speedups(rates)}
     return row | {"all": seconds, "prompts_alone": alone}
 
 
+def speedups(rates: dict[str, float]) -> dict[str, float]:
+    """How many times as fast as the first one each is."""
+    first = next(iter(rates.values()))
+    return {name: rate / first for name, rate in rates.items()}
+
+
 def lines(row: dict[str, Any]) -> Iterator[str]:
-    for key, label in (("tokens_s", row["workload"]), ("decode_tokens_s", "  without prompts")):
-        if rates := row.get(key):
-            first = next(iter(rates.values()))
-            cells = (f"{name} {rate:8.1f} ({rate / first:.2f}x)" for name, rate in rates.items())
+    for part, label in (("", row["workload"]), ("decode_", "  without prompts")):
+        if rates := row.get(f"{part}tokens_s"):
+            times = row[f"{part}speedup"]
+            cells = (f"{name} {rate:8.1f} ({times[name]:.2f}x)" for name, rate in rates.items())
             yield f"{label:18} tokens/s   " + "   ".join(cells)
 
 
@@ -81,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
+    parser.add_argument("--label", help="last part of the result's name, such as a processor's")
     arguments = parser.parse_args(argv)
     subject, concurrent = SUBJECTS[arguments.family], [int(count) for count in arguments.concurrent.split(",")]
     subject = replace(subject, prompts=arguments.prompts or subject.prompts)
@@ -118,11 +127,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             for side in sides.values():
                 side.close()
     print("peak memory      " + "   ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in memory.items()))
-    result = {"machine": machine.describe(), "ceilings": ceilings, "model": str(model), "rows": rows, "peak": memory,
-              "same_first_tokens": same}  # fmt: skip
+    command = " ".join(["python -m benchmarks.weights", *(sys.argv[1:] if argv is None else argv)])
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "command": command,
+        "machine": machine.describe(),
+        "ceilings": ceilings,
+        "model": model.name,
+        "rows": rows,
+        "peak": memory,
+        "same_first_tokens": same,
+    }
     if arguments.write:
-        name = f"weights-{arguments.family}" + ("-activations" if "+" in arguments.kinds else "")
-        print(f"written to {write_result(name, result)}")
+        parts = "weights", arguments.family, "+" in arguments.kinds and "activations", arguments.label
+        print(f"written to {write_result('-'.join(filter(None, parts)), result)}")
     return 0
 
 
