@@ -4,6 +4,7 @@
     DIRECTORY/<batch id>/input.jsonl             as uploaded
     DIRECTORY/<batch id>/output.jsonl[.journal]  answers, and which rows they belong to: `saccade._jobs.journal`
     DIRECTORY/incoming/<random>/                 an upload in progress
+    DIRECTORY/lock                               locked by the server that uses the folder
 
 A batch is created by renaming its folder, so it exists completely or not at all. There is no other state: a restart
 reads the folders. Methods block and may be called from any thread.
@@ -25,6 +26,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from service.common import errors
+from service.common.folders import locked
 from service.media.arriving import ArrivingFile, disk_trouble
 
 log = logging.getLogger(__name__)
@@ -83,7 +85,8 @@ class BatchStore:
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         """Loads the batches that an earlier run has left in `directory`. Capacities in bytes, of all tenants and of
-        each; `ttl`: seconds after the end."""
+        each; `ttl`: seconds after the end. Raises ConfigError if another server uses the folder: it would delete its
+        uploads and end its batches as failed."""
         self._directory, self._capacity, self._ttl, self._clock = directory, capacity, ttl, clock
         self._tenant_capacity = capacity if tenant_capacity is None else tenant_capacity
         # Protects the bookkeeping. Also taken on the event loop, so it is never held during disk accesses.
@@ -92,7 +95,7 @@ class BatchStore:
         self._records: dict[str, BatchRecord] = {}
         self._reserved: dict[str, int] = {}
         self._incoming = directory / "incoming"
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._held = locked(directory, "batch_dir")
         shutil.rmtree(self._incoming, ignore_errors=True)
         self._incoming.mkdir(mode=0o700)
         for path in sorted(directory.glob("*/batch.json")):
@@ -100,7 +103,7 @@ class BatchStore:
                 known = {f.name for f in fields(BatchRecord)}
                 values = {k: v for k, v in json.loads(path.read_bytes()).items() if k in known}
                 record = BatchRecord(**{**values, "problems": tuple(values["problems"])})
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 log.error("%s cannot be read and is left alone: %s", path, error)
                 continue
             self._records[record.batch_id] = record
@@ -111,6 +114,10 @@ class BatchStore:
         """Bytes of inputs and outputs, and of running uploads."""
         with self._lock:
             return sum(r.bytes for r in self._records.values()) + sum(self._reserved.values())
+
+    def close(self) -> None:
+        """Lets another server use the folder. Idempotent."""
+        self._held.close()
 
     def folder(self, batch_id: str) -> Path:
         return self._directory / batch_id
@@ -269,7 +276,7 @@ class BatchStore:
     def check_integrity(self) -> None:
         """`AssertionError` unless the bookkeeping agrees with the disk."""
         with self._lock:
-            folders = {path.name for path in self._directory.iterdir()} - {"incoming"}
+            folders = {path.name for path in self._directory.iterdir()} - {"incoming", "lock"}
             assert folders == set(self._records), "folders without a batch, or batches without a folder"
             for record in self._records.values():
                 assert (self.folder(record.batch_id) / "input.jsonl").stat().st_size == record.input_bytes

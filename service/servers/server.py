@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import importlib.metadata
 import logging
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from service.common import errors
 from service.common.auth import Guard, watch_keys
 from service.common.config import ConfigError, ServerOptions
 from service.common.errors import EngineDied
+from service.common.folders import OwnedFolder
 from service.common.limits import Places
 from service.engine.types import EngineHandle, EngineInfo
 from service.media.fetch import make_fetcher
@@ -217,18 +217,18 @@ class Server:
         options = self.options
         check_batches(options)
         with self._folder("batch_dir") as folder:
-            return BatchStore(
+            store = BatchStore(
                 folder, options.batch_bytes, options.batch_ttl, tenant_capacity=options.batch_tenant_bytes
             )
+            self._ends.callback(store.close)
+            return store
 
     @contextlib.contextmanager
     def _folder(self, option: str) -> Iterator[Path]:
         """The folder that an option names, else a temporary one. Raises ConfigError if it cannot be used."""
         folder = getattr(self.options, option)
         if folder is None:
-            folder = self._ends.enter_context(
-                tempfile.TemporaryDirectory(prefix=f"saccade-{option.partition('_')[0]}-")
-            )
+            folder = self._ends.enter_context(OwnedFolder(f"saccade-{option.partition('_')[0]}-"))
         try:
             yield Path(folder)
         except OSError as error:
