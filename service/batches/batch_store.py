@@ -4,7 +4,7 @@
     DIRECTORY/<batch id>/input.jsonl             as uploaded
     DIRECTORY/<batch id>/output.jsonl[.journal]  answers, and which rows they belong to: `saccade._jobs.journal`
     DIRECTORY/incoming/<random>/                 an upload in progress
-    DIRECTORY/lock                               locked by the server that uses the folder
+    DIRECTORY/lock                               locked by the server that uses the folder: see `service.servers.server`
 
 A batch is created by renaming its folder, so it exists completely or not at all. There is no other state: a restart
 reads the folders. Methods block and may be called from any thread.
@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from service.common import errors
-from service.common.folders import locked
 from service.media.arriving import ArrivingFile, disk_trouble
 
 log = logging.getLogger(__name__)
@@ -85,8 +84,7 @@ class BatchStore:
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         """Loads the batches that an earlier run has left in `directory`. Capacities in bytes, of all tenants and of
-        each; `ttl`: seconds after the end. Raises ConfigError if another server uses the folder: it would delete its
-        uploads and end its batches as failed."""
+        each; `ttl`: seconds after the end."""
         self._directory, self._capacity, self._ttl, self._clock = directory, capacity, ttl, clock
         self._tenant_capacity = capacity if tenant_capacity is None else tenant_capacity
         # Protects the bookkeeping. Also taken on the event loop, so it is never held during disk accesses.
@@ -95,7 +93,7 @@ class BatchStore:
         self._records: dict[str, BatchRecord] = {}
         self._reserved: dict[str, int] = {}
         self._incoming = directory / "incoming"
-        self._held = locked(directory, "batch_dir")
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         shutil.rmtree(self._incoming, ignore_errors=True)
         self._incoming.mkdir(mode=0o700)
         for path in sorted(directory.glob("*/batch.json")):
@@ -114,10 +112,6 @@ class BatchStore:
         """Bytes of inputs and outputs, and of running uploads."""
         with self._lock:
             return sum(r.bytes for r in self._records.values()) + sum(self._reserved.values())
-
-    def close(self) -> None:
-        """Lets another server use the folder. Idempotent."""
-        self._held.close()
 
     def folder(self, batch_id: str) -> Path:
         return self._directory / batch_id
@@ -276,7 +270,7 @@ class BatchStore:
     def check_integrity(self) -> None:
         """`AssertionError` unless the bookkeeping agrees with the disk."""
         with self._lock:
-            folders = {path.name for path in self._directory.iterdir()} - {"incoming", "lock"}
+            folders = {path.name for path in self._directory.iterdir() if path.is_dir()} - {"incoming"}
             assert folders == set(self._records), "folders without a batch, or batches without a folder"
             for record in self._records.values():
                 assert (self.folder(record.batch_id) / "input.jsonl").stat().st_size == record.input_bytes

@@ -38,7 +38,7 @@ from service.common import errors
 from service.common.auth import Guard, watch_keys
 from service.common.config import ConfigError, ServerOptions
 from service.common.errors import EngineDied
-from service.common.folders import OwnedFolder
+from service.common.folders import OwnedFolder, locked
 from service.common.limits import Places
 from service.engine.types import EngineHandle, EngineInfo
 from service.media.fetch import make_fetcher
@@ -217,11 +217,11 @@ class Server:
         options = self.options
         check_batches(options)
         with self._folder("batch_dir") as folder:
-            store = BatchStore(
+            # Another server would delete the uploads of this one and end its batches as failed.
+            self._ends.enter_context(locked(folder, "batch_dir"))
+            return BatchStore(
                 folder, options.batch_bytes, options.batch_ttl, tenant_capacity=options.batch_tenant_bytes
             )
-            self._ends.callback(store.close)
-            return store
 
     @contextlib.contextmanager
     def _folder(self, option: str) -> Iterator[Path]:
