@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import IO
 
@@ -40,13 +41,15 @@ class OwnedFolder(tempfile.TemporaryDirectory[str]):
         parent = parent or tempfile.gettempdir()
         _delete_abandoned(parent, prefix)
         super().__init__(prefix=prefix, dir=parent)
-        self._lock = open(Path(self.name) / f"{LOCK}.new", "xb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        os.rename(self._lock.name, Path(self.name) / LOCK)  # nobody finds it unlocked
+        new = Path(self.name) / f"{LOCK}.new"
+        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._unlock = weakref.finalize(self, os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.rename(new, Path(self.name) / LOCK)  # nobody finds it unlocked
 
     def cleanup(self) -> None:
         super().cleanup()
-        self._lock.close()
+        self._unlock()
 
 
 def _delete_abandoned(parent: str, prefix: str) -> None:
