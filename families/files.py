@@ -23,7 +23,11 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text("utf-8"), object_hook=unwrap)
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} holds no {path.name}: it is not a model directory") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise CheckpointError(f"{path} is nested too deeply") from None
+    except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not a {type(value).__name__}")

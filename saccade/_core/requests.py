@@ -31,6 +31,9 @@ _ROLES = {
     "tool": types_pb2.ROLE_TOOL,
 }
 _INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs", "max_reasoning_tokens")
+MAX_DEPTH = 30
+"""Levels of objects and lists in a value that is sent as a Struct: each takes up to three of the 100 levels of messages
+that protobuf reads."""
 _THINKING = ("enable_thinking", "reasoning_effort")
 _MESSAGE_KEYS = {"role", "content", "reasoning", "reasoning_content", "tool_calls", "tool_call_id"}
 _Places: TypeAlias = dict[str, list[types_pb2.Part]]
@@ -247,10 +250,22 @@ def _set_template_arguments(
     holder: inference_pb2.ChatInput | inference_pb2.PromptInput, values: Mapping[str, Any]
 ) -> None:
     """Objects are also sent as JSON, since a Struct does not keep their order. Older servers read the Struct."""
+    _check_depth("chat_template_kwargs", values)
     with _naming("chat_template_kwargs"):
         json_format.ParseDict(dict(values), holder.chat_template_kwargs)
         if any(isinstance(value, list | dict) for value in values.values()):
             holder.chat_template_kwargs_json = json.dumps(dict(values), ensure_ascii=False, allow_nan=False)
+
+
+def _check_depth(name: str, value: Any) -> None:
+    """Raises InvalidArgument for a value that protobuf, which limits how deep messages are nested, could not read."""
+    depth, level = 0, [value]
+    while level:
+        nested = [item.values() if isinstance(item, Mapping) else item for item in level]
+        level = [item for items in nested for item in items if isinstance(item, list | tuple | Mapping)]
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise InvalidArgument(f"{name}: nested more than {MAX_DEPTH} levels deep")
 
 
 def _chat_messages(messages: list[Any], media: _Media) -> list[types_pb2.ChatMessage]:

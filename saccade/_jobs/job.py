@@ -20,7 +20,7 @@ from typing import Any, TypedDict
 from saccade import errors
 from saccade._core.ranges import check_seconds
 from saccade._jobs.input import BatchInput
-from saccade._jobs.journal import Journal, Written
+from saccade._jobs.journal import Journal, Written, helper_files, real_output
 from saccade._jobs.lines import output_line, status_code
 from saccade._jobs.rows import BATCH_PRIORITY, ImageFolder, Row, request_from
 from saccade._map.window import Prepared, check_concurrency
@@ -142,8 +142,10 @@ class BatchJob:
         """Reads and checks the whole input. Raises InvalidArgument."""
         if self._input is not None:
             return
-        if self._output.exists() and self._source.exists() and self._output.samefile(self._source):
-            raise InvalidArgument(f"the output would overwrite the input {str(self._source)!r}")
+        output = real_output(self._output)
+        for file in (output, *helper_files(output)):
+            if file.exists() and self._source.exists() and file.samefile(self._source):
+                raise InvalidArgument(f"the output would overwrite the input {str(self._source)!r}")
         self._input = BatchInput(self._source, self._folder, strict=self.options.strict)
 
     def open(self, model: Model) -> None:
@@ -158,8 +160,12 @@ class BatchJob:
         self._input.bind(model)
         if self.options.overwrite:
             # The journal first: without it, half of the output would only be read again.
-            for suffix in (".journal", ".journal-wal", ".journal-shm", ""):
-                self._output.with_name(self._output.name + suffix).unlink(missing_ok=True)
+            output = real_output(self._output)
+            try:
+                for file in (*helper_files(output), output):
+                    file.unlink(missing_ok=True)
+            except OSError as error:
+                raise FailedPrecondition(f"cannot delete {error.filename!r}: {error.strerror}") from error
         self._journal = Journal(self._output, self._input.identify)
         self._input.skip(self._journal.positions())
         self._began = time.monotonic()

@@ -32,6 +32,8 @@ CREATE INDEX IF NOT EXISTS by_offset ON rows (offset);
 """
 _COLUMNS = "id, custom_id, position, offset, length, status, prompt_tokens, completion_tokens"
 _FLAGS = os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0)
+_BEGINNING = b'{"id":"batch_req_'
+"""How each line of an output begins."""
 _COMMIT_ROWS = 64
 _COMMIT_SECONDS = 1.0
 
@@ -52,6 +54,29 @@ class _NotAsJournaled(Exception):
     """The output does not match the journal; the journal has been marked as invalid."""
 
 
+def real_output(output: Path) -> Path:
+    """The file that `output` names, links followed: a file that is replaced would otherwise take the place of the link,
+    and a job could run twice under two names. Raises FailedPrecondition for what is no plain file."""
+    try:
+        real = output.resolve()
+        if real.is_dir():
+            raise FailedPrecondition(f"cannot write {str(output)!r}: it is a folder")
+        if real.exists() and not real.is_file():
+            raise FailedPrecondition(
+                f"cannot write {str(output)!r}: it is not a plain file, so no job could go on there"
+            )
+    except (OSError, ValueError, RuntimeError) as error:  # a name with a NUL, links in a circle
+        raise FailedPrecondition(
+            f"cannot write {str(output)!r}: {getattr(error, 'strerror', None) or error}"
+        ) from error
+    return real
+
+
+def helper_files(output: Path) -> list[Path]:
+    """Files that a job keeps beside its output, and replaces."""
+    return [output.with_name(output.name + suffix) for suffix in (".journal", ".journal-wal", ".journal-shm", ".tmp")]
+
+
 Identify = Callable[[str], tuple[int, str] | None]
 """custom_id -> (the input's position, row id), or None if the input has no such row."""
 
@@ -65,6 +90,7 @@ class Journal:
     """
 
     def __init__(self, output: Path, identify: Identify) -> None:
+        output = real_output(output)
         self.output = output
         self.path = output.with_name(output.name + ".journal")
         self._scratch = output.with_name(output.name + ".tmp")
@@ -79,6 +105,9 @@ class Journal:
             raise FailedPrecondition(f"cannot write {str(output)!r}: {error.strerror}") from error
         try:
             self._recover(identify)
+        except OSError as error:
+            self.close()
+            raise FailedPrecondition(f"cannot write {error.filename or str(output)!r}: {error.strerror}") from error
         except BaseException:
             self.close()
             raise
@@ -94,6 +123,8 @@ class Journal:
                     raise
                 self.remove_journal()  # damaged: rebuilt from the output
                 return self._connect()
+        except OSError as error:
+            raise FailedPrecondition(f"cannot write {str(self.path)!r}: {error.strerror}") from error
         except sqlite3.DatabaseError as error:
             if "locked" in str(error):
                 raise FailedPrecondition(
@@ -133,6 +164,8 @@ class Journal:
         size = os.fstat(self._file).st_size
         start = self._trusted(size)
         whole = start + self._adopt(start, identify)
+        if size and not whole:
+            self._check_beginning()
         self._classify(identify)
         if whole < size:
             os.ftruncate(self._file, whole)
@@ -142,6 +175,13 @@ class Journal:
                 self._rewrite("offset")
             except _NotAsJournaled:
                 self._recover(identify)
+
+    def _check_beginning(self) -> None:
+        """For an output without a whole line, which is to be cut off: it must be the beginning of one of ours, or the
+        zeros that a power cut leaves. Raises AlreadyExists."""
+        head = self._read(0, len(_BEGINNING))
+        if head.strip(b"\0") and not _BEGINNING.startswith(head):
+            raise self._foreign("something that is no answer of a batch")
 
     def _trusted(self, size: int) -> int:
         """The offset up to which the journal describes the output; 0 if they do not belong together."""
@@ -300,7 +340,7 @@ class Journal:
             yield position
 
     def sort(self) -> None:
-        """Sorts the output in the order of the input."""
+        """Sorts the output in the order of the input. Raises FailedPrecondition if there is no space for a copy."""
         self.commit()
         last = -1
         for position in self.positions():
@@ -310,10 +350,13 @@ class Journal:
         else:
             return
         try:
-            self._rewrite("position")
-        except _NotAsJournaled:
-            self._recover(self._identify)
-            self._rewrite("position")
+            try:
+                self._rewrite("position")
+            except _NotAsJournaled:
+                self._recover(self._identify)
+                self._rewrite("position")
+        except (OSError, sqlite3.Error) as error:
+            raise FailedPrecondition(f"cannot sort {str(self.output)!r}: {error}") from error
 
     def totals(self) -> dict[str, int]:
         """Rows, error rows and tokens in the output."""

@@ -4,6 +4,7 @@
     DIRECTORY/<batch id>/input.jsonl             as uploaded
     DIRECTORY/<batch id>/output.jsonl[.journal]  answers, and which rows they belong to: `saccade._jobs.journal`
     DIRECTORY/incoming/<random>/                 an upload in progress
+    DIRECTORY/lock                               locked by the server that uses the folder: see `service.servers.server`
 
 A batch is created by renaming its folder, so it exists completely or not at all. There is no other state: a restart
 reads the folders. Methods block and may be called from any thread.
@@ -100,7 +101,7 @@ class BatchStore:
                 known = {f.name for f in fields(BatchRecord)}
                 values = {k: v for k, v in json.loads(path.read_bytes()).items() if k in known}
                 record = BatchRecord(**{**values, "problems": tuple(values["problems"])})
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 log.error("%s cannot be read and is left alone: %s", path, error)
                 continue
             self._records[record.batch_id] = record
@@ -269,7 +270,7 @@ class BatchStore:
     def check_integrity(self) -> None:
         """`AssertionError` unless the bookkeeping agrees with the disk."""
         with self._lock:
-            folders = {path.name for path in self._directory.iterdir()} - {"incoming"}
+            folders = {path.name for path in self._directory.iterdir() if path.is_dir()} - {"incoming"}
             assert folders == set(self._records), "folders without a batch, or batches without a folder"
             for record in self._records.values():
                 assert (self.folder(record.batch_id) / "input.jsonl").stat().st_size == record.input_bytes

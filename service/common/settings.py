@@ -87,7 +87,9 @@ def parse_size(raw: Any) -> int:
     digits = text.rstrip("kmgi")
     if not math.isfinite(float(digits)):
         raise ValueError(f"{raw!r} is not finite")
-    return int(float(digits) * _UNITS[text[len(digits) :]]) if text[len(digits) :] in _UNITS else int(text)
+    if (unit := _UNITS.get(text[len(digits) :])) is None:
+        raise ValueError(f"{raw!r} has an unknown unit")
+    return int(digits) * unit if digits.isdecimal() else int(float(digits) * unit)  # floats are exact up to 2**53
 
 
 def _parse_bool(raw: Any) -> bool:

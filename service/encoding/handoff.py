@@ -57,6 +57,7 @@ class Handoff:
         arrivals, deadlines and the encoders' leases."""
         self.capacity_bytes = capacity_bytes
         self._device = device
+        self.dtype = dtype
         self._held = _Entries(capacity_bytes, hidden, dtype, device)
         self.counters = self._held.counters
         self.on_change = on_change

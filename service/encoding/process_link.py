@@ -27,7 +27,7 @@ from service.common.config import ConfigError, EngineOptions
 from service.common.helper_process import HelperFailed, first_message, start_helper
 from service.encoding.encoder_pool import LinkOwner
 from service.encoding.entries import EncoderUnavailable, EncodingFailed, Work
-from service.encoding.segments import Segment, SegmentPool
+from service.encoding.segments import Segment, SegmentPool, rounded
 
 log = logging.getLogger(__name__)
 
@@ -273,4 +273,13 @@ class ProcessLink:
 
 def _rows_offset(work: Work) -> int:
     """The rows are stored after the pixels."""
-    return -(-work.image.nbytes // ALIGNMENT) * ALIGNMENT
+    return _aligned(work.image.nbytes)
+
+
+def segment_for(pixel_bytes: int, row_bytes: int) -> int:
+    """Bytes of the segment of an image."""
+    return rounded(_aligned(pixel_bytes) + row_bytes)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -214,8 +214,15 @@ def connect_encoders(
 
 def encoder_process(options: EngineOptions, vision: VisionSpec, handoff: Handoff) -> EncoderPool:
     """Starts the encoder in another process on this host. Raises ConfigError with that process's message."""
-    from service.encoding.process_link import ProcessLink
+    from service.encoding.process_link import ProcessLink, segment_for
 
+    token = vision.min_image_tokens * handoff.dtype.itemsize
+    least = segment_for(token * vision.patches_per_token * vision.patch_widths[IMAGE], token * vision.row_width)
+    if options.encoder_segment_bytes < least:
+        raise ConfigError(
+            f"encoder_segment_bytes: {options.encoder_segment_bytes} does not hold the smallest image, of "
+            f"{vision.min_image_tokens} image tokens; at least {least} would work"
+        )
     link = ProcessLink(options, segment_bytes=options.encoder_segment_bytes)
     return EncoderPool(handoff, [link], lease=options.encoder_lease, step_tokens=step_tokens(options, vision))
 

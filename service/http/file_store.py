@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
 import secrets
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from saccade.errors import NotFound, RateLimited
-from service.common.config import ConfigError
+from service.common.folders import OwnedFolder, locked
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +71,10 @@ class FileStore:
         self.capacity = capacity
         self._temporary = None
         if directory is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="saccade-http-files-")
+            self._temporary = OwnedFolder("saccade-http-files-")
             directory = self._temporary.name
         self._folder = Path(directory)
-        self._lock = locked(self._folder)
+        self._lock = locked(self._folder, "http_file_dir")
         self._files = {stored.file_id: stored for stored in _found(self._folder)}
         self.used = sum(stored.size for stored in self._files.values())
         self.sweep()
@@ -127,21 +124,6 @@ class FileStore:
         self._lock.close()
         if self._temporary is not None:
             self._temporary.cleanup()
-
-
-def locked(folder: Path) -> IO[bytes]:
-    """Takes the folder for this process, until the returned file is closed. Raises ConfigError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = open(folder / "lock", "ab")
-    except OSError as error:
-        raise ConfigError(f"http_file_dir: {folder} cannot be used: {error.strerror}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise ConfigError(f"http_file_dir: another process uses {folder}") from None
-    return lock
 
 
 def _found(folder: Path) -> list[StoredFile]:

@@ -90,6 +90,9 @@ def sampling_defaults(config: ModelConfig) -> dict[str, Any]:
     if source.get("do_sample") is False:
         defaults["temperature"] = 0.0
     try:
+        for name in ("top_k", "max_tokens"):
+            if type(value := defaults.get(name, 0)) is not int:
+                raise ValueError(f"{name} must be a whole number, not {value!r}")
         SamplingParams(**defaults)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{config.path / 'generation_config.json'}: {error}") from None

@@ -15,7 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from families import CheckpointError
-from families.files import first, optional_json
+from families.files import optional_json
 from service.common.types import Message
 from service.model.tokenizer import literal, without_literals
 
@@ -69,6 +69,8 @@ class ChatTemplate:
                 self.names = frozenset(words["name"] | {text[1:-1] for text in words["string"]})
             except TemplateSyntaxError as error:
                 raise CheckpointError(f"chat template, line {error.lineno}: {error.message}") from None
+            except RecursionError:
+                raise CheckpointError("chat template: nested too deeply") from None
 
     @property
     def present(self) -> bool:
@@ -111,8 +113,8 @@ class ChatTemplate:
             values["tools"] = self._safe_json(values["tools"])
         try:
             return self._template.render(values)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError) as error:
-            raise ValueError(f"chat template: {error}") from None
+        except Exception as error:  # whatever the template's code does, such as dividing by zero
+            raise ValueError(f"chat template: {str(error) or type(error).__name__}") from None
 
     def _meant(self, part: str | None, token: str) -> int:
         """Number of tokens of this kind in a part."""
@@ -166,24 +168,43 @@ class ChatTemplate:
 
 def load_template(path: Path, *, image_token: str | None, video_token: str | None = None) -> ChatTemplate:
     """Reads a model directory's template; without one, returns a template that concatenates contents."""
-    config = optional_json(path / "tokenizer_config.json")
+    about = path / "tokenizer_config.json"
+    config = optional_json(about)
+    own = path / "chat_template.json"
     source: str | None = None
-    field = first(optional_json(path / "chat_template.json"), "chat_template", default=config.get("chat_template"))
+    holder, field = own, optional_json(own).get("chat_template")
+    if field is None:
+        holder, field = about, config.get("chat_template")
     if (file := path / "chat_template.jinja").exists():
-        source = file.read_text("utf-8")
+        try:
+            holder, source = file, file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from None
     elif field is not None:
         # Either the text itself or a list of named templates.
-        source = field if isinstance(field, str) else _named(field)
+        source = field if isinstance(field, str) else _named(holder, field)
     specials = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         if (value := config.get(name)) is not None:
-            specials[name] = value["content"] if isinstance(value, dict) else str(value)
-    return ChatTemplate(source, image_token=image_token, special_tokens=specials, video_token=video_token)
+            text = value.get("content") if isinstance(value, dict) else value
+            if not isinstance(text, str):
+                raise CheckpointError(f"{about}: {name} must be a string or an object with its content, not {value!r}")
+            specials[name] = text
+    try:
+        return ChatTemplate(source, image_token=image_token, special_tokens=specials, video_token=video_token)
+    except CheckpointError as error:
+        raise CheckpointError(f"{holder}: {error}") from None
 
 
-def _named(templates: Sequence[Mapping[str, str]]) -> str:
-    by_name = {entry["name"]: entry["template"] for entry in templates}
-    return by_name["default"] if "default" in by_name else next(iter(by_name.values()))
+def _named(file: Path, templates: Any) -> str:
+    try:
+        by_name = {entry["name"]: entry["template"] for entry in templates}
+        chosen = by_name["default"] if "default" in by_name else next(iter(by_name.values()))
+    except (TypeError, KeyError, StopIteration):
+        chosen = None
+    if not isinstance(chosen, str):
+        raise CheckpointError(f"{file}: chat_template must be a string or a list of objects with name and template")
+    return chosen
 
 
 def _raise(message: str) -> None:

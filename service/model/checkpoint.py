@@ -19,7 +19,7 @@ from families import CheckpointError, Target
 from families.files import optional_json
 from service.model.cache import resolve_model
 from service.model.formats.declared import disagreements, read_declared
-from service.model.formats.tensors import FormatError, StoredWeight, find_weights, listed
+from service.model.formats.tensors import PLAIN_FLOATS, FormatError, StoredWeight, find_weights, listed
 from service.model.modelconfig import ModelConfig, load_config
 from service.model.read_ahead import ReadAhead
 from service.model.weight_files import WeightFiles
@@ -223,11 +223,23 @@ class Checkpoint:
         for name, shape in expected.items():
             if name in whole and (found := self._shape_of(whole[name])) != shape:
                 problems.append(f"{name} has shape {list(found)}, not {list(shape)}")
+            elif name in whole and (dtype := self._not_numbers(whole[name])):
+                problems.append(f"{name} has dtype {dtype}, not one of {', '.join(PLAIN_FLOATS)}")
         if problems:
             raise CheckpointError(
                 f"{self.path}: {len(problems)} weights do not fit config.json:\n  {listed(problems, 40)}"
             )
         return {name: whole[name] for name in expected if name in whole}
+
+    def _not_numbers(self, source: _Source) -> str | None:
+        """The dtype of a plain tensor that holds no floating-point numbers, such as packed integers without the names
+        of a format."""
+        for weight in map(self.weights.__getitem__, source.names):
+            if weight.scheme == "plain" and "values" in weight.parts:
+                dtype = self.files.table[weight.parts["values"]].dtype
+                if dtype not in PLAIN_FLOATS:
+                    return dtype
+        return None
 
     def _shape_of(self, source: _Source) -> tuple[int, ...]:
         first, target = self.weights[source.names[0]].shape, source.target

@@ -99,7 +99,10 @@ def _processor(path: Path, part: str, file: str) -> Mapping[str, Any]:
 def load_config(path: Path, *, name: str | None = None) -> ModelConfig:
     """Reads a model directory's JSON files. Raises CheckpointError with the field at fault."""
     config = read_json(path / "config.json")
-    family = family_of(str(config.get("model_type") or (config.get("architectures") or [""])[0]))
+    architectures = config.get("architectures") or [""]
+    if not isinstance(architectures, list):
+        raise CheckpointError(f"{path / 'config.json'}: architectures must be a list, not {architectures!r}")
+    family = family_of(str(config.get("model_type") or architectures[0]))
     generation = optional_json(path / "generation_config.json")
     image = _processor(path, "image_processor", "preprocessor_config.json")
     video = _processor(path, "video_processor", "video_preprocessor_config.json")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,27 +105,48 @@ def _weight_files(path: Path, *, optional: bool) -> list[Path]:
 
 def _read_header(file: Path) -> tuple[dict[str, dict[str, Any]], bytes]:
     """The tensor table of a safetensors file: an 8-byte little-endian length, then JSON."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size + 1
-        if length > size - 8:
-            raise CheckpointError(f"{file} is not a safetensors file, or is cut short ({size} bytes)")
-        raw = stream.read(length)
+    if not file.is_file():  # a link to nothing, or a pipe, which would never end
+        raise CheckpointError(f"{file} is not a plain file")
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size + 1
+            if length > size - 8:
+                raise CheckpointError(f"{file} is not a safetensors file, or is cut short ({size} bytes)")
+            raw = stream.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
     try:
         header: dict[str, dict[str, Any]] = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         raise CheckpointError(f"{file} is not a safetensors file: its table is not JSON") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file} is not a safetensors file: its table is not a JSON object")
     header.pop("__metadata__", None)
     try:
         for name, entry in header.items():
             _check_entry(file, name, entry["dtype"], entry["shape"], entry["data_offsets"])
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file}: its table cannot be read: {error!r}") from None
-    if 8 + length + end > size:
-        raise CheckpointError(f"{file} is cut short: {size} bytes of {8 + length + end}")
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file}: its entry {name!r} cannot be read: {error!r}") from None
+    _check_places(file, {name: entry["data_offsets"] for name, entry in header.items()}, size - 8 - length)
     return header, raw
+
+
+def _check_places(file: Path, places: Mapping[str, Sequence[int]], size: int) -> None:
+    """Raises CheckpointError unless the tensors fill the `size` bytes after the table without gaps and overlaps, as the
+    format demands: anything else is a damaged table, with which a weight would be read from another one's place."""
+    end, before = 0, "the table"
+    for name, (start, stop) in sorted(places.items(), key=lambda item: tuple(item[1])):
+        if start != end:
+            raise CheckpointError(f"{file}: {name} begins at byte {start} of the data, but {before} ends at {end}")
+        end, before = stop, name
+    if end > size:
+        raise CheckpointError(f"{file} is cut short: {size} bytes of {end} after its table")
+    if end < size:
+        raise CheckpointError(f"{file} has {size} bytes after its table, of which its tensors take {end}")
 
 
 BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16, "U32": 32, "U64": 64}
@@ -133,7 +155,7 @@ BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "F16": 16, "BF16": 16, "I16"
 
 def _check_entry(file: Path, name: str, dtype: str, shape: Sequence[int], offsets: Sequence[int]) -> None:
     """Raises CheckpointError for inconsistent sizes, which would give access to other memory."""
-    start, end = offsets
+    start, end = map(operator.index, offsets)
     numbers = 1
     for side in shape:
         if not isinstance(side, int) or side < 0:

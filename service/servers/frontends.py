@@ -31,6 +31,7 @@ from typing import Any
 
 from service.common.channel import Outbox, receive_descriptor
 from service.common.config import ConfigError, ServerOptions
+from service.common.folders import OwnedFolder
 from service.common.helper_process import start_helper
 from service.engine import wire
 from service.engine.engine_client import SupervisedEngine
@@ -313,8 +314,7 @@ async def serve_frontends(options: ServerOptions) -> int:
         http = await ends.enter_async_context(http_beside(options))
         port = ends.enter_context(reserved_port(options))
         if options.media_dir is None:
-            media = ends.enter_context(tempfile.TemporaryDirectory(prefix="saccade-media-"))
-            options = replace(options, media_dir=media)
+            options = replace(options, media_dir=ends.enter_context(OwnedFolder("saccade-media-")))
         hub = await loop.run_in_executor(None, Hub, options, port, http)
         try:
             await loop.run_in_executor(None, hub.start)

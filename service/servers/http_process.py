@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from service.common.config import ConfigError, HttpFrontOptions, ServerOptions
+from service.common.folders import OwnedFolder
 from service.common.helper_process import HelperFailed, first_message, start_helper
 from service.http.listen import bind, check_packages, url_of
 from service.servers.exposure import check_exposure
@@ -136,13 +137,13 @@ class HttpProcess:
         self._folder.cleanup()
 
 
-def socket_folder(parents: Sequence[str], name: str) -> tempfile.TemporaryDirectory[str]:
+def socket_folder(parents: Sequence[str], name: str) -> OwnedFolder:
     """A new folder for this user only, in the first of `parents` where a Unix socket called `name` has a path that is
     short enough. Raises ConfigError."""
     refusals = []
     for parent in parents:
         try:
-            folder = tempfile.TemporaryDirectory(prefix="saccade-http-", dir=parent)
+            folder = OwnedFolder("saccade-http-", parent)
         except OSError as error:
             refusals.append(f"{parent}: {error.strerror}")
             continue

@@ -14,12 +14,18 @@ from saccade.v1 import inference_pb2, model_pb2
 from service.answers import convert
 from service.answers.frontend import Frontend
 from service.common import errors
-from service.common.config import ServerOptions
+from service.common.config import ConfigError, ServerOptions
 from service.common.settings import from_keywords
 from service.engine.engine_thread import EngineThread
 from service.media.patches import local_processor
 from service.model.hub import fetched
 from service.servers.limits import frontend_limits, load_assets
+
+SERVER_ONLY = (
+    "host", "port", "frontends", "insecure", "tls_", "api_keys", "admin", "vllm_engine", "max_connection_", "media_",
+    "batch_", "metrics_", "otlp_endpoint", "sizes_file", "log_json", "http_",
+)  # fmt: skip
+"""Beginnings of the names of options that mean nothing without a server."""
 
 T = TypeVar("T")
 Message: TypeAlias = inference_pb2.StreamGenerateResponse | errors.StatusError | None
@@ -31,8 +37,11 @@ class LocalService:
     def __init__(
         self, model: str = "demo", dtype: str | None = None, device: str | None = None, **options: Any
     ) -> None:
-        """`options`: any option of the server by name. Raises InvalidArgument with a value that would work."""
+        """`options`: options of the server by name. Raises InvalidArgument with a value that would work."""
         try:
+            for name, value in options.items():
+                if value is not None and name.startswith(SERVER_ONLY):
+                    raise ConfigError(f"{name}: only a server uses this option, see `saccade serve`; leave it out here")
             named = from_keywords(ServerOptions, {"model": model, "dtype": dtype, "device": device, **options})
             self.options = fetched(named)
             assets = load_assets(self.options)

@@ -10,9 +10,9 @@ from types import ModuleType
 
 from service.common.auth import watch_keys
 from service.common.config import ConfigError, ServerOptions
+from service.common.folders import locked
 from service.common.option import LAST_PORT
 from service.encoding.credentials import channel_credentials
-from service.http.file_store import locked
 from service.http.listen import bind, check_packages
 from service.media.fetch import make_fetcher
 from service.servers.credentials import server_credentials
@@ -41,6 +41,8 @@ def check_options(options: ServerOptions) -> None:
         check_batches(options)
         for option in ("media_dir", "batch_dir"):
             _check_folder(options, option)
+        if options.batch_dir is not None:
+            locked(Path(options.batch_dir), "batch_dir").close()
         if options.vllm_engine:
             gateway()
         if options.otlp_endpoint is not None:
@@ -48,7 +50,7 @@ def check_options(options: ServerOptions) -> None:
     if options.http_port is not None:
         check_packages()
         if options.http_file_dir is not None:
-            locked(Path(options.http_file_dir)).close()
+            locked(Path(options.http_file_dir), "http_file_dir").close()
     _check_ports(options)
 
 

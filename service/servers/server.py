@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import importlib.metadata
 import logging
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from service.common import errors
 from service.common.auth import Guard, watch_keys
 from service.common.config import ConfigError, ServerOptions
 from service.common.errors import EngineDied
+from service.common.folders import OwnedFolder, locked
 from service.common.limits import Places
 from service.engine.types import EngineHandle, EngineInfo
 from service.media.fetch import make_fetcher
@@ -217,6 +217,8 @@ class Server:
         options = self.options
         check_batches(options)
         with self._folder("batch_dir") as folder:
+            # Another server would delete the uploads of this one and end its batches as failed.
+            self._ends.enter_context(locked(folder, "batch_dir"))
             return BatchStore(
                 folder, options.batch_bytes, options.batch_ttl, tenant_capacity=options.batch_tenant_bytes
             )
@@ -226,9 +228,7 @@ class Server:
         """The folder that an option names, else a temporary one. Raises ConfigError if it cannot be used."""
         folder = getattr(self.options, option)
         if folder is None:
-            folder = self._ends.enter_context(
-                tempfile.TemporaryDirectory(prefix=f"saccade-{option.partition('_')[0]}-")
-            )
+            folder = self._ends.enter_context(OwnedFolder(f"saccade-{option.partition('_')[0]}-"))
         try:
             yield Path(folder)
         except OSError as error:

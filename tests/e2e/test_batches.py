@@ -27,6 +27,7 @@ from saccade import errors
 from saccade.v1 import batch_pb2, media_pb2
 from service.batches.batch_store import BatchRecord, BatchStore
 from service.common.config import ConfigError
+from service.servers.preflight import check_options
 
 LIMITS: dict[str, Any] = {"max_seqs": 8, "max_len": 400}
 
@@ -285,6 +286,14 @@ def test_an_upload_that_pauses_gives_its_room_back(text_model: Path) -> None:
         store = server.server.batches.store  # type: ignore[union-attr]
         assert store.used_bytes == 0 and server.server.spool.used_bytes == 0
         store.check_integrity()
+
+
+def test_two_servers_do_not_share_a_folder(text_model: Path, tmp_path: Path) -> None:
+    with RunningServer(str(text_model), batch_dir=str(tmp_path), **LIMITS) as server:
+        second = replace(server.options, port=0)
+        with pytest.raises(ConfigError, match=f"batch_dir: another process uses {tmp_path}"):
+            check_options(second)
+    check_options(second)
 
 
 def test_no_batch_is_taken_while_the_server_drains(text_model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import signal
@@ -121,6 +122,17 @@ def options(model: Path) -> EngineOptions:
     return EngineOptions(
         model=str(model), dtype="float32", threads=1, encoder_process=True, encoder_segment_bytes=1 << 18
     )
+
+
+def test_shared_memory_that_holds_no_image_is_refused(options: EngineOptions) -> None:
+    vision = resolve_vision(options, open_checkpoint(options.model))
+    assert vision is not None
+    handoff = Handoff(1 << 20, vision.text_hidden_size, torch.float32)
+    large = dataclasses.replace(vision, min_num_patches=1 << 14, max_num_patches=1 << 15)
+    with pytest.raises(ConfigError, match=r"encoder_segment_bytes: 262144 .* at least (\d+) would work") as caught:
+        encoder_process(options, large, handoff)
+    least = int(str(caught.value).split()[-3])
+    encoder_process(dataclasses.replace(options, encoder_segment_bytes=least), large, handoff).close()
 
 
 def test_shared_memory_that_is_full_is_one_images_error(options: EngineOptions) -> None:

@@ -146,7 +146,7 @@ def test_another_model_or_another_file_is_not_written_over(run: Run, script: Scr
     assert output.read_bytes() == before
     run(source, output, overwrite=True)
     assert {row["response"]["body"]["system_fingerprint"] for row in read(output)} == {"2"}
-    for foreign in (b"my notes\n", b'{"a": 1}\n', b"[1]\n", before):
+    for foreign in (b"my notes\n", b"my notes", b'{"a": 1}\n', b"[1]\n", before):
         output.write_bytes(foreign)
         Path(f"{output}.journal").unlink()
         with pytest.raises(errors.AlreadyExists):
@@ -154,6 +154,69 @@ def test_another_model_or_another_file_is_not_written_over(run: Run, script: Scr
         assert output.read_bytes() == foreign
     with pytest.raises(errors.InvalidArgument, match="overwrite"):
         run(source, source)
+
+
+def test_an_input_that_has_the_name_of_a_helper_file_is_kept(run: Run, script: Script, tmp_path: Path) -> None:
+    for suffix in (".journal", ".tmp"):
+        source = write_input(tmp_path / f"out.jsonl{suffix}", 2)
+        before = source.read_bytes()
+        with pytest.raises(errors.InvalidArgument, match="overwrite the input"):
+            run(source, tmp_path / "out.jsonl", overwrite=True)
+        assert source.read_bytes() == before and not script.requests
+
+
+def test_an_output_that_is_a_link_stays_one(run: Run, script: Script, tmp_path: Path) -> None:
+    script.answer = echo
+    source, output = write_input(tmp_path / "in.jsonl", 20), tmp_path / "link.jsonl"
+    (tmp_path / "elsewhere").mkdir()
+    target = tmp_path / "elsewhere" / "out.jsonl"
+    output.symlink_to(target)
+    run(source, output)
+    lines = target.read_bytes().splitlines(keepends=True)
+    target.write_bytes(b"".join(reversed(lines)))
+    Path(f"{target}.journal").unlink()
+    assert run(source, output, ordered=True).resumed == 20
+    assert output.is_symlink() and [row["custom_id"] for row in read(target)] == [f"id {i}" for i in range(20)]
+
+
+@pytest.mark.parametrize("name", ["pipe", "", "a\0b", "folder", "journal", "scratch"])
+def test_an_output_that_cannot_be_written_is_an_error(run: Run, script: Script, tmp_path: Path, name: str) -> None:
+    source = write_input(tmp_path / "in.jsonl", 2)
+    os.mkfifo(tmp_path / "pipe")
+    for folder in ("folder", "journal.journal", "scratch.tmp"):
+        (tmp_path / folder).mkdir()
+    with pytest.raises(errors.FailedPrecondition, match="cannot write"):
+        run(source, tmp_path / name if name else "")
+    assert not script.requests
+
+
+def test_an_output_that_cannot_be_sorted_is_an_error(run: Run, script: Script, tmp_path: Path) -> None:
+    script.answer = lambda request: echo(request)
+    source, output = write_input(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    run(source, output)
+    output.write_bytes(b"".join(reversed(output.read_bytes().splitlines(keepends=True))))
+    Path(f"{output}.journal").unlink()
+    scratch = Path(f"{output}.tmp")
+    with pytest.raises(errors.FailedPrecondition, match="cannot sort"):
+        run(source, output, ordered=True, on_start=lambda _: scratch.mkdir())
+    scratch.rmdir()
+    assert run(source, output, ordered=True).resumed == 3 and len(script.requests) == 3
+    assert [row["custom_id"] for row in read(output)] == ["id 0", "id 1", "id 2"]
+
+
+def test_a_line_with_deeply_nested_values_is_named(run: Run, script: Script, tmp_path: Path) -> None:
+    script.answer = echo
+    nested: Any = 1
+    for depth in range(1, 400):
+        nested = {"a": nested}
+        if depth in (30, 31, 399):
+            source, output = write_input(tmp_path / f"{depth}", 1, chat_template_kwargs=nested), tmp_path / "out.jsonl"
+            if depth == 30:
+                assert run(source, output).completed == 1
+                continue
+            with pytest.raises(BatchInvalid) as caught:
+                run(source, output)
+            assert caught.value.problems == ["line 1: chat_template_kwargs: nested more than 30 levels deep"]
 
 
 def test_a_wrong_file_starts_nothing(run: Run, script: Script, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from kernels.weight_forms import kind_and_group
 
 Scheme = Literal["plain", "fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "int8", "int4", "gptq", "awq", "own"]
 FLOATS = ("F32", "F16", "BF16")
+PLAIN_FLOATS = (*FLOATS, "F64")
+"""Dtypes of weights that are not quantised."""
 NEEDS_SCALES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "U8", "I8")
 """Dtypes that a weight cannot have without scales."""
 COMPANIONS: tuple[tuple[str, str, str], ...] = (

@@ -125,6 +125,8 @@ def test_a_restart_finds_what_was_saved(tmp_path: Path, caplog: pytest.LogCaptur
     store.save(replace(make(store, "a", b"second"), state="running"), on_disk=False)
     damaged = make(store, "a", b"third")
     (store.folder(damaged.batch_id) / "batch.json").write_text("{")
+    no_object = make(store, "a", b"fourth")
+    (store.folder(no_object.batch_id) / "batch.json").write_text("[]")
     (tmp_path / "incoming" / "half").mkdir()
     path = store.folder(kept.batch_id) / "batch.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "of_a_later_version": 1}))

@@ -201,7 +201,10 @@ def test_keywords_of_the_local_client() -> None:
         from_keywords(EngineOptions, {"maxseqs": 4})
 
 
-@pytest.mark.parametrize(("text", "value"), [("64MiB", 64 * 2**20), ("1k", 1000), (17, 17), ("2 G", 2 * 10**9)])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("64MiB", 64 * 2**20), ("1k", 1000), (17, 17), ("2 G", 2 * 10**9), ("1.5k", 1500), (str(2**53 + 1), 2**53 + 1)],
+)
 def test_sizes(text: Any, value: int) -> None:
     assert parse_size(text) == value
 

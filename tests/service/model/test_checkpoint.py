@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,6 +147,70 @@ def test_truncated_files_are_named(tmp_path: Path, keep: int) -> None:
         Checkpoint(tmp_path)
 
 
+EMBEDDINGS, HEAD = "language_model.backbone.embeddings.weight", "language_model.lm_head.weight"
+Table = dict[str, dict[str, Any]]
+
+
+def changed(**fields: object) -> Callable[[Table], object]:
+    """Changes the entry of the embeddings."""
+    return lambda table: table | {EMBEDDINGS: table[EMBEDDINGS] | fields}
+
+
+def two_in_one_place(table: Table) -> object:
+    assert table[HEAD]["shape"] == table[EMBEDDINGS]["shape"]
+    return table | {HEAD: table[EMBEDDINGS]}
+
+
+def two_bytes_before(table: Table) -> object:
+    return changed(data_offsets=[place - 2 for place in table[EMBEDDINGS]["data_offsets"]])(table)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda table: [], "not a JSON object"),
+        (lambda table: None, "not a JSON object"),
+        (changed(dtype=None), EMBEDDINGS),
+        (changed(shape=None), EMBEDDINGS),
+        (changed(data_offsets=[0, 0.5]), EMBEDDINGS),
+        (two_in_one_place, "begins at byte"),
+        (two_bytes_before, "begins at byte"),
+        (changed(dtype="I32"), r"embeddings\.weight has dtype I32, not one of F32"),
+    ],
+)
+def test_damaged_tables_are_named(tmp_path: Path, damage: Callable[[Table], object], message: str) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M*"})
+    file = tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    raw = json.dumps(damage(json.loads(content[8 : 8 + length]))).encode()
+    file.write_bytes(struct.pack("<Q", len(raw)) + raw + content[8 + length :])
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Checkpoint(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_bytes_that_no_tensor_takes_are_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 2, text={"pattern": "M"})
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes() + bytes(100))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has \d+ bytes after its table"):
+        Checkpoint(tmp_path)
+
+
+def test_what_is_no_plain_file_is_named_at_once(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 2, text={"pattern": "M"})
+    file = tmp_path / "model.safetensors"
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a plain file"):
+        Checkpoint(tmp_path)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a plain file"):
+        Checkpoint(tmp_path)
+
+
 def test_shards_named_by_the_index_must_exist(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 3, shard="20KB", text={"pattern": "ME*-"})
     lost = sorted(tmp_path.glob("*.safetensors"))[0]
@@ -269,7 +337,15 @@ def test_the_first_and_the_last_token_may_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("temperature", -1.0), ("temperature", "hot"), ("top_k", -1), ("repetition_penalty", 0), ("max_new_tokens", 0)],
+    [
+        ("temperature", -1.0),
+        ("temperature", "hot"),
+        ("top_k", -1),
+        ("repetition_penalty", 0),
+        ("max_new_tokens", 0),
+        ("top_k", 1.5),
+        ("max_new_tokens", True),
+    ],
 )
 def test_sampling_defaults_that_no_request_could_use_are_named(tmp_path: Path, field: str, value: object) -> None:
     make_checkpoint(tmp_path, 2, text={"pattern": "M"})
@@ -278,7 +354,9 @@ def test_sampling_defaults_that_no_request_could_use_are_named(tmp_path: Path, f
         sampling_defaults(load_config(tmp_path))
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{", "\xff"])
+@pytest.mark.parametrize(
+    "content", ["", "[1]", "{", "\xff", "[" * 100_000, '{"a": {"__float__": "x"}}', '{"architectures": {"a": 1}}']
+)
 def test_config_that_is_no_json_object(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"config\.json"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -173,6 +174,9 @@ def test_a_user_cannot_smuggle_an_image_place(tokenizer: Tokenizer) -> None:
         ("{{ messages.__class__.__mro__ }}", "chat template"),
         ("{{ nothing.attribute }}", "chat template"),
         ("no images here", "does not place all 1 images"),
+        ("{{ 1 / 0 }}", "chat template: division by zero"),
+        ("{{ 10.0 ** 1000 }}", "chat template: .*out of range"),
+        ("{{ 'a' * 10 ** 15 }}", "chat template: MemoryError"),
     ],
 )
 def test_refusals_of_a_template(source: str, message: str) -> None:
@@ -191,6 +195,27 @@ def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None
     assert load_template(tmp_path, image_token=None).render([Message("user", ("a",))]) == "J"
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(CheckpointError, match="line 1"):
+        load_template(tmp_path, image_token=None)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("chat_template.jinja", b"\xff\xfe"),
+        ("chat_template.jinja", b"{% endfor %}"),
+        ("chat_template.jinja", b"{{ " + b"(" * 5000 + b"1" + b")" * 5000 + b" }}"),
+        ("chat_template.json", b'{"chat_template": [1]}'),
+        ("tokenizer_config.json", b'{"chat_template": 5}'),
+        ("tokenizer_config.json", b'{"chat_template": []}'),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": 7}]}'),
+        ("tokenizer_config.json", b'{"bos_token": {"text": "<s>"}}'),
+        ("tokenizer_config.json", b'{"eos_token": ["</s>"]}'),
+    ],
+)
+def test_a_file_with_a_broken_template_is_named(tmp_path: Path, file: str, content: bytes) -> None:
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / file))):
         load_template(tmp_path, image_token=None)
 
 

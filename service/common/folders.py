@@ -1,0 +1,72 @@
+"""Folders that belong to one process, which keeps a file in them locked. The kernel releases the lock with the process,
+however that ends."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+from typing import IO
+
+from service.common.option import ConfigError
+
+LOCK = ".owner"
+"""The locked file. A folder without one is left alone."""
+
+
+def locked(folder: Path, option: str) -> IO[bytes]:
+    """Takes the folder that an option names for this process, until the returned file is closed. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = open(folder / "lock", "ab")
+    except OSError as error:
+        raise ConfigError(f"{option}: {folder} cannot be used: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise ConfigError(f"{option}: another process uses {folder}") from None
+    return lock
+
+
+class OwnedFolder(tempfile.TemporaryDirectory[str]):
+    """A new temporary folder. Deletes those with the same prefix whose processes were killed. Raises OSError."""
+
+    def __init__(self, prefix: str, parent: str | None = None) -> None:
+        """`parent`: None for the system's folder for temporary files."""
+        parent = parent or tempfile.gettempdir()
+        _delete_abandoned(parent, prefix)
+        super().__init__(prefix=prefix, dir=parent)
+        new = Path(self.name) / f"{LOCK}.new"
+        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._unlock = weakref.finalize(self, os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.rename(new, Path(self.name) / LOCK)  # nobody finds it unlocked
+
+    def cleanup(self) -> None:
+        super().cleanup()
+        self._unlock()
+
+
+def _delete_abandoned(parent: str, prefix: str) -> None:
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(parent):
+            # Only our own, even for root: everybody may create folders there.
+            mine = entry.name.startswith(prefix) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
+            if mine and entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(OSError):  # no lock, or one that is held
+                    _delete_unlocked(Path(entry.path))
+
+
+def _delete_unlocked(folder: Path) -> None:
+    """Raises OSError if the owner lives."""
+    descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    finally:
+        os.close(descriptor)
