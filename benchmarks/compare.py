@@ -1,8 +1,8 @@
 """Comparison with another server on the same checkpoint and the same requests.
 
     python -m benchmarks.compare [--family nemotron_h|qwen3_5] --peer transformers|vllm|llamacpp [--rounds 3]
-                                 [--only decode,prefill,omni] [--weights int8] [--device cuda] [--concurrent 1,8,64]
-                                 [--new-tokens 64] [--instruction-set avx2|avx512vnni|avx512]
+                                 [--only decode,prefill,omni] [--weights int8] [--activations int8] [--device cuda]
+                                 [--concurrent 1,8,64] [--new-tokens 64] [--instruction-set avx2|avx512vnni|avx512]
                                  [--shape 116m|600m|1500m|moe] [--prompt 1024] [--label intel]
 
 Saccade runs behind its gRPC server, the peer in a process of its own. In each round both sides run each workload in
@@ -37,7 +37,7 @@ from benchmarks.floors import Floor, Machine
 from benchmarks.record import write_result
 from benchmarks.sides import SETTLE, TURN, Ours, Peer, Timed, turn
 from benchmarks.workloads import SUBJECTS, Workload, workloads
-from decoder.config import WEIGHT_KINDS, DecoderConfig
+from decoder.config import ACTIVATION_KINDS, WEIGHT_KINDS, DecoderConfig
 from service.model.resolve import DEFAULT_MAX_LEN
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +49,8 @@ LIMITS = {
 """For each of our instruction sets, the environment that limits the peer and its libraries to the same."""
 PEER_WEIGHTS = {None: "bf16", "int8": "q8_0", "int4": "q4_0", "int4-32": "q4_0"}
 """llama.cpp's type with as many bits as our weights. Both of its quantised types have a scale for 32 numbers: of ours,
-int4-32 is as fine, int4 has a scale for 128 and int8 one for a row."""
+int4-32 is as fine, int4 has a scale for 128 and int8 one for a row. It multiplies them with rows in int8, with a scale
+for 32 numbers; ours have 16 bits, or with `--activations int8` 8 bits and a scale for a row."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +228,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="decode,prefill,omni", help="comma-separated kinds of workload")
     parser.add_argument("--weights", choices=WEIGHT_KINDS, help="quantised weights on our side")
+    parser.add_argument("--activations", choices=ACTIVATION_KINDS, help="quantised activations on our side")
     parser.add_argument("--device", default="cpu", help="device of both sides")
     parser.add_argument("--concurrent", default="1,8,32", help="concurrent requests of the decode workloads")
     parser.add_argument("--new-tokens", type=int, default=64, help="output tokens of each concurrent request")
@@ -252,7 +254,8 @@ def result_name(arguments: argparse.Namespace) -> str:
     family = None if arguments.family == "nemotron_h" else arguments.family
     shape = None if arguments.shape == sized_models.SMALLEST else arguments.shape
     length = arguments.prompt and f"{arguments.prompt}-tokens"
-    ours = (arguments.weights, arguments.instruction_set)
+    activations = arguments.activations and f"activations-{arguments.activations}"
+    ours = (arguments.weights, activations, arguments.instruction_set)
     parts = ("compare", family, arguments.peer, *ours, shape, length, arguments.label)
     return "-".join(part for part in parts if part)
 
@@ -300,9 +303,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             sides = [
                 (models.released_names(path, arguments.folder) if omni else path, omni, l) for path, omni, l in sides
             ]
-        options = ("--device", arguments.device, *(("--weights", arguments.weights) if arguments.weights else ()))
+        options = ("--device", arguments.device)
+        for name in ("weights", "activations", "instruction_set"):
+            if given := getattr(arguments, name):
+                options = (*options, f"--{name.replace('_', '-')}", given)
         if arguments.instruction_set:
-            options = (*options, "--instruction-set", arguments.instruction_set)
             os.environ |= LIMITS[arguments.instruction_set]  # the peer inherits it
         how = Sides(arguments.peer, options, arguments.folder, arguments.device, max(32, *concurrent), peer_weights)
         rows = measure(how, sides, arguments.rounds)

@@ -126,6 +126,10 @@ ZEN5 = {
     "llamacpp-zen5": ("llama.cpp", "116 M parameters, bfloat16"),
     "llamacpp-int8-zen5": ("llama.cpp", "116 M parameters, int8, beside Q8_0"),
     "llamacpp-int4-32-zen5": ("llama.cpp", "116 M parameters, int4 in groups of 32, beside Q4_0"),
+    "llamacpp-int4-32-activations-int8-zen5": (
+        "llama.cpp",
+        "116 M parameters, int4 in groups of 32 with activations in int8, as llama.cpp has them, beside Q4_0",
+    ),
 }  # fmt: skip
 """The same for results labelled `zen5`."""
 

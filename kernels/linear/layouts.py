@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ GATES = 16
 """In a gated weight, this many gates alternate with the outputs that they gate."""
 MOST_INPUTS = 131_071
 """For int8 and int4: sums of products of bytes must fit 32 bits."""
+SUMMED = 32
+"""Inputs of an int8 row whose sum is stored, for int4 weights."""
+MOST_SHIFTED = 8192
+"""Inputs of an int4 group with a zero point: its sums with int8 rows must be exact in float32."""
 PIECE = 1 << 21
 """Numbers of a weight that are converted before its file's pages are dropped."""
 MULTIPLIED = (torch.bfloat16, torch.float32)
@@ -53,8 +57,8 @@ def lay_out(weight: Tensor | Quantised, dtype: torch.dtype, *, gated: bool = Fal
 
     `dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16. `gated`: the
     first half of the rows are gates of the second, and they are interleaved; not for plain float32. `int8_rows`: an
-    int8 weight is multiplied with rows in int8 instead of 16-bit integers. Columns keep their stored order; the caller
-    must permute inputs. float32 is shared, others are copied. Raises NativeUnavailable if the compiled code has no
+    int8 or int4 weight is multiplied with rows in int8. Columns keep their stored order; the caller must permute
+    inputs. float32 is shared, others are copied. Raises NativeUnavailable if the compiled code has no
     product for the weight.
     """
     stored = weight if isinstance(weight, Tensor) else weight.values
@@ -66,13 +70,17 @@ def lay_out(weight: Tensor | Quantised, dtype: torch.dtype, *, gated: bool = Fal
     order = interleaved_order(weight.shape[0] // 2) if gated else None
     if isinstance(weight, Tensor):
         return Layout(Kind.BF16, Kind.BF16, _pack(weight, Kind.BF16, order))
-    if not _is_scaled(weight, dtype):
+    int4_rows = int8_rows and weight.kind == "int4"
+    if weight.kind in ("int8", "int4") and (int4_rows or not _is_scaled(weight, dtype)):
         if weight.in_features > MOST_INPUTS:
             raise NativeUnavailable(f"{weight.in_features} inputs are more than the {MOST_INPUTS} that 32 bits can sum")
-        kind = Kind.INT8 if weight.kind == "int8" else Kind.INT4
-        scale = _of_outputs(weight.scale, order) if kind is Kind.INT8 else _of_groups(weight.scale, order)
-        rows = Kind.BYTES if int8_rows and kind is Kind.INT8 else kind
-        return Layout(kind, rows, _pack(weight, kind, order), scale)
+        if weight.kind == "int8":
+            rows = Kind.BYTES if int8_rows else Kind.INT8
+            return Layout(Kind.INT8, rows, _pack(weight, Kind.INT8, order), _of_outputs(weight.scale, order))
+        if int4_rows:
+            _check_grouped_bytes(weight)
+        rows, data = Kind.SUMMED_BYTES if int4_rows else Kind.INT4, _pack(weight, Kind.INT4, order)
+        return _in_groups(weight, order, Layout(Kind.INT4, rows, data, group=weight.group), small=int4_rows)
     kind = {"fp8": Kind.FP8, "nvfp4": Kind.NVFP4, "int4": Kind.UINT4}[weight.kind]
     _check_scaled(weight, STEPS[kind], dtype)
     data, rows, group = _pack(weight, kind, order), _row_kind(dtype), weight.scale_group
@@ -80,11 +88,16 @@ def lay_out(weight: Tensor | Quantised, dtype: torch.dtype, *, gated: bool = Fal
         assert weight.outer is not None
         outer = 1 / weight.outer if weight.divided else weight.outer
         return Layout(kind, rows, data, outer=_of_outputs(outer, order), group=group)
+    return _in_groups(weight, order, Layout(kind, rows, data, group=group))
+
+
+def _in_groups(weight: Quantised, order: Tensor | None, layout: Layout, *, small: bool = True) -> Layout:
+    """With the scales and zero points of groups. `small`: scales are kept in bfloat16 if that is exact."""
     zeros = None if weight.zeros is None else _of_groups(weight.zeros.float(), order)
-    small = weight.scale.bfloat16()
-    if group < weight.in_features and torch.equal(small.float(), weight.scale):
-        return Layout(kind, rows, data, zeros=zeros, group=group, bf16_scale=_of_groups(small, order))
-    return Layout(kind, rows, data, _of_groups(weight.scale, order), zeros=zeros, group=group)
+    rounded = weight.scale.bfloat16()
+    if small and layout.group < weight.in_features and torch.equal(rounded.float(), weight.scale):
+        return replace(layout, zeros=zeros, bf16_scale=_of_groups(rounded, order))
+    return replace(layout, zeros=zeros, scale=_of_groups(weight.scale, order))
 
 
 def _row_kind(dtype: torch.dtype) -> Kind:
@@ -98,6 +111,14 @@ def _is_scaled(weight: Quantised, dtype: torch.dtype) -> bool:
         return weight.kind in ("fp8", "nvfp4")
     plain = dtype == torch.bfloat16 and weight.in_features % STEPS[Kind.UINT4] == 0
     return plain or weight.zeros is not None or weight.group != GROUP or weight.order is not None
+
+
+def _check_grouped_bytes(weight: Quantised) -> None:
+    group, inner = weight.group, weight.in_features
+    if group % SUMMED and group < inner:
+        raise NativeUnavailable(f"groups of {group} inputs are not multiples of {SUMMED}")
+    if weight.zeros is not None and min(group, inner) > MOST_SHIFTED:
+        raise NativeUnavailable(f"groups of {group} inputs with zero points have more than {MOST_SHIFTED}")
 
 
 def _check_scaled(weight: Quantised, step: int, dtype: torch.dtype) -> None:

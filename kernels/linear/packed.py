@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.host_memory import weight_memory
-from kernels.linear.layouts import GATES, MOST_INPUTS, MULTIPLIED, STEPS, interleaved, lay_out
+from kernels.linear.layouts import GATES, MOST_INPUTS, MULTIPLIED, STEPS, SUMMED, interleaved, lay_out
 from kernels.linear.quantised import Quantised
 from kernels.native import Activation, Kind, NativeUnavailable, Weight, library
 from kernels.native.structs import GROUP
@@ -61,6 +61,8 @@ class Packed:
         """Size of a row in operand format: number of 16-bit elements, or of 32-bit elements for float32."""
         if self.kind is Kind.BYTES:
             return self.kpad // 2 + 2
+        if self.kind is Kind.SUMMED_BYTES:
+            return self.kpad // 2 + 2 * (self.kpad // SUMMED + 1)
         return self.kpad + {Kind.INT8: 4, Kind.INT4: 4 * (self.kpad // GROUP)}.get(self.kind, 0)
 
     def rows(self, ids_T: Tensor) -> Tensor:

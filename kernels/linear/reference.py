@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.dispatch import dispatched
-from kernels.linear.int8_rows import int8_linear
+from kernels.linear.int8_rows import INT8_ROWS_OF, int8_linear
 from kernels.linear.packed import Packed
 from kernels.linear.quantised import Quantised
 from kernels.linear.scaled import ScaledProduct, has_product
@@ -38,9 +38,9 @@ class Linear:
     ) -> None:  # fmt: skip
         """`dtype`: of the rows, which a quantised weight does not determine. `activations`: `fp8` rounds rows to fp8
         before products with weights that `kernels.linear.scaled` supports, `int8` rounds them to int8 before products
-        with int8 weights (`kernels.linear.int8_rows`). `owned`: the weight may be kept instead of copied. `compiled`:
-        whether the compiled product may be used; its threads compete for cores with those of torch's operations if the
-        two alternate, as in a tower that is not compiled as a whole.
+        with int8 and int4 weights (`kernels.linear.int8_rows`). `owned`: the weight may be kept instead of copied.
+        `compiled`: whether the compiled product may be used; its threads compete for cores with those of torch's
+        operations if the two alternate, as in a tower that is not compiled as a whole.
 
         `ValueError` if the bias does not fit the weight.
         """
@@ -52,7 +52,7 @@ class Linear:
         self.blocked: Tensor | None = None
         self.weight: Tensor | Quantised | None = None
         self.scaled: ScaledProduct | None = None
-        self.int8_rows = activations == "int8" and isinstance(weight, Quantised) and weight.kind == "int8"
+        self.int8_rows = activations == "int8" and isinstance(weight, Quantised) and weight.kind in INT8_ROWS_OF
         """Whether rows are rounded to int8."""
         if activations == "fp8" and isinstance(weight, Quantised) and has_product(weight):
             self.scaled = ScaledProduct(weight)

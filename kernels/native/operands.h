@@ -46,31 +46,86 @@ void make_integers(const float* values, int64_t k, int64_t kind, int8_t* out, fl
     }
 }
 
-// x in steps of its row's largest value / 127, as signed bytes, then what the weights' offset of 128 adds to a sum. A scale is
-// never 0: what is below 127 steps of SMALLEST is rounded in those.
-void make_bytes(const float* values, int64_t k, int8_t* out, float* scale) {
+// Writes -8 times the sums of the first 0, SUMMED, 2 * SUMMED ... numbers of a row: what the offset of int4 weights adds to the sum of a
+// group is the difference of two.
+class BlockSums {
+  public:
+    explicit BlockSums(int8_t* to) : to_(to) { store(0); }
+    void add(Words block) {  // whose lanes together are the sum of a block
+        blocks_[count_++] = to_floats(block);
+        if (count_ == 16) finish();
+    }
+    void finish() {
+        if (!count_) return;
+        for (int64_t i = count_; i < 16; i++) blocks_[i] = zero();
+        Floats pairs[8];
+        for (int i = 0; i < 8; i++) pairs[i] = fold(blocks_[2 * i], blocks_[2 * i + 1]);
+        int32_t sums[16];
+        store_words(sums, to_integers(sums_of(pairs) * splat(-8.0f)));
+        for (int64_t i = 0; i < count_; i++) store(total_ + sums[i]);
+        count_ = 0;
+    }
+
+  private:
+    void store(int32_t total) {
+        total_ = total;
+        std::memcpy(to_, &total, 4);
+        to_ += 4;
+    }
+    int8_t* to_;
+    int32_t total_ = 0;
+    Floats blocks_[16];
+    int64_t count_ = 0;
+};
+
+// Sixteen numbers of a row from `i` on; zeros behind its end.
+inline Floats numbers_at(const float* values, int64_t k, int64_t i) {
+    return i + 16 <= k ? load_floats(values + i) : load16(values + i, first_lanes(std::max<int64_t>(0, k - i)));
+}
+
+// The scale of a row in 127 steps, and 1 / scale; never 0: what is below 127 steps of SMALLEST is rounded in those.
+float scale_of_bytes(const float* values, int64_t k, float* scale) {
     constexpr int64_t AT_ONCE = 4;
     Floats largest[AT_ONCE], poison[AT_ONCE];  // NaN and infinity have no integers: they pass through the scale
     for (int i = 0; i < AT_ONCE; i++) largest[i] = poison[i] = zero();
     for (int64_t begin = 0; begin < k; begin += AT_ONCE * 16)
         for (int i = 0; i < AT_ONCE; i++) {
-            const int64_t left = std::max<int64_t>(0, k - begin - i * 16);
-            const Floats x = load16(values + begin + i * 16, first_lanes(left));
+            const Floats x = numbers_at(values, k, begin + i * 16);
             largest[i] = larger(magnitude(x), largest[i]);
             poison[i] = fmadd(x, zero(), poison[i]);
         }
     const Floats both = larger(larger(largest[0], largest[1]), larger(largest[2], largest[3]));
-    const float top = std::max(largest_of(both), SMALLEST), inverse = 127.0f / top;
+    const float top = std::max(largest_of(both), SMALLEST);
     *scale = top / 127.0f + total_of((poison[0] + poison[1]) + (poison[2] + poison[3]));
-    const int64_t kpad = padded_inputs(k, BYTES);
+    return 127.0f / top;
+}
+
+// A row as signed bytes; returns the sum of [begin, end), in lanes.
+inline Words to_bytes(const float* values, int64_t k, int64_t begin, int64_t end, float inverse, int8_t* out) {
     Words sum = zero_words();
-    for (int64_t i = 0; i < kpad; i += 16) {
-        const Words whole = to_integers(load16(values + i, first_lanes(k - i)) * splat(inverse));
+    for (int64_t i = begin; i < end; i += 16) {
+        const Words whole = to_integers(numbers_at(values, k, i) * splat(inverse));
         sum = add32(sum, whole);
         store_low_bytes(out + i, whole);
     }
-    const int32_t behind = int32_t(-128 * int64_t(total_of(sum)));
+    return sum;
+}
+
+// For weights in INT8: the row, and what their offset of 128 adds to a sum.
+void make_bytes(const float* values, int64_t k, int8_t* out, float* scale) {
+    const float inverse = scale_of_bytes(values, k, scale);
+    const int64_t kpad = padded_inputs(k, BYTES);
+    const int32_t behind = int32_t(-128 * int64_t(total_of(to_bytes(values, k, 0, kpad, inverse, out))));
     std::memcpy(out + kpad, &behind, 4);
+}
+
+// For weights in INT4: the row and its BlockSums.
+void make_summed_bytes(const float* values, int64_t k, int8_t* out, float* scale) {
+    const float inverse = scale_of_bytes(values, k, scale);
+    const int64_t kpad = padded_inputs(k, SUMMED_BYTES);
+    BlockSums sums(out + kpad);
+    for (int64_t i = 0; i < kpad; i += SUMMED) sums.add(to_bytes(values, k, i, i + SUMMED, inverse, out));
+    sums.finish();
 }
 
 // `values` [k] -> row `row` of the operand, whose rows are `ld` elements apart; the padding is zero.
@@ -80,10 +135,8 @@ void make_operand(const float* values, int64_t k, int64_t kind, void* operand, i
         return;
     }
     uint16_t* out = static_cast<uint16_t*>(operand) + row * ld;
-    if (kind == BYTES) {
-        make_bytes(values, k, reinterpret_cast<int8_t*>(out), scales + row);
-        return;
-    }
+    if (kind == BYTES) return make_bytes(values, k, reinterpret_cast<int8_t*>(out), scales + row);
+    if (kind == SUMMED_BYTES) return make_summed_bytes(values, k, reinterpret_cast<int8_t*>(out), scales + row);
     if (kind != BF16) {
         make_integers(values, k, kind, reinterpret_cast<int8_t*>(out), scales + row);
         return;

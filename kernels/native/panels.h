@@ -9,7 +9,8 @@
 namespace {
 
 constexpr int64_t PANEL = 64;       // columns of a packed weight that lie together
-constexpr int64_t GROUP = 128;      // inputs that share a scale in int4
+constexpr int64_t GROUP = 128;      // inputs that share a scale in int4, unless a weight says otherwise; int4 is padded to them
+constexpr int64_t SUMMED = 32;      // inputs of a row of SUMMED_BYTES whose sum is stored
 
 // Inputs as they are stored.
 inline int64_t padded_inputs(int64_t k, int64_t kind) {

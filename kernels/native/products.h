@@ -130,9 +130,12 @@ void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Inputs 
         if (w.kind >= FP8) tile_scaled<R>(job.a, row, job.lda, w, panel, inputs, job.unpacked, job.first_rows, ahead, sums);
     const int8_t* bytes = reinterpret_cast<const int8_t*>(a);
     if (w.operand == BYTES) tile_bytes<R, V>(bytes, 2 * job.lda, job.scales + row, w, panel, first, ahead, sums);
+    if constexpr (V == 4)
+        if (w.operand == SUMMED_BYTES)
+            tile_int4_bytes<R>(bytes, 2 * job.lda, job.scales + row, w, panel, static_cast<uint8_t*>(job.unpacked), job.first_rows, ahead, sums);
     if constexpr (R <= INT_ROWS) {
-        if (w.kind == INT8 && w.operand != BYTES) tile_int8<R, V>(bytes, 2 * job.lda, job.scales + row, w, panel, first, ahead, sums);
-        if (w.kind == INT4) tile_int4<R>(bytes, 2 * job.lda, job.scales + row, w, panel, ahead, sums);
+        if (w.operand == INT8) tile_int8<R, V>(bytes, 2 * job.lda, job.scales + row, w, panel, first, ahead, sums);
+        if (w.operand == INT4) tile_int4<R>(bytes, 2 * job.lda, job.scales + row, w, panel, ahead, sums);
     }
     if (last) finish<R, V>(job, sums, row, begin);
 }
@@ -195,11 +198,12 @@ void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, in
     }
 #endif
     const bool bytes_or_less = w.kind == INT8 || w.kind == INT4;
-    const int64_t height = bytes_or_less && w.operand != BYTES ? INT_ROWS : ROWS, pieces = (end - begin + height - 1) / height;
+    const int64_t height = w.operand == INT8 || w.operand == INT4 ? INT_ROWS : ROWS, pieces = (end - begin + height - 1) / height;
     const bool scaled = w.kind >= FP8, floats = !BF16_PAIRS || w.operand == F32;
     const bool sliced = pieces > 1 && pieces <= SLICED && (w.kind == BF16 || (scaled && floats));
     const int64_t length = sliced ? slice_of(w, pieces) : w.kpad;
     if (pieces > 1 && (scaled || (sliced && !BF16_PAIRS))) job.unpacked = own_memory<0>(length * PANEL);
+    if (pieces > 1 && w.operand == SUMMED_BYTES) job.unpacked = own_memory<0>(length * PANEL / 4);
     alignas(64) float sums[SLICED * ROWS * PANEL];
     for (int64_t at = 0; at < w.kpad; at += length) {
         const Inputs inputs{at, std::min(at + length, w.kpad)};

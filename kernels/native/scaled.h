@@ -29,7 +29,6 @@ namespace {
 constexpr int64_t CHUNK = 8;         // inputs that are unpacked together
 constexpr int64_t E4M3_GROUP = 16;   // inputs that share a scale in nvfp4
 constexpr int LARGEST_EXPONENT = 8;  // of e4m3
-constexpr int64_t FETCHED = 9216;    // how far ahead of the first tile a panel is prefetched, in bytes: 16 groups of nvfp4
 
 // The bits of a bfloat16; `value` is exactly one.
 inline uint16_t bits_of(float value) {
@@ -204,9 +203,6 @@ inline __attribute__((always_inline)) void store_sums(
             store_floats(out + r * PANEL + v * 16, GROUPED ? sum[r][v] : sum[r][v] * load_floats(scales + v * 16));
     }
 }
-
-// The scales of a group's 16 outputs.
-inline Floats group_scales(const Weight& w, int64_t at) { return w.bf16_scale ? load_bf16(w.bf16_scale + at) : load_floats(w.scale + at); }
 
 // total += sum * scale, of group g.
 template <int R, int V>

@@ -6,8 +6,8 @@
 
 namespace {
 
-// BYTES is a form of rows only: signed bytes, for weights in INT8.
-enum Kind : int64_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, FP8 = 4, NVFP4 = 5, UINT4 = 6, BYTES = 7 };
+// BYTES and SUMMED_BYTES are forms of rows only: signed bytes, for weights in INT8 and in INT4.
+enum Kind : int64_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, FP8 = 4, NVFP4 = 5, UINT4 = 6, BYTES = 7, SUMMED_BYTES = 8 };
 enum Store : int64_t { STORE = 0, ADD = 1, STORE_BF16 = 2 };
 enum Code : int64_t {
     NORM = 0, LINEAR = 1, MAMBA = 2, ATTENTION = 3, CONVERT = 4, ACTIVATE = 5,
@@ -26,12 +26,12 @@ struct Weight {  // [n, k]; kpad: k as it is stored; scale: int8 [panels * 64], 
     const float* scale;
     const float* bias;
     int64_t gated;  // of each 32 outputs 16 are gates, and the others what f(gate) is multiplied with; n is a multiple of 32
-    int64_t operand;  // the kind of the rows that it is multiplied with: F32, BF16, INT8, INT4 or BYTES
-    // FP8, NVFP4, UINT4: inputs that share a scale, which of NVFP4 lies in `data`; of UINT4 zero points like `scale`, or null for 8;
+    int64_t operand;  // the kind of the rows that it is multiplied with: F32, BF16, INT8, INT4, BYTES or SUMMED_BYTES
+    // INT4, FP8, NVFP4, UINT4: inputs that share a scale, which of NVFP4 lies in `data`; of INT4 and UINT4 zero points like `scale`, or null for 8;
     // of NVFP4 [panels * 64], what a sum is multiplied with in the end
     int64_t group;
     const float *zeros, *outer;
-    const uint16_t* bf16_scale;  // instead of `scale`, where several groups of FP8 or UINT4 have scales that are exactly bfloat16
+    const uint16_t* bf16_scale;  // instead of `scale`, where several groups of INT4, FP8 or UINT4 have scales that are exactly bfloat16
 };
 
 struct Experts {  // a mixture of them

@@ -25,7 +25,9 @@ class Kind(IntEnum):
     NVFP4 = 5
     UINT4 = 6
     BYTES = 7
-    """A form of rows only: signed bytes."""
+    """A form of rows only: signed bytes, for weights in INT8."""
+    SUMMED_BYTES = 8
+    """The same for weights in INT4, with the sums of every 32 bytes."""
 
 
 class Activation(IntEnum):

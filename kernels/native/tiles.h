@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "numbers.h"
@@ -17,6 +19,7 @@ namespace {
 constexpr int64_t LINE = 64;        // bytes that are read from memory together
 constexpr int64_t STRIDE = 4;       // steps through the inputs between two looks at what is needed next
 constexpr int64_t WIDENED = 512;     // inputs of rows that are widened together: with 6 rows they stay in the first-level cache
+constexpr int64_t FETCHED = 9216;    // how far ahead a first pass over a panel of packed numbers prefetches, in bytes: 16 groups of nvfp4
 constexpr int64_t FETCHED_STEPS = 16;  // steps through the inputs that a first pass over a panel reads ahead
 
 inline Words broadcast_word(const void* p) {
@@ -39,6 +42,17 @@ struct Ahead {
         return true;
     }
 };
+
+// f(0), f(1) ... f(N - 1), each with a constant: what it indexes can stay in registers.
+#define ALWAYS __attribute__((always_inline))
+template <int... I, class F>
+inline ALWAYS void unrolled(std::integer_sequence<int, I...>, const F& f) {
+    (f(I), ...);
+}
+template <int N, class F>
+inline ALWAYS void unrolled(const F& f) {
+    unrolled(std::make_integer_sequence<int, N>(), f);
+}
 
 struct Inputs {  // [begin, end) of a product's, begin a multiple of 2
     int64_t begin, end;
@@ -374,6 +388,140 @@ template <int R>
 void tile_int4(const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, Ahead ahead, float* out) {
     constexpr int W = VECTOR_REGISTERS == 1 ? 4 : 1;
     for (int v = 0; v < 4; v += W) add_int4<R, W>(a, lda, scales, w, panel, v, v ? Ahead{} : ahead, out + v * 16);
+}
+
+// The scales of a group's 16 outputs.
+inline Floats group_scales(const Weight& w, int64_t at) { return w.bf16_scale ? load_bf16(w.bf16_scale + at) : load_floats(w.scale + at); }
+
+// Four inputs of vectors [first, first + V) of an int4 panel, as bytes of 0 to 15. A byte of the panel holds the same input of
+// columns 0..31 (low half) and 32..63 (high half).
+template <int V>
+inline __attribute__((always_inline)) void unpack_int4(const uint8_t* b, int64_t first, Words (&column)[V]) {
+    const Words low = splat_byte(15);
+    if constexpr (V == 4) {
+        const Words one = in_register(load_words(b)), two = in_register(load_words(b + 64));
+        column[0] = one & low, column[1] = two & low;
+        column[2] = shift_right16(one, 4) & low, column[3] = shift_right16(two, 4) & low;
+    } else {
+        const int shift = int(first / 2 * 4);
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) column[v] = shift_right16(load_words(b + (first + v) % 2 * 64), shift) & low;
+    }
+}
+
+// Sums of a group of int4 weights with rows of SUMMED_BYTES are exact integers. `less`: -8 times the sums of a group's numbers of each
+// row, what the weights' offset adds. ZEROS: zero points are subtracted as float32 instead, exactly up to 8,192 inputs a group.
+template <int R, int V, bool ZEROS>
+inline ALWAYS void begin_group(const int32_t* less, Words (&sum)[R][V]) {
+    unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = ZEROS ? zero_words() : splat_word(less[r]); }); });
+}
+
+template <int R, int V>
+inline ALWAYS void add_bytes_of(const int8_t* a, int64_t lda, const Words (&column)[V], Words (&sum)[R][V]) {
+    unrolled<R>([&](int r) ALWAYS {
+        const Words x = broadcast_word(a + r * lda);
+        unrolled<V>([&](int v) ALWAYS { sum[r][v] = dot_stored(sum[r][v], column[v], x); });
+    });
+}
+
+// The sums, times the scales of their outputs, are added to `out`. Without `in_register` GCC stores each sum in every iteration of
+// the loop before it.
+template <int R, int V, bool ZEROS>
+inline ALWAYS void finish_group(Words (&sum)[R][V], const int32_t* less, const Weight& w, int64_t scales, bool from_zero, float* out) {
+    unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = in_register(sum[r][v]); }); });
+    unrolled<V>([&](int v) ALWAYS {
+        const Floats scale = group_scales(w, scales + v * 16);
+        unrolled<R>([&](int r) ALWAYS {
+            float* const total = out + r * PANEL + v * 16;
+            Floats found = to_floats(sum[r][v]);
+            if constexpr (ZEROS) found = fmadd(splat(float(less[r]) * 0.125f), load_floats(w.zeros + scales + v * 16), found);
+            store_floats(total, fmadd(found, scale, from_zero ? zero() : load_floats(total)));
+        });
+    });
+}
+
+// A group that another tile has unpacked to bytes, [count / 4][64][4]. Each group is a call: in a loop over groups, GCC would keep
+// sums in memory.
+template <int R, int V, bool ZEROS>
+__attribute__((noinline)) void add_unpacked_group(
+    const int8_t* a, int64_t lda, int64_t count, const uint8_t* b, const int32_t* less, const Weight& w, int64_t scales, bool from_zero,
+    Ahead& ahead, float* out
+) {
+    const int8_t* const a_end = a + count;
+    Words sum[R][V];
+    begin_group<R, V, ZEROS>(less, sum);
+    while (a < a_end) {
+        const int8_t* const stop = ahead.step() ? std::min(a_end, a + 8 * STRIDE) : a_end;
+        for (; a < stop; a += 4, b += 4 * PANEL) {
+            Words column[V];
+            unrolled<V>([&](int v) ALWAYS { column[v] = in_register(load_words(b + v * 64)); });
+            add_bytes_of(a, lda, column, sum);
+        }
+    }
+    finish_group<R, V, ZEROS>(sum, less, w, scales, from_zero, out);
+}
+
+// A group whose numbers are unpacked in registers and, if KEPT, stored for other tiles.
+template <int R, int V, bool KEPT, bool ZEROS>
+__attribute__((noinline)) void add_packed_group(
+    const int8_t* a, int64_t lda, int64_t count, const uint8_t* b, uint8_t* unpacked, int64_t first, const int32_t* less, const Weight& w,
+    int64_t scales, bool from_zero, Ahead& ahead, float* out
+) {
+    constexpr int64_t step = R <= 2 ? 4 * LINE : LINE;
+    const int8_t* const a_end = a + count;
+    Words sum[R][V];
+    begin_group<R, V, ZEROS>(less, sum);
+    for (; a < a_end; a += 4 * STRIDE) {
+        ahead.step();
+        for (int64_t at = 0; at < 2 * STRIDE * PANEL; at += step) prefetch_far(b + at + FETCHED);
+        unrolled<STRIDE>([&](int i) ALWAYS {
+            Words column[V];
+            unpack_int4(b, first, column);
+            b += 2 * PANEL;
+            if constexpr (KEPT) unrolled<V>([&](int v) ALWAYS { store_words(unpacked + v * 64, column[v]); });
+            if constexpr (KEPT) unpacked += 4 * PANEL;
+            add_bytes_of(a + 4 * i, lda, column, sum);
+        });
+    }
+    finish_group<R, V, ZEROS>(sum, less, w, scales, from_zero, out);
+}
+
+// Rows of SUMMED_BYTES times a panel of int4 weights. `unpacked`: null if there is only one tile; else the first tile stores the
+// panel there for the others.
+template <int R>
+void tile_int4_bytes(
+    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, uint8_t* unpacked, bool first_rows, Ahead ahead,
+    float* out
+) {
+    constexpr int V = bytes_beside(R);
+    const int64_t groups = (w.k + w.group - 1) / w.group;
+    const uint8_t* const packed = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
+    const auto run = [&](auto zeros) {
+        constexpr bool ZEROS = decltype(zeros)::value;
+        for (int first = 0; first < 4; first += V)
+            for (int64_t g = 0; g < groups; g++) {
+                const int64_t begin = g * w.group, end = g + 1 < groups ? begin + w.group : w.kpad;
+                const int64_t at = (panel * groups + g) * PANEL + first * 16;
+                int32_t less[R];
+                for (int r = 0; r < R; r++) {
+                    int32_t before, all;
+                    std::memcpy(&before, a + r * lda + w.kpad + begin / SUMMED * 4, 4);
+                    std::memcpy(&all, a + r * lda + w.kpad + end / SUMMED * 4, 4);
+                    less[r] = all - before;
+                }
+                const int8_t* const x = a + begin;
+                uint8_t* const bytes = unpacked + begin * PANEL + first * 64;
+                float* const to = out + first * 16;
+                const uint8_t* const b = packed + begin * PANEL / 2;
+                if (!unpacked) add_packed_group<R, V, false, ZEROS>(x, lda, end - begin, b, nullptr, first, less, w, at, !g, ahead, to);
+                else if (first_rows) add_packed_group<R, V, true, ZEROS>(x, lda, end - begin, b, bytes, first, less, w, at, !g, ahead, to);
+                else add_unpacked_group<R, V, ZEROS>(x, lda, end - begin, bytes, less, w, at, !g, ahead, to);
+            }
+    };
+    if (w.zeros) run(std::true_type());
+    else run(std::false_type());
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < 4; v++) store_floats(out + r * PANEL + v * 16, load_floats(out + r * PANEL + v * 16) * splat(scales[r]));
 }
 
 // float32 weights stay in rows: columns of a panel are dot products, some at a time.

@@ -31,7 +31,7 @@ class EngineOptions:
     activations: str | None = _option(
         None,
         "quantise activations before products; changes answers; fp8: with fp8 weights, on a GPU with fp8 products; "
-        "int8: with int8 weights, on a CPU; unset: no",
+        "int8: with int8 or int4 weights, on a CPU; unset: no",
         choices=("fp8", "int8"),
     )
     state_dtype: str = _option(

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -244,11 +245,21 @@ def check_role(options: EngineOptions, checkpoint: Checkpoint) -> None:
         raise ConfigError(f"role: {checkpoint.config.name} takes no images, so there is nothing {nothing}")
 
 
+class RowsOf(NamedTuple):
+    """Weights that are multiplied with rows of a kind of activations."""
+
+    stored: frozenset[str]
+    """Formats in published checkpoints."""
+    forms: frozenset[str]
+    """Our own, of `--weights`; "own" in a checkpoint's formats stands for one of them."""
+    words: str
+
+
 ROWS_OF = {
-    "fp8": ({"fp8-tensor", "fp8-channel"}, "fp8 with a scale a row or weight"),
-    "int8": ({"int8"}, "int8"),
+    "fp8": RowsOf(frozenset({"fp8-tensor", "fp8-channel"}), frozenset({"fp8"}), "fp8 with a scale a row or weight"),
+    "int8": RowsOf(frozenset({"int8", "int4", "gptq", "awq"}), frozenset({"int8", "int4", "int4-32"}), "int8 or int4"),
 }
-"""Kind of activations -> the formats of weights that such rows are multiplied with, and their name."""
+"""By kind of activations."""
 
 
 def check_activations(options: EngineOptions, checkpoint: Checkpoint) -> None:
@@ -257,13 +268,13 @@ def check_activations(options: EngineOptions, checkpoint: Checkpoint) -> None:
     kind = options.activations
     if kind is None:
         return
-    formats, words = ROWS_OF[kind]
-    rows = formats | ({"own"} if checkpoint.config.weights == kind else set())
+    of = ROWS_OF[kind]
+    rows = of.stored | ({"own"} if checkpoint.config.weights in of.forms else set())
     stored = options.weights is None and rows & checkpoint.stored_as.keys()
-    if options.weights != kind and not stored:
+    if options.weights not in of.forms and not stored:
         kinds = options.weights or ", ".join(checkpoint.formats) or "16 or 32 bits"
         raise ConfigError(
-            f"activations: {kind} would have no effect: linear layers are in {kinds}, not in {words}; "
+            f"activations: {kind} would have no effect: linear layers are in {kinds}, not in {of.words}; "
             f"--weights {kind} would do that"
         )
     device, wanted = resolve_device(options), "CPU" if kind == "int8" else "GPU"
@@ -271,7 +282,7 @@ def check_activations(options: EngineOptions, checkpoint: Checkpoint) -> None:
         raise ConfigError(f"activations: {kind} needs a {wanted}, and the device is {device}")
     if kind == "int8" and checkpoint.declared is not None:
         for weight in checkpoint.weights.values():
-            if weight.scheme == "int8" and (other := checkpoint.declared.say(weight.module).inputs):
+            if weight.scheme in of.stored and (other := checkpoint.declared.say(weight.module).inputs):
                 raise ConfigError(f"activations: int8 is not what the checkpoint says: {weight.module}: {other}")
 
 

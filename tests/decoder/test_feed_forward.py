@@ -101,11 +101,13 @@ def test_float32_equals_the_layer(shape: str, tokens: int) -> None:
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=4e-6 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "weights"), [(torch.float32, "int8"), (torch.bfloat16, "int8"), (torch.bfloat16, "int4-32")], ids=str
+)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_int8_rows_are_those_of_the_layer(shape: str, dtype: torch.dtype) -> None:
+def test_int8_rows_are_those_of_the_layer(shape: str, dtype: torch.dtype, weights: str) -> None:
     """In float32 a row may be rounded to the next step where the two differ in its last bits."""
-    layer = Compiled(shape, DecoderOptions(dtype=dtype, weights="int8", activations="int8"))
+    layer = Compiled(shape, DecoderOptions(dtype=dtype, weights=weights, activations="int8"))
     x = layer.rows(48)
     expected, exact = layer.called(layer.built, x, dtype), layer.called(layer.exact, x)
     size, error = exact.square().mean().sqrt(), (expected - exact).square().mean().sqrt()

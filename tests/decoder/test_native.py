@@ -188,10 +188,11 @@ def test_a_row_is_the_same_in_any_batch(weights: str | None) -> None:
             torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
 
 
-def test_no_option_changes_an_answer_with_int8_activations() -> None:
+@pytest.mark.parametrize("weights", ["int8", "int4-32"])
+def test_no_option_changes_an_answer_with_int8_activations(weights: str) -> None:
     config = tiny_config("M-*E", hidden_size=64, intermediate_size=64, moe_intermediate_size=32)
     given: dict[str, Any] = {
-        "config": config, "dtype": torch.bfloat16, "weights": "int8", "activations": "int8", "native": "on",
+        "config": config, "dtype": torch.bfloat16, "weights": weights, "activations": "int8", "native": "on",
         "output": 12,
     }  # fmt: skip
     plain = answers(state_cache="none", **given)
@@ -254,13 +255,16 @@ def test_states_in_bfloat16_operation_by_operation(model: str) -> None:
             assert found.logprobs[name] == pytest.approx(logprobs, abs=5e-3), options
 
 
-def test_rows_before_the_vocabulary_stay_in_16_bits() -> None:
+@pytest.mark.parametrize(
+    ("weights", "inside", "head"), [("int8", Kind.BYTES, Kind.INT8), ("int4", Kind.SUMMED_BYTES, Kind.BF16)]
+)
+def test_rows_before_the_vocabulary_stay_in_16_bits(weights: str, inside: Kind, head: Kind) -> None:
     config = tiny_config("M-")
-    options = DecoderOptions(max_seqs=2, max_len=64, weights="int8", activations="int8")
+    options = DecoderOptions(max_seqs=2, max_len=64, dtype=torch.bfloat16, weights=weights, activations="int8")
     model = DecoderRunner(config, options, random_weights(config)).model
     inner = model.layers[1].mixers[0]
     assert isinstance(inner, MlpMixer) and inner.up.packed is not None and model.head.packed is not None
-    assert (inner.up.packed.kind, model.head.packed.kind) == (Kind.BYTES, Kind.INT8)
+    assert (inner.up.packed.kind, model.head.packed.kind) == (inside, head)
 
 
 def test_what_has_no_compiled_step_says_why() -> None:

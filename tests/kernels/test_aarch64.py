@@ -46,10 +46,13 @@ def packed(stored: str, rows: str, k: int = 1280) -> tuple[Packed, Tensor]:
     return Packed(quantised, None, dtype), quantised.dequantise().double()
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4-32"])
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_products_of_int8_rows_have_the_bits_of_the_reference(programs: Callable[[str], Path], name: str) -> None:
+def test_products_of_int8_rows_have_the_bits_of_the_reference(
+    programs: Callable[[str], Path], name: str, kind: str
+) -> None:
     """Widened, with products of signed bytes, and with products of unsigned and signed bytes."""
-    weight = quantise(torch.randn(100, 330), "int8")
+    weight = quantise(torch.randn(100, 330), kind)
     try:
         packed = Packed(weight, None, int8_rows=True)
     except NativeUnavailable as reason:

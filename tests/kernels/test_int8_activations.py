@@ -1,4 +1,4 @@
-"""Products of int8 rows with int8 weights: the reference, the product of each instruction set, refusals."""
+"""Products of int8 rows with int8 and int4 weights: the reference, the product of each instruction set, refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from decoder.config import DecoderOptions
 from kernels.linear import GatedLinear, Linear, Packed, Quantised, check_int8_products, quantise
 from kernels.linear.int8_rows import SMALLEST, int8_linear, to_int8
-from kernels.linear.packed import MOST_INPUTS
+from kernels.linear.layouts import MOST_INPUTS, MOST_SHIFTED
 from kernels.native import Activation, Kind, NativeUnavailable
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -23,6 +23,23 @@ def int8(outputs: int, inner: int, seed: int = 0) -> Quantised:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-128, 128, (outputs, inner), dtype=torch.int8, generator=generator)
     return Quantised("int8", values, torch.rand(outputs, generator=generator) * 0.1, inner)
+
+
+def int4(
+    outputs: int, inner: int, group: int, seed: int = 0, *, zeros: bool = False, ordered: bool = False
+) -> Quantised:
+    """With all values of four bits and, as options, all zero points and inputs in another order."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = -(-inner // group)
+    return Quantised(
+        "int4",
+        torch.randint(0, 256, (outputs, -(-inner // 2)), dtype=torch.uint8, generator=generator),
+        torch.rand(outputs, groups, generator=generator) * 0.1,
+        inner,
+        group,
+        zeros=torch.randint(0, 17, (outputs, groups), dtype=torch.uint8, generator=generator) if zeros else None,
+        order=torch.randperm(inner, generator=generator) if ordered else None,
+    )
 
 
 def rows_of(count: int, inner: int, seed: int) -> Tensor:
@@ -51,6 +68,63 @@ def test_the_compiled_product_has_the_bits_of_the_reference(
         pytest.skip(str(reason))
     assert packed.kind is Kind.BYTES and packed.stored is Kind.INT8
     assert torch.equal(packed(x), int8_linear(x, weight, bias))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 40), inner=st.integers(1, 300), outer=st.integers(1, 140),
+    group=st.sampled_from((32, 64, 96, 128, 512)), zeros=st.booleans(), ordered=st.booleans(),
+    biased=st.booleans(), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_the_product_with_int4_has_the_bits_of_the_reference(
+    rows: int, inner: int, outer: int, group: int, zeros: bool, ordered: bool, biased: bool, seed: int
+) -> None:
+    weight, x = int4(outer, inner, group, seed, zeros=zeros, ordered=ordered), rows_of(rows, inner, seed)
+    bias = torch.randn(outer, generator=torch.Generator().manual_seed(seed)) if biased else None
+    try:
+        packed = Packed(weight, bias, torch.bfloat16, int8_rows=True)
+    except NativeUnavailable as reason:
+        pytest.skip(str(reason))
+    assert packed.kind is Kind.SUMMED_BYTES and packed.stored is Kind.INT4
+    assert torch.equal(packed(x), int8_linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_sum_of_groups_is_rounded_once_for_each_group(sign: int) -> None:
+    """1 + (2^36 + 1) / 2^60 is above the middle of 1 and the next number, but a float64 would be the middle."""
+    numbers, x = torch.full((1, 64), 8, dtype=torch.uint8), torch.zeros(1, 64)
+    numbers[0, 0], x[0, 0] = 9, sign  # 1 * 1
+    numbers[0, 32:40], x[0, 32:40] = 12, 127 * sign  # 8 * 4 * 127; the scale of the row is 1
+    numbers[0, 40], x[0, 40] = 9, 33 * sign  # 4,097 with this
+    assert 4097 * 16_773_121 == 2**36 + 1
+    scale = torch.tensor([[1.0, 16_773_121 * 2.0**-60]])
+    weight = Quantised("int4", numbers[:, ::2] | numbers[:, 1::2] << 4, scale, 64, 32)
+    assert int8_linear(x, weight, None).item() == sign * (1 + 2.0**-23)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("inner", "group"), [(31, 32), (768, 32), (640, 128), (1284, 1284)], ids=str)
+def test_each_set_has_the_same_bits_with_int4(chosen: str, inner: int, group: int, zeros: bool) -> None:
+    weight = int4(130, inner, group, zeros=zeros)
+    packed, before = Packed(weight, None, int8_rows=True), torch.get_num_threads()
+    try:
+        for rows in (1, 2, 3, 4, 5, 6, 7, 33, 200):
+            x = rows_of(rows, inner, rows)
+            exact = int8_linear(x, weight, None)
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                assert torch.equal(packed(x), exact), f"{rows} rows, {threads} threads"
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("group", "zeros"), [(16, False), (8224, True)])
+def test_groups_without_a_compiled_product_are_multiplied_by_the_reference(group: int, zeros: bool) -> None:
+    inner = max(48, group)
+    weight, x = int4(5, inner, group, zeros=zeros), rows_of(2, inner, 1)
+    with pytest.raises(NativeUnavailable):
+        Packed(weight, None, int8_rows=True)
+    assert torch.equal(Linear(weight, activations="int8")(x), int8_linear(x, weight, None))
 
 
 @pytest.mark.parametrize("inner", [1, 3, 16, 62, 768, 1284], ids=str)
@@ -87,11 +161,25 @@ def test_a_row_is_rounded_by_its_own_largest_number() -> None:
     assert torch.equal(Linear(int8(5, 4), activations="int8")(x)[2], torch.zeros(5))
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_the_longest_groups_of_the_largest_numbers_are_exact(chosen: str, zeros: bool, sign: int) -> None:
+    """With zero points a sum is exact in float32, without them it is rounded once."""
+    inner = MOST_SHIFTED if zeros else MOST_INPUTS
+    values = torch.full((3, -(-inner // 2)), 255, dtype=torch.uint8)
+    zero = torch.tensor([[0], [1], [15]], dtype=torch.uint8) if zeros else None
+    weight = Quantised("int4", values, torch.ones(3, 1), inner, inner, zeros=zero)
+    x = torch.full((2, inner), 127.0 * sign)  # the scale is 1
+    expected = torch.tensor([15, 14, 0] if zeros else [7, 7, 7]).double() * 127 * sign * inner
+    assert torch.equal(Packed(weight, None, int8_rows=True)(x), expected.float().expand(2, 3))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_what_is_not_a_number_is_not_lost(value: float, compiled: bool) -> None:
+@pytest.mark.parametrize("weight", [int8(70, 200), int4(70, 200, 32)], ids=["int8", "int4"])
+def test_what_is_not_a_number_is_not_lost(weight: Quantised, value: float, compiled: bool) -> None:
     x = rows_of(3, 200, 1)
-    linear = Linear(int8(70, 200), compiled=compiled, activations="int8")
+    linear = Linear(weight, compiled=compiled, activations="int8")
     sound = linear(x)
     x[0, 7] = value
     y = linear(x)
@@ -99,9 +187,10 @@ def test_what_is_not_a_number_is_not_lost(value: float, compiled: bool) -> None:
     assert torch.equal(y[1:], sound[1:])
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4-32"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_layer_is_close_to_one_with_rows_of_16_bits(dtype: torch.dtype) -> None:
-    weight, x = quantise(torch.randn(72, 256), "int8"), torch.randn(9, 256).to(dtype)
+def test_a_layer_is_close_to_one_with_rows_of_16_bits(dtype: torch.dtype, kind: str) -> None:
+    weight, x = quantise(torch.randn(72, 256), kind), torch.randn(9, 256).to(dtype)
     linear, slow = (Linear(weight, dtype=dtype, activations="int8", compiled=on) for on in (True, False))
     assert torch.equal(linear(x), slow(x))
     exact = x.double() @ weight.dequantise().double().t()
@@ -114,19 +203,21 @@ def test_a_layer_is_close_to_one_with_rows_of_16_bits(dtype: torch.dtype) -> Non
     assert float((gated(x).double() - product(exact)).norm() / product(exact).norm()) < 0.03
 
 
-@pytest.mark.parametrize("kind", ["int4", "fp8", "nvfp4"])
+@pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
 def test_other_weights_keep_their_rows(kind: str) -> None:
     weight, x = quantise(torch.randn(48, 128), kind), torch.randn(2, 128)
     assert torch.equal(Linear(weight, activations="int8")(x), Linear(weight)(x))
 
 
-def test_a_weight_takes_no_more_memory() -> None:
-    weight = int8(256, 512)
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4-32"])
+def test_a_weight_takes_no_more_memory(kind: str) -> None:
+    weight = quantise(torch.randn(256, 512), kind)
+    expected = {"int8": 256 * 512 + 4 * 256, "int4": 256 * (256 + 2 * 4), "int4-32": 256 * (256 + 2 * 16)}
     try:
-        sizes = {Packed(weight, None, int8_rows=on).nbytes for on in (True, False)}
+        sizes = {Packed(weight, None, torch.bfloat16, int8_rows=on).nbytes for on in (True, False)}
     except NativeUnavailable as reason:
         pytest.skip(str(reason))
-    assert sizes == {256 * 512 + 4 * 256}
+    assert sizes == {expected[kind]}
 
 
 def test_elsewhere_it_is_refused() -> None:

@@ -262,7 +262,8 @@ def _compressed_group(
     if (mixed or form == "pack-quantized") and (bits, kind) == (4, "int"):
         ordered = weights.get("actorder") in (True, "group", "dynamic")
         needed = ("groups",) * ordered + ("zeros",) * (weights.get("symmetric") is False)
-        return Said(("int4",), "default", group if group is not None and group > 0 else None, needed)
+        inner = group if group is not None and group > 0 else None
+        return Said(("int4",), "default", inner, needed, _other_inputs(name, inputs))
     if form in ("int-quantized", "naive-quantized", "mixed-precision") and (bits, kind, strategy) == (
         8,
         "int",

@@ -125,21 +125,24 @@ def test_activations_in_fp8_need_weights_in_fp8_and_a_gpu(tmp_path: Path) -> Non
             run(EngineOptions(model=path, activations="fp8", weights="fp8", device="cpu"))
 
 
-def test_activations_in_int8_need_weights_in_int8_and_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_in_int8_need_integer_weights_and_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M"}).path)
-    for weights, kinds in ((None, "16 or 32 bits"), ("fp8", "fp8"), ("int4", "int4")):
-        with pytest.raises(ConfigError, match=f"int8 would have no effect: linear layers are in {kinds}, not in int8;"):
+    for weights, kinds in ((None, "16 or 32 bits"), ("fp8", "fp8"), ("nvfp4", "nvfp4")):
+        message = f"int8 would have no effect: linear layers are in {kinds}, not in int8 or int4;"
+        with pytest.raises(ConfigError, match=message):
             plan(EngineOptions(model=path, activations="int8", weights=weights))
-    plan(EngineOptions(model=path, activations="int8", weights="int8", device="cpu"))
+    for weights in ("int8", "int4", "int4-32"):
+        plan(EngineOptions(model=path, activations="int8", weights=weights, device="cpu"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigError, match="activations: int8 needs a CPU, and the device is cuda"):
         plan(EngineOptions(model=path, activations="int8", weights="int8", device="cuda"))
 
 
-def test_activations_in_int8_follow_what_the_checkpoint_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["channel-int8", "packed-int4"])
+def test_activations_in_int8_follow_what_the_checkpoint_says(tmp_path: Path, form: str) -> None:
     text = {"pattern": "M-", "hidden_size": 64, "intermediate_size": 96, "mamba_num_heads": 8, "mamba_head_dim": 8}
     plain = make_checkpoint(tmp_path / "plain", 3, vision=False, text=text)
-    small = quantise_files(plain, tmp_path / "small", "channel-int8").path
+    small = quantise_files(plain, tmp_path / "small", form).path
     file, dynamic = small / "config.json", {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
     config = json.loads(file.read_text())
     for inputs, other in (
