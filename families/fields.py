@@ -57,11 +57,7 @@ def check_types(config: type, values: Mapping[str, Any]) -> None:
         kind = next((kind for kind in _KINDS if hint in (kind, kind | None)), None)
         if value is None or kind is None:
             continue
-        fits = (
-            isinstance(value, int | float) and -math.inf < value < math.inf
-            if kind is float
-            else isinstance(value, kind)
-        )
+        fits = _is_finite(value) if kind is float else isinstance(value, kind)
         if not fits or (isinstance(value, bool) and kind is not bool):
             raise CheckpointError(f"config.json: {name} must be {_KINDS[kind]}, not {value!r}")
 
@@ -80,6 +76,18 @@ def number(text: Mapping[str, Any], name: str, default: float) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise CheckpointError(f"config.json: {name} must be a number above 0, not {value!r}")
     return float(value)
+
+
+def per_channel(values: object, name: str) -> tuple[float, float, float]:
+    """Three finite numbers: of red, green and blue. Raises ValueError naming the field."""
+    if not isinstance(values, list | tuple) or len(values) != len("rgb") or not all(map(_is_finite, values)):
+        raise ValueError(f"{name} must be three finite numbers, not {values!r}")
+    red, green, blue = map(float, values)
+    return red, green, blue
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def flag(text: Mapping[str, Any], name: str, default: bool = False) -> bool:

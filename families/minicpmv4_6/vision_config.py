@@ -10,6 +10,7 @@ from typing import Any
 from encoder.item import IMAGE
 from encoder.media_limits import RGB
 from encoder.vit_sizes import VitSizes
+from families.fields import per_channel
 from families.files import CheckpointError, first
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu")
@@ -174,8 +175,8 @@ def vision_fields(config: Mapping[str, Any], text_hidden_size: int, processor: M
             "scale_resolution": int(first(processor, "scale_resolution", default=448)),
             "slice_mode": bool(first(processor, "slice_mode", default=True)),
             "use_image_id": bool(first(processor, "use_image_id", default=True)),
-            "image_mean": _triple(first(processor, "image_mean", default=(0.5, 0.5, 0.5))),
-            "image_std": _triple(first(processor, "image_std", default=(0.5, 0.5, 0.5))),
+            "image_mean": per_channel(first(processor, "image_mean", default=(0.5, 0.5, 0.5)), "image_mean"),
+            "image_std": per_channel(first(processor, "image_std", default=(0.5, 0.5, 0.5)), "image_std"),
         }
     except (TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
@@ -219,8 +220,3 @@ def _check(
             raise CheckpointError(f"{file}: {name} is {given!r}; this model is served with {value!r}")
     if abs(float(first(processor, "rescale_factor", default=1 / 255)) - 1 / 255) > 1e-9:
         raise CheckpointError(f"preprocessor_config.json: rescale_factor is {processor['rescale_factor']!r}, not 1/255")
-
-
-def _triple(values: Any) -> tuple[float, float, float]:
-    red, green, blue = (float(value) for value in values)
-    return red, green, blue

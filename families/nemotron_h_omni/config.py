@@ -12,7 +12,7 @@ from typing import Any
 
 from decoder.config import DecoderConfig
 from families.family import FamilyConfig, ModelFiles
-from families.fields import count, number, section
+from families.fields import count, number, per_channel, section
 from families.files import CheckpointError, first, token_id
 from families.nemotron_h.config import decoder_config
 from families.nemotron_h_omni.vision import RadioVision
@@ -91,8 +91,8 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
             min_num_patches=int(setting("min_num_patches", 1024)),
             max_num_patches=int(setting("max_num_patches", 13312)),
             max_model_len=int(setting("max_model_len", 16384)),
-            image_mean=_triple(mean),
-            image_std=_triple(std),
+            image_mean=per_channel(mean, "image_mean or norm_mean"),
+            image_std=per_channel(std, "image_std or norm_std"),
             merge_size=round(1 / downsample),
             projector_hidden_size=count(config, "projector_hidden_size", 4096),
             text_hidden_size=text.hidden_size,
@@ -100,11 +100,6 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
         )
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"vision_config: {error}") from None
-
-
-def _triple(values: Any) -> tuple[float, float, float]:
-    red, green, blue = (float(v) for v in values)
-    return red, green, blue
 
 
 def _video_patch(config: Mapping[str, Any], vision: Mapping[str, Any]) -> int | None:

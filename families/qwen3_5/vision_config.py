@@ -11,7 +11,7 @@ from typing import Any
 from encoder.item import BLOCK_MAJOR, IMAGE, VIDEO
 from encoder.media_limits import RGB
 from encoder.vit_sizes import VitSizes
-from families.fields import count, number, section
+from families.fields import count, number, per_channel, section
 from families.files import CheckpointError, first
 
 MAX_ASPECT = 200
@@ -268,7 +268,7 @@ def _resizing(settings: Mapping[str, Any], released: Resizing) -> Resizing:
     low = first(settings, "min_pixels", default=first(size, "shortest_edge", "min_pixels", default=released.min_pixels))
     high = first(settings, "max_pixels", default=first(size, "longest_edge", "max_pixels", default=released.max_pixels))
     mean, std = (first(settings, f"image_{name}", default=getattr(released, name)) for name in ("mean", "std"))
-    return Resizing(int(low), int(high), _triple(mean), _triple(std))
+    return Resizing(int(low), int(high), per_channel(mean, "image_mean"), per_channel(std, "image_std"))
 
 
 def _sampling(settings: Mapping[str, Any]) -> Sampling:
@@ -281,8 +281,3 @@ def _sampling(settings: Mapping[str, Any]) -> Sampling:
         max_frames=int(first(settings, "max_frames", default=768)),
         frame_tokens=int(first(settings, "max_video_tokens", default=768)) if capped else None,
     )
-
-
-def _triple(values: Any) -> tuple[float, float, float]:
-    red, green, blue = (float(value) for value in values)
-    return red, green, blue

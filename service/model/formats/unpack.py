@@ -20,7 +20,7 @@ def load(weight: StoredWeight, read: Read, *, gptq_offset: int = 1) -> Tensor | 
     """The weight; a plain one as stored. `gptq_offset`: offset that GPTQ's stored zero points lack. Raises FormatError
     with the module's name for invalid values."""
     if weight.scheme == "plain":
-        return read(weight.parts["values"])
+        return _numbers(weight, read(weight.parts["values"]))
     parts = {role: read(name) for role, name in weight.parts.items() if role not in OF_ROWS}
     try:
         match weight.scheme:
@@ -46,6 +46,16 @@ def load(weight: StoredWeight, read: Read, *, gptq_offset: int = 1) -> Tensor | 
     raise AssertionError(weight.scheme)
 
 
+def _numbers(weight: StoredWeight, values: Tensor) -> Tensor:
+    """A plain weight. One NaN in it would make every answer meaningless, without an error."""
+    if values.is_floating_point() and values.numel():
+        low, high = torch.aminmax(values)
+        if not bool(torch.isfinite(low.float()) & torch.isfinite(high.float())):
+            count = values.numel() - int(torch.isfinite(values).sum())
+            raise FormatError(f"{weight.module}: {count} of {values.numel()} numbers are NaN or infinite")
+    return values
+
+
 def _finite(weight: StoredWeight, scale: Tensor) -> Tensor:
     if not bool(torch.isfinite(scale.float()).all()):
         raise FormatError(f"{weight.module}: a scale is not finite")
@@ -65,6 +75,8 @@ def _own(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
 def _fp8(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
     *lead, rows, inner = weight.shape
     scale = _finite(weight, parts["scale"].float())
+    if any(int(parts["values"].view(dtype).max()) == torch.iinfo(dtype).max for dtype in (torch.uint8, torch.int8)):
+        raise FormatError(f"{weight.module}: a number is NaN")
     if weight.scheme == "fp8-tensor":
         scale = scale.reshape(*lead, 1, 1).expand(*lead, rows, 1)
     elif weight.scheme == "fp8-channel":

@@ -227,6 +227,8 @@ def test_bytes_become_the_same_numbers(tmp_path: Path) -> None:
         ("preprocessor_config.json", {"resample": 2}, "resample is 2"),
         ("preprocessor_config.json", {"max_slice_nums": 0}, "max_slice_nums must be at least 1"),
         ("preprocessor_config.json", {"image_std": [0, 1, 1]}, "image_std"),
+        ("preprocessor_config.json", {"image_std": [float("nan"), 1, 1]}, "image_std must be three finite numbers"),
+        ("preprocessor_config.json", {"image_mean": ["x", 1, 1]}, "image_mean must be three finite numbers, not .'x'"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(

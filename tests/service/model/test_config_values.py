@@ -29,6 +29,8 @@ NEMOTRON = [
     *((("vision_config", name), value) for name in ("layer_norm_eps", "mlp_ratio")
       for value in ("x", [], -1, math.nan)),
     *((("downsample_ratio",), value) for value in ("x", [], 0, math.nan)),
+    *(((name,), value) for name in ("norm_mean", "norm_std")
+      for value in ("x", 1, [1, 1], [1, True, 1], [math.nan, 1, 1], [1, 1, math.inf])),
     *(((name,), value) for name in ("text_config", "vision_config") for value in (3, "x", [1])),
 ]  # fmt: skip
 QWEN = [

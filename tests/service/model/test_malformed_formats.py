@@ -168,3 +168,34 @@ def test_what_a_configuration_asks_for_has_to_be_there(
     with pytest.raises(CheckpointError, match=message) as refused:
         Checkpoint(path)
     assert "mixer.up_proj" in str(refused.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_numbers_that_are_not_finite_are_not_served(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M"})
+    file = tmp_path / "model.safetensors"
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
+    for name, read in (
+        ("language_model.backbone.layers.0.mixer.in_proj.weight", Checkpoint.decoder_weights),
+        ("language_model.backbone.layers.0.mixer.A_log", Checkpoint.decoder_weights),
+        ("vision_model.radio_model.model.patch_generator.embedder.weight", Checkpoint.vision_weights),
+    ):
+        spoiled = tensors[name].clone()
+        spoiled.view(-1)[-1] = value
+        save_file(tensors | {name: spoiled}, file)
+        message = f"{name.removesuffix('.weight')}.*: 1 of {spoiled.numel()} numbers are NaN or infinite"
+        with pytest.raises(CheckpointError, match=message):
+            list(read(Checkpoint(tmp_path)))
+
+
+def test_an_fp8_number_that_is_not_one_is_not_served(tmp_path: Path) -> None:
+    text = {"pattern": "M-", "hidden_size": 64, "intermediate_size": 96, "mamba_num_heads": 8, "mamba_head_dim": 8}
+    plain = make_checkpoint(tmp_path / "plain", 3, vision=False, text=text)
+    path = quantise_files(plain, tmp_path / "fp8", "channel-fp8").path
+    tensors = load_file(path / "model.safetensors")
+    name = next(name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn)
+    tensors[name].view(torch.uint8).view(-1)[5] = 255
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name.removesuffix('.weight')}: a number is NaN"):
+        list(Checkpoint(path).decoder_weights())
