@@ -19,6 +19,7 @@ import signal
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from kernels.host_memory import release_program_pages
@@ -106,8 +107,8 @@ class FrontendServer(Server):
 
         link.on_drain, link.on_beat = drain, beat
 
-    def _make_spool(self, *arguments: Any, **keywords: Any) -> Spool:
-        return SharedSpool(*arguments, member=self._member, **keywords)
+    def _make_spool(self, folder: Path, *arguments: Any, **keywords: Any) -> Spool:
+        return SharedSpool(folder, *arguments, member=self._member, **keywords)
 
     def _drain_asked(self) -> None:
         self._link.drain_all()

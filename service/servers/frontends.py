@@ -31,7 +31,7 @@ from typing import Any
 
 from service.common.channel import Outbox, receive_descriptor
 from service.common.config import ConfigError, ServerOptions
-from service.common.folders import OwnedFolder
+from service.common.folders import OwnedFolder, locked
 from service.common.helper_process import start_helper
 from service.engine import wire
 from service.engine.engine_client import SupervisedEngine
@@ -315,6 +315,8 @@ async def serve_frontends(options: ServerOptions) -> int:
         port = ends.enter_context(reserved_port(options))
         if options.media_dir is None:
             options = replace(options, media_dir=ends.enter_context(OwnedFolder("saccade-media-")))
+        else:
+            ends.enter_context(locked(Path(options.media_dir), "media_dir"))
         hub = await loop.run_in_executor(None, Hub, options, port, http)
         try:
             await loop.run_in_executor(None, hub.start)

@@ -39,10 +39,7 @@ def check_options(options: ServerOptions) -> None:
     if options.role != "encoder":
         make_fetcher(options, frontend_limits(options).media)
         check_batches(options)
-        for option in ("media_dir", "batch_dir"):
-            _check_folder(options, option)
-        if options.batch_dir is not None:
-            locked(Path(options.batch_dir), "batch_dir").close()
+        _check_folders(options)
         if options.vllm_engine:
             gateway()
         if options.otlp_endpoint is not None:
@@ -101,6 +98,18 @@ def gateway() -> ModuleType:
     except ModuleNotFoundError as error:
         raise ConfigError(f"vllm_engine: {error.name} is not installed: pip install smg-grpc-proto") from error
     return vllm_engine
+
+
+def _check_folders(options: ServerOptions) -> None:
+    """Raises ConfigError for a folder that cannot be used, that two options name, or that another process uses."""
+    named: dict[Path, str] = {}
+    for option in ("media_dir", "batch_dir"):
+        _check_folder(options, option)
+        if (folder := getattr(options, option)) is None:
+            continue
+        if (other := named.setdefault(Path(folder).resolve(), option)) != option:
+            raise ConfigError(f"{option}: {folder} is {other}, too; each needs a folder of its own")
+        locked(Path(folder), option).close()
 
 
 def _check_folder(options: ServerOptions, option: str) -> None:

@@ -95,16 +95,17 @@ class Server:
         )
         _say_what_is_off(engine.info)
         access = AccessLog(as_json=options.log_json)
-        self._ends = contextlib.ExitStack()
-        self.calls = Calls(
-            self.frontend, default_timeout=options.default_timeout, closed=self._refusal,
-            metrics=self.metrics, access=access, spans=self._open_spans(),
-            places=Places(options.max_tenant_requests or max(1, options.max_queue // 2), "requests"),
-        )  # fmt: skip
-        self._door = Door(self._guard, self.budget, self.metrics, access, door_limits(options, engine.info.max_len))
-        self.spool = self._open_spool(limits.media)
-        self.frontend.resolve = media_resolver(self.spool, fetcher)
-        self._batch_store = self._open_batches()
+        with contextlib.ExitStack() as self._ends:  # what has been opened, also if this server cannot be made
+            self.calls = Calls(
+                self.frontend, default_timeout=options.default_timeout, closed=self._refusal,
+                metrics=self.metrics, access=access, spans=self._open_spans(),
+                places=Places(options.max_tenant_requests or max(1, options.max_queue // 2), "requests"),
+            )  # fmt: skip
+            self._door = Door(self._guard, self.budget, self.metrics, access, door_limits(options, engine.info.max_len))
+            self.spool = self._open_spool(limits.media)
+            self.frontend.resolve = media_resolver(self.spool, fetcher)
+            self._batch_store = self._open_batches()
+            self._ends = self._ends.pop_all()
         self.batches: Batches | None = None
         self._draining = False
         self._warming = True
@@ -206,8 +207,10 @@ class Server:
         self._ends.callback(spans.close)
         return spans
 
-    def _make_spool(self, *arguments: Any, **keywords: Any) -> Spool:
-        return Spool(*arguments, **keywords)
+    def _make_spool(self, folder: Path, *arguments: Any, **keywords: Any) -> Spool:
+        # Another server would delete the unfinished uploads of this one.
+        self._ends.enter_context(locked(folder, "media_dir"))
+        return Spool(folder, *arguments, **keywords)
 
     def _drain_asked(self) -> None:
         """Drains the server at an operator's request."""

@@ -288,10 +288,11 @@ def test_an_upload_that_pauses_gives_its_room_back(text_model: Path) -> None:
         store.check_integrity()
 
 
-def test_two_servers_do_not_share_a_folder(text_model: Path, tmp_path: Path) -> None:
-    with RunningServer(str(text_model), batch_dir=str(tmp_path), **LIMITS) as server:
+@pytest.mark.parametrize("option", ["batch_dir", "media_dir"])
+def test_two_servers_do_not_share_a_folder(text_model: Path, tmp_path: Path, option: str) -> None:
+    with RunningServer(str(text_model), **{option: str(tmp_path)}, **LIMITS) as server:
         second = replace(server.options, port=0)
-        with pytest.raises(ConfigError, match=f"batch_dir: another process uses {tmp_path}"):
+        with pytest.raises(ConfigError, match=f"{option}: another process uses {tmp_path}"):
             check_options(second)
     check_options(second)
 

@@ -43,7 +43,9 @@ ARGUMENTS = [
 
 @pytest.fixture(scope="module")
 def arguments(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return [str(model), *ARGUMENTS, "--frontends", str(FRONTENDS), "--admin", "--hang-timeout", "5"]
+    folder = str(tmp_path_factory.mktemp("media"))
+    media = ["--media-dir", folder]
+    return [str(model), *ARGUMENTS, "--frontends", str(FRONTENDS), "--admin", "--hang-timeout", "5", *media]
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +171,14 @@ def test_a_frontend_that_does_not_get_ready_is_killed(text_model: Path) -> None:
             asyncio.run(hub.stop())
 
 
-def test_a_second_instance_is_told(frontends: ServerProcess, arguments: list[str]) -> None:
+@pytest.mark.parametrize("shared", ["port", "media_dir"])
+def test_a_second_instance_is_told(frontends: ServerProcess, arguments: list[str], shared: str) -> None:
     port = frontends.address.rpartition(":")[2]
-    command = [sys.executable, "-m", "service", "serve", *arguments, "--port", port]
+    same_port, same_folder = [*arguments[:-2], "--port", port], [*arguments, "--port", "0"]
+    command = [sys.executable, "-m", "service", "serve", *(same_port if shared == "port" else same_folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "has its frontends on" in done.stderr and "Traceback" not in done.stderr
+    message = "has its frontends on" if shared == "port" else f"media_dir: another process uses {arguments[-1]}"
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_lock_file_that_is_a_symbolic_link_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
