@@ -102,22 +102,6 @@ def test_a_sum_of_groups_is_rounded_once_for_each_group(sign: int) -> None:
     assert int8_linear(x, weight, None).item() == sign * (1 + 2.0**-23)
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize(("inner", "group"), [(31, 32), (768, 32), (640, 128), (1284, 1284)], ids=str)
-def test_each_set_has_the_same_bits_with_int4(chosen: str, inner: int, group: int, zeros: bool) -> None:
-    weight = int4(130, inner, group, zeros=zeros)
-    packed, before = Packed(weight, None, int8_rows=True), torch.get_num_threads()
-    try:
-        for rows in (1, 2, 3, 4, 5, 6, 7, 33, 200):
-            x = rows_of(rows, inner, rows)
-            exact = int8_linear(x, weight, None)
-            for threads in (1, 2):
-                torch.set_num_threads(threads)
-                assert torch.equal(packed(x), exact), f"{rows} rows, {threads} threads"
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(("group", "zeros"), [(16, False), (8224, True)])
 def test_groups_without_a_compiled_product_are_multiplied_by_the_reference(group: int, zeros: bool) -> None:
     inner = max(48, group)
@@ -127,13 +111,23 @@ def test_groups_without_a_compiled_product_are_multiplied_by_the_reference(group
     assert torch.equal(Linear(weight, activations="int8")(x), int8_linear(x, weight, None))
 
 
-@pytest.mark.parametrize("inner", [1, 3, 16, 62, 768, 1284], ids=str)
-def test_each_set_has_the_same_bits_for_any_rows_and_threads(chosen: str, inner: int) -> None:
-    weight = int8(130, inner)
+ANY = [
+    *(int8(130, inner) for inner in (1, 3, 16, 62, 768, 1284)),
+    *(int4(130, inner, group, zeros=zeros)
+      for inner, group in ((31, 32), (768, 32), (640, 128), (1284, 1284)) for zeros in (False, True)),
+]  # fmt: skip
+
+
+def named(weight: Quantised) -> str:
+    return f"{weight.kind}-{weight.in_features}{'' if weight.zeros is None else '-zeros'}"
+
+
+@pytest.mark.parametrize("weight", ANY, ids=named)
+def test_each_set_has_the_same_bits_for_any_rows_and_threads(chosen: str, weight: Quantised) -> None:
     packed, before = Packed(weight, None, int8_rows=True), torch.get_num_threads()
     try:
         for rows in (1, 2, 3, 4, 5, 6, 7, 33, 200):
-            x = rows_of(rows, inner, rows)
+            x = rows_of(rows, weight.in_features, rows)
             exact = int8_linear(x, weight, None)
             for threads in (1, 2):
                 torch.set_num_threads(threads)
