@@ -10,7 +10,6 @@ import shutil
 import tempfile
 import weakref
 from pathlib import Path
-from typing import IO
 
 from service.common.option import ConfigError
 
@@ -18,19 +17,29 @@ LOCK = ".owner"
 """The locked file. A folder without one is left alone."""
 
 
-def locked(folder: Path, option: str) -> IO[bytes]:
-    """Takes the folder that an option names for this process, until the returned file is closed. Raises ConfigError."""
+class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
+    """A locked file, until `close` or until nothing refers to this object."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.close = weakref.finalize(self, os.close, descriptor)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def locked(folder: Path, option: str) -> FolderLock:
+    """Takes the folder that an option names for this process. Raises ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = open(folder / "lock", "ab")
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise ConfigError(f"{option}: {folder} cannot be used: {error.strerror}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        lock.close()
+        os.close(lock)
         raise ConfigError(f"{option}: another process uses {folder}") from None
-    return lock
+    return FolderLock(lock)
 
 
 class OwnedFolder(tempfile.TemporaryDirectory[str]):
