@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from kernels.host_memory import drop_pages, weight_memory
 from kernels.linear.quantised import Quantised
 from kernels.native import Kind, NativeUnavailable, library
-from kernels.native.structs import GROUP, PANEL
+from kernels.native.structs import GROUP, PANEL, SUMMED
 
 STEPS = {Kind.F32: 1, Kind.BF16: 2, Kind.INT8: 16, Kind.INT4: GROUP, Kind.FP8: 8, Kind.NVFP4: 16, Kind.UINT4: 8}
 """Inputs are padded to multiples of these; for the last three kinds they must be multiples already."""
@@ -19,8 +19,6 @@ GATES = 16
 """In a gated weight, this many gates alternate with the outputs that they gate."""
 MOST_INPUTS = 131_071
 """For int8 and int4: sums of products of bytes must fit 32 bits."""
-SUMMED = 32
-"""Inputs of an int8 row whose sum is stored, for int4 weights."""
 MOST_SHIFTED = 8192
 """Inputs of an int4 group with a zero point: its sums with int8 rows must be exact in float32."""
 PIECE = 1 << 21
@@ -118,7 +116,7 @@ def _check_grouped_bytes(weight: Quantised) -> None:
     if group % SUMMED and group < inner:
         raise NativeUnavailable(f"groups of {group} inputs are not multiples of {SUMMED}")
     if weight.zeros is not None and min(group, inner) > MOST_SHIFTED:
-        raise NativeUnavailable(f"groups of {group} inputs with zero points have more than {MOST_SHIFTED}")
+        raise NativeUnavailable(f"groups of {group} inputs with zero points are above the maximum of {MOST_SHIFTED}")
 
 
 def _check_scaled(weight: Quantised, step: int, dtype: torch.dtype) -> None:

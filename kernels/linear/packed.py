@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from kernels.host_memory import weight_memory
-from kernels.linear.layouts import GATES, MOST_INPUTS, MULTIPLIED, STEPS, SUMMED, interleaved, lay_out
+from kernels.linear.layouts import GATES, MOST_INPUTS, MULTIPLIED, STEPS, interleaved, lay_out
 from kernels.linear.quantised import Quantised
 from kernels.native import Activation, Kind, NativeUnavailable, Weight, library
-from kernels.native.structs import GROUP
+from kernels.native.structs import GROUP, SUMMED
 
 __all__ = ["MOST_INPUTS", "Packed"]
 

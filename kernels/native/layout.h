@@ -174,7 +174,7 @@ void add_numbers(Layout& layout) {
     VALUE_AS(Place, IN_PIXELS, PIXELS); VALUE_AS(Place, IN_NORMED, NORMED); VALUE_AS(Place, IN_WIDE, WIDE);
     VALUE_AS(Place, IN_STREAM, STREAM); VALUE_AS(Place, IN_OUT, OUT);
     VALUE_AS(Store, STORE, FLOAT32); VALUE_AS(Store, ADD, ADD); VALUE_AS(Store, STORE_BF16, BFLOAT16);
-    layout.add("PANEL", PANEL), layout.add("GROUP", GROUP);
+    layout.add("PANEL", PANEL), layout.add("GROUP", GROUP), layout.add("SUMMED", SUMMED);
 }
 
 #undef STRUCT

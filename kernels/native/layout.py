@@ -21,7 +21,11 @@ ENUMS: Mapping[str, type[IntEnum]] = {
 
 def mirrored() -> dict[str, tuple[int, ...]]:
     """Python's view: sizes of structs, (offset, size) of fields, values of enums, constants."""
-    found: dict[str, tuple[int, ...]] = {"PANEL": (structs.PANEL,), "GROUP": (structs.GROUP,)}
+    found: dict[str, tuple[int, ...]] = {
+        "PANEL": (structs.PANEL,),
+        "GROUP": (structs.GROUP,),
+        "SUMMED": (structs.SUMMED,),
+    }
     for struct in STRUCTS:
         found[struct.__name__] = (sizeof(struct),)
         for name, *_ in struct._fields_:

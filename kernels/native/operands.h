@@ -15,13 +15,18 @@ namespace {
 constexpr float SMALLEST = 0x1p-119f;  // 127 over it is a number, and it over 127 is no subnormal one
 constexpr float LIMIT = 32639.0f;   // 127 * 256 + 127: the largest number that two signed bytes make
 
+// Sixteen numbers of a row from `i` on; zeros behind its end.
+inline Floats numbers_at(const float* values, int64_t k, int64_t i) {
+    return i + 16 <= k ? load_floats(values + i) : load16(values + i, first_lanes(std::max<int64_t>(0, k - i)));
+}
+
 // x in steps of its row's largest value / LIMIT, as 256 high + low, both signed bytes: for each 4 inputs the 4 lows, then
 // the 4 highs. Weights are stored unsigned, so the row is followed by what that adds to a sum: for each group of inputs
 // -offset times the sum of lows, and of highs.
 void make_integers(const float* values, int64_t k, int64_t kind, int8_t* out, float* scale) {
     Floats largest = zero(), poison = zero();  // NaN and infinity have no integers: they pass through the scale
     for (int64_t i = 0; i < k; i += 16) {
-        const Floats x = load16(values + i, first_lanes(k - i));
+        const Floats x = numbers_at(values, k, i);
         largest = larger(magnitude(x), largest);
         poison = fmadd(x, zero(), poison);
     }
@@ -33,8 +38,7 @@ void make_integers(const float* values, int64_t k, int64_t kind, int8_t* out, fl
     for (int64_t begin = 0; begin < kpad; begin += group) {
         Words lows = zero_words(), highs = zero_words();
         for (int64_t i = begin; i < begin + group; i += 16) {
-            const Floats x = load16(values + i, first_lanes(std::max<int64_t>(0, k - i)));
-            const Words whole = to_integers(x * inverse);
+            const Words whole = to_integers(numbers_at(values, k, i) * inverse);
             const Words high = shift_right32<8>(add32(whole, splat_word(128)));
             const Words low = sub32(whole, shift_left32<8>(high));
             lows = add32(lows, low), highs = add32(highs, high);
@@ -62,28 +66,24 @@ class BlockSums {
         for (int i = 0; i < 8; i++) pairs[i] = fold(blocks_[2 * i], blocks_[2 * i + 1]);
         int32_t sums[16];
         store_words(sums, to_integers(sums_of(pairs) * splat(-8.0f)));
-        for (int64_t i = 0; i < count_; i++) store(total_ + sums[i]);
+        for (int64_t i = 0; i < count_; i++) store(total_ + uint32_t(sums[i]));
         count_ = 0;
     }
 
   private:
-    void store(int32_t total) {
+    void store(uint32_t total) {
         total_ = total;
         std::memcpy(to_, &total, 4);
         to_ += 4;
     }
     int8_t* to_;
-    int32_t total_ = 0;
+    uint32_t total_ = 0;  // of a row with NaN it overflows; its scale is NaN, too
     Floats blocks_[16];
     int64_t count_ = 0;
 };
 
-// Sixteen numbers of a row from `i` on; zeros behind its end.
-inline Floats numbers_at(const float* values, int64_t k, int64_t i) {
-    return i + 16 <= k ? load_floats(values + i) : load16(values + i, first_lanes(std::max<int64_t>(0, k - i)));
-}
-
-// The scale of a row in 127 steps, and 1 / scale; never 0: what is below 127 steps of SMALLEST is rounded in those.
+// Stores the scale of a row, its largest value / 127, and returns 127 / that value. A scale is never 0: the largest value of a row
+// counts as SMALLEST at least.
 float scale_of_bytes(const float* values, int64_t k, float* scale) {
     constexpr int64_t AT_ONCE = 4;
     Floats largest[AT_ONCE], poison[AT_ONCE];  // NaN and infinity have no integers: they pass through the scale

@@ -12,6 +12,8 @@ PANEL = 64
 """Outputs per panel of a packed weight."""
 GROUP = 128
 """Inputs per scale in int4."""
+SUMMED = 32
+"""Inputs of a row of `SUMMED_BYTES` per stored sum."""
 
 
 class Kind(IntEnum):

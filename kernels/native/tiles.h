@@ -345,7 +345,23 @@ void tile_bytes(
     for (int v = 0; v < V; v += W) add_bytes<R, W>(a, lda, scales, w, panel, first + v, v ? Ahead{} : ahead, out + v * 16);
 }
 
-// Vectors [first, first + V) of a panel: a byte holds the same input of columns 0..31 (low half) and 32..63 (high half).
+// Four inputs of vectors [first, first + V) of an int4 panel, as bytes of 0 to 15. A byte of the panel holds the same input of
+// columns 0..31 (low half) and 32..63 (high half).
+template <int V>
+inline ALWAYS void unpack_int4(const uint8_t* b, int64_t first, Words (&column)[V]) {
+    const Words low = splat_byte(15);
+    if constexpr (V == 4) {
+        const Words one = in_register(load_words(b)), two = in_register(load_words(b + 64));
+        column[0] = one & low, column[1] = two & low;
+        column[2] = shift_right16(one, 4) & low, column[3] = shift_right16(two, 4) & low;
+    } else {
+        const int shift = int(first / 2 * 4);
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) column[v] = shift_right16(load_words(b + (first + v) % 2 * 64), shift) & low;
+    }
+}
+
+// Vectors [first, first + V) of a panel.
 template <int R, int V>
 __attribute__((noinline)) void add_int4(
     const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int first, Ahead ahead, float* out
@@ -353,7 +369,6 @@ __attribute__((noinline)) void add_int4(
     const int64_t groups = w.kpad / GROUP;
     const uint8_t* b = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL / 2;
     const int8_t* behind = a + 2 * w.kpad;
-    const Words low = splat_byte(15);
     Floats total[V][R];
     for (int v = 0; v < V; v++)
         for (int r = 0; r < R; r++) total[v][r] = zero();
@@ -364,14 +379,7 @@ __attribute__((noinline)) void add_int4(
             ahead.step();
             for (const int8_t* const stop = a + 8 * STRIDE; a < stop; a += 8, b += 2 * PANEL) {
                 Words column[V];
-                if constexpr (V == 4) {
-                    const Words one = in_register(load_words(b)), two = in_register(load_words(b + 64));
-                    column[0] = one & low, column[1] = two & low;
-                    column[2] = shift_right16(one, 4) & low, column[3] = shift_right16(two, 4) & low;
-                } else {
-                    const Words line = load_words(b + first % 2 * 64);
-                    column[0] = shift_right16(line, first / 2 * 4) & low;
-                }
+                unpack_int4(b, first, column);
                 add_products<R, V>(a, lda, column, sum);
             }
         }
@@ -392,22 +400,6 @@ void tile_int4(const int8_t* a, int64_t lda, const float* scales, const Weight& 
 
 // The scales of a group's 16 outputs.
 inline Floats group_scales(const Weight& w, int64_t at) { return w.bf16_scale ? load_bf16(w.bf16_scale + at) : load_floats(w.scale + at); }
-
-// Four inputs of vectors [first, first + V) of an int4 panel, as bytes of 0 to 15. A byte of the panel holds the same input of
-// columns 0..31 (low half) and 32..63 (high half).
-template <int V>
-inline __attribute__((always_inline)) void unpack_int4(const uint8_t* b, int64_t first, Words (&column)[V]) {
-    const Words low = splat_byte(15);
-    if constexpr (V == 4) {
-        const Words one = in_register(load_words(b)), two = in_register(load_words(b + 64));
-        column[0] = one & low, column[1] = two & low;
-        column[2] = shift_right16(one, 4) & low, column[3] = shift_right16(two, 4) & low;
-    } else {
-        const int shift = int(first / 2 * 4);
-#pragma GCC unroll 2
-        for (int v = 0; v < V; v++) column[v] = shift_right16(load_words(b + (first + v) % 2 * 64), shift) & low;
-    }
-}
 
 // Sums of a group of int4 weights with rows of SUMMED_BYTES are exact integers. `less`: -8 times the sums of a group's numbers of each
 // row, what the weights' offset adds. ZEROS: zero points are subtracted as float32 instead, exactly up to 8,192 inputs a group.
@@ -473,7 +465,8 @@ __attribute__((noinline)) void add_packed_group(
     begin_group<R, V, ZEROS>(less, sum);
     for (; a < a_end; a += 4 * STRIDE) {
         ahead.step();
-        for (int64_t at = 0; at < 2 * STRIDE * PANEL; at += step) prefetch_far(b + at + FETCHED);
+        const int64_t lines = first ? 0 : 2 * STRIDE * PANEL;  // the first vectors' pass reads for the others
+        for (int64_t at = 0; at < lines; at += step) prefetch_far(b + at + FETCHED);
         unrolled<STRIDE>([&](int i) ALWAYS {
             Words column[V];
             unpack_int4(b, first, column);
@@ -504,16 +497,16 @@ void tile_int4_bytes(
                 const int64_t at = (panel * groups + g) * PANEL + first * 16;
                 int32_t less[R];
                 for (int r = 0; r < R; r++) {
-                    int32_t before, all;
+                    uint32_t before, all;
                     std::memcpy(&before, a + r * lda + w.kpad + begin / SUMMED * 4, 4);
                     std::memcpy(&all, a + r * lda + w.kpad + end / SUMMED * 4, 4);
-                    less[r] = all - before;
+                    less[r] = int32_t(all - before);
                 }
                 const int8_t* const x = a + begin;
-                uint8_t* const bytes = unpacked + begin * PANEL + first * 64;
+                uint8_t* const bytes = unpacked ? unpacked + begin * PANEL + first * 64 : nullptr;
                 float* const to = out + first * 16;
                 const uint8_t* const b = packed + begin * PANEL / 2;
-                if (!unpacked) add_packed_group<R, V, false, ZEROS>(x, lda, end - begin, b, nullptr, first, less, w, at, !g, ahead, to);
+                if (!bytes) add_packed_group<R, V, false, ZEROS>(x, lda, end - begin, b, bytes, first, less, w, at, !g, ahead, to);
                 else if (first_rows) add_packed_group<R, V, true, ZEROS>(x, lda, end - begin, b, bytes, first, less, w, at, !g, ahead, to);
                 else add_unpacked_group<R, V, ZEROS>(x, lda, end - begin, bytes, less, w, at, !g, ahead, to);
             }

@@ -36,8 +36,8 @@ class Said(NamedTuple):
     and nothing in the tensors would show it.
     """
     inputs: str = ""
-    """For int8: why rows in int8 with a scale for each token are not what it says about inputs; empty if they are, or
-    if it says nothing.
+    """For int8 and int4: why rows in int8 with a scale for each token are not what it says about inputs; empty if they
+    are, or if it says nothing.
     """
 
 
