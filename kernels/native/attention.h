@@ -124,13 +124,6 @@ struct PagedRow {
             }
         }
     }
-    void fetch_stored(int64_t position) const {
-        if (position >= before) return;
-        const T* page = static_cast<const T*>(op.kv) + table[position / m.page] * op.kv_stride;
-        const T* key = page + (head * m.page + position % m.page) * shape.width;
-        for (int64_t h = 0; h < heads; h++, key += apart())
-            fetch(key, shape.width), fetch(key + shape.kv_heads * apart(), shape.width);
-    }
 };
 
 // The work of a unit; no queries if nothing is left for it.
@@ -204,11 +197,7 @@ void attention(const Model& m, const Op& op, const Step& step, int64_t unit, std
     const int64_t then = unit + 1;  // a thread's units are neighbours
     const bool follows = then < units.rows * units.groups;
     const PagedRow<T> next = paged_row<T>(m, op, step, units, follows ? then : unit);
-    const int64_t begin = op.first_key / TILE * TILE;
-    attend_few<T>(head, source, source.heads, source.apart(), queries, op.first_key, [&](int64_t window, int64_t i) {
-        if (window >= 0) source.fetch_stored(window + i);
-        else if (follows) next.fetch_stored(begin + i);
-    }, scratch);
+    attend_few<T>(head, source, source.heads, source.apart(), queries, op.first_key, follows ? &next : nullptr, scratch);
 }
 
 }  // namespace

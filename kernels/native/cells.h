@@ -22,12 +22,8 @@ struct Bf16Cells {  // two bfloat16, summed in float32
         const Floats high = load16(p + 2 * cell + 16, lanes(width - 2 * cell - 16));
         return pairs_after(low, high);
     }
-    static Words all(const uint16_t* p, int64_t cell) {  // one cell of a row in all lanes
-        int32_t bits;
-        std::memcpy(&bits, p + 2 * cell, 4);
-        return splat_word(bits);
-    }
     static Words beside(Floats a, Floats b) { return pairs_beside(a, b); }  // 16 cells, a's numbers below b's
+    static void store(uint32_t* to, const Floats (&row)[2]) { store_words(to, pairs_after(row[0], row[1])); }  // a row of 32 numbers
     // Cells of two rows' 32 numbers, of which `left` are valid.
     static void between(const uint16_t* a, const uint16_t* b, int64_t left, Words (&cells)[2]) {
         pairs_between(load_pairs(a, left), load_pairs(b, left), cells);
@@ -40,8 +36,10 @@ struct Bf16Cells {  // one bfloat16, widened to float32
     static Words row(const float* p, int64_t width, int64_t cell) {
         return as_words(rounded_bf16(load16(p + cell, lanes(width - cell))));
     }
-    static Words all(const uint16_t* p, int64_t cell) { return splat_word(int32_t(uint32_t(p[cell]) << 16)); }
     static Words beside(Floats a, Floats) { return as_words(rounded_bf16(a)); }
+    static void store(uint32_t* to, const Floats (&row)[2]) {
+        for (int i = 0; i < 2; i++) store_words(to + 16 * i, as_words(rounded_bf16(row[i])));
+    }
     static void between(const uint16_t* a, const uint16_t*, int64_t left, Words (&cells)[2]) {
         cells[0] = row(a, left, 0), cells[1] = row(a, left, 16);
     }
@@ -60,8 +58,10 @@ struct F32Cells {
     static Floats multiply(Floats sum, Words a, Words b) { return fmadd(as_floats(a), as_floats(b), sum); }
     template <typename T>
     static Words row(const T* p, int64_t width, int64_t cell) { return as_words(load16(p + cell, lanes(width - cell))); }
-    static Words all(const float* p, int64_t cell) { return as_words(splat(p[cell])); }
     static Words beside(Floats a, Floats) { return as_words(a); }
+    static void store(uint32_t* to, const Floats (&row)[2]) {
+        for (int i = 0; i < 2; i++) store_words(to + 16 * i, as_words(row[i]));
+    }
     static void between(const float* a, const float*, int64_t left, Words (&cells)[2]) { cells[0] = row(a, left, 0), cells[1] = row(a, left, 16); }
     static Floats power(Floats x) {  // 2^x within 2 ulp
         const Floats whole = nearest(x), rest = from_nearest(x);

@@ -1,6 +1,5 @@
-// Attention of up to 16 queries without packing keys and values: the same sums in the same order as in flash.h. Packing
-// would take longer than these queries' products. Each cell of a key is multiplied with all queries; each value's numbers
-// are in the lanes, and are multiplied with one query after the other.
+// Attention of up to 16 queries: the same sums in the same order as in flash.h. Keys are in the lanes for the scores, features
+// for the outputs, and queries are multiplied one after the other.
 
 #pragma once
 
@@ -15,141 +14,316 @@
 
 namespace {
 
-constexpr int64_t FEW = 16;                // queries: they fill a vector
+constexpr int64_t FEW = 16;                // queries
+constexpr int64_t SPAN = 32;               // keys whose scores are computed together: several tiles
 constexpr int64_t WINDOW_BYTES = 1 << 17;  // of keys and values that all heads of a unit meet before they go on
+static_assert(SPAN == 32 && SPAN % TILE == 0);
 
-template <typename T, typename Ahead>
-struct FewProducts {
+// Memory that is needed later: a few lines of 64 bytes are prefetched between computations, because a processor ignores
+// prefetches while it waits for as many lines as it can. Lines alternate between keys, values and two pages: neighbouring lines
+// would come from one memory channel.
+class Upcoming {
+  public:
+    // SPAN keys and as many values, `skip` bytes behind these pointers. Without keys, `unused` is prefetched.
+    Upcoming(const void* const* keys, const void* const* values, int64_t bytes, int64_t skip, const void* unused) {
+        if (!keys) {
+            rows_[0] = static_cast<const char*>(unused);
+            return;
+        }
+        while (64 << shift_ < bytes) shift_++;
+        last_ = (2 * SPAN << shift_) - 1;
+        for (int64_t i = 0; i < SPAN / 2; i++)
+            for (int64_t half = 0; half < 2; half++) {
+                rows_[4 * i + 2 * half] = static_cast<const char*>(keys[i + half * SPAN / 2]) + skip;
+                rows_[4 * i + 2 * half + 1] = static_cast<const char*>(values[i + half * SPAN / 2]) + skip;
+            }
+    }
+    inline __attribute__((always_inline)) void fetch(int lines) {  // after the last line, that one again: cheaper than a branch
+        for (int i = 0; i < lines; i++) {
+            const int64_t at = std::min(line_++, last_);
+            fetch_line(rows_[at >> shift_] + (at & ((int64_t(1) << shift_) - 1)) * 64);
+        }
+    }
+
+  private:
+    int64_t shift_ = 0, last_ = 0, line_ = 0;  // a row has 1 << shift lines
+    const char* rows_[2 * SPAN];
+};
+
+// The queries of one head, and how far they have come. Keys are in the lanes, so a probability takes as many instructions
+// as there are queries; in flash.h, where queries are in the lanes, few of them would leave most lanes empty.
+template <typename T>
+struct FewQueries {
     using Cells = CellsOf<T>;
+    static constexpr int64_t CHANCES = SPAN / Cells::EACH;  // cells of a query's probabilities
+    static constexpr int MOST = VECTOR_REGISTERS == 1 ? 4 : 2, WIDE = VECTOR_REGISTERS == 1 ? 64 : 32;  // queries, features at a time
     const Head& head;
-    int64_t count, begin, end;             // queries; keys
-    const uint32_t* queries;               // [padded][16]
+    int64_t count, begin, end;             // queries; keys of a window
+    const uint32_t* queries;               // [count][padded]
     const T *const *keys, *const *values;  // from `begin` on ...
     int64_t skip;                          // ... of the heads before this one
-    float* out;                            // [count][wide]
-    int64_t wide;                          // width, rounded up to 32
-    const Ahead& ahead;                    // called for each tile: asks memory for what comes
+    Lanes& lanes;
+    float* out;         // [count][wide]
+    int64_t wide;       // width, rounded up to WIDE
+    uint32_t* packed;   // [padded][SPAN]: cells of the keys
+    float* scores;      // [count][SPAN]
+    uint32_t* chances;  // [count][CHANCES]: probabilities of the keys from `pending` on, not yet multiplied with values
+    int64_t pending = 0;
 
-    // Multiplies each cell of a key with all queries.
-    inline __attribute__((always_inline)) void scores(int64_t at, Floats score[TILE][1]) const {
-        ahead();
-        const T* row[TILE];
-        for (int i = 0; i < TILE; i++) row[i] = keys[std::min(at + i, end - 1) - begin] + skip;
-        for (int first = 0; first < TILE; first += TILE_ROWS)
-            for (int64_t cell = 0; cell < head.cells; cell++) {
-                const Words query = load_words(queries + 16 * cell);
-                for (int i = first; i < first + TILE_ROWS; i++)
-                    score[i][0] = Cells::multiply(score[i][0], Cells::all(row[i], cell), query);
-            }
+    const T* row(const T* const* rows, int64_t at) const { return rows[std::min(at, end - 1) - begin] + skip; }
+
+    // Keys [at, to), at most SPAN, from a multiple of TILE on; none before `first` counts.
+    void meet(int64_t at, int64_t to, int64_t first, Upcoming& upcoming) {
+        if (to - at > 16) meet<2>(at, to, first, upcoming);
+        else meet<1>(at, to, first, upcoming);
     }
-    // J queries from `first` on, two vectors of features from `feature` on.
-    template <int J>
-    void add(int64_t first, int64_t feature, int64_t from, int64_t to, const uint32_t* chances) const {
-        float* y = out + first * wide + feature;
-        Floats sum[J][2];
+
+  private:
+    template <int V>
+    void meet(int64_t at, int64_t to, int64_t first, Upcoming& upcoming) {
+        pending = at;
+        pack<V>(at, upcoming);
+        int64_t q = 0;
+        for (; q + MOST <= count; q += MOST) multiply<V, MOST>(q, upcoming);
+        if (count - q == 3) multiply<V, 3>(q, upcoming);
+        if (count - q == 2) multiply<V, 2>(q, upcoming);
+        if (count - q == 1) multiply<V, 1>(q, upcoming);
+        if (at + 16 * V > lanes.nearest + 1 || at < first) close<V>(at, first);
+        if (__builtin_expect(far<V>(), 0)) {
+            for (int64_t tile = at; tile < to; tile += TILE) weigh_tile(tile, scores + (tile - at), upcoming);
+        } else {
+            weigh<V>(upcoming);
+        }
+        add_until(to, upcoming);
+    }
+
+    template <int V>
+    void pack(int64_t at, Upcoming& upcoming) const {
+        const T* rows[16 * V];
+        for (int i = 0; i < 16 * V; i++) rows[i] = row(keys, at + i);
+        for (int64_t cell = 0; cell < head.cells; cell += 16)
+            for (int v = 0; v < V; v++)
+                transpose16([&](int i) {
+                    if (i % 4 == 0) upcoming.fetch(2);
+                    return Cells::row(rows[16 * v + i], head.width, cell);
+                }, packed + cell * SPAN + 16 * v, SPAN);
+    }
+
+    template <int V, int J>
+    void multiply(int64_t first, Upcoming& upcoming) {
+        Floats sum[J][V];
         for (int j = 0; j < J; j++)
-            for (int f = 0; f < 2; f++) sum[j][f] = load_floats(y + j * wide + 16 * f);
-        for (int64_t at = from; at < to; at += Cells::EACH, chances += 16) {
-            const T* a = values[std::min(at, end - 1) - begin] + skip + feature;
-            const T* b = Cells::EACH == 1 ? a : values[std::min(at + 1, end - 1) - begin] + skip + feature;
-            Words cells[2];
-            Cells::between(a, b, head.width - feature, cells);
+            for (int v = 0; v < V; v++) sum[j][v] = zero();
+        const uint32_t *key = packed, *query = queries + first * head.padded;
+        for (int64_t cell = 0; cell < head.cells; cell++, key += SPAN, query++) {
+            Words column[V];
+            for (int v = 0; v < V; v++) column[v] = load_words(key + 16 * v);
+            upcoming.fetch(1);
             for (int j = 0; j < J; j++) {
-                const Words chance = splat_word(int32_t(chances[first + j]));
-                for (int f = 0; f < 2; f++) sum[j][f] = Cells::multiply(sum[j][f], chance, cells[f]);
+                const Words x = splat_word(int32_t(query[j * head.padded]));
+                for (int v = 0; v < V; v++) sum[j][v] = Cells::multiply(sum[j][v], column[v], x);
             }
         }
         for (int j = 0; j < J; j++)
-            for (int f = 0; f < 2; f++) store_floats(y + j * wide + 16 * f, sum[j][f]);
+            for (int v = 0; v < V; v++) store_floats(scores + (first + j) * SPAN + 16 * v, sum[j][v]);
     }
-    void add(int64_t from, int64_t to, const uint32_t* chances) const {
-        for (int64_t feature = 0; feature < head.width && from < to; feature += 32) {
-            constexpr int MOST = VECTOR_REGISTERS == 1 ? 4 : 2;
-            int64_t j = 0;
-            for (; j + MOST <= count; j += MOST) add<MOST>(j, feature, from, to, chances);
-            if (count - j == 3) add<3>(j, feature, from, to, chances);
-            if (count - j == 2) add<2>(j, feature, from, to, chances);
-            if (count - j == 1) add<1>(j, feature, from, to, chances);
+
+    // Scores of keys before `first`, or after a query's last key, become scores without weight.
+    template <int V>
+    void close(int64_t at, int64_t first) {
+        alignas(64) static constexpr int32_t LANE[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        for (int v = 0; v < V; v++) {
+            const Words key = add32(load_words(LANE), splat_word(int32_t(at + 16 * v)));
+            const Mask from = at_least(key, splat_word(int32_t(first)));
+            for (int64_t q = 0; q < count; q++) {
+                float* score = scores + q * SPAN + 16 * v;
+                const Mask open = from & at_least(splat_word(lanes.last[q]), key);
+                store_floats(score, select(open, load_floats(score), splat(-__builtin_inff())));
+            }
         }
     }
-    void rescale(const Floats factor[1]) const {
-        alignas(64) float each[16];
-        store_floats(each, factor[0]);
-        for (int64_t j = 0; j < count; j++)
-            for (int64_t i = 0; i < wide; i += 16) {
-                float* y = out + j * wide + i;
-                store_floats(y, load_floats(y) * splat(each[j]));
+
+    // Whether a query has a score far above its reference.
+    template <int V>
+    bool far() const {
+        const Floats scale = splat(head.scale);
+        uint32_t found = 0;
+        for (int64_t q = 0; q < count; q++) {
+            Floats largest = load_floats(scores + q * SPAN);
+            if (V == 2) largest = larger(largest, load_floats(scores + q * SPAN + 16));
+            found |= above(largest * scale, splat(lanes.reference[q] + HEADROOM));
+        }
+        return found != 0;
+    }
+
+    template <int V>
+    void weigh(Upcoming& upcoming) {
+        const Floats scale = splat(head.scale);
+        for (int64_t q = 0; q < count; q++) {
+            const Floats reference = splat(lanes.reference[q]);
+            Floats chance[2] = {zero(), zero()};
+            for (int v = 0; v < V; v++) {
+                chance[v] = Cells::power(fmsub(load_floats(scores + q * SPAN + 16 * v), scale, reference));
+                float sums[2];
+                sums_of_eights(chance[v], sums);
+                lanes.sum[q] = (lanes.sum[q] + sums[0]) + sums[1];
             }
+            Cells::store(chances + q * CHANCES, chance);
+            upcoming.fetch(8);
+        }
+    }
+
+    // One tile, where references may change: before its probabilities, as in flash.h.
+    void weigh_tile(int64_t at, const float* score, Upcoming& upcoming) {
+        constexpr Mask TILE_LANES = (1 << TILE) - 1;
+        for (int64_t q = 0; q < count; q++) {
+            const float largest = *std::max_element(score + q * SPAN, score + q * SPAN + TILE) * head.scale;
+            if (!(largest > lanes.reference[q] + HEADROOM)) continue;
+            add_until(at, upcoming);
+            alignas(64) float factor[16];
+            store_floats(factor, Cells::power(splat(lanes.reference[q] - largest)));
+            lanes.reference[q] = largest, lanes.sum[q] *= factor[0];
+            for (int64_t i = 0; i < wide; i += 16) store_floats(out + q * wide + i, load_floats(out + q * wide + i) * splat(factor[0]));
+        }
+        for (int64_t q = 0; q < count; q++) {
+            const Floats eight = load_or(splat(-__builtin_inff()), TILE_LANES, score + q * SPAN);
+            const Floats chance[2] = {Cells::power(fmsub(eight, splat(head.scale), splat(lanes.reference[q]))), zero()};
+            float sums[2];
+            sums_of_eights(chance[0], sums);
+            lanes.sum[q] += sums[0];
+            alignas(64) uint32_t cells[SPAN];
+            Cells::store(cells, chance);
+            std::copy_n(cells, TILE / Cells::EACH, chances + q * CHANCES + (at - pending) / Cells::EACH);
+        }
+    }
+
+    // Multiplies the probabilities of keys [pending, to) with their values.
+    void add_until(int64_t to, Upcoming& upcoming) {
+        for (int64_t feature = 0; feature < head.width && pending < to; feature += WIDE) {
+            int64_t q = 0;
+            for (; q + MOST <= count; q += MOST) add<MOST>(q, feature, to, upcoming);
+            if (count - q == 3) add<3>(q, feature, to, upcoming);
+            if (count - q == 2) add<2>(q, feature, to, upcoming);
+            if (count - q == 1) add<1>(q, feature, to, upcoming);
+        }
+        pending = to;
+    }
+
+    // For J queries from `first` on, WIDE features from `feature` on.
+    template <int J>
+    void add(int64_t first, int64_t feature, int64_t to, Upcoming& upcoming) const {
+        constexpr int F = WIDE / 32;
+        float* y = out + first * wide + feature;
+        const uint32_t* chance = chances + first * CHANCES;
+        Floats sum[J][2 * F];
+        for (int j = 0; j < J; j++)
+            for (int f = 0; f < 2 * F; f++) sum[j][f] = load_floats(y + j * wide + 16 * f);
+        for (int64_t at = pending; at < to; at += Cells::EACH, chance++) {
+            const T* a = row(values, at) + feature;
+            const T* b = Cells::EACH == 1 ? a : row(values, at + 1) + feature;
+            upcoming.fetch(3);
+            Words cells[F][2];
+            for (int f = 0; f < F; f++) Cells::between(a + 32 * f, b + 32 * f, head.width - feature - 32 * f, cells[f]);
+            for (int j = 0; j < J; j++) {
+                const Words x = splat_word(int32_t(chance[j * CHANCES]));
+                for (int f = 0; f < 2 * F; f++) sum[j][f] = Cells::multiply(sum[j][f], x, cells[f / 2][f % 2]);
+            }
+        }
+        for (int j = 0; j < J; j++)
+            for (int f = 0; f < 2 * F; f++) store_floats(y + j * wide + 16 * f, sum[j][f]);
     }
 };
 
 // Keys per window for `keys` keys of this many bytes each; windows are nearly equal.
 inline int64_t window_of(int64_t keys, int64_t bytes) {
-    const int64_t most = std::max(WINDOW_BYTES / bytes, TILE), windows = std::max<int64_t>((keys + most - 1) / most, 1);
-    return ((keys + windows - 1) / windows + TILE - 1) / TILE * TILE;
+    const int64_t most = std::max(WINDOW_BYTES / bytes, SPAN), windows = std::max<int64_t>((keys + most - 1) / most, 1);
+    return ((keys + windows - 1) / windows + SPAN - 1) / SPAN * SPAN;
 }
 
 // Like `attend` in flash.h, for `count` <= FEW queries of whole cells and several heads; the keys of one token in two
-// neighbouring heads lie `apart` numbers from each other, a multiple of the width. source.of(h) is one head's source. For the first head, its lines() also says which keys are in pages (`old`, `stored`)
-// and which are not (`fresh`). fetch(then, i) prefetches key and value i of the window that begins at `then` for all heads;
-// with then < 0, those of the unit that this thread is likely to take next.
-template <typename T, typename Source, typename Fetch>
+// neighbouring heads lie `apart` numbers from each other, a multiple of the width. source.of(h) is one head's source. For the
+// first head, its lines() also says which keys are in pages (`old`, `stored`) and which are not (`fresh`); `before` is how many
+// are. `next`: that of the unit that this thread is likely to take next, or null.
+template <typename T, typename Source>
 void attend_few(
-    const Head& head, const Source& source, int64_t heads, int64_t apart, int64_t count, int64_t first, const Fetch& fetch,
+    const Head& head, const Source& source, int64_t heads, int64_t apart, int64_t count, int64_t first, const Source* next,
     std::vector<float>& memory
 ) {
     using Cells = CellsOf<T>;
-    const int64_t begin = first / TILE * TILE, end = source.last(count - 1) + 1, keys = end - begin;
-    const int64_t wide = (head.width + 31) / 32 * 32, side = heads * head.width;
-    const int64_t fresh = end - std::min(std::max(source.before, begin), end);
-    const int64_t per = apart / head.width, copied = (fresh + per - 1) / per * heads * apart;  // fresh keys lie as in pages
-    Scratch scratch(memory, 2 * Scratch::floats<const T*>(keys) + Scratch::floats<T>(2 * copied)
-        + Scratch::floats<Lanes>(heads) + Scratch::floats<uint32_t>(heads * head.padded * 16)
-        + Scratch::floats<float>(heads * count * wide));
-    const T **key = scratch.take<const T*>(keys), **value = scratch.take<const T*>(keys);
+    using Queries = FewQueries<T>;
+    const int64_t begin = first / TILE * TILE, end = source.last(count - 1) + 1;
+    const int64_t wide = (head.width + Queries::WIDE - 1) / Queries::WIDE * Queries::WIDE, bytes = head.width * int64_t(sizeof(T));
+    const int64_t window = window_of(end - begin, 2 * heads * bytes), old = std::min(std::max(source.before, begin), end);
+    const int64_t per = apart / head.width, copied = (end - old + per - 1) / per * heads * apart;  // fresh keys lie as in pages
+    const int64_t of_queries = count * head.padded, of_out = count * wide;
+    Scratch scratch(memory, 4 * Scratch::floats<const T*>(window) + Scratch::floats<T>(2 * copied)
+        + Scratch::floats<Lanes>(heads) + Scratch::floats<uint32_t>(heads * of_queries) + Scratch::floats<float>(heads * of_out)
+        + Scratch::floats<uint32_t>(head.padded * SPAN) + Scratch::floats<float>(count * SPAN)
+        + Scratch::floats<uint32_t>(count * Queries::CHANCES));
     T* made = scratch.take<T>(2 * copied);
-    int64_t copies = 0;
-    for (int64_t at = begin; at < end; at += TILE) {
-        const int64_t here = std::min(TILE, end - at);
-        const auto lines = source.lines(at, here);
-        for (int64_t i = 0; i < here; i++) {
-            for (int64_t which = 0; which < 2; which++) {
-                const T*& to = (which ? value : key)[at + i - begin];
-                if (i < lines.old) {
-                    to = lines.stored[which][i];
-                    continue;
-                }
-                const float* from = lines.fresh[which] + (i - lines.old) * lines.stride;
-                T* copy = made + which * copied + copies / per * heads * apart + copies % per * head.width;
-                to = copy;
-                for (int64_t h = 0; h < heads; h++, copy += apart, from += head.width)
-                    for (int64_t f = 0; f < head.width; f++) store(copy, f, from[f]);
-            }
-            copies += i >= lines.old;
+    const auto copy_of = [&](int64_t position, int64_t side) {
+        return made + side * copied + (position - old) / per * heads * apart + (position - old) % per * head.width;
+    };
+    for (int64_t at = old; at < end; at++) {
+        const auto lines = source.lines(at, 1);
+        for (int64_t side = 0; side < 2; side++) {
+            const float* from = lines.fresh[side];
+            T* copy = copy_of(at, side);
+            for (int64_t h = 0; h < heads; h++, copy += apart, from += head.width)
+                for (int64_t f = 0; f < head.width; f++) store(copy, f, from[f]);
         }
     }
     Lanes* lanes = scratch.take<Lanes>(heads);
-    const int64_t of_queries = head.padded * 16, of_out = count * wide;
     uint32_t* queries = scratch.take<uint32_t>(heads * of_queries);
     float* out = scratch.take<float>(heads * of_out);
+    uint32_t* packed = scratch.take<uint32_t>(head.padded * SPAN);
+    float* scores = scratch.take<float>(count * SPAN);
+    uint32_t* chances = scratch.take<uint32_t>(count * Queries::CHANCES);
     std::fill(out, out + heads * of_out, 0.0f);
     for (int64_t h = 0; h < heads; h++) {
         lanes[h].begin(source, 0, count);
-        const auto query = [&](int64_t i, int64_t cell) { return source.of(h).query(Cells(), i, cell); };
-        pack_across<Cells>(count, 16, head.width, query, queries + h * of_queries);
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t cell = 0; cell < head.padded; cell += 16)
+                store_words(queries + h * of_queries + i * head.padded + cell, source.of(h).query(Cells(), i, cell));
     }
-    const int64_t window = window_of(keys, 2 * side * int64_t(sizeof(T)));
-    for (int64_t at = begin; at < end; at += window) {
-        const int64_t behind = std::min(at + window, end), then = behind < end ? behind : -1;
-        const int64_t tiles = heads * ((behind - at + TILE - 1) / TILE), each = (window + tiles - 1) / tiles;
-        int64_t fetched = 0;
-        const auto ahead = [&] {
-            for (const int64_t to = std::min(fetched + each, window); fetched < to; fetched++) fetch(then, fetched);
-        };
+    struct Places {
+        const T** of[2];  // keys and values of the first head
+        int64_t count;
+    } now{}, then{};  // in a window, and in the one after it
+    for (Places* each : {&now, &then})
+        for (int64_t side = 0; side < 2; side++) each->of[side] = scratch.take<const T*>(window);
+    const auto find = [&](const Source& in, Places& places, int64_t from, int64_t to) {  // in pages
+        for (int64_t tile = from; tile < to; tile += TILE) {
+            const auto found = in.lines(tile, std::min(TILE, to - tile));
+            for (int64_t side = 0; side < 2; side++) std::copy_n(found.stored[side], found.count, places.of[side] + tile - from);
+        }
+        places.count = std::max(to - from, int64_t(0));
+    };
+    const auto find_own = [&](Places& places, int64_t from, int64_t to) {
+        find(source, places, from, std::min(to, old));
+        for (int64_t at = from + places.count; at < to; at++, places.count++)
+            for (int64_t side = 0; side < 2; side++) places.of[side][at - from] = copy_of(at, side);
+    };
+    find_own(now, begin, std::min(begin + window, end));
+    for (int64_t begun = begin; begun < end; begun += window, std::swap(now, then)) {
+        const int64_t behind = std::min(begun + window, end);
+        int64_t following = heads;  // whose memory is prefetched
+        if (behind < end) find_own(then, behind, std::min(behind + window, end));
+        else if (next) find(*next, then, begin, std::min(begin + window, next->before)), following = next->heads;
+        else then.count = 0;
+        for (int64_t side = 0; side < 2 && then.count; side++)
+            std::fill(then.of[side] + then.count, then.of[side] + window, then.of[side][then.count - 1]);
         for (int64_t h = 0; h < heads; h++) {
-            const FewProducts<T, decltype(ahead)> products{
-                head, count, begin, end, queries + h * of_queries, key, value, h * apart, out + h * of_out, wide, ahead};
-            walk<Cells, 1>(head.scale, lanes[h], products, at, behind, first);
+            Queries few{head, count, begun, behind, queries + h * of_queries, now.of[0], now.of[1], h * apart, lanes[h],
+                out + h * of_out, wide, packed, scores, chances};
+            for (int64_t at = begun; at < behind; at += SPAN) {
+                const bool more = at - begun < then.count && h < following;
+                const auto later = [&](int64_t side) {
+                    return more ? reinterpret_cast<const void* const*>(then.of[side] + at - begun) : nullptr;
+                };
+                Upcoming upcoming(later(0), later(1), bytes, h * apart * int64_t(sizeof(T)), now.of[0][0]);
+                few.meet(at, std::min(at + SPAN, behind), first, upcoming);
+            }
         }
     }
     for (int64_t h = 0; h < heads; h++) {

@@ -10,8 +10,10 @@
 //   nearest          the nearest integer, ties to even; from_nearest: what is left; above_floor: x - floor(x), finite for infinities
 //   times_power      p * 2^floor(n)
 //   total_of         the sum of all lanes; fold: of two vectors of partial sums one, eight of the first, eight of the second;
-//                    sums_of: eight of these to the sums of sixteen vectors
+//                    sums_of: eight of these to the sums of sixteen vectors; sums_of_eights: of the lower and of the upper
+//                    eight lanes, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
 //   low_bytes        of each 16 bytes the lower 8 of both, alternating; likewise high_bytes, low_words, high_pairs ...
+//   transpose_quarters  quarter j of vector i becomes quarter i of vector j
 //   shuffle_bytes    within each 16 bytes; lookup_bytes: in a table of 128 (bit 7 of an index is ignored); lookup_halves: of 32
 //   dot_bytes        sum + 4 products of unsigned and signed bytes, in each word
 //   dot_stored       the same for bytes without_offset, which removes an offset of 128 if products take signed bytes only

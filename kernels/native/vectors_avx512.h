@@ -65,6 +65,13 @@ inline Floats sums_of(const Floats pairs[8]) {
     return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), mixed);
 }
 
+inline void sums_of_eights(Floats x, float (&sums)[2]) {
+    x = x + _mm512_permute_ps(x, 0xb1);
+    x = x + _mm512_permute_ps(x, 0x4e);
+    x = x + _mm512_shuffle_f32x4(x, x, 0xb1);
+    sums[0] = _mm512_cvtss_f32(x), sums[1] = _mm256_cvtss_f32(_mm512_extractf32x8_ps(x, 1));
+}
+
 // -- words -------------------------------------------------------------------------------------------------------------------
 
 inline Words zero_words() { return _mm512_setzero_si512(); }
@@ -106,6 +113,12 @@ inline Words low_words(Words a, Words b) { return _mm512_unpacklo_epi32(a, b); }
 inline Words high_words(Words a, Words b) { return _mm512_unpackhi_epi32(a, b); }
 inline Words low_pairs(Words a, Words b) { return _mm512_unpacklo_epi64(a, b); }
 inline Words high_pairs(Words a, Words b) { return _mm512_unpackhi_epi64(a, b); }
+inline void transpose_quarters(Words (&x)[4]) {
+    const Words a = _mm512_shuffle_i32x4(x[0], x[1], 0x44), b = _mm512_shuffle_i32x4(x[2], x[3], 0x44);
+    const Words c = _mm512_shuffle_i32x4(x[0], x[1], 0xee), d = _mm512_shuffle_i32x4(x[2], x[3], 0xee);
+    x[0] = _mm512_shuffle_i32x4(a, b, 0x88), x[1] = _mm512_shuffle_i32x4(a, b, 0xdd);
+    x[2] = _mm512_shuffle_i32x4(c, d, 0x88), x[3] = _mm512_shuffle_i32x4(c, d, 0xdd);
+}
 inline Words shuffle_bytes(Words a, Words order) { return _mm512_shuffle_epi8(a, order); }
 inline Words lookup_halves(Words index, Words table) { return _mm512_permutexvar_epi16(index, table); }
 

@@ -236,6 +236,25 @@ FORWARD int32_t total_of(Words x) {
     for (uint32_t one : each) sum += one;
     return int32_t(sum);
 }
+FORWARD float total_of_neighbours(Four x) {  // (0 + 1) + (2 + 3)
+    x = x + __builtin_shuffle(x, FourWords{1, 0, 3, 2});
+    return x[0] + x[2];
+}
+FORWARD void sums_of_eights(Floats x, float (&sums)[2]) {
+    const Words all = as_words(x);
+    sums[0] = total_of_neighbours((Four)quarter<0>(all)) + total_of_neighbours((Four)quarter<1>(all));
+    sums[1] = total_of_neighbours((Four)quarter<2>(all)) + total_of_neighbours((Four)quarter<3>(all));
+}
+
+template <int J>
+FORWARD Words quarters_of(const Words (&x)[4]) {
+    return as_words(of_quarters((Four)quarter<J>(x[0]), (Four)quarter<J>(x[1]), (Four)quarter<J>(x[2]), (Four)quarter<J>(x[3])));
+}
+FORWARD void transpose_quarters(Words (&x)[4]) {
+    const Words found[4] = {quarters_of<0>(x), quarters_of<1>(x), quarters_of<2>(x), quarters_of<3>(x)};
+    for (int i = 0; i < 4; i++) x[i] = found[i];
+}
+
 FORWARD Floats fold(Floats first, Floats second) { return {first.low + first.high, second.low + second.high}; }
 inline Floats sums_of(const Floats pairs[8]) {
     Four sum[4];

@@ -128,6 +128,24 @@ def test_bits_do_not_depend_on_how_a_token_came(changes: str, dtype: torch.dtype
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("width", [40, 256])
+def test_bits_do_not_depend_on_chunks_where_scores_of_any_size_come_late(width: int, dtype: torch.dtype) -> None:
+    """Over several windows of keys; a chunk is up to 16 queries of a key/value head, or more."""
+    config = gated_config("*", head_dim=width, **PLAIN)
+    weights = dict(random_weights(config))
+    weights["model.layers.0.mixer.q_proj.weight"] *= 4000 / width
+    prompt = torch.randint(97, (410,), generator=torch.Generator().manual_seed(1)).tolist()
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    found = []
+    for chunk in (512, 1, 3, 8, 33):
+        runner = make_runner(config, weights, native="on", dtype=dtype, max_len=512, page_size=16, max_chunk=chunk)
+        found.append(numbers(run(runner, request("a", prompt, params))))
+    assert found[0].isfinite().all() and len(found[0].unique()) > 100
+    for other in found[1:]:
+        assert torch.equal(other, found[0])
+
+
 def test_more_axes_than_positions_have_are_refused() -> None:
     config = gated_config("*")
     with pytest.raises(ValueError, match="position_axes 2 is below the 3 that layers read"):

@@ -48,13 +48,13 @@ struct FewKeys {
                 for (int64_t f = 0; f < width; f++) stored[side].push_back(float_to_bf16(row(1 + side, i)[f]));
     }
     struct Lines {
-        int64_t old;
+        int64_t count, old;
         const uint16_t* stored[2][TILE];
         const float* fresh[2];
         int64_t stride;
     };
     Lines lines(int64_t at, int64_t count) const {
-        Lines found{std::min(std::max<int64_t>(before - at, 0), count), {}, {}, 3 * heads * width};
+        Lines found{count, std::min(std::max<int64_t>(before - at, 0), count), {}, {}, 3 * heads * width};
         for (int64_t side = 0; side < 2; side++) {
             for (int64_t i = 0; i < found.old; i++) found.stored[side][i] = stored[side].data() + (at + i) * width;
             found.fresh[side] = row(1 + side, at + found.old);
@@ -87,7 +87,8 @@ void attention() {
     if (sequences > 1 || width % Bf16Cells::EACH) return;
     FewKeys keys{qkv.data(), rows, heads, width, rows - count, before, {}, few.data()};
     keys.store_keys();
-    attend_few<uint16_t>(Head::of<Bf16Cells>(width, scale), keys, 1, width, count, 0, [](int64_t, int64_t) {}, scratch);
+    const FewKeys* next = nullptr;
+    attend_few<uint16_t>(Head::of<Bf16Cells>(width, scale), keys, 1, width, count, 0, next, scratch);
     fwrite(few.data(), sizeof(float), few.size(), stdout);
 }
 #endif
