@@ -24,18 +24,16 @@ static_assert(SPAN == 32 && SPAN % TILE == 0);
 // would come from one memory channel.
 class Upcoming {
   public:
-    // SPAN keys and as many values, `skip` bytes behind these pointers. Without keys, `unused` is prefetched.
-    Upcoming(const void* const* keys, const void* const* values, int64_t bytes, int64_t skip, const void* unused) {
-        if (!keys) {
-            rows_[0] = static_cast<const char*>(unused);
-            return;
-        }
+    explicit Upcoming(const void* unused) { rows_[0] = static_cast<const char*>(unused); }  // nothing is needed
+    // SPAN keys and as many values of so many bytes, `skip` numbers behind these pointers.
+    template <typename T>
+    Upcoming(const T* const* keys, const T* const* values, int64_t bytes, int64_t skip) {
         while (64 << shift_ < bytes) shift_++;
         last_ = (2 * SPAN << shift_) - 1;
         for (int64_t i = 0; i < SPAN / 2; i++)
             for (int64_t half = 0; half < 2; half++) {
-                rows_[4 * i + 2 * half] = static_cast<const char*>(keys[i + half * SPAN / 2]) + skip;
-                rows_[4 * i + 2 * half + 1] = static_cast<const char*>(values[i + half * SPAN / 2]) + skip;
+                rows_[4 * i + 2 * half] = reinterpret_cast<const char*>(keys[i + half * SPAN / 2] + skip);
+                rows_[4 * i + 2 * half + 1] = reinterpret_cast<const char*>(values[i + half * SPAN / 2] + skip);
             }
     }
     inline __attribute__((always_inline)) void fetch(int lines) {  // after the last line, that one again: cheaper than a branch
@@ -318,10 +316,8 @@ void attend_few(
                 out + h * of_out, wide, packed, scores, chances};
             for (int64_t at = begun; at < behind; at += SPAN) {
                 const bool more = at - begun < then.count && h < following;
-                const auto later = [&](int64_t side) {
-                    return more ? reinterpret_cast<const void* const*>(then.of[side] + at - begun) : nullptr;
-                };
-                Upcoming upcoming(later(0), later(1), bytes, h * apart * int64_t(sizeof(T)), now.of[0][0]);
+                const int64_t i = at - begun;
+                Upcoming upcoming = more ? Upcoming(then.of[0] + i, then.of[1] + i, bytes, h * apart) : Upcoming(now.of[0][0]);
                 few.meet(at, std::min(at + SPAN, behind), first, upcoming);
             }
         }
