@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 #include <vector>
 
@@ -48,6 +47,17 @@ class Upcoming {
     const char* rows_[2 * SPAN];
 };
 
+// Visits `count` queries in groups of MOST, the rest in one smaller group: visit(size, first), the size as an integral constant.
+template <int MOST, typename Visit>
+inline __attribute__((always_inline)) void in_groups(int64_t count, Visit&& visit) {
+    static_assert(MOST == 2 || MOST == 4);
+    int64_t first = 0;
+    for (; first + MOST <= count; first += MOST) visit(std::integral_constant<int, MOST>(), first);
+    if (count - first == 3) visit(std::integral_constant<int, 3>(), first);
+    if (count - first == 2) visit(std::integral_constant<int, 2>(), first);
+    if (count - first == 1) visit(std::integral_constant<int, 1>(), first);
+}
+
 // The queries of one head, and how far they have come. Keys are in the lanes, so a probability takes as many instructions
 // as there are queries; in flash.h, where queries are in the lanes, few of them would leave most lanes empty.
 template <typename T>
@@ -81,11 +91,7 @@ struct FewQueries {
     void meet(int64_t at, int64_t to, int64_t first, Upcoming& upcoming) {
         pending = at;
         pack<V>(at, upcoming);
-        int64_t q = 0;
-        for (; q + MOST <= count; q += MOST) multiply<V, MOST>(q, upcoming);
-        if (count - q == 3) multiply<V, 3>(q, upcoming);
-        if (count - q == 2) multiply<V, 2>(q, upcoming);
-        if (count - q == 1) multiply<V, 1>(q, upcoming);
+        in_groups<MOST>(count, [&](auto group, int64_t q) { multiply<V, group()>(q, upcoming); });
         if (at + 16 * V > lanes.nearest + 1 || at < first) close<V>(at, first);
         if (__builtin_expect(far<V>(), 0)) {
             for (int64_t tile = at; tile < to; tile += TILE) weigh_tile(tile, scores + (tile - at), upcoming);
@@ -197,13 +203,8 @@ struct FewQueries {
 
     // Multiplies the probabilities of keys [pending, to) with their values.
     void add_until(int64_t to, Upcoming& upcoming) {
-        for (int64_t feature = 0; feature < head.width && pending < to; feature += WIDE) {
-            int64_t q = 0;
-            for (; q + MOST <= count; q += MOST) add<MOST>(q, feature, to, upcoming);
-            if (count - q == 3) add<3>(q, feature, to, upcoming);
-            if (count - q == 2) add<2>(q, feature, to, upcoming);
-            if (count - q == 1) add<1>(q, feature, to, upcoming);
-        }
+        for (int64_t feature = 0; feature < head.width && pending < to; feature += WIDE)
+            in_groups<MOST>(count, [&](auto group, int64_t q) { add<group()>(q, feature, to, upcoming); });
         pending = to;
     }
 
