@@ -59,13 +59,14 @@ class ArenaLayout:
     @classmethod
     def of(cls, config: DecoderConfig, options: DecoderOptions) -> ArenaLayout:
         element, state_element = options.dtype.itemsize, options.state_dtype.itemsize
+        compiled = options.native != "off" and torch.device(options.device).type == "cpu"
         page = sum(of.numbers(options.page_size) for of in paged(config, options)) * element
         ring = 0
         if options.num_drafts and options.spec_state == "replay":
             ring = RING * sum(slot.inputs for slot in config.slots) * torch.float32.itemsize
         return cls(
             tuple(_aligned(math.prod(slot.window) * element) for slot in config.slots),
-            tuple(_aligned(math.prod(slot.state) * state_element) for slot in config.slots),
+            tuple(_aligned(slot.state_bytes(element, state_element, compiled)) for slot in config.slots),
             _aligned(page),
             options.page_size,
             options.slots_per_seq,

@@ -164,8 +164,8 @@ class DecoderOptions:
     host_bytes: int | None = None
     """Host memory for the exact state of preempted requests; `None`: a quarter of the arena."""
     state_dtype: torch.dtype = field(default_factory=_float32)
-    """Dtype of recurrent states: `float32`, or `bfloat16` on a CPU, to which they are rounded after every token. It
-    changes answers; with either, no batch, chunk, draft or saved state does.
+    """Dtype of recurrent states: `float32`, or `bfloat16` on a CPU, to which they are rounded at fixed places of a
+    sequence (kernels/native/README.md). It changes answers; with either, no batch, chunk, draft or saved state does.
     """
     page_size: int = 16
     """Tokens of one KV page."""

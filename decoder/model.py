@@ -94,6 +94,8 @@ class HybridModel:
         """`hidden` for embedded rows, which it overwrites unless the residual stream has another dtype."""
         if self.native is not None and self.native.takes(x_TD.shape[0], batch):
             return self.native.layers(x_TD, batch)
+        if self.native is not None:
+            self.native.leave(batch)
         if self.config.residual_in_fp32:
             x_TD = x_TD.float()
         eps, dtype = self.config.norm_eps, self.options.dtype

@@ -22,10 +22,11 @@ from decoder.layers.experts import ExpertsMixer
 from decoder.operation_parts import MAX_ROUTED
 from decoder.operations import Operations
 from decoder.singles import Singles, SinglesRoom
+from decoder.state_forms import slots_read, slots_written
 from decoder.trunk import Trunk
 from kernels.linear import Quantised
 from kernels.native import NativeUnavailable
-from kernels.native.structs import Code, Kind, Op, Step, Target
+from kernels.native.structs import Code, Form, Kind, Op, Step, Target
 from kernels.rms_norm import rms_norm
 
 log = logging.getLogger(__name__)
@@ -146,6 +147,8 @@ class NativeStep(Operations):
         self._single = _Rows(starts, none, torch.ones_like(starts), none, None)
         self._scored = self.x[:0], torch.empty(0)
         """(rows whose logits were computed last, these logits)."""
+        self._left = False
+        """Whether torch operations have computed a step, so that states may have their form."""
         options = trunk.options
         self.max_singles = MAX_ROUTED if all(layer.ops for layer in layers) else 0
         """Largest number of rows for `single`; 0 if a layer has no compiled form."""
@@ -159,6 +162,17 @@ class NativeStep(Operations):
             return False
         scan = batch.scan
         return tokens == batch.queries if scan is None else isinstance(scan.window_saves, tuple)
+
+    def leave(self, batch: Batch) -> None:
+        """Prepares a step that torch operations compute: the states that it reads get the form that these have."""
+        self._left = True
+        self.convert_states(Form.PLAIN, slots_read(batch))
+        self.convert_states(Form.WRITTEN, slots_written(batch))
+
+    def _enter(self, slots: Tensor) -> None:
+        """Gives the states in these slots the form of compiled code again."""
+        if self._left:
+            self.convert_states(Form.BLOCKS, slots[slots >= 0].unique())
 
     def embed(self, ids_T: Tensor) -> Tensor:
         """`[T, d]` float32: scaled rows of the embedding table, in the memory that `layers` works in."""
@@ -177,6 +191,7 @@ class NativeStep(Operations):
         if x_TD.data_ptr() != x.data_ptr():
             x.copy_(x_TD)
         rows = _rows(batch, self._single)
+        self._enter(rows.slots if rows.rewound is None else torch.cat((rows.slots, rows.rewound[0])))
         step = Step(
             tokens, rows.slots.shape[0], rows.starts.data_ptr(), rows.slots.data_ptr(), rows.initial.data_ptr(),
             rows.saves.shape[0], rows.saves.data_ptr(), batch.lengths_Q.data_ptr(), tables.data_ptr(),
@@ -212,6 +227,8 @@ class NativeStep(Operations):
         `table_SW`: page numbers of all batch slots.
         """
         room, count = self._room, len(rows.ids)
+        if self._left:
+            self._enter(torch.tensor(rows.slots))
         room.fill(rows, table_SW)
         self.run(range(self._head.stop), room.step)
         self._scored = hidden, logits = room.results(count)
@@ -225,6 +242,7 @@ class NativeStep(Operations):
     def advance(self, rows_R4: Tensor) -> None:
         """Rows of (batch slot, slot, target, count): in all compiled layers, writes the state in the slot after the
         first `count` inputs of the batch slot's ring to the target slot."""
+        self._enter(rows_R4[:, 1].contiguous())
         self.model.threads = torch.get_num_threads()
         rows = ctypes.c_void_p(rows_R4.data_ptr())
         self.library.saccade_advance(ctypes.byref(self.model), ctypes.c_int64(rows_R4.shape[0]), rows)

@@ -29,7 +29,8 @@ from decoder.operation_parts import MAX_ROUTED, OperationParts
 from decoder.recurrence_operations import MAX_TAPS, Recurrence, recurrence_operations
 from kernels.host_memory import buffer_memory
 from kernels.native import NativeUnavailable, library
-from kernels.native.structs import Code, Model, Op, Step, Target, Weight
+from kernels.native.state_blocks import StateShape
+from kernels.native.structs import Code, Form, Model, Op, Step, Target, Weight
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,11 @@ class Operations(OperationParts):
             runs=self._runs.data_ptr(), picked=self._picked[0].data_ptr(), picked_scale=self._picked[1].data_ptr(),
             picked_wide=self._picked[2].data_ptr(),
         )  # fmt: skip
+        ours = StateShape(mamba.n_groups, *mamba.memory.state).block_bytes(
+            options.dtype.itemsize, options.state_dtype.itemsize
+        )
+        theirs = self.library.saccade_state_bytes(ctypes.byref(self.model))
+        assert ours == theirs, f"a state of Mamba-2 takes {theirs} bytes in compiled code, not {ours}"
 
     def run(self, ops: range, step: Step) -> None:
         self.model.threads = torch.get_num_threads()
@@ -95,6 +101,13 @@ class Operations(OperationParts):
             started = time.perf_counter()
             self.library.saccade_step(ctypes.byref(self.model), ctypes.byref(step), index, index + 1)
             self.on_operation(self._ops[index], time.perf_counter() - started)
+
+    def convert_states(self, form: Form, slots: Tensor) -> None:
+        """Gives the states of Mamba-2 in these state slots (int64) a form, in all compiled layers."""
+        self.model.threads = torch.get_num_threads()
+        slots = slots.contiguous()
+        pointer = ctypes.c_void_p(slots.data_ptr())
+        self.library.saccade_convert_states(ctypes.byref(self.model), form, slots.numel(), pointer)
 
     def layer(self, layer: BuiltLayer) -> list[Op]:
         """The operations of a layer; empty for one without a compiled form."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from decoder.layers.spec import PageSpec, SlotSpec, positive, require
+from kernels.native.state_blocks import StateShape
 from kernels.rope import Rope
 
 ACTIVATIONS = ("relu2", "relu", "silu", "gelu", "gelu_pytorch_tanh")
@@ -265,7 +266,8 @@ class Mamba2:
     def memory(self) -> SlotSpec:
         state = (self.mamba_num_heads, self.mamba_head_dim, self.ssm_state_size)
         inputs = self.conv_dim + self.mamba_num_heads
-        return SlotSpec((self.conv_kernel - 1, self.conv_dim), state, inputs, self.chunk_size)
+        blocks = StateShape(self.n_groups, *state)
+        return SlotSpec((self.conv_kernel - 1, self.conv_dim), state, inputs, self.chunk_size, blocks)
 
     @property
     def activations(self) -> int:

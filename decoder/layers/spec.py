@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from kernels.native.state_blocks import StateShape
 
 Weights = Mapping[str, Any]
 """Tensors by name, without the layer's prefix; weights of linear layers may be `Quantised`."""
@@ -22,6 +25,15 @@ class SlotSpec:
     """Numbers per token that the recurrence takes as input; they are kept to replay tokens that may be rejected."""
     chunk: int
     """Tokens per chunk of the scan, a power of two. It affects rounding only."""
+    blocks: StateShape | None = None
+    """Of a state that compiled code advances by blocks of tokens: it then has a form of its own there."""
+
+    def state_bytes(self, element: int, state_element: int, compiled: bool) -> int:
+        """Bytes of the state in a slot, for dtypes of so many bytes; `compiled`: whether compiled code may use it."""
+        plain = math.prod(self.state) * state_element
+        if self.blocks is None or not compiled:
+            return plain
+        return max(plain, self.blocks.block_bytes(element, state_element))
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ class DeltaGroup : public RecurrentGroup<T, S> {
     int64_t first_channel() const { return shape_.heads * shape_.value; }  // gates come first
     int64_t step_width() const { return channels(shape_) + 2 * shape_.heads; }
 
-    void advance_by(RowState<T, S> place, Projected in, const S* before) {
+    const S* advance_by(RowState<T, S> place, Projected in, const S* before) {
         this->convolve(place, in);
         norm_keys(in.tokens);
         gates(in);
@@ -203,6 +203,7 @@ class DeltaGroup : public RecurrentGroup<T, S> {
         for (int64_t h = 0; h < heads_; h++)
             delta_head<S>({in.tokens, shape_.key, shape_.value, q_, k_, kq_, decays_ + h * BLOCK, betas_ + h * BLOCK,
                         before + h * state, place.states + h * state, read_, tile_, out_ + h * shape_.value, width_});
+        return place.states;
     }
 
     // The block's outputs, normalised and gated, for the step's tokens from `token` on: to `mid`, or as the next product's

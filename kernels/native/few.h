@@ -10,6 +10,7 @@
 
 #include "flash.h"
 #include "numbers.h"
+#include "tiles.h"
 
 namespace {
 
@@ -46,17 +47,6 @@ class Upcoming {
     int64_t shift_ = 0, last_ = 0, line_ = 0;  // a row has 1 << shift lines
     const char* rows_[2 * SPAN];
 };
-
-// Visits `count` queries in groups of MOST, the rest in one smaller group: visit(size, first), the size as an integral constant.
-template <int MOST, typename Visit>
-inline __attribute__((always_inline)) void in_groups(int64_t count, Visit&& visit) {
-    static_assert(MOST == 2 || MOST == 4);
-    int64_t first = 0;
-    for (; first + MOST <= count; first += MOST) visit(std::integral_constant<int, MOST>(), first);
-    if (count - first == 3) visit(std::integral_constant<int, 3>(), first);
-    if (count - first == 2) visit(std::integral_constant<int, 2>(), first);
-    if (count - first == 1) visit(std::integral_constant<int, 1>(), first);
-}
 
 // The queries of one head, and how far they have come. Keys are in the lanes, so a probability takes as many instructions
 // as there are queries; in flash.h, where queries are in the lanes, few of them would leave most lanes empty.

@@ -28,6 +28,8 @@ class InstructionSet:
     """(flag of /proc/cpuinfo, option of the compiler where it is there)."""
     only_emulated: bool = False
     """Whether no processor has run it yet, only an emulator. The log and `saccade plan` say so."""
+    bf16_pairs: bool = False
+    """Whether it multiplies pairs of bfloat16 (`BF16_PAIRS` in the source)."""
     state_component: int | None = None
     """State of the processor that a process has to ask the Linux kernel for before it uses the set."""
 
@@ -48,6 +50,7 @@ _BF16 = InstructionSet(
     "avx512bf16",
     _AVX512 | {"avx512_bf16", "avx512_vnni", "avx512vbmi"},
     (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi"),
+    bf16_pairs=True,
 )
 
 SETS = (
@@ -57,6 +60,7 @@ SETS = (
         _BF16.needs | {"amx_tile", "amx_bf16", "amx_int8"},
         (*_BF16.flags, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
         only_emulated=True,
+        bf16_pairs=True,
         state_component=18,
     ),
     InstructionSet(
@@ -72,6 +76,7 @@ SETS = (
         _NEON | {"asimddp", "bf16", "i8mm"},
         (*_NEON_FLAGS, "-march=armv8.2-a+bf16+dotprod+i8mm"),
         only_emulated=True,
+        bf16_pairs=True,
     ),
     InstructionSet(
         "neon",
@@ -133,3 +138,11 @@ def use(name: str) -> None:
 def in_use() -> str:
     """What `use` was last called with."""
     return _forced
+
+
+def bf16_pairs() -> bool:
+    """Whether the set in use multiplies pairs of bfloat16; False if this processor has none."""
+    try:
+        return choose(_forced, processor_features()).bf16_pairs
+    except NativeUnavailable:
+        return False

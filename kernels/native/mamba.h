@@ -11,140 +11,119 @@
 #include "activations.h"
 #include "numbers.h"
 #include "recurrent.h"
+#include "state_blocks.h"
 #include "structs.h"
 
 namespace {
 
-constexpr int64_t ROWS_AHEAD = 32;  // rows of a state that are asked for before they are needed
+// -- a group of heads --------------------------------------------------------------------------------------------------------
 
-// -- the recurrence ----------------------------------------------------------------------------------------------------------
-
-template <typename S>
-struct Recurrence {  // of a block of tokens: x [tokens, width] times its step, decays [tokens, heads], b and c [tokens, n]
-    int64_t tokens, width, head, heads;
-    const float *x, *decays, *b, *c;
-    const S* before;  // states [width, n] ...
-    S* states;        // ... and after the block, which may be the same
-    float* out;       // [tokens, width], to which the read-out is added
-    // Memory that is read afterwards and prefetched meanwhile: gates [tokens, width]; x, B and C of the next block. May be
-    // null.
-    const float *gates, *next[3];
-    int64_t ld;  // of all of these
+// In a slot: the states of all groups before the unfinished block, then the pending tokens of all groups.
+template <typename T, typename S>
+struct MambaState : RowState<T, S> {
+    Pending pending;
 };
 
-// For n = 16 * V, heads of an even size, a width that is a multiple of 16. Two rows of the state stay in registers for the
-// whole block (part by part if there are few registers) and share the loads of B and C; their products with C are reduced for sixteen rows together.
-template <int V, typename S>
-void advance(const Recurrence<S>& r) {
-    constexpr int W = VECTOR_REGISTERS == 1 ? V : 2;  // of a row of the state, so many vectors fit the registers
-    Floats pairs[BLOCK][8], sums[W < V ? BLOCK : 1][2];
-    for (int64_t first = 0; first < r.width; first += 16) {
-        for (int64_t pair = 0; pair < 8; pair++) {
-            const int64_t p = first + 2 * pair, h = p / r.head;
-            const S* before = r.before + p * 16 * V;
-            S* after = r.states + p * 16 * V;
-            for (int part = 0; part < V; part += W) {
-                Floats s[2][W];
-                for (int j = 0; j < 2; j++)
-                    for (int v = 0; v < W; v++) {
-                        s[j][v] = load_all(before + (j * V + part + v) * 16);
-                        const bool line = (part + v) * 16 * sizeof(S) % 64 == 0;
-                        if (line && p + ROWS_AHEAD < r.width) prefetch_near(before + ((j + ROWS_AHEAD) * V + part + v) * 16);
-                    }
-                for (int64_t t = 0; t < r.tokens; t++) {
-                    if (t)  // the last store rounds by itself
-                        for (int v = 0; v < W; v++) keep_both(after, s[0][v], s[1][v]);
-                    const float* x = r.x + t * r.width + p;
-                    const Floats decay = splat(r.decays[t * r.heads + h]);
-                    const Floats in[2] = {splat(x[0]), splat(x[1])};
-                    Floats sum[2] = {part ? sums[t][0] : zero(), part ? sums[t][1] : zero()};
-                    for (int v = 0; v < W; v++) {
-                        const int64_t at = (t * V + part + v) * 16;
-                        const Floats b = load_floats(r.b + at), c = load_floats(r.c + at);
-                        for (int j = 0; j < 2; j++) {
-                            s[j][v] = fmadd(in[j], b, s[j][v] * decay);
-                            sum[j] = fmadd(s[j][v], c, sum[j]);
-                        }
-                    }
-                    if (part + W < V) sums[t][0] = sum[0], sums[t][1] = sum[1];
-                    else pairs[t][pair] = fold(sum[0], sum[1]);
-                }
-                for (int j = 0; j < 2; j++)
-                    for (int v = 0; v < W; v++) store_all(after + (j * V + part + v) * 16, s[j][v]);
-            }
-        }
-        for (int64_t t = 0; t < r.tokens; t++) {
-            float* out = r.out + t * r.width + first;
-            store_floats(out, load_floats(out) + sums_of(pairs[t]));
-            if (r.gates) prefetch_far(r.gates + t * r.ld + first);
-            for (int part = 0; r.next[0] && part < (first < 16 * V ? 3 : 1); part++)
-                prefetch_far(r.next[part] + t * r.ld + first);
-        }
-    }
-}
-
-// Any other shape. Also written with vectors: a scalar loop that the compiler vectorises could sum in a different order in
-// each function that it is inlined into.
-template <typename S>
-void advance_any(const Recurrence<S>& r, int64_t n) {
-    for (int64_t p = 0; p < r.width; p++) {
-        S* s = r.states + p * n;
-        if (r.before != r.states) std::copy_n(r.before + p * n, n, s);
-        for (int64_t t = 0; t < r.tokens; t++) {
-            const Floats in = splat(r.x[t * r.width + p]), decay = splat(r.decays[t * r.heads + p / r.head]);
-            const float *b = r.b + t * n, *c = r.c + t * n;
-            Floats y = zero();
-            for (int64_t i = 0; i < n; i += 16) {
-                const Mask mask = lanes(n - i);
-                const Floats next = fmadd(in, load16(b + i, mask), load16(s + i, mask) * decay);
-                store16(s + i, mask, next);
-                y = fmadd(next, load16(c + i, mask), y);
-            }
-            r.out[t * r.width + p] += total_of(y);
-        }
-    }
-}
-
-// -- a group of heads --------------------------------------------------------------------------------------------------------
+template <typename T, typename S>
+BlockShape<T, S> block_shape(const Model& m) { return {m.heads / m.groups, m.head, m.state}; }
 
 template <typename T, typename S>
 class HeadGroup : public RecurrentGroup<T, S> {
     using Base = RecurrentGroup<T, S>;
     using Base::m_, Base::op_;
+    using Place = MambaState<T, S>;
 
   public:
     HeadGroup(const Model& m, const Op& op, int64_t group, float* scratch)
-        : Base(m, op, m.taps, m.conv_dim), group_(group), heads_(m.heads / m.groups), width_(heads_ * m.head), n_(m.state),
-          x_at_(group * width_), out_(aligned(scratch)), x_(out_ + BLOCK * width_), b_(x_ + BLOCK * width_), c_(b_ + BLOCK * n_),
-          steps_(c_ + BLOCK * n_), decays_(steps_ + BLOCK * heads_) {
+        : Base(m, op, m.taps, m.conv_dim), shape_(block_shape<T, S>(m)), group_(group), heads_(shape_.heads),
+          width_(heads_ * m.head), n_(m.state), x_at_(group * width_), out_(aligned(scratch)), x_(out_ + BLOCK * width_),
+          b_(x_ + BLOCK * width_), c_(b_ + BLOCK * n_), steps_(c_ + BLOCK * n_), decays_(steps_ + BLOCK * heads_),
+          blocks_(shape_, aligned(decays_ + BLOCK * heads_)) {
         const int64_t b_at = m.inner + group * n_;
         this->parts_[0] = {x_at_, width_, x_}, this->parts_[1] = {b_at, n_, b_};
         this->parts_[2] = {b_at + m.groups * n_, n_, c_};
         this->behind_[0] = {m.conv_dim + group * heads_, heads_, nullptr};
-        this->states_at_ = group * width_ * n_, this->states_count_ = width_ * n_;
-        this->spare_ = decays_ + BLOCK * heads_;
+        this->spare_ = aligned(aligned(decays_ + BLOCK * heads_) + Blocks<T, S>::scratch(shape_));
     }
 
     static int64_t scratch(const Model& m) {  // floats; a vector that begins in the middle of a line costs two loads
-        const int64_t heads = m.heads / m.groups, width = heads * m.head;
-        return BLOCK * 2 * (width + m.state + heads) + Base::spare(width * m.state, m.taps, m.conv_dim) + 16;
+        const BlockShape<T, S> shape = block_shape<T, S>(m);
+        return BLOCK * 2 * (shape.heads * m.head + m.state + shape.heads) + Blocks<T, S>::scratch(shape)
+            + Base::spare(shape.bytes() / 4, m.taps, m.conv_dim) + 3 * 16;
     }
 
     int64_t first_channel() const { return m_.inner; }  // gates come first
     int64_t step_width() const { return m_.conv_dim + m_.heads; }
 
-    void advance_by(RowState<T, S> place, Projected in, const S* before) {
-        this->convolve(place, in);
-        discretise(in);
-        Recurrence<S> r{in.tokens, width_, m_.head, heads_, x_, decays_, b_, c_, before, place.states, out_, nullptr, {}, in.ld};
-        if (in.gated) r.gates = in.rows - m_.inner + x_at_;
-        for (int part = 0; in.more && part < 3; part++) r.next[part] = in.rows + in.tokens * in.ld + this->parts_[part].begin;
-        const bool even = m_.head % 2 == 0 && width_ % 16 == 0;
-        if (n_ == 128 && even) advance<8>(r);
-        else if (n_ == 64 && even) advance<4>(r);
-        else if (n_ == 32 && even) advance<2>(r);
-        else advance_any(r, n_);
+    Place in_slot(int64_t slot) const {
+        char* of_slot = reinterpret_cast<char*>(static_cast<S*>(op_.states) + slot * op_.state_stride);
+        char* pending = of_slot + m_.groups * shape_.state_bytes() + group_ * 4 * shape_.pending_words;
+        return place(Base::in_slot(slot).window, of_slot + group_ * shape_.state_bytes(), pending);
     }
+
+    Place in_scratch() const {
+        char* spare = reinterpret_cast<char*>(this->spare_);
+        return place(reinterpret_cast<T*>(spare + shape_.bytes()), spare, spare + shape_.state_bytes());
+    }
+
+    const S* clear(Place to) const {
+        Base::clear_window(to);
+        to.pending.set_count(0);
+        return nullptr;
+    }
+
+    void copy_window(Place from, Place to) const {  // and what is pending
+        Base::copy_window(from, to);
+        std::memcpy(to.pending.words, from.pending.words, 4 * shape_.pending_words);
+    }
+
+    void copy(Place from, Place to) const {
+        copy_window(from, to);
+        std::memcpy(to.states, from.states, shape_.state_bytes());
+    }
+
+    const S* settle(Place to, const S* before) const {
+        if (!before) std::memset(to.states, 0, shape_.state_bytes());
+        else if (before != to.states) std::memcpy(to.states, before, shape_.state_bytes());
+        return to.states;
+    }
+
+    // `before` (null: zeros) is the state before the unfinished block. Returns where it is after these tokens.
+    const S* advance_by(Place to, Projected in, const S* before) {
+        if (in.tokens == 1) blocks_.prefetch(to.pending, before);
+        this->convolve(to, in);
+        discretise(in);
+        for (int64_t first = 0; first < in.tokens;) {
+            const int64_t begin = to.pending.count(), count = std::min(in.tokens - first, GRID - begin);
+            blocks_.take(to.pending, first, count, decays_, x_, b_, c_);
+            if (in.gated)
+                blocks_.read(to.pending, begin, count, before, out_ + first * width_, [&](int64_t h, int64_t lane, int64_t t) ALWAYS {
+                    prefetch_beside(in, first + t, h * m_.head + lane);
+                });
+            if (begin + count == GRID) blocks_.advance(to.pending, GRID, before, to.states), before = to.states;
+            to.pending.set_count((begin + count) % GRID);
+            first += count;
+        }
+        return before;
+    }
+
+    // A slot's state with its pending tokens, as [heads, head, n] in `plain`, or from it without any; `mark`: nothing but that it is plain.
+    void to_plain(int64_t slot, S* plain) const {
+        const Place at = in_slot(slot);
+        const int64_t count = at.pending.count();
+        if (count > 0) {
+            uint32_t* b = at.pending.words + shape_.b_at;
+            std::fill(b + count * shape_.row, b + GRID * shape_.row, 0);  // weights of 0 meet numbers
+            blocks_.advance(at.pending, count, at.states, at.states);
+        }
+        blocks_.to_plain(at.states, plain);
+    }
+    void from_plain(int64_t slot, const S* plain) const {
+        blocks_.from_plain(plain, in_slot(slot).states);
+        in_slot(slot).pending.set_count(0);
+    }
+    bool is_plain(int64_t slot) const { return in_slot(slot).pending.count() == PLAIN; }
+    void mark_plain(int64_t slot) const { in_slot(slot).pending.set_count(PLAIN); }
 
     // The block's outputs, gated and normalised, for the step's tokens from `token` on: to `mid`, or as the next product's
     // operand.
@@ -159,7 +138,23 @@ class HeadGroup : public RecurrentGroup<T, S> {
     }
 
   private:
-    // Step sizes and decays; x becomes x times its step size, D x the initial output.
+    static Place place(T* window, char* states, char* pending) {
+        Place to;
+        to.window = window, to.states = reinterpret_cast<S*>(states), to.pending = {reinterpret_cast<uint32_t*>(pending)};
+        return to;
+    }
+
+    // Memory that is read afterwards: a token's gates; x, B and C of the next block.
+    void prefetch_beside(Projected in, int64_t t, int64_t at) const {
+        const float* rows = in.rows + t * in.ld;
+        for (int64_t i = at; i < std::min(at + STATE_SLICE, width_); i += 16) {
+            prefetch_far(rows - m_.inner + x_at_ + i);
+            for (int part = 0; in.more && part < (i < n_ ? 3 : 1); part++)
+                prefetch_far(rows + in.tokens * in.ld + this->parts_[part].begin + i);
+        }
+    }
+
+    // Step sizes, and logarithms of decays; x becomes x times its step size, D x the initial output.
     void discretise(Projected in) {
         const Floats low = splat(m_.dt_low), high = splat(m_.dt_high);
         const int64_t first = group_ * heads_;
@@ -170,7 +165,7 @@ class HeadGroup : public RecurrentGroup<T, S> {
                 const Floats dt = load16(raw + h, mask) + load16(op_.dt_bias + first + h, mask);
                 const Floats step = smaller(high, larger(low, softplus16(dt)));
                 store16(steps_ + t * heads_ + h, mask, step);
-                store16(decays_ + t * heads_ + h, mask, exp16(step * load16(op_.a + first + h, mask)));
+                store16(decays_ + t * heads_ + h, mask, step * load16(op_.a + first + h, mask));
             }
             for (int64_t h = 0; h < heads_; h++) {
                 const float step = steps_[t * heads_ + h], d = op_.d[first + h];
@@ -204,9 +199,33 @@ class HeadGroup : public RecurrentGroup<T, S> {
         }
     }
 
+    const BlockShape<T, S> shape_;
     const int64_t group_, heads_, width_, n_;
     const int64_t x_at_;  // channel
     float *const out_, *const x_, *const b_, *const c_, *const steps_, *const decays_;
+    const Blocks<T, S> blocks_;
 };
+
+// -- states as torch operations have them ------------------------------------------------------------------------------------
+
+enum class Form : int64_t { BLOCKS = 0, PLAIN = 1, WRITTEN = 2 };  // WRITTEN: torch operations will write it without reading it
+
+// Gives a slot's state of one layer this form, unless it has it. Its groups' memory overlaps that of other groups in the other form.
+template <typename T, typename S>
+void convert_state(const Model& m, const Op& op, int64_t slot, Form form, float* scratch) {
+    S* plain = static_cast<S*>(op.states) + slot * op.state_stride;
+    const int64_t each = m.heads / m.groups * m.head * m.state;
+    const bool is_plain = HeadGroup<T, S>(m, op, 0, scratch).is_plain(slot);
+    std::vector<S> copy;
+    if (form == Form::BLOCKS && is_plain) copy.assign(plain, plain + m.groups * each);
+    if (form == Form::PLAIN && !is_plain) copy.resize(m.groups * each);
+    for (int64_t group = 0; group < m.groups; group++) {
+        const HeadGroup<T, S> heads(m, op, group, scratch);
+        if (form == Form::BLOCKS && is_plain) heads.from_plain(slot, copy.data() + group * each);
+        if (form == Form::PLAIN && !is_plain) heads.to_plain(slot, copy.data() + group * each);
+        if (form != Form::BLOCKS) heads.mark_plain(slot);
+    }
+    if (form == Form::PLAIN) std::copy(copy.begin(), copy.end(), plain);
+}
 
 }  // namespace

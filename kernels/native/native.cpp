@@ -65,7 +65,16 @@ Product product_of(const Model& m, const Op& op, const Step& step) {
 // Number of independent groups of heads of a recurrent mixer; 0 for other operations.
 int64_t groups_of(const Model& m, const Op& op) { return op.code == MAMBA ? m.groups : op.code == DELTA ? op.delta->key_heads : 0; }
 
-// Calls work(group) with one of these groups, for windows of type T and states of type S.
+// Calls work(T(), S()) for windows of type T and states of type S.
+template <typename F>
+auto with_types(const Model& m, F&& work) {
+    if (m.stored_bf16 && m.states_bf16) return work(uint16_t(), uint16_t());
+    if (m.stored_bf16) return work(uint16_t(), float());
+    if (m.states_bf16) return work(float(), uint16_t());
+    return work(float(), float());
+}
+
+// Calls work(group) with one of these groups.
 template <typename T, typename S, typename F>
 void with_group_of(const Model& m, const Op& op, int64_t group, std::vector<float>& scratch, F&& work) {
     const size_t needed = op.code == MAMBA ? HeadGroup<T, S>::scratch(m) : DeltaGroup<T, S>::scratch(*op.delta);
@@ -76,10 +85,7 @@ void with_group_of(const Model& m, const Op& op, int64_t group, std::vector<floa
 
 template <typename F>
 void with_group(const Model& m, const Op& op, int64_t group, std::vector<float>& scratch, F&& work) {
-    if (m.stored_bf16 && m.states_bf16) with_group_of<uint16_t, uint16_t>(m, op, group, scratch, work);
-    else if (m.stored_bf16) with_group_of<uint16_t, float>(m, op, group, scratch, work);
-    else if (m.states_bf16) with_group_of<float, uint16_t>(m, op, group, scratch, work);
-    else with_group_of<float, float>(m, op, group, scratch, work);
+    with_types(m, [&](auto window, auto state) { with_group_of<decltype(window), decltype(state)>(m, op, group, scratch, work); });
 }
 
 int64_t units_of(const Model& m, const Op& op, const Step& step) {
@@ -192,6 +198,29 @@ class AdvanceJob : public Job {
     const int64_t* jobs_;
 };
 
+// Gives states of Mamba-2 the form that compiled code, or torch operations, compute with.
+class ConvertJob : public Job {
+  public:
+    ConvertJob(const Model& m, Form form, int64_t count, const int64_t* slots) : m_(m), form_(form), count_(count), slots_(slots) {}
+    int64_t phases() const override { return m_.count; }
+    int64_t units(int64_t phase) const override { return m_.ops[phase].code == MAMBA ? count_ : 0; }
+    void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
+        with_types(m_, [&](auto window, auto state) {
+            using T = decltype(window);
+            using S = decltype(state);
+            const size_t needed = HeadGroup<T, S>::scratch(m_);
+            if (scratch.size() < needed) scratch.resize(needed);
+            convert_state<T, S>(m_, m_.ops[phase], slots_[unit], form_, scratch.data());
+        });
+    }
+
+  private:
+    const Model& m_;
+    const Form form_;
+    const int64_t count_;
+    const int64_t* slots_;
+};
+
 // Converts x to the weight's operand form if necessary, then multiplies.
 class LinearJob : public Job {
   public:
@@ -287,6 +316,18 @@ const char* saccade_draft(const Model* model, Step* step, const Drafting* drafti
 
 void saccade_advance(const Model* model, int64_t rows, const int64_t* jobs) {
     pool().run(AdvanceJob(*model, rows, jobs), model->threads);
+}
+
+// Gives the states of Mamba-2 in these slots a form (`Form` in mamba.h), in all layers.
+void saccade_convert_states(const Model* model, int64_t form, int64_t count, const int64_t* slots) {
+    pool().run(ConvertJob(*model, Form(form), count, slots), model->threads);
+}
+
+// Bytes of a layer's state of Mamba-2 in a slot, with its pending tokens.
+int64_t saccade_state_bytes(const Model* model) {
+    return with_types(*model, [&](auto window, auto state) {
+        return model->groups * block_shape<decltype(window), decltype(state)>(*model).bytes();
+    });
 }
 
 void saccade_varlen_attention(const VarlenAttention* attention, int64_t threads) { pool().run(VarlenJob(*attention), threads); }

@@ -1,8 +1,8 @@
 // Common parts of recurrent mixers: rows of tokens on slots of windows and states, one group of heads at a time.
 //
-// Token after token in float32, whatever the blocks: how a row is divided, and which code continues it, does not affect
-// rounding. States may be stored in bfloat16 (S); they are then rounded after every token, also where the next one finds
-// them in registers, so that this holds for them too. What a token reads out is that of its state before the rounding.
+// How a row is divided, and which code continues it, does not affect rounding: the gated delta rule goes token after token, and
+// blocks of Mamba-2 end at fixed places of a sequence. States may be stored in bfloat16 (S); they are then rounded after every token
+// or block, also where the next one finds them in registers, so that this holds for them too.
 
 #pragma once
 
@@ -65,10 +65,19 @@ class RecurrentGroup {
 
     static int64_t spare(int64_t states, int64_t taps, int64_t channels) { return states + taps * channels; }  // floats
 
-    void clear(RowState<T, S> place) const {
-        each_of_window([&](int64_t begin, int64_t count) { std::fill_n(place.window + begin, count, 0); });
+    // Zeros; returns the states that a row then starts from.
+    const S* clear(RowState<T, S> place) const {
+        clear_window(place);
         std::fill_n(place.states, states_count_, S(0));
+        return place.states;
     }
+
+    void clear_window(RowState<T, S> place) const {
+        each_of_window([&](int64_t begin, int64_t count) { std::fill_n(place.window + begin, count, 0); });
+    }
+
+    // Has a row's states in its place, if they are still where it started from. Returns them.
+    const S* settle(RowState<T, S> place, const S*) const { return place.states; }
 
     void copy(RowState<T, S> from, RowState<T, S> to) const {
         copy_window(from, to);
@@ -137,8 +146,8 @@ class RecurrentGroup {
 // -- rows --------------------------------------------------------------------------------------------------------------------
 
 // A group also has: first_channel() and step_width(), the index of a token's channels in `wide` and the number of its
-// inputs; advance_by(place, in, before), which advances by a block of tokens from the states `before` and keeps the outputs
-// of the heads for write(token, tokens), which stores them as the step's tokens from `token` on.
+// inputs; advance_by(place, in, before), which advances by a block of tokens from the states `before`, returns where they are
+// afterwards, and keeps the outputs of the heads for write(token, tokens), which stores them as the step's tokens from `token` on.
 
 // The first `count` steps of a batch slot's ring, applied to a place; their outputs are not computed.
 template <typename Group, typename Place>
@@ -173,10 +182,7 @@ void recurrent_row(const Model& m, const Op& op, const Step& step, int64_t row, 
         group.copy_window(group.in_slot(step.from[row]), place);
         before = group.in_slot(step.from[row]).states;
     }
-    if (slot < 0 || !step.initial[row]) {
-        group.clear(place);
-        before = place.states;
-    }
+    if (slot < 0 || !step.initial[row]) before = group.clear(place);
     for (int64_t begin = step.starts[row]; begin < last;) {
         int64_t end = std::min(last, begin + BLOCK);
         for (int64_t i = 0; i < step.save_count; i++) {
@@ -184,15 +190,17 @@ void recurrent_row(const Model& m, const Op& op, const Step& step, int64_t row, 
             if (save[0] == row && begin < save[1] && save[1] < end) end = save[1];
         }
         const float* rows = m.wide + begin * m.ld + group.first_channel();
-        group.advance_by(place, {rows, m.ld, end - begin, true, last - end >= end - begin}, before);
-        before = place.states;
+        before = group.advance_by(place, {rows, m.ld, end - begin, true, last - end >= end - begin}, before);
         group.write(begin, end - begin);
         for (int64_t i = 0; i < step.save_count; i++) {
             const int64_t* save = step.saves + 3 * i;
-            if (save[0] == row && save[1] == end) group.copy(place, group.in_slot(save[2]));
+            if (save[0] != row || save[1] != end) continue;
+            before = group.settle(place, before);
+            group.copy(place, group.in_slot(save[2]));
         }
         begin = end;
     }
+    if (slot >= 0) group.settle(place, before);
 }
 
 // The state in a slot, after the first steps of a ring, is stored in a target. job: batch slot, slot, target, steps.

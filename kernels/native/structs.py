@@ -12,6 +12,8 @@ PANEL = 64
 """Outputs per panel of a packed weight."""
 GROUP = 128
 """Inputs per scale in int4."""
+GRID = 16
+"""Tokens that a state of Mamba-2 advances by at a time."""
 SUMMED = 32
 """Inputs of a row of `SUMMED_BYTES` per stored sum."""
 
@@ -65,6 +67,17 @@ class Code(IntEnum):
     HEADS = 15
     GATE = 16
     DELTA = 17
+
+
+class Form(IntEnum):
+    """Form of a state of Mamba-2 in a slot."""
+
+    BLOCKS = 0
+    """Of compiled code: the state at the last multiple of `GRID` tokens, and the tokens since."""
+    PLAIN = 1
+    """Of torch operations: `[heads, head, state]` after the last token."""
+    WRITTEN = 2
+    """Plain, and its content need not be kept."""
 
 
 class Target(IntEnum):

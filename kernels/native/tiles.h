@@ -54,6 +54,17 @@ inline ALWAYS void unrolled(const F& f) {
     unrolled(std::make_integer_sequence<int, N>(), f);
 }
 
+// Visits `count` rows in groups of MOST, the rest in one smaller group: visit(size, first), the size as an integral constant.
+template <int MOST, typename Visit>
+inline ALWAYS void in_groups(int64_t count, Visit&& visit) {
+    static_assert(MOST == 2 || MOST == 4);
+    int64_t first = 0;
+    for (; first + MOST <= count; first += MOST) visit(std::integral_constant<int, MOST>(), first);
+    if (count - first == 3) visit(std::integral_constant<int, 3>(), first);
+    if (count - first == 2) visit(std::integral_constant<int, 2>(), first);
+    if (count - first == 1) visit(std::integral_constant<int, 1>(), first);
+}
+
 struct Inputs {  // [begin, end) of a product's, begin a multiple of 2
     int64_t begin, end;
 };

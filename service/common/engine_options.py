@@ -37,7 +37,7 @@ class EngineOptions:
     state_dtype: str = _option(
         "float32",
         "dtype of recurrent states, in batch slots and in the prefix cache; bfloat16 halves their memory, rounds them "
-        "after every token and changes answers; on a CPU",
+        "at fixed places of a sequence and changes answers; on a CPU",
         choices=("float32", "bfloat16"),
     )
     native: str = _option(

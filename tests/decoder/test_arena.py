@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +14,7 @@ from decoder.arena import Arena, ArenaLayout
 from decoder.config import DecoderConfig, DecoderOptions
 from families.nemotron_h.config import NemotronHConfig
 from kernels.machine_memory import machine_memory
+from kernels.native import state_blocks
 
 
 def nano_12b() -> DecoderConfig:
@@ -27,11 +30,22 @@ def nano_12b() -> DecoderConfig:
 
 def test_a_slot_of_a_released_model() -> None:
     """148.9 MB for a slot and 393,216 bytes for a page of 16 tokens: 379 pages, 0.1 % wasted."""
-    layout = ArenaLayout.of(nano_12b(), DecoderOptions(dtype=torch.bfloat16))
+    layout = ArenaLayout.of(nano_12b(), DecoderOptions(dtype=torch.bfloat16, native="off"))
     assert layout.page_bytes == 393_216
     assert layout.slot_bytes == pytest.approx(148.9e6, rel=1e-3)
     assert layout.pages_per_block == 379
     assert layout.block_bytes <= 1.002 * layout.slot_bytes
+
+
+@pytest.mark.parametrize(("chosen", "share"), [("avx512bf16", 0.07), ("avx2", 0.14)])
+def test_a_slot_has_room_for_pending_tokens_where_code_is_compiled(
+    chosen: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 tokens beside a state of 80 x 128 for each head, in bfloat16 or float32."""
+    monkeypatch.setattr(state_blocks, "bf16_pairs", lambda: chosen == "avx512bf16")
+    options = [DecoderOptions(dtype=torch.bfloat16, native=native) for native in ("off", "auto")]
+    sizes = [ArenaLayout.of(nano_12b(), each).slot_bytes for each in options]
+    assert sizes[1] / sizes[0] == pytest.approx(1 + share, abs=0.01)
 
 
 @given(st.sampled_from(["M", "*", "M*", "MM*-", "E"]), st.integers(1, 40), st.integers(1, 200))
@@ -43,7 +57,7 @@ def test_sequences_for_is_the_inverse_of_blocks_for(pattern: str, blocks: int, t
     assert layout.blocks_for(count, tokens) <= blocks < layout.blocks_for(count + 1, tokens)
 
 
-def make(pattern: str = "M*M*", **options: int) -> Arena:
+def make(pattern: str = "M*M*", **options: Any) -> Arena:
     return Arena(tiny_config(pattern), DecoderOptions(**({"max_seqs": 3, "max_len": 64} | options)))
 
 
@@ -101,14 +115,14 @@ def test_models_without_one_of_the_kinds(pattern: str) -> None:
 
 
 def test_memory_that_is_too_small_names_what_would_do() -> None:
-    layout = make().layout
+    layout = make(native="off").layout
     needed = layout.blocks_for(1, 64)
     with pytest.raises(ValueError, match=f"at least {needed * layout.block_bytes} bytes") as raised:
-        make(memory_bytes=(needed - 1) * layout.block_bytes)
+        make(memory_bytes=(needed - 1) * layout.block_bytes, native="off")
     longest = (needed - 2) * layout.pages_per_block * 16
     assert f"max_len to at most {longest}" in str(raised.value)
-    make(memory_bytes=(needed - 1) * layout.block_bytes, max_len=longest)
-    make(memory_bytes=needed * layout.block_bytes)
+    make(memory_bytes=(needed - 1) * layout.block_bytes, max_len=longest, native="off")
+    make(memory_bytes=needed * layout.block_bytes, native="off")
 
 
 def test_memory_that_the_machine_lacks_is_refused_with_both_numbers() -> None:

@@ -176,7 +176,7 @@ def plain(config: DecoderConfig) -> dict[str, list[int]]:
 def test_drafts_are_those_of_a_head_written_out_and_change_nothing(kind: str, options: dict[str, Any]) -> None:
     preempted, seldom = options.pop("preempted", False), options.pop("seldom", False)
     config = config_of(kind)
-    runner, naive = make(config, **({"host_bytes": 10**9} | options)), Naive(config)
+    runner, naive = make(config, **({"host_bytes": 10**9, "memory_bytes": 2**21} | options)), Naive(config)
     assert runner.drafter is not None
     assert (runner.drafter.head.compiled is None) == (runner.model.native is None)
     if seldom:

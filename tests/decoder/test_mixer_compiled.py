@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from decoder.layers.descriptions import GatedDelta, Mamba2
 from decoder.layers.gated_delta import GatedDeltaMixer
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.operations import Operations
-from kernels.native.structs import Step
+from kernels.native.structs import GRID, Form, Step
 
 DELTA: dict[str, dict[str, int]] = {
     "delta": {},
@@ -50,7 +52,12 @@ class Layer:
         [spec] = config.mixers
         assert isinstance(spec, Mamba2 | GatedDelta)
         self.windows = torch.empty(SLOTS, *spec.memory.window, dtype=options.dtype)
-        self.states = torch.empty(SLOTS, *spec.memory.state, dtype=options.state_dtype)
+        memory = spec.memory
+        size = memory.state_bytes(options.dtype.itemsize, options.state_dtype.itemsize, True)
+        self.room = torch.empty(SLOTS, size, dtype=torch.uint8)
+        numbers = self.room.view(options.state_dtype)
+        self.states = numbers[:, : math.prod(memory.state)].unflatten(1, memory.state)
+        """As torch operations see them; what is in them has to be converted first (`memory`)."""
         self.ring = torch.empty(2, RING, spec.memory.inputs)
         given = (options, weights, self.windows, self.states, self.ring)
         self.mixer: Any = (
@@ -64,7 +71,7 @@ class Layer:
 
     def forget(self) -> None:
         self.windows.fill_(float("nan"))
-        self.states.fill_(float("nan"))
+        self.room.fill_(255)  # numbers that are NaN
         self.ring.fill_(float("nan"))
 
     def step(
@@ -100,7 +107,15 @@ class Layer:
         return list((self.compiled.x[: x.shape[0]] - x).split(lengths))
 
     def memory(self, slot: int) -> tuple[Tensor, Tensor]:
-        return self.windows[slot].clone(), self.states[slot].clone()
+        """Window and state, with its pending tokens if it has any."""
+        before = self.room[slot].clone()
+        self.compiled.convert_states(Form.PLAIN, torch.tensor([slot]))
+        state = self.states[slot].clone()
+        self.room[slot] = before
+        return self.windows[slot].clone(), state
+
+    def untouched(self, slots: Iterable[int]) -> bool:
+        return all(self.windows[slot].isnan().all() and (self.room[slot] == 255).all() for slot in slots)
 
 
 def inputs(config: DecoderConfig, tokens: int, seed: int = 0) -> Tensor:
@@ -169,9 +184,9 @@ def test_float32_is_the_definition(shape: str, tokens: int) -> None:
     (found,) = layer.step([(x, 3, False)])
     added, state = exact(layer, x)
     torch.testing.assert_close(found.double(), added, rtol=1e-5, atol=1e-5 * added.abs().max().item())
-    torch.testing.assert_close(layer.states[3].double(), state, rtol=1e-5, atol=1e-5 * state.abs().max().item())
-    others = [slot for slot in range(SLOTS) if slot != 3]
-    assert layer.states[others].isnan().all() and layer.windows[others].isnan().all()
+    ours = layer.memory(3)[1].double()
+    torch.testing.assert_close(ours, state, rtol=1e-5, atol=1e-5 * state.abs().max().item())
+    assert layer.untouched(slot for slot in range(SLOTS) if slot != 3)
 
 
 STATES = {"state_dtype": torch.bfloat16}
@@ -284,16 +299,46 @@ def test_drafts_that_are_rejected_change_no_bit(which: tuple[str, str], kept: in
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *DELTA])
-def test_states_in_bfloat16_are_rounded_after_every_token(shape: str) -> None:
-    """A prompt with such states has the bits of float32 states that are rounded between steps of one token."""
+def test_states_in_bfloat16_are_rounded_where_they_are_stored(shape: str) -> None:
+    """A prompt with such states has the bits of float32 states that are rounded between steps of one token (gated delta
+    rule) or one block (Mamba-2)."""
     exact, rounded = Layer(shape, DecoderOptions()), Layer(shape, DecoderOptions(state_dtype=torch.bfloat16))
-    x = inputs(exact.config, 40)
+    x = inputs(exact.config, 48)
     (found,) = rounded.step([(x, 0, False)])
-    for index, token in enumerate(x.split(1)):
-        (expected,) = exact.step([(token, 0, index > 0)])
-        assert torch.equal(found[index : index + 1], expected)
+    parts, slot = x.split(1 if shape in DELTA else GRID), torch.tensor([0])
+    for index, (part, ours) in enumerate(zip(parts, found.split(parts[0].shape[0]), strict=True)):
+        (expected,) = exact.step([(part, 0, index > 0)])
+        assert torch.equal(ours, expected)
+        exact.compiled.convert_states(Form.PLAIN, slot)
         exact.states[0] = exact.states[0].bfloat16().float()
-    assert torch.equal(rounded.states[0].float(), exact.states[0])
+        exact.compiled.convert_states(Form.BLOCKS, slot)
+    assert torch.equal(rounded.memory(0)[1].float(), exact.memory(0)[1])
+
+
+@pytest.mark.parametrize("which", [key for key in sorted(LAYERS) if key[0] not in DELTA], ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17])
+def test_states_are_converted_to_and_from_what_torch_operations_have(which: tuple[str, str], tokens: int) -> None:
+    """Without pending tokens no bit of a state changes; with some, what follows changes by roundings only."""
+    layer = LAYERS[which]
+    layer.forget()
+    x = inputs(layer.config, 40)
+    layer.step([(x[:tokens], slot, False) for slot in (2, 5)]) if tokens else layer.step([(x, 5, False)])
+    both = torch.tensor([2, 5])
+    if not tokens:  # a state that torch operations write from zeros
+        layer.compiled.convert_states(Form.WRITTEN, both[:1])
+        layer.windows[2], layer.states[2] = 0, 0
+    else:
+        layer.compiled.convert_states(Form.PLAIN, both[:1])
+        assert equal(layer.memory(2), layer.memory(5))
+    layer.compiled.convert_states(Form.PLAIN, both[:1])  # nothing is left to do
+    layer.compiled.convert_states(Form.BLOCKS, both[:1])
+    layer.compiled.convert_states(Form.BLOCKS, both)
+    found, expected = layer.step([(x[tokens:], 2, True), (x[tokens:], 5, tokens > 0)])
+    if tokens % GRID == 0:
+        assert torch.equal(found, expected) and equal(layer.memory(2), layer.memory(5))
+    else:
+        error = 1e-5 if which[1] == "float32" else 3e-2
+        torch.testing.assert_close(found, expected, rtol=error, atol=error * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("which", [("registers", "bfloat16"), ("delta", "bfloat16")], ids=str)
@@ -305,7 +350,7 @@ def test_padding_touches_nothing(which: tuple[str, str]) -> None:
     layer.forget()
     padded = layer.step([(x, -1, True), (x, 5, False), (x, -1, True)])
     assert torch.equal(padded[1], alone) and padded[0].isfinite().all()
-    assert layer.states[:5].isnan().all() and layer.windows[6:].isnan().all()
+    assert layer.untouched(slot for slot in range(SLOTS) if slot != 5)
 
 
 def test_layers_without_a_compiled_form_are_called() -> None:

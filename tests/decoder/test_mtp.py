@@ -93,7 +93,7 @@ class Naive:
 def make(pattern: str, **options: Any) -> tuple[DecoderRunner, Naive]:
     config = tiny_config(pattern, num_nextn_predict_layers=1)
     trunk = oracle(config)
-    head = {name: w for name, w in random_weights(config, seed=5) if name.startswith("mtp.")}
+    head = {name: w for name, w in random_weights(config, seed=7) if name.startswith("mtp.")}
     runner = DecoderRunner(
         config, DecoderOptions(**(BASE | options)), [*weights_of(trunk, config).items(), *head.items()]
     )
@@ -144,7 +144,7 @@ def embedded(naive: Naive, item: DecoderRequest, known: list[int]) -> Tensor:
     [
         pytest.param("M*-M", {}, id="replay"),
         pytest.param("M*-M", {"spec_state": "slots", "state_cache": "align"}, id="slots-align"),
-        pytest.param("M*-M", {"max_chunk": 3, "state_cache": "all"}, id="chunks-all"),
+        pytest.param("M*-M", {"max_chunk": 3, "state_cache": "all", "memory_bytes": 2**21}, id="chunks-all"),
         pytest.param("M*-M", {"spec_state": "slots", "preempted": True, "max_chunk": 5}, id="preempted-slots"),
         pytest.param("M*-M", {"preempted": True}, id="preempted-replay"),
         pytest.param("M*-M", {"preempted": True, "host_bytes": 0, "state_cache": "none"}, id="recomputed"),
@@ -184,7 +184,7 @@ def test_drafts_are_those_of_a_head_written_out(pattern: str, options: dict[str,
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="replay"),
+        pytest.param({"memory_bytes": 2**21}, id="replay"),
         pytest.param({"spec_state": "slots", "preempted": True, "max_chunk": 5}, id="slots-preempted"),
         pytest.param({"graphs": "on", "max_capture": 16, "native": "off", "state_cache": "all"}, id="graphs-all"),
     ],
@@ -319,7 +319,7 @@ def test_a_head_reads_a_tied_table_out_of_the_packed_projection(kind: str | None
     found = []
     for tied in (True, False):
         config = tiny_config("M*", num_nextn_predict_layers=1, tie_word_embeddings=tied)
-        weights = dict(random_weights(config, seed=5))
+        weights = dict(random_weights(config, seed=7))
         weights["lm_head.weight"] = weights["model.embeddings.weight"].bfloat16()
         if kind is not None and not tied:
             weights["model.embeddings.weight"] = quantise(weights["lm_head.weight"], kind).dequantise()

@@ -19,6 +19,7 @@ from tiny_decoder import (
     random_weights,
     request,
     run,
+    state_content,
     tiny_config,
     tokens,
 )
@@ -89,10 +90,7 @@ def told(events: dict[str, list[TokenEvent]]) -> dict[str, list[Any]]:
 def cached(runner: DecoderRunner) -> dict[bytes, tuple[int, torch.Tensor]]:
     """Key, tokens and content of every kept state."""
     assert runner.cache is not None
-    return {
-        c.key: (c.tokens, torch.cat([of[c.slot].flatten() for of in (*runner.arena.states, *runner.arena.windows)]))
-        for c in runner.cache.order
-    }
+    return {c.key: (c.tokens, state_content(runner, c.slot)) for c in runner.cache.order}
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -137,7 +135,7 @@ def test_what_is_kept_is_what_a_plain_run_keeps(options: dict[str, Any]) -> None
     forced = greedy_params(9, min_tokens=5, stop_token_ids=frozenset(range(97)))
     kept = []
     for overlap in ("off", "on"):
-        runner = make(overlap, **options)
+        runner = make(overlap, memory_bytes=2**22, **options)
         found = run(runner, *workload(), request("forced", [50, 51, 52], forced))
         assert tokens(found["forced"])[:5] == [0] * 5 and len(tokens(found["forced"])) == 6
         kept.append(cached(runner))

@@ -26,7 +26,7 @@ WEIGHTS = {
     name: tensor * SHARP.get(name.partition("mixer.")[2], 1.0) for name, tensor in random_weights(CONFIG, seed=6)
 }
 ROWS = torch.randn(12, CONFIG.hidden_size, generator=torch.Generator().manual_seed(3))
-OPTIONS: dict[str, Any] = {"page_size": 4, "state_block": 8, "max_len": 96, "max_seqs": 4}
+OPTIONS: dict[str, Any] = {"page_size": 4, "state_block": 8, "max_len": 96, "max_seqs": 4, "memory_bytes": 2**19}
 
 
 def image(start: int, rows: Tensor = ROWS) -> FakeSource:

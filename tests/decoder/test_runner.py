@@ -107,9 +107,9 @@ def test_packed_equals_alone(alone: dict[str, list[int]], options: dict[str, Any
 
 
 @pytest.mark.parametrize("host_bytes", [pytest.param(0, id="recompute"), pytest.param(10**9, id="swap")])
-@pytest.mark.parametrize("blocks", [4, 5])
+@pytest.mark.parametrize("blocks", [5, 6])
 def test_preempted_equals_alone(alone: dict[str, list[int]], blocks: int, host_bytes: int) -> None:
-    options = {"max_len": 66, "memory_bytes": blocks * block_bytes(), "page_size": 2, "host_bytes": host_bytes}
+    options = {"max_len": 66, "memory_bytes": blocks * block_bytes(), "page_size": 4, "host_bytes": host_bytes}
     found, runner = together(**options)
     stats = runner.stats()
     assert found == alone

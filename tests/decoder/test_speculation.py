@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 from speculation import AXES, Answers, answers, pairwise
-from tiny_decoder import greedy_params, make_runner, random_weights, request, run, timeless, tiny_config, tokens
+from tiny_decoder import (
+    greedy_params,
+    make_runner,
+    random_weights,
+    request,
+    run,
+    state_content,
+    timeless,
+    tiny_config,
+    tokens,
+)
 
 from decoder.arena import ArenaLayout
 from decoder.config import DecoderOptions
@@ -111,15 +121,15 @@ def same_state(runner: DecoderRunner, plain: DecoderRunner, computed: int) -> bo
         target = int(runner.arena.pool.take_slot() or 0)
         runner.states.advance([(one, one.slot, target, one.held.replayed)])
         runner.arena.pool.release_slot(target)
-    for mine, exact in zip(runner.arena.states, plain.arena.states, strict=True):
-        torch.testing.assert_close(mine[target], exact[other.slot], rtol=1e-4, atol=1e-4)
+    mine, exact = state_content(runner, target), state_content(plain, other.slot)
+    torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-4)
     return True
 
 
 def checkpoints(runner: DecoderRunner) -> list[torch.Tensor]:
     assert runner.cache is not None
     live = sorted(runner.cache.order, key=lambda checkpoint: checkpoint.tokens)
-    return [torch.cat([of[c.slot].flatten() for of in (*runner.arena.states, *runner.arena.windows)]) for c in live]
+    return [state_content(runner, checkpoint.slot) for checkpoint in live]
 
 
 @pytest.mark.parametrize("spec_state", ["replay", "slots"])

@@ -19,7 +19,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
 @pytest.mark.parametrize("name", models())
 def test_the_numbers_are_those_of_the_plan(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(models()[name]))
-    options = EngineOptions(model=str(tmp_path), max_seqs=1, max_len=1024)
+    options = EngineOptions(model=str(tmp_path), max_seqs=1, max_len=1024, native="off")
     checkpoint = open_checkpoint(options.model, outline=True)
     layout = arena_layout(options, checkpoint)
     quantised = EngineOptions(model=str(tmp_path), weights="int8")

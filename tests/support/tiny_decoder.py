@@ -19,6 +19,7 @@ from decoder.sampling import SamplingParams
 from decoder.sequence import Sequence as Running
 from decoder.step import Step
 from families.nemotron_h.config import NemotronHConfig as Published
+from kernels.native.structs import Form
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,
@@ -214,3 +215,14 @@ def tokens(events: Sequence[TokenEvent]) -> list[int]:
 def timeless(events: Sequence[TokenEvent]) -> list[TokenEvent]:
     """The events without the time at which the request was first scheduled."""
     return [event._replace(scheduled=None) for event in events]
+
+
+def state_content(runner: DecoderRunner, slot: int) -> torch.Tensor:
+    """States and windows of all layers in a slot, in the form of torch operations, whatever form they have there."""
+    arena, native = runner.arena, runner.model.native
+    before = arena.save(slot, [])
+    if native is not None:
+        native.convert_states(Form.PLAIN, torch.tensor([slot]))
+    content = torch.cat([of[slot].flatten() for of in (*arena.states, *arena.windows)])
+    arena.load(slot, [], before)
+    return content

@@ -74,7 +74,14 @@ def test_states_in_bfloat16_take_half_the_memory(tmp_path: Path) -> None:
     for dtype, item in (("float32", 4), ("bfloat16", 2)):
         states = sum(-(-item * math.prod(slot.state) // 64) * 64 for slot in slots)
         options = EngineOptions(
-            model=path, dtype="float32", device="cpu", max_seqs=10**6, max_len=64, memory_bytes=2**20, state_dtype=dtype
+            model=path,
+            dtype="float32",
+            device="cpu",
+            max_seqs=10**6,
+            max_len=64,
+            memory_bytes=2**20,
+            state_dtype=dtype,
+            native="off",
         )
         memory, concurrency, *_ = plan(options)
         cells = {row[0].strip(): row[1:] for row in memory.rows}

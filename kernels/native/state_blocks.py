@@ -1,0 +1,34 @@
+"""The size of a Mamba-2 state in compiled code: the state before an unfinished block of tokens, and these tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kernels.native.instruction_sets import bf16_pairs
+from kernels.native.structs import GRID
+
+
+class StateShape(NamedTuple):
+    """Sizes of one layer's state."""
+
+    groups: int
+    heads: int
+    """Of all groups."""
+    head: int
+    state: int
+
+    def block_bytes(self, dtype_bytes: int, state_bytes: int) -> int:
+        """Bytes in a slot, for a compute dtype and a state dtype of so many bytes per number; `state_blocks.h` says of
+        what. Numbers of the compute dtype take 4 bytes where the instruction set in use has no products of pairs of
+        bfloat16."""
+        number = 2 if dtype_bytes == 2 and bf16_pairs() else 4
+        per_cell = 4 // number
+        heads, lanes = self.heads // self.groups, _up(self.head, 16)
+        columns = _up(self.state, per_cell)
+        state = _up(heads * lanes * columns * state_bytes, 64)
+        pending = 4 * (GRID + heads * GRID) + heads * lanes * GRID * number + 4 * GRID * _up(columns // per_cell, 16)
+        return self.groups * (state + pending)
+
+
+def _up(n: int, to: int) -> int:
+    return -(-n // to) * to
