@@ -5,8 +5,9 @@
 
 Runs the decoder in this process on the family's text model of `benchmarks.workloads`. The operations of the compiled
 step are called one at a time, which adds a few microseconds to each. The lower bound of a part is the larger of its
-bytes over the measured bandwidth and its FLOPs over the measured rate of large products of bfloat16; states are read
-and written. `--write` writes docs/profile.md, or docs/profile-FAMILY.md. Run it on an idle machine.
+bytes over the measured bandwidth and its FLOPs over the measured rate of large products of bfloat16. States are read
+and written, of Mamba-2 what one token in blocks of 16 moves. `--write` writes docs/profile.md, or
+docs/profile-FAMILY.md. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import machine
+from benchmarks.floors import moved_bytes
 from benchmarks.workloads import SUBJECTS, prompt_sizes
 from decoder.config import ACTIVATION_KINDS, WEIGHT_KINDS
 from decoder.layers.attention import AttentionMixer
@@ -92,15 +94,15 @@ class Names:
 
 
 def cost_of(op: Op, native: NativeStep, tokens: int, rows: int) -> tuple[float, float]:
-    """The minimal (bytes, FLOPs) of an operation. Reference: decoder.md C6; for the delta rule, two products that read
-    the state and two that write it."""
+    """The minimal (bytes, FLOPs) of an operation. Mamba-2: a product that reads the state and one that updates it; the
+    delta rule: two products that read the state and two that write it."""
     if op.code == Code.LINEAR:
         size = op.weight.n * op.weight.k
         return size * BITS[Kind(op.weight.kind)] / 8, 2.0 * size * tokens
     stored = 2.0 * native.options.state_dtype.itemsize  # read and written
     if op.code == Code.MAMBA:
         state = native.mamba.inner * native.mamba.ssm_state_size
-        return stored * state * rows, 6.0 * state * tokens
+        return moved_bytes(native.mamba.memory) * rows, 4.0 * state * tokens
     if op.code == Code.DELTA:
         shape = ctypes.cast(op.delta, ctypes.POINTER(DeltaShape)).contents
         state = shape.heads * shape.key * shape.value

@@ -37,7 +37,7 @@ def matrices(config: DecoderConfig) -> int:
 def test_a_step_of_a_hybrid() -> None:
     config = tiny_config("M*-")
     weights, head = matrices(config), config.hidden_size * config.vocab_size
-    state = 2 * 4 * 4 * 8 * 16  # read and written, float32, 4 heads of 8 x 16
+    state = (2 + 2 * 4 / 16) * 4 * 8 * 16  # read as bfloat16, and once in 16 tokens updated; 4 heads of 8 x 16
     floor = Floor(config, None)
     for requests in (1, 7):
         read = 2 * (weights + head) + requests * state
