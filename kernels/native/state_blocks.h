@@ -418,7 +418,7 @@ class Blocks {
         }
     }
 
-    const Shape& s_;
+    const Shape s_;
     float* const growth_;  // [heads, GRID]: what is left of the state before the block
     uint32_t *const weights_, *const c_, *const b_, *const x_, *const widened_;
 };
