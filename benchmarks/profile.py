@@ -99,13 +99,13 @@ def cost_of(op: Op, native: NativeStep, tokens: int, rows: int) -> tuple[float, 
     if op.code == Code.LINEAR:
         size = op.weight.n * op.weight.k
         return size * BITS[Kind(op.weight.kind)] / 8, 2.0 * size * tokens
-    stored = 2.0 * native.options.state_dtype.itemsize  # read and written
     if op.code == Code.MAMBA:
         state = native.mamba.inner * native.mamba.ssm_state_size
         return moved_bytes(native.mamba.memory) * rows, 4.0 * state * tokens
     if op.code == Code.DELTA:
         shape = ctypes.cast(op.delta, ctypes.POINTER(DeltaShape)).contents
         state = shape.heads * shape.key * shape.value
+        stored = 2.0 * native.options.state_dtype.itemsize  # read and written
         return stored * state * rows, 8.0 * state * tokens
     return 0.0, 0.0
 

@@ -92,9 +92,9 @@ class HybridModel:
 
     def run_layers(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """`hidden` for embedded rows, which it overwrites unless the residual stream has another dtype."""
-        if self.native is not None and self.native.takes(x_TD.shape[0], batch):
-            return self.native.layers(x_TD, batch)
         if self.native is not None:
+            if self.native.takes(x_TD.shape[0], batch):
+                return self.native.layers(x_TD, batch)
             self.native.leave(batch)
         if self.config.residual_in_fp32:
             x_TD = x_TD.float()

@@ -169,9 +169,10 @@ class NativeStep(Operations):
         self.convert_states(Form.PLAIN, slots_read(batch))
         self.convert_states(Form.WRITTEN, slots_written(batch))
 
-    def _enter(self, slots: Tensor) -> None:
+    def _enter(self, *parts: Tensor) -> None:
         """Gives the states in these slots the form of compiled code again."""
         if self._left:
+            slots = torch.cat(parts)
             self.convert_states(Form.BLOCKS, slots[slots >= 0].unique())
 
     def embed(self, ids_T: Tensor) -> Tensor:
@@ -191,7 +192,7 @@ class NativeStep(Operations):
         if x_TD.data_ptr() != x.data_ptr():
             x.copy_(x_TD)
         rows = _rows(batch, self._single)
-        self._enter(rows.slots if rows.rewound is None else torch.cat((rows.slots, rows.rewound[0])))
+        self._enter(rows.slots, *(() if rows.rewound is None else rows.rewound[:1]))
         step = Step(
             tokens, rows.slots.shape[0], rows.starts.data_ptr(), rows.slots.data_ptr(), rows.initial.data_ptr(),
             rows.saves.shape[0], rows.saves.data_ptr(), batch.lengths_Q.data_ptr(), tables.data_ptr(),
@@ -242,7 +243,7 @@ class NativeStep(Operations):
     def advance(self, rows_R4: Tensor) -> None:
         """Rows of (batch slot, slot, target, count): in all compiled layers, writes the state in the slot after the
         first `count` inputs of the batch slot's ring to the target slot."""
-        self._enter(rows_R4[:, 1].contiguous())
+        self._enter(rows_R4[:, 1])
         self.model.threads = torch.get_num_threads()
         rows = ctypes.c_void_p(rows_R4.data_ptr())
         self.library.saccade_advance(ctypes.byref(self.model), ctypes.c_int64(rows_R4.shape[0]), rows)

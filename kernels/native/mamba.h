@@ -37,13 +37,13 @@ class HeadGroup : public RecurrentGroup<T, S> {
     HeadGroup(const Model& m, const Op& op, int64_t group, float* scratch)
         : Base(m, op, m.taps, m.conv_dim), shape_(block_shape<T, S>(m)), group_(group), heads_(shape_.heads),
           width_(heads_ * m.head), n_(m.state), x_at_(group * width_), out_(aligned(scratch)), x_(out_ + BLOCK * width_),
-          b_(x_ + BLOCK * width_), c_(b_ + BLOCK * n_), steps_(c_ + BLOCK * n_), decays_(steps_ + BLOCK * heads_),
-          blocks_(shape_, aligned(decays_ + BLOCK * heads_)) {
+          b_(x_ + BLOCK * width_), c_(b_ + BLOCK * n_), steps_(c_ + BLOCK * n_), log_decays_(steps_ + BLOCK * heads_),
+          blocks_(shape_, aligned(log_decays_ + BLOCK * heads_)) {
         const int64_t b_at = m.inner + group * n_;
         this->parts_[0] = {x_at_, width_, x_}, this->parts_[1] = {b_at, n_, b_};
         this->parts_[2] = {b_at + m.groups * n_, n_, c_};
         this->behind_[0] = {m.conv_dim + group * heads_, heads_, nullptr};
-        this->spare_ = aligned(aligned(decays_ + BLOCK * heads_) + Blocks<T, S>::scratch(shape_));
+        this->spare_ = aligned(aligned(log_decays_ + BLOCK * heads_) + Blocks<T, S>::scratch(shape_));
     }
 
     static int64_t scratch(const Model& m) {  // floats; a vector that begins in the middle of a line costs two loads
@@ -95,7 +95,7 @@ class HeadGroup : public RecurrentGroup<T, S> {
         discretise(in);
         for (int64_t first = 0; first < in.tokens;) {
             const int64_t begin = to.pending.count(), count = std::min(in.tokens - first, GRID - begin);
-            blocks_.take(to.pending, first, count, decays_, x_, b_, c_);
+            blocks_.take(to.pending, first, count, log_decays_, x_, b_, c_);
             if (in.gated)
                 blocks_.read(to.pending, begin, count, before, out_ + first * width_, [&](int64_t h, int64_t lane, int64_t t) ALWAYS {
                     prefetch_beside(in, first + t, h * m_.head + lane);
@@ -165,7 +165,7 @@ class HeadGroup : public RecurrentGroup<T, S> {
                 const Floats dt = load16(raw + h, mask) + load16(op_.dt_bias + first + h, mask);
                 const Floats step = smaller(high, larger(low, softplus16(dt)));
                 store16(steps_ + t * heads_ + h, mask, step);
-                store16(decays_ + t * heads_ + h, mask, step * load16(op_.a + first + h, mask));
+                store16(log_decays_ + t * heads_ + h, mask, step * load16(op_.a + first + h, mask));
             }
             for (int64_t h = 0; h < heads_; h++) {
                 const float step = steps_[t * heads_ + h], d = op_.d[first + h];
@@ -202,7 +202,7 @@ class HeadGroup : public RecurrentGroup<T, S> {
     const BlockShape<T, S> shape_;
     const int64_t group_, heads_, width_, n_;
     const int64_t x_at_;  // channel
-    float *const out_, *const x_, *const b_, *const c_, *const steps_, *const decays_;
+    float *const out_, *const x_, *const b_, *const c_, *const steps_, *const log_decays_;
     const Blocks<T, S> blocks_;
 };
 

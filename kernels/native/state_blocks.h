@@ -18,9 +18,9 @@
 
 namespace {
 
-constexpr int64_t GRID = 16;      // tokens of a block: as many as a vector has lanes
-constexpr int32_t PLAIN = -1;     // instead of a count of pending tokens: the state is [heads, head, n], and nothing is pending
-constexpr int64_t STATE_SLICE = 64;     // channels that are computed together
+constexpr int64_t GRID = 16;         // tokens of a block: as many as a vector has lanes
+constexpr int32_t PLAIN = -1;        // instead of a count of pending tokens: the state is [heads, head, n], and nothing is pending
+constexpr int64_t STATE_SLICE = 64;  // channels that are computed together
 constexpr int64_t STATE_AHEAD = 48;  // lines of a state that are asked for before a single token needs them
 
 // What products multiply: pairs of bfloat16 where the model is in bfloat16 and there are instructions for them, else float32.
@@ -284,7 +284,7 @@ class Blocks {
     }
 
   private:
-    static int64_t widened(const Shape&s) { return Shape::PAIRS || sizeof(S) == 4 ? 0 : s.n * STATE_SLICE; }
+    static int64_t widened(const Shape& s) { return Shape::PAIRS || sizeof(S) == 4 ? 0 : s.n * STATE_SLICE; }
 
     template <typename F>
     void each_slice(F&& f) const {
