@@ -10,11 +10,13 @@ namespace {
 
 enum class Activation : int64_t { NONE = 0, RELU_SQUARED = 1, RELU = 2, GELU = 3, GELU_TANH = 4, GELU_QUICK = 5, SILU = 6 };
 
+constexpr float LOG2_E = 1.44269504f;
+
 // fast_exp of 16 numbers.
 inline Floats exp16(Floats x) {
     // min and max return the second operand if one is NaN.
     x = smaller(splat(88.0f), larger(splat(-87.0f), x));
-    const Floats n = nearest(x * splat(1.44269504f));
+    const Floats n = nearest(x * splat(LOG2_E));
     Floats r = fnmadd(n, splat(0.693359375f), x);
     r = fmadd(n, splat(2.12194440e-4f), r);
     Floats p = splat(1.9875691500e-4f);

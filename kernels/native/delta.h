@@ -275,7 +275,7 @@ class DeltaGroup : public RecurrentGroup<T, S> {
             for (int64_t i = 0; i < shape_.value; i += 16) {
                 const Mask mask = lanes(shape_.value - i);
                 const Floats g = load16(gate + i, mask), scale = inverse * load16(weight + i, mask);
-                store16(out + i, mask, (load16(y + i, mask) * scale) * times_sigmoid(g, g));
+                store16(out + i, mask, (load16(y + i, mask) * scale) * times_sigmoid_in<T>(g, g));
             }
         }
     }

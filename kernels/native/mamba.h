@@ -93,11 +93,12 @@ class HeadGroup : public RecurrentGroup<T, S> {
         if (in.tokens == 1) blocks_.prefetch(to.pending, before);
         this->convolve(to, in);
         discretise(in);
+        const BlockTokens tokens{steps_, log_decays_, x_, b_, c_, op_.d + group_ * heads_};
         for (int64_t first = 0; first < in.tokens;) {
             const int64_t begin = to.pending.count(), count = std::min(in.tokens - first, GRID - begin);
-            blocks_.take(to.pending, first, count, log_decays_, x_, b_, c_);
+            blocks_.take(to.pending, first, count, tokens);
             if (in.gated)
-                blocks_.read(to.pending, begin, count, before, out_ + first * width_, [&](int64_t h, int64_t lane, int64_t t) ALWAYS {
+                blocks_.read(to.pending, begin, first, count, before, tokens, out_ + first * width_, [&](int64_t h, int64_t lane, int64_t t) ALWAYS {
                     prefetch_beside(in, first + t, h * m_.head + lane);
                 });
             if (begin + count == GRID) blocks_.advance(to.pending, GRID, before, to.states), before = to.states;
@@ -154,7 +155,7 @@ class HeadGroup : public RecurrentGroup<T, S> {
         }
     }
 
-    // Step sizes, and logarithms of decays; x becomes x times its step size, D x the initial output.
+    // Step sizes, and logarithms of decays.
     void discretise(Projected in) {
         const Floats low = splat(m_.dt_low), high = splat(m_.dt_high);
         const int64_t first = group_ * heads_;
@@ -167,15 +168,6 @@ class HeadGroup : public RecurrentGroup<T, S> {
                 store16(steps_ + t * heads_ + h, mask, step);
                 store16(log_decays_ + t * heads_ + h, mask, step * load16(op_.a + first + h, mask));
             }
-            for (int64_t h = 0; h < heads_; h++) {
-                const float step = steps_[t * heads_ + h], d = op_.d[first + h];
-                float *x = x_ + t * width_ + h * m_.head, *out = out_ + t * width_ + h * m_.head;
-#pragma omp simd
-                for (int64_t i = 0; i < m_.head; i++) {
-                    out[i] = d * x[i];
-                    x[i] *= step;
-                }
-            }
         }
     }
 
@@ -187,7 +179,7 @@ class HeadGroup : public RecurrentGroup<T, S> {
         Floats squares = zero();
         for (int64_t i = 0; i < width_; i += 16) {
             const Mask mask = lanes(width_ - i);
-            const Floats g = load16(gate + i, mask), gated = load16(y + i, mask) * times_sigmoid(g, g);
+            const Floats g = load16(gate + i, mask), gated = load16(y + i, mask) * times_sigmoid_in<T>(g, g);
             squares = fmadd(gated, gated, squares);
             store16(y + i, mask, gated);
         }

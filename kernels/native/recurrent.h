@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "activations.h"
+#include "cells.h"
 #include "numbers.h"
 #include "structs.h"
 
@@ -136,7 +137,7 @@ class RecurrentGroup {
                 for (int k = 0; k < KEEP; k++) sum = fmadd(weight[k], past[k], sum);
                 for (int k = 0; k + 1 < KEEP; k++) past[k] = past[k + 1];
                 past[KEEP - 1] = kept16(window, x);
-                store16(part.out + t * part.count + i, mask, times_sigmoid(sum, sum));
+                store16(part.out + t * part.count + i, mask, times_sigmoid_in<T>(sum, sum));
             }
             for (int k = 0; k < KEEP; k++) store16(window + k * channels_ + i, mask, past[k]);
         }

@@ -53,6 +53,12 @@ struct BlockShape {
     const int64_t x_at, b_at, pending_words;
 };
 
+struct BlockTokens {
+    const float *steps, *log_decays;  // dt, dt A: [tokens, heads]
+    const float *x, *b, *c;           // [tokens, heads * head], [tokens, n]
+    const float* d;                   // [heads]
+};
+
 struct Pending {  // tokens of an unfinished block
     uint32_t* words;
     int32_t count() const {
@@ -177,26 +183,31 @@ class Blocks {
         return s.heads * GRID * (1 + STEPS) + (GRID + 2 * STEPS) * s.row + STEPS * STATE_SLICE + widened(s);
     }
 
-    // Adds tokens [first, first + count) to the pending ones. `steps`: dt A [tokens, heads]; x, B and C: [tokens, heads * head], [tokens, n].
-    void take(Pending pending, int64_t first, int64_t count, const float* steps, const float* x, const float* b, const float* c) const {
+    // Adds tokens [first, first + count) to the pending ones.
+    void take(Pending pending, int64_t first, int64_t count, const BlockTokens& in) const {
         const int64_t begin = pending.count(), width = s_.heads * s_.head;
         float* sums = pending.sums();
         for (int64_t h = 0; h < s_.heads; h++) {
             float sum = begin ? sums[h * GRID + begin - 1] : 0.0f;
-            for (int64_t t = 0; t < count; t++) sums[h * GRID + begin + t] = sum += steps[(first + t) * s_.heads + h];
+            for (int64_t t = 0; t < count; t++) sums[h * GRID + begin + t] = sum += in.log_decays[(first + t) * s_.heads + h];
         }
         uint32_t* cells = pending.words + s_.x_at;
         if (!begin && count < GRID) std::memset(cells, 0, 4 * s_.heads * STEPS * s_.lanes);  // weights of 0 meet numbers
         for (int64_t h = 0; h < s_.heads; h++, cells += STEPS * s_.lanes)
             for (int64_t lane = 0; lane < s_.lanes; lane += 16) {
                 const Mask mask = lanes(s_.head - lane);
-                const float* from = x + first * width + h * s_.head + lane;
-                for (int64_t t = 0; t < count;) t += put(cells + lane, begin + t, from + t * width, t + 1 < count ? width : 0, mask);
+                const float* x = in.x + first * width + h * s_.head + lane;
+                const auto weighed = [&](int64_t t) { return load16(x + t * width, mask) * splat(in.steps[(first + t) * s_.heads + h]); };
+                for (int64_t t = 0; t < count;) {
+                    const bool both = Shape::PAIRS && (begin + t) % 2 == 0 && t + 1 < count;
+                    put(cells + lane, begin + t, weighed(t), both ? weighed(t + 1) : zero());
+                    t += both ? 2 : 1;
+                }
             }
         for (int64_t t = 0; t < count; t++)
             for (int64_t at = 0; at < s_.row; at += 16) {
-                store_words(pending.words + s_.b_at + (begin + t) * s_.row + at, Cells::row(b + (first + t) * s_.n, s_.n, at));
-                store_words(c_ + t * s_.row + at, Cells::row(c + (first + t) * s_.n, s_.n, at));
+                store_words(pending.words + s_.b_at + (begin + t) * s_.row + at, Cells::row(in.b + (first + t) * s_.n, s_.n, at));
+                store_words(c_ + t * s_.row + at, Cells::row(in.c + (first + t) * s_.n, s_.n, at));
             }
     }
 
@@ -207,28 +218,31 @@ class Blocks {
         for (int64_t line = 0; state && line < STATE_AHEAD; line++) prefetch_far(reinterpret_cast<const uint32_t*>(state) + 16 * line);
     }
 
-    // Adds to out [count, heads * head] what tokens [begin, begin + count) of the block, the last ones taken, read out. `state`:
-    // null for zeros. visit(h, slice, t): called once for each token of a slice.
+    // out [count, heads * head]: the outputs of tokens [begin, begin + count) of the block, the last ones taken, which are tokens `first`
+    // and so on of `in`. `state`: null for zeros. visit(h, slice, t): called once for each token of a slice.
     template <typename Visit>
-    void read(Pending pending, int64_t begin, int64_t count, const S* state, float* out, Visit&& visit) const {
+    void read(Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const BlockTokens& in, float* out, Visit&& visit) const {
         const float* sums = pending.sums();
-        for (int64_t h = 0; h < s_.heads; h++) store_floats(growth_ + h * GRID, exp16(load_floats(sums + h * GRID)));
+        for (int64_t h = 0; h < s_.heads; h++) store_floats(growth_ + h * GRID, decay_of(load_floats(sums + h * GRID)));
         for (int64_t t = 0; t < count; t++) {
             const Floats products = products_with<Cells>(c_ + t * s_.row, pending.words + s_.b_at, s_.row);
             const Mask known = lanes(begin + t + 1);
             for (int64_t h = 0; h < s_.heads; h++) {
                 const float* own = sums + h * GRID;
-                const Floats decay = exp16(splat(own[begin + t]) - load_floats(own));
+                const Floats decay = decay_of(splat(own[begin + t]) - load_floats(own));
                 put_weights(weights_ + (h * GRID + t) * STEPS, select(known, products * decay, zero()));
             }
         }
         each_slice([&](int64_t h, int64_t lane, auto vectors) {
             constexpr int V = vectors();
             const uint32_t* cells = state ? cells_of<V>(slice_of(state, h, lane)) : nullptr;
-            const uint32_t* x = pending.words + s_.x_at + h * STEPS * s_.lanes + lane;
+            const uint32_t* taken = pending.words + s_.x_at + h * STEPS * s_.lanes + lane;
+            const float* x = in.x + first * s_.heads * s_.head + h * s_.head + lane;
             float* to = out + h * s_.head + lane;
-            if (count == 1) read_rows<true, V, 1>(cells, x, h, begin, 0, s_.head - lane, to);
-            else in_groups<4>(count, [&](auto group, int64_t t) { read_rows<false, V, group()>(cells, x, h, begin, t, s_.head - lane, to); });
+            if (count == 1) read_rows<true, V, 1>(cells, taken, x, in.d[h], h, begin, 0, s_.head - lane, to);
+            else in_groups<4>(count, [&](auto group, int64_t t) {
+                read_rows<false, V, group()>(cells, taken, x, in.d[h], h, begin, t, s_.head - lane, to);
+            });
             for (int64_t t = 0; t < count; t++) visit(h, lane, t);
         });
     }
@@ -321,20 +335,18 @@ class Blocks {
         if constexpr (!std::is_const_v<P>) store_state<Shape, S, R, V>(slice, s_.rest_at(), at, v, rows);
     }
 
-    // Puts 16 channels of token t of the block, and of the next one if it is `next` numbers behind, in their cells. Returns how many.
-    int64_t put(uint32_t* cells, int64_t t, const float* x, int64_t next, Mask mask) const {
+    // Puts 16 channels of token t of the block in their cells, of an even one with those of the next token or zeros.
+    void put(uint32_t* cells, int64_t t, Floats x, Floats next) const {
         uint32_t* to = cells + t / Cells::EACH * s_.lanes;
-        if constexpr (!Shape::PAIRS) {
-            store_words(to, as_words(load16(x, mask)));
-        } else if (t % 2 == 0 && next) {
-            store_words(to, Cells::beside(load16(x, mask), load16(x + next, mask)));
-            return 2;
-        } else if (t % 2 == 0) {
-            store_words(to, Cells::beside(load16(x, mask), zero()));
-        } else {
-            store_words(to, load_words(to) | Cells::beside(zero(), load16(x, mask)));
-        }
-        return 1;
+        if constexpr (!Shape::PAIRS) store_words(to, as_words(x));
+        else if (t % 2 == 0) store_words(to, Cells::beside(x, next));
+        else store_words(to, load_words(to) | Cells::beside(zero(), x));
+    }
+
+    // exp(x) of what is rounded to bfloat16, or multiplied with a state that is.
+    static Floats decay_of(Floats x) {
+        if constexpr (Shape::PAIRS) return Cells::power(x * splat(LOG2_E));
+        else return exp16(x);
     }
 
     static void put_weights(uint32_t* to, Floats weights) {
@@ -359,23 +371,25 @@ class Blocks {
         }
     }
 
-    // Tokens [t, t + R) of the last ones: products of C with the state, which has decayed since, and of weights with x.
+    // Tokens [t, t + R) of the last ones: products of C with the state, which has decayed since, and of weights with the `taken` x dt; D x.
     template <bool FROM_MEMORY, int V, int R>
-    void read_rows(const uint32_t* cells, const uint32_t* x, int64_t h, int64_t begin, int64_t t, int64_t left, float* out) const {
+    void read_rows(
+        const uint32_t* cells, const uint32_t* taken, const float* x, float d, int64_t h, int64_t begin, int64_t t, int64_t left, float* out
+    ) const {
         constexpr int W = beside(R, V);
         const int64_t width = s_.heads * s_.head;
         for (int v = 0; v < V; v += W) {
             Floats sum[R][W];
             set_zero(sum);
-            if (cells) multiply_cells<Cells>(sum, c_ + t * s_.row, s_.row, 1, s_.cells, cells + 16 * v, 16 * V, FROM_MEMORY ? x + STEPS * s_.lanes : nullptr);
+            if (cells) multiply_cells<Cells>(sum, c_ + t * s_.row, s_.row, 1, s_.cells, cells + 16 * v, 16 * V, FROM_MEMORY ? taken + STEPS * s_.lanes : nullptr);
             unrolled<R>([&](int r) ALWAYS {
                 const Floats growth = splat(growth_[h * GRID + begin + t + r]);
                 unrolled<W>([&](int w) ALWAYS {
                     const int64_t at = 16 * (v + w);
-                    sum[r][w] = fmadd(sum[r][w], growth, load16(out + (t + r) * width + at, lanes(left - at)));
+                    sum[r][w] = fmadd(sum[r][w], growth, splat(d) * load16(x + (t + r) * width + at, lanes(left - at)));
                 });
             });
-            multiply_cells<Cells>(sum, weights_ + (h * GRID + t) * STEPS, STEPS, 1, STEPS, x + 16 * v, s_.lanes);
+            multiply_cells<Cells>(sum, weights_ + (h * GRID + t) * STEPS, STEPS, 1, STEPS, taken + 16 * v, s_.lanes);
             unrolled<R>([&](int r) ALWAYS {
                 unrolled<W>([&](int w) ALWAYS {
                     const int64_t at = 16 * (v + w);

@@ -9,6 +9,7 @@
 //   larger, smaller  the second argument if one is NaN
 //   nearest          the nearest integer, ties to even; from_nearest: what is left; above_floor: x - floor(x), finite for infinities
 //   times_power      p * 2^floor(n)
+//   rough_inverse    1 / x within 2^-14 of itself
 //   total_of         the sum of all lanes; fold: of two vectors of partial sums one, eight of the first, eight of the second;
 //                    sums_of: eight of these to the sums of sixteen vectors; sums_of_eights: of the lower and of the upper
 //                    eight lanes, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))

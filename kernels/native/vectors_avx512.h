@@ -44,6 +44,7 @@ inline Floats nearest(Floats x) { return _mm512_roundscale_ps(x, 0x08); }
 inline Floats from_nearest(Floats x) { return _mm512_reduce_ps(x, 0x08); }
 inline Floats above_floor(Floats x) { return _mm512_reduce_ps(x, 0x09); }
 inline Floats times_power(Floats p, Floats n) { return _mm512_scalef_ps(p, n); }
+inline Floats rough_inverse(Floats x) { return _mm512_rcp14_ps(x); }
 inline float total_of(Floats x) { return _mm512_reduce_add_ps(x); }
 inline float largest_of(Floats x) { return _mm512_reduce_max_ps(x); }
 

@@ -154,6 +154,7 @@ FORWARD Floats of_quarters(Four a, Four b, Four c, Four d) { return {{a, b}, {c,
 #endif
 
 FORWARD Floats zero() { return splat(0.0f); }
+FORWARD Floats rough_inverse(Floats x) { return splat(1.0f) / x; }
 FORWARD Words splat_word(int32_t x) { return splat_words(WordPart{} + uint32_t(x)); }
 FORWARD Words splat_half(int16_t x) { return splat_words((WordPart)(HalfPart{} + uint16_t(x))); }
 FORWARD Words splat_byte(int8_t x) { return splat_words((WordPart)(BytePart{} + uint8_t(x))); }
