@@ -117,9 +117,9 @@ inline Floats products_with(const uint32_t* c, const uint32_t* b, int64_t row) {
     return sums_of(pairs);
 }
 
-// A state's rows [at, at + R) of a slice, [n or cells, 16 V], as float32 and back.
+// Adds `decay` times a state's rows [at, at + R) of a slice, [n or cells, 16 V].
 template <class Shape, typename S, int R, int V, int W>
-inline ALWAYS void load_state(const S* state, int64_t rest, int64_t at, int v, Floats (&sum)[R][W]) {
+inline ALWAYS void add_state(const S* state, int64_t rest, int64_t at, int v, Floats decay, Floats (&sum)[R][W]) {
     if constexpr (Shape::PAIRS) {
         const uint32_t* from = reinterpret_cast<const uint32_t*>(state) + at / 2 * 16 * V + 16 * v;
         const Words high = splat_word(int32_t(0xffff0000));
@@ -132,12 +132,12 @@ inline ALWAYS void load_state(const S* state, int64_t rest, int64_t at, int v, F
                     const Words left = load_words(p + rest);
                     a = add32(a, shift_right32<16>(shift_left32<16>(left))), b = add32(b, shift_right32<16>(left));
                 }
-                sum[2 * r][w] = as_floats(a), sum[2 * r + 1][w] = as_floats(b);
+                sum[2 * r][w] = fmadd(as_floats(a), decay, sum[2 * r][w]), sum[2 * r + 1][w] = fmadd(as_floats(b), decay, sum[2 * r + 1][w]);
             });
         });
     } else {
         unrolled<R>([&](int r) ALWAYS {
-            unrolled<W>([&](int w) ALWAYS { sum[r][w] = load_all(state + (at + r) * 16 * V + 16 * (v + w)); });
+            unrolled<W>([&](int w) ALWAYS { sum[r][w] = fmadd(load_all(state + (at + r) * 16 * V + 16 * (v + w)), decay, sum[r][w]); });
         });
     }
 }
@@ -328,7 +328,8 @@ class Blocks {
     template <int R, int V, typename P, typename F>
     void one_number(P* slice, int64_t at, int v, int64_t h, int64_t lane, F&& f) const {
         Floats rows[R][1], sum[2][1] = {{zero()}, {zero()}};
-        load_state<Shape, S, R, V>(slice, s_.rest_at(), at, v, rows);
+        set_zero(rows);
+        add_state<Shape, S, R, V>(slice, s_.rest_at(), at, v, splat(1.0f), rows);
         for (int r = 0; r < R; r++) sum[r][0] = rows[r][0];
         if (!f(sum, at, h, lane + 16 * v)) return;
         for (int r = 0; r < R; r++) rows[r][0] = sum[r][0];
@@ -422,11 +423,8 @@ class Blocks {
             for (int v = 0; v < V; v += W) {
                 Floats sum[R][W];
                 set_zero(sum);
-                if (from) {
-                    load_state<Shape, S, R, V>(from, s_.rest_at(), at, v, sum);
-                    unrolled<R>([&](int r) ALWAYS { unrolled<W>([&](int w) ALWAYS { sum[r][w] = sum[r][w] * total; }); });
-                }
                 multiply_cells<Cells>(sum, b, 1, ld, STEPS, x_ + 16 * v, 16 * V);
+                if (from) add_state<Shape, S, R, V>(from, s_.rest_at(), at, v, total, sum);
                 store_state<Shape, S, R, V>(to, s_.rest_at(), at, v, sum);
             }
         }
