@@ -166,14 +166,14 @@ def weight_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def buffer_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros for a buffer that steps write as far as they need it: the rest takes no memory. The C allocator
-    would take it from memory that was freed, and is still there."""
+    """A tensor of zeros for a buffer that steps write as far as they need it: what lies behind takes no memory, except
+    in the last huge page. The C allocator would take it from memory that was freed, and is still there."""
     import torch
 
     nbytes = math.prod(shape) * dtype.itemsize
     if not nbytes:
         return torch.empty(*shape, dtype=dtype)
-    return torch.frombuffer(private_mapping(nbytes), dtype=torch.uint8).view(dtype).view(*shape)
+    return _mapped(nbytes).view(dtype).view(*shape)
 
 
 class _FileMappings:
