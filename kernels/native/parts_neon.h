@@ -24,6 +24,7 @@ constexpr WordPart LANE_BITS = {1, 2, 4, 8};
 
 inline void spin_pause() { asm volatile("yield"); }
 inline void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }
+inline void prefetch_to_write(void* p) { __builtin_prefetch(p, 1, 3); }
 inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 inline void fetch_line(const char* p) { asm volatile("prfm pldl2keep, %0" : : "Q"(*p)); }
 

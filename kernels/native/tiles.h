@@ -272,19 +272,27 @@ inline Floats joined(const Words* sums) {
 // Products of unsigned 1-byte integers with 2-byte integers: R rows are 2 R rows of bytes. `sum` is initialised with the
 // values after the rows.
 template <int R, int V>
-inline void begin_sums(const int8_t* behind, int64_t lda, Words (&sum)[V][R][2]) {
-    for (int v = 0; v < V; v++)
-        for (int r = 0; r < R; r++)
-            for (int half = 0; half < 2; half++) sum[v][r][half] = broadcast_word(behind + r * lda + 4 * half);
+inline ALWAYS void begin_sums(const int8_t* behind, int64_t lda, Words (&sum)[V][R][2]) {
+    unrolled<2 * R>([&](int i) ALWAYS {
+        const Words x = broadcast_word(behind + i / 2 * lda + 4 * (i % 2));
+        unrolled<V>([&](int v) ALWAYS { sum[v][i / 2][i % 2] = x; });
+    });
 }
 
 template <int R, int V>
-inline void add_products(const int8_t* a, int64_t lda, const Words (&column)[V], Words (&sum)[V][R][2]) {
-    for (int r = 0; r < R; r++)
-        for (int half = 0; half < 2; half++) {
-            const Words x = broadcast_word(a + r * lda + 4 * half);
-            for (int v = 0; v < V; v++) sum[v][r][half] = dot_bytes(sum[v][r][half], column[v], x);
-        }
+inline ALWAYS void add_products(const int8_t* a, int64_t lda, const Words (&column)[V], Words (&sum)[V][R][2]) {
+    unrolled<2 * R>([&](int i) ALWAYS {
+        const Words x = broadcast_word(a + i / 2 * lda + 4 * (i % 2));
+        unrolled<V>([&](int v) ALWAYS { sum[v][i / 2][i % 2] = dot_bytes(sum[v][i / 2][i % 2], column[v], x); });
+    });
+}
+
+// Without this, GCC would store each sum in memory throughout, or before and after the loop.
+template <int R, int V>
+inline ALWAYS void in_registers(Words (&sum)[V][R][2]) {
+    unrolled<V>([&](int v) ALWAYS {
+        unrolled<2 * R>([&](int i) ALWAYS { sum[v][i / 2][i % 2] = in_register(sum[v][i / 2][i % 2]); });
+    });
 }
 
 // V vectors of a tile, from column 16 * first on, at a time.
@@ -300,17 +308,15 @@ __attribute__((noinline)) void add_int8(
         const int8_t* const stop = ahead.step() ? std::min(a_end, a + 8 * STRIDE) : a_end;
         for (; a < stop; a += 8, b += 4 * PANEL) {
             Words column[V];
-            for (int v = 0; v < V; v++) column[v] = in_register(load_words(b + v * 64));
+            unrolled<V>([&](int v) ALWAYS { column[v] = in_register(load_words(b + v * 64)); });
             add_products<R, V>(a, lda, column, sum);
         }
     }
-    for (int v = 0; v < V; v++) {
+    in_registers<R, V>(sum);
+    unrolled<V>([&](int v) ALWAYS {
         const Floats scale = load_floats(w.scale + panel * PANEL + (first + v) * 16);
-        for (int r = 0; r < R; r++) {
-            const Floats y = (joined(sum[v][r]) * scale) * splat(scales[r]);
-            store_floats(out + r * PANEL + v * 16, y);
-        }
-    }
+        unrolled<R>([&](int r) ALWAYS { store_floats(out + r * PANEL + v * 16, (joined(sum[v][r]) * scale) * splat(scales[r])); });
+    });
 }
 
 template <int R, int V>
@@ -329,23 +335,26 @@ __attribute__((noinline)) void add_bytes(
     const uint8_t* b = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL + first * 64;
     const int8_t* const a_end = a + w.kpad;
     Words sum[R][V];
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) sum[r][v] = SIGNED_DOTS ? zero_words() : broadcast_word(a_end + r * lda);  // what the offset adds
+    unrolled<R>([&](int r) ALWAYS {
+        const Words behind = SIGNED_DOTS ? zero_words() : broadcast_word(a_end + r * lda);  // what the offset adds
+        unrolled<V>([&](int v) ALWAYS { sum[r][v] = behind; });
+    });
     while (a < a_end) {
         const int8_t* const stop = ahead.step() ? std::min(a_end, a + 4 * STRIDE) : a_end;
         for (; a < stop; a += 4, b += 4 * PANEL) {
             Words column[V];
-            for (int v = 0; v < V; v++) column[v] = in_register(without_offset(load_words(b + v * 64)));
-            for (int r = 0; r < R; r++) {
+            unrolled<V>([&](int v) ALWAYS { column[v] = in_register(without_offset(load_words(b + v * 64))); });
+            unrolled<R>([&](int r) ALWAYS {
                 const Words x = broadcast_word(a + r * lda);
-                for (int v = 0; v < V; v++) sum[r][v] = dot_stored(sum[r][v], column[v], x);
-            }
+                unrolled<V>([&](int v) ALWAYS { sum[r][v] = dot_stored(sum[r][v], column[v], x); });
+            });
         }
     }
-    for (int v = 0; v < V; v++) {
+    unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = in_register(sum[r][v]); }); });
+    unrolled<V>([&](int v) ALWAYS {
         const Floats scale = load_floats(w.scale + panel * PANEL + (first + v) * 16);
-        for (int r = 0; r < R; r++) store_floats(out + r * PANEL + v * 16, (to_floats(sum[r][v]) * splat(scales[r])) * scale);
-    }
+        unrolled<R>([&](int r) ALWAYS { store_floats(out + r * PANEL + v * 16, (to_floats(sum[r][v]) * splat(scales[r])) * scale); });
+    });
 }
 
 template <int R, int V>
@@ -381,8 +390,7 @@ __attribute__((noinline)) void add_int4(
     const uint8_t* b = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL / 2;
     const int8_t* behind = a + 2 * w.kpad;
     Floats total[V][R];
-    for (int v = 0; v < V; v++)
-        for (int r = 0; r < R; r++) total[v][r] = zero();
+    unrolled<V>([&](int v) ALWAYS { unrolled<R>([&](int r) ALWAYS { total[v][r] = zero(); }); });
     for (int64_t g = 0; g < groups; g++, behind += 8) {
         Words sum[V][R][2];
         begin_sums<R, V>(behind, lda, sum);
@@ -394,13 +402,14 @@ __attribute__((noinline)) void add_int4(
                 add_products<R, V>(a, lda, column, sum);
             }
         }
-        for (int v = 0; v < V; v++) {
+        unrolled<V>([&](int v) ALWAYS {
             const Floats scale = load_floats(w.scale + (panel * groups + g) * PANEL + (first + v) * 16);
-            for (int r = 0; r < R; r++) total[v][r] = fmadd(joined(sum[v][r]), scale, total[v][r]);
-        }
+            unrolled<R>([&](int r) ALWAYS { total[v][r] = fmadd(joined(sum[v][r]), scale, total[v][r]); });
+        });
     }
-    for (int v = 0; v < V; v++)
-        for (int r = 0; r < R; r++) store_floats(out + r * PANEL + v * 16, total[v][r] * splat(scales[r]));
+    unrolled<V>([&](int v) ALWAYS {
+        unrolled<R>([&](int r) ALWAYS { store_floats(out + r * PANEL + v * 16, total[v][r] * splat(scales[r])); });
+    });
 }
 
 template <int R>
