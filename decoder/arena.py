@@ -228,9 +228,14 @@ class Arena:
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Zeroes newly taken pages: old state bits read as numbers may be NaN, and NaN x 0 is not 0."""
-        if pages and self.layout.page_bytes:
-            index = upload(pages, torch.int64, self.buffer.device)
-            self._pages().index_fill_(0, index, 0)
+        if not pages or not self.layout.page_bytes:
+            return
+        if self.buffer.device.type == "cpu":  # index_fill_ takes 40 ns a number there
+            content = self._pages()
+            for page in pages:
+                content[page].zero_()
+        else:
+            self._pages().index_fill_(0, upload(pages, torch.int64, self.buffer.device), 0)
 
     def _pages(self) -> Tensor:
         """`[pages, numbers]`: each page as the widest integers that fit it, because torch fills a byte at a time."""
