@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t GRID = 16;         // tokens of a block: as many as a vector has lanes
 constexpr int32_t PLAIN = -1;        // instead of a count of pending tokens: the state is [heads, head, n], and nothing is pending
-constexpr int64_t STATE_SLICE = 64;  // channels that are computed together
+constexpr int64_t STATE_SLICE = 64;  // channels that are computed together; the rest of a head in slices of 32 and 16
 constexpr int64_t STATE_AHEAD = 48;  // lines of a state that are asked for before a single token needs them
 
 // What products multiply: pairs of bfloat16 where the model is in bfloat16 and there are instructions for them, else float32.
@@ -70,17 +70,17 @@ struct Pending {  // tokens of an unfinished block
     float* sums() const { return reinterpret_cast<float*>(words + 16); }
 };
 
-// sum[r][w] += products of `count` cells of row r, at a + r * row + k * step, with those of columns, at b + k * ld. `next`:
-// null, or `count` lines that are read from memory next, as the columns are.
+// sum[r][w] += products of `count` cells of row r, at a + r * row + k * step, with those of columns, at b + k * ld. `lines`: of
+// `next`, up to `count` of them; they are read from memory next, as the columns are.
 template <class Cells, int R, int W>
 inline ALWAYS void multiply_cells(
     Floats (&sum)[R][W], const uint32_t* a, int64_t row, int64_t step, int64_t count, const uint32_t* b, int64_t ld,
-    const uint32_t* next = nullptr
+    const uint32_t* next = nullptr, int64_t lines = 0
 ) {
     for (int64_t k = 0; k < count; k++, a += step, b += ld) {
         if (next) {
             unrolled<W>([&](int w) ALWAYS { prefetch_far(b + (STATE_AHEAD + w) * 16); });
-            prefetch_far(next + 16 * k);
+            if (k < lines) prefetch_far(next + 16 * k);
         }
         Words column[W];
         unrolled<W>([&](int w) ALWAYS { column[w] = in_register(load_words(b + 16 * w)); });
@@ -94,19 +94,15 @@ inline ALWAYS void multiply_cells(
 // Vectors of V that R rows are multiplied with at a time.
 constexpr int beside(int rows, int v) { return v % vectors_beside(rows) ? 1 : vectors_beside(rows); }
 
-template <typename F>
-inline ALWAYS void with_vectors(int64_t count, F&& f) {
-    if (count == 4) f(std::integral_constant<int, 4>());
-    else if (count == 3) f(std::integral_constant<int, 3>());
-    else if (count == 2) f(std::integral_constant<int, 2>());
-    else f(std::integral_constant<int, 1>());
-}
-
-// The products of a row of C with 16 rows of B.
+// The products of a row of C with `count` rows of B, perhaps one more, and zeros.
 template <class Cells>
-inline Floats products_with(const uint32_t* c, const uint32_t* b, int64_t row) {
+inline Floats products_with(const uint32_t* c, const uint32_t* b, int64_t row, int64_t count) {
     Floats pairs[8];
     for (int i = 0; i < 8; i++) {
+        if (2 * i >= count) {
+            pairs[i] = zero();
+            continue;
+        }
         Floats sum[2] = {zero(), zero()};
         for (int64_t at = 0; at < row; at += 16) {
             const Words x = load_words(c + at);
@@ -213,8 +209,9 @@ class Blocks {
 
     // Prefetches what a single token reads first.
     void prefetch(Pending pending, const S* state) const {
-        for (int64_t at = 0; at < GRID * s_.row; at += 16) prefetch_far(pending.words + s_.b_at + at);
-        for (int64_t at = 0; at < s_.x_at + STEPS * s_.lanes; at += 16) prefetch_far(pending.words + at);
+        const int64_t count = pending.count() + 1;
+        for (int64_t at = 0; at < s_.x_at + steps_of(count) * s_.lanes; at += 16) prefetch_far(pending.words + at);
+        for (int64_t at = 0; at < count * s_.row; at += 16) prefetch_far(pending.words + s_.b_at + at);
         for (int64_t line = 0; state && line < STATE_AHEAD; line++) prefetch_far(reinterpret_cast<const uint32_t*>(state) + 16 * line);
     }
 
@@ -225,7 +222,7 @@ class Blocks {
         const float* sums = pending.sums();
         for (int64_t h = 0; h < s_.heads; h++) store_floats(growth_ + h * GRID, decay_of(load_floats(sums + h * GRID)));
         for (int64_t t = 0; t < count; t++) {
-            const Floats products = products_with<Cells>(c_ + t * s_.row, pending.words + s_.b_at, s_.row);
+            const Floats products = products_with<Cells>(c_ + t * s_.row, pending.words + s_.b_at, s_.row, begin + t + 1);
             const Mask known = lanes(begin + t + 1);
             for (int64_t h = 0; h < s_.heads; h++) {
                 const float* own = sums + h * GRID;
@@ -298,13 +295,17 @@ class Blocks {
     }
 
   private:
+    static int64_t steps_of(int64_t tokens) { return (tokens + Cells::EACH - 1) / Cells::EACH; }
     static int64_t widened(const Shape& s) { return Shape::PAIRS || sizeof(S) == 4 ? 0 : s.n * STATE_SLICE; }
 
     template <typename F>
     void each_slice(F&& f) const {
-        for (int64_t h = 0; h < s_.heads; h++)
-            for (int64_t lane = 0; lane < s_.lanes; lane += STATE_SLICE)
-                with_vectors(std::min<int64_t>(4, (s_.lanes - lane) / 16), [&](auto vectors) { f(h, lane, vectors); });
+        for (int64_t h = 0; h < s_.heads; h++) {
+            int64_t lane = 0;
+            for (; lane + 64 <= s_.lanes; lane += 64) f(h, lane, std::integral_constant<int, 4>());
+            if ((s_.lanes - lane) & 32) f(h, lane, std::integral_constant<int, 2>()), lane += 32;
+            if ((s_.lanes - lane) & 16) f(h, lane, std::integral_constant<int, 1>());
+        }
     }
 
     template <typename P>
@@ -378,11 +379,11 @@ class Blocks {
         const uint32_t* cells, const uint32_t* taken, const float* x, float d, int64_t h, int64_t begin, int64_t t, int64_t left, float* out
     ) const {
         constexpr int W = beside(R, V);
-        const int64_t width = s_.heads * s_.head;
+        const int64_t width = s_.heads * s_.head, steps = steps_of(begin + t + R);
         for (int v = 0; v < V; v += W) {
             Floats sum[R][W];
             set_zero(sum);
-            if (cells) multiply_cells<Cells>(sum, c_ + t * s_.row, s_.row, 1, s_.cells, cells + 16 * v, 16 * V, FROM_MEMORY ? taken + STEPS * s_.lanes : nullptr);
+            if (cells) multiply_cells<Cells>(sum, c_ + t * s_.row, s_.row, 1, s_.cells, cells + 16 * v, 16 * V, FROM_MEMORY ? taken + STEPS * s_.lanes : nullptr, steps * s_.lanes / 16);
             unrolled<R>([&](int r) ALWAYS {
                 const Floats growth = splat(growth_[h * GRID + begin + t + r]);
                 unrolled<W>([&](int w) ALWAYS {
@@ -390,7 +391,7 @@ class Blocks {
                     sum[r][w] = fmadd(sum[r][w], growth, splat(d) * load16(x + (t + r) * width + at, lanes(left - at)));
                 });
             });
-            multiply_cells<Cells>(sum, weights_ + (h * GRID + t) * STEPS, STEPS, 1, STEPS, taken + 16 * v, s_.lanes);
+            multiply_cells<Cells>(sum, weights_ + (h * GRID + t) * STEPS, STEPS, 1, steps, taken + 16 * v, s_.lanes);
             unrolled<R>([&](int r) ALWAYS {
                 unrolled<W>([&](int w) ALWAYS {
                     const int64_t at = 16 * (v + w);
