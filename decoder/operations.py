@@ -67,7 +67,9 @@ class Operations(OperationParts):
         padded = 128 * groups + -(-4 * groups // 32) * 32  # values after the integers of a row
         picks = min(max_tokens, MAX_ROUTED) * self._picked_by_token
         self.x, self._scales = _floats(max_tokens, config.hidden_size), torch.empty(max_tokens)
-        self.wide, self._mid = _floats(max_tokens, widest), _floats(max_tokens, widest)
+        middle = max((op.width for op in body if op.code in (Code.CONVERT, Code.GATE)), default=0)
+        middle = -(-middle // 16) * 16
+        self.wide, self._mid = _floats(max_tokens, widest), _floats(max_tokens, middle)
         self.operand = _floats(max_tokens, padded)
         self._picked = _floats(picks, padded), torch.empty(picks), _floats(picks, widest)
         self._picks = torch.empty(2, picks, dtype=torch.int64), torch.empty(picks)
@@ -80,7 +82,7 @@ class Operations(OperationParts):
             state=mamba.ssm_state_size, taps=mamba.conv_kernel, conv_dim=mamba.conv_dim, inner=mamba.inner,
             page=options.page_size, positions=options.max_len, stored_bf16=int(options.dtype == torch.bfloat16),
             states_bf16=int(options.state_dtype == torch.bfloat16), eps=config.norm_eps, dt_low=low, dt_high=high,
-            x=self.x.data_ptr(), wide=self.wide.data_ptr(), mid=self._mid.data_ptr(), ld=widest,
+            x=self.x.data_ptr(), wide=self.wide.data_ptr(), mid=self._mid.data_ptr(), ld=widest, mid_ld=middle,
             operand=self.operand.data_ptr(), operand_ld=padded, operand_scale=self._scales.data_ptr(),
             picks=self._picks[0][0].data_ptr(), places=self._picks[0][1].data_ptr(), shares=self._picks[1].data_ptr(),
             runs=self._runs.data_ptr(), picked=self._picked[0].data_ptr(), picked_scale=self._picked[1].data_ptr(),

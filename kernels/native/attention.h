@@ -107,7 +107,7 @@ struct PagedRow {
     }
     void fetch_query(int64_t i) const { fetch(fresh(first + i / share, head * share + i % share), shape.width); }
     void write(int64_t i, const float* numbers) const {
-        float* out = m.mid + (first + i / share) * m.ld + (head * share + i % share) * shape.width;
+        float* out = m.mid + (first + i / share) * m.mid_ld + (head * share + i % share) * shape.width;
         std::copy(numbers, numbers + shape.width, out);
     }
     void keep(const int64_t* places) const {  // the new keys and values
@@ -170,7 +170,7 @@ inline void prepare_heads(const Model& m, const AttentionShape& shape, const Ste
 
 // Attention's output for a token, times the sigmoid of the row's gates, which are stored after its values.
 inline void gate_row(const Model& m, const AttentionShape& shape, int64_t token, float* out) {
-    const float *from = m.mid + token * m.ld, *gates = m.wide + token * m.ld + (shape.q_heads + 2 * shape.kv_heads) * shape.width;
+    const float *from = m.mid + token * m.mid_ld, *gates = m.wide + token * m.ld + (shape.q_heads + 2 * shape.kv_heads) * shape.width;
 #pragma omp simd
     for (int64_t i = 0; i < shape.q_heads * shape.width; i++) out[i] = from[i] / (1.0f + fast_exp(-gates[i]));
 }
@@ -184,7 +184,7 @@ void attention(const Model& m, const Op& op, const Step& step, int64_t unit, std
     if (source.first >= source.behind) return;
     source.keep(step.places);
     for (; source.first < source.behind && source.last(0) < op.first_key; source.first++) {  // padding, or nothing to look at yet
-        float* out = m.mid + source.first * m.ld + source.head * source.share * shape.width;
+        float* out = m.mid + source.first * m.mid_ld + source.head * source.share * shape.width;
         std::fill(out, out + source.heads * source.share * shape.width, 0.0f);
     }
     const Head head = Head::of<Cells>(shape.width, shape.scale);

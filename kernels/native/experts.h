@@ -122,7 +122,7 @@ void combine(const Model& m, const Op& op, int64_t token, float* sum) {
         for (int64_t c = 0; c < op.width; c++) sum[c] += share * y[c];
     }
     if (op.target == MID) {
-        std::memcpy(m.mid + token * m.ld, sum, op.width * sizeof(float));
+        std::memcpy(m.mid + token * m.mid_ld, sum, op.width * sizeof(float));
         return;
     }
     float* x = m.x + token * m.hidden;

@@ -77,7 +77,7 @@ void add_model(Layout& layout) {
     FIELD(Model, heads); FIELD(Model, head); FIELD(Model, groups); FIELD(Model, state); FIELD(Model, taps);
     FIELD(Model, conv_dim); FIELD(Model, inner); FIELD(Model, page); FIELD(Model, positions);
     FIELD(Model, stored_bf16); FIELD(Model, states_bf16); FIELD(Model, eps); FIELD(Model, dt_low); FIELD(Model, dt_high);
-    FIELD(Model, x); FIELD(Model, wide); FIELD(Model, mid); FIELD(Model, ld); FIELD(Model, operand);
+    FIELD(Model, x); FIELD(Model, wide); FIELD(Model, mid); FIELD(Model, ld); FIELD(Model, mid_ld); FIELD(Model, operand);
     FIELD(Model, operand_ld); FIELD(Model, operand_scale); FIELD(Model, picks); FIELD(Model, places);
     FIELD(Model, shares); FIELD(Model, runs); FIELD(Model, picked); FIELD(Model, picked_scale);
     FIELD(Model, picked_wide);

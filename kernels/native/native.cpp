@@ -30,7 +30,7 @@ namespace {
 constexpr int64_t TOGETHER = 4;  // rows of a unit of an operation that is little work for each row
 
 void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
-    const float* from = (op.code == NORM ? m.x : op.code == CONVERT ? m.mid : m.wide) + row * (op.code == NORM ? m.hidden : m.ld);
+    const float* from = op.code == NORM ? m.x + row * m.hidden : op.code == CONVERT ? m.mid + row * m.mid_ld : m.wide + row * m.ld;
     const int64_t width = op.width;
     if (op.code == NORM || op.code == NORM_PAIR) {  // a pair: two rows side by side, each with its own norm
         const int64_t part = op.code == NORM ? width : width / 2;

@@ -95,8 +95,8 @@ struct Model {
     int64_t stored_bf16;  // windows and pages; else float32
     int64_t states_bf16;  // states; else float32
     float eps, dt_low, dt_high;
-    float *x, *wide, *mid;  // [rows, hidden], [rows, ld], [rows, ld]
-    int64_t ld;
+    float *x, *wide, *mid;  // [rows, hidden], [rows, ld], [rows, mid_ld]
+    int64_t ld, mid_ld;
     void* operand;  // [rows, operand_ld] of 4 bytes at most
     int64_t operand_ld;
     float* operand_scale;

@@ -140,7 +140,7 @@ class Model(Structure):
         ("heads", c_int64), ("head", c_int64), ("groups", c_int64), ("state", c_int64), ("taps", c_int64),
         ("conv_dim", c_int64), ("inner", c_int64), ("page", c_int64), ("positions", c_int64),
         ("stored_bf16", c_int64), ("states_bf16", c_int64), ("eps", c_float), ("dt_low", c_float), ("dt_high", c_float),
-        ("x", c_void_p), ("wide", c_void_p), ("mid", c_void_p), ("ld", c_int64),
+        ("x", c_void_p), ("wide", c_void_p), ("mid", c_void_p), ("ld", c_int64), ("mid_ld", c_int64),
         ("operand", c_void_p), ("operand_ld", c_int64), ("operand_scale", c_void_p),
         ("picks", c_void_p), ("places", c_void_p), ("shares", c_void_p), ("runs", c_void_p), ("picked", c_void_p),
         ("picked_scale", c_void_p), ("picked_wide", c_void_p),

@@ -131,7 +131,8 @@ class Attention:
             Code.ATTENTION, Kind.F32, size, kv=self.pages.data_ptr(), kv_stride=stride, first_key=first_key,
             attention=ctypes.addressof(self.shape),
         )  # fmt: skip
-        self.operations.complete([op], 2048)
+        behind = Op(Code.CONVERT, Kind.F32, heads[0] * width)  # what reads the outputs
+        self.operations.complete([op, behind], 2048)
 
     def clear(self) -> None:
         shape = (200, 2, self.page, self.kv_heads, self.width)
