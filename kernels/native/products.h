@@ -232,6 +232,9 @@ void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, in
     }
 }
 
+// Whether vectors of a panel can be multiplied without the others.
+bool divisible(const Weight& w) { return w.kind == BF16 || w.kind == INT8; }
+
 // Units of a product: (panel, block of rows), or parts of panels if there would be too few for the threads: quarters, or
 // halves for gated weights.
 struct Units {
@@ -240,8 +243,8 @@ struct Units {
         const int64_t panels = panels_of(w);
         blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
         // For one row a quarter panel has the same latency of sums as a whole one: it pays where memory is the bottleneck.
-        const bool divisible = (w.kind == BF16 || w.kind == INT8) && threads > 1 && w.kpad >= DIVISIBLE;
-        parts = divisible && products * panels * blocks < 6 * threads ? w.gated ? 2 : 4 : 1;
+        const bool large = divisible(w) && threads > 1 && w.kpad >= DIVISIBLE;
+        parts = large && products * panels * blocks < 6 * threads ? w.gated ? 2 : 4 : 1;
         count = panels * blocks * parts;
     }
 };
@@ -259,8 +262,10 @@ const char* next_panel(const Product& job, const Units& units, int64_t unit) {
 
 void run_unit(const Product& job, const Units& units, int64_t unit, int64_t rows, int64_t before = 0) {
     const int64_t block = unit % units.blocks, part = unit / units.blocks;
-    const int64_t panel = part / units.parts, vectors = 4 / units.parts, first = part % units.parts * vectors;
-    if (panel * PANEL + first * 16 >= job.weight->n) return;
+    const int64_t panel = part / units.parts, first = part % units.parts * (4 / units.parts), left = job.weight->n - panel * PANEL - first * 16;
+    if (left <= 0) return;
+    const int64_t needed = left > 32 || !divisible(*job.weight) ? 4 : left > 16 || job.weight->gated ? 2 : 1;
+    const int64_t vectors = std::min(4 / units.parts, needed);
     const int64_t begin = before + rows * block / units.blocks, end = before + rows * (block + 1) / units.blocks;
     tiles(job, begin, end, panel, first, vectors, next_panel(job, units, unit));
 }
