@@ -101,7 +101,7 @@ def comparison_table(pattern: str, peer: str) -> str:
 
 def hybrid_vllm() -> str:
     """The random 116 M-parameter hybrid, beside vLLM."""
-    return comparison_table("compare-vllm", "vLLM")
+    return comparison_table("compare-vllm-zen4", "vLLM")
 
 
 OTHERS = {
@@ -117,6 +117,13 @@ INTEL = {
     "llamacpp-int4-32-intel": ("llama.cpp", "int4 in groups of 32, beside Q4_0"),
 }  # fmt: skip
 """The same for results labelled `intel`, with their weights."""
+ZEN4 = {
+    "llamacpp-zen4": ("llama.cpp", "bfloat16"), "llamacpp-int8-zen4": ("llama.cpp", "int8, beside Q8_0"),
+    "llamacpp-int4-32-activations-int8-zen4": (
+        "llama.cpp", "int4 in groups of 32 with activations in int8, as llama.cpp has them, beside Q4_0",
+    ),
+}  # fmt: skip
+"""The same for results beside llama.cpp labelled `zen4`."""
 ZEN5 = {
     "vllm-zen5": ("vLLM", "116 M parameters, bfloat16"),
     "vllm-8192-tokens-zen5": ("vLLM", "The same, prompts of 8,192 tokens"),
@@ -158,8 +165,8 @@ def zen5() -> str:
 
 
 def hybrid_llamacpp() -> str:
-    """The same hybrid, beside llama.cpp."""
-    return comparison_table("compare-llamacpp", "llama.cpp")
+    """The comparisons of `ZEN4`."""
+    return titled_tables(ZEN4)
 
 
 def contexts() -> str:
@@ -237,7 +244,7 @@ def drafts() -> str:
 
 def overview() -> str:
     """For the README: one row for each workload, beside vLLM and transformers."""
-    vllm, transformers = result("compare-vllm"), result("compare-transformers")
+    vllm, transformers = result("compare-vllm-zen4"), result("compare-transformers")
     ratios = {row["workload"]: row["ratio"] for row in transformers["rows"]}
     lines = [
         "| | Saccade, tokens/s | vLLM, tokens/s | ratio to vLLM | ratio to transformers |",
