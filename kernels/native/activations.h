@@ -10,8 +10,6 @@ namespace {
 
 enum class Activation : int64_t { NONE = 0, RELU_SQUARED = 1, RELU = 2, GELU = 3, GELU_TANH = 4, GELU_QUICK = 5, SILU = 6 };
 
-constexpr float LOG2_E = 1.44269504f;
-
 // fast_exp of 16 numbers.
 inline Floats exp16(Floats x) {
     // min and max return the second operand if one is NaN.

@@ -93,7 +93,7 @@ struct Head {
     template <typename Cells>
     static Head of(int64_t width, float scale) {
         const int64_t cells = (width + Cells::EACH - 1) / Cells::EACH;
-        return {width, cells, (cells + 15) / 16 * 16, (width + TILE - 1) / TILE, scale * 1.44269504f};
+        return {width, cells, (cells + 15) / 16 * 16, (width + TILE - 1) / TILE, scale * LOG2_E};
     }
 };
 

@@ -27,10 +27,12 @@ inline uint16_t float_to_bf16(float f) {  // round to nearest even; NaN stays Na
 
 inline Mask first_lanes(int64_t left) { return left >= 16 ? Mask(0xffff) : Mask((1 << left) - 1); }
 
+constexpr float LOG2_E = 1.44269504f;
+
 // exp within 2 ulp on [-87, 88], clamped outside: 2^n times a polynomial of the remainder (Cephes' coefficients).
 inline float fast_exp(float x) {
     x = std::min(std::max(x, -87.0f), 88.0f);
-    float n = std::nearbyint(x * 1.44269504f);
+    float n = std::nearbyint(x * LOG2_E);
     float r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;

@@ -24,10 +24,10 @@ constexpr WordPart LANE_BITS = {1, 2, 4, 8, 16, 32, 64, 128};
 
 inline void spin_pause() { _mm_pause(); }
 inline void prefetch_near(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-inline void prefetch_to_write(void* p) { _m_prefetchw(p); }
 inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 // The same for functions without other effects, which GCC would drop.
 inline void fetch_line(const char* p) { asm volatile("prefetcht1 %0" : : "m"(*p)); }
+inline void fetch_to_write(const char* p) { asm volatile("prefetchw %0" : : "m"(*p)); }
 
 inline FloatPart splat_part(float x) { return _mm256_set1_ps(x); }
 inline FloatPart fmadd(FloatPart a, FloatPart b, FloatPart c) { return _mm256_fmadd_ps(a, b, c); }

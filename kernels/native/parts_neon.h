@@ -24,9 +24,9 @@ constexpr WordPart LANE_BITS = {1, 2, 4, 8};
 
 inline void spin_pause() { asm volatile("yield"); }
 inline void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }
-inline void prefetch_to_write(void* p) { __builtin_prefetch(p, 1, 3); }
 inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 inline void fetch_line(const char* p) { asm volatile("prfm pldl2keep, %0" : : "Q"(*p)); }
+inline void fetch_to_write(const char* p) { asm volatile("prfm pstl1keep, %0" : : "Q"(*p)); }
 
 inline FloatPart splat_part(float x) { return vdupq_n_f32(x); }
 inline FloatPart fmadd(FloatPart a, FloatPart b, FloatPart c) { return vfmaq_f32(c, a, b); }

@@ -109,11 +109,11 @@ void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
 // What a tile's outputs are stored in or added to: by the time that there are sums, it is there. Stores are done in order, so that each
 // one beyond the second-level cache would delay those behind it until the next tile waits as well.
 template <int R, int V>
-inline ALWAYS void prefetch_outputs(const Product& job, int64_t row, int64_t begin) {
+inline ALWAYS void fetch_outputs(const Product& job, int64_t row, int64_t begin) {
     const int64_t size = job.store == STORE_BF16 ? 2 : 4, bytes = 16 * V * size / (job.weight->gated ? 2 : 1);
-    char* to = static_cast<char*>(job.out) + (row * job.ldo + (job.weight->gated ? begin / 2 : begin)) * size;
+    const char* to = static_cast<const char*>(job.out) + (row * job.ldo + (job.weight->gated ? begin / 2 : begin)) * size;
     for (int r = 0; r < R; r++, to += job.ldo * size)
-        for (int64_t at = 0; at < bytes; at += LINE) prefetch_to_write(to + at);
+        for (int64_t at = 0; at < bytes; at += LINE) fetch_to_write(to + at);
 }
 
 // scaled.h
@@ -129,7 +129,7 @@ void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Inputs 
     const Weight& w = *job.weight;
     const int64_t begin = panel * PANEL + first * 16;
     const bool last = inputs.end == w.kpad;
-    if (last) prefetch_outputs<R, V>(job, row, begin);
+    if (last) fetch_outputs<R, V>(job, row, begin);
     const uint16_t* a = static_cast<const uint16_t*>(job.a) + row * job.lda;
     float* const unpacked = static_cast<float*>(job.unpacked);
     if (w.kind == BF16) tile_bf16<R, V>(a, job.lda, w, panel, first, inputs, unpacked, job.first_rows, ahead, sums);

@@ -383,7 +383,9 @@ class Blocks {
         for (int v = 0; v < V; v += W) {
             Floats sum[R][W];
             set_zero(sum);
-            if (cells) multiply_cells<Cells>(sum, c_ + t * s_.row, s_.row, 1, s_.cells, cells + 16 * v, 16 * V, FROM_MEMORY ? taken + STEPS * s_.lanes : nullptr, steps * s_.lanes / 16);
+            const uint32_t* const next = FROM_MEMORY ? taken + STEPS * s_.lanes : nullptr;
+            if (cells)
+                multiply_cells<Cells>(sum, c_ + t * s_.row, s_.row, 1, s_.cells, cells + 16 * v, 16 * V, next, steps * s_.lanes / 16);
             unrolled<R>([&](int r) ALWAYS {
                 const Floats growth = splat(growth_[h * GRID + begin + t + r]);
                 unrolled<W>([&](int w) ALWAYS {

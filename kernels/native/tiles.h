@@ -264,6 +264,21 @@ void tile_bf16(
 }
 #endif
 
+// Between a loop and the use of its sums: without it, GCC would store each sum in every iteration, or before and after the loop.
+template <int R, int V>
+inline ALWAYS void in_registers(Words (&sum)[R][V]) {
+    unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = in_register(sum[r][v]); }); });
+}
+
+// Products of bytes: R rows of signed ones times columns of a panel.
+template <int R, int V>
+inline ALWAYS void add_bytes_of(const int8_t* a, int64_t lda, const Words (&column)[V], Words (&sum)[R][V]) {
+    unrolled<R>([&](int r) ALWAYS {
+        const Words x = broadcast_word(a + r * lda);
+        unrolled<V>([&](int v) ALWAYS { sum[r][v] = dot_stored(sum[r][v], column[v], x); });
+    });
+}
+
 // Sums of low and high bytes -> sums of 256 high + low.
 inline Floats joined(const Words* sums) {
     return fmadd(to_floats(sums[1]), splat(256.0f), to_floats(sums[0]));
@@ -287,14 +302,6 @@ inline ALWAYS void add_products(const int8_t* a, int64_t lda, const Words (&colu
     });
 }
 
-// Without this, GCC would store each sum in memory throughout, or before and after the loop.
-template <int R, int V>
-inline ALWAYS void in_registers(Words (&sum)[V][R][2]) {
-    unrolled<V>([&](int v) ALWAYS {
-        unrolled<2 * R>([&](int i) ALWAYS { sum[v][i / 2][i % 2] = in_register(sum[v][i / 2][i % 2]); });
-    });
-}
-
 // V vectors of a tile, from column 16 * first on, at a time.
 template <int R, int V>
 __attribute__((noinline)) void add_int8(
@@ -312,7 +319,7 @@ __attribute__((noinline)) void add_int8(
             add_products<R, V>(a, lda, column, sum);
         }
     }
-    in_registers<R, V>(sum);
+    unrolled<V>([&](int v) ALWAYS { in_registers(sum[v]); });
     unrolled<V>([&](int v) ALWAYS {
         const Floats scale = load_floats(w.scale + panel * PANEL + (first + v) * 16);
         unrolled<R>([&](int r) ALWAYS { store_floats(out + r * PANEL + v * 16, (joined(sum[v][r]) * scale) * splat(scales[r])); });
@@ -344,13 +351,10 @@ __attribute__((noinline)) void add_bytes(
         for (; a < stop; a += 4, b += 4 * PANEL) {
             Words column[V];
             unrolled<V>([&](int v) ALWAYS { column[v] = in_register(without_offset(load_words(b + v * 64))); });
-            unrolled<R>([&](int r) ALWAYS {
-                const Words x = broadcast_word(a + r * lda);
-                unrolled<V>([&](int v) ALWAYS { sum[r][v] = dot_stored(sum[r][v], column[v], x); });
-            });
+            add_bytes_of(a, lda, column, sum);
         }
     }
-    unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = in_register(sum[r][v]); }); });
+    in_registers(sum);
     unrolled<V>([&](int v) ALWAYS {
         const Floats scale = load_floats(w.scale + panel * PANEL + (first + v) * 16);
         unrolled<R>([&](int r) ALWAYS { store_floats(out + r * PANEL + v * 16, (to_floats(sum[r][v]) * splat(scales[r])) * scale); });
@@ -428,19 +432,10 @@ inline ALWAYS void begin_group(const int32_t* less, Words (&sum)[R][V]) {
     unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = ZEROS ? zero_words() : splat_word(less[r]); }); });
 }
 
-template <int R, int V>
-inline ALWAYS void add_bytes_of(const int8_t* a, int64_t lda, const Words (&column)[V], Words (&sum)[R][V]) {
-    unrolled<R>([&](int r) ALWAYS {
-        const Words x = broadcast_word(a + r * lda);
-        unrolled<V>([&](int v) ALWAYS { sum[r][v] = dot_stored(sum[r][v], column[v], x); });
-    });
-}
-
-// The sums, times the scales of their outputs, are added to `out`. Without `in_register` GCC stores each sum in every iteration of
-// the loop before it.
+// The sums, times the scales of their outputs, are added to `out`.
 template <int R, int V, bool ZEROS>
 inline ALWAYS void finish_group(Words (&sum)[R][V], const int32_t* less, const Weight& w, int64_t scales, bool from_zero, float* out) {
-    unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = in_register(sum[r][v]); }); });
+    in_registers(sum);
     unrolled<V>([&](int v) ALWAYS {
         const Floats scale = group_scales(w, scales + v * 16);
         unrolled<R>([&](int r) ALWAYS {

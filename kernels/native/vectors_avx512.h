@@ -18,10 +18,10 @@ constexpr int VECTOR_REGISTERS = 1;  // ... of which Floats takes this many
 
 inline void spin_pause() { _mm_pause(); }
 inline void prefetch_near(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-inline void prefetch_to_write(void* p) { _m_prefetchw(p); }
 inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 // The same for functions without other effects, which GCC would drop.
 inline void fetch_line(const char* p) { asm volatile("prefetcht1 %0" : : "m"(*p)); }
+inline void fetch_to_write(const char* p) { asm volatile("prefetchw %0" : : "m"(*p)); }
 
 // -- floats ------------------------------------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ def test_a_buffer_takes_memory_as_far_as_it_is_written() -> None:
     buffer = buffer_memory((3000, mmap.PAGESIZE // 4), torch.float32)
     assert pages_in_memory(buffer) == 0
     buffer[:1000] = 1
-    assert 1000 <= pages_in_memory(buffer) <= 1024  # in whole huge pages, if the system has them
+    assert pages_in_memory(buffer) in (1000, 1024)  # 1024: two huge pages
     assert buffer_memory((0, 5), torch.float32).shape == (0, 5)
 
 
