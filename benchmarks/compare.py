@@ -8,9 +8,11 @@
 Saccade runs behind its gRPC server, the peer in a process of its own. In each round both sides run each workload in
 turn, short ones several times; the output is medians of each side, and the median, least and largest ratio of a
 round, since the host's speed changes from round to round.
-The machine's limits are measured with each workload in each round, because the memory bandwidth of a shared host
-changes with time; the lower bound of a workload is computed from their medians and the checkpoint's shapes
-(benchmarks/floors.py). The prompts of a decode workload are also run alone; the difference is the time of decoding.
+The machine's limits are measured before, between and after both sides' runs of a workload in each round, because the
+memory bandwidth of a shared host changes from second to second (two virtual processors read up to twice as fast while
+the host runs them on different core complexes). The lower bound of a run is computed from the means of the limits
+before and after it and from the checkpoint's shapes (benchmarks/floors.py). The prompts of a decode workload are also
+run alone; the difference is the time of decoding.
 Run it on an idle machine. `--only` and `--concurrent` select parts. With `--weights`, llama.cpp has the type of as
 many bits (`PEER_WEIGHTS`), other peers have bfloat16.
 """
@@ -26,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +41,9 @@ from benchmarks.sides import SETTLE, TURN, Ours, Peer, Timed, turn
 from benchmarks.workloads import SUBJECTS, Workload, workloads
 from decoder.config import ACTIVATION_KINDS, WEIGHT_KINDS, DecoderConfig
 from service.model.resolve import DEFAULT_MAX_LEN
+
+Limits = dict[str, float]
+"""What `machine.ceilings` measured."""
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
@@ -67,9 +72,14 @@ class Sides:
     """llama.cpp: type of its weights."""
 
 
-def typical(measured: Sequence[dict[str, float]]) -> dict[str, float]:
+def typical(measured: Sequence[Limits]) -> Limits:
     """The median of each number."""
     return {name: statistics.median(each[name] for each in measured) for name in measured[0]}
+
+
+def between(before: Limits, after: Limits) -> Machine:
+    """The mean of each number."""
+    return Machine.of({name: (before[name] + after[name]) / 2 for name in before})
 
 
 @dataclass
@@ -81,14 +91,16 @@ class Measured:
     """Of each round: runs of our server, and of the peer."""
     prompts: list[tuple[float, float]] = field(default_factory=list)
     """Of each round: seconds of the prompts alone, ours and the peer's. Empty for workloads without a decode part."""
-    ceilings: list[dict[str, float]] = field(default_factory=list)
-    """Of each round: the machine's limits."""
+    ceilings: list[tuple[Limits, Limits, Limits]] = field(default_factory=list)
+    """Of each round: the machine's limits before, between and after both sides' runs."""
 
     def add_round(self, ours: Ours, peer: Peer, times: int, device: str) -> None:
         """Runs the workload so many times on each side, then its prompts alone once."""
-        mine, theirs = (turn(side, self.load, times) for side in (ours, peer))
-        time.sleep(SETTLE)
-        self.ceilings.append(machine.ceilings(device))
+        before = settled_ceilings(device)
+        mine = turn(ours, self.load, times)
+        middle = settled_ceilings(device)
+        theirs = turn(peer, self.load, times)
+        self.ceilings.append((before, middle, settled_ceilings(device)))
         self.runs.append(list(zip(mine, theirs, strict=True)))
         if self.load.new_tokens > 1 and not self.load.sizes:
             alone = replace(self.load, new_tokens=1)
@@ -97,14 +109,13 @@ class Measured:
 
     def row(self, floor: Floor, memory: tuple[int, int]) -> dict[str, Any]:
         """The result. `memory`: peak bytes of both sides."""
-        load, limits = self.load, typical(self.ceilings)
+        load = self.load
         runs = [run for each in self.runs for run in each]
         mine, theirs = medians(runs)
         rounds = [dict(zip(("ours_s", "peer_s"), medians(each), strict=True)) for each in self.runs]
         ratios = [each["peer_s"] / each["ours_s"] for each in rounds]
         counted = load.prompt_tokens if load.new_tokens == 1 else load.output_tokens
-        least = load.floor(floor, Machine.of(limits))
-        row = {
+        row: dict[str, Any] = {
             "workload": load.name,
             "ours_s": mine,
             "ours_first_token_s": statistics.median(max(ours.firsts) for ours, _ in runs),
@@ -117,16 +128,23 @@ class Measured:
             "ratio_min": min(ratios),
             "ratio_max": max(ratios),
             "rounds": rounds,
-            "floor_fraction": least / mine if least else None,
-            "peer_floor_fraction": least / theirs if least else None,
             "ours_peak_bytes": memory[0],
             "peer_peak_bytes": memory[1],
-            "ceilings": limits,
+            "ceilings": typical([each for three in self.ceilings for each in three]),
         }
-        if self.prompts:
-            step = floor.step(Machine.of(limits), len(load.prompts))
-            row |= decoding(load, (mine, theirs), self.prompts, step * (load.new_tokens - 1))
+        for i, (side, prefix) in enumerate((("ours", ""), ("peer", "peer_"))):
+            machines = [between(*three[i : i + 2]) for three in self.ceilings]
+            seconds = [each[f"{side}_s"] for each in rounds]
+            row[f"{prefix}floor_fraction"] = roofline_share(partial(load.floor, floor), machines, seconds)
+            if self.prompts:
+                row |= decoding(load, floor, side, machines, seconds, [each[i] for each in self.prompts])
         return row
+
+
+def settled_ceilings(device: str) -> Limits:
+    """The machine's limits, once the threads of both sides are idle."""
+    time.sleep(SETTLE)
+    return machine.ceilings(device)
 
 
 def seconds_of(run: tuple[Timed, Timed]) -> tuple[float, float]:
@@ -182,18 +200,35 @@ def repeats_of(load: Workload, ours: Ours, peer: Peer) -> int:
     return max(1, round(TURN / min(ours.run(load).seconds, peer.run(load).seconds)))
 
 
+def roofline_share(
+    least: Callable[[Machine], float | None], machines: Sequence[Machine], seconds: Sequence[float]
+) -> float | None:
+    """Median over rounds of the lower bound on the machine as it was then, as a share of the seconds measured. None if
+    a bound is not known."""
+    shares = [bound / took for bound, took in zip(map(least, machines), seconds, strict=True) if bound is not None]
+    return statistics.median(shares) if shares else None
+
+
 def decoding(
-    load: Workload, seconds: tuple[float, float], prompts: list[tuple[float, float]], least: float
-) -> dict[str, float]:
-    """A workload's decode part, without its prompts. `seconds`: of the workload, ours and the peer's; `prompts`: those
-    that the prompts alone took in each round; `least`: the roofline time of the decode part."""
-    tokens, found = load.output_tokens - len(load.prompts), {}
-    for side, whole, alone in zip(("ours", "peer"), seconds, zip(*prompts, strict=True), strict=True):
-        left = whole - statistics.median(alone)
-        if left <= 0:
-            return {}
-        found |= {f"{side}_decode_tokens_s": tokens / left, f"{side}_decode_floor_fraction": least / left}
-    return found
+    load: Workload,
+    floor: Floor,
+    side: str,
+    machines: Sequence[Machine],
+    seconds: Sequence[float],
+    prompts: Sequence[float],
+) -> dict[str, float | None]:
+    """A side's decode part of a workload. `seconds`: of the workload in each round; `prompts`: of its prompts alone,
+    the median of which is subtracted. Empty if the prompts took as long."""
+    alone = statistics.median(prompts)
+    left = [whole - alone for whole in seconds]
+    if min(left) <= 0:
+        return {}
+    requests, steps = len(load.prompts), load.new_tokens - 1
+    share = roofline_share(lambda machine: steps * floor.step(machine, requests), machines, left)
+    return {
+        f"{side}_decode_tokens_s": requests * steps / statistics.median(left),
+        f"{side}_decode_floor_fraction": share,
+    }
 
 
 def percentiles(side: str, firsts: Sequence[float]) -> dict[str, float]:

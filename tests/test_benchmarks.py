@@ -119,14 +119,27 @@ def test_the_result_of_a_workload() -> None:
     runs = [[(Timed(ours, [0.25, 0.5]), Timed(peer, [])) for ours, peer in each] for each in seconds]
     limits = {"read_gb_s": 10.0, "bf16_gflop_s": 1000.0}
     floor = Floor(tiny_config("M*-"), None)
-    row = Measured(load, runs, [(0.5, 1.0)] * 3, [limits] * 3).row(floor, (7, 8))
+    row = Measured(load, runs, [(0.5, 1.0)] * 3, [(limits, limits, limits)] * 3).row(floor, (7, 8))
     assert (row["ours_s"], row["peer_s"], row["ratio"], row["ours_first_token_s"]) == (2.0, 2.0, 2.0, 0.5)
     assert row["rounds"] == [{"ours_s": 2.0, "peer_s": peer} for peer in (4.0, 5.0, 2.0)]
     assert (row["ratio_min"], row["ratio_max"]) == (1.0, 2.5)
-    assert (row["ours_tokens_s"], row["ours_decode_tokens_s"], row["peer_decode_tokens_s"]) == (5.0, 8 / 1.5, 8.0)
+    assert (row["ours_tokens_s"], row["ours_decode_tokens_s"], row["peer_decode_tokens_s"]) == (5.0, 8 / 1.5, 8 / 3.0)
     assert row["ours_decode_floor_fraction"] == pytest.approx(4 * floor.step(MACHINE, 2) / 1.5)
     assert row["floor_fraction"] == pytest.approx((4 * floor.step(MACHINE, 2) + floor.prompt(MACHINE, 20, 2)) / 2.0)
     assert (row["ours_peak_bytes"], row["peer_peak_bytes"], row["ceilings"]) == (7, 8, limits)
+
+
+def test_the_roofline_share_of_a_run_is_that_of_the_machine_during_the_run() -> None:
+    """A host that doubles the bandwidth between two rounds changes no share."""
+    load, floor = Workload("decode 1", [[1] * 10], [[]], 5), Floor(tiny_config("M*-"), None)
+    slow, fast = ({"read_gb_s": gigabytes, "bf16_gflop_s": 1e9} for gigabytes in (1.0, 2.0))
+    runs = [[(Timed(seconds, [0.5]), Timed(2 * seconds, []))] for seconds in (2.0, 1.0)]
+    row = Measured(load, runs, [(0.0, 0.0)] * 2, [(slow, slow, slow), (fast, fast, fast)]).row(floor, (7, 8))
+    assert row["floor_fraction"] == pytest.approx(load.floor(floor, Machine.of(slow)) / 2.0)
+    assert row["peer_floor_fraction"] == pytest.approx(row["floor_fraction"] / 2)
+    changed = Measured(load, runs[:1], [(0.0, 0.0)], [(slow, fast, fast)]).row(floor, (7, 8))
+    assert changed["floor_fraction"] == pytest.approx(row["floor_fraction"] / 1.5)
+    assert changed["peer_floor_fraction"] == pytest.approx(row["peer_floor_fraction"] / 2)
 
 
 @pytest.mark.parametrize(
