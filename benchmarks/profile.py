@@ -47,7 +47,16 @@ from service.engine.build import decoder_options
 from service.model.checkpoint import Checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
-BITS = {Kind.F32: 32, Kind.BF16: 16, Kind.INT8: 8, Kind.INT4: 4, Kind.FP8: 8, Kind.NVFP4: 4.5, Kind.UINT4: 4}
+BITS = {
+    Kind.F32: 32,
+    Kind.BF16: 16,
+    Kind.COMPACT_BF16: 12,
+    Kind.INT8: 8,
+    Kind.INT4: 4,
+    Kind.FP8: 8,
+    Kind.NVFP4: 4.5,
+    Kind.UINT4: 4,
+}
 
 
 @dataclass

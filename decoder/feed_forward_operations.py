@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -48,6 +49,12 @@ def mlp_operations(
     return [operations.norm(norm, up), wide, inner, last]
 
 
+def _divided_like(experts: Sequence[Packed]) -> Weight:
+    """The weight whose panels are divided among threads as all experts' are: one that is not compact may be divided
+    further than a compact one can be, and a layer may have both."""
+    return next((each for each in experts if each.stored is Kind.COMPACT_BF16), experts[0]).descriptor
+
+
 def experts_operations(
     operations: OperationParts, norm: Tensor, mixer: ExpertsMixer, beside: AnyMlp | None, scale: float
 ) -> list[Op]:
@@ -86,11 +93,11 @@ def experts_operations(
     else:
         packed = operations.packed(enter)
         ops += [operations.norm(norm, packed), operations.linear(packed, Target.WIDE), op(Code.GATHER, up)]
-    first = op(Code.EXPERTS, up, Target.WIDE, up.descriptor)
+    first = op(Code.EXPERTS, up, Target.WIDE, _divided_like([each[0] for each in firsts]))
     inner = op(Code.PICKED_ACTIVATE, down)
     inner.gated = apart
     (inner if apart else first).activation = activation
-    ops += [first, inner, op(Code.EXPERTS, down, Target.RESIDUAL, down.descriptor)]
+    ops += [first, inner, op(Code.EXPERTS, down, Target.RESIDUAL, _divided_like(downs))]
     if shared is not None:
         ops += mlp_operations(operations, norm, shared, scale, row_scale)
     combine = op(Code.COMBINE, down, Target.RESIDUAL if leave is None else Target.MID)

@@ -11,9 +11,13 @@ from torch.nn import functional as F
 from kernels.host_memory import drop_pages, weight_memory
 from kernels.linear.quantised import Quantised
 from kernels.native import Kind, NativeUnavailable, library
+from kernels.native.instruction_sets import compact_weights
 from kernels.native.structs import GROUP, PANEL, SUMMED
 
-STEPS = {Kind.F32: 1, Kind.BF16: 2, Kind.INT8: 16, Kind.INT4: GROUP, Kind.FP8: 8, Kind.NVFP4: 16, Kind.UINT4: 8}
+STEPS = {
+    Kind.F32: 1, Kind.BF16: 2, Kind.COMPACT_BF16: 2, Kind.INT8: 16, Kind.INT4: GROUP,
+    Kind.FP8: 8, Kind.NVFP4: 16, Kind.UINT4: 8,
+}  # fmt: skip
 """Inputs are padded to multiples of these; for the last three kinds they must be multiples already."""
 GATES = 16
 """In a gated weight, this many gates alternate with the outputs that they gate."""
@@ -21,6 +25,8 @@ MOST_INPUTS = 131_071
 """For int8 and int4: sums of products of bytes must fit 32 bits."""
 MOST_SHIFTED = 8192
 """Inputs of an int4 group with a zero point: its sums with int8 rows must be exact in float32."""
+EXCEPTIONS = 1024
+"""A bfloat16 weight is compact if at most one in so many numbers has an exponent that the others of its panel lack."""
 PIECE = 1 << 21
 """Numbers of a weight that are converted before its file's pages are dropped."""
 MULTIPLIED = (torch.bfloat16, torch.float32)
@@ -43,21 +49,29 @@ class Layout:
     """Inputs that share a scale, for kinds that are summed group by group."""
     bf16_scale: Tensor | None = None
     """Instead of `scale`: scales of groups that are exactly bfloat16, as those of `quantise` and of most files are."""
+    compact: Tensor | None = None
+    """int64 `[panels + 1, 2]`, for COMPACT_BF16: the first exception of a panel, and its smallest exponent << 7."""
+    exceptions: Tensor | None = None
+    """int64: for COMPACT_BF16, the numbers that have other exponents."""
 
     @property
     def nbytes(self) -> int:
-        parts = (self.data, self.scale, self.zeros, self.outer, self.bf16_scale)
+        parts = (self.data, self.scale, self.zeros, self.outer, self.bf16_scale, self.compact, self.exceptions)
         return sum(tensor.nbytes for tensor in parts if tensor is not None)
 
 
-def lay_out(weight: Tensor | Quantised, dtype: torch.dtype, *, gated: bool = False, int8_rows: bool = False) -> Layout:
+def lay_out(
+    weight: Tensor | Quantised, dtype: torch.dtype, *, gated: bool = False, int8_rows: bool = False,
+    compact: bool | None = None,
+) -> Layout:  # fmt: skip
     """Converts a weight with `torch.get_num_threads()` threads; besides the result, only memory for scales is used.
 
     `dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16. `gated`: the
     first half of the rows are gates of the second, and they are interleaved; not for plain float32. `int8_rows`: an
-    int8 or int4 weight is multiplied with rows in int8. Columns keep their stored order; the caller must permute
-    inputs. float32 is shared, others are copied. Raises NativeUnavailable if the compiled code has no
-    product for the weight.
+    int8 or int4 weight is multiplied with rows in int8. `compact`: whether a bfloat16 weight is stored in 12 bits, if
+    at most one in `EXCEPTIONS` of its numbers prevents it; products have the same bits. None: where it is faster.
+    Columns keep their stored order; the caller must permute inputs. float32 is shared, others are copied. Raises
+    NativeUnavailable if the compiled code has no product for the weight.
     """
     stored = weight if isinstance(weight, Tensor) else weight.values
     if stored.device.type != "cpu" or (isinstance(weight, Tensor) and weight.dtype not in MULTIPLIED):
@@ -67,7 +81,8 @@ def lay_out(weight: Tensor | Quantised, dtype: torch.dtype, *, gated: bool = Fal
         return Layout(Kind.F32, Kind.F32, weight.detach().contiguous())
     order = interleaved_order(weight.shape[0] // 2) if gated else None
     if isinstance(weight, Tensor):
-        return Layout(Kind.BF16, Kind.BF16, _pack(weight, Kind.BF16, order))
+        short = _compact(weight, order) if (compact_weights() if compact is None else compact) else None
+        return short or Layout(Kind.BF16, Kind.BF16, _pack(weight, Kind.BF16, order))
     int4_rows = int8_rows and weight.kind == "int4"
     if weight.kind in ("int8", "int4") and (int4_rows or not _is_scaled(weight, dtype)):
         if weight.in_features > MOST_INPUTS:
@@ -130,9 +145,6 @@ def _check_scaled(weight: Quantised, step: int, dtype: torch.dtype) -> None:
 def _pack(weight: Tensor | Quantised, kind: Kind, order: Tensor | None) -> Tensor:
     """The weight's numbers in panels; kernels/native/pack.h has the layouts. `order`: the row of each output, -1 for
     zeros. Raises NativeUnavailable for numbers that the compiled products do not take."""
-    numbers = _in_rows(weight.detach() if isinstance(weight, Tensor) else weight.values)
-    scales = _in_rows(weight.scale) if isinstance(weight, Quantised) and kind is Kind.NVFP4 else None
-    read = [numbers] if scales is None else [numbers, scales]
     inputs, outputs = weight.shape[1], weight.shape[0] if order is None else len(order)
     assert outputs, "a weight without rows"
     kpad, panels = -(-inputs // STEPS[kind]) * STEPS[kind], -(-outputs // PANEL)
@@ -141,19 +153,60 @@ def _pack(weight: Tensor | Quantised, kind: Kind, order: Tensor | None) -> Tenso
         Kind.FP8: (kpad // 4, 4, PANEL), Kind.NVFP4: (kpad // 16, 9 * PANEL), Kind.UINT4: (kpad // 8, PANEL, 4),
     }  # fmt: skip
     found = weight_memory((panels, *forms[kind]), torch.bfloat16 if kind is Kind.BF16 else torch.uint8)
-    step = max(PIECE // max(inputs, 1) // PANEL, 1)
+    step = _panels_of_piece(inputs)
     for begin in range(0, panels, step):
-        refused = library().saccade_pack(
-            kind, numbers.data_ptr(), numbers.stride(0) * numbers.itemsize, None if order is None else order.data_ptr(),
-            outputs, inputs, kpad, None if scales is None else scales.data_ptr(),
-            0 if scales is None else scales.stride(0), found.data_ptr(), begin, min(begin + step, panels),
-            torch.get_num_threads(),
-        )  # fmt: skip
-        if refused:
-            raise NativeUnavailable(refused.decode())
-        if order is None:
-            drop_pages(*(each[begin * PANEL : (begin + step) * PANEL] for each in read))
+        _pack_panels(weight, kind, order, begin, min(begin + step, panels), found[begin:])
     return found
+
+
+def _panels_of_piece(inputs: int) -> int:
+    return max(PIECE // max(inputs, 1) // PANEL, 1)
+
+
+def _pack_panels(
+    weight: Tensor | Quantised, kind: Kind, order: Tensor | None, begin: int, end: int, found: Tensor
+) -> None:
+    """Panels [begin, end) of `_pack`, to the beginning of `found`."""
+    numbers = _in_rows(weight.detach() if isinstance(weight, Tensor) else weight.values)
+    scales = _in_rows(weight.scale) if isinstance(weight, Quantised) and kind is Kind.NVFP4 else None
+    read = [numbers] if scales is None else [numbers, scales]
+    inputs, outputs = weight.shape[1], weight.shape[0] if order is None else len(order)
+    kpad = -(-inputs // STEPS[kind]) * STEPS[kind]
+    refused = library().saccade_pack(
+        kind, numbers.data_ptr(), numbers.stride(0) * numbers.itemsize, None if order is None else order.data_ptr(),
+        outputs, inputs, kpad, None if scales is None else scales.data_ptr(),
+        0 if scales is None else scales.stride(0), found.data_ptr(), begin, end, torch.get_num_threads(),
+    )  # fmt: skip
+    if refused:
+        raise NativeUnavailable(refused.decode())
+    if order is None:
+        drop_pages(*(each[begin * PANEL : end * PANEL] for each in read))
+
+
+def _compact(weight: Tensor, order: Tensor | None) -> Layout | None:
+    """A bfloat16 weight in 12 bits a number, without loss (kernels/native/compact.h). None if it has too many
+    exceptions."""
+    inputs, outputs = weight.shape[1], weight.shape[0] if order is None else len(order)
+    pairs, panels, threads = -(-inputs // 2), -(-outputs // PANEL), torch.get_num_threads()
+    data = weight_memory((panels, pairs, 3 * PANEL), torch.uint8)
+    step, allowed = _panels_of_piece(inputs), weight.numel() // EXCEPTIONS
+    plain = torch.empty(min(step, panels), pairs, PANEL, 2, dtype=torch.bfloat16)
+    kept = torch.empty(min(step, panels), allowed + 1, dtype=torch.int64)
+    heads, lists = torch.zeros(panels + 1, 2, dtype=torch.int64), []
+    for begin in range(0, panels, step):
+        end = min(begin + step, panels)
+        _pack_panels(weight, Kind.BF16, order, begin, end, plain)
+        found = heads[begin:end]
+        library().saccade_compact(
+            plain.data_ptr(), 2 * pairs, min(outputs - begin * PANEL, (end - begin) * PANEL), data[begin].data_ptr(),
+            found.data_ptr(), kept.data_ptr(), allowed + 1, threads,
+        )  # fmt: skip
+        if int(heads[:, 0].sum()) > allowed:
+            return None
+        lists += [kept[i, :count] for i, count in enumerate(found[:, 0].tolist())]
+        lists = [torch.cat(lists)]
+    heads[1:, 0], heads[0, 0] = heads[:-1, 0].cumsum(0), 0
+    return Layout(Kind.COMPACT_BF16, Kind.BF16, data, compact=heads, exceptions=lists[0])
 
 
 def _in_rows(numbers: Tensor) -> Tensor:

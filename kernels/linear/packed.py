@@ -22,12 +22,12 @@ class Packed:
 
     def __init__(
         self, weight: Tensor | Quantised, bias: Tensor | None, dtype: torch.dtype = torch.float32, *,
-        gated: bool = False, int8_rows: bool = False,
+        gated: bool = False, int8_rows: bool = False, compact: bool | None = None,
     ) -> None:  # fmt: skip
         """`dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16.
         `gated`: the first half of the outputs are gates of the second, and a product returns half as many numbers,
-        f(gate) * up; not for plain float32. `int8_rows`: as in `lay_out`. Raises NativeUnavailable if there is no
-        compiled code for the weight on this machine."""
+        f(gate) * up; not for plain float32. `int8_rows` and `compact`: as in `lay_out`. Raises NativeUnavailable if
+        there is no compiled code for the weight on this machine."""
         self._library = library()
         self.n, self.k = weight.shape
         if gated:
@@ -36,7 +36,7 @@ class Packed:
             bias = None if bias is None else interleaved(bias.detach())
         self.order = None if isinstance(weight, Tensor) else weight.order
         """The input of each column; None if they are in order."""
-        self._layout = layout = lay_out(weight, dtype, gated=gated, int8_rows=int8_rows)
+        self._layout = layout = lay_out(weight, dtype, gated=gated, int8_rows=int8_rows, compact=compact)
         self.kind = layout.rows
         """The form of the rows that it is multiplied with."""
         self.kpad = -(-self.k // STEPS[layout.stored]) * STEPS[layout.stored]
@@ -45,7 +45,7 @@ class Packed:
         self._descriptor = Weight(
             layout.stored, outputs, self.k, self.kpad, layout.data.data_ptr(), _address(layout.scale),
             _address(self._bias), gated, layout.rows, layout.group, _address(layout.zeros), _address(layout.outer),
-            _address(layout.bf16_scale),
+            _address(layout.bf16_scale), _address(layout.compact), _address(layout.exceptions),
         )  # fmt: skip
 
     @property

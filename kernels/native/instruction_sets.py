@@ -30,6 +30,8 @@ class InstructionSet:
     """Whether no processor has run it yet, only an emulator. The log and `saccade plan` say so."""
     bf16_pairs: bool = False
     """Whether it multiplies pairs of bfloat16 (`BF16_PAIRS` in the source)."""
+    compact_weights: bool = False
+    """Whether bfloat16 weights are stored in 12 bits (compact.h), where that is faster than reading 16."""
     state_component: int | None = None
     """State of the processor that a process has to ask the Linux kernel for before it uses the set."""
 
@@ -51,6 +53,7 @@ _BF16 = InstructionSet(
     _AVX512 | {"avx512_bf16", "avx512_vnni", "avx512vbmi"},
     (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi"),
     bf16_pairs=True,
+    compact_weights=True,
 )
 
 SETS = (
@@ -142,7 +145,18 @@ def in_use() -> str:
 
 def bf16_pairs() -> bool:
     """Whether the set in use multiplies pairs of bfloat16; False if this processor has none."""
+    chosen = _chosen()
+    return chosen is not None and chosen.bf16_pairs
+
+
+def compact_weights() -> bool:
+    """Whether bfloat16 weights are stored in 12 bits for the set in use; False if this processor has none."""
+    chosen = _chosen()
+    return chosen is not None and chosen.compact_weights
+
+
+def _chosen() -> InstructionSet | None:
     try:
-        return choose(_forced, processor_features()).bf16_pairs
+        return choose(_forced, processor_features())
     except NativeUnavailable:
-        return False
+        return None

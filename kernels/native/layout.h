@@ -38,6 +38,7 @@ void add_weight(Layout& layout) {
     FIELD(Weight, kind); FIELD(Weight, n); FIELD(Weight, k); FIELD(Weight, kpad); FIELD(Weight, data);
     FIELD(Weight, scale); FIELD(Weight, bias); FIELD(Weight, gated); FIELD(Weight, operand); FIELD(Weight, group);
     FIELD(Weight, zeros); FIELD(Weight, outer); FIELD(Weight, bf16_scale);
+    FIELD(Weight, compact); FIELD(Weight, exceptions);
 }
 
 void add_experts(Layout& layout) {
@@ -150,7 +151,7 @@ void add_tower_step(Layout& layout) {
 void add_numbers(Layout& layout) {
     VALUE_AS(Kind, F32, F32); VALUE_AS(Kind, BF16, BF16); VALUE_AS(Kind, INT8, INT8); VALUE_AS(Kind, INT4, INT4);
     VALUE_AS(Kind, FP8, FP8); VALUE_AS(Kind, NVFP4, NVFP4); VALUE_AS(Kind, UINT4, UINT4); VALUE_AS(Kind, BYTES, BYTES);
-    VALUE_AS(Kind, SUMMED_BYTES, SUMMED_BYTES);
+    VALUE_AS(Kind, SUMMED_BYTES, SUMMED_BYTES); VALUE_AS(Kind, COMPACT_BF16, COMPACT_BF16);
     VALUE_AS(Code, NORM, NORM); VALUE_AS(Code, LINEAR, LINEAR); VALUE_AS(Code, MAMBA, MAMBA);
     VALUE_AS(Code, ATTENTION, ATTENTION); VALUE_AS(Code, CONVERT, CONVERT); VALUE_AS(Code, ACTIVATE, ACTIVATE);
     VALUE_AS(Code, ROUTE, ROUTE); VALUE_AS(Code, GROUP_PICKS, GROUP_PICKS); VALUE_AS(Code, GATHER, GATHER);

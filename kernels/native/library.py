@@ -92,6 +92,7 @@ def _load(wanted: InstructionSet) -> ctypes.CDLL:
         [number, pointer, number, pointer, number, number, number, pointer, number, pointer, number, number, number],
         ctypes.c_char_p,
     )
+    _declare(loaded.saccade_compact, [pointer, number, number, pointer, pointer, pointer, number, number])
     _declare(loaded.saccade_rows, [pointer, pointer, number, pointer, number])
     _declare(
         loaded.saccade_linear,

@@ -24,6 +24,7 @@ struct Packing {
     const uint8_t* scales;  // NVFP4: [rows, k / 16], e4m3
     int64_t scale_stride;
     uint8_t* out;
+    int64_t begin;  // the panel at `out`
 };
 
 // Four numbers of four bits -> a byte each, and the reverse for the low halves of four bytes.
@@ -59,7 +60,7 @@ class PanelOfRows {
         const bool halves = job.kind == INT4 || job.kind == UINT4 || job.kind == NVFP4;
         bytes_ = job.kind == BF16 ? 2 * job.k : halves ? (job.k + 1) / 2 : job.k;
         words_ = job.kind == BF16 ? job.kpad / 2 : halves ? job.kpad / 8 : job.kpad / 4;
-        out_ += panel * (job.kind == NVFP4 ? job.kpad / 16 * 9 * PANEL : words_ * PANEL * 4);
+        out_ += (panel - job.begin) * (job.kind == NVFP4 ? job.kpad / 16 * 9 * PANEL : words_ * PANEL * 4);
         for (int64_t r = 0; r < PANEL; r++) {
             const int64_t output = panel * PANEL + r, row = output >= job.n ? -1 : job.order ? job.order[output] : output;
             rows_[r] = row < 0 ? nullptr : job.rows + row * job.stride;
@@ -166,17 +167,17 @@ class PanelOfRows {
 
 class PackJob : public Job {
   public:
-    PackJob(const Packing& job, int64_t begin, int64_t end) : job_(job), begin_(begin), end_(end) {}
+    PackJob(const Packing& job, int64_t end) : job_(job), end_(end) {}
     int64_t phases() const override { return 1; }
-    int64_t units(int64_t) const override { return end_ - begin_; }
+    int64_t units(int64_t) const override { return end_ - job_.begin; }
     void run(int64_t, int64_t unit, std::vector<float>&) const override {
-        refused_.fetch_or(PanelOfRows(job_, begin_ + unit).pack(), std::memory_order_relaxed);
+        refused_.fetch_or(PanelOfRows(job_, job_.begin + unit).pack(), std::memory_order_relaxed);
     }
     int64_t refused() const { return refused_.load(); }
 
   private:
     const Packing& job_;
-    const int64_t begin_, end_;
+    const int64_t end_;
     mutable std::atomic<int64_t> refused_{0};
 };
 

@@ -14,13 +14,14 @@ constexpr int64_t SUMMED = 32;      // inputs of a row of SUMMED_BYTES whose sum
 
 // Inputs as they are stored.
 inline int64_t padded_inputs(int64_t k, int64_t kind) {
-    const int64_t step = kind == F32 ? 1 : kind == BF16 ? 2 : kind == INT8 || kind == BYTES ? 16 : GROUP;
+    const int64_t step = kind == F32 ? 1 : kind == BF16 || kind == COMPACT_BF16 ? 2 : kind == INT8 || kind == BYTES ? 16 : GROUP;
     return (k + step - 1) / step * step;
 }
 
 inline int64_t panels_of(const Weight& w) { return (w.n + PANEL - 1) / PANEL; }
 
 inline int64_t panel_bytes(const Weight& w) {
+    if (w.kind == COMPACT_BF16) return w.kpad * PANEL * 3 / 2;
     if (w.kind == NVFP4) return w.kpad / 16 * 9 * PANEL;  // numbers of half a byte, and a byte for each 16 of them
     return w.kpad * PANEL * 2 / (w.kind == BF16 ? 1 : w.kind == INT8 || w.kind == FP8 ? 2 : 4);
 }

@@ -208,7 +208,7 @@ void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, in
     const bool bytes_or_less = w.kind == INT8 || w.kind == INT4;
     const int64_t height = w.operand == INT8 || w.operand == INT4 ? INT_ROWS : ROWS, pieces = (end - begin + height - 1) / height;
     const bool scaled = w.kind >= FP8, floats = !BF16_PAIRS || w.operand == F32;
-    const bool sliced = pieces > 1 && pieces <= SLICED && (w.kind == BF16 || (scaled && floats));
+    const bool sliced = pieces > 1 && pieces <= SLICED && (w.kind == BF16 || w.kind == COMPACT_BF16 || (scaled && floats));
     const int64_t length = sliced ? slice_of(w, pieces) : w.kpad;
     if (pieces > 1 && (scaled || (sliced && !BF16_PAIRS))) job.unpacked = own_memory<0>(length * PANEL);
     if (pieces > 1 && w.operand == SUMMED_BYTES) job.unpacked = own_memory<0>(length * PANEL / 4);

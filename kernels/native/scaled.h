@@ -22,6 +22,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "compact.h"
 #include "products.h"
 
 namespace {
@@ -187,7 +188,7 @@ struct PairsOfF32 {
 };
 
 // Groups of inputs whose sums are scaled separately; 1 if the scales are part of the numbers, or belong to whole rows.
-int64_t summed_groups(const Weight& w) { return w.kind == NVFP4 ? 1 : (w.kpad + w.group - 1) / w.group; }
+int64_t summed_groups(const Weight& w) { return w.kind == NVFP4 || w.kind == COMPACT_BF16 ? 1 : (w.kpad + w.group - 1) / w.group; }
 
 // Stores sums times the scales of their outputs, or totals of groups, which are scaled already. A loop that is not unrolled
 // would have GCC keep the sums in memory throughout.
@@ -303,7 +304,7 @@ __attribute__((noinline)) void tile_unpacked(
         }
     }
     if constexpr (!GROUPED) {
-        if (inputs.end < w.kpad) store_sums<true>(w, panel, first, sum, out);
+        if (inputs.end < w.kpad || w.kind == COMPACT_BF16) store_sums<true>(w, panel, first, sum, out);
         else store_sums<false>(w, panel, first, sum, out);
     }
 }
@@ -319,6 +320,18 @@ void with_numbers(const Weight& w, const F& work) {
     else if (w.kind == NVFP4) work(Type<Nvfp4>());
     else if (w.zeros) work(Type<Uint4<true>>());
     else work(Type<Uint4<false>>());
+}
+
+// Vectors [FIRST, END) of a compact panel, for as many at a time as there are registers for.
+template <class Rows, int R, int FIRST, int END>
+void tiles_compact(
+    const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, typename Rows::Element* keep, Ahead ahead,
+    float* out
+) {
+    constexpr int V = std::min(VECTOR_REGISTERS > 1 ? 1 : vectors_beside(R), END - FIRST);
+    const auto run = keep ? tile_compact<Rows, true, R, FIRST, V> : tile_compact<Rows, false, R, FIRST, V>;
+    run(a, lda, w, panel, inputs, keep, FIRST + V < END ? Ahead{} : ahead, out + FIRST * 16);
+    if constexpr (FIRST + V < END) tiles_compact<Rows, R, FIRST + V, END>(a, lda, w, panel, inputs, keep, ahead, out);
 }
 
 // R rows times a panel. `unpacked`: null if there is only one tile; else the first tile stores these inputs of the panel there for
@@ -353,6 +366,7 @@ void tile_scaled(
             else plain(std::false_type());
             return;
         }
+        if (w.kind == COMPACT_BF16) return tiles_compact<Rows, R, 0, 4>(a, apart, w, panel, inputs, static_cast<Element*>(unpacked), ahead, out);
         with_numbers(w, [&](auto numbers) {
             if constexpr (decltype(numbers)::type::KIND != NVFP4)
                 if (grouped) return packed(numbers, std::true_type());

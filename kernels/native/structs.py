@@ -32,6 +32,8 @@ class Kind(IntEnum):
     """A form of rows only: signed bytes, for weights in INT8."""
     SUMMED_BYTES = 8
     """The same for weights in INT4, with the sums of every 32 bytes."""
+    COMPACT_BF16 = 9
+    """bfloat16 in 12 bits, without loss; see compact.h."""
 
 
 class Activation(IntEnum):
@@ -97,6 +99,7 @@ class Weight(Structure):
         ("kind", c_int64), ("n", c_int64), ("k", c_int64), ("kpad", c_int64),
         ("data", c_void_p), ("scale", c_void_p), ("bias", c_void_p), ("gated", c_int64), ("operand", c_int64),
         ("group", c_int64), ("zeros", c_void_p), ("outer", c_void_p), ("bf16_scale", c_void_p),
+        ("compact", c_void_p), ("exceptions", c_void_p),
     ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <vector>
 
+#include "compact.h"
 #include "numbers.h"
 #include "panels.h"
 #include "structs.h"
@@ -31,6 +32,7 @@ class PackedRow {
     void read(float* to) const {
         switch (w_.kind) {
             case BF16: each(to, w_.k, [&](int64_t i) { return bf16_to_float(word(2 * (i / 2 * 2 * PANEL + r_ * 2 + i % 2))); }); break;
+            case COMPACT_BF16: each(to, w_.k, [&](int64_t i) { return bf16_to_float(compact_number(w_, panel_, r_, i)); }); break;
             case INT8: read_int8(to); break;
             case INT4: by_group(to, w_.group, [&](int64_t i) { return float(int4(i)); }, w_.zeros, 8.0f); break;
             case UINT4: by_group(to, w_.group, [&](int64_t i) { return float(uint4(i)); }, w_.zeros, 8.0f); break;
@@ -111,7 +113,7 @@ class PackedRow {
 // Row `id` of a table that is a packed weight, rounded to bfloat16 if that is the table's dtype.
 inline void table_row(const Weight& table, int64_t id, bool is_bf16, float* to) {
     PackedRow(table, id).read(to);
-    if (!is_bf16 || table.kind == BF16) return;
+    if (!is_bf16 || table.kind == BF16 || table.kind == COMPACT_BF16) return;
     for (int64_t i = 0; i < table.k; i++) to[i] = bf16_to_float(float_to_bf16(to[i]));
 }
 

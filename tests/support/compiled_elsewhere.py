@@ -47,11 +47,13 @@ def product(program: Path, weight: Packed, x: Tensor, activation: Activation) ->
     """`[rows, n]` in x's dtype: what `weight(x, activation)` is there."""
     layout, of = weight._layout, weight.descriptor
     tensors = [b"" if part is None else part.contiguous().view(torch.uint8).numpy().tobytes()
-               for part in (layout.data, layout.scale, layout.outer, layout.bf16_scale)]  # fmt: skip
+               for part in (layout.data, layout.scale, layout.outer, layout.bf16_scale, layout.compact,
+                            layout.exceptions)]  # fmt: skip
     operand_ld = weight.operand_elements if weight.kind is Kind.F32 else weight.operand_elements + 32
     head = struct.pack(
-        "15q", of.kind, of.n, of.k, of.kpad, of.gated, of.operand, of.group, x.shape[0], int(x.dtype == torch.bfloat16),
+        "17q", of.kind, of.n, of.k, of.kpad, of.gated, of.operand, of.group, x.shape[0], int(x.dtype == torch.bfloat16),
         activation, operand_ld, len(tensors[0]), len(tensors[1]) // 4, len(tensors[2]) // 4, len(tensors[3]) // 2,
+        len(tensors[4]) // 8, len(tensors[5]) // 8,
     )  # fmt: skip
     given = head + b"".join(tensors) + x.contiguous().view(torch.uint8).numpy().tobytes()
     return _run(program, "product", given, x.dtype).view(x.shape[0], -1)

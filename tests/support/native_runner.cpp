@@ -20,14 +20,15 @@ std::vector<T> take(int64_t count) {
 }
 
 void product() {
-    const std::vector<int64_t> head = take<int64_t>(15);
+    const std::vector<int64_t> head = take<int64_t>(17);
     const int64_t n = head[1], k = head[2], rows = head[7], is_bf16 = head[8], operand_ld = head[10], width = is_bf16 ? 2 : 4;
     const auto data = take<char>(head[11]);
     const auto scale = take<float>(head[12]), outer = take<float>(head[13]);
     const auto bf16_scale = take<uint16_t>(head[14]);
+    const auto compact = take<int64_t>(head[15]), exceptions = take<int64_t>(head[16]);
     const auto x = take<char>(rows * k * width);
     Weight weight{head[0], n, k, head[3], data.data(), head[12] ? scale.data() : nullptr, nullptr, head[4], head[5], head[6], nullptr,
-                  head[13] ? outer.data() : nullptr, head[14] ? bf16_scale.data() : nullptr};
+                  head[13] ? outer.data() : nullptr, head[14] ? bf16_scale.data() : nullptr, compact.data(), exceptions.data()};
     std::vector<char> out(rows * n * width);
     std::vector<float> operand(rows * operand_ld + 16), scales(rows);
     saccade_linear(&weight, x.data(), k, is_bf16, out.data(), n, rows, head[9], 2, operand.data(), operand_ld, scales.data());

@@ -1,0 +1,194 @@
+// bfloat16 weights in 12 bits a number, without loss.
+//
+// In a panel of trained or random weights nearly all exponents are among 16 adjacent ones, from `base` on, so that four bits say
+// which one a number has. Two inputs of a panel take three lines of 64 bytes instead of four. Line v < 3 has the numbers of
+// outputs [16 v, 16 v + 16), as [16][2] words of 16 bits:
+//
+//     bit 15: sign    bits 14 to 11: a part of output 48 + ...    bits 10 to 7: exponent - base    bits 6 to 0: fraction
+//
+// The parts of a number of the last 16 outputs are: of line 0 its exponent - base, of line 1 bits 3 to 0 of its fraction, of
+// line 2 its sign and bits 6 to 4 of its fraction. Numbers with other exponents, such as zero, are exceptions: the panel's
+// list has their places, and they are replaced after unpacking. So products have the bits of those with plain weights.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "panels.h"
+#include "structs.h"
+#include "threads.h"
+#include "tiles.h"
+
+namespace {
+
+constexpr int64_t COMPACT_LINES = 3;     // of a pair of inputs
+constexpr int64_t PAIR = 2 * PANEL;      // numbers of a pair of inputs
+constexpr uint16_t OWN = 0x87ff;         // of a word: the bits of its own number
+constexpr int BORROWED = 11;             // the first of the other bits
+constexpr uint16_t FRACTION = 0x7f;
+
+// The exceptions of a panel, from a pair of inputs on.
+class Exceptions {
+  public:
+    Exceptions(const Weight& w, int64_t panel, int64_t pair)
+        : at_(w.exceptions + w.compact[2 * panel]), end_(w.exceptions + w.compact[2 * panel + 2]) {
+        at_ = std::lower_bound(at_, end_, pair * PAIR << 16);
+    }
+    // The next pair of inputs with an exception; after the last one, none.
+    int64_t pair() const { return at_ < end_ ? (*at_ >> 16) / PAIR : INT64_MAX; }
+    // Replaces the numbers of that pair, [64][2].
+    void replace(uint16_t* numbers) {
+        for (const int64_t now = pair(); pair() == now; at_++) numbers[(*at_ >> 16) % PAIR] = uint16_t(*at_);
+    }
+
+  private:
+    const int64_t *at_, *end_;  // (place in the plain panel) << 16 | the number's bits, ascending
+};
+
+inline uint16_t base_of(const Weight& w, int64_t panel) { return uint16_t(w.compact[2 * panel + 1]); }
+
+// Vectors [FIRST, FIRST + V) of a pair of inputs. `base`: the panel's, in the exponent's place.
+template <int FIRST, int V>
+inline ALWAYS void unpack_compact(const uint8_t* lines, Words base, Words (&column)[V]) {
+    if constexpr (FIRST + V == 4) {
+        const Words exponent = shift_right16(load_words(lines), 4), low = shift_right16(load_words(lines + LINE), BORROWED);
+        const Words last = load_words(lines + 2 * LINE);
+        const Words sign_and_high = choose_bits(splat_half(int16_t(0x8000)), add16(last, last), shift_right16(last, 7));
+        const Words rest = choose_bits(splat_half(0x0780), exponent, low);
+        column[V - 1] = in_register(add16(choose_bits(splat_half(int16_t(0x8070)), sign_and_high, rest), base));
+    }
+    unrolled<(FIRST + V == 4 ? V - 1 : V)>([&](int v) ALWAYS {
+        column[v] = in_register(add16(load_words(lines + (FIRST + v) * LINE) & splat_half(int16_t(OWN)), base));
+    });
+}
+
+// R rows times vectors [FIRST, FIRST + V) of a panel, unpacked in registers and, if KEPT, stored in `keep` for other rows, as scaled.h
+// does. `a` and `keep` begin with the first of the inputs; `sums` has what those before them gave.
+template <class Rows, bool KEPT, int R, int FIRST, int V>
+__attribute__((noinline)) void tile_compact(
+    const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, typename Rows::Element* keep, Ahead ahead,
+    float* sums
+) {
+    constexpr int64_t step = R <= 2 ? 4 * LINE : LINE;  // the processor's own prefetchers follow the others
+    const int64_t end = inputs.end / 2;
+    int64_t i = inputs.begin / 2;
+    const uint8_t* lines = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w) + i * COMPACT_LINES * LINE;
+    const Words base = splat_half(int16_t(base_of(w, panel)));
+    Exceptions exceptions(w, panel, i);
+    int64_t exception = exceptions.pair();
+    Floats sum[R][V];
+    load_sums(!inputs.begin, sums, sum);
+    while (i < end) {
+        const int64_t stop = std::min(end, i + STRIDE);
+        ahead.step();
+        if constexpr (FIRST == 0)  // for the other vectors, too
+            for (int64_t at = 0; at < STRIDE * COMPACT_LINES * LINE; at += step) prefetch_far(lines + at + FETCHED);
+        for (; i < stop; i++, lines += COMPACT_LINES * LINE, a += 2) {
+            Words words[V];
+            unpack_compact<FIRST>(lines, base, words);
+            if (__builtin_expect(i == exception, 0)) {
+                alignas(64) uint16_t numbers[PAIR];
+                unrolled<V>([&](int v) ALWAYS { store_words(numbers + (FIRST + v) * 32, words[v]); });
+                exceptions.replace(numbers);
+                exception = exceptions.pair();
+                unrolled<V>([&](int v) ALWAYS { words[v] = load_words(numbers + (FIRST + v) * 32); });
+            }
+            typename Rows::Column column[V];
+            unrolled<V>([&](int v) ALWAYS {
+                column[v] = typename Rows::Column(words[v]);
+                if constexpr (KEPT) column[v].keep(keep, 0, (FIRST + v) * 16);
+            });
+            if constexpr (KEPT) keep += PAIR;
+            unrolled<R>([&](int r) ALWAYS {
+                const auto x = Rows::cell(a + r * lda);
+                unrolled<V>([&](int v) ALWAYS { sum[r][v] = Rows::add(sum[r][v], x, column[v]); });
+            });
+        }
+    }
+    store_sums(sum, sums);
+}
+
+// One panel, from the plain layout. A unit of work.
+struct Compacting {
+    const uint16_t* from;  // [panels, kpad / 2, 64, 2]
+    int64_t kpad, outputs;  // of all panels; the numbers of outputs behind the last are not kept
+    uint8_t* to;
+    int64_t *found, *exceptions;  // [panels, 2]: the number of exceptions, and base; [panels, most]
+    int64_t most;
+
+    void run(int64_t panel) const {
+        const int64_t count = std::min(PANEL, outputs - panel * PANEL), pairs = kpad / 2;
+        const uint16_t* numbers = from + panel * pairs * PAIR;
+        const int base = best_base(numbers, pairs, 2 * count);
+        uint8_t* lines = to + panel * pairs * COMPACT_LINES * LINE;
+        int64_t there = 0;
+        for (int64_t i = 0; i < pairs; i++, numbers += PAIR, lines += COMPACT_LINES * LINE) {
+            uint16_t small[PAIR], outside = 0;
+            for (int64_t j = 0; j < PAIR; j++) {
+                const int code = (numbers[j] >> 7 & 255) - base;
+                const bool is_outside = unsigned(code) > 15;
+                outside |= is_outside;
+                small[j] = uint16_t((numbers[j] & (0x8000 | FRACTION)) | (is_outside ? 0 : code << 7));
+            }
+            if (outside)
+                for (int64_t j = 0; j < 2 * count; j++)
+                    if (unsigned((numbers[j] >> 7 & 255) - base) > 15) {
+                        if (there < most) exceptions[panel * most + there] = (i * PAIR + j) << 16 | numbers[j];
+                        there++;
+                    }
+            for (int64_t j = 0; j < 32; j++) {
+                const uint16_t last = small[3 * 32 + j], parts[3] = {
+                    uint16_t(last >> 7 & 15), uint16_t(last & 15), uint16_t((last >> 15) << 3 | (last >> 4 & 7))};
+                for (int v = 0; v < COMPACT_LINES; v++) small[v * 32 + j] |= uint16_t(parts[v] << BORROWED);
+            }
+            std::memcpy(lines, small, COMPACT_LINES * LINE);
+        }
+        found[2 * panel] = there, found[2 * panel + 1] = base << 7;
+    }
+
+  private:
+    // The first of the 16 adjacent exponents that most of these numbers have: of each pair of inputs the first `count`.
+    static int best_base(const uint16_t* numbers, int64_t pairs, int64_t count) {
+        int64_t having[256] = {};
+        for (int64_t i = 0; i < pairs; i++, numbers += PAIR)
+            for (int64_t j = 0; j < count; j++) having[numbers[j] >> 7 & 255]++;
+        int64_t inside = 0, most = -1;
+        int best = 0;
+        for (int e = 0; e < 256; e++) {
+            inside += having[e];
+            if (e > 15) inside -= having[e - 16];
+            if (e >= 15 && inside > most) most = inside, best = e - 15;
+        }
+        return best;
+    }
+};
+
+class CompactJob : public Job {
+  public:
+    CompactJob(const Compacting& job, int64_t panels) : job_(job), panels_(panels) {}
+    int64_t phases() const override { return 1; }
+    int64_t units(int64_t) const override { return panels_; }
+    void run(int64_t, int64_t unit, std::vector<float>&) const override { job_.run(unit); }
+
+  private:
+    const Compacting& job_;
+    const int64_t panels_;
+};
+
+// Number i of row r of a panel.
+inline uint16_t compact_number(const Weight& w, int64_t panel, int64_t r, int64_t i) {
+    const int64_t place = i / 2 * PAIR + 2 * r + i % 2;
+    const int64_t *begin = w.exceptions + w.compact[2 * panel], *end = w.exceptions + w.compact[2 * panel + 2];
+    const int64_t* const found = std::lower_bound(begin, end, place << 16);
+    if (found < end && *found >> 16 == place) return uint16_t(*found);
+    uint16_t words[COMPACT_LINES];
+    const uint8_t* const lines = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w) + i / 2 * COMPACT_LINES * LINE;
+    for (int v = 0; v < COMPACT_LINES; v++) std::memcpy(words + v, lines + v * LINE + place % 32 * 2, 2);
+    if (r < 48) return uint16_t((words[r / 16] & OWN) + base_of(w, panel));
+    const int parts[COMPACT_LINES] = {words[0] >> BORROWED & 15, words[1] >> BORROWED & 15, words[2] >> BORROWED & 15};
+    return uint16_t(((parts[2] >> 3) << 15 | parts[0] << 7 | (parts[2] & 7) << 4 | parts[1]) + base_of(w, panel));
+}
+
+}  // namespace
