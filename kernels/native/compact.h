@@ -49,29 +49,26 @@ class Exceptions {
 
 inline uint16_t base_of(const Weight& w, int64_t panel) { return uint16_t(w.compact[2 * panel + 1]); }
 
-// Vectors [FIRST, FIRST + V) of a pair of inputs. `base`: the panel's, in the exponent's place.
-template <int FIRST, int V>
-inline ALWAYS void unpack_compact(const uint8_t* lines, Words base, Words (&column)[V]) {
-    if constexpr (FIRST + V == 4) {
-        const Words exponent = shift_right16(load_words(lines), 4), low = shift_right16(load_words(lines + LINE), BORROWED);
-        const Words last = load_words(lines + 2 * LINE);
-        const Words sign_and_high = choose_bits(splat_half(int16_t(0x8000)), add16(last, last), shift_right16(last, 7));
-        const Words rest = choose_bits(splat_half(0x0780), exponent, low);
-        column[V - 1] = in_register(add16(choose_bits(splat_half(int16_t(0x8070)), sign_and_high, rest), base));
-    }
-    unrolled<(FIRST + V == 4 ? V - 1 : V)>([&](int v) ALWAYS {
-        column[v] = in_register(add16(load_words(lines + (FIRST + v) * LINE) & splat_half(int16_t(OWN)), base));
-    });
+// Vector v of a pair of inputs. `base`: the panel's, in the exponent's place.
+inline ALWAYS Words unpack_compact(const uint8_t* lines, int v, Words base) {
+    if (v < COMPACT_LINES) return add16(load_words(lines + v * LINE) & splat_half(int16_t(OWN)), base);
+    const Words exponent = shift_right16(load_words(lines), 4), low = shift_right16(load_words(lines + LINE), BORROWED);
+    const Words last = load_words(lines + 2 * LINE);
+    const Words sign_and_high = choose_bits(splat_half(int16_t(0x8000)), add16(last, last), shift_right16(last, 7));
+    const Words rest = choose_bits(splat_half(0x0780), exponent, low);
+    return add16(choose_bits(splat_half(int16_t(0x8070)), sign_and_high, rest), base);
 }
 
 // R rows times vectors [FIRST, FIRST + V) of a panel, unpacked in registers and, if KEPT, stored in `keep` for other rows, as scaled.h
-// does. `a` and `keep` begin with the first of the inputs; `sums` has what those before them gave.
+// does. `a` and `keep` begin with the first of the inputs; `sums` has what those before them gave. One vector after the other is
+// unpacked and multiplied with all rows, so that six rows leave enough registers; fewer rows whose numbers are stored take less time
+// if all vectors are unpacked first.
 template <class Rows, bool KEPT, int R, int FIRST, int V>
 __attribute__((noinline)) void tile_compact(
     const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, typename Rows::Element* keep, Ahead ahead,
     float* sums
 ) {
-    constexpr int64_t step = R <= 2 ? 4 * LINE : LINE;  // the processor's own prefetchers follow the others
+    constexpr bool TOGETHER = KEPT && (R + 3) * V <= REGISTERS;
     const int64_t end = inputs.end / 2;
     int64_t i = inputs.begin / 2;
     const uint8_t* lines = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w) + i * COMPACT_LINES * LINE;
@@ -80,31 +77,40 @@ __attribute__((noinline)) void tile_compact(
     int64_t exception = exceptions.pair();
     Floats sum[R][V];
     load_sums(!inputs.begin, sums, sum);
+    alignas(64) uint16_t numbers[PAIR];
     while (i < end) {
         const int64_t stop = std::min(end, i + STRIDE);
         ahead.step();
-        if constexpr (FIRST == 0)  // for the other vectors, too
-            for (int64_t at = 0; at < STRIDE * COMPACT_LINES * LINE; at += step) prefetch_far(lines + at + FETCHED);
         for (; i < stop; i++, lines += COMPACT_LINES * LINE, a += 2) {
-            Words words[V];
-            unpack_compact<FIRST>(lines, base, words);
-            if (__builtin_expect(i == exception, 0)) {
-                alignas(64) uint16_t numbers[PAIR];
-                unrolled<V>([&](int v) ALWAYS { store_words(numbers + (FIRST + v) * 32, words[v]); });
+            if constexpr (FIRST == 0)  // for the other vectors, too; of few rows, the processor's own prefetchers follow the first line
+                for (int line = 0; line < (R <= 2 ? 1 : COMPACT_LINES); line++)
+                    fetch_line(reinterpret_cast<const char*>(lines) + FETCHED + line * LINE);
+            const bool replaced = __builtin_expect(i == exception, 0);
+            if (replaced) {
+                unrolled<V>([&](int v) ALWAYS { store_words(numbers + (FIRST + v) * 32, unpack_compact(lines, FIRST + v, base)); });
                 exceptions.replace(numbers);
                 exception = exceptions.pair();
-                unrolled<V>([&](int v) ALWAYS { words[v] = load_words(numbers + (FIRST + v) * 32); });
             }
-            typename Rows::Column column[V];
-            unrolled<V>([&](int v) ALWAYS {
-                column[v] = typename Rows::Column(words[v]);
-                if constexpr (KEPT) column[v].keep(keep, 0, (FIRST + v) * 16);
-            });
+            const auto column_of = [&](int v) ALWAYS {
+                const Words words = replaced ? load_words(numbers + (FIRST + v) * 32) : unpack_compact(lines, FIRST + v, base);
+                const typename Rows::Column column(words);
+                if constexpr (KEPT) column.keep(keep, 0, (FIRST + v) * 16);
+                return column;
+            };
+            if constexpr (KEPT && (R + 3) * V <= REGISTERS) {
+                typename Rows::Column column[V];
+                unrolled<V>([&](int v) ALWAYS { column[v] = column_of(v); });
+                unrolled<R>([&](int r) ALWAYS {
+                    const auto x = Rows::cell(a + r * lda);
+                    unrolled<V>([&](int v) ALWAYS { sum[r][v] = Rows::add(sum[r][v], x, column[v]); });
+                });
+            } else {
+                unrolled<V>([&](int v) ALWAYS {
+                    const auto column = column_of(v);
+                    unrolled<R>([&](int r) ALWAYS { sum[r][v] = Rows::add_at(sum[r][v], a + r * lda, column); });
+                });
+            }
             if constexpr (KEPT) keep += PAIR;
-            unrolled<R>([&](int r) ALWAYS {
-                const auto x = Rows::cell(a + r * lda);
-                unrolled<V>([&](int v) ALWAYS { sum[r][v] = Rows::add(sum[r][v], x, column[v]); });
-            });
         }
     }
     store_sums(sum, sums);

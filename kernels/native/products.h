@@ -27,6 +27,7 @@ constexpr int64_t SLICED = 8;       // ... where there are at most so many tiles
 #else
 constexpr int64_t SLICE = 64, SLICED = ROW_BLOCK / ROWS;  // unpacked to float32 that is 16 KB: it stays in the first-level cache
 #endif
+constexpr int64_t UNPACKED_EACH = 2;  // tiles of rows, up to which each unpacks a compact panel for itself: stores would take longer
 constexpr int64_t DIVISIBLE = 1024; // inputs from which on a panel may be divided among threads
 
 struct Product {
@@ -210,7 +211,8 @@ void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, in
     const bool scaled = w.kind >= FP8, floats = !BF16_PAIRS || w.operand == F32;
     const bool sliced = pieces > 1 && pieces <= SLICED && (w.kind == BF16 || w.kind == COMPACT_BF16 || (scaled && floats));
     const int64_t length = sliced ? slice_of(w, pieces) : w.kpad;
-    if (pieces > 1 && (scaled || (sliced && !BF16_PAIRS))) job.unpacked = own_memory<0>(length * PANEL);
+    const bool each = w.kind == COMPACT_BF16 && pieces <= UNPACKED_EACH;
+    if (pieces > 1 && !each && (scaled || (sliced && !BF16_PAIRS))) job.unpacked = own_memory<0>(length * PANEL);
     if (pieces > 1 && w.operand == SUMMED_BYTES) job.unpacked = own_memory<0>(length * PANEL / 4);
     alignas(64) float sums[SLICED * ROWS * PANEL];
     for (int64_t at = 0; at < w.kpad; at += length) {

@@ -163,6 +163,7 @@ struct PairsOfBf16 {
         void keep(Element* panel, int64_t at, int64_t output) const { store_words(panel + 2 * (at * PANEL + output), pair); }
     };
     static Floats add(Floats sum, const Cell& x, const Column& w) { return dot_pairs(sum, x, w.pair); }
+    static Floats add_at(Floats sum, const Element* a, const Column& w) { return dot_pairs_at(sum, a, w.pair); }
 };
 #endif
 
@@ -185,6 +186,7 @@ struct PairsOfF32 {
     static Floats add(Floats sum, const Cell& x, const Column& w) {
         return fmadd(x.odd, w.odd, fmadd(x.even, w.even, sum));
     }
+    static Floats add_at(Floats sum, const Element* a, const Column& w) { return add(sum, cell(a), w); }
 };
 
 // Groups of inputs whose sums are scaled separately; 1 if the scales are part of the numbers, or belong to whole rows.

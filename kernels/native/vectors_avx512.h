@@ -210,6 +210,11 @@ inline void round_both(Floats& a, Floats& b) { a = rounded_bf16(a), b = rounded_
 #define BF16_PAIRS 1
 // Sums of products of pairs of bfloat16.
 inline Floats dot_pairs(Floats sum, Words a, Words b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+// The same with the pair at `a` for all lanes, which is read again each time and takes no register.
+inline Floats dot_pairs_at(Floats sum, const uint16_t* a, Words b) {
+    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(b), "m"(*reinterpret_cast<const char(*)[4]>(a)));
+    return sum;
+}
 inline Words load_pairs(const uint16_t* p, int64_t left) {
     const __mmask32 m = left >= 32 ? ~__mmask32(0) : left <= 0 ? __mmask32(0) : (__mmask32(1) << left) - 1;
     return _mm512_maskz_loadu_epi16(m, p);
