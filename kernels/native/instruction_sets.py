@@ -71,8 +71,9 @@ SETS = (
         _AVX512 | {"avx512_vnni"},
         (*_AVX512_FLAGS, "-mavx512vnni"),
         optional=(("avx512vbmi", "-mavx512vbmi"),),
+        compact_weights=True,
     ),
-    InstructionSet("avx512", _AVX512, _AVX512_FLAGS),
+    InstructionSet("avx512", _AVX512, _AVX512_FLAGS, compact_weights=True),
     InstructionSet("avx2", _AVX2, _AVX2_FLAGS, optional=(("avx_vnni", "-mavxvnni"),)),
     InstructionSet(
         "neonbf16",

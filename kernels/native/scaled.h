@@ -330,7 +330,7 @@ void tiles_compact(
     const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, typename Rows::Element* keep, Ahead ahead,
     float* out
 ) {
-    constexpr int V = std::min(VECTOR_REGISTERS > 1 ? 1 : vectors_beside(R), END - FIRST);
+    constexpr int V = std::min(VECTOR_REGISTERS > 1 && R > 2 ? 1 : vectors_beside(R), END - FIRST);
     const auto run = keep ? tile_compact<Rows, true, R, FIRST, V> : tile_compact<Rows, false, R, FIRST, V>;
     run(a, lda, w, panel, inputs, keep, FIRST + V < END ? Ahead{} : ahead, out + FIRST * 16);
     if constexpr (FIRST + V < END) tiles_compact<Rows, R, FIRST + V, END>(a, lda, w, panel, inputs, keep, ahead, out);
