@@ -199,7 +199,7 @@ class NativeViT:
         packed = linear.packed
         if packed is None:
             assert isinstance(linear.weight, Tensor)
-            packed = Packed(linear.weight, linear.bias)
+            packed = Packed(linear.weight, linear.bias, compact=False)
         self._kept.append(packed)
         store = self._store if store is None else store
         return TowerOp(Code.LINEAR, of, packed.descriptor, source, ld or packed.k, target, packed.n, store, activation)

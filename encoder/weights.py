@@ -62,13 +62,13 @@ class TowerWeights:
             packed = linear.packed
             if packed is not None and packed.kind in (Kind.BF16, Kind.F32) and packed.order is None:
                 return linear
-        return Linear(plain(weight).to(self.device, self.dtype), bias, compiled=self.compiled)
+        return Linear(plain(weight).to(self.device, self.dtype), bias, compiled=self.compiled, compact=False)
 
     def joined(self, names: list[str], *, biased: bool = True) -> Linear:
         """One linear layer whose outputs are those of the layers `names`, one after another."""
         weight = torch.cat([self.take(name + ".weight") for name in names])
         bias = torch.cat([self.take(name + ".bias") for name in names]) if biased else None
-        return Linear(weight, bias, compiled=self.compiled)
+        return Linear(weight, bias, compiled=self.compiled, compact=False)
 
     def norm(self, name: str, eps: float) -> Norm:
         """The layer norm `name`."""

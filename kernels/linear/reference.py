@@ -34,13 +34,14 @@ class Linear:
 
     def __init__(
         self, weight: Tensor | Quantised, bias: Tensor | None = None, *, owned: bool = False, compiled: bool = True,
-        dtype: torch.dtype = torch.float32, activations: str | None = None,
+        dtype: torch.dtype = torch.float32, activations: str | None = None, compact: bool | None = None,
     ) -> None:  # fmt: skip
         """`dtype`: of the rows, which a quantised weight does not determine. `activations`: `fp8` rounds rows to fp8
         before products with weights that `kernels.linear.scaled` supports, `int8` rounds them to int8 before products
         with int8 and int4 weights (`kernels.linear.int8_rows`). `owned`: the weight may be kept instead of copied.
         `compiled`: whether the compiled product may be used; its threads compete for cores with those of torch's
-        operations if the two alternate, as in a tower that is not compiled as a whole.
+        operations if the two alternate, as in a tower that is not compiled as a whole. `compact`: as in `lay_out`;
+        False where there are always many rows.
 
         `ValueError` if the bias does not fit the weight.
         """
@@ -59,7 +60,7 @@ class Linear:
             return
         if compiled and (isinstance(weight, Quantised) or weight.dtype == torch.bfloat16):
             with contextlib.suppress(NativeUnavailable):
-                self.packed = Packed(weight, self.bias, dtype, int8_rows=self.int8_rows)
+                self.packed = Packed(weight, self.bias, dtype, int8_rows=self.int8_rows, compact=compact)
         if self.packed is None and isinstance(weight, Tensor):
             self.blocked = _block(weight.detach())
         if self.packed is None and self.blocked is None:
