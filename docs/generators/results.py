@@ -105,7 +105,7 @@ def hybrid_vllm() -> str:
 
 
 OTHERS = {
-    "vllm-600m": ("vLLM", "0.6 B parameters"), "vllm-1500m": ("vLLM", "1.5 B parameters"),
+    "vllm-600m-zen4": ("vLLM", "0.6 B parameters"), "vllm-1500m": ("vLLM", "1.5 B parameters"),
     "vllm-moe": ("vLLM", "3 B parameters in experts, 0.6 B per token"),
     "vllm-avx512vnni": ("vLLM", "116 M parameters, AVX-512 without bfloat16 on both sides"),
     "vllm-avx2": ("vLLM", "116 M parameters, AVX2 on both sides"),

@@ -342,6 +342,11 @@ FORWARD Floats load16(const uint16_t* p, Mask m) { return m == ALL ? load_bf16(p
 #if BF16_PAIRS  // of registers of 16 bytes
 template <class F, class W>
 FORWARD Two<F> dot_pairs(Two<F> sum, Two<W> a, Two<W> b) { return {dot_pairs(sum.low, a.low, b.low), dot_pairs(sum.high, a.high, b.high)}; }
+FORWARD Floats dot_pairs_at(Floats sum, const uint16_t* a, Words b) {
+    int32_t pair;
+    std::memcpy(&pair, a, 4);
+    return dot_pairs(sum, splat_word(pair), b);
+}
 __attribute__((noinline)) Words load_some_pairs(const uint16_t* p, int64_t left) {
     uint16_t each[32] = {};
     if (left > 0) std::memcpy(each, p, left * sizeof(uint16_t));

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.linear import Packed
+from kernels.linear import Packed, layouts
 from kernels.linear.layouts import EXCEPTIONS, interleaved_order, lay_out
 from kernels.native import Activation, Kind, NativeUnavailable
 
@@ -67,8 +67,9 @@ def test_every_number_is_there(n: int, pairs: int, exponent: int, rare: int, see
     found = unpacked(layout.data, layout.compact, layout.exceptions)
     real = torch.arange(128)[None] // 2 + 64 * torch.arange(len(found))[:, None] < n  # others hold anything
     assert torch.equal(*(torch.where(real[:, None], each, 0) for each in (found, expected)))
-    rows = Packed(weight, None, compact=True).rows(torch.arange(n))
-    assert torch.equal(rows.bfloat16().view(torch.int16), weight.view(torch.int16))
+    for compact in (True, False):
+        rows = Packed(weight, None, compact=compact).rows(torch.arange(n))
+        assert torch.equal(rows.view(torch.int32) >> 16, weight.view(torch.int16).int())  # conversions change NaN
 
 
 @pytest.mark.parametrize("n", [1, 17, 64, 100, 330])
@@ -98,6 +99,16 @@ def test_products_of_gates_have_the_bits_of_plain_weights(inner: int) -> None:
         x = torch.randn(rows, 1030).bfloat16()
         assert torch.equal(short(x, Activation.SILU).isnan(), plain(x, Activation.SILU).isnan())
         assert torch.equal(short(x, Activation.SILU).nan_to_num(), plain(x, Activation.SILU).nan_to_num()), rows
+
+
+def test_a_weight_in_several_pieces_is_laid_out_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = weight_of(500, 130, 108, 60, 3)
+    whole = lay_out(weight, torch.bfloat16, compact=True)
+    monkeypatch.setattr(layouts, "PIECE", 130 * 64 * 3)
+    parts = lay_out(weight, torch.bfloat16, compact=True)
+    for name in ("data", "compact", "exceptions"):
+        assert torch.equal(getattr(whole, name), getattr(parts, name)), name
+    assert whole.exceptions is not None and len(whole.exceptions) > 30
 
 
 def test_weights_with_many_other_exponents_stay_plain() -> None:
