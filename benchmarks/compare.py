@@ -42,7 +42,7 @@ from benchmarks.workloads import SUBJECTS, Workload, workloads
 from decoder.config import ACTIVATION_KINDS, WEIGHT_KINDS, DecoderConfig
 from service.model.resolve import DEFAULT_MAX_LEN
 
-Limits = dict[str, float]
+Ceilings = dict[str, float]
 """What `machine.ceilings` measured."""
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,13 +72,13 @@ class Sides:
     """llama.cpp: type of its weights."""
 
 
-def typical(measured: Sequence[Limits]) -> Limits:
+def typical(measured: Sequence[Ceilings]) -> Ceilings:
     """The median of each number."""
     return {name: statistics.median(each[name] for each in measured) for name in measured[0]}
 
 
-def between(before: Limits, after: Limits) -> Machine:
-    """The mean of each number."""
+def between(before: Ceilings, after: Ceilings) -> Machine:
+    """The machine during runs: the means of its limits before and after them."""
     return Machine.of({name: (before[name] + after[name]) / 2 for name in before})
 
 
@@ -91,7 +91,7 @@ class Measured:
     """Of each round: runs of our server, and of the peer."""
     prompts: list[tuple[float, float]] = field(default_factory=list)
     """Of each round: seconds of the prompts alone, ours and the peer's. Empty for workloads without a decode part."""
-    ceilings: list[tuple[Limits, Limits, Limits]] = field(default_factory=list)
+    ceilings: list[tuple[Ceilings, Ceilings, Ceilings]] = field(default_factory=list)
     """Of each round: the machine's limits before, between and after both sides' runs."""
 
     def add_round(self, ours: Ours, peer: Peer, times: int, device: str) -> None:
@@ -141,7 +141,7 @@ class Measured:
         return row
 
 
-def settled_ceilings(device: str) -> Limits:
+def settled_ceilings(device: str) -> Ceilings:
     """The machine's limits, once the threads of both sides are idle."""
     time.sleep(SETTLE)
     return machine.ceilings(device)

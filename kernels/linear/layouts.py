@@ -64,7 +64,8 @@ def lay_out(
     weight: Tensor | Quantised, dtype: torch.dtype, *, gated: bool = False, int8_rows: bool = False,
     compact: bool | None = None,
 ) -> Layout:  # fmt: skip
-    """Converts a weight with `torch.get_num_threads()` threads; besides the result, only memory for scales is used.
+    """Converts a weight with `torch.get_num_threads()` threads; besides the result, memory for scales and for one
+    piece (`PIECE`) is used.
 
     `dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16. `gated`: the
     first half of the rows are gates of the second, and they are interleaved; not for plain float32. `int8_rows`: an
@@ -145,68 +146,87 @@ def _check_scaled(weight: Quantised, step: int, dtype: torch.dtype) -> None:
 def _pack(weight: Tensor | Quantised, kind: Kind, order: Tensor | None) -> Tensor:
     """The weight's numbers in panels; kernels/native/pack.h has the layouts. `order`: the row of each output, -1 for
     zeros. Raises NativeUnavailable for numbers that the compiled products do not take."""
-    inputs, outputs = weight.shape[1], weight.shape[0] if order is None else len(order)
-    assert outputs, "a weight without rows"
-    kpad, panels = -(-inputs // STEPS[kind]) * STEPS[kind], -(-outputs // PANEL)
+    rows = _Rows.of(weight, kind, order)
+    kpad, panels = rows.kpad, rows.panels
     forms: dict[Kind, tuple[int, ...]] = {
         Kind.BF16: (kpad // 2, PANEL, 2), Kind.INT8: (kpad // 4, PANEL, 4), Kind.INT4: (kpad // 4, 2 * PANEL),
         Kind.FP8: (kpad // 4, 4, PANEL), Kind.NVFP4: (kpad // 16, 9 * PANEL), Kind.UINT4: (kpad // 8, PANEL, 4),
     }  # fmt: skip
     found = weight_memory((panels, *forms[kind]), torch.bfloat16 if kind is Kind.BF16 else torch.uint8)
-    step = _panels_of_piece(inputs)
-    for begin in range(0, panels, step):
-        _pack_panels(weight, kind, order, begin, min(begin + step, panels), found[begin:])
+    for begin, end in rows.pieces():
+        rows.pack(begin, end, found[begin:])
     return found
-
-
-def _panels_of_piece(inputs: int) -> int:
-    return max(PIECE // max(inputs, 1) // PANEL, 1)
-
-
-def _pack_panels(
-    weight: Tensor | Quantised, kind: Kind, order: Tensor | None, begin: int, end: int, found: Tensor
-) -> None:
-    """Panels [begin, end) of `_pack`, to the beginning of `found`."""
-    numbers = _in_rows(weight.detach() if isinstance(weight, Tensor) else weight.values)
-    scales = _in_rows(weight.scale) if isinstance(weight, Quantised) and kind is Kind.NVFP4 else None
-    read = [numbers] if scales is None else [numbers, scales]
-    inputs, outputs = weight.shape[1], weight.shape[0] if order is None else len(order)
-    kpad = -(-inputs // STEPS[kind]) * STEPS[kind]
-    refused = library().saccade_pack(
-        kind, numbers.data_ptr(), numbers.stride(0) * numbers.itemsize, None if order is None else order.data_ptr(),
-        outputs, inputs, kpad, None if scales is None else scales.data_ptr(),
-        0 if scales is None else scales.stride(0), found.data_ptr(), begin, end, torch.get_num_threads(),
-    )  # fmt: skip
-    if refused:
-        raise NativeUnavailable(refused.decode())
-    if order is None:
-        drop_pages(*(each[begin * PANEL : end * PANEL] for each in read))
 
 
 def _compact(weight: Tensor, order: Tensor | None) -> Layout | None:
     """A bfloat16 weight in 12 bits a number, without loss (kernels/native/compact.h). None if it has too many
     exceptions."""
-    inputs, outputs = weight.shape[1], weight.shape[0] if order is None else len(order)
-    pairs, panels, threads = -(-inputs // 2), -(-outputs // PANEL), torch.get_num_threads()
-    data = weight_memory((panels, pairs, 3 * PANEL), torch.uint8)
-    step, allowed = _panels_of_piece(inputs), weight.numel() // EXCEPTIONS
-    plain = torch.empty(min(step, panels), pairs, PANEL, 2, dtype=torch.bfloat16)
-    kept = torch.empty(min(step, panels), allowed + 1, dtype=torch.int64)
-    heads, lists = torch.zeros(panels + 1, 2, dtype=torch.int64), []
-    for begin in range(0, panels, step):
-        end = min(begin + step, panels)
-        _pack_panels(weight, Kind.BF16, order, begin, end, plain)
+    rows = _Rows.of(weight, Kind.BF16, order)
+    pieces, allowed = rows.pieces(), weight.numel() // EXCEPTIONS
+    most, pairs = pieces[0][1], rows.kpad // 2
+    data = weight_memory((rows.panels, pairs, 3 * PANEL), torch.uint8)
+    plain = torch.empty(most, pairs, PANEL, 2, dtype=torch.bfloat16)
+    kept = torch.empty(most, allowed + 1, dtype=torch.int64)
+    heads, exceptions = torch.zeros(rows.panels + 1, 2, dtype=torch.int64), []
+    for begin, end in pieces:
+        rows.pack(begin, end, plain)
         found = heads[begin:end]
         library().saccade_compact(
-            plain.data_ptr(), 2 * pairs, min(outputs - begin * PANEL, (end - begin) * PANEL), data[begin].data_ptr(),
-            found.data_ptr(), kept.data_ptr(), allowed + 1, threads,
+            plain.data_ptr(), rows.kpad, min(rows.outputs, end * PANEL) - begin * PANEL, data[begin].data_ptr(),
+            found.data_ptr(), kept.data_ptr(), allowed + 1, torch.get_num_threads(),
         )  # fmt: skip
         if int(heads[:, 0].sum()) > allowed:
             return None
-        lists += [kept[i, :count] for i, count in enumerate(found[:, 0].tolist())]
-        lists = [torch.cat(lists)]
+        exceptions.append(torch.cat([kept[i, :count] for i, count in enumerate(found[:, 0].tolist())]))
     heads[1:, 0], heads[0, 0] = heads[:-1, 0].cumsum(0), 0
-    return Layout(Kind.COMPACT_BF16, Kind.BF16, data, compact=heads, exceptions=lists[0])
+    return Layout(Kind.COMPACT_BF16, Kind.BF16, data, compact=heads, exceptions=torch.cat(exceptions))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A weight's rows, as files store them, which are packed piece by piece."""
+
+    kind: Kind
+    numbers: Tensor
+    scales: Tensor | None
+    order: Tensor | None
+    inputs: int
+    outputs: int
+
+    @classmethod
+    def of(cls, weight: Tensor | Quantised, kind: Kind, order: Tensor | None) -> _Rows:
+        numbers = _in_rows(weight.detach() if isinstance(weight, Tensor) else weight.values)
+        scales = _in_rows(weight.scale) if isinstance(weight, Quantised) and kind is Kind.NVFP4 else None
+        outputs = weight.shape[0] if order is None else len(order)
+        assert outputs, "a weight without rows"
+        return cls(kind, numbers, scales, order, weight.shape[1], outputs)
+
+    @property
+    def kpad(self) -> int:
+        return -(-self.inputs // STEPS[self.kind]) * STEPS[self.kind]
+
+    @property
+    def panels(self) -> int:
+        return -(-self.outputs // PANEL)
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """First panel and end of each piece; none has more panels than the first."""
+        step = max(PIECE // max(self.inputs, 1) // PANEL, 1)
+        return [(begin, min(begin + step, self.panels)) for begin in range(0, self.panels, step)]
+
+    def pack(self, begin: int, end: int, found: Tensor) -> None:
+        """Writes panels [begin, end) to the beginning of `found`, and drops the pages that they were read from."""
+        refused = library().saccade_pack(
+            self.kind, self.numbers.data_ptr(), self.numbers.stride(0) * self.numbers.itemsize,
+            None if self.order is None else self.order.data_ptr(), self.outputs, self.inputs, self.kpad,
+            None if self.scales is None else self.scales.data_ptr(),
+            0 if self.scales is None else self.scales.stride(0), found.data_ptr(), begin, end, torch.get_num_threads(),
+        )  # fmt: skip
+        if refused:
+            raise NativeUnavailable(refused.decode())
+        if self.order is None:
+            read = (self.numbers,) if self.scales is None else (self.numbers, self.scales)
+            drop_pages(*(each[begin * PANEL : end * PANEL] for each in read))
 
 
 def _in_rows(numbers: Tensor) -> Tensor:

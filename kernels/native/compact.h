@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "numbers.h"
 #include "panels.h"
 #include "structs.h"
 #include "threads.h"
@@ -97,7 +98,7 @@ __attribute__((noinline)) void tile_compact(
                 if constexpr (KEPT) column.keep(keep, 0, (FIRST + v) * 16);
                 return column;
             };
-            if constexpr (KEPT && (R + 3) * V <= REGISTERS) {
+            if constexpr (TOGETHER) {
                 typename Rows::Column column[V];
                 unrolled<V>([&](int v) ALWAYS { column[v] = column_of(v); });
                 unrolled<R>([&](int r) ALWAYS {
@@ -183,18 +184,24 @@ class CompactJob : public Job {
     const int64_t panels_;
 };
 
-// Number i of row r of a panel.
-inline uint16_t compact_number(const Weight& w, int64_t panel, int64_t r, int64_t i) {
-    const int64_t place = i / 2 * PAIR + 2 * r + i % 2;
-    const int64_t *begin = w.exceptions + w.compact[2 * panel], *end = w.exceptions + w.compact[2 * panel + 2];
-    const int64_t* const found = std::lower_bound(begin, end, place << 16);
-    if (found < end && *found >> 16 == place) return uint16_t(*found);
-    uint16_t words[COMPACT_LINES];
-    const uint8_t* const lines = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w) + i / 2 * COMPACT_LINES * LINE;
-    for (int v = 0; v < COMPACT_LINES; v++) std::memcpy(words + v, lines + v * LINE + place % 32 * 2, 2);
-    if (r < 48) return uint16_t((words[r / 16] & OWN) + base_of(w, panel));
-    const int parts[COMPACT_LINES] = {words[0] >> BORROWED & 15, words[1] >> BORROWED & 15, words[2] >> BORROWED & 15};
-    return uint16_t(((parts[2] >> 3) << 15 | parts[0] << 7 | (parts[2] & 7) << 4 | parts[1]) + base_of(w, panel));
+// Row r of a panel, as numbers.
+inline void read_compact(const Weight& w, int64_t panel, int64_t r, float* to) {
+    const uint8_t* lines = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
+    for (int64_t i = 0; i < w.k; i++) {
+        uint16_t words[COMPACT_LINES];
+        const uint8_t* const place = lines + i / 2 * COMPACT_LINES * LINE + (2 * r + i % 2) % 32 * 2;
+        for (int v = 0; v < COMPACT_LINES; v++) std::memcpy(words + v, place + v * LINE, 2);
+        int number = r < 48 ? words[r / 16] & OWN : 0;
+        if (r >= 48) {
+            const int parts[COMPACT_LINES] = {words[0] >> BORROWED & 15, words[1] >> BORROWED & 15, words[2] >> BORROWED & 15};
+            number = (parts[2] >> 3) << 15 | parts[0] << 7 | (parts[2] & 7) << 4 | parts[1];
+        }
+        to[i] = bf16_to_float(uint16_t(number + base_of(w, panel)));
+    }
+    for (int64_t e = w.compact[2 * panel]; e < w.compact[2 * panel + 2]; e++) {
+        const int64_t place = w.exceptions[e] >> 16, input = place / PAIR * 2 + place % 2;
+        if (place % PAIR / 2 == r && input < w.k) to[input] = bf16_to_float(uint16_t(w.exceptions[e]));
+    }
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ constexpr int64_t SUMMED = 32;      // inputs of a row of SUMMED_BYTES whose sum
 
 // Inputs as they are stored.
 inline int64_t padded_inputs(int64_t k, int64_t kind) {
-    const int64_t step = kind == F32 ? 1 : kind == BF16 || kind == COMPACT_BF16 ? 2 : kind == INT8 || kind == BYTES ? 16 : GROUP;
+    const int64_t step = kind == F32 ? 1 : kind == BF16 ? 2 : kind == INT8 || kind == BYTES ? 16 : GROUP;
     return (k + step - 1) / step * step;
 }
 

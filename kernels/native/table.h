@@ -32,7 +32,7 @@ class PackedRow {
     void read(float* to) const {
         switch (w_.kind) {
             case BF16: each(to, w_.k, [&](int64_t i) { return bf16_to_float(word(2 * (i / 2 * 2 * PANEL + r_ * 2 + i % 2))); }); break;
-            case COMPACT_BF16: each(to, w_.k, [&](int64_t i) { return bf16_to_float(compact_number(w_, panel_, r_, i)); }); break;
+            case COMPACT_BF16: read_compact(w_, panel_, r_, to); break;
             case INT8: read_int8(to); break;
             case INT4: by_group(to, w_.group, [&](int64_t i) { return float(int4(i)); }, w_.zeros, 8.0f); break;
             case UINT4: by_group(to, w_.group, [&](int64_t i) { return float(uint4(i)); }, w_.zeros, 8.0f); break;
