@@ -83,8 +83,8 @@ __attribute__((noinline)) void tile_compact(
         const int64_t stop = std::min(end, i + STRIDE);
         ahead.step();
         for (; i < stop; i++, lines += COMPACT_LINES * LINE, a += 2) {
-            if constexpr (FIRST == 0)  // for the other vectors, too; of few rows, the processor's own prefetchers follow the first line
-                for (int line = 0; line < (R <= 2 ? 1 : COMPACT_LINES); line++)
+            if constexpr (FIRST == 0)  // for the other vectors, too
+                for (int64_t line = 0; line < COMPACT_LINES; line += R <= 2 ? LINES_FOLLOWED : 1)
                     fetch_line(reinterpret_cast<const char*>(lines) + FETCHED + line * LINE);
             const bool replaced = __builtin_expect(i == exception, 0);
             if (replaced) {

@@ -228,7 +228,7 @@ __attribute__((noinline)) void tile_packed(
     typename Rows::Element* keep, Ahead ahead, float* out
 ) {
     const Numbers numbers;
-    constexpr int64_t step = Numbers::SPARSE && R <= 2 ? 4 * LINE : LINE;
+    const int64_t step = Numbers::SPARSE && R <= 2 ? LINES_FOLLOWED * LINE : LINE;
     const uint8_t* const data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
     const int64_t groups = (w.kpad + w.group - 1) / w.group;
     Floats sum[R][V], total[R][V];
