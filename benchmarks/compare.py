@@ -3,11 +3,13 @@
     python -m benchmarks.compare [--family nemotron_h|qwen3_5] --peer transformers|vllm|llamacpp [--rounds 3]
                                  [--only decode,prefill,omni] [--weights int8] [--activations int8] [--device cuda]
                                  [--concurrent 1,8,64] [--new-tokens 64] [--instruction-set avx2|avx512vnni|avx512]
-                                 [--shape 116m|600m|1500m|moe] [--prompt 1024] [--label intel]
+                                 [--shape 116m|600m|1500m|moe] [--prompt 1024] [--label intel] [--stream]
 
 Saccade runs behind its gRPC server, the peer in a process of its own. In each round both sides run each workload in
 turn, short ones several times; the output is medians of each side, and the median, least and largest ratio of a
-round, since the host's speed changes from round to round.
+round, since the host's speed changes from round to round. Both sides answer with whole texts; with `--stream` ours
+streams them token by token, which takes time of client and server on the same cores, and times to first tokens are in
+the result.
 The machine's limits are measured before, between and after both sides' runs of a workload in each round, because the
 memory bandwidth of a shared host changes from second to second (two virtual processors read up to twice as fast while
 the host runs them on different core complexes). The lower bound of a run is computed from the means of the limits
@@ -70,6 +72,8 @@ class Sides:
     """Maximum number of concurrent requests."""
     peer_weights: str = "bf16"
     """llama.cpp: type of its weights."""
+    stream: bool = False
+    """Whether our server streams its answers."""
 
 
 def typical(measured: Sequence[Ceilings]) -> Ceilings:
@@ -118,7 +122,6 @@ class Measured:
         row: dict[str, Any] = {
             "workload": load.name,
             "ours_s": mine,
-            "ours_first_token_s": statistics.median(max(ours.firsts) for ours, _ in runs),
             **percentiles("ours", [first for ours, _ in runs for first in ours.firsts]),
             **percentiles("peer", [first for _, peer in runs for first in peer.firsts]),
             "peer_s": theirs,
@@ -163,7 +166,7 @@ def measure(sides: Sides, side_by_side: list[tuple[Path, bool, list[Workload]]],
             continue
         floor = Floor.of(model)
         tokens = max(len(prompt) + load.new_tokens for load in loads for prompt in load.prompts)
-        ours = Ours(model, (*sides.options, *length_options(floor.decoder, tokens)), sides.most)
+        ours = Ours(model, (*sides.options, *length_options(floor.decoder, tokens)), sides.most, stream=sides.stream)
         try:
             log = sides.logs / f"{sides.peer}{'-omni' if omni else ''}.log"
             peer = Peer(sides.peer, model, omni, log, sides.device, sides.peer_weights, tokens)
@@ -276,6 +279,7 @@ def argument_parser() -> argparse.ArgumentParser:
         default=sized_models.SMALLEST,
         help="size of nemotron_h; others: text only",
     )
+    parser.add_argument("--stream", action="store_true", help="our answers are streamed")
     parser.add_argument("--prompt", type=int, help="tokens of each text prompt, instead of the family's")
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
     parser.add_argument("--out", type=Path, help="write the result to this file")
@@ -291,7 +295,8 @@ def result_name(arguments: argparse.Namespace) -> str:
     length = arguments.prompt and f"{arguments.prompt}-tokens"
     activations = arguments.activations and f"activations-{arguments.activations}"
     ours = (arguments.weights, activations, arguments.instruction_set)
-    parts = ("compare", family, arguments.peer, *ours, shape, length, arguments.label)
+    streamed = "streamed" if arguments.stream else None
+    parts = ("compare", family, arguments.peer, *ours, shape, length, streamed, arguments.label)
     return "-".join(part for part in parts if part)
 
 
@@ -344,7 +349,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 options = (*options, f"--{name.replace('_', '-')}", given)
         if arguments.instruction_set:
             os.environ |= LIMITS[arguments.instruction_set]  # the peer inherits it
-        how = Sides(arguments.peer, options, arguments.folder, arguments.device, max(32, *concurrent), peer_weights)
+        most = max(32, *concurrent)
+        how = Sides(arguments.peer, options, arguments.folder, arguments.device, most, peer_weights, arguments.stream)
         rows = measure(how, sides, arguments.rounds)
     result = {
         "date": datetime.date.today().isoformat(),

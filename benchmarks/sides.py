@@ -25,7 +25,8 @@ SETTLE = 0.5
 
 
 class Timed(NamedTuple):
-    """Of one run of a workload: its seconds, and the seconds from its start to each request's first token."""
+    """Of one run of a workload: its seconds, and the seconds from its start to each request's first token, if the side
+    reports them."""
 
     seconds: float
     firsts: list[float]
@@ -34,30 +35,38 @@ class Timed(NamedTuple):
 class Ours:
     """Our server behind gRPC, one client thread per request."""
 
-    def __init__(self, model: Path, options: Sequence[str] = (), most: int = 32) -> None:
+    def __init__(self, model: Path, options: Sequence[str] = (), most: int = 32, *, stream: bool = False) -> None:
+        """`most`: maximum number of concurrent requests. `stream`: answers are streamed instead of sent whole, and the
+        times to first tokens are known."""
         # Rounds repeat their prompts, and the peer forgets them: so does our server.
         fixed = ["--dtype", "bfloat16", "--max-seqs", str(most), "--state-cache", "none", "--log-level", "warning"]
         options = [*fixed, *options]
         self._server = ServerProcess([str(model), *options])
         self._client = saccade.Client(self._server.address)
         self._pool = ThreadPoolExecutor(most)
+        self._stream = stream
 
     def run(self, workload: Workload) -> Timed:
         started = time.perf_counter()
 
-        def ask(index: int) -> float:
-            first = 0.0
+        def ask(index: int) -> list[float]:
+            first: list[float] = []
             # Other bytes behind the image, which decoders ignore, make it another image to the embedding cache.
             images = [file.read_bytes() + os.urandom(8) for file in workload.images[index]]
-            with self._client.stream(
-                workload.prompts[index], images=images, max_tokens=workload.new_tokens, temperature=0, ignore_eos=True
-            ) as stream:
-                for _ in stream:
-                    first = first or time.perf_counter() - started
-                assert len(stream.final().token_ids) == workload.new_tokens
+            fixed: dict[str, Any] = {
+                "images": images, "max_tokens": workload.new_tokens, "temperature": 0, "ignore_eos": True,
+            }  # fmt: skip
+            if self._stream:
+                with self._client.stream(workload.prompts[index], **fixed) as stream:
+                    for _ in stream:
+                        first = first or [time.perf_counter() - started]
+                    answer = stream.final()
+            else:
+                answer = self._client.generate(workload.prompts[index], **fixed)
+            assert len(answer.token_ids) == workload.new_tokens
             return first
 
-        firsts = list(self._pool.map(ask, range(len(workload.prompts))))
+        firsts = [first for each in self._pool.map(ask, range(len(workload.prompts))) for first in each]
         return Timed(time.perf_counter() - started, firsts)
 
     def ids(self, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
