@@ -42,7 +42,8 @@ struct Product {
     float scale = 1.0f;                // ADD: of what is added ...
     const float* row_scale = nullptr;  // ... and of each row's
     const Weight* next = nullptr;      // what is multiplied after this, if that is known
-    // The inputs of a panel as several tiles of rows multiply them, if it is not stored so: the first tile stores them here.
+    // The inputs of a panel as several tiles of rows multiply them, if it is not stored so: the first tile stores them here. It is the
+    // thread's own memory, and another block of rows may find them there.
     void* unpacked = nullptr;
     bool first_rows = false;
 };
@@ -193,6 +194,21 @@ int64_t slice_of(const Weight& w, int64_t pieces) {
     return (each + step - 1) / step * step;
 }
 
+// Whether this thread unpacked the same panel when it was last asked in this job. If so, it still has it: units of several blocks of
+// rows of a panel follow each other. `panel`: -1 for a part of one, which nobody asks for again.
+bool is_unpacked(const Weight& w, int64_t panel) {
+    struct Panel {
+        uint64_t job;
+        const void* weight;
+        int64_t operand, panel;
+    };
+    static thread_local Panel last = {0, nullptr, 0, -1};
+    const Panel now{jobs_of_thread(), w.data, w.operand, panel};
+    const bool same = now.job == last.job && now.weight == last.weight && now.operand == last.operand && panel == last.panel && panel >= 0;
+    last = now;
+    return same;
+}
+
 // Rows [begin, end) in tiles of nearly equal height. A few tiles meet a slice of the inputs before the next one: a long
 // panel and the one that is prefetched would not both fit in the second-level cache. A row's sums go through the inputs in
 // order all the same. `next`: a panel to prefetch during the last tiles; a single tile does not prefetch.
@@ -214,6 +230,7 @@ void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, in
     const bool each = w.kind == COMPACT_BF16 && pieces <= UNPACKED_EACH;
     if (pieces > 1 && !each && (scaled || (sliced && !BF16_PAIRS))) job.unpacked = own_memory<0>(length * PANEL);
     if (pieces > 1 && w.operand == SUMMED_BYTES) job.unpacked = own_memory<0>(length * PANEL / 4);
+    const bool there = job.unpacked && is_unpacked(w, length == w.kpad && count == 4 ? panel : -1);
     alignas(64) float sums[SLICED * ROWS * PANEL];
     for (int64_t at = 0; at < w.kpad; at += length) {
         const Inputs inputs{at, std::min(at + length, w.kpad)};
@@ -223,7 +240,7 @@ void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, in
         if (count == 4 && inputs.end < w.kpad)
             soon = static_cast<const char*>(w.data) + panel * panel_bytes(w) + panel_bytes(w) * inputs.end / w.kpad;
         for (int64_t i = 0; i < pieces; i++) {
-            job.first_rows = i == 0;
+            job.first_rows = i == 0 && !there;
             const int64_t from = begin + (end - begin) * i / pieces, to = begin + (end - begin) * (i + 1) / pieces;
             const Ahead ahead = ahead_of(i, pieces, pieces > 1 ? soon : nullptr, bytes, looks);
             float* const kept = sums + (sliced ? (from - begin) * PANEL : 0);

@@ -132,6 +132,7 @@ class RecurrentGroup {
             for (int k = 0; k <= KEEP; k++) weight[k] = load16(weights + k * channels_, mask);
             for (int k = 0; k < KEEP; k++) past[k] = load16(window + k * channels_ + i, mask);
             for (int64_t t = 0; t < in.tokens; t++) {
+                prefetch_near(in.rows + t * in.ld + part.begin + i + 16);  // rows are too far apart for the processor's own prefetchers
                 const Floats x = load16(in.rows + t * in.ld + part.begin + i, mask);
                 Floats sum = fmadd(weight[KEEP], x, bias);
                 for (int k = 0; k < KEEP; k++) sum = fmadd(weight[k], past[k], sum);

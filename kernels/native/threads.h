@@ -31,6 +31,12 @@ class Job {
 // Lane j of `threads`: units [lane_begin(j), lane_begin(j + 1)).
 inline int64_t lane_begin(int64_t units, int64_t threads, int64_t lane) { return units * lane / threads; }
 
+// Number of jobs that this thread has begun: what it keeps in memory of its own may be valid for one job only.
+inline uint64_t& jobs_of_thread() {
+    static thread_local uint64_t jobs = 0;
+    return jobs;
+}
+
 // The calling thread and its helpers. No thread waits for another, only for units that were taken: a helper that sleeps, or
 // that has lost its core, costs no more than its absence. So each counter contains the number of its job, and a late helper
 // takes no unit of a finished job.
@@ -39,6 +45,7 @@ class Pool {
     void run(const Job& job, int64_t threads) {
         const Turn turn(busy_);
         if (!turn.mine || threads == 1) {  // another thread of this process is using the helpers
+            jobs_of_thread()++;
             for (int64_t i = 0; i < job.phases(); i++)
                 for (int64_t unit = 0; unit < job.units(i); unit++) job.run(i, unit, scratch());
             return;
@@ -106,6 +113,7 @@ class Pool {
 
     // Its own lane first, then those of the following threads.
     void work(Counter* counters, int64_t phases, int64_t threads, int64_t thread, uint64_t number) {
+        jobs_of_thread()++;
         for (int64_t i = 0; i < phases; i++, counters += threads + 1) {
             std::atomic<uint64_t>& all = counters[threads].value;
             for (int64_t j = 0; j < threads; j++)
