@@ -98,9 +98,8 @@ def test_a_panel_that_a_thread_has_unpacked_is_for_one_product() -> None:
     assert first.stored is Kind.COMPACT_BF16 and first(x).isfinite().all()
     expected = second(x)
     first(x)
-    ctypes.memmove(
-        first.descriptor.data, second.descriptor.data, 514 * 64 * 3 // 2
-    )  # both have one base, no exceptions
+    # The data is all that differs: both have the same base exponent, and no exceptions.
+    ctypes.memmove(first.descriptor.data, second.descriptor.data, 514 * 64 * 3 // 2)
     assert torch.equal(first(x), expected)
 
 
