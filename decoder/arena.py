@@ -231,9 +231,11 @@ class Arena:
         if not pages or not self.layout.page_bytes:
             return
         if self.buffer.device.type == "cpu":  # index_fill_ takes 40 ns a number there
-            content = self._pages()
-            for page in pages:
-                content[page].zero_()
+            content, begin = self._pages(), 0
+            for end in range(1, len(pages) + 1):
+                if end == len(pages) or pages[end] != pages[end - 1] + 1:
+                    content[pages[begin] : pages[end - 1] + 1].zero_()
+                    begin = end
         else:
             self._pages().index_fill_(0, upload(pages, torch.int64, self.buffer.device), 0)
 

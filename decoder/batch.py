@@ -304,7 +304,9 @@ class BatchBuilder:
             if row.count == 1:
                 places.append(pages[row.start // size] * size + row.start % size)
             else:
-                places += [pages[p // size] * size + p % size for p in range(row.start, row.end)]
+                for index in range(row.start // size, -(-row.end // size)):
+                    first, at = index * size, pages[index] * size
+                    places += range(at + max(row.start - first, 0), at + min(row.end - first, size))
         batch_slots = [row.sequence.held.batch_slot for row in rows[:alone] for _ in range(row.count)]
         batch_slots += [row.sequence.held.batch_slot for row in rows[alone:]]
         return self.tables.table.index_select(0, self._tensor(batch_slots)), self._tensor(places)

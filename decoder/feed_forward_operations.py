@@ -35,15 +35,20 @@ def mlp_operations(
     """Adds `scale` times, and per row the number at `row_scale` times, the MLP of normalised rows to the residual
     stream.
 
-    Plain rows go directly from product to product; integer rows need a row's largest value first.
+    Plain rows go directly from product to product; integer rows need a row's largest value first, so an operation makes
+    them of the rows in between.
     """
     (up, activation, apart), down = _first(operations, mlp), operations.packed(mlp.down)
     last = operations.residual(down, scale)
     last.row_scale = row_scale
-    if not apart and down.kind in (Kind.BF16, Kind.F32) and down.kpad == down.k:
-        last.width = down.k
+    direct = down.kind in (Kind.BF16, Kind.F32) and down.kpad == down.k
+    if not apart and (direct or operations.between(down) == Kind.BF16):
         inner = Op(Code.LINEAR, down.kind, down.k, up.descriptor, Target.INNER, activation=activation)
-        return [operations.norm(norm, up), inner, last]
+        if direct:
+            last.width = down.k
+            return [operations.norm(norm, up), inner, last]
+        inner.bf16_rows = 1
+        return [operations.norm(norm, up), inner, Op(Code.ACTIVATE, down.kind, down.k, bf16_rows=1), last]
     wide, inner = operations.linear(up, Target.WIDE), Op(Code.ACTIVATE, down.kind, down.k, gated=apart)
     (inner if apart else wide).activation = activation
     return [operations.norm(norm, up), wide, inner, last]

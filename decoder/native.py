@@ -73,6 +73,8 @@ def _rows(batch: Batch, single: _Rows) -> _Rows:
     scan = batch.scan
     if batch.verify is None and scan is None:
         return _Rows(single.starts, batch.slots_U, single.initial, single.saves, None)
+    if scan is not None and batch.queries == 0 and not scan.window_saves:
+        return _Rows(scan.starts_R, scan.slots_R, scan.initial_R.to(torch.int64), single.saves, None)
     rows = _verified(batch, single) if batch.verify is not None else replace(single, slots=batch.slots_U)
     if scan is None:
         return rows

@@ -21,7 +21,9 @@ Kept = TypeVar("Kept")
 class OperationParts:
     """Makes operations, and keeps the objects that they point to."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        """`dtype`: of the model."""
+        self._dtype = dtype
         self._picked_by_token = self._most_experts = 0
         self.shared_gates = torch.empty(MAX_ROUTED)
         """Factor of each token's shared expert."""
@@ -60,6 +62,12 @@ class OperationParts:
         """Keeps an object alive as long as operations point to it."""
         self._kept.append(what)
         return what
+
+    def between(self, after: Packed) -> Kind:
+        """The kind in which an operation stores its rows if a following one turns them into the operand of the product
+        `after` it. Signed bytes of a model in bfloat16 are made from bfloat16, which halves the memory that is read."""
+        in_bytes = after.kind in (Kind.BYTES, Kind.SUMMED_BYTES)
+        return Kind.BF16 if in_bytes and self._dtype == torch.bfloat16 else Kind.F32
 
     def pointer(self, tensor: Tensor | None) -> int | None:
         if tensor is None:

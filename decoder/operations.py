@@ -49,7 +49,7 @@ class Operations(OperationParts):
         hidden = config.hidden_size
         self.mamba = next((spec for spec in mixers if isinstance(spec, Mamba2)), Mamba2(hidden))
         """The shape of Mamba-2 in compiled code."""
-        super().__init__()
+        super().__init__(options.dtype)
         self.on_operation: Callable[[Op, float], None] | None = None
         """For measurements: if set, operations run one at a time, and this is called with each operation and its
         seconds."""
@@ -149,7 +149,7 @@ class Operations(OperationParts):
         if isinstance(mixer, Mamba2Mixer) and (mixer.spec, mixer.spec.norm_eps) != (self.mamba, self.config.norm_eps):
             return []
         last = self.packed(mixer.out_proj)
-        middle, shape = recurrence_operations(mixer, last, self.pointer)
+        middle, shape = recurrence_operations(mixer, last, self.between(last), self.pointer)
         self.keep(shape)
         return [*self.projections(norm, mixer.in_proj), *middle, self.residual(last, scale)]
 

@@ -19,12 +19,12 @@ Recurrence = Mamba2Mixer | GatedDeltaMixer
 
 
 def recurrence_operations(
-    mixer: Recurrence, after: Packed, pointer: Callable[[Tensor | None], int | None]
+    mixer: Recurrence, after: Packed, between: Kind, pointer: Callable[[Tensor | None], int | None]
 ) -> tuple[list[Op], DeltaShape | None]:
     """The mixer between its projections, and the conversion of its rows to the operand of the product `after` it: done
     by the mixer itself, unless the form depends on a whole row, of which the mixer has a group of heads at a time.
 
-    `pointer`: returns addresses of tensors, which must be kept; so must the shape that is returned with the operations.
+    `between`: the kind of the rows before that conversion. `pointer`: returns addresses of tensors, which must be kept; so must the shape that is returned with the operations.
     """
     itself = after.kind in (Kind.BF16, Kind.F32) and after.kpad == after.k
     shape = None
@@ -46,4 +46,7 @@ def recurrence_operations(
     )  # fmt: skip
     if shape is not None:
         op.delta = ctypes.addressof(shape)
-    return ([op] if itself else [op, Op(Code.CONVERT, after.kind, after.k)]), shape
+    if itself:
+        return [op], shape
+    op.bf16_rows = between == Kind.BF16
+    return [op, Op(Code.CONVERT, after.kind, after.k, bf16_rows=op.bf16_rows)], shape

@@ -213,7 +213,9 @@ class DeltaGroup : public RecurrentGroup<T, S> {
         for (int64_t t = token; t < token + tokens; t++) {
             const float* gate = m_.wide + t * m_.ld + first;
             const int64_t at = t * m_.operand_ld + first;
-            if (op_.target == MID) write_token(t - token, gate, m_.mid + t * m_.mid_ld + first);
+            const int64_t mid = t * m_.mid_ld + first;
+            if (op_.target == MID && op_.bf16_rows) write_token(t - token, gate, reinterpret_cast<uint16_t*>(m_.mid) + mid);
+            else if (op_.target == MID) write_token(t - token, gate, m_.mid + mid);
             else if (op_.kind == BF16) write_token(t - token, gate, static_cast<uint16_t*>(m_.operand) + at);
             else write_token(t - token, gate, static_cast<float*>(m_.operand) + at);
         }

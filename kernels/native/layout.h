@@ -69,7 +69,7 @@ void add_op(Layout& layout) {
     FIELD(Op, conv_bias); FIELD(Op, a); FIELD(Op, d); FIELD(Op, dt_bias); FIELD(Op, kv); FIELD(Op, kv_stride);
     FIELD(Op, ring); FIELD(Op, ring_stride); FIELD(Op, experts); FIELD(Op, delta); FIELD(Op, first_key);
     FIELD(Op, attention); FIELD(Op, activation); FIELD(Op, gated); FIELD(Op, scale); FIELD(Op, row_scale);
-    FIELD(Op, column);
+    FIELD(Op, column); FIELD(Op, bf16_rows);
 }
 
 void add_model(Layout& layout) {

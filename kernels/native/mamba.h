@@ -132,7 +132,9 @@ class HeadGroup : public RecurrentGroup<T, S> {
         for (int64_t t = 0; t < tokens; t++) {
             const float* gate = m_.wide + (token + t) * m_.ld + x_at_;
             const int64_t at = (token + t) * m_.operand_ld + x_at_;
-            if (op_.target == MID) norm(t, gate, m_.mid + (token + t) * m_.mid_ld + x_at_);
+            const int64_t mid = (token + t) * m_.mid_ld + x_at_;
+            if (op_.target == MID && op_.bf16_rows) norm(t, gate, reinterpret_cast<uint16_t*>(m_.mid) + mid);
+            else if (op_.target == MID) norm(t, gate, m_.mid + mid);
             else if (op_.kind == BF16) norm(t, gate, static_cast<uint16_t*>(m_.operand) + at);
             else norm(t, gate, static_cast<float*>(m_.operand) + at);
         }

@@ -33,6 +33,11 @@ constexpr int64_t TOGETHER = 4;  // rows of a unit of an operation that is littl
 void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
     const float* from = op.code == NORM ? m.x + row * m.hidden : op.code == CONVERT ? m.mid + row * m.mid_ld : m.wide + row * m.ld;
     const int64_t width = op.width;
+    if (op.bf16_rows) {
+        const uint16_t* rounded = op.code == CONVERT ? reinterpret_cast<uint16_t*>(m.mid) + row * m.mid_ld : reinterpret_cast<uint16_t*>(m.wide) + row * width;
+        auto* out = reinterpret_cast<int8_t*>(static_cast<uint16_t*>(m.operand) + row * m.operand_ld);
+        return make_bytes_of_kind(rounded, width, op.kind, out, m.operand_scale + row);
+    }
     if (op.code == NORM || op.code == NORM_PAIR) {  // a pair: two rows side by side, each with its own norm
         const int64_t part = op.code == NORM ? width : width / 2;
         for (int64_t i = 0; i < width; i += part) rms_norm(from + i, op.norm + i, part, m.eps, scratch + i);
@@ -56,7 +61,7 @@ Product product_of(const Model& m, const Op& op, const Step& step) {
     if (op.target == LOGITS) job.out = step.logits, job.ldo = m.vocab;
     if (op.target == WIDE) job.out = m.wide + op.column;
     if (op.target == INNER) {
-        job.ldo = op.width, job.store = op.kind == BF16 ? STORE_BF16 : STORE;
+        job.ldo = op.width, job.store = op.kind == BF16 || op.bf16_rows ? STORE_BF16 : STORE;
     } else if (op.width) {
         job.a = m.wide, job.lda = op.width;
     }

@@ -16,8 +16,9 @@ constexpr float SMALLEST = 0x1p-119f;  // 127 over it is a number, and it over 1
 constexpr float LIMIT = 32639.0f;   // 127 * 256 + 127: the largest number that two signed bytes make
 
 // Sixteen numbers of a row from `i` on; zeros behind its end.
-inline Floats numbers_at(const float* values, int64_t k, int64_t i) {
-    return i + 16 <= k ? load_floats(values + i) : load16(values + i, first_lanes(std::max<int64_t>(0, k - i)));
+template <typename T>
+inline Floats numbers_at(const T* values, int64_t k, int64_t i) {
+    return i + 16 <= k ? load_all(values + i) : load16(values + i, first_lanes(std::max<int64_t>(0, k - i)));
 }
 
 // x in steps of its row's largest value / LIMIT, as 256 high + low, both signed bytes: for each 4 inputs the 4 lows, then
@@ -84,7 +85,8 @@ class BlockSums {
 
 // Stores the scale of a row, its largest value / 127, and returns 127 / that value. A scale is never 0: the largest value of a row
 // counts as SMALLEST at least.
-float scale_of_bytes(const float* values, int64_t k, float* scale) {
+template <typename T>
+float scale_of_bytes(const T* values, int64_t k, float* scale) {
     constexpr int64_t AT_ONCE = 4;
     Floats largest[AT_ONCE], poison[AT_ONCE];  // NaN and infinity have no integers: they pass through the scale
     for (int i = 0; i < AT_ONCE; i++) largest[i] = poison[i] = zero();
@@ -101,7 +103,8 @@ float scale_of_bytes(const float* values, int64_t k, float* scale) {
 }
 
 // A row as signed bytes; returns the sum of [begin, end), in lanes.
-inline Words to_bytes(const float* values, int64_t k, int64_t begin, int64_t end, float inverse, int8_t* out) {
+template <typename T>
+inline Words to_bytes(const T* values, int64_t k, int64_t begin, int64_t end, float inverse, int8_t* out) {
     Words sum = zero_words();
     for (int64_t i = begin; i < end; i += 16) {
         const Words whole = to_integers(numbers_at(values, k, i) * splat(inverse));
@@ -112,7 +115,8 @@ inline Words to_bytes(const float* values, int64_t k, int64_t begin, int64_t end
 }
 
 // For weights in INT8: the row, and what their offset of 128 adds to a sum.
-void make_bytes(const float* values, int64_t k, int8_t* out, float* scale) {
+template <typename T>
+void make_bytes(const T* values, int64_t k, int8_t* out, float* scale) {
     const float inverse = scale_of_bytes(values, k, scale);
     const int64_t kpad = padded_inputs(k, BYTES);
     const int32_t behind = int32_t(-128 * int64_t(total_of(to_bytes(values, k, 0, kpad, inverse, out))));
@@ -120,12 +124,19 @@ void make_bytes(const float* values, int64_t k, int8_t* out, float* scale) {
 }
 
 // For weights in INT4: the row and its BlockSums.
-void make_summed_bytes(const float* values, int64_t k, int8_t* out, float* scale) {
+template <typename T>
+void make_summed_bytes(const T* values, int64_t k, int8_t* out, float* scale) {
     const float inverse = scale_of_bytes(values, k, scale);
     const int64_t kpad = padded_inputs(k, SUMMED_BYTES);
     BlockSums sums(out + kpad);
     for (int64_t i = 0; i < kpad; i += SUMMED) sums.add(to_bytes(values, k, i, i + SUMMED, inverse, out));
     sums.finish();
+}
+
+template <typename T>
+void make_bytes_of_kind(const T* values, int64_t k, int64_t kind, int8_t* out, float* scale) {
+    if (kind == BYTES) make_bytes(values, k, out, scale);
+    else make_summed_bytes(values, k, out, scale);
 }
 
 // `values` [k] -> row `row` of the operand, whose rows are `ld` elements apart; the padding is zero.
@@ -135,12 +146,9 @@ void make_operand(const float* values, int64_t k, int64_t kind, void* operand, i
         return;
     }
     uint16_t* out = static_cast<uint16_t*>(operand) + row * ld;
-    if (kind == BYTES) return make_bytes(values, k, reinterpret_cast<int8_t*>(out), scales + row);
-    if (kind == SUMMED_BYTES) return make_summed_bytes(values, k, reinterpret_cast<int8_t*>(out), scales + row);
-    if (kind != BF16) {
-        make_integers(values, k, kind, reinterpret_cast<int8_t*>(out), scales + row);
-        return;
-    }
+    int8_t* const bytes = reinterpret_cast<int8_t*>(out);
+    if (kind == BYTES || kind == SUMMED_BYTES) return make_bytes_of_kind(values, k, kind, bytes, scales + row);
+    if (kind != BF16) return make_integers(values, k, kind, bytes, scales + row);
     for (int64_t i = 0; i < k; i += 16) {
         const Mask m = first_lanes(k - i);
         store16(out + i, m, load16(values + i, m));

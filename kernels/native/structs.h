@@ -86,6 +86,9 @@ struct Op {
     float scale;             // of what a LINEAR or COMBINE adds to x, and of EMBED's rows, which stay numbers of their kind ...
     const float* row_scale;  // ... and LINEAR: [rows], or null: of each row's
     int64_t column;          // LINEAR to WIDE: where its outputs begin
+    // Rows that are going to be bytes are in bfloat16 instead of float32 where they lie in between: as LINEAR stores them to INNER, MAMBA and
+    // DELTA to MID, and as ACTIVATE (from INNER, without f) and CONVERT (from MID) read them.
+    int64_t bf16_rows;
 };
 
 struct Model {

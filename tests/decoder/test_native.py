@@ -144,11 +144,15 @@ def test_state_sizes(state: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
 
 
-def test_bfloat16_is_no_further_from_float32_than_the_operations() -> None:
-    config = tiny_config(pattern="M*-M*-")
+@pytest.mark.parametrize(("weights", "activations"), [(None, None), ("int8", "int8"), ("int4-32", "int8")])
+@pytest.mark.parametrize("model", ["mamba", "delta"])
+def test_fewer_bits_are_no_further_from_float32_than_the_operations(
+    model: str, weights: str | None, activations: str | None
+) -> None:
+    config = tiny_config("M*-M*-") if model == "mamba" else delta_config("G*-G*-")
     options = DecoderOptions(max_seqs=8, max_len=64, page_size=4, state_cache="none")
     exact, _ = _logits(config, options)
-    low = replace(options, dtype=torch.bfloat16)
+    low = replace(options, dtype=torch.bfloat16, weights=weights, activations=activations)
     (fast, _), (slow, _) = (_logits(config, replace(low, native=mode)) for mode in ("on", "off"))
 
     def error(found: list[torch.Tensor]) -> float:
