@@ -24,7 +24,8 @@ def recurrence_operations(
     """The mixer between its projections, and the conversion of its rows to the operand of the product `after` it: done
     by the mixer itself, unless the form depends on a whole row, of which the mixer has a group of heads at a time.
 
-    `between`: the kind of the rows before that conversion. `pointer`: returns addresses of tensors, which must be kept; so must the shape that is returned with the operations.
+    `between`: the kind of the rows before that conversion. `pointer`: returns addresses of tensors, which must be kept;
+    so must the shape that is returned with the operations.
     """
     itself = after.kind in (Kind.BF16, Kind.F32) and after.kpad == after.k
     shape = None
