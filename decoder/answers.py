@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 from decoder.flight import Flight
 from decoder.pace import StepTimer
@@ -40,7 +41,7 @@ class Answers:
 
     def add(self, sequence: Sequence) -> None:
         self.sequences[sequence.request_id] = sequence
-        if sequence.request.pooled or sequence.request.sampling.prompt_logprobs is not None:
+        if sequence.reads_prompt:
             self.reading[sequence.request_id] = sequence
 
     def awaits(self, sequence: Sequence) -> bool:
@@ -125,8 +126,11 @@ class Answers:
         else:
             sequence.tokens.append(choice.token)
         self.counters["output_tokens"] += 1
-        pooled, scores = self.pools.take(sequence.request_id), self.prompt_scores.take(sequence.request_id)
-        self.reading.pop(sequence.request_id, None)  # the results for its prompt are emitted with this token
+        of_prompt: dict[str, Any] = {}
+        if sequence.reads_prompt:  # the results for its prompt are emitted with its first token
+            name = sequence.request_id
+            of_prompt = {"pooled": self.pools.take(name), "prompt_scores": self.prompt_scores.take(name)}
+            self.reading.pop(name, None)
         reason, stop = _finish_reason(sequence, at + 1 - sequence.prompt_len, choice.token)
         error = _followed(sequence, choice.token, reason)
         if error is not None:
@@ -143,9 +147,8 @@ class Answers:
             reason,
             cached_tokens=sequence.cached_tokens,
             stop_token=stop,
-            pooled=pooled,
-            prompt_scores=scores,
             scheduled=scheduled,
+            **of_prompt,
         )
 
     # -- ends ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, int64
 
@@ -16,10 +16,11 @@ from decoder.pooling import Pools
 from decoder.prompt_scores import PromptScores
 from decoder.sampler import Sampler
 from decoder.scheduler import Scheduler
+from decoder.sequence import Sequence as Owner
 from decoder.slot_tables import EndTokens
 from decoder.speculation import Speculation
 from decoder.states import States
-from decoder.step import Step
+from decoder.step import Row, Step
 from kernels.transfer import upload
 
 
@@ -82,8 +83,9 @@ class Execution:
         computed = self.forward(step.rows, step.checkpoints, unread)
         if drafter is not None:
             drafter.observe(step.rows, computed)
-        self.pools.add(step.rows, computed.hidden_TD)
-        self.prompt_scores.add(step.rows, computed.hidden_TD)
+        if any(row.sequence.reads_prompt for row in step.rows):
+            self.pools.add(step.rows, computed.hidden_TD)
+            self.prompt_scores.add(step.rows, computed.hidden_TD)
         if any(row.samples for row in step.rows):
             if read is not None and any(row.sequence.guide and row.sequence.unread for row in step.rows):
                 read()  # while the device computes the layers
@@ -94,7 +96,26 @@ class Execution:
     def _draw(self, flight: Flight, logits_LV: Tensor, unread: Unread | None) -> None:
         """Draws a token for each row of logits, and for each sample that starts from one of them."""
         step = flight.step
-        drawing = [(row, place) for row in step.rows if row.samples for place in range(row.drafts + 1)]
+        rows = [row for row in step.rows if row.samples]
+        owners, ahead = [row.sequence for row in rows], None
+        if any(row.drafts or row.sequence.followers for row in rows):
+            owners, ahead, logits_LV = self._drawing(step, rows, logits_LV)
+        if self._at_once:
+            flight.choices = self.sampler.sample(logits_LV, owners, ahead)
+            return
+        drawn = self.sampler.draw(logits_LV, owners, ahead, None if unread is None else unread.tokens_M)
+        ended = None if self._ends is None else self._ends.reached(drawn.tokens_L, owners)
+        verified, accepted = [row for row in step.rows if row.verified], None
+        if verified:
+            accepted = accepted_drafts(drawn.tokens_L, step.rows)
+            self.states.builder.states.stay(verified, accepted)
+        flight.send(self._device, drawn, ended, accepted)
+
+    def _drawing(
+        self, step: Step, rows: Sequence[Row], logits_LV: Tensor
+    ) -> tuple[list[Owner], list[list[int]], Tensor]:
+        """For each draw of rows with drafts or followers: whose it is, the drafts before it, and its row of logits."""
+        drawing = [(row, place) for row in rows for place in range(row.drafts + 1)]
         ahead = [row.sequence.draft.tokens[:place] for row, place in drawing]
         shared = [
             (place, fork.follower)
@@ -110,13 +131,4 @@ class Execution:
             logits_LV = logits_LV.index_select(0, upload(places, int64, logits_LV.device))
             ahead += [[] for _ in shared]
         owners = [row.sequence for row, _ in drawing] + [follower for _, follower in shared]
-        if self._at_once:
-            flight.choices = self.sampler.sample(logits_LV, owners, ahead)
-            return
-        drawn = self.sampler.draw(logits_LV, owners, ahead, None if unread is None else unread.tokens_M)
-        ended = None if self._ends is None else self._ends.reached(drawn.tokens_L, owners)
-        verified, accepted = [row for row in step.rows if row.verified], None
-        if verified:
-            accepted = accepted_drafts(drawn.tokens_L, step.rows)
-            self.states.builder.states.stay(verified, accepted)
-        flight.send(self._device, drawn, ended, accepted)
+        return owners, ahead, logits_LV

@@ -105,6 +105,10 @@ class SequenceMemory:
         self._admissions += 1
         self.count(sequence, True)
 
+    def covers(self, sequence: Sequence, tokens: int) -> bool:
+        """Whether the sequence has the pages for its first `tokens` tokens."""
+        return not self.pool.pages_per_block or tokens <= len(sequence.held.pages) * self.page_size
+
     def grow(self, sequence: Sequence, tokens: int) -> list[int] | None:
         """Takes the pages that the first `tokens` tokens lack; `None`, with nothing done, if there is no memory."""
         held = sequence.held

@@ -141,3 +141,11 @@ class TokenEvent(NamedTuple):
     """With the first token, where they were asked for."""
     scheduled: float | None = None
     """With the first token: when its first step was scheduled, by `time.monotonic`."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a further token and nothing else, as nearly all events are."""
+        return (
+            self.finish_reason is None and self.logprob is None and self.scheduled is None and self.pooled is None
+            and not self.prompt_scores
+        )  # fmt: skip

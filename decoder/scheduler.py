@@ -87,12 +87,22 @@ class Scheduler:
                 break
             if sequence.status is not Status.RUNNING or (sequence.unread and sequence.full):
                 continue
+            if self._goes_on(sequence):
+                chosen[sequence.arrival] = Row(sequence, 1, sequence.computed)
+                budget -= 1
+                continue
             row = self._drafted(sequence, min(spare, budget - 1)) or self.admission.row(sequence, budget)
             if row is not None and self.preemption.grow(sequence, row.end, step, chosen):
                 chosen[sequence.arrival] = row
                 budget -= row.count
                 spare -= row.drafts
         return budget
+
+    def _goes_on(self, sequence: Sequence) -> bool:
+        """Whether its row is one token, for which it has all that it needs: so are most rows."""
+        if not sequence.decoding or sequence.draft.limit or sequence.next_span < len(sequence.request.spans):
+            return False
+        return self.memory.covers(sequence, len(sequence.tokens))
 
     def _drafted(self, sequence: Sequence, spare: int) -> Row | None:
         """The row of a sequence with drafts, at most `spare` of them; `None` where there are none. No sequence is

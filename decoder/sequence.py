@@ -148,11 +148,14 @@ class Sequence:
     """Of a request with a constraint. It has accepted the output tokens that the host knows."""
     plain: bool = field(init=False)
     """Whether its next token is always the largest raw logit, and nothing else is asked for."""
+    reads_prompt: bool = field(init=False)
+    """Whether log-probabilities or hidden states of its prompt are wanted."""
 
     def __post_init__(self) -> None:
         if self.request.constraint is not None:
             self.guide = Guide(self.request)
         self.plain = self.request.sampling.plain and self.guide is None
+        self.reads_prompt = self.request.pooled or self.request.sampling.prompt_logprobs is not None
         if not self.tokens:
             self.tokens = [*self.request.prompt_ids, *self.request.output_ids]
 

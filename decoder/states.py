@@ -88,7 +88,8 @@ class States:
         """Commits the results of the step: current states, states to keep, states of further samples."""
         first = 0
         carried: list[tuple[int, int]] = []
-        for row in step.rows:
+        moves = self.drafter is not None or step.checkpoints or any(row.verified for row in step.rows)
+        for row in step.rows if moves else ():
             kept = self._settle(row, step.checkpoints.get(row.sequence.arrival, ()))
             carried += [(slot, first + position - row.start - 1) for position, slot in kept]
             first += row.count

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Row:
     """`count` tokens of a sequence, from its `computed` on."""
 
@@ -28,7 +28,7 @@ class Row:
     read them."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "samples", self.end - self.drafts == len(self.sequence.tokens))
+        self.samples = self.end - self.drafts == len(self.sequence.tokens)
 
     @property
     def end(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from saccade.v1 import inference_pb2, model_pb2, types_pb2
@@ -51,6 +52,11 @@ _SCALARS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "ignore_eos", "logprobs", "prompt_logprobs",
 )  # fmt: skip
+
+
+def whole_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:
+    """As `spec_from_proto`, for an answer of which nothing is read before its end."""
+    return replace(spec_from_proto(request), whole=True)
 
 
 def spec_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:

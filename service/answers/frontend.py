@@ -27,7 +27,7 @@ from service.answers.prepare import Preparation, Resolver, no_references
 from service.answers.prompts import Prompt
 from service.answers.relay import engine_error, read_prompt_scores
 from service.answers.sampling import make_sampling, size_of_sampling
-from service.answers.tool_calls import with_tools
+from service.answers.tool_calls import tool_use, with_tools
 from service.common import errors
 from service.common.types import Delta, Embedded, Event, GenerateSpec, ImageInput, Tokenized
 from service.engine.types import EngineEvent, EngineHandle, EngineRequest
@@ -41,6 +41,8 @@ DELTA_RATE = 400.0
 """Target number of deltas per second over all streams. Tokens that are generated faster share a delta."""
 LONGEST_PAUSE = 0.05
 """Seconds that a token may be held back to be sent with others: 20 deltas a second still look continuous."""
+WHOLE_PAUSE = 0.5
+"""The same where nobody reads before the answer's end, so that only its progress is followed."""
 _QUICK = 32
 """Up to this many ids, biases or scores are processed on the event loop; more take longer than a millisecond."""
 
@@ -191,7 +193,7 @@ class Frontend:
             )  # fmt: skip
         if (salt, spec.request_id) in self._calls:
             raise errors.AlreadyExists(f"a request {spec.request_id!r} is running", field="request_id")
-        call = self._calls[salt, spec.request_id] = _Call(self._pace)
+        call = self._calls[salt, spec.request_id] = _Call(self._pace_of(spec))
         self.idle.clear()
         try:
             yield call
@@ -199,6 +201,12 @@ class Frontend:
             del self._calls[salt, spec.request_id]
             if not self._calls:
                 self.idle.set()
+
+    def _pace_of(self, spec: GenerateSpec) -> Callable[[], float]:
+        """Seconds between two deltas of a request. Where its text may end the answer, it is read as soon as a stream's:
+        the engine learns from here that it is over."""
+        ends_by_text = bool(spec.stop) or tool_use(spec) is not None
+        return self._pace if ends_by_text or not spec.whole else lambda: WHOLE_PAUSE
 
     def _pace(self) -> float:
         """Seconds between two deltas of one answer: the more, the more answers are being written."""

@@ -183,6 +183,8 @@ class GenerateSpec:
     max_reasoning_tokens: int | None = None
     thinking: bool | None = None
     """Whether the request asks for reasoning, or for none; None: it leaves that to the chat template."""
+    whole: bool = False
+    """Whether the caller reads nothing before the answer's end, so that few and large deltas are enough."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class EngineLink:
         """Sends what `EngineRequest.packed` made of a request. Takes ownership of the descriptors."""
         with self._state_lock:
             self._live.update(bare.names)
-        self._outbox.put(("submit", bare), descriptors)
+        self._outbox.put(("submit", bare), descriptors, numbers=bare.numbers)
 
     def abort(self, request_id: str) -> None:
         with self._state_lock:

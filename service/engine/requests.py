@@ -222,6 +222,9 @@ class Requests:
                 continue
             if event.finish_reason is not None:
                 self._forget(event.request_id)
+            elif event.plain:
+                out.append(EngineEvent(event.request_id, event.token_id, cached_tokens=event.cached_tokens))
+                continue
             kind: ErrorKind | None = None
             message = ""
             if event.error is not None:

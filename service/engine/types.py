@@ -60,6 +60,12 @@ class EngineRequest:
         """Ids of all its samples, by index."""
         return (self.request_id, *self.siblings)
 
+    @property
+    def numbers(self) -> int:
+        """Token ids and other numbers that it has, with which the time to pickle it grows."""
+        sampling = self.sampling
+        return sum(map(len, (self.prompt_ids, self.output_ids, sampling.logit_bias, sampling.stop_token_ids)))
+
     def packed(self) -> tuple[EngineRequest, tuple[int, ...]]:
         """The request without its patches, and the descriptors of their files, which the caller must close. Patches in
         this process's memory are copied to files. Raises OSError where there is no memory."""

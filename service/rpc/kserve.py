@@ -271,7 +271,8 @@ class KServeServicer:
             question.empty_final &= streaming
             answer = _Answer(question, request.id, self._model.name)
             timeout = min((t for t in (remaining, question.timeout) if t is not None), default=None)
-            spec = await read(convert.spec_from_proto, question.request)
+            from_proto = convert.spec_from_proto if question.stream else convert.whole_from_proto
+            spec = await read(from_proto, question.request)
             async with contextlib.aclosing(self._calls.stream(spec, timeout=timeout)) as events:
                 async for event in events:
                     if (response := answer.add(event)) is not None:

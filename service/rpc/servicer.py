@@ -63,7 +63,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
         builder = convert.ResponseBuilder()
-        async with contextlib.aclosing(await self._events(request, context)) as events:
+        async with contextlib.aclosing(await self._events(request, context, convert.whole_from_proto)) as events:
             async for event in events:
                 await converted(event, builder.add)
         return builder.response()
@@ -72,15 +72,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.StreamGenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.StreamGenerateResponse, None]:
         chunk_tokens, max_delay = convert.chunking_from_proto(request)
-        events = await self._events(request.request, context)
+        events = await self._events(request.request, context, convert.spec_from_proto)
         if chunk_tokens is not None or max_delay is not None:
             events = coalesce(events, chunk_tokens=chunk_tokens, max_delay=max_delay)
         async with contextlib.aclosing(events):
             async for event in events:
                 yield await converted(event, convert.event_to_proto)
 
-    async def _events(self, request: inference_pb2.GenerateRequest, context: Context) -> AsyncGenerator[Event, None]:
-        spec = await read(convert.spec_from_proto, request)
+    async def _events(
+        self, request: inference_pb2.GenerateRequest, context: Context, from_proto: Callable[[Any], GenerateSpec]
+    ) -> AsyncGenerator[Event, None]:
+        spec = await read(from_proto, request)
         current_call().request_id = spec.request_id
         return self._calls.stream(spec, timeout=context.time_remaining())
 

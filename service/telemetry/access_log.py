@@ -18,6 +18,8 @@ class AccessLog:
         self._as_json = as_json
 
     def write(self, info: CallInfo, **values: Any) -> None:
+        if not log.isEnabledFor(logging.INFO):
+            return
         entry: dict[str, Any] = {
             "method": info.method,
             "code": info.code,

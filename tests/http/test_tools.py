@@ -19,6 +19,13 @@ import saccade
 
 ASK: list[Any] = [{"role": "user", "content": "?"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": SCHEMA}}]
+LONG = {
+    **SCHEMA,
+    "properties": {**SCHEMA["properties"], "notes": {"type": "string", "pattern": "^[a-z ]{200}$"}},
+    "required": [*SCHEMA["required"], "notes"],
+}  # fmt: skip
+"""Arguments that take many steps to write: those of a few steps may come together."""
+LONG_TOOLS: Any = [{"type": "function", "function": {**TOOLS[0]["function"], "parameters": LONG}}]
 FIXED: dict[str, Any] = {"temperature": 1.0, "parallel_tool_calls": False}
 
 
@@ -36,15 +43,21 @@ def client(http: RunningHttp) -> Iterator[openai.OpenAI]:
 
 
 def test_chat_completions_call_tools_as_grpc_does(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
-    fixed: dict[str, Any] = {"model": "", "messages": ASK, "max_tokens": 400, "seed": 3, "tools": TOOLS, **FIXED}
+    fixed: dict[str, Any] = {"model": "", "messages": ASK, "max_tokens": 500, "seed": 3, "tools": LONG_TOOLS, **FIXED}
     same = grpc_client.generate(
-        ASK, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, max_tokens=400, seed=3, temperature=1.0
+        ASK,
+        tools=LONG_TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=500,
+        seed=3,
+        temperature=1.0,
     )
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         (sample,) = client.chat.completions.create(**fixed, tool_choice=choice).choices
         assert sample.finish_reason == "tool_calls" and not sample.message.content
         (call,) = sample.message.tool_calls
-        jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+        jsonschema.validate(json.loads(call.function.arguments), LONG)
         assert (call.function.name, call.function.arguments) == ("weather", same.tool_calls[0].arguments)
         with client.chat.completions.stream(**fixed, tool_choice=choice) as stream:
             deltas = [e for e in stream if e.type == "tool_calls.function.arguments.delta"]

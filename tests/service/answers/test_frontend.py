@@ -253,19 +253,41 @@ def test_an_answer_that_had_ended_is_not_gone_on_with(
     with_frontend(assets, body)
 
 
-def test_a_stop_string_counts_from_min_tokens_on(assets: ModelAssets) -> None:
+def test_a_whole_answer_comes_in_few_deltas(assets: ModelAssets, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.answers.frontend.WHOLE_PAUSE", 3600.0)
+
+    async def body(frontend: Frontend, engine: Told) -> None:
+        task = await asked(frontend, engine, spec(whole=True))
+        name = engine.requests[-1].request_id
+        for number in range(20):
+            engine.say(EngineEvent(name, 5 + number))
+            await asyncio.sleep(0.001)  # longer than a stream's deltas are apart
+        engine.say(EngineEvent(name, 30, finish_reason="length"))
+        deltas = [event.token_ids for event in await task if isinstance(event, Delta)]
+        assert deltas == [(5,), (*range(6, 25), 30)]
+
+    with_frontend(assets, body)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_stop_string_counts_from_min_tokens_on(
+    assets: ModelAssets, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    monkeypatch.setattr("service.answers.frontend.WHOLE_PAUSE", 3600.0)
     assert assets.tokenizer is not None
     ids = assets.tokenizer.encode("zz")
     assert ids
 
     async def body(frontend: Frontend, engine: Told) -> None:
         for minimum, tokens in ((0, 1), (3, 3)):
-            given = spec(stop=("z",), sampling={"max_tokens": 20, "min_tokens": minimum})
+            given = spec(stop=("z",), sampling={"max_tokens": 20, "min_tokens": minimum}, whole=whole)
             task = await asked(frontend, engine, given)
             name = engine.requests[-1].request_id
             z = assets.tokenizer.encode("z")[-1]  # type: ignore[union-attr]
             for _ in range(5):
                 engine.say(EngineEvent(name, z))
+                await asyncio.sleep(0)  # the first one is taken by itself
+                await asyncio.sleep(0)
             (end,) = ends(await task)
             assert (end.reason, end.stop_string, end.usage.completion_tokens) == ("stop", "z", tokens)
             assert name in engine.aborted, "the engine would go on"

@@ -1,4 +1,4 @@
-"""Messages sent from a separate thread: in order, and each is sent or reported as lost."""
+"""Messages that are sent without blocking: in order, and each is sent or reported as lost."""
 
 from __future__ import annotations
 
@@ -38,6 +38,30 @@ def test_nobody_waits_for_a_reader_and_the_order_stays() -> None:
     outbox.put("last")
     outbox.close()
     assert theirs.recv() == "last" and not is_open(descriptor) and not is_open(other)
+
+
+def threads() -> int:
+    return sum(thread.name == "saccade-outbox" for thread in threading.enumerate())
+
+
+def test_a_small_message_is_sent_by_the_caller_where_it_fits() -> None:
+    before = threads()
+    ours, theirs = Pipe()
+    outbox = Outbox(ours)
+    for number in range(100):
+        outbox.put(number)
+        assert theirs.recv() == number
+    assert threads() == before, "no thread was needed"
+    outbox.put("many numbers", numbers=10**6)
+    outbox.put("behind it")
+    assert [theirs.recv(), theirs.recv()] == ["many numbers", "behind it"] and threads() == before + 1
+    for number in range(3000):  # until the socket is full, and further
+        outbox.put((number, bytes(1000)))
+    for number in range(6000):
+        assert theirs.recv()[0] == number
+        if number < 3000:
+            outbox.put((3000 + number, bytes(1000)))
+    outbox.close()
 
 
 def test_what_cannot_be_sent_is_told() -> None:
