@@ -143,10 +143,10 @@ def test_a_wrong_file_is_refused_with_its_lines(client: saccade.Client) -> None:
 
 def test_cancelled_too_many_errors_and_no_room(text_model: Path, tmp_path: Path) -> None:
     with (
-        RunningServer(str(text_model), batch_bytes=40_000, **LIMITS) as server,
+        RunningServer(str(text_model), batch_bytes=200_000, **LIMITS) as server,
         saccade.Client(server.address) as client,
     ):
-        long = lines([row(i, tokens=300, ignore_eos=True) for i in range(60)])
+        long = lines([row(i, tokens=300, ignore_eos=True) for i in range(150)])
         batch = client.batches.create(long)
         for now in client.batches.watch(batch.batch_id):
             if now.completed:
@@ -157,7 +157,7 @@ def test_cancelled_too_many_errors_and_no_room(text_model: Path, tmp_path: Path)
         with pytest.raises(errors.FailedPrecondition):
             client.batches.delete(batch.batch_id)
         gone = client.batches.cancel(batch.batch_id)
-        assert gone.state == "cancelled" and 0 < gone.completed < 60
+        assert gone.state == "cancelled" and 0 < gone.completed < 150
         (tmp_path / "out.jsonl").unlink()
         assert len(answers(client.batches.download(batch.batch_id, tmp_path / "out.jsonl"))) >= gone.completed
         assert client.batches.cancel(batch.batch_id) == gone
@@ -167,8 +167,8 @@ def test_cancelled_too_many_errors_and_no_room(text_model: Path, tmp_path: Path)
         )
         assert (failing.state, failing.reason, failing.failed) == ("failed", "BATCH_ERRORS", 3)
         client.batches.delete(failing.batch_id)
-        with pytest.raises(errors.RateLimited, match="40000") as full:
-            client.batches.create(b" " * 40_001)
+        with pytest.raises(errors.RateLimited, match="200000") as full:
+            client.batches.create(b" " * 200_001)
         assert full.value.reason == "BATCH_SPOOL_FULL"
         rows = [row(i, tokens=150, ignore_eos=True, logprobs=True) for i in range(60)]
         overflowing = client.batches.wait(client.batches.create(lines(rows)).batch_id)

@@ -48,16 +48,16 @@ PLAIN = (
 
 
 def long_requests(count: int, image_token: int | None = None) -> list[dict[str, Any]]:
-    """Requests of all kinds with answers of 100 tokens and more."""
+    """Requests of all kinds with answers of 200 tokens and more, which take longer than a fault takes to happen."""
     made: list[dict[str, Any]] = []
     for i in range(count):
-        request: dict[str, Any] = {"prompt": f"go on {i}", "max_tokens": 100 + i % 50, "ignore_eos": True, "seed": i}
+        request: dict[str, Any] = {"prompt": f"go on {i}", "max_tokens": 300 + i % 50, "ignore_eos": True, "seed": i}
         if i % 3 == 1:
             request |= {"images": [png(i % 7)], "presence_penalty": 0.4, "temperature": 1.1}
         if i % 3 == 2 and image_token is not None:
             request |= {"prompt": [9, 10 + i, image_token], "images": [png(i % 7)], "temperature": 0, "logprobs": 1}
         if i % 8 == 3:
-            request |= {"n": 2, "max_tokens": 60}
+            request |= {"n": 2, "max_tokens": 200}
         if i % 8 == 5:
             request |= {"stop": ["no such string"], "min_tokens": 20}
         made.append(request)
