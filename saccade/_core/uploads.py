@@ -96,21 +96,22 @@ class Uploads:
         caller, or has no space for them."""
         if self._above is None:
             return
-        # The key stays the same when the first file is replaced by its id.
-        self._affinity = prompt_key(self._request)
         for file in files(self._request):
             data = file.data
-            if len(data) > self._above:
-                try:
-                    media = yield from upload_steps(data, give_up=_SPOOL_FULL, affinity=self._affinity)
-                except (Unimplemented, PermissionDenied):
-                    return
-                except RateLimited as error:
-                    if error.reason not in _SPOOL_FULL:
-                        raise
-                    return
-                self._sent.append((file, data))
-                file.media_id = media.media_id
+            if len(data) <= self._above:
+                continue
+            # The key stays the same when the first file is replaced by its id.
+            self._affinity = self._affinity or prompt_key(self._request)
+            try:
+                media = yield from upload_steps(data, give_up=_SPOOL_FULL, affinity=self._affinity)
+            except (Unimplemented, PermissionDenied):
+                return
+            except RateLimited as error:
+                if error.reason not in _SPOOL_FULL:
+                    raise
+                return
+            self._sent.append((file, data))
+            file.media_id = media.media_id
 
     def recovery(self, error: SaccadeError) -> Steps[None] | None:
         """Steps to take before the request is sent again; None if the error is not about these uploads."""

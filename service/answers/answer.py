@@ -24,6 +24,12 @@ from service.engine.types import EngineEvent, EngineInfo, EngineRequest
 from service.model.assets import ModelAssets
 
 
+def needed_at_end(spec: GenerateSpec) -> bool:
+    """Whether an answer's tokens are of no use before its end: neither to the caller, nor here, where a stop string or
+    the end of a tool call may be found in its text, after which the engine must not go on."""
+    return spec.whole and not spec.stop and tool_use(spec) is None
+
+
 class Answer:
     """All samples of one request."""
 
@@ -70,6 +76,7 @@ class Answer:
             checkpoint_at=(prompt.system_end,) if prompt.system_end else (),
             siblings=tuple(names[1:]),
             constraint=with_reasoning(self._spec, self._phase, self._assets),
+            whole=needed_at_end(self._spec),
         )
 
     def replay(self) -> None:

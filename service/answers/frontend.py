@@ -20,14 +20,14 @@ from itertools import count
 from typing import Any, TypeVar
 
 from decoder.sampling import SamplingParams
-from service.answers.answer import Answer
+from service.answers.answer import Answer, needed_at_end
 from service.answers.bounds import FrontendLimits
 from service.answers.mailbox import Mailbox
 from service.answers.prepare import Preparation, Resolver, no_references
 from service.answers.prompts import Prompt
 from service.answers.relay import engine_error, read_prompt_scores
 from service.answers.sampling import make_sampling, size_of_sampling
-from service.answers.tool_calls import tool_use, with_tools
+from service.answers.tool_calls import with_tools
 from service.common import errors
 from service.common.types import Delta, Embedded, Event, GenerateSpec, ImageInput, Tokenized
 from service.engine.types import EngineEvent, EngineHandle, EngineRequest
@@ -203,10 +203,8 @@ class Frontend:
                 self.idle.set()
 
     def _pace_of(self, spec: GenerateSpec) -> Callable[[], float]:
-        """Seconds between two deltas of a request. Where its text may end the answer, it is read as soon as a stream's:
-        the engine learns from here that it is over."""
-        ends_by_text = bool(spec.stop) or tool_use(spec) is not None
-        return self._pace if ends_by_text or not spec.whole else lambda: WHOLE_PAUSE
+        """Seconds between two deltas of a request."""
+        return (lambda: WHOLE_PAUSE) if needed_at_end(spec) else self._pace
 
     def _pace(self) -> float:
         """Seconds between two deltas of one answer: the more, the more answers are being written."""

@@ -7,13 +7,15 @@ cores a delivery takes up to a millisecond, a third of the step of a small quant
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from service.engine.types import EngineEvent, EventSink
 
 INTERVAL = 0.010
 """Seconds between deliveries at least, where tokens come faster. An event waits for less than this and one step of at
 most this length."""
+PATIENT_INTERVAL = 0.1
+"""The same while nobody needs tokens before the end of an answer."""
 
 
 def may_wait(event: EngineEvent) -> bool:
@@ -27,14 +29,18 @@ class Delivery:
     def __init__(self, sink: EventSink, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: the time in seconds."""
         self.sink, self._clock = sink, clock
+        self.streamed: Collection[str] | None = None
+        """The requests whose tokens are needed before the end of their answers. `None`: not known, any may be."""
         self._held: list[EngineEvent] = []
         self._delivered = float("-inf")
 
     def put(self, events: list[EngineEvent]) -> None:
-        """Holds events if all are further tokens and the last delivery was less than `INTERVAL` ago; otherwise
+        """Holds events if all are further tokens and the last delivery was less than an interval ago; otherwise
         delivers them, after those that were held."""
         self._held += events
-        if self._clock() - self._delivered >= INTERVAL or not all(map(may_wait, events)):
+        patient = self.streamed is not None and not self.streamed
+        interval = PATIENT_INTERVAL if patient else INTERVAL
+        if self._clock() - self._delivered >= interval or not all(map(may_wait, events)):
             self.flush()
 
     def flush(self) -> None:

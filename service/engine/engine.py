@@ -53,6 +53,7 @@ class Engine:
         self._delivery = Delivery(lambda events: None)
         emit, wake = self._delivery.put, self._wake.set
         self._requests = Requests(info.model, decoder, handoff, vision, constraining, emit, wake)
+        self._delivery.streamed = self._requests.streamed
         self._closing = threading.Event()
         self._fatal: BaseException | None = None
         self._decode_seconds = 0.0

@@ -42,6 +42,8 @@ class Requests:
         self._model, self._decoder, self._handoff, self._emit = model, decoder, handoff, emit
         self._vision, self._constraining, self._wake = vision, constraining, wake
         self.live: set[str] = set()
+        self.streamed: set[str] = set()
+        """Those of them whose tokens are needed before their end."""
         self._leases: dict[str, list[Lease]] = {}
         self._embedded: dict[str, Lease] = {}
         """Requests for the embedding of an image."""
@@ -66,12 +68,14 @@ class Requests:
         """The engine has stopped: sends an error event to all requests, without freeing anything."""
         doomed = sorted(self.live)
         self.live.clear()
+        self.streamed.clear()
         self.refuse(doomed, "died", "the engine stopped")
 
     def check_integrity(self) -> None:
         """`AssertionError` if anything is held while no request is live."""
         if not self.live:
             assert not self._leases and not self._unsettled, "leases of requests that have ended"
+            assert not self.streamed, "streams that have ended"
             assert not self._constraints, "constraints of requests that have ended"
             assert not self._decoder.has_work, "the decoder still has work"
 
@@ -83,6 +87,8 @@ class Requests:
                 return
             for name in request.names:
                 self.live.add(name)
+                if not request.whole:
+                    self.streamed.add(name)
                 self._lease(request, name)
             self._begin_constraint(request)
             if self._ready(request, request.request_id):
@@ -210,6 +216,7 @@ class Requests:
 
     def _forget(self, request_id: str) -> None:
         self.live.discard(request_id)
+        self.streamed.discard(request_id)
         self._embedded.pop(request_id, None)
         for lease in self._leases.pop(request_id, ()):
             lease.release()

@@ -54,6 +54,8 @@ class EngineRequest:
     siblings: tuple[str, ...] = ()
     """Ids of further samples, whose indices follow `sample_index`. Each sample runs and ends by itself."""
     constraint: ConstraintSpec | None = None
+    whole: bool = False
+    """Whether its tokens may be delivered late, since nobody needs them before its end."""
 
     @property
     def names(self) -> tuple[str, ...]:
