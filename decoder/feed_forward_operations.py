@@ -42,7 +42,7 @@ def mlp_operations(
     last = operations.residual(down, scale)
     last.row_scale = row_scale
     direct = down.kind in (Kind.BF16, Kind.F32) and down.kpad == down.k
-    if not apart and (direct or operations.between(down) == Kind.BF16):
+    if not apart and (direct or operations.has_bf16_rows(down)):
         inner = Op(Code.LINEAR, down.kind, down.k, up.descriptor, Target.INNER, activation=activation)
         if direct:
             last.width = down.k

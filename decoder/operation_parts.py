@@ -63,11 +63,10 @@ class OperationParts:
         self._kept.append(what)
         return what
 
-    def between(self, after: Packed) -> Kind:
-        """The kind in which an operation stores its rows if a following one turns them into the operand of the product
-        `after` it. Signed bytes of a model in bfloat16 are made from bfloat16, which halves the memory that is read."""
-        in_bytes = after.kind in (Kind.BYTES, Kind.SUMMED_BYTES)
-        return Kind.BF16 if in_bytes and self._dtype == torch.bfloat16 else Kind.F32
+    def has_bf16_rows(self, after: Packed) -> bool:
+        """Whether an operation stores its rows in bfloat16 instead of float32 if the next one makes the operand of the
+        product `after` of them: where that is signed bytes, in a bfloat16 model. It halves the memory that is read."""
+        return after.kind in (Kind.BYTES, Kind.SUMMED_BYTES) and self._dtype == torch.bfloat16
 
     def pointer(self, tensor: Tensor | None) -> int | None:
         if tensor is None:

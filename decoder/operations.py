@@ -149,7 +149,7 @@ class Operations(OperationParts):
         if isinstance(mixer, Mamba2Mixer) and (mixer.spec, mixer.spec.norm_eps) != (self.mamba, self.config.norm_eps):
             return []
         last = self.packed(mixer.out_proj)
-        middle, shape = recurrence_operations(mixer, last, self.between(last), self.pointer)
+        middle, shape = recurrence_operations(mixer, last, self.has_bf16_rows(last), self.pointer)
         self.keep(shape)
         return [*self.projections(norm, mixer.in_proj), *middle, self.residual(last, scale)]
 

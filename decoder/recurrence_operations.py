@@ -19,13 +19,13 @@ Recurrence = Mamba2Mixer | GatedDeltaMixer
 
 
 def recurrence_operations(
-    mixer: Recurrence, after: Packed, between: Kind, pointer: Callable[[Tensor | None], int | None]
+    mixer: Recurrence, after: Packed, bf16_rows: bool, pointer: Callable[[Tensor | None], int | None]
 ) -> tuple[list[Op], DeltaShape | None]:
     """The mixer between its projections, and the conversion of its rows to the operand of the product `after` it: done
     by the mixer itself, unless the form depends on a whole row, of which the mixer has a group of heads at a time.
 
-    `between`: the kind of the rows before that conversion. `pointer`: returns addresses of tensors, which must be kept;
-    so must the shape that is returned with the operations.
+    `bf16_rows`: whether the rows before that conversion are bfloat16. `pointer`: returns addresses of tensors, which
+    must be kept; so must the shape that is returned with the operations.
     """
     itself = after.kind in (Kind.BF16, Kind.F32) and after.kpad == after.k
     shape = None
@@ -49,5 +49,5 @@ def recurrence_operations(
         op.delta = ctypes.addressof(shape)
     if itself:
         return [op], shape
-    op.bf16_rows = between == Kind.BF16
-    return [op, Op(Code.CONVERT, after.kind, after.k, bf16_rows=op.bf16_rows)], shape
+    op.bf16_rows = bf16_rows
+    return [op, Op(Code.CONVERT, after.kind, after.k, bf16_rows=bf16_rows)], shape

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from saccade.v1 import inference_pb2, model_pb2, types_pb2
@@ -54,13 +53,9 @@ _SCALARS = (
 )  # fmt: skip
 
 
-def whole_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:
-    """As `spec_from_proto`, for an answer of which nothing is read before its end."""
-    return replace(spec_from_proto(request), whole=True)
-
-
-def spec_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:
-    """Converts a request. Raises InvalidArgument or Unimplemented with the path of the field at fault."""
+def spec_from_proto(request: inference_pb2.GenerateRequest, *, whole: bool = False) -> GenerateSpec:
+    """Converts a request. `whole`: nothing of its answer is read before the end. Raises InvalidArgument or
+    Unimplemented with the path of the field at fault."""
     value, media = input_from_proto(request)
     sampling = request.sampling
     return GenerateSpec(
@@ -76,6 +71,7 @@ def spec_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:
         constraint=constraint_from_proto(sampling),
         max_reasoning_tokens=sampling.max_reasoning_tokens if sampling.HasField("max_reasoning_tokens") else None,
         thinking=asked_thinking(value),
+        whole=whole,
     )
 
 

@@ -84,7 +84,7 @@ class Inside:
             add(size)
             set_current_call(CallInfo(METHOD, tenant, request_bytes=size, hold_bytes=add))
             builder = convert.ResponseBuilder()
-            spec = convert.whole_from_proto(request)
+            spec = convert.spec_from_proto(request, whole=True)
             async with contextlib.aclosing(self.calls.stream(spec, timeout=self.row_timeout)) as events:
                 async for event in events:
                     builder.add(event)

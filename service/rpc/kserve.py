@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -271,8 +272,7 @@ class KServeServicer:
             question.empty_final &= streaming
             answer = _Answer(question, request.id, self._model.name)
             timeout = min((t for t in (remaining, question.timeout) if t is not None), default=None)
-            from_proto = convert.spec_from_proto if question.stream else convert.whole_from_proto
-            spec = await read(from_proto, question.request)
+            spec = await read(partial(convert.spec_from_proto, whole=not question.stream), question.request)
             async with contextlib.aclosing(self._calls.stream(spec, timeout=timeout)) as events:
                 async for event in events:
                     if (response := answer.add(event)) is not None:

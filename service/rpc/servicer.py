@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from saccade.v1 import (
@@ -63,7 +64,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
         builder = convert.ResponseBuilder()
-        async with contextlib.aclosing(await self._events(request, context, convert.whole_from_proto)) as events:
+        async with contextlib.aclosing(await self._events(request, context, whole=True)) as events:
             async for event in events:
                 await converted(event, builder.add)
         return builder.response()
@@ -72,7 +73,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.StreamGenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.StreamGenerateResponse, None]:
         chunk_tokens, max_delay = convert.chunking_from_proto(request)
-        events = await self._events(request.request, context, convert.spec_from_proto)
+        events = await self._events(request.request, context, whole=False)
         if chunk_tokens is not None or max_delay is not None:
             events = coalesce(events, chunk_tokens=chunk_tokens, max_delay=max_delay)
         async with contextlib.aclosing(events):
@@ -80,9 +81,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 yield await converted(event, convert.event_to_proto)
 
     async def _events(
-        self, request: inference_pb2.GenerateRequest, context: Context, from_proto: Callable[[Any], GenerateSpec]
+        self, request: inference_pb2.GenerateRequest, context: Context, *, whole: bool
     ) -> AsyncGenerator[Event, None]:
-        spec = await read(from_proto, request)
+        spec = await read(partial(convert.spec_from_proto, whole=whole), request)
         current_call().request_id = spec.request_id
         return self._calls.stream(spec, timeout=context.time_remaining())
 

@@ -240,8 +240,7 @@ class VllmEngineServicer:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def Generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
-        from_proto = convert.spec_from_proto if request.stream else convert.whole_from_proto
-        spec = from_proto(await read(request_from, request))
+        spec = convert.spec_from_proto(await read(request_from, request), whole=not request.stream)
         current_call().request_id = spec.request_id
         self._last_request = time.time()
         answer = _Answer(request.stream)

@@ -93,7 +93,7 @@ class LocalService:
 
     async def _generate(self, request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateResponse:
         builder = convert.ResponseBuilder()
-        async with contextlib.aclosing(self._frontend.stream(convert.whole_from_proto(request))) as events:
+        async with contextlib.aclosing(self._frontend.stream(convert.spec_from_proto(request, whole=True))) as events:
             async for event in events:
                 builder.add(event)
         return builder.response()

@@ -261,7 +261,7 @@ def test_a_whole_answer_comes_in_few_deltas(assets: ModelAssets, monkeypatch: py
         name = engine.requests[-1].request_id
         for number in range(20):
             engine.say(EngineEvent(name, 5 + number))
-            await asyncio.sleep(0.001)  # longer than a stream's deltas are apart
+            await asyncio.sleep(0.001)  # together longer than a stream's deltas are apart
         engine.say(EngineEvent(name, 30, finish_reason="length"))
         deltas = [event.token_ids for event in await task if isinstance(event, Delta)]
         assert deltas == [(5,), (*range(6, 25), 30)]
