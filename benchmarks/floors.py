@@ -4,8 +4,9 @@ Matrix products cost 2 FLOPs per weight and token, at the measured rate of large
 step reads each weight once, as bfloat16, and each request's recurrent state, at the measured memory bandwidth. That of
 a gated delta rule is read and written as float32. Of a state that advances by blocks (Mamba-2, kernels/native) the
 part in bfloat16 is read, and once per block all of it is read and written. Attention over pages, recurrences, norms and
-image pixels are left out, so the bound can only be too low for a program that reads weights in bfloat16. One that
-stores them in fewer bits (kernels/native/compact.h: 12) can be below it.
+image pixels are left out, so the bound can only be too low for a program that reads weights in bfloat16 and computes
+all layers for all tokens. One that stores weights in fewer bits (kernels/native/compact.h: 12), or computes the last
+layers only for tokens whose rows are read (decoder/native.py), can be below it.
 """
 
 from __future__ import annotations

@@ -128,16 +128,15 @@ class Profile:
         self.names = Names(runner.model.native, runner.model.layers)
         self.best: tuple[float, dict[str, Part]] | None = None
 
-    def step(self, tokens: int, rows: int, drawn: int) -> None:
-        """One step with this many tokens and rows, of which `drawn` get logits."""
-        native, config = self.runner.model.native, self.runner.config
+    def step(self, rows: int) -> None:
+        """One step with this many rows."""
+        native = self.runner.model.native
         assert native is not None
         parts: dict[str, Part] = defaultdict(Part)
 
-        def hear(op: Op, seconds: float) -> None:
+        def hear(op: Op, tokens: int, seconds: float) -> None:
             part = parts[self.names.of(op)]
-            head = op.code == Code.LINEAR and op.weight.n == config.vocab_size
-            amount, flops = cost_of(op, native, drawn if head else tokens, rows)
+            amount, flops = cost_of(op, native, tokens, rows)
             part.seconds += seconds
             part.bytes += amount
             part.flops += flops
@@ -175,7 +174,7 @@ def decode_profile(runner: DecoderRunner, count: int, steps: int = 30) -> Profil
     while any(not sequence.decoding for sequence in (*runner.scheduler.waiting, *runner.scheduler.running)):
         runner.step()
     for _ in range(steps):
-        profile.step(count, count, count)
+        profile.step(count)
     drop(runner, count)
     return profile
 
@@ -185,7 +184,7 @@ def prefill_profile(runner: DecoderRunner, count: int, length: int, times: int =
     profile = Profile(runner)
     for _ in range(times):
         requests(runner, count, length)
-        profile.step(length * count, count, count)
+        profile.step(count)
         drop(runner, count)
     return profile
 

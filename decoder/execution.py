@@ -80,10 +80,11 @@ class Execution:
         drafter = self.drafter if self.drafter is not None and self.drafter.awake else None
         if drafter is not None and self.speculation is not None:
             self.speculation.draft(step.rows)
-        computed = self.forward(step.rows, step.checkpoints, unread)
+        reads_prompts = any(row.sequence.reads_prompt for row in step.rows)
+        computed = self.forward(step.rows, step.checkpoints, unread, all_rows=reads_prompts or drafter is not None)
         if drafter is not None:
             drafter.observe(step.rows, computed)
-        if any(row.sequence.reads_prompt for row in step.rows):
+        if reads_prompts:
             self.pools.add(step.rows, computed.hidden_TD)
             self.prompt_scores.add(step.rows, computed.hidden_TD)
         if any(row.samples for row in step.rows):

@@ -272,9 +272,10 @@ class Computed(NamedTuple):
     """The result of a forward pass."""
 
     hidden_TD: Tensor
-    """`[T, d]` before the final norm, in memory that the next pass may overwrite."""
+    """Rows before the final norm, in memory that the next pass may overwrite: `[T, d]`, or `[L, d]` of the tokens whose
+    logits are needed."""
     samples: Tensor | None = None
-    """Tokens whose logits are needed; `None` for all, in order."""
+    """Rows whose logits are needed; `None` for all, in order."""
     batch: Batch | None = None
     """The batch; `None` for rows of one token that were passed to compiled code without a batch."""
 
@@ -302,7 +303,10 @@ class Forward:
             self._reason = "capture_failed"
             log.warning("decoder graphs cannot be captured here; every step runs eagerly", exc_info=error)
 
-    def __call__(self, rows: SequenceOf[Row], checkpoints: Checkpoints, unread: Unread | None = None) -> Computed:
+    def __call__(
+        self, rows: SequenceOf[Row], checkpoints: Checkpoints, unread: Unread | None = None, *, all_rows: bool = True
+    ) -> Computed:
+        """`all_rows`: whether the results of all tokens are read, not only of those that draw."""
         if self._native is not None and len(rows) <= self._native.max_singles and not unread:
             tables, axes = self.builder.tables, self.builder.config.position_axes
             if (found := singles(rows, tables, self.builder.options.page_size, axes)) is not None:
@@ -310,8 +314,8 @@ class Forward:
                 return Computed(self._native.single(found, None if tables is None else tables.table))
         alone = sum(1 for row in rows if row.alone)
         if self.graphs is None or alone == len(rows) or not any(row.verified for row in rows[:alone]):
-            batch, hidden = self._part(rows, checkpoints, unread)
-            return Computed(hidden, batch.samples, batch)
+            batch, hidden = self._part(rows, checkpoints, unread, all_rows)
+            return Computed(hidden, batch.samples if all_rows else None, batch)
         first, hidden = self._part(rows[:alone], checkpoints, unread)
         hidden = hidden.clone()  # the second part may be computed in the same memory
         second, more = self._part(rows[alone:], checkpoints, unread)
@@ -329,15 +333,18 @@ class Forward:
         )
         return Computed(torch.cat((hidden, more)), samples, whole)
 
-    def _part(self, rows: SequenceOf[Row], checkpoints: Checkpoints, unread: Unread | None) -> tuple[Batch, Tensor]:
-        """Computes rows by one graph, or eagerly."""
+    def _part(
+        self, rows: SequenceOf[Row], checkpoints: Checkpoints, unread: Unread | None, all_rows: bool = True
+    ) -> tuple[Batch, Tensor]:
+        """Computes rows by one graph, or eagerly. `all_rows`: as in `HybridModel.hidden`."""
         bucket = None if self.graphs is None else self.graphs.choose(rows, checkpoints)
         scan_all = bucket is not None and bucket.kind == "mixed"
         batch = self.builder.build(rows, checkpoints, scan_all=scan_all, unread=unread)
         if bucket is None or self.graphs is None:
             self._eager += self.graphs is None
-            return batch, self.model.hidden(batch)
-        return batch, self.graphs.run(bucket, self.model.embed(batch), batch)
+            return batch, self.model.hidden(batch, all_rows=all_rows)
+        hidden = self.graphs.run(bucket, self.model.embed(batch), batch)
+        return batch, hidden if all_rows or batch.samples is None else hidden.index_select(0, batch.samples)
 
     def stats(self) -> dict[str, int]:
         """Without graphs: every step is eager, for that reason."""

@@ -83,12 +83,15 @@ class HybridModel:
         """`[T, d]`: rows of the table, or images' rows where there are images."""
         return _with_images(self.embed_ids(batch.ids_T), batch)
 
-    def hidden(self, batch: Batch) -> Tensor:
-        """Runs all layers and updates the arena. `[T, d]`, before the final norm."""
-        native, ids_T = self.native, batch.ids_T
-        if native is None or not native.takes(ids_T.shape[0], batch):
-            return self.run_layers(self.embed(batch), batch)
-        return native.layers(_with_images(native.embed(ids_T), batch), batch)
+    def hidden(self, batch: Batch, *, all_rows: bool = True) -> Tensor:
+        """Runs all layers and updates the arena. Rows before the final norm: `[T, d]`, or `[L, d]` of the batch's
+        `samples` unless `all_rows`."""
+        native, wanted_L = self.native, None if all_rows else batch.samples
+        if native is None or not native.takes(batch.ids_T.shape[0], batch):
+            x_TD = self.run_layers(self.embed(batch), batch)
+            return x_TD if wanted_L is None else x_TD.index_select(0, wanted_L)
+        x_TD = _with_images(native.embed(batch.ids_T), batch) if batch.splices else None
+        return native.layers(x_TD, batch, wanted_L)
 
     def run_layers(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """`hidden` for embedded rows, which it overwrites unless the residual stream has another dtype."""

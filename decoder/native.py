@@ -1,5 +1,8 @@
 """Runs a step on a CPU in a few calls of compiled code: the layers; the final norm and the vocabulary projection.
 
+Where only some tokens' rows are read, as in prompts, the others are not computed beyond the last layer that later
+tokens depend on: from its output projection on, each token is computed by itself.
+
 The same maths as `decoder.model` with `decoder.layers`, on the same weights, states and pages. Layers without a
 compiled form are called in between, on the same residual stream. Torch operations are used instead for rows of drafts
 or prompts in a graph, and where there is no compiled code for the machine.
@@ -39,6 +42,9 @@ class _Layer:
     built: BuiltLayer
 
 
+_OVER_TOKENS = (Code.MAMBA, Code.DELTA, Code.ATTENTION)
+"""Operations that compute a token from others."""
+
 Plan = list[tuple[range, _Layer | None]]
 """Ranges of operations, each with the layer to call after it."""
 
@@ -54,6 +60,21 @@ def _plan(layers: Sequence[_Layer], apart: tuple[type, ...]) -> Plan:
         plan.append((range(begin, end), layer))
         begin = end = layer.ops.stop
     return [*plan, (range(begin, end), None)]
+
+
+def _tail(ops: Sequence[Op], layers: Sequence[_Layer]) -> int | None:
+    """The first operation from which on no token depends on another: the output projection of the last layer with
+    states or pages. None if a layer is called after it."""
+    last = max((index for index, op in enumerate(ops) if op.code in _OVER_TOKENS), default=None)
+    if last is None or any(not layer.ops and layer.ops.start > last for layer in layers):
+        return None
+    return next(index for index in range(last, len(ops)) if ops[index].code == Code.LINEAR)
+
+
+def _before(plan: Plan, end: int) -> Plan:
+    """A plan without what comes from operation `end` on, which is within a layer that is not called."""
+    before = [entry for entry in plan if entry[0].stop < end]
+    return [*before, (range(plan[len(before)][0].start, end), None)]
 
 
 @dataclass(frozen=True)
@@ -138,6 +159,7 @@ class NativeStep(Operations):
             layers.append(_Layer(range(begin, len(ops)), built))
         self._called = [mixer for layer in layers if not layer.ops for mixer in layer.built.mixers]
         self._plans = {many: _plan(layers, apart=(ExpertsMixer,) * many) for many in (False, True)}
+        self._tail = _tail(ops, layers)
         head, body = self.packed(trunk.head), len(ops)
         scaled = trunk.norm_f if self.config.logits_scale == 1.0 else trunk.norm_f * self.config.logits_scale
         ops += [self.norm(scaled, head), self.linear(head, Target.LOGITS), Op(Code.LARGEST)]
@@ -147,6 +169,8 @@ class NativeStep(Operations):
         self.complete(ops, max(trunk.options.max_seqs, trunk.options.max_batched_tokens))
         starts, none = torch.arange(self.max_tokens + 1), torch.empty(0, 3, dtype=torch.int64)
         self._single = _Rows(starts, none, torch.ones_like(starts), none, None)
+        self._live = self._live_rows(None if self._tail is None else ops[self._tail])
+        """What is read of a token from `_tail` on."""
         self._scored = self.x[:0], torch.empty(0)
         """(rows whose logits were computed last, these logits)."""
         self._left = False
@@ -183,15 +207,18 @@ class NativeStep(Operations):
         self.run(range(1), Step(tokens=ids_T.shape[0], ids=ids_T.data_ptr()))
         return self.x[: ids_T.shape[0]]
 
-    def layers(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        """`[T, d]` float32 before the final norm, in memory that the next call overwrites. Updates states, windows and
-        pages in place. If the logits of all tokens are wanted they are computed too, and `logits` returns them.
+    def layers(self, x_TD: Tensor | None, batch: Batch, wanted_L: Tensor | None = None) -> Tensor:
+        """`[T, d]` float32 before the final norm, or `[L, d]` of the tokens `wanted_L`, in memory that the next call
+        overwrites. Updates states, windows and pages in place. Logits of these rows are computed too where all of them
+        draw, and `logits` returns them.
 
-        Experts process more than `MAX_ROUTED` tokens in blocks.
+        `x_TD`: embedded rows; None: the table's rows of the batch's ids. Experts process more than `MAX_ROUTED` tokens
+        in blocks.
         """
-        tokens, tables, scan = x_TD.shape[0], batch.tables_QW, batch.scan
+        given = batch.ids_T if x_TD is None else x_TD
+        tokens, tables, scan = given.shape[0], batch.tables_QW, batch.scan
         x = self.x[:tokens]
-        if x_TD.data_ptr() != x.data_ptr():
+        if x_TD is not None and x_TD.data_ptr() != x.data_ptr():
             x.copy_(x_TD)
         rows = _rows(batch, self._single)
         self._enter(rows.slots, *(() if rows.rewound is None else rows.rewound[:1]))
@@ -208,11 +235,15 @@ class NativeStep(Operations):
         if batch.positions_TA is not None:
             assert batch.positions_TA.is_contiguous()
             step.positions, step.axes = batch.positions_TA.data_ptr(), batch.positions_TA.shape[1]
-        eps, dtype = self.config.norm_eps, self.options.dtype
-        whole = batch.samples is None and batch.known_slots is not None  # a graph does not know yet which rows draw
+        if x_TD is None:
+            step.ids = given.data_ptr()
+        eps, dtype, plan = self.config.norm_eps, self.options.dtype, self._plans[tokens > MAX_ROUTED]
+        # a graph does not know yet which rows draw
+        whole = wanted_L is None and batch.samples is None and batch.known_slots is not None
         if whole:
             step.logits = self._logits_of(x).data_ptr()
-        for ops, layer in self._plans[tokens > MAX_ROUTED]:
+        ends = wanted_L is not None and self._tail is not None and wanted_L.shape[0] <= MAX_ROUTED
+        for ops, layer in _before(plan, self._tail) if ends else plan:
             if layer is None and whole:
                 ops = range(ops.start, self._head.stop)
             if ops:
@@ -222,7 +253,32 @@ class NativeStep(Operations):
                     self._run_on(block, layer.ops, Step(tokens=block.shape[0]))
             elif layer is not None:
                 x += layer.built(rms_norm(x, layer.built.norm, eps, dtype), batch)
-        return x
+        if wanted_L is None:
+            return x
+        return self._finish(wanted_L) if ends else x.index_select(0, wanted_L)
+
+    def _live_rows(self, tail: Op | None) -> tuple[Tensor, ...]:
+        """Tensors with a row for each token, which are all that operations from `tail`, a product, on read of it."""
+        if tail is None:
+            return ()
+        assert not tail.width, "a product of other rows than the operand"
+        # Elements of operands have two bytes unless they are float32, and rows as many elements in either case.
+        number = torch.int32 if tail.weight.operand == Kind.F32 else torch.int16
+        return self.x, self.operand.view(number).view(-1, self.operand.shape[1]), self._scales
+
+    def _finish(self, wanted_L: Tensor) -> Tensor:
+        """Runs the operations from `_tail` on, for these tokens only, and computes their logits. `[L, d]` float32."""
+        assert self._tail is not None
+        count = wanted_L.shape[0]
+        hidden = self.x[:count]
+        if count:
+            for rows in self._live:
+                rows[:count] = rows.index_select(0, wanted_L)
+            logits = self._logits_of(hidden)
+            largest = self._room.largest_address(count)
+            self.run(range(self._tail, self._head.stop), Step(tokens=count, logits=logits.data_ptr(), largest=largest))
+            self._largest = logits, self._room.largest(count) if largest else None
+        return hidden
 
     def single(self, rows: Singles, table_SW: Tensor | None) -> Tensor:
         """`layers` and `logits` for at most `max_singles` rows of one token, including the embedding, in one call.

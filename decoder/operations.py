@@ -50,9 +50,9 @@ class Operations(OperationParts):
         self.mamba = next((spec for spec in mixers if isinstance(spec, Mamba2)), Mamba2(hidden))
         """The shape of Mamba-2 in compiled code."""
         super().__init__(options.dtype)
-        self.on_operation: Callable[[Op, float], None] | None = None
-        """For measurements: if set, operations run one at a time, and this is called with each operation and its
-        seconds."""
+        self.on_operation: Callable[[Op, int, float], None] | None = None
+        """For measurements: if set, operations run one at a time, and this is called with each operation, its number of
+        tokens and its seconds."""
 
     def complete(self, ops: list[Op], max_tokens: int) -> None:
         """Sets the operations, for steps of at most `max_tokens` tokens, experts for `MAX_ROUTED`."""
@@ -102,7 +102,7 @@ class Operations(OperationParts):
         for index in ops:
             started = time.perf_counter()
             self.library.saccade_step(ctypes.byref(self.model), ctypes.byref(step), index, index + 1)
-            self.on_operation(self._ops[index], time.perf_counter() - started)
+            self.on_operation(self._ops[index], step.tokens, time.perf_counter() - started)
 
     def convert_states(self, form: Form, slots: Tensor) -> None:
         """Gives the states of Mamba-2 in these state slots (int64) a form, in all compiled layers."""

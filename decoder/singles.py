@@ -113,5 +113,10 @@ class SinglesRoom:
             else self._logits.new_empty(count, self._logits.shape[1])
         )
 
+    def largest_address(self, count: int) -> int | None:
+        """Where a step of `count` rows stores the ids of their largest logits; None for more rows than fit."""
+        return ctypes.addressof(self._largest) if count <= len(self._largest) else None
+
     def largest(self, count: int) -> list[int]:
+        """What the last step stored there."""
         return self._largest[:count]

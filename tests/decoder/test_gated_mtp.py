@@ -85,8 +85,8 @@ class Naive:
         self.trunk, self.seen = make_runner(config, weights, native="off", state_cache="none"), list[Tensor]()
         forward = self.trunk.execution.forward
 
-        def recorded(*given: Any) -> Any:
-            computed = forward(*given)
+        def recorded(*given: Any, **named: Any) -> Any:
+            computed = forward(*given, **{**named, "all_rows": True})
             self.seen.append(computed.hidden_TD.clone())
             return computed
 
