@@ -90,8 +90,8 @@ class HybridModel:
         if native is None or not native.takes(batch.ids_T.shape[0], batch):
             x_TD = self.run_layers(self.embed(batch), batch)
             return x_TD if wanted_L is None else x_TD.index_select(0, wanted_L)
-        x_TD = _with_images(native.embed(batch.ids_T), batch) if batch.splices else None
-        return native.layers(x_TD, batch, wanted_L)
+        embedded = _with_images(native.embed(batch.ids_T), batch) if batch.splices else None
+        return native.layers(embedded, batch, wanted_L)
 
     def run_layers(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """`hidden` for embedded rows, which it overwrites unless the residual stream has another dtype."""

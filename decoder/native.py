@@ -62,18 +62,24 @@ def _plan(layers: Sequence[_Layer], apart: tuple[type, ...]) -> Plan:
     return [*plan, (range(begin, end), None)]
 
 
-def _tail(ops: Sequence[Op], layers: Sequence[_Layer]) -> int | None:
-    """The first operation from which on no token depends on another: the output projection of the last layer with
-    states or pages. None if a layer is called after it."""
-    last = max((index for index, op in enumerate(ops) if op.code in _OVER_TOKENS), default=None)
-    if last is None or any(not layer.ops and layer.ops.start > last for layer in layers):
-        return None
-    return next(index for index in range(last, len(ops)) if ops[index].code == Code.LINEAR)
+def _with_keep(layers: Sequence[list[Op]]) -> list[list[Op]]:
+    """The operations of each layer, with a `KEEP` from which on no token depends on another: before the output
+    projection of the last layer with states or pages. Without it if a layer without operations follows, which is
+    called with all tokens."""
+    last = max((i for i, ops in enumerate(layers) if any(op.code in _OVER_TOKENS for op in ops)), default=None)
+    if last is None or not all(layers[last:]):
+        return [*layers]
+    ops = layers[last]
+    mixed = max(i for i, op in enumerate(ops) if op.code in _OVER_TOKENS)
+    at = next(i for i in range(mixed, len(ops)) if ops[i].code == Code.LINEAR)
+    assert not ops[at].width, "a product of other rows than the operand"
+    kept = [*ops[:at], Op(Code.KEEP, ops[at].weight.operand), *ops[at:]]
+    return [*layers[:last], kept, *layers[last + 1 :]]
 
 
 def _before(plan: Plan, end: int) -> Plan:
     """A plan without what comes from operation `end` on, which is within a layer that is not called."""
-    before = [entry for entry in plan if entry[0].stop < end]
+    before = [entry for entry in plan if entry[0].stop <= end]
     return [*before, (range(plan[len(before)][0].start, end), None)]
 
 
@@ -140,6 +146,25 @@ def _verified(batch: Batch, single: _Rows) -> _Rows:
     return _Rows(begins, own, single.initial, kept.view(-1, 3), (rewound[0], rewound[1], rewound[2]))
 
 
+def _step(tokens: int, batch: Batch, rows: _Rows) -> Step:
+    """The description of a batch for compiled code, without the source of its embeddings and without logits."""
+    tables, scan = batch.tables_QW, batch.scan
+    step = Step(
+        tokens, rows.slots.shape[0], rows.starts.data_ptr(), rows.slots.data_ptr(), rows.initial.data_ptr(),
+        rows.saves.shape[0], rows.saves.data_ptr(), batch.lengths_Q.data_ptr(), tables.data_ptr(),
+        batch.places_T.data_ptr(), tables.stride(0) if tables.dim() == 2 else 0, None,
+    )  # fmt: skip
+    if rows.rewound is not None:
+        step.origins, step.batch_slots, step.counts = (column.data_ptr() for column in rows.rewound)
+    if scan is not None and scan.tables_RW.dim() == 2:
+        step.scans, step.scan_computed = scan.computed_R.shape[0], scan.computed_R.data_ptr()
+        step.scan_tables, step.scan_table_stride = scan.tables_RW.data_ptr(), scan.tables_RW.stride(0)
+    if batch.positions_TA is not None:
+        assert batch.positions_TA.is_contiguous()
+        step.positions, step.axes = batch.positions_TA.data_ptr(), batch.positions_TA.shape[1]
+    return step
+
+
 class NativeStep(Operations):
     """The compiled operations of one model."""
 
@@ -153,24 +178,24 @@ class NativeStep(Operations):
             embed.weight = table.packed
         ops = [embed]
         layers: list[_Layer] = []
-        for built in trunk.layers:
+        for built, own in zip(trunk.layers, _with_keep([self.layer(built) for built in trunk.layers]), strict=True):
             begin = len(ops)
-            ops += self.layer(built)
+            ops += own
             layers.append(_Layer(range(begin, len(ops)), built))
+        keep = next((index for index, op in enumerate(ops) if op.code == Code.KEEP), None)
         self._called = [mixer for layer in layers if not layer.ops for mixer in layer.built.mixers]
         self._plans = {many: _plan(layers, apart=(ExpertsMixer,) * many) for many in (False, True)}
-        self._tail = _tail(ops, layers)
         head, body = self.packed(trunk.head), len(ops)
         scaled = trunk.norm_f if self.config.logits_scale == 1.0 else trunk.norm_f * self.config.logits_scale
         ops += [self.norm(scaled, head), self.linear(head, Target.LOGITS), Op(Code.LARGEST)]
         self._head = range(body, len(ops))
+        self._kept_plans = {} if keep is None else {many: _before(plan, keep) for many, plan in self._plans.items()}
+        """The same up to `KEEP`."""
         ops.append(Op(Code.NORM, Kind.F32, self.config.hidden_size, norm=self.pointer(trunk.norm_f)))
         self._final = range(len(ops) - 1, len(ops))
         self.complete(ops, max(trunk.options.max_seqs, trunk.options.max_batched_tokens))
         starts, none = torch.arange(self.max_tokens + 1), torch.empty(0, 3, dtype=torch.int64)
         self._single = _Rows(starts, none, torch.ones_like(starts), none, None)
-        self._live = self._live_rows(None if self._tail is None else ops[self._tail])
-        """What is read of a token from `_tail` on."""
         self._scored = self.x[:0], torch.empty(0)
         """(rows whose logits were computed last, these logits)."""
         self._left = False
@@ -216,35 +241,29 @@ class NativeStep(Operations):
         in blocks.
         """
         given = batch.ids_T if x_TD is None else x_TD
-        tokens, tables, scan = given.shape[0], batch.tables_QW, batch.scan
+        tokens, many = given.shape[0], given.shape[0] > MAX_ROUTED
         x = self.x[:tokens]
         if x_TD is not None and x_TD.data_ptr() != x.data_ptr():
             x.copy_(x_TD)
         rows = _rows(batch, self._single)
         self._enter(rows.slots, *(() if rows.rewound is None else rows.rewound[:1]))
-        step = Step(
-            tokens, rows.slots.shape[0], rows.starts.data_ptr(), rows.slots.data_ptr(), rows.initial.data_ptr(),
-            rows.saves.shape[0], rows.saves.data_ptr(), batch.lengths_Q.data_ptr(), tables.data_ptr(),
-            batch.places_T.data_ptr(), tables.stride(0) if tables.dim() == 2 else 0, None,
-        )  # fmt: skip
-        if rows.rewound is not None:
-            step.origins, step.batch_slots, step.counts = (column.data_ptr() for column in rows.rewound)
-        if scan is not None and scan.tables_RW.dim() == 2:
-            step.scans, step.scan_computed = scan.computed_R.shape[0], scan.computed_R.data_ptr()
-            step.scan_tables, step.scan_table_stride = scan.tables_RW.data_ptr(), scan.tables_RW.stride(0)
-        if batch.positions_TA is not None:
-            assert batch.positions_TA.is_contiguous()
-            step.positions, step.axes = batch.positions_TA.data_ptr(), batch.positions_TA.shape[1]
+        step = _step(tokens, batch, rows)
         if x_TD is None:
             step.ids = given.data_ptr()
-        eps, dtype, plan = self.config.norm_eps, self.options.dtype, self._plans[tokens > MAX_ROUTED]
-        # a graph does not know yet which rows draw
-        whole = wanted_L is None and batch.samples is None and batch.known_slots is not None
-        if whole:
-            step.logits = self._logits_of(x).data_ptr()
-        ends = wanted_L is not None and self._tail is not None and wanted_L.shape[0] <= MAX_ROUTED
-        for ops, layer in _before(plan, self._tail) if ends else plan:
-            if layer is None and whole:
+        plan, hidden, scored = self._plans[many], x, False
+        if wanted_L is None:
+            scored = (
+                batch.samples is None and batch.known_slots is not None
+            )  # a graph does not know yet which rows draw
+        elif self._kept_plans and wanted_L.shape[0] <= MAX_ROUTED:
+            plan, hidden, scored = self._kept_plans[many], self.x[: wanted_L.shape[0]], wanted_L.shape[0] > 0
+            step.kept, step.kept_count = wanted_L.data_ptr(), wanted_L.shape[0]
+        if scored:
+            logits = self._logits_of(hidden)
+            step.logits, step.largest = logits.data_ptr(), self._room.largest_address(hidden.shape[0])
+        eps, dtype = self.config.norm_eps, self.options.dtype
+        for ops, layer in plan:
+            if layer is None and scored:
                 ops = range(ops.start, self._head.stop)
             if ops:
                 self.run(ops, step)
@@ -253,32 +272,9 @@ class NativeStep(Operations):
                     self._run_on(block, layer.ops, Step(tokens=block.shape[0]))
             elif layer is not None:
                 x += layer.built(rms_norm(x, layer.built.norm, eps, dtype), batch)
-        if wanted_L is None:
-            return x
-        return self._finish(wanted_L) if ends else x.index_select(0, wanted_L)
-
-    def _live_rows(self, tail: Op | None) -> tuple[Tensor, ...]:
-        """Tensors with a row for each token, which are all that operations from `tail`, a product, on read of it."""
-        if tail is None:
-            return ()
-        assert not tail.width, "a product of other rows than the operand"
-        # Elements of operands have two bytes unless they are float32, and rows as many elements in either case.
-        number = torch.int32 if tail.weight.operand == Kind.F32 else torch.int16
-        return self.x, self.operand.view(number).view(-1, self.operand.shape[1]), self._scales
-
-    def _finish(self, wanted_L: Tensor) -> Tensor:
-        """Runs the operations from `_tail` on, for these tokens only, and computes their logits. `[L, d]` float32."""
-        assert self._tail is not None
-        count = wanted_L.shape[0]
-        hidden = self.x[:count]
-        if count:
-            for rows in self._live:
-                rows[:count] = rows.index_select(0, wanted_L)
-            logits = self._logits_of(hidden)
-            largest = self._room.largest_address(count)
-            self.run(range(self._tail, self._head.stop), Step(tokens=count, logits=logits.data_ptr(), largest=largest))
-            self._largest = logits, self._room.largest(count) if largest else None
-        return hidden
+        if scored and step.largest:
+            self._largest = logits, self._room.largest(hidden.shape[0])
+        return hidden if wanted_L is None or step.kept else x.index_select(0, wanted_L)
 
     def single(self, rows: Singles, table_SW: Tensor | None) -> Tensor:
         """`layers` and `logits` for at most `max_singles` rows of one token, including the embedding, in one call.

@@ -91,7 +91,7 @@ void add_step(Layout& layout) {
     FIELD(Step, table_stride); FIELD(Step, logits); FIELD_AS(Step, from, origins); FIELD(Step, batch_slots);
     FIELD(Step, counts); FIELD(Step, scans); FIELD(Step, scan_computed); FIELD(Step, scan_tables);
     FIELD(Step, scan_table_stride); FIELD(Step, ids); FIELD(Step, largest); FIELD(Step, positions);
-    FIELD(Step, axes);
+    FIELD(Step, axes); FIELD(Step, kept); FIELD(Step, kept_count);
 }
 
 void add_varlen_attention(Layout& layout) {
@@ -158,6 +158,7 @@ void add_numbers(Layout& layout) {
     VALUE_AS(Code, EXPERTS, EXPERTS); VALUE_AS(Code, PICKED_ACTIVATE, PICKED_ACTIVATE);
     VALUE_AS(Code, COMBINE, COMBINE); VALUE_AS(Code, NORM_PAIR, NORM_PAIR); VALUE_AS(Code, EMBED, EMBED);
     VALUE_AS(Code, LARGEST, LARGEST); VALUE_AS(Code, HEADS, HEADS); VALUE_AS(Code, GATE, GATE); VALUE_AS(Code, DELTA, DELTA);
+    VALUE_AS(Code, KEEP, KEEP);
     VALUE_AS(Target, WIDE, WIDE); VALUE_AS(Target, RESIDUAL, RESIDUAL); VALUE_AS(Target, LOGITS, LOGITS);
     VALUE_AS(Target, MID, MID); VALUE_AS(Target, OPERAND, OPERAND); VALUE_AS(Target, STREAM, STREAM);
     VALUE_AS(Target, INNER, INNER);

@@ -105,6 +105,7 @@ int64_t units_of(const Model& m, const Op& op, const Step& step) {
         case COMBINE: return step.tokens;
         case EMBED: return step.ids ? step.tokens : 0;
         case LARGEST: return step.largest ? step.tokens : 0;
+        case KEEP: return step.kept ? 1 : 0;
         case GATHER:
         case PICKED_ACTIVATE: return step.tokens * op.experts->chosen;
         case EXPERTS: return most_experts(op, step) * Units(op.weight, 1, m.threads, most_experts(op, step)).count;
@@ -114,11 +115,17 @@ int64_t units_of(const Model& m, const Op& op, const Step& step) {
 
 class StepJob : public Job {
   public:
-    StepJob(const Model& m, const Step& step, int64_t first, int64_t last) : m_(m), step_(step), first_(first), last_(last) {}
+    StepJob(const Model& m, const Step& step, int64_t first, int64_t last) : m_(m), step_(step), after_(step), first_(first), last_(last), keep_(last) {
+        if (!step.kept) return;
+        after_.tokens = step.kept_count;
+        for (int64_t i = first; i < last; i++)
+            if (m.ops[i].code == KEEP) keep_ = i;
+    }
     int64_t phases() const override { return last_ - first_; }
-    int64_t units(int64_t phase) const override { return units_of(m_, m_.ops[first_ + phase], step_); }
+    int64_t units(int64_t phase) const override { return units_of(m_, m_.ops[first_ + phase], step_of(phase)); }
     void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
         const Op& op = m_.ops[first_ + phase];
+        const Step& step = step_of(phase);
         const int64_t own = op.code == ROUTE ? 3 * op.experts->count : 0;
         const size_t needed = std::max(m_.ld, own);
         if (scratch.size() < needed) scratch.resize(needed);
@@ -127,28 +134,44 @@ class StepJob : public Job {
             case MAMBA:
             case DELTA: mix(op, unit, scratch); break;
             case ATTENTION:
-                if (m_.stored_bf16) attention<uint16_t>(m_, op, step_, unit, scratch);
-                else attention<float>(m_, op, step_, unit, scratch);
+                if (m_.stored_bf16) attention<uint16_t>(m_, op, step, unit, scratch);
+                else attention<float>(m_, op, step, unit, scratch);
                 break;
             case ROUTE: route(m_, op, unit, scratch.data()); break;
-            case GROUP_PICKS: group_picks(m_, op, step_.tokens); break;
+            case GROUP_PICKS: group_picks(m_, op, step.tokens); break;
             case GATHER: gather(m_, op, unit); break;
-            case EXPERTS: run_expert(m_, op, step_, unit); break;
+            case EXPERTS: run_expert(m_, op, step, unit); break;
             case PICKED_ACTIVATE:
                 activate_row(m_.picked_wide + unit * m_.ld, op.width, Activation(op.activation), op.gated, scratch.data());
                 make_operand(scratch.data(), op.width, op.kind, m_.picked, m_.operand_ld, m_.picked_scale, unit);
                 break;
             case COMBINE: combine(m_, op, unit, scratch.data()); break;
             case EMBED: embed(op, unit); break;
-            case LARGEST: step_.largest[unit] = first_largest(step_.logits + unit * m_.vocab, m_.vocab); break;
+            case LARGEST: step.largest[unit] = first_largest(step.logits + unit * m_.vocab, m_.vocab); break;
+            case KEEP: keep(op); break;
             default:
-                for (int64_t row = TOGETHER * unit; row < std::min(step_.tokens, TOGETHER * (unit + 1)); row++)
-                    if (op.code == HEADS) prepare_heads(m_, *op.attention, step_, row, scratch.data());
+                for (int64_t row = TOGETHER * unit; row < std::min(step.tokens, TOGETHER * (unit + 1)); row++)
+                    if (op.code == HEADS) prepare_heads(m_, *op.attention, step, row, scratch.data());
                     else make_row(m_, op, row, scratch.data());
         }
     }
 
   private:
+    const Step& step_of(int64_t phase) const { return first_ + phase > keep_ ? after_ : step_; }
+
+    // Moves the kept tokens' rows, which are all that is read of a token after this operation, to the front.
+    void keep(const Op& op) const {
+        const int64_t stride = m_.operand_ld * (op.kind == F32 ? 4 : 2);
+        char* operand = static_cast<char*>(m_.operand);
+        for (int64_t row = 0; row < step_.kept_count; row++) {
+            const int64_t from = step_.kept[row];
+            if (from == row) continue;
+            std::memcpy(m_.x + row * m_.hidden, m_.x + from * m_.hidden, m_.hidden * sizeof(float));
+            std::memcpy(operand + row * stride, operand + from * stride, stride);
+            m_.operand_scale[row] = m_.operand_scale[from];
+        }
+    }
+
     void embed(const Op& op, int64_t token) const {
         float* x = m_.x + token * m_.hidden;
         const int64_t id = step_.ids[token], from = id * m_.hidden;
@@ -169,10 +192,11 @@ class StepJob : public Job {
 
     void run_linear(int64_t phase, int64_t unit) const {
         const Op& op = m_.ops[first_ + phase];
-        Product job = product_of(m_, op, step_);
+        const Step& step = step_of(phase);
+        Product job = product_of(m_, op, step);
         for (int64_t i = first_ + phase + 1; i < last_ && !job.next; i++)
             if (m_.ops[i].code == LINEAR) job.next = &m_.ops[i].weight;
-        run_unit(job, Units(op.weight, step_.tokens, m_.threads), unit, step_.tokens);
+        run_unit(job, Units(op.weight, step.tokens, m_.threads), unit, step.tokens);
     }
 
     void mix(const Op& op, int64_t unit, std::vector<float>& scratch) const {
@@ -182,7 +206,9 @@ class StepJob : public Job {
 
     const Model& m_;
     const Step& step_;
+    Step after_;  // of the operations after KEEP
     const int64_t first_, last_;
+    int64_t keep_;  // the index of KEEP, if there is one and it has something to do
 };
 
 // In each recurrent layer: advances the state of a state slot by the first steps of a ring and stores it in a target slot.

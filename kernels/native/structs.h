@@ -14,7 +14,7 @@ enum Store : int64_t { STORE = 0, ADD = 1, STORE_BF16 = 2 };
 enum Code : int64_t {
     NORM = 0, LINEAR = 1, MAMBA = 2, ATTENTION = 3, CONVERT = 4, ACTIVATE = 5,
     ROUTE = 6, GROUP_PICKS = 7, GATHER = 8, EXPERTS = 9, PICKED_ACTIVATE = 10, COMBINE = 11,
-    NORM_PAIR = 12, EMBED = 13, LARGEST = 14, HEADS = 15, GATE = 16, DELTA = 17,
+    NORM_PAIR = 12, EMBED = 13, LARGEST = 14, HEADS = 15, GATE = 16, DELTA = 17, KEEP = 18,
 };
 enum Target : int64_t { WIDE = 0, RESIDUAL = 1, LOGITS = 2, MID = 3, OPERAND = 4, STREAM = 5, INNER = 6 };
 
@@ -61,7 +61,7 @@ struct DeltaShape {  // shape of a mixer of the gated delta rule
 };
 
 struct Op {
-    int64_t code, kind, width;  // kind: of the operand that an operation makes; width: of its rows
+    int64_t code, kind, width;  // kind: of the operand that an operation makes, or KEEP finds; width: of its rows
     Weight weight;              // LINEAR; EXPERTS: the first expert's; EMBED: a packed table, without `data` if it is not
     // LINEAR: WIDE, RESIDUAL (added to x), STREAM (x itself), LOGITS or INNER: f(y) lies in `wide` as rows that a plain weight
     // multiplies, `width` numbers of `kind` each; a LINEAR with a width and another target multiplies such rows. COMBINE: RESIDUAL or MID; GATHER: from WIDE or float OPERAND;
@@ -138,6 +138,8 @@ struct Step {
     int64_t* largest;    // LARGEST, or null: [tokens], ids of the largest logits
     const int64_t* positions;  // HEADS, or null: [tokens, axes]
     int64_t axes;
+    const int64_t* kept;  // KEEP, or null: [kept_count] ascending, the tokens that the operations after it are for
+    int64_t kept_count;
 };
 
 struct VarlenAttention {    // attention within each of several packed sequences
