@@ -257,7 +257,7 @@ class NativeStep(Operations):
             )  # a graph does not know yet which rows draw
         elif self._kept_plans and wanted_L.shape[0] <= MAX_ROUTED:
             plan, hidden, scored = self._kept_plans[many], self.x[: wanted_L.shape[0]], wanted_L.shape[0] > 0
-            step.kept, step.kept_count = wanted_L.data_ptr(), wanted_L.shape[0]
+            step.keeps, step.kept, step.kept_count = 1, wanted_L.data_ptr(), wanted_L.shape[0]
         if scored:
             logits = self._logits_of(hidden)
             step.logits, step.largest = logits.data_ptr(), self._room.largest_address(hidden.shape[0])
@@ -274,7 +274,7 @@ class NativeStep(Operations):
                 x += layer.built(rms_norm(x, layer.built.norm, eps, dtype), batch)
         if scored and step.largest:
             self._largest = logits, self._room.largest(hidden.shape[0])
-        return hidden if wanted_L is None or step.kept else x.index_select(0, wanted_L)
+        return hidden if wanted_L is None or step.keeps else x.index_select(0, wanted_L)
 
     def single(self, rows: Singles, table_SW: Tensor | None) -> Tensor:
         """`layers` and `logits` for at most `max_singles` rows of one token, including the embedding, in one call.

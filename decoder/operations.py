@@ -103,7 +103,7 @@ class Operations(OperationParts):
             started = time.perf_counter()
             self.library.saccade_step(ctypes.byref(self.model), ctypes.byref(step), index, index + 1)
             self.on_operation(self._ops[index], step.tokens, time.perf_counter() - started)
-            if step.kept and self._ops[index].code == Code.KEEP:
+            if step.keeps and self._ops[index].code == Code.KEEP:
                 step = Step(tokens=step.kept_count, logits=step.logits, largest=step.largest)
 
     def convert_states(self, form: Form, slots: Tensor) -> None:

@@ -175,14 +175,16 @@ inline void gate_row(const Model& m, const AttentionShape& shape, int64_t token,
     for (int64_t i = 0; i < shape.q_heads * shape.width; i++) out[i] = from[i] / (1.0f + fast_exp(-gates[i]));
 }
 
-template <typename T>
-void attention(const Model& m, const Op& op, const Step& step, int64_t unit, std::vector<float>& scratch) {
+// first_read(begin, end): the first of these tokens whose outputs are computed.
+template <typename T, typename FirstRead>
+void attention(const Model& m, const Op& op, const Step& step, int64_t unit, FirstRead&& first_read, std::vector<float>& scratch) {
     using Cells = CellsOf<T>;
     const AttentionShape& shape = *op.attention;
     const AttentionUnits units(m, shape, step);
     PagedRow<T> source = paged_row<T>(m, op, step, units, unit);
     if (source.first >= source.behind) return;
     source.keep(step.places);
+    source.first = first_read(source.first, source.behind);
     for (; source.first < source.behind && source.last(0) < op.first_key; source.first++) {  // padding, or nothing to look at yet
         float* out = m.mid + source.first * m.mid_ld + source.head * source.share * shape.width;
         std::fill(out, out + source.heads * source.share * shape.width, 0.0f);

@@ -91,7 +91,7 @@ void add_step(Layout& layout) {
     FIELD(Step, table_stride); FIELD(Step, logits); FIELD_AS(Step, from, origins); FIELD(Step, batch_slots);
     FIELD(Step, counts); FIELD(Step, scans); FIELD(Step, scan_computed); FIELD(Step, scan_tables);
     FIELD(Step, scan_table_stride); FIELD(Step, ids); FIELD(Step, largest); FIELD(Step, positions);
-    FIELD(Step, axes); FIELD(Step, kept); FIELD(Step, kept_count);
+    FIELD(Step, axes); FIELD(Step, keeps); FIELD(Step, kept); FIELD(Step, kept_count);
 }
 
 void add_varlen_attention(Layout& layout) {

@@ -15,6 +15,7 @@
 #include "delta.h"
 #include "draft.h"
 #include "experts.h"
+#include "kept.h"
 #include "layout.h"
 #include "mamba.h"
 #include "numbers.h"
@@ -105,7 +106,7 @@ int64_t units_of(const Model& m, const Op& op, const Step& step) {
         case COMBINE: return step.tokens;
         case EMBED: return step.ids ? step.tokens : 0;
         case LARGEST: return step.largest ? step.tokens : 0;
-        case KEEP: return step.kept ? 1 : 0;
+        case KEEP: return step.keeps ? 1 : 0;
         case GATHER:
         case PICKED_ACTIVATE: return step.tokens * op.experts->chosen;
         case EXPERTS: return most_experts(op, step) * Units(op.weight, 1, m.threads, most_experts(op, step)).count;
@@ -115,12 +116,7 @@ int64_t units_of(const Model& m, const Op& op, const Step& step) {
 
 class StepJob : public Job {
   public:
-    StepJob(const Model& m, const Step& step, int64_t first, int64_t last) : m_(m), step_(step), after_(step), first_(first), last_(last), keep_(last) {
-        if (!step.kept) return;
-        after_.tokens = step.kept_count;
-        for (int64_t i = first; i < last; i++)
-            if (m.ops[i].code == KEEP) keep_ = i;
-    }
+    StepJob(const Model& m, const Step& step, int64_t first, int64_t last) : m_(m), step_(step), kept_(m, step, first), first_(first), last_(last) {}
     int64_t phases() const override { return last_ - first_; }
     int64_t units(int64_t phase) const override { return units_of(m_, m_.ops[first_ + phase], step_of(phase)); }
     void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
@@ -132,11 +128,13 @@ class StepJob : public Job {
         switch (op.code) {
             case LINEAR: run_linear(phase, unit); break;
             case MAMBA:
-            case DELTA: mix(op, unit, scratch); break;
-            case ATTENTION:
-                if (m_.stored_bf16) attention<uint16_t>(m_, op, step, unit, scratch);
-                else attention<float>(m_, op, step, unit, scratch);
+            case DELTA: mix(first_ + phase, unit, scratch); break;
+            case ATTENTION: {
+                const auto first_read = [&](int64_t begin, int64_t end) { return kept_.first_read(first_ + phase, begin, end); };
+                if (m_.stored_bf16) attention<uint16_t>(m_, op, step, unit, first_read, scratch);
+                else attention<float>(m_, op, step, unit, first_read, scratch);
                 break;
+            }
             case ROUTE: route(m_, op, unit, scratch.data()); break;
             case GROUP_PICKS: group_picks(m_, op, step.tokens); break;
             case GATHER: gather(m_, op, unit); break;
@@ -151,13 +149,17 @@ class StepJob : public Job {
             case KEEP: keep(op); break;
             default:
                 for (int64_t row = TOGETHER * unit; row < std::min(step.tokens, TOGETHER * (unit + 1)); row++)
-                    if (op.code == HEADS) prepare_heads(m_, *op.attention, step, row, scratch.data());
+                    if (kept_.leaves_out(first_ + phase, row)) continue;
+                    else if (op.code == HEADS) prepare_heads(m_, *op.attention, step, row, scratch.data());
                     else make_row(m_, op, row, scratch.data());
         }
     }
 
   private:
-    const Step& step_of(int64_t phase) const { return first_ + phase > keep_ ? after_ : step_; }
+    const Step& step_of(int64_t phase) const {
+        const Step* after = kept_.after(first_ + phase);
+        return after ? *after : step_;
+    }
 
     // Moves the kept tokens' rows, which are all that is read of a token after this operation, to the front.
     void keep(const Op& op) const {
@@ -196,19 +198,26 @@ class StepJob : public Job {
         Product job = product_of(m_, op, step);
         for (int64_t i = first_ + phase + 1; i < last_ && !job.next; i++)
             if (m_.ops[i].code == LINEAR) job.next = &m_.ops[i].weight;
-        run_unit(job, Units(op.weight, step.tokens, m_.threads), unit, step.tokens);
+        const Units units(op.weight, step.tokens, m_.threads);
+        if (units.end_of_outputs(unit) > kept_.outputs_of_kept(first_ + phase)) {
+            run_unit(job, units, unit, step.tokens);
+            return;
+        }
+        const auto [begin, end] = units.rows_of(unit, step.tokens);
+        kept_.each_run(begin, end, [&](int64_t from, int64_t to) { run_rows(job, units, unit, from, to); });
     }
 
-    void mix(const Op& op, int64_t unit, std::vector<float>& scratch) const {
-        const int64_t groups = groups_of(m_, op);
-        with_group(m_, op, unit % groups, scratch, [&](auto group) { recurrent_row(m_, op, step_, unit / groups, group); });
+    void mix(int64_t index, int64_t unit, std::vector<float>& scratch) const {
+        const Op& op = m_.ops[index];
+        const int64_t groups = groups_of(m_, op), row = unit / groups;
+        const int64_t first_read = kept_.first_read(index, step_.starts[row], step_.starts[row + 1]);
+        with_group(m_, op, unit % groups, scratch, [&](auto group) { recurrent_row(m_, op, step_, row, first_read, group); });
     }
 
     const Model& m_;
     const Step& step_;
-    Step after_;  // of the operations after KEEP
+    const Kept kept_;
     const int64_t first_, last_;
-    int64_t keep_;  // the index of KEEP, if there is one and it has something to do
 };
 
 // In each recurrent layer: advances the state of a state slot by the first steps of a ring and stores it in a target slot.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
+#include <utility>
 
 #include "activations.h"
 #include "numbers.h"
@@ -266,6 +267,12 @@ struct Units {
         parts = large && products * panels * blocks < 6 * threads ? w.gated ? 2 : 4 : 1;
         count = panels * blocks * parts;
     }
+    int64_t panel_of(int64_t unit) const { return unit / blocks / parts; }
+    int64_t end_of_outputs(int64_t unit) const { return (panel_of(unit) + 1) * PANEL; }
+    std::pair<int64_t, int64_t> rows_of(int64_t unit, int64_t rows) const {
+        const int64_t block = unit % blocks;
+        return {rows * block / blocks, rows * (block + 1) / blocks};
+    }
 };
 
 // The panel that a thread will probably take after a unit: the next of its lane, or the first of its lane in the following
@@ -279,14 +286,19 @@ const char* next_panel(const Product& job, const Units& units, int64_t unit) {
     return static_cast<const char*>(weight->data) + panel * panel_bytes(*weight);
 }
 
-void run_unit(const Product& job, const Units& units, int64_t unit, int64_t rows, int64_t before = 0) {
-    const int64_t block = unit % units.blocks, part = unit / units.blocks;
-    const int64_t panel = part / units.parts, first = part % units.parts * (4 / units.parts), left = job.weight->n - panel * PANEL - first * 16;
+// A unit for rows [begin, end).
+void run_rows(const Product& job, const Units& units, int64_t unit, int64_t begin, int64_t end) {
+    const int64_t panel = units.panel_of(unit), first = unit / units.blocks % units.parts * (4 / units.parts);
+    const int64_t left = job.weight->n - panel * PANEL - first * 16;
     if (left <= 0) return;
     const int64_t needed = left > 32 || !divisible(*job.weight) ? 4 : left > 16 || job.weight->gated ? 2 : 1;
     const int64_t vectors = std::min(4 / units.parts, needed);
-    const int64_t begin = before + rows * block / units.blocks, end = before + rows * (block + 1) / units.blocks;
     tiles(job, begin, end, panel, first, vectors, next_panel(job, units, unit));
+}
+
+void run_unit(const Product& job, const Units& units, int64_t unit, int64_t rows, int64_t before = 0) {
+    const auto [begin, end] = units.rows_of(unit, rows);
+    run_rows(job, units, unit, before + begin, before + end);
 }
 
 }  // namespace

@@ -171,8 +171,9 @@ void row_on_ring(const Model& m, const Op& op, const Step& step, int64_t row, Gr
     group.write(begin, in.tokens);
 }
 
+// Outputs are computed of tokens from `first_read` on.
 template <typename Group>
-void recurrent_row(const Model& m, const Op& op, const Step& step, int64_t row, Group group) {
+void recurrent_row(const Model& m, const Op& op, const Step& step, int64_t row, int64_t first_read, Group group) {
     if (step.batch_slots && step.batch_slots[row] >= 0) {
         row_on_ring(m, op, step, row, group);
         return;
@@ -187,13 +188,15 @@ void recurrent_row(const Model& m, const Op& op, const Step& step, int64_t row, 
     if (slot < 0 || !step.initial[row]) before = group.clear(place);
     for (int64_t begin = step.starts[row]; begin < last;) {
         int64_t end = std::min(last, begin + BLOCK);
+        const bool is_read = begin >= first_read;
+        if (!is_read) end = std::min(end, first_read);
         for (int64_t i = 0; i < step.save_count; i++) {
             const int64_t* save = step.saves + 3 * i;
             if (save[0] == row && begin < save[1] && save[1] < end) end = save[1];
         }
         const float* rows = m.wide + begin * m.ld + group.first_channel();
-        before = group.advance_by(place, {rows, m.ld, end - begin, true, last - end >= end - begin}, before);
-        group.write(begin, end - begin);
+        before = group.advance_by(place, {rows, m.ld, end - begin, is_read, last - end >= end - begin}, before);
+        if (is_read) group.write(begin, end - begin);
         for (int64_t i = 0; i < step.save_count; i++) {
             const int64_t* save = step.saves + 3 * i;
             if (save[0] != row || save[1] != end) continue;

@@ -138,7 +138,8 @@ struct Step {
     int64_t* largest;    // LARGEST, or null: [tokens], ids of the largest logits
     const int64_t* positions;  // HEADS, or null: [tokens, axes]
     int64_t axes;
-    const int64_t* kept;  // KEEP, or null: [kept_count] ascending, the tokens that the operations after it are for
+    int64_t keeps;        // KEEP: whether only these tokens' rows are read after it
+    const int64_t* kept;  // [kept_count], ascending
     int64_t kept_count;
 };
 

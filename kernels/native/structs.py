@@ -158,8 +158,8 @@ class Step(Structure):
         ("table_stride", c_int64), ("logits", c_void_p), ("origins", c_void_p), ("batch_slots", c_void_p),
         ("counts", c_void_p), ("scans", c_int64), ("scan_computed", c_void_p), ("scan_tables", c_void_p),
         ("scan_table_stride", c_int64),
-        ("ids", c_void_p), ("largest", c_void_p), ("positions", c_void_p), ("axes", c_int64), ("kept", c_void_p),
-        ("kept_count", c_int64),
+        ("ids", c_void_p), ("largest", c_void_p), ("positions", c_void_p), ("axes", c_int64), ("keeps", c_int64),
+        ("kept", c_void_p), ("kept_count", c_int64),
     ]  # fmt: skip
 
 
