@@ -9,8 +9,9 @@ import os
 import platform
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -99,6 +100,13 @@ def ceilings(device: str = "cpu") -> dict[str, float]:
     size, side = (1 << 30, 2048) if device == "cpu" else (1 << 33, 8192)
     bandwidth, rate = read_bandwidth(size, device=device), bf16_rate(side, device)
     return {"read_gb_s": bandwidth / 1e9, "bf16_gflop_s": rate / 1e9}
+
+
+def restart_with(variables: Mapping[str, str]) -> None:
+    """Starts this program again with these environment variables where it lacks one: libraries read them when they are
+    loaded. Those that are set stay."""
+    if any(name not in os.environ for name in variables):
+        os.execve(sys.executable, sys.orig_argv, {**variables, **os.environ})
 
 
 def family(pid: int) -> list[int]:

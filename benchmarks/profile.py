@@ -43,6 +43,7 @@ from decoder.sampling import SamplingParams
 from kernels.linear import Packed
 from kernels.native.structs import Code, DeltaShape, Kind, Op
 from service.common.config import EngineOptions
+from service.common.helper_process import SPINNING
 from service.engine.build import decoder_options
 from service.model.checkpoint import Checkpoint
 
@@ -275,4 +276,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # As the engine process: threads of libgomp that spin after a torch operation take time from the compiled step.
+    machine.restart_with(SPINNING)
     sys.exit(main())

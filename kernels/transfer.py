@@ -6,6 +6,7 @@ does a copy back. A host that prepares a step while another runs uses these func
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """`torch.tensor(values)` on a device. The copy is queued on the current stream."""
+    if device == "cpu" and dtype == torch.int64 and values and type(values[0]) is int:
+        return torch.frombuffer(array("q", values), dtype=dtype)  # a quarter of the time
     if device == "cpu" or torch.device(device).type != "cuda":  # "meta" tensors have no memory to copy to
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

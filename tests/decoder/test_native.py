@@ -17,6 +17,7 @@ from tiny_decoder import delta_config, greedy_params, image, random_weights, req
 
 from decoder.config import WEIGHT_KINDS, DecoderConfig, DecoderOptions
 from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
+from decoder.layers.experts import ExpertsMixer
 from decoder.layers.mlp import MlpMixer
 from decoder.layers.spec import Layer, MixerSpec
 from decoder.native import NativeStep
@@ -24,6 +25,7 @@ from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
 from kernels.linear import quantise
+from kernels.native.instruction_sets import compact_weights
 from kernels.native.structs import Kind, Step
 
 pytestmark = needs_compiled
@@ -103,6 +105,30 @@ def test_experts_take_many_tokens_block_by_block(monkeypatch: pytest.MonkeyPatch
     )
     for ours, theirs in zip(blocks, whole, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.skipif(not compact_weights(), reason="the instruction set in use has no compact weights")
+def test_experts_that_are_compact_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights whose exponents are far apart stay in 16 bits."""
+    config = tiny_config(pattern="ME*E")
+    weights = dict(random_weights(config))
+    for name in (name for name in weights if name.endswith("experts.up_proj")):
+        weights[name][1, ::2] *= 2.0**-40
+    prompts = [[1, 5, 9, 2], [7] * 21, [4, 8] * 9]
+
+    def answered() -> tuple[set[Kind], dict[str, list[tuple[int | None, float | None]]]]:
+        options = DecoderOptions(max_seqs=8, max_len=64, page_size=4, native="on", dtype=torch.bfloat16)
+        runner = DecoderRunner(config, options, weights.items())
+        params = greedy_params(6, ignore_eos=True, logprobs=0)
+        events = run(runner, *(request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)))
+        mixers = [mixer for layer in runner.model.layers for mixer in layer.mixers if isinstance(mixer, ExpertsMixer)]
+        packed = [expert.up.packed for mixer in mixers for expert in mixer.experts]
+        return {one.stored for one in packed}, {n: [(e.token_id, e.logprob) for e in of] for n, of in events.items()}
+
+    kinds, found = answered()
+    assert kinds == {Kind.COMPACT_BF16, Kind.BF16}
+    monkeypatch.setattr("kernels.linear.layouts.compact_weights", lambda: False)
+    assert answered() == ({Kind.BF16}, found)
 
 
 def test_scaled_embeddings_and_layers_are_compiled() -> None:

@@ -14,7 +14,9 @@ from quantised_files import FORMATS
 from tiny_checkpoint import make_checkpoint
 
 from decoder.arena import Arena
+from kernels.linear import Linear
 from kernels.native.instruction_sets import SETS, processor_features, supported
+from kernels.native.structs import Kind
 from service.commands.plan import plan, size, weight_bytes
 from service.common.config import ConfigError, EngineOptions
 from service.engine.build import build_engine, decoder_options
@@ -252,3 +254,23 @@ def test_a_role_without_images_is_refused(tmp_path: Path, role: str) -> None:
     encoders = ("localhost:1",) if role == "decoder" else ()
     with pytest.raises(ConfigError, match="role: .* takes no images"):
         plan(EngineOptions(model=str(tmp_path), role=role, encoders=encoders))
+
+
+def test_what_compiled_code_stores_in_12_bits(tmp_path: Path) -> None:
+    sets = [one for one in supported(processor_features()) if one.compact_weights]
+    if not sets:
+        pytest.skip("no instruction set of this processor has products of such weights")
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "intermediate_size": 128, "vocab_size": 128}
+    path = str(make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "*-", **sizes}).path)
+    options = EngineOptions(model=path, dtype="bfloat16", instruction_set=sets[0].name)
+    cells = {row[0].strip(): row[1] for row in plan(options)[0].rows}
+    model = build_engine(options)._decoder.model
+    mixers = [mixer for layer in model.layers for mixer in layer.mixers]
+    linear = [one for mixer in mixers for one in vars(mixer).values() if isinstance(one, Linear)] + [model.head]
+    stored = [one.packed for one in linear if one.packed is not None]
+    assert len(stored) == 5 and all(packed.stored is Kind.COMPACT_BF16 for packed in stored)
+    numbers = sum(packed.n * packed.k for packed in stored)
+    assert cells["as compiled code"] == size(weight_bytes(options, open_checkpoint(path)) - numbers // 2)
+    for other in ({"weights": "int8"}, {"dtype": "float32"}, {"native": "off"}, {"instruction_set": "avx2"}):
+        rows = plan(EngineOptions(**{"model": path, "dtype": "bfloat16", **other}))[0].rows
+        assert not any("12 bits" in row[2] for row in rows), other
