@@ -240,7 +240,7 @@ class NativeStep(Operations):
         `x_TD`: embedded rows; None: the table's rows of the batch's ids. Experts process more than `MAX_ROUTED` tokens
         in blocks.
         """
-        given = batch.ids_T if x_TD is None else x_TD
+        given = batch.ids_T.contiguous() if x_TD is None else x_TD
         tokens, many = given.shape[0], given.shape[0] > MAX_ROUTED
         x = self.x[:tokens]
         if x_TD is not None and x_TD.data_ptr() != x.data_ptr():
@@ -250,12 +250,10 @@ class NativeStep(Operations):
         step = _step(tokens, batch, rows)
         if x_TD is None:
             step.ids = given.data_ptr()
-        plan, hidden, scored = self._plans[many], x, False
-        if wanted_L is None:
-            scored = (
-                batch.samples is None and batch.known_slots is not None
-            )  # a graph does not know yet which rows draw
-        elif self._kept_plans and wanted_L.shape[0] <= MAX_ROUTED:
+        # A graph does not know yet which rows draw.
+        scored = wanted_L is None and batch.samples is None and batch.known_slots is not None
+        plan, hidden = self._plans[many], x
+        if wanted_L is not None and self._kept_plans and wanted_L.shape[0] <= MAX_ROUTED:
             plan, hidden, scored = self._kept_plans[many], self.x[: wanted_L.shape[0]], wanted_L.shape[0] > 0
             step.keeps, step.kept, step.kept_count = 1, wanted_L.data_ptr(), wanted_L.shape[0]
         if scored:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,8 +34,11 @@ CONFIGS = {
     "mixer-last": tiny_config("M-*"),
     "odd": tiny_config("M-M", hidden_size=36, ssm_state_size=20, mamba_head_dim=5, mamba_num_heads=6),
     "gate": gated_attention(),
+    "wide-mamba": tiny_config("M-M", mamba_num_heads=16),
+    "wide-attention": tiny_config("M*-", num_attention_heads=8, head_dim=24),
     "no-mixer": tiny_config("--"),
 }
+"""The wide ones have whole panels of 64 outputs that only outputs of the last mixer depend on: gates, queries."""
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},
     "bfloat16": {},
@@ -44,13 +48,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def answered(config: DecoderConfig, *, prompt_logprobs: int | None, **options: Any) -> dict[str, Any]:
+def answered(
+    config: DecoderConfig, *, prompt_logprobs: int | None, prompts: Sequence[list[int]] = PROMPTS, **options: Any
+) -> dict[str, Any]:
     """Tokens and log-probabilities, with options of the runner. Log-probabilities of a prompt are computed from the
     rows of all its tokens."""
     small = {"max_seqs": 8, "max_len": 64, "page_size": 4, "dtype": torch.bfloat16}
     runner = DecoderRunner(config, DecoderOptions(native="on", **{**small, **options}), random_weights(config))
     params = greedy_params(5, ignore_eos=True, logprobs=2, prompt_logprobs=prompt_logprobs)
-    events = run(runner, *(request(f"r{i}", prompt, params) for i, prompt in enumerate(PROMPTS)))
+    events = run(runner, *(request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)))
     return {name: (tokens(of), [(event.logprob, event.top) for event in of]) for name, of in events.items()}
 
 
@@ -62,6 +68,15 @@ def test_rows_that_nobody_reads_change_no_answer(model: str, kind: str) -> None:
     read = answered(config, prompt_logprobs=0, **options)
     assert answered(config, prompt_logprobs=None, **options) == read
     assert answered(config, prompt_logprobs=None, max_chunk=3, **options) == read
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8-int8"])
+@pytest.mark.parametrize("model", ["wide-mamba", "delta", "wide-attention"])
+def test_prompts_of_several_blocks_of_rows(model: str, kind: str) -> None:
+    """Products take up to 192 rows at a time, and rows of one prompt or of several may be in a block."""
+    prompts = [[3 + i % 90 for i in range(count)] for count in (250, 3, 190, 1, 60)]
+    config, options = CONFIGS[model], {**KINDS[kind], "max_len": 288, "prompts": prompts}
+    assert answered(config, prompt_logprobs=None, **options) == answered(config, prompt_logprobs=0, **options)
 
 
 @pytest.mark.parametrize("routed", [1, 4])
