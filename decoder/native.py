@@ -50,9 +50,10 @@ Plan = list[tuple[range, _Layer | None]]
 
 
 def _plan(layers: Sequence[_Layer], apart: tuple[type, ...]) -> Plan:
-    """As few ranges of operations as possible, with layers of the `apart` kinds between them."""
+    """As few ranges of operations as possible, with layers of the `apart` kinds between them. The first operation is
+    the embedding."""
     plan: Plan = []
-    begin = end = 0
+    begin, end = 0, 1
     for layer in layers:
         if layer.ops and not isinstance(layer.built.mixers[0], apart):
             end = layer.ops.stop

@@ -54,7 +54,7 @@ def answered(
     """Tokens and log-probabilities, with options of the runner. Log-probabilities of a prompt are computed from the
     rows of all its tokens."""
     small = {"max_seqs": 8, "max_len": 64, "page_size": 4, "dtype": torch.bfloat16}
-    runner = DecoderRunner(config, DecoderOptions(native="on", **{**small, **options}), random_weights(config))
+    runner = DecoderRunner(config, DecoderOptions(**{"native": "on", **small, **options}), random_weights(config))
     params = greedy_params(5, ignore_eos=True, logprobs=2, prompt_logprobs=prompt_logprobs)
     events = run(runner, *(request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)))
     return {name: (tokens(of), [(event.logprob, event.top) for event in of]) for name, of in events.items()}
@@ -94,6 +94,16 @@ def test_a_layer_that_is_called_at_the_end_gets_all_rows() -> None:
     first, last = tiny_config("M-"), tiny_config("M-", mamba_num_heads=8)
     config = replace(first, layers=(*first.layers, *last.layers))
     assert answered(config, prompt_logprobs=None) == answered(config, prompt_logprobs=0)
+
+
+def test_a_layer_that_is_called_first_gets_embedded_rows() -> None:
+    """Mamba-2 with six taps has no compiled form."""
+    config = tiny_config("M-*-", conv_kernel=6)
+    given: dict[str, Any] = {"prompt_logprobs": None, "dtype": torch.float32}
+    found, expected = (answered(config, native=native, **given) for native in ("on", "off"))
+    for name, (ids, scores) in expected.items():
+        assert found[name][0] == ids
+        assert [score for score, _ in found[name][1]] == pytest.approx([score for score, _ in scores], abs=1e-4)
 
 
 def test_only_rows_that_are_read_are_computed_to_the_end() -> None:

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
@@ -52,6 +52,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def test_streamed_text_equals_the_whole_and_is_never_half_a_character(
     tokenizer: Tokenizer, text: str, cut: int
 ) -> None:
+    assume(not any(token in text for token in SPECIAL))  # which decode to nothing
     ids = tokenizer.encode(text)
     detokenizer = Detokenizer(tokenizer)
     pieces = [detokenizer.push(ids[i : i + cut]) for i in range(0, len(ids), cut)]
