@@ -28,6 +28,8 @@ from service.common.config import ServerOptions
 from service.engine.engine_client import SupervisedEngine
 
 ROOT = Path(__file__).resolve().parents[2]
+LONG = 3900
+"""Tokens of an answer that runs until it is cancelled: some seconds."""
 LIMITS: dict[str, Any] = {"max_seqs": 16, "max_len": 600}
 
 
@@ -105,8 +107,8 @@ def test_a_local_client_closed_at_any_moment_leaves_no_task(model: Path) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for count in (0, 1, 5):
-            client = saccade.LocalClient(model, dtype="float32", threads=1, **LIMITS)
-            streams = [client.stream("x", max_tokens=500, ignore_eos=True) for _ in range(3)]
+            client = saccade.LocalClient(model, dtype="float32", threads=1, max_seqs=16, max_len=4000)
+            streams = [client.stream("x", max_tokens=LONG, ignore_eos=True) for _ in range(3)]
             for _ in range(count):
                 next(streams[0])
             running = threading.Thread(target=_expect_cancelled, args=(client,))
@@ -125,4 +127,4 @@ def test_a_local_client_closed_at_any_moment_leaves_no_task(model: Path) -> None
 
 def _expect_cancelled(client: saccade.LocalClient) -> None:
     with pytest.raises(saccade.errors.Cancelled):
-        client.generate("x", max_tokens=500, ignore_eos=True)
+        client.generate("x", max_tokens=LONG, ignore_eos=True)
