@@ -178,6 +178,7 @@ class RunningEncoder:
 
     def close(self) -> None:
         self.run(self.server.stop(grace=0))
+        self.run(_others_end())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
@@ -191,6 +192,12 @@ class RunningEncoder:
         finally:
             if kind is None:
                 self.thread.handoff.check_integrity(idle=True)
+
+
+async def _others_end(seconds: float = 10.0) -> None:
+    """Waits until cancelled calls have released what they hold."""
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others, timeout=seconds)
 
 
 def children(pid: int, module: str) -> list[int]:
