@@ -188,10 +188,15 @@ def weight_bytes(options: EngineOptions, checkpoint: Checkpoint) -> int:
     total = checkpoint.served_bytes(options.role, item)
     if options.role == "encoder" or options.weights is None:
         return total
-    tied, shapes = checkpoint.config.decoder.tie_word_embeddings, checkpoint.decoder_shapes().items()
-    linear = {name: shape for name, shape in shapes if quantised_name(name, tied=tied)}
+    linear = _linear_shapes(checkpoint)
     held = sum(checkpoint.weight_bytes(name, item) for name in linear)
     return total - held + sum(quantised_bytes(shape, options.weights) for shape in linear.values())
+
+
+def _linear_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """The shapes of the decoder's linear layers, by name."""
+    tied, shapes = checkpoint.config.decoder.tie_word_embeddings, checkpoint.decoder_shapes().items()
+    return {name: shape for name, shape in shapes if quantised_name(name, tied=tied)}
 
 
 def compact_savings(options: EngineOptions, checkpoint: Checkpoint) -> int:
@@ -207,8 +212,7 @@ def compact_savings(options: EngineOptions, checkpoint: Checkpoint) -> int:
         return 0
     if not chosen.compact_weights:
         return 0
-    tied, shapes = checkpoint.config.decoder.tie_word_embeddings, checkpoint.decoder_shapes().items()
-    return sum(math.prod(shape) for name, shape in shapes if quantised_name(name, tied=tied)) // 2
+    return sum(map(math.prod, _linear_shapes(checkpoint).values())) // 2
 
 
 def arena_layout(options: EngineOptions, checkpoint: Checkpoint) -> ArenaLayout:

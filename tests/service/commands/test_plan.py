@@ -264,12 +264,14 @@ def test_what_compiled_code_stores_in_12_bits(tmp_path: Path) -> None:
     path = str(make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "*-", **sizes}).path)
     options = EngineOptions(model=path, dtype="bfloat16", instruction_set=sets[0].name)
     cells = {row[0].strip(): row[1] for row in plan(options)[0].rows}
-    model = build_engine(options)._decoder.model
+    engine = build_engine(options)
+    model = engine._decoder.model
     mixers = [mixer for layer in model.layers for mixer in layer.mixers]
     linear = [one for mixer in mixers for one in vars(mixer).values() if isinstance(one, Linear)] + [model.head]
     stored = [one.packed for one in linear if one.packed is not None]
     assert len(stored) == 5 and all(packed.stored is Kind.COMPACT_BF16 for packed in stored)
     numbers = sum(packed.n * packed.k for packed in stored)
+    engine.close()
     assert cells["as compiled code"] == size(weight_bytes(options, open_checkpoint(path)) - numbers // 2)
     for other in ({"weights": "int8"}, {"dtype": "float32"}, {"native": "off"}, {"instruction_set": "avx2"}):
         rows = plan(EngineOptions(**{"model": path, "dtype": "bfloat16", **other}))[0].rows
