@@ -40,7 +40,7 @@ from benchmarks import machine, models, plot, sized_models
 from benchmarks.floors import Floor, Machine
 from benchmarks.record import write_result
 from benchmarks.sides import SETTLE, TURN, Ours, Peer, Timed, turn
-from benchmarks.workloads import SUBJECTS, Workload, workloads
+from benchmarks.workloads import SUBJECTS, Workload, sized, workloads
 from decoder.config import ACTIVATION_KINDS, WEIGHT_KINDS, DecoderConfig
 from service.model.resolve import DEFAULT_MAX_LEN
 
@@ -310,8 +310,10 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--label: {arguments.label!r} has other characters than a-z, 0-9 and -")
     if arguments.prompt is not None and arguments.prompt < 1:
         parser.error(f"--prompt: {arguments.prompt} is below 1")
-    if arguments.shape != sized_models.SMALLEST and arguments.family != "nemotron_h":
-        parser.error(f"--shape {arguments.shape} needs --family nemotron_h")
+    try:
+        arguments.subject = sized(arguments.family, arguments.shape)
+    except ValueError as error:
+        parser.error(str(error))
     if arguments.peer == "llamacpp" and arguments.weights not in PEER_WEIGHTS:
         parser.error(f"--weights {arguments.weights}: llama.cpp has no type like it; int8, int4 and int4-32 have one")
     return arguments
@@ -320,9 +322,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parsed(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    subject, only = SUBJECTS[arguments.family], set(arguments.only.split(","))
+    subject, only = arguments.subject, set(arguments.only.split(","))
     if arguments.shape != sized_models.SMALLEST:
-        subject = replace(subject, text=partial(sized_models.sized_model, arguments.shape))
         only -= {"omni"}
     peer_weights = "bf16"
     if arguments.peer == "llamacpp":

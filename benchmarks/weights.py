@@ -1,6 +1,7 @@
 """Speed by kind of weights: our server with each of them, in turn, in one run.
 
-    python -m benchmarks.weights [--family nemotron_h|qwen3_5] [--kinds bfloat16,fp8,nvfp4,int8,int8+int8,int4,int4-32]
+    python -m benchmarks.weights [--family nemotron_h|qwen3_5] [--shape 116m|600m|1500m|moe]
+                                 [--kinds bfloat16,fp8,nvfp4,int8,int8+int8,int4,int4-32]
                                  [--peers q8_0,q4_0] [--concurrent 1,32] [--prompts 1x1024,32x128]
                                  [--new-tokens 64] [--rounds 3] [--write] [--label zen5]
 
@@ -27,7 +28,8 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.record import write_result
 from benchmarks.sides import TURN, Ours, Peer, turn
-from benchmarks.workloads import PROMPT, SUBJECTS, Workload, prompt_sizes, text_workload, workloads
+from benchmarks.sized_models import SHAPES, SMALLEST
+from benchmarks.workloads import PROMPT, SUBJECTS, Workload, prompt_sizes, sized, text_workload, workloads
 
 KINDS = ("bfloat16", "fp8", "nvfp4", "int8", "int8+int8", "int4", "int4-32")
 SAME_PROMPTS = 32
@@ -78,6 +80,7 @@ def agreement(sides: dict[str, Ours | Peer], prompts: list[list[int]]) -> dict[s
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=list(SUBJECTS), default="nemotron_h")
+    parser.add_argument("--shape", choices=SHAPES, default=SMALLEST, help="size of nemotron_h")
     parser.add_argument(
         "--kinds", default=",".join(KINDS), help="comma-separated; the others are compared with the first"
     )
@@ -91,7 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
     parser.add_argument("--label", help="last part of the result's name, such as a processor's")
     arguments = parser.parse_args(argv)
-    subject, concurrent = SUBJECTS[arguments.family], [int(count) for count in arguments.concurrent.split(",")]
+    try:
+        subject = sized(arguments.family, arguments.shape)
+    except ValueError as error:
+        parser.error(str(error))
+    concurrent = [int(count) for count in arguments.concurrent.split(",")]
     subject = replace(subject, prompts=arguments.prompts or subject.prompts)
     model, ceilings = subject.text(arguments.folder), machine.ceilings()
     sides: dict[str, Ours | Peer] = {}
@@ -139,7 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "same_first_tokens": same,
     }
     if arguments.write:
-        parts = "weights", arguments.family, "+" in arguments.kinds and "activations", arguments.label
+        shape = arguments.shape != SMALLEST and arguments.shape
+        parts = "weights", arguments.family, "+" in arguments.kinds and "activations", shape, arguments.label
         print(f"written to {write_result('-'.join(filter(None, parts)), result)}")
     return 0
 

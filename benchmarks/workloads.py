@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from PIL import Image
 
-from benchmarks import models, qwen_model
+from benchmarks import models, qwen_model, sized_models
 from benchmarks.floors import Floor, Machine
 
 PROMPT = 128
@@ -53,6 +54,15 @@ SUBJECTS = {
         ((256, 256), (512, 512), (320, 256), (256, 384), (448, 448), (256, 320), (384, 512), (352, 352)),
     ),
 }  # fmt: skip
+
+
+def sized(family: str, shape: str) -> Subject:
+    """A family's requests on its model of this size (`sized_models.SHAPES`). Raises ValueError if it has none."""
+    if shape == sized_models.SMALLEST:
+        return SUBJECTS[family]
+    if family != "nemotron_h":
+        raise ValueError(f"--shape {shape} needs --family nemotron_h")
+    return replace(SUBJECTS[family], text=partial(sized_models.sized_model, shape))
 
 
 def prompt_sizes(text: str) -> tuple[tuple[int, int], ...]:
