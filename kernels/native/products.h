@@ -7,7 +7,8 @@
 #include <numeric>
 #include <utility>
 
-#include "activations.h"
+#include "byte_tiles.h"
+#include "finish.h"
 #include "numbers.h"
 #include "operands.h"
 #include "panels.h"
@@ -18,10 +19,8 @@
 
 namespace {
 
-constexpr int64_t ROWS = 6;         // rows of a register tile: 6 x 4 accumulators of 16
 constexpr int64_t INT_ROWS = 3;     // the same for integers, whose rows count twice
 constexpr int64_t ROW_BLOCK = 192;  // rows that a unit of work covers
-constexpr int64_t SPREAD = 4;       // tiles of rows over which reading the next panel is spread
 #if BF16_PAIRS
 constexpr int64_t SLICE = 1024;     // inputs of a bfloat16 panel that all tiles meet before they meet the next ones ...
 constexpr int64_t SLICED = 8;       // ... where there are at most so many tiles
@@ -30,94 +29,6 @@ constexpr int64_t SLICE = 64, SLICED = ROW_BLOCK / ROWS;  // unpacked to float32
 #endif
 constexpr int64_t UNPACKED_EACH = 2;  // tiles of rows, up to which each unpacks a compact panel for itself: stores would take longer
 constexpr int64_t DIVISIBLE = 1024; // inputs from which on a panel may be divided among threads
-
-struct Product {
-    const Weight* weight;
-    const void* a;
-    int64_t lda;
-    const float* scales;
-    void* out;
-    int64_t ldo, store;
-    Activation activation = Activation::NONE;
-    int64_t outputs = 0;               // of a gated weight: numbers that a row gets
-    float scale = 1.0f;                // ADD: of what is added ...
-    const float* row_scale = nullptr;  // ... and of each row's
-    const Weight* next = nullptr;      // what is multiplied after this, if that is known
-    // The inputs of a panel as several tiles of rows multiply them, if it is not stored so: the first tile stores them here. It is the
-    // thread's own memory, and another block of rows may find them there.
-    void* unpacked = nullptr;
-    bool first_rows = false;
-};
-
-// Stores R rows of sums, V * 16 wide (the last columns may not be outputs): + bias, the activation, then stored or added.
-// For a gated weight, vectors of gates and of gated outputs alternate, and half as many results are stored. A row is read
-// before it is written: a store may wait for its cache line, and later reads would wait with it.
-template <int64_t STORED, int R, int V, bool WHOLE, bool GATED>
-void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
-    constexpr int OUT = GATED ? V / 2 : V;
-    const Weight& w = *job.weight;
-    const int64_t first = GATED ? begin / 2 : begin, outputs = GATED ? job.outputs : w.n;
-    Mask m[OUT];
-    for (int v = 0; v < OUT; v++) m[v] = first_lanes(std::max<int64_t>(0, outputs - first - v * 16));
-    const Activation activation = job.activation;
-    int64_t place = row * job.ldo + first;
-    for (int r = 0; r < R; r++, sums += PANEL, place += job.ldo) {
-        Floats sum[V], y[OUT];
-        for (int v = 0; v < V; v++) sum[v] = load_floats(sums + v * 16);
-        if (w.bias)
-            for (int v = 0; v < V; v++) {
-                const Mask there = first_lanes(std::max<int64_t>(0, w.n - begin - v * 16));
-                sum[v] = sum[v] + load16(w.bias + begin + v * 16, there);
-            }
-        for (int v = 0; v < OUT; v++) y[v] = sum[GATED ? 2 * v : v];
-        activate(y, activation);
-        if constexpr (GATED)
-            for (int v = 0; v < OUT; v++) y[v] = y[v] * sum[2 * v + 1];
-        if constexpr (STORED == STORE_BF16) {
-            uint16_t* to = static_cast<uint16_t*>(job.out) + place;
-            for (int v = 0; v < OUT; v++) store16(to + v * 16, WHOLE ? Mask(0xffff) : m[v], y[v]);
-        } else {
-            float* to = static_cast<float*>(job.out) + place;
-            if constexpr (STORED == ADD) {
-                const Floats scale = splat(job.row_scale ? job.scale * job.row_scale[row + r] : job.scale);
-                for (int v = 0; v < OUT; v++) y[v] = fmadd(y[v], scale, load16(to + v * 16, m[v]));
-            }
-            for (int v = 0; v < OUT; v++) {
-                if constexpr (WHOLE) store_floats(to + v * 16, y[v]);
-                else store_some(to + v * 16, m[v], y[v]);
-            }
-        }
-    }
-}
-
-template <int64_t STORED, int R, int V>
-void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
-    if constexpr (STORED != ADD && V > 1)
-        if (job.weight->gated) {
-            if (job.outputs - begin / 2 >= 8 * V) finish<STORED, R, V, true, true>(job, sums, row, begin);
-            else finish<STORED, R, V, false, true>(job, sums, row, begin);
-            return;
-        }
-    if (job.weight->n - begin >= 16 * V) finish<STORED, R, V, true, false>(job, sums, row, begin);
-    else finish<STORED, R, V, false, false>(job, sums, row, begin);
-}
-
-template <int R, int V>
-void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
-    if (job.store == STORE_BF16) finish<STORE_BF16, R, V>(job, sums, row, begin);
-    else if (job.store == ADD) finish<ADD, R, V>(job, sums, row, begin);
-    else finish<STORE, R, V>(job, sums, row, begin);
-}
-
-// What a tile's outputs are stored in or added to: by the time that there are sums, it is there. Stores are done in order, so that each
-// one beyond the second-level cache would delay those behind it until the next tile waits as well.
-template <int R, int V>
-inline ALWAYS void fetch_outputs(const Product& job, int64_t row, int64_t begin) {
-    const int64_t size = job.store == STORE_BF16 ? 2 : 4, bytes = 16 * V * size / (job.weight->gated ? 2 : 1);
-    const char* to = static_cast<const char*>(job.out) + (row * job.ldo + (job.weight->gated ? begin / 2 : begin)) * size;
-    for (int r = 0; r < R; r++, to += job.ldo * size)
-        for (int64_t at = 0; at < bytes; at += LINE) fetch_to_write(to + at);
-}
 
 // scaled.h
 int64_t summed_groups(const Weight& w);
@@ -140,7 +51,6 @@ void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Inputs 
     if constexpr (V == 4)
         if (w.kind >= FP8) tile_scaled<R>(job.a, row, job.lda, w, panel, inputs, job.unpacked, job.first_rows, ahead, sums);
     const int8_t* bytes = reinterpret_cast<const int8_t*>(a);
-    if (w.operand == BYTES) tile_bytes<R, V>(bytes, 2 * job.lda, job.scales + row, w, panel, first, ahead, sums);
     if constexpr (V == 4)
         if (w.operand == SUMMED_BYTES)
             tile_int4_bytes<R>(bytes, 2 * job.lda, job.scales + row, w, panel, static_cast<uint8_t*>(job.unpacked), job.first_rows, ahead, sums);
@@ -223,6 +133,11 @@ void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, in
         return amx_tiles<1>(job, begin, end, panel, first, next);
     }
 #endif
+    if (w.operand == BYTES) {
+        if (count == 4) return byte_tiles<4>(job, begin, end, panel, first, next);
+        if (count == 2) return byte_tiles<2>(job, begin, end, panel, first, next);
+        return byte_tiles<1>(job, begin, end, panel, first, next);
+    }
     const bool bytes_or_less = w.kind == INT8 || w.kind == INT4;
     const int64_t height = w.operand == INT8 || w.operand == INT4 ? INT_ROWS : ROWS, pieces = (end - begin + height - 1) / height;
     const bool scaled = w.kind >= FP8, floats = !BF16_PAIRS || w.operand == F32;

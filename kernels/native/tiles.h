@@ -335,41 +335,6 @@ void tile_int8(
     for (int v = 0; v < V; v += W) add_int8<R, W>(a, lda, scales, w, panel, first + v, v ? Ahead{} : ahead, out + v * 16);
 }
 
-// Products with rows of signed bytes. The sums are exact: they fit 32 bits, and what is beyond on the way is no loss.
-template <int R, int V>
-__attribute__((noinline)) void add_bytes(
-    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int64_t first, Ahead ahead, float* out
-) {
-    const uint8_t* b = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL + first * 64;
-    const int8_t* const a_end = a + w.kpad;
-    Words sum[R][V];
-    unrolled<R>([&](int r) ALWAYS {
-        const Words behind = SIGNED_DOTS ? zero_words() : broadcast_word(a_end + r * lda);  // what the offset adds
-        unrolled<V>([&](int v) ALWAYS { sum[r][v] = behind; });
-    });
-    while (a < a_end) {
-        const int8_t* const stop = ahead.step() ? std::min(a_end, a + 4 * STRIDE) : a_end;
-        for (; a < stop; a += 4, b += 4 * PANEL) {
-            Words column[V];
-            unrolled<V>([&](int v) ALWAYS { column[v] = in_register(without_offset(load_words(b + v * 64))); });
-            add_bytes_of(a, lda, column, sum);
-        }
-    }
-    in_registers(sum);
-    unrolled<V>([&](int v) ALWAYS {
-        const Floats scale = load_floats(w.scale + panel * PANEL + (first + v) * 16);
-        unrolled<R>([&](int r) ALWAYS { store_floats(out + r * PANEL + v * 16, (to_floats(sum[r][v]) * splat(scales[r])) * scale); });
-    });
-}
-
-template <int R, int V>
-void tile_bytes(
-    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int64_t first, Ahead ahead, float* out
-) {
-    constexpr int W = bytes_beside(R) < V ? bytes_beside(R) : V;
-    for (int v = 0; v < V; v += W) add_bytes<R, W>(a, lda, scales, w, panel, first + v, v ? Ahead{} : ahead, out + v * 16);
-}
-
 // Four inputs of vectors [first, first + V) of an int4 panel, as bytes of 0 to 15. A byte of the panel holds the same input of
 // columns 0..31 (low half) and 32..63 (high half).
 template <int V>
