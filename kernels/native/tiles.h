@@ -266,8 +266,8 @@ void tile_bf16(
 #endif
 
 // Between a loop and the use of its sums: without it, GCC would store each sum in every iteration, or before and after the loop.
-template <int R, int V>
-inline ALWAYS void in_registers(Words (&sum)[R][V]) {
+template <class T, int R, int V>
+inline ALWAYS void in_registers(T (&sum)[R][V]) {
     unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = in_register(sum[r][v]); }); });
 }
 

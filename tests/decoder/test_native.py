@@ -131,6 +131,28 @@ def test_experts_that_are_compact_beside_others(monkeypatch: pytest.MonkeyPatch)
     assert answered() == ({Kind.BF16}, found)
 
 
+@pytest.mark.parametrize("options", [
+    {}, {"dtype": torch.float32}, {"weights": "int8", "activations": "int8"}, {"weights": "int8"},
+    {"weights": "int4-32", "activations": "int8"}, {"weights": "fp8"},
+])  # fmt: skip
+def test_a_prompt_in_one_step_has_the_bits_of_one_in_small_steps(options: dict[str, Any]) -> None:
+    """Products of many rows are computed in another way than those of few, in panels of 64 outputs and behind them."""
+    config = tiny_config("M-*-", hidden_size=160, intermediate_size=200)
+    prompts = [[3 + (7 * i + count) % 90 for i in range(count)] for count in (229, 3, 60)]
+
+    def answered(rows: int) -> dict[str, list[tuple[int | None, float | None]]]:
+        fixed = {"dtype": torch.bfloat16, "max_seqs": 4, "max_len": 288, "page_size": 4, "native": "on"}
+        given = DecoderOptions(**{**fixed, **options, "max_batched_tokens": rows})
+        runner = DecoderRunner(config, given, random_weights(config))
+        params = greedy_params(4, ignore_eos=True, logprobs=0)
+        events = run(runner, *(request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)))
+        return {name: [(event.token_id, event.logprob) for event in of] for name, of in events.items()}
+
+    whole = answered(512)
+    assert [len(of) for of in whole.values()] == [4, 4, 4]
+    assert answered(7) == whole and answered(40) == whole
+
+
 def test_scaled_embeddings_and_layers_are_compiled() -> None:
     mixers: list[tuple[tuple[str, MixerSpec], ...]] = [
         (("mixer", Mamba2(32, 4, 8, 2, 16, chunk_size=8)),),

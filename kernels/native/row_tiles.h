@@ -1,0 +1,197 @@
+// Products of many rows with panels whose numbers are stored as they are multiplied: pairs of bfloat16, and bytes times rows of signed
+// bytes. Both are words: a row's and 16 outputs' are multiplied by one instruction.
+//
+// Several tiles of the same height are one call. A tile of 768 inputs takes 2,300 cycles with bytes; its end is a branch that is
+// predicted wrongly, so what lies between two tiles' loops takes as long as it looks: calls, divisions, and sums that are stored for
+// another function added 8 %.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "activations.h"
+#include "finish.h"
+#include "numbers.h"
+#include "panels.h"
+#include "structs.h"
+#include "tiles.h"
+
+namespace {
+
+// What the last `tiles` of several tiles prefetch into the second-level cache: so many lines at each step, which is a word of a row.
+struct AheadOfTiles {
+    const char* at = nullptr;
+    int64_t tiles = 0, lines = 0;
+    // The same for the last `count` tiles of these, after those before them.
+    AheadOfTiles last(int64_t count, int64_t steps) const {
+        const int64_t later = std::min(count, tiles);
+        return {at + (tiles - later) * lines * LINE * steps, later, lines};
+    }
+};
+
+// Four signed bytes of a row. The sums are exact: they fit 32 bits, and what is beyond on the way is no loss.
+struct ByteWords {
+    using Sum = Words;
+    static int64_t steps(const Weight& w) { return w.kpad / 4; }
+    static constexpr int beside(int rows) { return bytes_beside(rows); }
+    static Sum none() { return zero_words(); }
+    static Words column(const uint8_t* b) { return in_register(without_offset(load_words(b))); }
+    static Sum add(Sum sum, Words x, Words column) { return dot_stored(sum, column, x); }
+    // The sums of row r, whose first input is at `a`, of V vectors from output `begin` on.
+    template <int V>
+    static inline ALWAYS void outputs(const Product& job, int64_t row, int64_t begin, const char* a, const Sum (&sum)[V], Floats (&y)[V]) {
+        const Words behind = SIGNED_DOTS ? zero_words() : broadcast_word(reinterpret_cast<const int8_t*>(a) + job.weight->kpad);  // what the offset adds
+        const Floats scale = splat(job.scales[row]);
+        const float* const scales = job.weight->scale + begin;
+        unrolled<V>([&](int v) ALWAYS {
+            y[v] = (to_floats(SIGNED_DOTS ? sum[v] : add32(sum[v], behind)) * scale) * load_floats(scales + v * 16);
+        });
+    }
+};
+
+#if BF16_PAIRS
+struct PairWords {
+    using Sum = Floats;
+    static int64_t steps(const Weight& w) { return w.kpad / 2; }
+    static constexpr int beside(int rows) { return vectors_beside(rows); }
+    static Sum none() { return zero(); }
+    static Words column(const uint8_t* b) { return in_register(load_words(b)); }
+    static Sum add(Sum sum, Words x, Words column) { return dot_pairs(sum, x, column); }
+    template <int V>
+    static inline ALWAYS void outputs(const Product&, int64_t, int64_t, const char*, const Sum (&sum)[V], Floats (&y)[V]) {
+        unrolled<V>([&](int v) ALWAYS { y[v] = sum[v]; });
+    }
+};
+#endif
+
+// `count` tiles of R rows, from `row` on, times V vectors of outputs, from vector `first` of a panel on, which lies at `columns`.
+// finish(row, each) stores the tile from that row on: each(f) calls f(r, outputs) with each of its rows.
+template <class Cells, int R, int V, class Finish>
+__attribute__((noinline)) void add_tiles(
+    const Product& job, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first, AheadOfTiles ahead, const Finish& finish
+) {
+    const int64_t lda = 2 * job.lda, begin = panel * PANEL + first * 16, bytes = 4 * Cells::steps(*job.weight);
+    const char* a = static_cast<const char*>(job.a) + row * lda;
+    columns += first * LINE;
+    for (int64_t left = count; left; left--, row += R, a += R * lda) {
+        const int64_t lines = left <= ahead.tiles ? ahead.lines : 0;
+        const char* const a_end = a + bytes;
+        const uint8_t* b = columns;
+        typename Cells::Sum sum[R][V];
+        unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = Cells::none(); }); });
+        int64_t fetched = 0;
+        for (const char* x = a; x < a_end; fetched++) {
+            if (fetched < R) fetch_outputs<1, V>(job, row + fetched, begin);
+            for (const char* const stop = std::min(a_end, x + LINE); x < stop; x += 4, b += 4 * LINE) {
+                for (int64_t line = 0; line < lines; line++, ahead.at += LINE) prefetch_far(ahead.at);
+                Words column[V];
+                unrolled<V>([&](int v) ALWAYS { column[v] = Cells::column(b + v * LINE); });
+                unrolled<R>([&](int r) ALWAYS {
+                    const Words cell = broadcast_word(reinterpret_cast<const int8_t*>(x + r * lda));
+                    unrolled<V>([&](int v) ALWAYS { sum[r][v] = Cells::add(sum[r][v], cell, column[v]); });
+                });
+            }
+        }
+        in_registers(sum);
+        finish(row, [&](const auto& finish_row) ALWAYS {
+            unrolled<R>([&](int r) ALWAYS {
+                Floats y[V];
+                Cells::outputs(job, row + r, begin, a + r * lda, sum[r], y);
+                finish_row(r, y);
+            });
+        });
+    }
+}
+
+// Whether `FinishAtOnce` does what a product asks for, with V vectors from output `begin` on.
+template <int V>
+bool is_simple(const Product& job, int64_t begin) {
+    const Weight& w = *job.weight;
+    const bool squared = job.activation == Activation::RELU_SQUARED && job.store == STORE_BF16;
+    return w.n - begin >= 16 * V && !w.gated && !w.bias && (job.activation == Activation::NONE || squared);
+}
+
+// Does what `finish` does, with sums in registers. What a function captures is a copy: after each store it would be loaded again.
+template <int V>
+struct FinishAtOnce {
+    const Product& job;
+    int64_t begin;
+    template <class Each>
+    inline ALWAYS void operator()(int64_t row, const Each& each) const {
+        const int64_t ldo = job.ldo, place = row * ldo + begin;
+        float* const floats = static_cast<float*>(job.out) + place;
+        uint16_t* const halves = static_cast<uint16_t*>(job.out) + place;
+        if (job.store == STORE) {
+            each([=](int r, Floats (&y)[V]) ALWAYS { unrolled<V>([=, &y](int v) ALWAYS { store_floats(floats + r * ldo + v * 16, y[v]); }); });
+        } else if (job.store == ADD) {
+            const float* const row_scale = job.row_scale ? job.row_scale + row : nullptr;
+            const float all = job.scale;
+            each([=](int r, Floats (&y)[V]) ALWAYS {
+                const Floats scale = splat(row_scale ? all * row_scale[r] : all);
+                float* const to = floats + r * ldo;
+                unrolled<V>([=, &y](int v) ALWAYS { store_floats(to + v * 16, fmadd(y[v], scale, load_floats(to + v * 16))); });
+            });
+        } else if (job.activation == Activation::NONE) {
+            each([=](int r, Floats (&y)[V]) ALWAYS { unrolled<V>([=, &y](int v) ALWAYS { store_bf16(halves + r * ldo + v * 16, y[v]); }); });
+        } else {
+            each([=](int r, Floats (&y)[V]) ALWAYS {
+                unrolled<V>([=, &y](int v) ALWAYS { store_bf16(halves + r * ldo + v * 16, relu_squared(y[v])); });
+            });
+        }
+    }
+};
+
+// `count` tiles of `height` rows.
+template <class Cells, int V, int R = ROWS>
+void equal_tiles(
+    const Product& job, int64_t height, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first, AheadOfTiles ahead
+) {
+    if constexpr (R > 1) {
+        if (height < R) return equal_tiles<Cells, V, R - 1>(job, height, row, count, columns, panel, first, ahead);
+    }
+    constexpr int W = std::min(Cells::beside(R), V);
+    const int64_t begin = panel * PANEL + first * 16;
+    if constexpr (W == V) {
+        if (is_simple<V>(job, begin)) return add_tiles<Cells, R, V>(job, row, count, columns, panel, first, ahead, FinishAtOnce<V>{job, begin});
+    }
+    alignas(64) float sums[R * PANEL];
+    for (int64_t left = count; left; left--, row += R) {
+        AheadOfTiles own;
+        if (left <= ahead.tiles) own = {ahead.last(left, Cells::steps(*job.weight)).at, 1, ahead.lines};
+        for (int v = 0; v < V; v += W, own = {}) {
+            const auto keep = [to = sums + v * 16](int64_t, const auto& each) ALWAYS {
+                each([to](int r, Floats (&y)[W]) ALWAYS { unrolled<W>([=, &y](int i) ALWAYS { store_floats(to + r * PANEL + i * 16, y[i]); }); });
+            };
+            add_tiles<Cells, R, W>(job, row, 1, columns, panel, first + v, own, keep);
+        }
+        finish<R, V>(job, sums, row, begin);
+    }
+}
+
+// Rows [begin, end), in tiles of nearly equal height. `columns`: the panel. `next`: see `tiles`.
+template <class Cells, int V>
+void row_tiles(const Product& job, int64_t begin, int64_t end, const uint8_t* columns, int64_t panel, int64_t first, const char* next) {
+    const int64_t rows = end - begin, count = (rows + ROWS - 1) / ROWS, height = rows / count, higher = rows % count;
+    const int64_t steps = Cells::steps(*job.weight);
+    AheadOfTiles ahead;
+    if (next && count > 1) {
+        const int64_t tiles = std::min(count, SPREAD);
+        ahead = {next, tiles, (panel_bytes(*job.weight) / LINE + tiles * steps - 1) / (tiles * steps)};
+    }
+    const AheadOfTiles last = ahead.last(count - higher, steps);
+    if (higher) equal_tiles<Cells, V>(job, height + 1, begin, higher, columns, panel, first, {ahead.at, ahead.tiles - last.tiles, ahead.lines});
+    equal_tiles<Cells, V>(job, height, begin + higher * (height + 1), count - higher, columns, panel, first, last);
+}
+
+// The same for 1, 2 or 4 vectors.
+template <class Cells>
+void row_tiles(
+    const Product& job, int64_t begin, int64_t end, const uint8_t* columns, int64_t panel, int64_t first, int64_t vectors, const char* next
+) {
+    if (vectors == 4) row_tiles<Cells, 4>(job, begin, end, columns, panel, first, next);
+    else if (vectors == 2) row_tiles<Cells, 2>(job, begin, end, columns, panel, first, next);
+    else row_tiles<Cells, 1>(job, begin, end, columns, panel, first, next);
+}
+
+}  // namespace
