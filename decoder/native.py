@@ -260,7 +260,14 @@ class NativeStep(Operations):
         if scored:
             logits = self._logits_of(hidden)
             step.logits, step.largest = logits.data_ptr(), self._room.largest_address(hidden.shape[0])
-        eps, dtype = self.config.norm_eps, self.options.dtype
+        self._follow(plan, step, batch, scored=scored)
+        if scored and step.largest:
+            self._largest = logits, self._room.largest(hidden.shape[0])
+        return hidden if wanted_L is None or step.keeps else x.index_select(0, wanted_L)
+
+    def _follow(self, plan: Plan, step: Step, batch: Batch, *, scored: bool) -> None:
+        """Runs a plan, and behind it the operations that compute logits if the step is `scored`."""
+        x, eps, dtype = self.x[: step.tokens], self.config.norm_eps, self.options.dtype
         for ops, layer in plan:
             if layer is None and scored:
                 ops = range(ops.start, self._head.stop)
@@ -271,9 +278,6 @@ class NativeStep(Operations):
                     self._run_on(block, layer.ops, Step(tokens=block.shape[0]))
             elif layer is not None:
                 x += layer.built(rms_norm(x, layer.built.norm, eps, dtype), batch)
-        if scored and step.largest:
-            self._largest = logits, self._room.largest(hidden.shape[0])
-        return hidden if wanted_L is None or step.keeps else x.index_select(0, wanted_L)
 
     def single(self, rows: Singles, table_SW: Tensor | None) -> Tensor:
         """`layers` and `logits` for at most `max_singles` rows of one token, including the embedding, in one call.

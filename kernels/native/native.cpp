@@ -148,10 +148,11 @@ class StepJob : public Job {
             case LARGEST: step.largest[unit] = first_largest(step.logits + unit * m_.vocab, m_.vocab); break;
             case KEEP: keep(op); break;
             default:
-                for (int64_t row = TOGETHER * unit; row < std::min(step.tokens, TOGETHER * (unit + 1)); row++)
+                for (int64_t row = TOGETHER * unit; row < std::min(step.tokens, TOGETHER * (unit + 1)); row++) {
                     if (kept_.leaves_out(first_ + phase, row)) continue;
-                    else if (op.code == HEADS) prepare_heads(m_, *op.attention, step, row, scratch.data());
+                    if (op.code == HEADS) prepare_heads(m_, *op.attention, step, row, scratch.data());
                     else make_row(m_, op, row, scratch.data());
+                }
         }
     }
 

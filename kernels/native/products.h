@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "finish.h"
+#include "int4_tiles.h"
 #include "numbers.h"
 #include "operands.h"
 #include "panels.h"
@@ -133,8 +134,8 @@ void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, in
         return amx_tiles<1>(job, begin, end, panel, first, next);
     }
 #endif
-    if (w.operand == BYTES)
-        return row_tiles<ByteWords>(job, begin, end, static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w), panel, first, count, next);
+    const uint8_t* const stored = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
+    if (w.operand == BYTES) return row_tiles<WordTiles<ByteWords>>(job, begin, end, stored, panel, first, count, next);
     const bool bytes_or_less = w.kind == INT8 || w.kind == INT4;
     const int64_t height = w.operand == INT8 || w.operand == INT4 ? INT_ROWS : ROWS, pieces = (end - begin + height - 1) / height;
     const bool scaled = w.kind >= FP8, floats = !BF16_PAIRS || w.operand == F32;
@@ -145,19 +146,20 @@ void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, in
     if (pieces > 1 && w.operand == SUMMED_BYTES) job.unpacked = own_memory<0>(length * PANEL / 4);
     const bool there = job.unpacked && is_unpacked(w, length == w.kpad && count == 4 ? panel : -1);
     alignas(64) float sums[SLICED * ROWS * PANEL];
-#if BF16_PAIRS
-    if (const bool compact = w.kind == COMPACT_BF16; VECTOR_REGISTERS == 1 && !sliced && pieces > 1 && w.operand == BF16 && (w.kind == BF16 || compact)) {
-        const void* columns = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
-        if (compact && !there) {  // the first tile stores the panel for the others
+    const bool pairs = BF16_PAIRS && w.operand == BF16 && (w.kind == BF16 || (scaled && summed_groups(w) == 1)) && !sliced;
+    if (pieces > 1 && (pairs || (w.operand == SUMMED_BYTES && INT4_TILES))) {
+        if (job.unpacked && !there) {  // the first tile stores the panel for the others
             job.first_rows = true;
             const int64_t height = (end - begin) / pieces;
             tile_of<4>(height, job, begin, panel, first, {0, w.kpad}, {}, sums);
             begin += height;
         }
-        if (compact) columns = job.unpacked;
-        return row_tiles<PairWords>(job, begin, end, static_cast<const uint8_t*>(columns), panel, first, count, next);
-    }
+        if (w.operand == SUMMED_BYTES) return int4_tiles<UNPACKED_VECTORS>(job, begin, end, panel, next);
+#if BF16_PAIRS
+        const auto* const columns = static_cast<const uint8_t*>(job.unpacked ? job.unpacked : stored);
+        return row_tiles<WordTiles<PairWords>>(job, begin, end, columns, panel, first, count, next);
 #endif
+    }
     for (int64_t at = 0; at < w.kpad; at += length) {
         const Inputs inputs{at, std::min(at + length, w.kpad)};
         const int64_t bytes = panel_bytes(w) * (inputs.end - at) / w.kpad;

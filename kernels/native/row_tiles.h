@@ -51,6 +51,7 @@ struct ByteWords {
 };
 
 #if BF16_PAIRS
+// Pairs of bfloat16, of weights whose scales belong to whole outputs.
 struct PairWords {
     using Sum = Floats;
     static int64_t steps(const Weight& w) { return w.kpad / 2; }
@@ -59,50 +60,59 @@ struct PairWords {
     static Words column(const uint8_t* b) { return in_register(load_words(b)); }
     static Sum add(Sum sum, Words x, Words column) { return dot_pairs(sum, x, column); }
     template <int V>
-    static inline ALWAYS void outputs(const Product&, int64_t, int64_t, const char*, const Sum (&sum)[V], Floats (&y)[V]) {
-        unrolled<V>([&](int v) ALWAYS { y[v] = sum[v]; });
+    static inline ALWAYS void outputs(const Product& job, int64_t, int64_t begin, const char*, const Sum (&sum)[V], Floats (&y)[V]) {
+        const Weight& w = *job.weight;
+        const float* const scales = w.kind == NVFP4 ? w.outer : w.kind == FP8 || w.kind == UINT4 ? w.scale : nullptr;
+        unrolled<V>([&](int v) ALWAYS { y[v] = scales ? sum[v] * load_floats(scales + begin + v * 16) : sum[v]; });
     }
 };
 #endif
 
-// `count` tiles of R rows, from `row` on, times V vectors of outputs, from vector `first` of a panel on, which lies at `columns`.
-// finish(row, each) stores the tile from that row on: each(f) calls f(r, outputs) with each of its rows.
-template <class Cells, int R, int V, class Finish>
-__attribute__((noinline)) void add_tiles(
-    const Product& job, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first, AheadOfTiles ahead, const Finish& finish
-) {
-    const int64_t lda = 2 * job.lda, begin = panel * PANEL + first * 16, bytes = 4 * Cells::steps(*job.weight);
-    const char* a = static_cast<const char*>(job.a) + row * lda;
-    columns += first * LINE;
-    for (int64_t left = count; left; left--, row += R, a += R * lda) {
-        const int64_t lines = left <= ahead.tiles ? ahead.lines : 0;
-        const char* const a_end = a + bytes;
-        const uint8_t* b = columns;
-        typename Cells::Sum sum[R][V];
-        unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = Cells::none(); }); });
-        int64_t fetched = 0;
-        for (const char* x = a; x < a_end; fetched++) {
-            if (fetched < R) fetch_outputs<1, V>(job, row + fetched, begin);
-            for (const char* const stop = std::min(a_end, x + LINE); x < stop; x += 4, b += 4 * LINE) {
-                for (int64_t line = 0; line < lines; line++, ahead.at += LINE) prefetch_far(ahead.at);
-                Words column[V];
-                unrolled<V>([&](int v) ALWAYS { column[v] = Cells::column(b + v * LINE); });
-                unrolled<R>([&](int r) ALWAYS {
-                    const Words cell = broadcast_word(reinterpret_cast<const int8_t*>(x + r * lda));
-                    unrolled<V>([&](int v) ALWAYS { sum[r][v] = Cells::add(sum[r][v], cell, column[v]); });
-                });
+// Tiles of ByteWords or PairWords.
+template <class Cells>
+struct WordTiles {
+    static int64_t steps(const Weight& w) { return Cells::steps(w); }
+    static constexpr int beside(int rows) { return Cells::beside(rows); }
+
+    // `count` tiles of R rows, from `row` on, times V vectors of outputs, from vector `first` of a panel on, which lies at `columns`.
+    // finish(row, each) stores the tile from that row on: each(f) calls f(r, outputs) with each of its rows.
+    template <int R, int V, class Finish>
+    static __attribute__((noinline)) void add(
+        const Product& job, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first, AheadOfTiles ahead, const Finish& finish
+    ) {
+        const int64_t lda = 2 * job.lda, begin = panel * PANEL + first * 16, bytes = 4 * Cells::steps(*job.weight);
+        const char* a = static_cast<const char*>(job.a) + row * lda;
+        columns += first * LINE;
+        for (int64_t left = count; left; left--, row += R, a += R * lda) {
+            const int64_t lines = left <= ahead.tiles ? ahead.lines : 0;
+            const char* const a_end = a + bytes;
+            const uint8_t* b = columns;
+            typename Cells::Sum sum[R][V];
+            unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = Cells::none(); }); });
+            int64_t fetched = 0;
+            for (const char* x = a; x < a_end; fetched++) {
+                if (fetched < R) fetch_outputs<1, V>(job, row + fetched, begin);
+                for (const char* const stop = std::min(a_end, x + LINE); x < stop; x += 4, b += 4 * LINE) {
+                    for (int64_t line = 0; line < lines; line++, ahead.at += LINE) prefetch_far(ahead.at);
+                    Words column[V];
+                    unrolled<V>([&](int v) ALWAYS { column[v] = Cells::column(b + v * LINE); });
+                    unrolled<R>([&](int r) ALWAYS {
+                        const Words cell = broadcast_word(reinterpret_cast<const int8_t*>(x + r * lda));
+                        unrolled<V>([&](int v) ALWAYS { sum[r][v] = Cells::add(sum[r][v], cell, column[v]); });
+                    });
+                }
             }
-        }
-        in_registers(sum);
-        finish(row, [&](const auto& finish_row) ALWAYS {
-            unrolled<R>([&](int r) ALWAYS {
-                Floats y[V];
-                Cells::outputs(job, row + r, begin, a + r * lda, sum[r], y);
-                finish_row(r, y);
+            in_registers(sum);
+            finish(row, [&](const auto& finish_row) ALWAYS {
+                unrolled<R>([&](int r) ALWAYS {
+                    Floats y[V];
+                    Cells::outputs(job, row + r, begin, a + r * lda, sum[r], y);
+                    finish_row(r, y);
+                });
             });
-        });
+        }
     }
-}
+};
 
 // Whether `FinishAtOnce` does what a product asks for, with V vectors from output `begin` on.
 template <int V>
@@ -143,55 +153,55 @@ struct FinishAtOnce {
 };
 
 // `count` tiles of `height` rows.
-template <class Cells, int V, int R = ROWS>
+template <class Tiles, int V, int R = ROWS>
 void equal_tiles(
     const Product& job, int64_t height, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first, AheadOfTiles ahead
 ) {
     if constexpr (R > 1) {
-        if (height < R) return equal_tiles<Cells, V, R - 1>(job, height, row, count, columns, panel, first, ahead);
+        if (height < R) return equal_tiles<Tiles, V, R - 1>(job, height, row, count, columns, panel, first, ahead);
     }
-    constexpr int W = std::min(Cells::beside(R), V);
+    constexpr int W = std::min(Tiles::beside(R), V);
     const int64_t begin = panel * PANEL + first * 16;
     if constexpr (W == V) {
-        if (is_simple<V>(job, begin)) return add_tiles<Cells, R, V>(job, row, count, columns, panel, first, ahead, FinishAtOnce<V>{job, begin});
+        if (is_simple<V>(job, begin)) return Tiles::template add<R, V>(job, row, count, columns, panel, first, ahead, FinishAtOnce<V>{job, begin});
     }
     alignas(64) float sums[R * PANEL];
     for (int64_t left = count; left; left--, row += R) {
         AheadOfTiles own;
-        if (left <= ahead.tiles) own = {ahead.last(left, Cells::steps(*job.weight)).at, 1, ahead.lines};
+        if (left <= ahead.tiles) own = {ahead.last(left, Tiles::steps(*job.weight)).at, 1, ahead.lines};
         for (int v = 0; v < V; v += W, own = {}) {
             const auto keep = [to = sums + v * 16](int64_t, const auto& each) ALWAYS {
                 each([to](int r, Floats (&y)[W]) ALWAYS { unrolled<W>([=, &y](int i) ALWAYS { store_floats(to + r * PANEL + i * 16, y[i]); }); });
             };
-            add_tiles<Cells, R, W>(job, row, 1, columns, panel, first + v, own, keep);
+            Tiles::template add<R, W>(job, row, 1, columns, panel, first + v, own, keep);
         }
         finish<R, V>(job, sums, row, begin);
     }
 }
 
 // Rows [begin, end), in tiles of nearly equal height. `columns`: the panel. `next`: see `tiles`.
-template <class Cells, int V>
+template <class Tiles, int V>
 void row_tiles(const Product& job, int64_t begin, int64_t end, const uint8_t* columns, int64_t panel, int64_t first, const char* next) {
     const int64_t rows = end - begin, count = (rows + ROWS - 1) / ROWS, height = rows / count, higher = rows % count;
-    const int64_t steps = Cells::steps(*job.weight);
+    const int64_t steps = Tiles::steps(*job.weight);
     AheadOfTiles ahead;
     if (next && count > 1) {
         const int64_t tiles = std::min(count, SPREAD);
         ahead = {next, tiles, (panel_bytes(*job.weight) / LINE + tiles * steps - 1) / (tiles * steps)};
     }
     const AheadOfTiles last = ahead.last(count - higher, steps);
-    if (higher) equal_tiles<Cells, V>(job, height + 1, begin, higher, columns, panel, first, {ahead.at, ahead.tiles - last.tiles, ahead.lines});
-    equal_tiles<Cells, V>(job, height, begin + higher * (height + 1), count - higher, columns, panel, first, last);
+    if (higher) equal_tiles<Tiles, V>(job, height + 1, begin, higher, columns, panel, first, {ahead.at, ahead.tiles - last.tiles, ahead.lines});
+    equal_tiles<Tiles, V>(job, height, begin + higher * (height + 1), count - higher, columns, panel, first, last);
 }
 
 // The same for 1, 2 or 4 vectors.
-template <class Cells>
+template <class Tiles>
 void row_tiles(
     const Product& job, int64_t begin, int64_t end, const uint8_t* columns, int64_t panel, int64_t first, int64_t vectors, const char* next
 ) {
-    if (vectors == 4) row_tiles<Cells, 4>(job, begin, end, columns, panel, first, next);
-    else if (vectors == 2) row_tiles<Cells, 2>(job, begin, end, columns, panel, first, next);
-    else row_tiles<Cells, 1>(job, begin, end, columns, panel, first, next);
+    if (vectors == 4) row_tiles<Tiles, 4>(job, begin, end, columns, panel, first, next);
+    else if (vectors == 2) row_tiles<Tiles, 2>(job, begin, end, columns, panel, first, next);
+    else row_tiles<Tiles, 1>(job, begin, end, columns, panel, first, next);
 }
 
 }  // namespace

@@ -1,0 +1,210 @@
+// Products with int4 weights of rows of SUMMED_BYTES.
+//
+// The first tile of rows unpacks a panel in registers. If there are more tiles, it stores the bytes for them,
+// [4 / UNPACKED_VECTORS][k / 4][UNPACKED_VECTORS][16][4]: of as many vectors of outputs as they multiply at a time. Sums of a group are
+// multiplied by scales, so a tile needs two registers for each of its sums: with 32 of them, six rows and two vectors.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "finish.h"
+#include "panels.h"
+#include "row_tiles.h"
+#include "structs.h"
+#include "tiles.h"
+
+namespace {
+
+constexpr bool INT4_TILES = VECTOR_REGISTERS == 1;  // whether there are enough registers
+constexpr int UNPACKED_VECTORS = INT4_TILES ? 2 : 4;
+
+// Where the bytes of a vector of outputs begin in an unpacked panel.
+inline int64_t unpacked_at(const Weight& w, int64_t vector) {
+    return vector / UNPACKED_VECTORS * (w.kpad / 4 * UNPACKED_VECTORS * LINE) + vector % UNPACKED_VECTORS * LINE;
+}
+
+// Sums of a group of int4 weights with rows of SUMMED_BYTES are exact integers. `less`: -8 times the sums of a group's numbers of each
+// row, what the weights' offset adds. ZEROS: zero points are subtracted as float32 instead, exactly up to 8,192 inputs a group.
+template <int R, int V, bool ZEROS>
+inline ALWAYS void begin_group(const int32_t* less, Words (&sum)[R][V]) {
+    unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = ZEROS ? zero_words() : splat_word(less[r]); }); });
+}
+
+// The sums, times the scales of their outputs, are added to `out`.
+template <int R, int V, bool ZEROS>
+inline ALWAYS void finish_group(Words (&sum)[R][V], const int32_t* less, const Weight& w, int64_t scales, bool from_zero, float* out) {
+    in_registers(sum);
+    unrolled<V>([&](int v) ALWAYS {
+        const Floats scale = group_scales(w, scales + v * 16);
+        unrolled<R>([&](int r) ALWAYS {
+            float* const total = out + r * PANEL + v * 16;
+            Floats found = to_floats(sum[r][v]);
+            if constexpr (ZEROS) found = fmadd(splat(float(less[r]) * 0.125f), load_floats(w.zeros + scales + v * 16), found);
+            store_floats(total, fmadd(found, scale, from_zero ? zero() : load_floats(total)));
+        });
+    });
+}
+
+// A group that another tile has unpacked to bytes. Each group is a call: in a loop over groups, GCC would keep sums in memory.
+template <int R, int V, bool ZEROS>
+__attribute__((noinline)) void add_unpacked_group(
+    const int8_t* a, int64_t lda, int64_t count, const uint8_t* b, const int32_t* less, const Weight& w, int64_t scales, bool from_zero,
+    Ahead& ahead, float* out
+) {
+    const int8_t* const a_end = a + count;
+    Words sum[R][V];
+    begin_group<R, V, ZEROS>(less, sum);
+    while (a < a_end) {
+        const int8_t* const stop = ahead.step() ? std::min(a_end, a + 8 * STRIDE) : a_end;
+        for (; a < stop; a += 4, b += UNPACKED_VECTORS * LINE) {
+            Words column[V];
+            unrolled<V>([&](int v) ALWAYS { column[v] = in_register(load_words(b + v * LINE)); });
+            add_bytes_of(a, lda, column, sum);
+        }
+    }
+    finish_group<R, V, ZEROS>(sum, less, w, scales, from_zero, out);
+}
+
+// A group whose numbers are unpacked in registers and, if KEPT, stored for other tiles.
+template <int R, int V, bool KEPT, bool ZEROS>
+__attribute__((noinline)) void add_packed_group(
+    const int8_t* a, int64_t lda, int64_t count, const uint8_t* b, uint8_t* unpacked, int64_t first, const int32_t* less, const Weight& w,
+    int64_t scales, bool from_zero, Ahead& ahead, float* out
+) {
+    const int64_t step = R <= 2 ? LINES_FOLLOWED * LINE : LINE;
+    const int8_t* const a_end = a + count;
+    Words sum[R][V];
+    begin_group<R, V, ZEROS>(less, sum);
+    for (; a < a_end; a += 4 * STRIDE) {
+        ahead.step();
+        const int64_t lines = first ? 0 : 2 * STRIDE * PANEL;  // the first vectors' pass reads for the others
+        for (int64_t at = 0; at < lines; at += step) prefetch_far(b + at + FETCHED);
+        unrolled<STRIDE>([&](int i) ALWAYS {
+            Words column[V];
+            unpack_int4(b, first, column);
+            b += 2 * PANEL;
+            if constexpr (KEPT) unrolled<V>([&](int v) ALWAYS { store_words(unpacked + unpacked_at(w, v), column[v]); });
+            if constexpr (KEPT) unpacked += UNPACKED_VECTORS * LINE;
+            add_bytes_of(a + 4 * i, lda, column, sum);
+        });
+    }
+    finish_group<R, V, ZEROS>(sum, less, w, scales, from_zero, out);
+}
+
+// Rows of SUMMED_BYTES times a panel of int4 weights. `unpacked`: null if there is only one tile; else the first tile stores the
+// panel there for the others.
+template <int R>
+void tile_int4_bytes(
+    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, uint8_t* unpacked, bool first_rows, Ahead ahead,
+    float* out
+) {
+    constexpr int V = bytes_beside(R);
+    const int64_t groups = (w.k + w.group - 1) / w.group;
+    const uint8_t* const packed = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
+    const auto run = [&](auto zeros) {
+        constexpr bool ZEROS = decltype(zeros)::value;
+        for (int first = 0; first < 4; first += V)
+            for (int64_t g = 0; g < groups; g++) {
+                const int64_t begin = g * w.group, end = g + 1 < groups ? begin + w.group : w.kpad;
+                const int64_t at = (panel * groups + g) * PANEL + first * 16;
+                int32_t less[R];
+                for (int r = 0; r < R; r++) {
+                    uint32_t before, all;
+                    std::memcpy(&before, a + r * lda + w.kpad + begin / SUMMED * 4, 4);
+                    std::memcpy(&all, a + r * lda + w.kpad + end / SUMMED * 4, 4);
+                    less[r] = int32_t(all - before);
+                }
+                const int8_t* const x = a + begin;
+                uint8_t* const bytes = unpacked ? unpacked + unpacked_at(w, first) + begin / 4 * UNPACKED_VECTORS * LINE : nullptr;
+                float* const to = out + first * 16;
+                const uint8_t* const b = packed + begin * PANEL / 2;
+                if (!bytes) add_packed_group<R, V, false, ZEROS>(x, lda, end - begin, b, bytes, first, less, w, at, !g, ahead, to);
+                else if (first_rows) add_packed_group<R, V, true, ZEROS>(x, lda, end - begin, b, bytes, first, less, w, at, !g, ahead, to);
+                else if constexpr (!INT4_TILES) add_unpacked_group<R, V, ZEROS>(x, lda, end - begin, bytes, less, w, at, !g, ahead, to);
+            }
+    };
+    if (w.zeros) run(std::true_type());
+    else run(std::false_type());
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < 4; v++) store_floats(out + r * PANEL + v * 16, load_floats(out + r * PANEL + v * 16) * splat(scales[r]));
+}
+
+// Of an unpacked panel, for `row_tiles`.
+template <bool ZEROS>
+struct Int4Words {
+    static int64_t steps(const Weight& w) { return w.kpad / 4; }
+    static constexpr int beside(int) { return UNPACKED_VECTORS; }
+
+    template <int R, int V, class Finish>
+    static __attribute__((noinline)) void add(
+        const Product& job, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first, AheadOfTiles ahead, const Finish& finish
+    ) {
+        const Weight& w = *job.weight;
+        const int64_t lda = 2 * job.lda, begin = panel * PANEL + first * 16, inputs = w.kpad, group = w.group, groups = (w.k + group - 1) / group;
+        const char* a = static_cast<const char*>(job.a) + row * lda;
+        for (int64_t left = count; left; left--, row += R, a += R * lda) {
+            fetch_outputs<R, V>(job, row, begin);
+            const int64_t lines = left <= ahead.tiles ? ahead.lines : 0;
+            const char *const a_end = a + inputs, *x = a, *sums = a_end;
+            const uint8_t* b = columns;
+            Floats total[R][V];
+            unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { total[r][v] = zero(); }); });
+            int64_t scales = panel * groups * PANEL + first * 16;
+            for (int64_t g = groups; g; g--, scales += PANEL) {
+                const char* const stop = g > 1 ? x + group : a_end;
+                const int64_t blocks = (stop - x) / SUMMED * 4;
+                Words less[R], sum[R][V];
+                unrolled<R>([&](int r) ALWAYS {
+                    const int8_t* const before = reinterpret_cast<const int8_t*>(sums + r * lda);
+                    less[r] = sub32(broadcast_word(before + blocks), broadcast_word(before));
+                    unrolled<V>([&](int v) ALWAYS { sum[r][v] = ZEROS ? zero_words() : less[r]; });
+                });
+                sums += blocks;
+                for (; x < stop; x += 4, b += V * LINE) {
+                    for (int64_t line = 0; line < lines; line++, ahead.at += LINE) prefetch_far(ahead.at);
+                    Words column[V];
+                    unrolled<V>([&](int v) ALWAYS { column[v] = in_register(load_words(b + v * LINE)); });
+                    add_bytes_of(reinterpret_cast<const int8_t*>(x), lda, column, sum);
+                }
+                in_registers(sum);
+                unrolled<V>([&](int v) ALWAYS {
+                    const Floats scale = group_scales(w, scales + v * 16);
+                    unrolled<R>([&](int r) ALWAYS {
+                        Floats found = to_floats(sum[r][v]);
+                        if constexpr (ZEROS) found = fmadd(to_floats(less[r]) * splat(0.125f), load_floats(w.zeros + scales + v * 16), found);
+                        total[r][v] = fmadd(found, scale, total[r][v]);
+                    });
+                });
+            }
+            in_registers(total);
+            finish(row, [&](const auto& finish_row) ALWAYS {
+                unrolled<R>([&](int r) ALWAYS {
+                    const Floats scale = splat(job.scales[row + r]);
+                    Floats y[V];
+                    unrolled<V>([&](int v) ALWAYS { y[v] = total[r][v] * scale; });
+                    finish_row(r, y);
+                });
+            });
+        }
+    }
+};
+
+// Rows [begin, end) times an unpacked panel.
+template <int V>
+void int4_tiles(const Product& job, int64_t begin, int64_t end, int64_t panel, const char* next) {
+    if constexpr (INT4_TILES) {
+        const Weight& w = *job.weight;
+        const auto* const bytes = static_cast<const uint8_t*>(job.unpacked);
+        for (int64_t first = 0; first < 4 && panel * PANEL + first * 16 < w.n; first += V) {
+            const uint8_t* const columns = bytes + unpacked_at(w, first);
+            const char* const prefetched = first ? nullptr : next;
+            if (w.zeros) row_tiles<Int4Words<true>, V>(job, begin, end, columns, panel, first, prefetched);
+            else row_tiles<Int4Words<false>, V>(job, begin, end, columns, panel, first, prefetched);
+        }
+    }
+}
+
+}  // namespace
