@@ -28,6 +28,7 @@ from decoder.layers.spec import MixerSpec
 from decoder.operation_parts import MAX_ROUTED, OperationParts
 from decoder.recurrence_operations import MAX_TAPS, Recurrence, recurrence_operations
 from kernels.host_memory import buffer_memory
+from kernels.linear.packed import operand_elements
 from kernels.native import NativeUnavailable, library
 from kernels.native.state_blocks import StateShape
 from kernels.native.structs import Code, Form, Model, Op, Step, Target, Weight
@@ -63,8 +64,9 @@ class Operations(OperationParts):
         inputs = max(config.hidden_size, *(max(op.weight.k, op.width) for op in body))
         widest = max(inputs, *(op.column + _outputs(op.weight) for op in body))
         widest = -(-widest // 16) * 16  # rows are aligned to cache lines
-        groups = -(-inputs // 128)
-        padded = 128 * groups + -(-4 * groups // 32) * 32  # values after the integers of a row
+        products = [op.weight for op in ops if op.code in (Code.LINEAR, Code.EXPERTS)]
+        elements = max([config.hidden_size, *(operand_elements(each.operand, each.kpad) for each in products)])
+        padded = (-(-elements // 32) | 1) * 32  # an odd number of cache lines: neighbouring rows are in different sets
         picks = min(max_tokens, MAX_ROUTED) * self._picked_by_token
         self.x, self._scales = _floats(max_tokens, config.hidden_size), torch.empty(max_tokens)
         middle = max((op.width for op in body if op.code in (Code.CONVERT, Code.GATE)), default=0)

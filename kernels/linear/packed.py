@@ -16,6 +16,16 @@ from kernels.native.structs import GROUP, SUMMED
 __all__ = ["MOST_INPUTS", "Packed"]
 
 
+def operand_elements(kind: int, kpad: int) -> int:
+    """Size of a row of `kpad` numbers in the operand format `kind`: number of 16-bit elements, or of 32-bit elements for
+    float32."""
+    if kind == Kind.BYTES:
+        return kpad // 2 + 2
+    if kind == Kind.SUMMED_BYTES:
+        return kpad // 2 + 2 * (kpad // SUMMED + 1)
+    return kpad + {Kind.INT8: 4, Kind.INT4: 4 * (kpad // GROUP)}.get(Kind(kind), 0)
+
+
 class Packed:
     """One weight; float32 is shared, others are copied. Keeps alive what `descriptor` points to. If the weight's
     columns have another order than the inputs, rows are permuted before the product."""
@@ -58,12 +68,7 @@ class Packed:
 
     @property
     def operand_elements(self) -> int:
-        """Size of a row in operand format: number of 16-bit elements, or of 32-bit elements for float32."""
-        if self.kind is Kind.BYTES:
-            return self.kpad // 2 + 2
-        if self.kind is Kind.SUMMED_BYTES:
-            return self.kpad // 2 + 2 * (self.kpad // SUMMED + 1)
-        return self.kpad + {Kind.INT8: 4, Kind.INT4: 4 * (self.kpad // GROUP)}.get(self.kind, 0)
+        return operand_elements(self.kind, self.kpad)
 
     def rows(self, ids_T: Tensor) -> Tensor:
         """`[T, k]` float32: rows of a weight that is not gated, as numbers. `IndexError` for rows that it lacks."""

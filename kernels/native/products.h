@@ -150,9 +150,9 @@ void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, in
     if (pieces > 1 && (pairs || (w.operand == SUMMED_BYTES && INT4_TILES))) {
         if (job.unpacked && !there) {  // the first tile stores the panel for the others
             job.first_rows = true;
-            const int64_t height = (end - begin) / pieces;
-            tile_of<4>(height, job, begin, panel, first, {0, w.kpad}, {}, sums);
-            begin += height;
+            const int64_t lowest = (end - begin) / pieces;
+            tile_of<4>(lowest, job, begin, panel, first, {0, w.kpad}, {}, sums);
+            begin += lowest;
         }
         if (w.operand == SUMMED_BYTES) return int4_tiles<UNPACKED_VECTORS>(job, begin, end, panel, next);
 #if BF16_PAIRS
@@ -165,8 +165,7 @@ void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, in
         const int64_t bytes = panel_bytes(w) * (inputs.end - at) / w.kpad;
         const int64_t looks = (inputs.end - at) / (bytes_or_less ? 4 : 2) / STRIDE + 1;
         const char* soon = next;
-        if (count == 4 && inputs.end < w.kpad)
-            soon = static_cast<const char*>(w.data) + panel * panel_bytes(w) + panel_bytes(w) * inputs.end / w.kpad;
+        if (count == 4 && inputs.end < w.kpad) soon = reinterpret_cast<const char*>(stored) + panel_bytes(w) * inputs.end / w.kpad;
         for (int64_t i = 0; i < pieces; i++) {
             job.first_rows = i == 0 && !there;
             const int64_t from = begin + (end - begin) * i / pieces, to = begin + (end - begin) * (i + 1) / pieces;
