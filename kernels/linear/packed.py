@@ -17,7 +17,7 @@ __all__ = ["MOST_INPUTS", "Packed"]
 
 
 def operand_elements(kind: int, kpad: int) -> int:
-    """Size of a row of `kpad` numbers in an operand format: number of 16-bit elements, or of 32-bit ones for float32."""
+    """Size of a row of `kpad` numbers in an operand format: 16-bit elements, or 32-bit ones for float32."""
     if kind == Kind.BYTES:
         return kpad // 2 + 2
     if kind == Kind.SUMMED_BYTES:
