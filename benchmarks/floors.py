@@ -1,12 +1,12 @@
 """Lower bounds of a workload's time on a machine, computed from the shapes in a checkpoint's configuration.
 
 Matrix products cost 2 FLOPs per weight and token, at the measured rate of large products (`machine.bf16_rate`). A
-step reads each weight once, as bfloat16, and each request's recurrent state, at the measured memory bandwidth. That of
-a gated delta rule is read and written as float32. Of a state that advances by blocks (Mamba-2, kernels/native) the
-part in bfloat16 is read, and once per block all of it is read and written. Attention over pages, recurrences, norms and
-image pixels are left out, so the bound can only be too low for a program that reads weights in bfloat16 and computes
-all layers for all tokens. One that stores weights in fewer bits (kernels/native/compact.h: 12), or computes the last
-layers only for tokens whose rows are read (decoder/native.py), can be below it.
+step reads each weight once, as bfloat16, and each request's recurrent state, at the measured memory bandwidth. States
+advance by blocks of tokens (kernels/native): the part in bfloat16 is read, and once per block all of it is read and
+written. Attention over pages, recurrences, norms and image pixels are left out, so the bound can only be too low for a
+program that reads weights in bfloat16 and computes all layers for all tokens. One that stores weights in fewer bits
+(kernels/native/compact.h: 12), or computes the last layers only for tokens whose rows are read (decoder/native.py), can
+be below it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from pathlib import Path
 
 from decoder.config import DecoderConfig
 from decoder.layers.descriptions import Experts
-from decoder.layers.spec import MixerSpec, SlotSpec
+from decoder.layers.spec import MixerSpec
 from kernels.native.structs import GRID
 from service.model.checkpoint import Checkpoint
 
 WEIGHT_BYTES, STATE_BYTES = 2, 4
 BLOCK_STATE_BYTES = 2 + 2 * STATE_BYTES / GRID
+"""Per number of a recurrent state: what a token moves of it."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,12 @@ class Floor:
 
     def _step_bytes(self, requests: int, tokens: int) -> float:
         weights = self._body(tokens, read=True) + self._head
-        return WEIGHT_BYTES * weights + requests * sum(map(moved_bytes, self.decoder.slots))
+        states = sum(math.prod(slot.state) for slot in self.decoder.slots)
+        return WEIGHT_BYTES * weights + requests * BLOCK_STATE_BYTES * states
 
     def _body(self, tokens: int, *, read: bool = False) -> float:
         """Number of layer weights that one token is multiplied with, or, with `read`, that this many tokens read."""
         return sum(_weights(mixer, tokens, read) for mixer in self.decoder.mixers)
-
-
-def moved_bytes(slot: SlotSpec) -> float:
-    """Bytes of a layer's state that a token moves."""
-    return math.prod(slot.state) * (2 * STATE_BYTES if slot.blocks is None else BLOCK_STATE_BYTES)
 
 
 def _weights(mixer: MixerSpec, tokens: int, read: bool) -> float:

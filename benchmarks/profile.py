@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import machine
-from benchmarks.floors import moved_bytes
+from benchmarks.floors import BLOCK_STATE_BYTES
 from benchmarks.workloads import SUBJECTS, prompt_sizes
 from decoder.config import ACTIVATION_KINDS, WEIGHT_KINDS
 from decoder.layers.attention import AttentionMixer
@@ -105,18 +105,17 @@ class Names:
 
 def cost_of(op: Op, native: NativeStep, tokens: int, rows: int) -> tuple[float, float]:
     """The minimal (bytes, FLOPs) of an operation. Mamba-2: a product that reads the state and one that updates it; the
-    delta rule: two products that read the state and two that write it."""
+    delta rule: two products that read the state and one that updates it."""
     if op.code == Code.LINEAR:
         size = op.weight.n * op.weight.k
         return size * BITS[Kind(op.weight.kind)] / 8, 2.0 * size * tokens
     if op.code == Code.MAMBA:
         state = native.mamba.inner * native.mamba.ssm_state_size
-        return moved_bytes(native.mamba.memory) * rows, 4.0 * state * tokens
+        return BLOCK_STATE_BYTES * state * rows, 4.0 * state * tokens
     if op.code == Code.DELTA:
         shape = ctypes.cast(op.delta, ctypes.POINTER(DeltaShape)).contents
         state = shape.heads * shape.key * shape.value
-        stored = 2.0 * native.options.state_dtype.itemsize  # read and written
-        return stored * state * rows, 8.0 * state * tokens
+        return BLOCK_STATE_BYTES * state * rows, 6.0 * state * tokens
     return 0.0, 0.0
 
 

@@ -51,6 +51,8 @@ class Operations(OperationParts):
         self.mamba = next((spec for spec in mixers if isinstance(spec, Mamba2)), Mamba2(hidden))
         """The shape of Mamba-2 in compiled code."""
         super().__init__(options.dtype)
+        self._state_shapes: list[StateShape] = []
+        """Of layers with a state, in order."""
         self.on_operation: Callable[[Op, int, float], None] | None = None
         """For measurements: if set, operations run one at a time, and this is called with each operation, its number of
         tokens and its seconds."""
@@ -90,11 +92,11 @@ class Operations(OperationParts):
             runs=self._runs.data_ptr(), picked=self._picked[0].data_ptr(), picked_scale=self._picked[1].data_ptr(),
             picked_wide=self._picked[2].data_ptr(),
         )  # fmt: skip
-        ours = StateShape(mamba.n_groups, *mamba.memory.state).block_bytes(
-            options.dtype.itemsize, options.state_dtype.itemsize
-        )
-        theirs = self.library.saccade_state_bytes(ctypes.byref(self.model))
-        assert ours == theirs, f"a state of Mamba-2 takes {theirs} bytes in compiled code, not {ours}"
+        recurrent = [index for index, op in enumerate(ops) if op.code in (Code.MAMBA, Code.DELTA)]
+        for index, shape in zip(recurrent, self._state_shapes, strict=True):
+            ours = shape.block_bytes(options.dtype.itemsize, options.state_dtype.itemsize)
+            theirs = self.library.saccade_state_bytes(ctypes.byref(self.model), index)
+            assert ours == theirs, f"the state of operation {index} takes {theirs} bytes in compiled code, not {ours}"
 
     def run(self, ops: range, step: Step) -> None:
         self.model.threads = torch.get_num_threads()
@@ -109,7 +111,7 @@ class Operations(OperationParts):
                 step = Step(tokens=step.kept_count, logits=step.logits, largest=step.largest)
 
     def convert_states(self, form: Form, slots: Tensor) -> None:
-        """Gives the states of Mamba-2 in these state slots (int64) a form, in all compiled layers."""
+        """Gives the states in these state slots (int64) a form, in all compiled layers."""
         self.model.threads = torch.get_num_threads()
         slots = slots.contiguous()
         pointer = ctypes.c_void_p(slots.data_ptr())
@@ -155,6 +157,7 @@ class Operations(OperationParts):
         last = self.packed(mixer.out_proj)
         middle, shape = recurrence_operations(mixer, last, self.has_bf16_rows(last), self.pointer)
         self.keep(shape)
+        self._state_shapes.append(mixer.spec.memory.blocks)
         return [*self.projections(norm, mixer.in_proj), *middle, self.residual(last, scale)]
 
 

@@ -1,5 +1,5 @@
-"""Which state slots a step reads and writes: compiled code and torch operations store states of Mamba-2 in different
-forms, and states change form when a step is not computed by what computed the last one."""
+"""Which state slots a step reads and writes: compiled code and torch operations store states in different forms, and
+states change form when a step is not computed by what computed the last one."""
 
 from __future__ import annotations
 

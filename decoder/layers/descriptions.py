@@ -342,7 +342,8 @@ class GatedDelta:
     def memory(self) -> SlotSpec:
         state = (self.num_value_heads, self.key_head_dim, self.value_head_dim)
         inputs = self.conv_dim + 2 * self.num_value_heads
-        return SlotSpec((self.conv_kernel - 1, self.conv_dim), state, inputs, self.chunk_size)
+        blocks = StateShape(self.num_key_heads, self.num_value_heads, self.value_head_dim, self.key_head_dim)
+        return SlotSpec((self.conv_kernel - 1, self.conv_dim), state, inputs, self.chunk_size, blocks)
 
     @property
     def activations(self) -> int:

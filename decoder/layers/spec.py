@@ -25,15 +25,13 @@ class SlotSpec:
     """Numbers per token that the recurrence takes as input; they are kept to replay tokens that may be rejected."""
     chunk: int
     """Tokens per chunk of the scan, a power of two. It affects rounding only."""
-    blocks: StateShape | None = None
-    """Of a state that compiled code advances by blocks of tokens: it then has a form of its own there."""
+    blocks: StateShape
+    """The state in compiled code, which advances it by blocks of tokens and has a form of its own for it."""
 
     def state_bytes(self, element: int, state_element: int, compiled: bool) -> int:
         """Bytes of the state in a slot, for dtypes of so many bytes; `compiled`: whether compiled code may use it."""
         plain = math.prod(self.state) * state_element
-        if self.blocks is None or not compiled:
-            return plain
-        return max(plain, self.blocks.block_bytes(element, state_element))
+        return max(plain, self.blocks.block_bytes(element, state_element)) if compiled else plain
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def _load(wanted: InstructionSet) -> ctypes.CDLL:
     _declare(loaded.saccade_tower, [pointer, pointer, number, number])
     _declare(loaded.saccade_advance, [pointer, number, pointer])
     _declare(loaded.saccade_convert_states, [pointer, number, number, pointer])
-    _declare(loaded.saccade_state_bytes, [pointer], number)
+    _declare(loaded.saccade_state_bytes, [pointer, number], number)
     _declare(
         loaded.saccade_pack,
         [number, pointer, number, pointer, number, number, number, pointer, number, pointer, number, number, number],

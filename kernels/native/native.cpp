@@ -240,19 +240,18 @@ class AdvanceJob : public Job {
     const int64_t* jobs_;
 };
 
-// Gives states of Mamba-2 the form that compiled code, or torch operations, compute with.
+// Gives states the form that compiled code, or torch operations, compute with.
 class ConvertJob : public Job {
   public:
     ConvertJob(const Model& m, Form form, int64_t count, const int64_t* slots) : m_(m), form_(form), count_(count), slots_(slots) {}
     int64_t phases() const override { return m_.count; }
-    int64_t units(int64_t phase) const override { return m_.ops[phase].code == MAMBA ? count_ : 0; }
+    int64_t units(int64_t phase) const override { return groups_of(m_, m_.ops[phase]) ? count_ : 0; }
     void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
+        const Op& op = m_.ops[phase];
         with_types(m_, [&](auto window, auto state) {
-            using T = decltype(window);
-            using S = decltype(state);
-            const size_t needed = HeadGroup<T, S>::scratch(m_);
-            if (scratch.size() < needed) scratch.resize(needed);
-            convert_state<T, S>(m_, m_.ops[phase], slots_[unit], form_, scratch.data());
+            convert_state<decltype(state)>(op, groups_of(m_, op), slots_[unit], form_, [&](int64_t group, auto&& work) {
+                with_group_of<decltype(window), decltype(state)>(m_, op, group, scratch, work);
+            });
         });
     }
 
@@ -360,15 +359,19 @@ void saccade_advance(const Model* model, int64_t rows, const int64_t* jobs) {
     pool().run(AdvanceJob(*model, rows, jobs), model->threads);
 }
 
-// Gives the states of Mamba-2 in these slots a form (`Form` in mamba.h), in all layers.
+// Gives the states in these slots a form (`Form` in recurrent.h), in all layers.
 void saccade_convert_states(const Model* model, int64_t form, int64_t count, const int64_t* slots) {
     pool().run(ConvertJob(*model, Form(form), count, slots), model->threads);
 }
 
-// Bytes of a layer's state of Mamba-2 in a slot, with its pending tokens.
-int64_t saccade_state_bytes(const Model* model) {
+// Bytes of the state of an operation MAMBA or DELTA in a slot, with its pending tokens.
+int64_t saccade_state_bytes(const Model* model, int64_t operation) {
+    const Op& op = model->ops[operation];
     return with_types(*model, [&](auto window, auto state) {
-        return model->groups * block_shape<decltype(window), decltype(state)>(*model).bytes();
+        using T = decltype(window);
+        using S = decltype(state);
+        const BlockShape<T, S> shape = op.code == MAMBA ? HeadGroup<T, S>::shape(*model) : DeltaGroup<T, S>::shape(*op.delta);
+        return groups_of(*model, op) * shape.bytes();
     });
 }
 

@@ -68,11 +68,9 @@ inline Floats load_all(const float* p) { return load_floats(p); }
 inline Floats load_all(const uint16_t* p) { return load_bf16(p); }
 inline void store_all(float* p, Floats v) { store_floats(p, v); }
 inline void store_all(uint16_t* p, Floats v) { store_bf16(p, v); }
-// The value that a load returns for a number stored with this type; keep_both: replaces two vectors by it.
+// The value that a load returns for a number stored with this type.
 inline Floats kept16(const float*, Floats v) { return v; }
 inline Floats kept16(const uint16_t*, Floats v) { return rounded_bf16(v); }
-inline void keep_both(const float*, Floats&, Floats&) {}
-inline void keep_both(const uint16_t*, Floats& a, Floats& b) { round_both(a, b); }
 // A full store is not masked, since masked stores of bfloat16 take several times as long.
 inline void store16(float* p, Mask m, Floats v) {
     if (m == 0xffff) store_floats(p, v);

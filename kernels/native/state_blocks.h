@@ -1,5 +1,6 @@
-// States of Mamba-2 in blocks of 16 tokens: a slot has the state at the last multiple of 16 tokens, and of the tokens since
-// then ("pending") what the recurrence takes from them. README.md has the maths and why.
+// Recurrent states in blocks of 16 tokens: a slot has the state at the last multiple of 16 tokens, and of the tokens since
+// then ("pending") what the recurrence takes from them. README.md has the maths and why. The names are those of Mamba-2. In the
+// gated delta rule, keys are B, what a token changes is x dt, and both its key and its query read the state, as C does.
 //
 // Everything is computed from the state before the block and the block's tokens up to the own one, in one order: a token's
 // output has the same bits however the tokens were divided into steps.
@@ -53,10 +54,19 @@ struct BlockShape {
     const int64_t x_at, b_at, pending_words;
 };
 
-struct BlockTokens {
+struct BlockTokens {  // of Mamba-2
     const float *steps, *log_decays;  // dt, dt A: [tokens, heads]
     const float *x, *b, *c;           // [tokens, heads * head], [tokens, n]
     const float* d;                   // [heads]
+};
+
+struct DeltaTokens {  // of the gated delta rule
+    const float *betas, *log_decays;  // [tokens, heads]
+    const float *k, *q;               // [tokens, n]
+};
+
+struct PlainStrides {  // of a state in the form of torch operations: from a channel, or an input, to the next
+    int64_t channel, input;
 };
 
 struct Pending {  // tokens of an unfinished block
@@ -70,17 +80,24 @@ struct Pending {  // tokens of an unfinished block
     float* sums() const { return reinterpret_cast<float*>(words + 16); }
 };
 
-// sum[r][w] += products of `count` cells of row r, at a + r * row + k * step, with those of columns, at b + k * ld. `lines`: of
-// `next`, up to `count` of them; they are read from memory next, as the columns are.
+// What is asked for while columns come from memory: columns STATE_AHEAD lines on, from column `from` on `skip` words further; and lines
+// of `next`, one for each column.
+struct StateAhead {
+    const uint32_t* next;
+    int64_t lines, from, skip;
+};
+
+// sum[r][w] += products of `count` cells of row r, at a + r * row + k * step, with those of columns, at b + k * ld.
 template <class Cells, int R, int W>
 inline ALWAYS void multiply_cells(
     Floats (&sum)[R][W], const uint32_t* a, int64_t row, int64_t step, int64_t count, const uint32_t* b, int64_t ld,
-    const uint32_t* next = nullptr, int64_t lines = 0
+    const StateAhead* ahead = nullptr
 ) {
     for (int64_t k = 0; k < count; k++, a += step, b += ld) {
-        if (next) {
-            unrolled<W>([&](int w) ALWAYS { prefetch_far(b + (STATE_AHEAD + w) * 16); });
-            if (k < lines) prefetch_far(next + 16 * k);
+        if (ahead) {
+            const uint32_t* far = b + STATE_AHEAD * 16 + (k < ahead->from ? 0 : ahead->skip);
+            unrolled<W>([&](int w) ALWAYS { prefetch_far(far + 16 * w); });
+            if (k < ahead->lines) prefetch_far(ahead->next + 16 * k);
         }
         Words column[W];
         unrolled<W>([&](int w) ALWAYS { column[w] = in_register(load_words(b + 16 * w)); });
@@ -170,25 +187,21 @@ class Blocks {
     static constexpr int64_t STEPS = Shape::STEPS;
 
   public:
-    Blocks(const Shape& shape, float* scratch)
-        : s_(shape), growth_(scratch), weights_(reinterpret_cast<uint32_t*>(growth_ + s_.heads * GRID)),
-          c_(weights_ + s_.heads * GRID * STEPS), b_(c_ + GRID * s_.row), x_(b_ + STEPS * 2 * s_.row),
+    // `reads`: rows of C of a token. `more`: whether another group's memory follows in a slot.
+    Blocks(const Shape& shape, int64_t reads, bool more, float* scratch)
+        : s_(shape), reads_(reads), more_(more), growth_(scratch), weights_(reinterpret_cast<uint32_t*>(growth_ + s_.heads * GRID)),
+          c_(weights_ + reads * s_.heads * GRID * STEPS), b_(c_ + reads * GRID * s_.row), x_(b_ + STEPS * 2 * s_.row),
           widened_(x_ + STEPS * STATE_SLICE) {}
 
-    static int64_t scratch(const Shape& s) {  // words
-        return s.heads * GRID * (1 + STEPS) + (GRID + 2 * STEPS) * s.row + STEPS * STATE_SLICE + widened(s);
+    static int64_t scratch(const Shape& s, int64_t reads) {  // words
+        return s.heads * GRID * (1 + reads * STEPS) + (reads * GRID + 2 * STEPS) * s.row + STEPS * STATE_SLICE + widened(s);
     }
 
     // Adds tokens [first, first + count) to the pending ones.
     void take(Pending pending, int64_t first, int64_t count, const BlockTokens& in) const {
         const int64_t begin = pending.count(), width = s_.heads * s_.head;
-        float* sums = pending.sums();
-        for (int64_t h = 0; h < s_.heads; h++) {
-            float sum = begin ? sums[h * GRID + begin - 1] : 0.0f;
-            for (int64_t t = 0; t < count; t++) sums[h * GRID + begin + t] = sum += in.log_decays[(first + t) * s_.heads + h];
-        }
+        take_decays(pending, first, count, in.log_decays);
         uint32_t* cells = pending.words + s_.x_at;
-        if (!begin && count < GRID) std::memset(cells, 0, 4 * s_.heads * STEPS * s_.lanes);  // weights of 0 meet numbers
         for (int64_t h = 0; h < s_.heads; h++, cells += STEPS * s_.lanes)
             for (int64_t lane = 0; lane < s_.lanes; lane += 16) {
                 const Mask mask = lanes(s_.head - lane);
@@ -207,6 +220,19 @@ class Blocks {
             }
     }
 
+    // The same for the gated delta rule, without what they change, which `solve` adds.
+    void take(Pending pending, int64_t first, int64_t count, const DeltaTokens& in) const {
+        const int64_t begin = pending.count();
+        take_decays(pending, first, count, in.log_decays);
+        for (int64_t t = 0; t < count; t++)
+            for (int64_t at = 0; at < s_.row; at += 16) {
+                const Words key = Cells::row(in.k + (first + t) * s_.n, s_.n, at);
+                store_words(pending.words + s_.b_at + (begin + t) * s_.row + at, key);
+                store_words(c_ + 2 * t * s_.row + at, key);
+                store_words(c_ + (2 * t + 1) * s_.row + at, Cells::row(in.q + (first + t) * s_.n, s_.n, at));
+            }
+    }
+
     // Prefetches what a single token reads first.
     void prefetch(Pending pending, const S* state) const {
         const int64_t count = pending.count() + 1;
@@ -215,31 +241,69 @@ class Blocks {
         for (int64_t line = 0; state && line < STATE_AHEAD; line++) prefetch_far(reinterpret_cast<const uint32_t*>(state) + 16 * line);
     }
 
+    // Divides `tokens` into parts that end where blocks do, and advances the state, from `before` to `after`, behind those that fill one.
+    // visit(begin, first, count, state): of tokens [first, first + count), which begin at `begin` within their block; it takes them.
+    // Returns where the state is afterwards.
+    template <typename Visit>
+    const S* each_part(Pending pending, int64_t tokens, const S* before, S* after, Visit&& visit) const {
+        for (int64_t first = 0; first < tokens;) {
+            const int64_t begin = pending.count(), count = std::min(tokens - first, GRID - begin);
+            visit(begin, first, count, before);
+            if (begin + count == GRID) advance(pending, GRID, before, after), before = after;
+            pending.set_count((begin + count) % GRID);
+            first += count;
+        }
+        return before;
+    }
+
     // out [count, heads * head]: the outputs of tokens [begin, begin + count) of the block, the last ones taken, which are tokens `first`
     // and so on of `in`. `state`: null for zeros. visit(h, slice, t): called once for each token of a slice.
     template <typename Visit>
     void read(Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const BlockTokens& in, float* out, Visit&& visit) const {
-        const float* sums = pending.sums();
-        for (int64_t h = 0; h < s_.heads; h++) store_floats(growth_ + h * GRID, decay_of(load_floats(sums + h * GRID)));
-        for (int64_t t = 0; t < count; t++) {
-            const Floats products = products_with<Cells>(c_ + t * s_.row, pending.words + s_.b_at, s_.row, begin + t + 1);
-            const Mask known = lanes(begin + t + 1);
-            for (int64_t h = 0; h < s_.heads; h++) {
-                const float* own = sums + h * GRID;
-                const Floats decay = decay_of(splat(own[begin + t]) - load_floats(own));
-                put_weights(weights_ + (h * GRID + t) * STEPS, select(known, products * decay, zero()));
-            }
-        }
+        grow(pending);
+        for (int64_t t = 0; t < count; t++) weigh_tokens(pending, t, begin + t, begin + t + 1);
         each_slice([&](int64_t h, int64_t lane, auto vectors) {
             constexpr int V = vectors();
             const uint32_t* cells = state ? cells_of<V>(slice_of(state, h, lane)) : nullptr;
             const uint32_t* taken = pending.words + s_.x_at + h * STEPS * s_.lanes + lane;
             const float* x = in.x + first * s_.heads * s_.head + h * s_.head + lane;
             float* to = out + h * s_.head + lane;
-            if (count == 1) read_rows<true, V, 1>(cells, taken, x, in.d[h], h, begin, 0, s_.head - lane, to);
-            else in_groups<4>(count, [&](auto group, int64_t t) {
-                read_rows<false, V, group()>(cells, taken, x, in.d[h], h, begin, t, s_.head - lane, to);
-            });
+            if (count == 1) {
+                const StateAhead ahead = ahead_of(pending, h, lane, V, begin + 1);
+                read_rows<V, 1>(cells, &ahead, taken, x, in.d[h], h, begin, 0, s_.head - lane, to);
+            } else {
+                in_groups<4>(count, [&](auto group, int64_t t) {
+                    read_rows<V, group()>(cells, nullptr, taken, x, in.d[h], h, begin, t, s_.head - lane, to);
+                });
+            }
+            for (int64_t t = 0; t < count; t++) visit(h, lane, t);
+        });
+    }
+
+    // The same for the gated delta rule, whose tokens' changes are added to the pending ones. `out`: has the tokens' values.
+    template <typename Visit>
+    void solve(
+        Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const DeltaTokens& in, float* out, Visit&& visit
+    ) const {
+        grow(pending);
+        for (int64_t t = 0; t < count; t++) {
+            weigh_tokens(pending, 2 * t, begin + t, begin + t);
+            weigh_tokens(pending, 2 * t + 1, begin + t, begin + t + 1);
+        }
+        each_slice([&](int64_t h, int64_t lane, auto vectors) {
+            constexpr int V = vectors();
+            const uint32_t* cells = state ? cells_of<V>(slice_of(state, h, lane)) : nullptr;
+            uint32_t* changes = pending.words + s_.x_at + h * STEPS * s_.lanes + lane;
+            const float* betas = in.betas + first * s_.heads + h;
+            float* to = out + h * s_.head + lane;
+            if (count == 1) {
+                const StateAhead ahead = ahead_of(pending, h, lane, V, begin + 1);
+                solve_rows<V, 1>(cells, &ahead, changes, betas, h, begin, 0, s_.head - lane, to);
+            } else {
+                in_groups<2>(count, [&](auto group, int64_t t) {
+                    solve_rows<V, group()>(cells, nullptr, changes, betas, h, begin, t, s_.head - lane, to);
+                });
+            }
             for (int64_t t = 0; t < count; t++) visit(h, lane, t);
         });
     }
@@ -271,23 +335,23 @@ class Blocks {
         });
     }
 
-    // A state without pending tokens, [heads, head, n], from its slices and back.
-    void to_plain(const S* state, S* plain) const {
+    // A state without pending tokens, of numbers with these strides, from its slices and back.
+    void to_plain(const S* state, PlainStrides strides, S* plain) const {
         each_number(state, [&](Floats (&sum)[2][1], int64_t at, int64_t h, int64_t lane) {
             alignas(64) float numbers[16];
             for (int64_t r = 0; r < 2 && at + r < s_.n; r++) {
                 store_floats(numbers, sum[r][0]);
-                for (int64_t i = 0; i < 16 && lane + i < s_.head; i++) store(plain, (h * s_.head + lane + i) * s_.n + at + r, numbers[i]);
+                for (int64_t i = 0; i < 16 && lane + i < s_.head; i++) store(plain, plain_at(strides, h, lane + i, at + r), numbers[i]);
             }
             return false;
         });
     }
-    void from_plain(const S* plain, S* state) const {
+    void from_plain(const S* plain, PlainStrides strides, S* state) const {
         each_number(state, [&](Floats (&sum)[2][1], int64_t at, int64_t h, int64_t lane) {
             for (int64_t r = 0; r < 2; r++) {
                 alignas(64) float numbers[16] = {};
                 for (int64_t i = 0; i < 16 && lane + i < s_.head && at + r < s_.n; i++)
-                    numbers[i] = load(plain, (h * s_.head + lane + i) * s_.n + at + r);
+                    numbers[i] = load(plain, plain_at(strides, h, lane + i, at + r));
                 sum[r][0] = load_floats(numbers);
             }
             return true;
@@ -297,6 +361,47 @@ class Blocks {
   private:
     static int64_t steps_of(int64_t tokens) { return (tokens + Cells::EACH - 1) / Cells::EACH; }
     static int64_t widened(const Shape& s) { return Shape::PAIRS || sizeof(S) == 4 ? 0 : s.n * STATE_SLICE; }
+    int64_t plain_at(PlainStrides strides, int64_t h, int64_t channel, int64_t input) const {
+        return h * s_.head * s_.n + channel * strides.channel + input * strides.input;
+    }
+
+    // While a slice is multiplied: the pending tokens of the next head, or behind the last one those of the next group, and its state.
+    StateAhead ahead_of(Pending pending, int64_t h, int64_t lane, int64_t vectors, int64_t tokens) const {
+        const int64_t taken = steps_of(tokens) * s_.lanes;
+        if (h + 1 < s_.heads) return {pending.words + s_.x_at + (h + 1) * STEPS * s_.lanes, taken / 16, s_.cells, 0};
+        if (!more_) return {nullptr, 0, s_.cells, 0};
+        const uint32_t* next = pending.words + s_.pending_words;
+        StateAhead ahead{next, (s_.x_at + taken) / 16, s_.cells, 0};
+        if (lane) ahead.next = next + s_.b_at, ahead.lines = tokens * s_.row / 16;
+        if (lane + 16 * vectors >= s_.lanes) ahead.from = s_.cells - STATE_AHEAD / vectors, ahead.skip = Shape::SPLIT ? s_.rest_at() : 0;
+        return ahead;
+    }
+
+    // Adds to the sums of the pending tokens, and before a block's first ones clears their cells: weights of 0 meet numbers.
+    void take_decays(Pending pending, int64_t first, int64_t count, const float* log_decays) const {
+        const int64_t begin = pending.count();
+        float* sums = pending.sums();
+        for (int64_t h = 0; h < s_.heads; h++) {
+            float sum = begin ? sums[h * GRID + begin - 1] : 0.0f;
+            for (int64_t t = 0; t < count; t++) sums[h * GRID + begin + t] = sum += log_decays[(first + t) * s_.heads + h];
+        }
+        if (!begin && count < GRID) std::memset(pending.words + s_.x_at, 0, 4 * s_.heads * STEPS * s_.lanes);
+    }
+
+    void grow(Pending pending) const {
+        for (int64_t h = 0; h < s_.heads; h++) store_floats(growth_ + h * GRID, decay_of(load_floats(pending.sums() + h * GRID)));
+    }
+
+    // The weights that token `token` of the block gives to its first `known` tokens, by row `row` of C.
+    void weigh_tokens(Pending pending, int64_t row, int64_t token, int64_t known) const {
+        const Floats products = products_with<Cells>(c_ + row * s_.row, pending.words + s_.b_at, s_.row, known);
+        for (int64_t h = 0; h < s_.heads; h++) {
+            const float* own = pending.sums() + h * GRID;
+            const Floats decay = decay_of(splat(own[token]) - load_floats(own));
+            put_weights(weights_of(h, row), select(lanes(known), products * decay, zero()));
+        }
+    }
+    uint32_t* weights_of(int64_t h, int64_t row) const { return weights_ + (h * reads_ * GRID + row) * STEPS; }
 
     template <typename F>
     void each_slice(F&& f) const {
@@ -374,18 +479,16 @@ class Blocks {
     }
 
     // Tokens [t, t + R) of the last ones: products of C with the state, which has decayed since, and of weights with the `taken` x dt; D x.
-    template <bool FROM_MEMORY, int V, int R>
+    template <int V, int R>
     void read_rows(
-        const uint32_t* cells, const uint32_t* taken, const float* x, float d, int64_t h, int64_t begin, int64_t t, int64_t left, float* out
+        const uint32_t* cells, const StateAhead* ahead, const uint32_t* taken, const float* x, float d, int64_t h, int64_t begin, int64_t t, int64_t left, float* out
     ) const {
         constexpr int W = beside(R, V);
         const int64_t width = s_.heads * s_.head, steps = steps_of(begin + t + R);
         for (int v = 0; v < V; v += W) {
             Floats sum[R][W];
             set_zero(sum);
-            const uint32_t* const next = FROM_MEMORY ? taken + STEPS * s_.lanes : nullptr;
-            if (cells)
-                multiply_cells<Cells>(sum, c_ + t * s_.row, s_.row, 1, s_.cells, cells + 16 * v, 16 * V, next, steps * s_.lanes / 16);
+            if (cells) multiply_cells<Cells>(sum, c_ + t * s_.row, s_.row, 1, s_.cells, cells + 16 * v, 16 * V, ahead);
             unrolled<R>([&](int r) ALWAYS {
                 const Floats growth = splat(growth_[h * GRID + begin + t + r]);
                 unrolled<W>([&](int w) ALWAYS {
@@ -393,12 +496,41 @@ class Blocks {
                     sum[r][w] = fmadd(sum[r][w], growth, splat(d) * load16(x + (t + r) * width + at, lanes(left - at)));
                 });
             });
-            multiply_cells<Cells>(sum, weights_ + (h * GRID + t) * STEPS, STEPS, 1, steps, taken + 16 * v, s_.lanes);
+            multiply_cells<Cells>(sum, weights_of(h, t), STEPS, 1, steps, taken + 16 * v, s_.lanes);
             unrolled<R>([&](int r) ALWAYS {
                 unrolled<W>([&](int w) ALWAYS {
                     const int64_t at = 16 * (v + w);
                     store16(out + (t + r) * width + at, lanes(left - at), sum[r][w]);
                 });
+            });
+        }
+    }
+
+    // Tokens [t, t + N) of the last ones: change = beta (value - what the key reads); what the query reads, the change included.
+    // Reads are products with the state, which has decayed since, and of weights with `changes`.
+    template <int V, int N>
+    void solve_rows(
+        const uint32_t* cells, const StateAhead* ahead, uint32_t* changes, const float* betas, int64_t h, int64_t begin, int64_t t, int64_t left, float* out
+    ) const {
+        constexpr int W = beside(2 * N, V);
+        const int64_t width = s_.heads * s_.head;
+        for (int v = 0; v < V; v += W) {
+            Floats sum[2 * N][W];
+            set_zero(sum);
+            if (cells) multiply_cells<Cells>(sum, c_ + 2 * t * s_.row, s_.row, 1, s_.cells, cells + 16 * v, 16 * V, ahead);
+            unrolled<N>([&](int r) ALWAYS {
+                const int64_t token = begin + t + r;
+                const Floats growth = splat(growth_[h * GRID + token]), beta = splat(betas[(t + r) * s_.heads]);
+                float* own = out + (t + r) * width;
+                Floats by_key[1][W], by_query[1][W];
+                unrolled<W>([&](int w) ALWAYS { by_key[0][w] = sum[2 * r][w] * growth, by_query[0][w] = sum[2 * r + 1][w] * growth; });
+                multiply_cells<Cells>(by_key, weights_of(h, 2 * (t + r)), 0, 1, steps_of(token), changes + 16 * v, s_.lanes);
+                unrolled<W>([&](int w) ALWAYS {
+                    const int64_t at = 16 * (v + w);
+                    put(changes + at, token, beta * (load16(own + at, lanes(left - at)) - by_key[0][w]), zero());
+                });
+                multiply_cells<Cells>(by_query, weights_of(h, 2 * (t + r) + 1), 0, 1, steps_of(token + 1), changes + 16 * v, s_.lanes);
+                unrolled<W>([&](int w) ALWAYS { store16(own + 16 * (v + w), lanes(left - 16 * (v + w)), by_query[0][w]); });
             });
         }
     }
@@ -434,6 +566,8 @@ class Blocks {
     }
 
     const Shape s_;
+    const int64_t reads_;
+    const bool more_;
     float* const growth_;  // [heads, GRID]: what is left of the state before the block
     uint32_t *const weights_, *const c_, *const b_, *const x_, *const widened_;
 };

@@ -1,4 +1,4 @@
-"""The size of a Mamba-2 state in compiled code: the state before an unfinished block of tokens, and these tokens."""
+"""The size of a recurrent state in compiled code: the state before an unfinished block of tokens, and these tokens."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from kernels.native.structs import GRID
 
 
 class StateShape(NamedTuple):
-    """Sizes of one layer's state."""
+    """Sizes of one layer's state, named as in Mamba-2."""
 
     groups: int
+    """Of the gated delta rule: key heads."""
     heads: int
-    """Of all groups."""
+    """Of all groups. Of the gated delta rule: value heads."""
     head: int
+    """Of the gated delta rule: the width of a value head."""
     state: int
+    """Of the gated delta rule: the width of a key head."""
 
     def block_bytes(self, dtype_bytes: int, state_bytes: int) -> int:
         """Bytes in a slot, for a compute dtype and a state dtype of so many bytes per number; `state_blocks.h` says of

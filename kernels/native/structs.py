@@ -13,7 +13,7 @@ PANEL = 64
 GROUP = 128
 """Inputs per scale in int4."""
 GRID = 16
-"""Tokens that a state of Mamba-2 advances by at a time."""
+"""Tokens that a recurrent state advances by at a time."""
 SUMMED = 32
 """Inputs of a row of `SUMMED_BYTES` per stored sum."""
 
@@ -73,7 +73,7 @@ class Code(IntEnum):
 
 
 class Form(IntEnum):
-    """Form of a state of Mamba-2 in a slot."""
+    """Form of a recurrent state in a slot."""
 
     BLOCKS = 0
     """Of compiled code: the state at the last multiple of `GRID` tokens, and the tokens since."""

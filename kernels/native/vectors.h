@@ -5,7 +5,7 @@
 //   splat            all lanes alike
 //   load16(p, m)     lanes of the mask, zero elsewhere; load_or: `otherwise` elsewhere; store_some: lanes of the mask
 //   load_bf16        sixteen bfloat16, as float32; store_bf16: rounded to nearest, ties to even; rounded_bf16: what would be loaded
-//                    again; round_both: likewise two vectors
+//                    again
 //   larger, smaller  the second argument if one is NaN
 //   nearest          the nearest integer, ties to even; from_nearest: what is left; above_floor: x - floor(x), finite for infinities
 //   times_power      p * 2^floor(n)

@@ -193,20 +193,6 @@ inline void store_some_bf16(uint16_t* p, Mask m, Floats v) { _mm256_mask_storeu_
 inline Floats rounded_bf16(Floats v) { return as_floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bf16(v)), 16)); }
 
 #if defined(__AVX512BF16__)
-// One conversion for both, and one permutation each, which also clears the lower halves: half as many instructions as one by
-// one.
-inline void round_both(Floats& a, Floats& b) {
-    const Words low = _mm512_set_epi16(
-        15, 0, 14, 0, 13, 0, 12, 0, 11, 0, 10, 0, 9, 0, 8, 0, 7, 0, 6, 0, 5, 0, 4, 0, 3, 0, 2, 0, 1, 0, 0, 0);
-    const Words high = _mm512_add_epi16(low, _mm512_set1_epi16(16)), both = (Words)_mm512_cvtne2ps_pbh(b, a);
-    a = as_floats(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, low, both));
-    b = as_floats(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, high, both));
-}
-#else
-inline void round_both(Floats& a, Floats& b) { a = rounded_bf16(a), b = rounded_bf16(b); }
-#endif
-
-#if defined(__AVX512BF16__)
 #define BF16_PAIRS 1
 // Sums of products of pairs of bfloat16.
 inline Floats dot_pairs(Floats sum, Words a, Words b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }

@@ -318,7 +318,6 @@ FORWARD Floats load_bf16(const uint16_t* p) {
     widen_to(v, p);
     return v;
 }
-FORWARD void round_both(Floats& a, Floats& b) { a = rounded_bf16(a), b = rounded_bf16(b); }
 #if BF16_PAIRS
 FORWARD Two<WordPart> to_bf16(Floats v) { return {to_bf16(v.low.low, v.low.high), to_bf16(v.high.low, v.high.high)}; }
 FORWARD void store_bf16(uint16_t* p, Floats v) { store_from(to_bf16(v), reinterpret_cast<char*>(p)); }

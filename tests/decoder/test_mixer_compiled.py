@@ -300,13 +300,12 @@ def test_drafts_that_are_rejected_change_no_bit(which: tuple[str, str], kept: in
 
 @pytest.mark.parametrize("shape", [*SHAPES, *DELTA])
 def test_states_in_bfloat16_are_rounded_where_they_are_stored(shape: str) -> None:
-    """A prompt with such states has the bits of float32 states that are rounded between steps of one token (gated delta
-    rule) or one block (Mamba-2)."""
+    """A prompt with such states has the bits of float32 states that are rounded between steps of one block."""
     exact, rounded = Layer(shape, DecoderOptions()), Layer(shape, DecoderOptions(state_dtype=torch.bfloat16))
     x = inputs(exact.config, 48)
     (found,) = rounded.step([(x, 0, False)])
-    parts, slot = x.split(1 if shape in DELTA else GRID), torch.tensor([0])
-    for index, (part, ours) in enumerate(zip(parts, found.split(parts[0].shape[0]), strict=True)):
+    slot = torch.tensor([0])
+    for index, (part, ours) in enumerate(zip(x.split(GRID), found.split(GRID), strict=True)):
         (expected,) = exact.step([(part, 0, index > 0)])
         assert torch.equal(ours, expected)
         exact.compiled.convert_states(Form.PLAIN, slot)
@@ -315,7 +314,7 @@ def test_states_in_bfloat16_are_rounded_where_they_are_stored(shape: str) -> Non
     assert torch.equal(rounded.memory(0)[1].float(), exact.memory(0)[1])
 
 
-@pytest.mark.parametrize("which", [key for key in sorted(LAYERS) if key[0] not in DELTA], ids=str)
+@pytest.mark.parametrize("which", sorted(LAYERS), ids=str)
 @pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17])
 def test_states_are_converted_to_and_from_what_torch_operations_have(which: tuple[str, str], tokens: int) -> None:
     """Without pending tokens no bit of a state changes; with some, what follows changes by roundings only."""
