@@ -77,27 +77,47 @@ def agreement(sides: dict[str, Ours | Peer], prompts: list[list[int]]) -> dict[s
     return {name: sum(map(operator.eq, ids, first)) / len(prompts) for name, ids in found.items()}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=list(SUBJECTS), default="nemotron_h")
-    parser.add_argument("--shape", choices=SHAPES, default=SMALLEST, help="size of nemotron_h")
-    parser.add_argument(
+def measured(sides: dict[str, Ours | Peer], loads: Sequence[Workload], rounds: int) -> Iterator[dict[str, Any]]:
+    """The results of workloads, in rounds in which the sides take turns."""
+    for load in loads:
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        alone: dict[str, list[float]] = {name: [] for name in sides}
+        times = max(1, round(TURN / min(side.run(load).seconds for side in sides.values())))
+        for _ in range(rounds):
+            for name, side in sides.items():
+                seconds[name] += [timed.seconds for timed in turn(side, load, times)]
+                if load.new_tokens > 1:
+                    prompts = turn(side, replace(load, new_tokens=1), times)
+                    alone[name] += [timed.seconds for timed in prompts]
+        yield row_of(load, seconds, alone)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--family", choices=list(SUBJECTS), default="nemotron_h")
+    found.add_argument("--shape", choices=SHAPES, default=SMALLEST, help="size of nemotron_h")
+    found.add_argument(
         "--kinds", default=",".join(KINDS), help="comma-separated; the others are compared with the first"
     )
-    parser.add_argument("--peers", default="", help="llama.cpp's types, comma-separated")
-    parser.add_argument("--concurrent", default="1,32", help="concurrent requests")
-    parser.add_argument("--only", default="decode,prefill", help="comma-separated kinds of workload")
-    parser.add_argument("--new-tokens", type=int, default=64, help="output tokens of each concurrent request")
-    parser.add_argument("--prompts", type=prompt_sizes, help="comma-separated numbers of prompts x tokens of each")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
-    parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
-    parser.add_argument("--label", help="last part of the result's name, such as a processor's")
-    arguments = parser.parse_args(argv)
+    found.add_argument("--peers", default="", help="llama.cpp's types, comma-separated")
+    found.add_argument("--concurrent", default="1,32", help="concurrent requests")
+    found.add_argument("--only", default="decode,prefill", help="comma-separated kinds of workload")
+    found.add_argument("--new-tokens", type=int, default=64, help="output tokens of each concurrent request")
+    found.add_argument("--prompts", type=prompt_sizes, help="comma-separated numbers of prompts x tokens of each")
+    found.add_argument("--rounds", type=int, default=3)
+    found.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
+    found.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
+    found.add_argument("--label", help="last part of the result's name, such as a processor's")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
     try:
         subject = sized(arguments.family, arguments.shape)
     except ValueError as error:
-        parser.error(str(error))
+        parser().error(str(error))
     concurrent = [int(count) for count in arguments.concurrent.split(",")]
     subject = replace(subject, prompts=arguments.prompts or subject.prompts)
     model, ceilings = subject.text(arguments.folder), machine.ceilings()
@@ -114,18 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "llamacpp", model, False, Path(scratch) / f"{kind}.log", kind=kind
                 )  # fmt: skip
             rows = []
-            for load in loads:
-                seconds: dict[str, list[float]] = {name: [] for name in sides}
-                alone: dict[str, list[float]] = {name: [] for name in sides}
-                times = max(1, round(TURN / min(side.run(load).seconds for side in sides.values())))
-                for _ in range(arguments.rounds):
-                    for name, side in sides.items():
-                        seconds[name] += [timed.seconds for timed in turn(side, load, times)]
-                        if load.new_tokens > 1:
-                            prompts = turn(side, replace(load, new_tokens=1), times)
-                            alone[name] += [timed.seconds for timed in prompts]
-                rows.append(row_of(load, seconds, alone))
-                for line in lines(rows[-1]):
+            for row in measured(sides, loads, arguments.rounds):
+                rows.append(row)
+                for line in lines(row):
                     print(line, flush=True)
             same = agreement(sides, text_workload(subject, "first tokens", SAME_PROMPTS, PROMPT, 1).prompts)
             print("first tokens     " + "   ".join(f"{name} {share:.0%} the same" for name, share in same.items()))
@@ -146,8 +157,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "same_first_tokens": same,
     }
     if arguments.write:
-        shape = arguments.shape != SMALLEST and arguments.shape
-        parts = "weights", arguments.family, "+" in arguments.kinds and "activations", shape, arguments.label
+        shape = "" if arguments.shape == SMALLEST else arguments.shape
+        rows_of = "activations" if "+" in arguments.kinds else ""
+        parts = "weights", arguments.family, rows_of, shape, arguments.label
         print(f"written to {write_result('-'.join(filter(None, parts)), result)}")
     return 0
 

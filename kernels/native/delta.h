@@ -53,7 +53,7 @@ class DeltaGroup : public RecurrentGroup<T, S> {
         return blocks_.each_part(to.pending, in.tokens, before, to.states, [&](int64_t begin, int64_t first, int64_t count, const S* state) ALWAYS {
             blocks_.take(to.pending, first, count, tokens);
             blocks_.solve(to.pending, begin, first, count, state, tokens, out_ + first * width_, [&](int64_t h, int64_t lane, int64_t t) ALWAYS {
-                this->prefetch_beside(in, first + t, h * d_.value + lane);
+                if (in.gated) this->prefetch_beside(in, first + t, h * d_.value + lane);
             });
         });
     }

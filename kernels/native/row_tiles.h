@@ -38,7 +38,7 @@ struct ByteWords {
     static Sum none() { return zero_words(); }
     static Words column(const uint8_t* b) { return in_register(without_offset(load_words(b))); }
     static Sum add(Sum sum, Words x, Words column) { return dot_stored(sum, column, x); }
-    // The sums of row r, whose first input is at `a`, of V vectors from output `begin` on.
+    // The sums of row `row`, whose first input is at `a`, of V vectors from output `begin` on.
     template <int V>
     static inline ALWAYS void outputs(const Product& job, int64_t row, int64_t begin, const char* a, const Sum (&sum)[V], Floats (&y)[V]) {
         const Words behind = SIGNED_DOTS ? zero_words() : broadcast_word(reinterpret_cast<const int8_t*>(a) + job.weight->kpad);  // what the offset adds
