@@ -157,8 +157,9 @@ class Operations(OperationParts):
         last = self.packed(mixer.out_proj)
         middle, shape = recurrence_operations(mixer, last, self.has_bf16_rows(last), self.pointer)
         self.keep(shape)
-        self._state_shapes.append(mixer.spec.memory.blocks)
-        return [*self.projections(norm, mixer.in_proj), *middle, self.residual(last, scale)]
+        ops = [*self.projections(norm, mixer.in_proj), *middle, self.residual(last, scale)]
+        self._state_shapes.append(mixer.spec.memory.blocks)  # at last: a product without a compiled form raises an error
+        return ops
 
 
 def _floats(*shape: int) -> Tensor:
