@@ -158,7 +158,7 @@ class Operations(OperationParts):
         middle, shape = recurrence_operations(mixer, last, self.has_bf16_rows(last), self.pointer)
         self.keep(shape)
         ops = [*self.projections(norm, mixer.in_proj), *middle, self.residual(last, scale)]
-        self._state_shapes.append(mixer.spec.memory.blocks)  # at last: a product without a compiled form raises an error
+        self._state_shapes.append(mixer.spec.memory.blocks)  # last, as a product without a compiled form raises
         return ops
 
 
