@@ -158,8 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if arguments.write:
         shape = "" if arguments.shape == SMALLEST else arguments.shape
-        rows_of = "activations" if "+" in arguments.kinds else ""
-        parts = "weights", arguments.family, rows_of, shape, arguments.label
+        activations = "activations" if "+" in arguments.kinds else ""
+        parts = "weights", arguments.family, activations, shape, arguments.label
         print(f"written to {write_result('-'.join(filter(None, parts)), result)}")
     return 0
 

@@ -51,8 +51,8 @@ class Operations(OperationParts):
         self.mamba = next((spec for spec in mixers if isinstance(spec, Mamba2)), Mamba2(hidden))
         """The shape of Mamba-2 in compiled code."""
         super().__init__(options.dtype)
-        self._state_shapes: list[StateShape] = []
-        """Of layers with a state, in order."""
+        self._state_shapes: dict[int | None, StateShape] = {}
+        """Of layers with a state, by the address of their states."""
         self.on_operation: Callable[[Op, int, float], None] | None = None
         """For measurements: if set, operations run one at a time, and this is called with each operation, its number of
         tokens and its seconds."""
@@ -92,9 +92,10 @@ class Operations(OperationParts):
             runs=self._runs.data_ptr(), picked=self._picked[0].data_ptr(), picked_scale=self._picked[1].data_ptr(),
             picked_wide=self._picked[2].data_ptr(),
         )  # fmt: skip
-        recurrent = [index for index, op in enumerate(ops) if op.code in (Code.MAMBA, Code.DELTA)]
-        for index, shape in zip(recurrent, self._state_shapes, strict=True):
-            ours = shape.block_bytes(options.dtype.itemsize, options.state_dtype.itemsize)
+        for index, op in enumerate(ops):
+            if op.code not in (Code.MAMBA, Code.DELTA):
+                continue
+            ours = self._state_shapes[op.states].block_bytes(options.dtype.itemsize, options.state_dtype.itemsize)
             theirs = self.library.saccade_state_bytes(ctypes.byref(self.model), index)
             assert ours == theirs, f"the state of operation {index} takes {theirs} bytes in compiled code, not {ours}"
 
@@ -157,9 +158,8 @@ class Operations(OperationParts):
         last = self.packed(mixer.out_proj)
         middle, shape = recurrence_operations(mixer, last, self.has_bf16_rows(last), self.pointer)
         self.keep(shape)
-        ops = [*self.projections(norm, mixer.in_proj), *middle, self.residual(last, scale)]
-        self._state_shapes.append(mixer.spec.memory.blocks)  # last, as a product without a compiled form raises
-        return ops
+        self._state_shapes[middle[0].states] = mixer.spec.memory.blocks
+        return [*self.projections(norm, mixer.in_proj), *middle, self.residual(last, scale)]
 
 
 def _floats(*shape: int) -> Tensor:

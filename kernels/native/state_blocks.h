@@ -20,7 +20,7 @@
 namespace {
 
 constexpr int64_t GRID = 16;         // tokens of a block: as many as a vector has lanes
-constexpr int32_t PLAIN = -1;        // instead of a count of pending tokens: the state is [heads, head, n], and nothing is pending
+constexpr int32_t PLAIN = -1;        // instead of a count of pending tokens: the state is as torch operations have it, and nothing is pending
 constexpr int64_t STATE_SLICE = 64;  // channels that are computed together; the rest of a head in slices of 32 and 16
 constexpr int64_t STATE_AHEAD = 48;  // lines of a state that are asked for before a single token needs them
 
@@ -262,21 +262,10 @@ class Blocks {
     void read(Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const BlockTokens& in, float* out, Visit&& visit) const {
         grow(pending);
         for (int64_t t = 0; t < count; t++) weigh_tokens(pending, t, begin + t, begin + t + 1);
-        each_slice([&](int64_t h, int64_t lane, auto vectors) {
-            constexpr int V = vectors();
-            const uint32_t* cells = state ? cells_of<V>(slice_of(state, h, lane)) : nullptr;
+        each_tokens<4>(pending, begin, count, state, visit, [&](auto vectors, auto group, const uint32_t* cells, const StateAhead* ahead, int64_t h, int64_t lane, int64_t t) {
             const uint32_t* taken = pending.words + s_.x_at + h * STEPS * s_.lanes + lane;
             const float* x = in.x + first * s_.heads * s_.head + h * s_.head + lane;
-            float* to = out + h * s_.head + lane;
-            if (count == 1) {
-                const StateAhead ahead = ahead_of(pending, h, lane, V, begin + 1);
-                read_rows<V, 1>(cells, &ahead, taken, x, in.d[h], h, begin, 0, s_.head - lane, to);
-            } else {
-                in_groups<4>(count, [&](auto group, int64_t t) {
-                    read_rows<V, group()>(cells, nullptr, taken, x, in.d[h], h, begin, t, s_.head - lane, to);
-                });
-            }
-            for (int64_t t = 0; t < count; t++) visit(h, lane, t);
+            read_rows<vectors(), group()>(cells, ahead, taken, x, in.d[h], h, begin, t, s_.head - lane, out + h * s_.head + lane);
         });
     }
 
@@ -290,21 +279,10 @@ class Blocks {
             weigh_tokens(pending, 2 * t, begin + t, begin + t);
             weigh_tokens(pending, 2 * t + 1, begin + t, begin + t + 1);
         }
-        each_slice([&](int64_t h, int64_t lane, auto vectors) {
-            constexpr int V = vectors();
-            const uint32_t* cells = state ? cells_of<V>(slice_of(state, h, lane)) : nullptr;
+        each_tokens<2>(pending, begin, count, state, visit, [&](auto vectors, auto group, const uint32_t* cells, const StateAhead* ahead, int64_t h, int64_t lane, int64_t t) {
             uint32_t* changes = pending.words + s_.x_at + h * STEPS * s_.lanes + lane;
             const float* betas = in.betas + first * s_.heads + h;
-            float* to = out + h * s_.head + lane;
-            if (count == 1) {
-                const StateAhead ahead = ahead_of(pending, h, lane, V, begin + 1);
-                solve_rows<V, 1>(cells, &ahead, changes, betas, h, begin, 0, s_.head - lane, to);
-            } else {
-                in_groups<2>(count, [&](auto group, int64_t t) {
-                    solve_rows<V, group()>(cells, nullptr, changes, betas, h, begin, t, s_.head - lane, to);
-                });
-            }
-            for (int64_t t = 0; t < count; t++) visit(h, lane, t);
+            solve_rows<vectors(), group()>(cells, ahead, changes, betas, h, begin, t, s_.head - lane, out + h * s_.head + lane);
         });
     }
 
@@ -411,6 +389,22 @@ class Blocks {
             if ((s_.lanes - lane) & 32) f(h, lane, std::integral_constant<int, 2>()), lane += 32;
             if ((s_.lanes - lane) & 16) f(h, lane, std::integral_constant<int, 1>());
         }
+    }
+
+    // The last `count` tokens, slice by slice, MOST at a time: each(vectors, group, cells, ahead, h, lane, t), of a group of tokens from t
+    // on, with the slice's cells of the state, and what to prefetch meanwhile. visit(h, lane, t): called for each token behind its slice.
+    template <int MOST, typename Visit, typename Each>
+    void each_tokens(Pending pending, int64_t begin, int64_t count, const S* state, Visit&& visit, Each&& each) const {
+        each_slice([&](int64_t h, int64_t lane, auto vectors) {
+            const uint32_t* cells = state ? cells_of<vectors()>(slice_of(state, h, lane)) : nullptr;
+            if (count == 1) {
+                const StateAhead ahead = ahead_of(pending, h, lane, vectors(), begin + 1);
+                each(vectors, std::integral_constant<int, 1>(), cells, &ahead, h, lane, 0);
+            } else {
+                in_groups<MOST>(count, [&](auto group, int64_t t) { each(vectors, group, cells, nullptr, h, lane, t); });
+            }
+            for (int64_t t = 0; t < count; t++) visit(h, lane, t);
+        });
     }
 
     template <typename P>
