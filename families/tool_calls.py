@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from families.tool_steps import SPACE, Cursor, Mismatch, Steps, json_steps, overlap
-from families.tool_values import json_text, only_string, typed
+from families.tool_values import json_text, json_value, only_string, typed
 
 
 @dataclass(frozen=True)
@@ -261,8 +261,8 @@ class CallScanner:
                 raise Mismatch
             arguments = item.get("arguments", item.get("parameters", {}))
             if isinstance(arguments, str):  # as in OpenAI's protocol
-                arguments = json.loads(arguments, parse_constant=_refuse)
-        except (ValueError, RecursionError):
+                arguments = json_value(arguments)
+        except ValueError:
             raise Mismatch from None
         if not isinstance(item.get("name"), str) or not isinstance(arguments, dict):
             raise Mismatch
@@ -316,7 +316,3 @@ _LONGEST_KEY = 1024
 def _trimmed(text: str, end: int) -> int:
     """`end` without the white space before it."""
     return len(text[:end].rstrip(SPACE))
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")

@@ -29,11 +29,11 @@ def overlap(text: str, word: str) -> int:
 class Cursor:
     """The text that has arrived and has not been processed, and a position in it."""
 
-    def __init__(self) -> None:
-        self.text = ""
+    def __init__(self, text: str = "", final: bool = False) -> None:
+        self.text = text
         self.at = 0
         """Index of the first character that has not been parsed."""
-        self.final = False
+        self.final = final
         """Whether no more text will arrive."""
 
     def drop(self) -> str:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from families.tool_steps import SPACE, Cursor, Mismatch, json_steps
+
 _TYPES: dict[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null",
 }  # fmt: skip
@@ -32,8 +34,8 @@ def typed(text: str, schema: Mapping[str, Any], key: str) -> str:
     kinds = kinds_of(schema, key)
     told = _PYTHON.get(text.strip(), text.strip())
     try:
-        kind = _TYPES[type(json.loads(told, parse_constant=_refuse))]
-    except (ValueError, RecursionError):
+        kind = _TYPES[type(json_value(told))]
+    except ValueError:
         return json_text(text)
     if kind == "string":  # quotation marks would belong to it
         return json_text(text) if kinds is None or "string" in kinds else told
@@ -42,6 +44,19 @@ def typed(text: str, schema: Mapping[str, Any], key: str) -> str:
     if kinds is None:
         return told if told == text.strip() else json_text(text)
     return told if kind in kinds or (kind == "integer" and "number" in kinds) else json_text(text)
+
+
+def json_value(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError for other texts, for constants such as NaN, and for what `json_steps`
+    does not accept: among others, too many levels, each of which would be a call within a call here."""
+    if text.lstrip(SPACE).startswith(("{", "[")):
+        cursor = Cursor(text, final=True)
+        try:
+            for _ in json_steps(cursor):
+                pass
+        except Mismatch:
+            raise ValueError("not JSON") from None
+    return json.loads(text, parse_constant=_refuse)
 
 
 def json_text(value: Any) -> str:

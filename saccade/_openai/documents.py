@@ -6,23 +6,27 @@ import json
 import re
 from typing import Any
 
+from saccade._core.json_nesting import excessive_nesting
 from saccade._core.ranges import check_text
 from saccade.errors import InvalidArgument
 
+MAX_NESTING = 128
+"""Maximum nesting of objects and arrays in a document."""
+
 
 def load_json(data: bytes) -> Any:
-    """The value of a JSON document. Raises InvalidArgument, also for constants such as NaN, for repeated keys and for
-    half characters."""
+    """The value of a JSON document. Raises InvalidArgument, also for constants such as NaN, for repeated keys, for
+    half characters and for values nested more than `MAX_NESTING` deep."""
 
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is no JSON value")
 
+    if depth := excessive_nesting(data, MAX_NESTING):
+        raise InvalidArgument(f"nested {depth} deep; at most {MAX_NESTING} are allowed")
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=refuse, object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"not UTF-8 at byte {error.start}") from error
-    except RecursionError:
-        raise InvalidArgument("nested too deeply") from None
     except ValueError as error:
         raise InvalidArgument(f"not JSON: {error}") from error
     if _SURROGATE.search(data):

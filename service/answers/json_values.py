@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from saccade._core.json_nesting import excessive_nesting
 from service.common import errors
 
 MAX_NESTING = 100
@@ -19,16 +20,13 @@ def json_value(field: str, text: str, most: int) -> Any:
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
 
+    check_nesting(field, text)
     try:
         value = json.loads(text, parse_constant=refuse)
-        if (depth := nesting(value)) > MAX_NESTING:
-            raise errors.InvalidArgument(
-                f"{field} is nested {depth} deep; at most {MAX_NESTING} are allowed", field=field
-            )
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         raise errors.InvalidArgument(f"{field} has a \\u escape that is half a character", field=field) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise errors.InvalidArgument(f"{field} cannot be read: {error}", field=field) from None
     return value
 
@@ -41,11 +39,7 @@ def json_object(field: str, text: str, most: int) -> dict[str, Any]:
     return value
 
 
-def nesting(value: Any) -> int:
-    """Depth of the objects and arrays in a JSON value."""
-    depth, level = 0, [value] if isinstance(value, dict | list) else []
-    while level:
-        depth += 1
-        inner = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
-        level = [item for item in inner if isinstance(item, dict | list)]
-    return depth
+def check_nesting(field: str, text: str) -> None:
+    """Raises InvalidArgument for JSON that is nested more than `MAX_NESTING` deep."""
+    if depth := excessive_nesting(text.encode("utf-8", "surrogatepass"), MAX_NESTING):
+        raise errors.InvalidArgument(f"{field} is nested {depth} deep; at most {MAX_NESTING} are allowed", field=field)

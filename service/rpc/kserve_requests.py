@@ -13,6 +13,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from saccade.v1 import inference_pb2, types_pb2
+from service.answers.json_values import check_nesting
 from service.common import errors
 from service.rpc.kserve_tensors import OUTPUTS, read_tensors
 
@@ -193,9 +194,10 @@ def _text(data: bytes, name: str) -> str:
 
 def _json(data: bytes, name: str) -> Any:
     text = _text(data, name)
+    check_nesting(name, text)
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:  # not JSON, or a number of thousands of digits
+    except ValueError as error:  # not JSON, or a number of thousands of digits
         raise errors.InvalidArgument(f"{name} is not JSON: {str(error)[:100]}", field=name) from None
     if _SURROGATE.search(text) and not _is_unicode(value):
         raise errors.InvalidArgument(f"{name} has a \\u escape that is half a character", field=name)

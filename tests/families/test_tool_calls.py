@@ -41,6 +41,7 @@ def scanned(markup: ToolMarkup, text: str, **options: Any) -> tuple[str, list[tu
         (HERMES, '<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
         (HERMES, '<tool_call>{"name": "weather", "arguments": "{\\"days\\": 1}"}</tool_call>', "",
          [("weather", {"days": 1})]),
+        (HERMES, deep := f'<tool_call>{{"name": "now", "arguments": "{"[" * 900 + "]" * 900}"}}</tool_call>', deep, []),
         (HERMES, '<tool_call>{"name": "weather", "arguments": {"a": [1, {"b": null}], "c": "\\ud83d\\u00e9"}}'
                  "</tool_call>", "", [("weather", {"a": [1, {"b": None}], "c": "\ud83dé"})]),
         (HERMES, '<tool_call>{"name": "now", "arguments": {}, "id": 3}</tool_call>', ', "id": 3}</tool_call>',
@@ -121,6 +122,8 @@ SCHEMA = {
         ("one", "1", 1), ("one", "x", "x"), ("const", "5", "5"), ("all", "5", 5), ("lost", "5", 5), ("loop", "5", 5),
         ("odd", "x", "x"), ("any", "True", "True"), ("any", '"x"', '"x"'), ("any", "null", None), ("other", "[]", []),
         ("count", "1" * 5000, "1" * 5000), ("list", "[" * 5000, "[" * 5000),
+        ("list", "[" * 900 + "]" * 900, "[" * 900 + "]" * 900), ("any", ' {"a": "[[{"}', {"a": "[[{"}),
+        ("any", "[1] [", "[1] ["),
     ],
 )  # fmt: skip
 def test_the_schema_says_what_a_value_is(key: str, text: str, value: Any) -> None:

@@ -209,14 +209,16 @@ def test_a_line_with_deeply_nested_values_is_named(run: Run, script: Script, tmp
     nested: Any = 1
     for depth in range(1, 400):
         nested = {"a": nested}
-        if depth in (30, 31, 399):
+        if depth in (30, 31, 126, 399):
             source, output = write_input(tmp_path / f"{depth}", 1, chat_template_kwargs=nested), tmp_path / "out.jsonl"
             if depth == 30:
                 assert run(source, output).completed == 1
                 continue
             with pytest.raises(BatchInvalid) as caught:
                 run(source, output)
-            assert caught.value.problems == ["line 1: chat_template_kwargs: nested more than 30 levels deep"]
+            limit = "chat_template_kwargs: nested more than 30 levels deep"
+            whole = "nested 401 deep; at most 128 are allowed"
+            assert caught.value.problems == [f"line 1: {limit if depth <= 126 else whole}"]
 
 
 def test_a_wrong_file_starts_nothing(run: Run, script: Script, tmp_path: Path) -> None:

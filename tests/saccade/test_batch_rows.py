@@ -69,7 +69,7 @@ WRONG = [
     (b"\xff{}", "not UTF-8 at byte 0"),
     (b'{"custom_id": NaN}', "NaN"),
     (b'{"custom_id": "a", "custom_id": "b"}', "twice"),
-    (b'{"a":' * 100_000, "nested too deeply"),
+    (b'{"a":' * 100_000, "nested 100000 deep; at most 128 are allowed"),
     (line(method="GET"), "method"),
     (line(url="/v1/embeddings"), "/v1/chat/completions"),
     (line(custom_id=...), "custom_id"),

@@ -152,7 +152,7 @@ USER = {"role": "user", "content": "a"}
         (chat([USER, "user"]), "needs a role"),
         (chat({"role": "user"}), "must be a JSON list"),
         (request(messages=("BYTES", [1], element(b"[" + b"1" * 5000 + b"]"))), "is not JSON"),
-        (request(messages=("BYTES", [1], element(b"[" * 100_000))), "is not JSON"),
+        (request(messages=("BYTES", [1], element(b"[" * 100_000))), "nested 100000 deep; at most 100"),
         (request(messages=("BYTES", [1], element(b"\xff"))), "not UTF-8"),
     ],
 )  # fmt: skip

@@ -1,0 +1,26 @@
+"""How deep the values of a JSON text are nested, found without nested calls."""
+
+from __future__ import annotations
+
+import re
+from itertools import accumulate
+
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
+_BRACKETS = b"[]{}"
+_OTHERS = bytes(set(range(256)) - set(_BRACKETS))
+_OPENS = bytes.maketrans(_BRACKETS, b"\1\0\1\0")
+_STEPS = (-1, 1)
+
+
+def excessive_nesting(data: bytes, most: int) -> int:
+    """How deep the objects and arrays of a JSON text in UTF-8 are nested, if that is more than `most`, or 0.
+
+    For use before `json.loads`, which calls itself for each level until Python's recursion limit. A garbage collection
+    may start there, and finalizers of other objects, for which no frames are left, would fail and be lost.
+    """
+    if data.count(b"[") + data.count(b"{") <= most:
+        return 0
+    outside_strings = b"".join(_ESCAPE.sub(b"", data).split(b'"')[::2])
+    opens = outside_strings.translate(_OPENS, _OTHERS)
+    depth = max(accumulate(map(_STEPS.__getitem__, opens)), default=0)
+    return depth if depth > most else 0

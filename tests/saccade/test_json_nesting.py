@@ -1,0 +1,49 @@
+"""The depth of JSON texts, found without parsing them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saccade._core.json_nesting import excessive_nesting
+
+TEXTS = st.text(alphabet='[]{}"\\\n/u00e9é😀', max_size=6)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+def depth_of(value: Any) -> int:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return 1 + max(map(depth_of, value), default=0) if isinstance(value, list) else 0
+
+
+@given(value=VALUES, most=st.integers(0, 6), escaped=st.booleans(), indent=st.sampled_from([None, 1]))
+def test_depth_of_documents(value: Any, most: int, escaped: bool, indent: int | None) -> None:
+    depth = depth_of(value)
+    text = json.dumps(value, ensure_ascii=escaped, indent=indent).encode()
+    assert excessive_nesting(text, most) == (depth if depth > most else 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "depth"),
+    [
+        (b"[" * 100_000, 100_000),
+        (b'{"a":' * 500, 500),
+        (b'["' + b"[" * 500, 0),
+        (b'["\\"' + b"[" * 500 + b'"]', 0),
+        (b'["\\\\"' + b"[" * 500, 501),
+        (b"[]" * 500, 0),
+        (b"]" * 50 + b"[" * 150, 0),  # the parser ends at the first bracket
+        (b"\xff" + b"[" * 300, 300),
+    ],
+)
+def test_depth_of_what_is_no_whole_document(text: bytes, depth: int) -> None:
+    assert excessive_nesting(text, 100) == depth
