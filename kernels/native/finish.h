@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "activations.h"
 #include "numbers.h"
@@ -34,19 +35,43 @@ struct Product {
     bool first_rows = false;
 };
 
-// Stores R rows of sums, V * 16 wide (the last columns may not be outputs): + bias, the activation, then stored or added.
-// For a gated weight, vectors of gates and of gated outputs alternate, and half as many results are stored. A row is read
-// before it is written: a store may wait for its cache line, and later reads would wait with it.
+// Where V vectors of a tile's rows are stored or added, from row `row` and output `first` on. Not WHOLE: the last lanes may not be
+// outputs. The sums of a row are read before it is written: a store may wait for its cache line, and later reads would wait with it.
+template <int64_t STORED, int V, bool WHOLE>
+struct Stored {
+    using Number = std::conditional_t<STORED == STORE_BF16, uint16_t, float>;
+    Number* to;
+    int64_t ldo;
+    float scale;
+    const float* row_scale;
+    Mask m[V];
+
+    inline ALWAYS Stored(const Product& job, int64_t row, int64_t first, int64_t outputs)
+        : to(static_cast<Number*>(job.out) + row * job.ldo + first), ldo(job.ldo), scale(job.scale),
+          row_scale(job.row_scale ? job.row_scale + row : nullptr) {
+        for (int v = 0; v < V; v++) m[v] = WHOLE ? Mask(0xffff) : first_lanes(std::max<int64_t>(0, outputs - first - v * 16));
+    }
+    inline ALWAYS void operator()(int r, Floats (&y)[V]) const {
+        Number* const place = to + r * ldo;
+        if constexpr (STORED == ADD) {
+            const Floats all = splat(row_scale ? scale * row_scale[r] : scale);
+            unrolled<V>([&](int v) ALWAYS { y[v] = fmadd(y[v], all, WHOLE ? load_all(place + v * 16) : load16(place + v * 16, m[v])); });
+        }
+        unrolled<V>([&](int v) ALWAYS {
+            if constexpr (WHOLE) store_all(place + v * 16, y[v]);
+            else store16(place + v * 16, m[v], y[v]);
+        });
+    }
+};
+
+// Stores R rows of sums, V * 16 wide: + bias, the activation, then stored or added. For a gated weight, vectors of gates and of
+// gated outputs alternate, and half as many results are stored.
 template <int64_t STORED, int R, int V, bool WHOLE, bool GATED>
 void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
     constexpr int OUT = GATED ? V / 2 : V;
     const Weight& w = *job.weight;
-    const int64_t first = GATED ? begin / 2 : begin, outputs = GATED ? job.outputs : w.n;
-    Mask m[OUT];
-    for (int v = 0; v < OUT; v++) m[v] = first_lanes(std::max<int64_t>(0, outputs - first - v * 16));
-    const Activation activation = job.activation;
-    int64_t place = row * job.ldo + first;
-    for (int r = 0; r < R; r++, sums += PANEL, place += job.ldo) {
+    const Stored<STORED, OUT, WHOLE> stored(job, row, GATED ? begin / 2 : begin, GATED ? job.outputs : w.n);
+    for (int r = 0; r < R; r++, sums += PANEL) {
         Floats sum[V], y[OUT];
         for (int v = 0; v < V; v++) sum[v] = load_floats(sums + v * 16);
         if (w.bias)
@@ -55,23 +80,10 @@ void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
                 sum[v] = sum[v] + load16(w.bias + begin + v * 16, there);
             }
         for (int v = 0; v < OUT; v++) y[v] = sum[GATED ? 2 * v : v];
-        activate(y, activation);
+        activate(y, job.activation);
         if constexpr (GATED)
             for (int v = 0; v < OUT; v++) y[v] = y[v] * sum[2 * v + 1];
-        if constexpr (STORED == STORE_BF16) {
-            uint16_t* to = static_cast<uint16_t*>(job.out) + place;
-            for (int v = 0; v < OUT; v++) store16(to + v * 16, WHOLE ? Mask(0xffff) : m[v], y[v]);
-        } else {
-            float* to = static_cast<float*>(job.out) + place;
-            if constexpr (STORED == ADD) {
-                const Floats scale = splat(job.row_scale ? job.scale * job.row_scale[row + r] : job.scale);
-                for (int v = 0; v < OUT; v++) y[v] = fmadd(y[v], scale, load16(to + v * 16, m[v]));
-            }
-            for (int v = 0; v < OUT; v++) {
-                if constexpr (WHOLE) store_floats(to + v * 16, y[v]);
-                else store_some(to + v * 16, m[v], y[v]);
-            }
-        }
+        stored(r, y);
     }
 }
 

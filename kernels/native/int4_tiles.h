@@ -33,6 +33,14 @@ inline ALWAYS void begin_group(const int32_t* less, Words (&sum)[R][V]) {
     unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = ZEROS ? zero_words() : splat_word(less[r]); }); });
 }
 
+// A group's sums for 16 outputs, times their scales, added to `total`. `scales`: where those outputs' scales and zero points lie.
+template <bool ZEROS>
+inline ALWAYS Floats add_scaled(Words sum, Floats less, const Weight& w, int64_t scales, Floats scale, Floats total) {
+    Floats found = to_floats(sum);
+    if constexpr (ZEROS) found = fmadd(less * splat(0.125f), load_floats(w.zeros + scales), found);
+    return fmadd(found, scale, total);
+}
+
 // The sums, times the scales of their outputs, are added to `out`.
 template <int R, int V, bool ZEROS>
 inline ALWAYS void finish_group(Words (&sum)[R][V], const int32_t* less, const Weight& w, int64_t scales, bool from_zero, float* out) {
@@ -41,9 +49,8 @@ inline ALWAYS void finish_group(Words (&sum)[R][V], const int32_t* less, const W
         const Floats scale = group_scales(w, scales + v * 16);
         unrolled<R>([&](int r) ALWAYS {
             float* const total = out + r * PANEL + v * 16;
-            Floats found = to_floats(sum[r][v]);
-            if constexpr (ZEROS) found = fmadd(splat(float(less[r]) * 0.125f), load_floats(w.zeros + scales + v * 16), found);
-            store_floats(total, fmadd(found, scale, from_zero ? zero() : load_floats(total)));
+            const Floats before = from_zero ? zero() : load_floats(total);
+            store_floats(total, add_scaled<ZEROS>(sum[r][v], splat(float(less[r])), w, scales + v * 16, scale, before));
         });
     });
 }
@@ -173,9 +180,7 @@ struct Int4Words {
                 unrolled<V>([&](int v) ALWAYS {
                     const Floats scale = group_scales(w, scales + v * 16);
                     unrolled<R>([&](int r) ALWAYS {
-                        Floats found = to_floats(sum[r][v]);
-                        if constexpr (ZEROS) found = fmadd(to_floats(less[r]) * splat(0.125f), load_floats(w.zeros + scales + v * 16), found);
-                        total[r][v] = fmadd(found, scale, total[r][v]);
+                        total[r][v] = add_scaled<ZEROS>(sum[r][v], to_floats(less[r]), w, scales + v * 16, scale, total[r][v]);
                     });
                 });
             }

@@ -121,61 +121,101 @@ bool is_unpacked(const Weight& w, int64_t panel) {
     return same;
 }
 
-// Rows [begin, end) in tiles of nearly equal height. A few tiles meet a slice of the inputs before the next one: a long
-// panel and the one that is prefetched would not both fit in the second-level cache. A row's sums go through the inputs in
-// order all the same. `next`: a panel to prefetch during the last tiles; a single tile does not prefetch.
-void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next) {
-    Product job = product;
+// How the rows of a unit are divided: into tiles of nearly equal height, which meet `length` inputs at a time. A few tiles meet a slice
+// of the inputs before the next one: a long panel and the one that is prefetched would not both fit in the second-level cache. A row's
+// sums go through the inputs in order all the same.
+struct Division {
+    int64_t pieces, length;
+    bool sliced;
+    Division(const Weight& w, int64_t rows) {
+        const int64_t height = w.operand == INT8 || w.operand == INT4 ? INT_ROWS : ROWS;
+        const bool floats = !BF16_PAIRS || w.operand == F32;
+        pieces = (rows + height - 1) / height;
+        sliced = pieces > 1 && pieces <= SLICED && (w.kind == BF16 || w.kind == COMPACT_BF16 || (w.kind >= FP8 && floats));
+        length = sliced ? slice_of(w, pieces) : w.kpad;
+    }
+};
+
+// Numbers of 4 bytes of the memory where the first tile stores inputs as the others multiply them; 0: they are stored so, or each tile
+// unpacks them.
+int64_t unpacked_size(const Weight& w, const Division& division) {
+    if (division.pieces == 1) return 0;
+    if (w.operand == SUMMED_BYTES) return division.length * PANEL / 4;
+    if (w.kind == COMPACT_BF16 && division.pieces <= UNPACKED_EACH) return 0;
+    return w.kind >= FP8 || (division.sliced && !BF16_PAIRS) ? division.length * PANEL : 0;
+}
+
+// Whether tiles multiply words of whole panels, so that `row_tiles` has them.
+bool are_words(const Weight& w, const Division& division) {
+    if (division.pieces == 1) return false;
+    if (w.operand == SUMMED_BYTES) return INT4_TILES;
+    return BF16_PAIRS && w.operand == BF16 && !division.sliced && (w.kind == BF16 || (w.kind >= FP8 && summed_groups(w) == 1));
+}
+
+// `tiles` below for these. `there`: the unpacked panel is there.
+void word_tiles(
+    Product& job, const Division& division, bool there, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next
+) {
     const Weight& w = *job.weight;
-#if AMX_TILES
-    if (w.kind == BF16 || (w.operand == BYTES && end - begin > ROWS)) {
-        if (count == 4) return amx_tiles<4>(job, begin, end, panel, first, next);
-        if (count == 2) return amx_tiles<2>(job, begin, end, panel, first, next);
-        return amx_tiles<1>(job, begin, end, panel, first, next);
+    if (job.unpacked && !there) {  // the first tile stores the panel for the others
+        alignas(64) float sums[ROWS * PANEL];
+        const int64_t lowest = (end - begin) / division.pieces;
+        job.first_rows = true;
+        tile_of<4>(lowest, job, begin, panel, first, {0, w.kpad}, {}, sums);
+        begin += lowest;
     }
-#endif
-    const uint8_t* const stored = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
-    if (w.operand == BYTES) return row_tiles<WordTiles<ByteWords>>(job, begin, end, stored, panel, first, count, next);
-    const bool bytes_or_less = w.kind == INT8 || w.kind == INT4;
-    const int64_t height = w.operand == INT8 || w.operand == INT4 ? INT_ROWS : ROWS, pieces = (end - begin + height - 1) / height;
-    const bool scaled = w.kind >= FP8, floats = !BF16_PAIRS || w.operand == F32;
-    const bool sliced = pieces > 1 && pieces <= SLICED && (w.kind == BF16 || w.kind == COMPACT_BF16 || (scaled && floats));
-    const int64_t length = sliced ? slice_of(w, pieces) : w.kpad;
-    const bool each = w.kind == COMPACT_BF16 && pieces <= UNPACKED_EACH;
-    if (pieces > 1 && !each && (scaled || (sliced && !BF16_PAIRS))) job.unpacked = own_memory<0>(length * PANEL);
-    if (pieces > 1 && w.operand == SUMMED_BYTES) job.unpacked = own_memory<0>(length * PANEL / 4);
-    const bool there = job.unpacked && is_unpacked(w, length == w.kpad && count == 4 ? panel : -1);
-    alignas(64) float sums[SLICED * ROWS * PANEL];
-    const bool pairs = BF16_PAIRS && w.operand == BF16 && (w.kind == BF16 || (scaled && summed_groups(w) == 1)) && !sliced;
-    if (pieces > 1 && (pairs || (w.operand == SUMMED_BYTES && INT4_TILES))) {
-        if (job.unpacked && !there) {  // the first tile stores the panel for the others
-            job.first_rows = true;
-            const int64_t lowest = (end - begin) / pieces;
-            tile_of<4>(lowest, job, begin, panel, first, {0, w.kpad}, {}, sums);
-            begin += lowest;
-        }
-        if (w.operand == SUMMED_BYTES) return int4_tiles<UNPACKED_VECTORS>(job, begin, end, panel, next);
+    if (w.operand == SUMMED_BYTES) return int4_tiles<UNPACKED_VECTORS>(job, begin, end, panel, next);
 #if BF16_PAIRS
-        const auto* const columns = static_cast<const uint8_t*>(job.unpacked ? job.unpacked : stored);
-        return row_tiles<WordTiles<PairWords>>(job, begin, end, columns, panel, first, count, next);
+    const void* const columns = job.unpacked ? job.unpacked : static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
+    row_tiles<WordTiles<PairWords>>(job, begin, end, static_cast<const uint8_t*>(columns), panel, first, count, next);
 #endif
-    }
-    for (int64_t at = 0; at < w.kpad; at += length) {
-        const Inputs inputs{at, std::min(at + length, w.kpad)};
-        const int64_t bytes = panel_bytes(w) * (inputs.end - at) / w.kpad;
-        const int64_t looks = (inputs.end - at) / (bytes_or_less ? 4 : 2) / STRIDE + 1;
-        const char* soon = next;
-        if (count == 4 && inputs.end < w.kpad) soon = reinterpret_cast<const char*>(stored) + panel_bytes(w) * inputs.end / w.kpad;
+}
+
+// `tiles` below for others, one tile at a time.
+void slice_tiles(
+    Product& job, const Division& division, bool there, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next
+) {
+    const Weight& w = *job.weight;
+    const char* const stored = static_cast<const char*>(w.data) + panel * panel_bytes(w);
+    const int64_t pieces = division.pieces, inputs_each = (w.kind == INT8 || w.kind == INT4 ? 4 : 2) * STRIDE;
+    alignas(64) float sums[SLICED * ROWS * PANEL];
+    for (int64_t at = 0; at < w.kpad; at += division.length) {
+        const Inputs inputs{at, std::min(at + division.length, w.kpad)};
+        const int64_t bytes = panel_bytes(w) * (inputs.end - at) / w.kpad, looks = (inputs.end - at) / inputs_each + 1;
+        const char* const soon = count == 4 && inputs.end < w.kpad ? stored + panel_bytes(w) * inputs.end / w.kpad : next;
         for (int64_t i = 0; i < pieces; i++) {
             job.first_rows = i == 0 && !there;
             const int64_t from = begin + (end - begin) * i / pieces, to = begin + (end - begin) * (i + 1) / pieces;
             const Ahead ahead = ahead_of(i, pieces, pieces > 1 ? soon : nullptr, bytes, looks);
-            float* const kept = sums + (sliced ? (from - begin) * PANEL : 0);
+            float* const kept = sums + (division.sliced ? (from - begin) * PANEL : 0);
             if (count == 4) tile_of<4>(to - from, job, from, panel, first, inputs, ahead, kept);
             else if (count == 2) tile_of<2>(to - from, job, from, panel, first, inputs, ahead, kept);
             else tile_of<1>(to - from, job, from, panel, first, inputs, ahead, kept);
         }
     }
+}
+
+// Rows [begin, end) times `count` vectors of a panel, from vector `first` on. `next`: a panel to prefetch during the last tiles; a
+// single tile does not prefetch.
+void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next) {
+    const Weight& w = *product.weight;
+#if AMX_TILES
+    if (w.kind == BF16 || (w.operand == BYTES && end - begin > ROWS)) {
+        if (count == 4) return amx_tiles<4>(product, begin, end, panel, first, next);
+        if (count == 2) return amx_tiles<2>(product, begin, end, panel, first, next);
+        return amx_tiles<1>(product, begin, end, panel, first, next);
+    }
+#endif
+    if (w.operand == BYTES) {
+        const uint8_t* const columns = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
+        return row_tiles<WordTiles<ByteWords>>(product, begin, end, columns, panel, first, count, next);
+    }
+    const Division division(w, end - begin);
+    Product job = product;
+    if (const int64_t size = unpacked_size(w, division)) job.unpacked = own_memory<0>(size);
+    const bool there = job.unpacked && is_unpacked(w, division.length == w.kpad && count == 4 ? panel : -1);
+    if (are_words(w, division)) word_tiles(job, division, there, begin, end, panel, first, count, next);
+    else slice_tiles(job, division, there, begin, end, panel, first, count, next);
 }
 
 // Whether vectors of a panel can be multiplied without the others.

@@ -129,26 +129,20 @@ struct FinishAtOnce {
     int64_t begin;
     template <class Each>
     inline ALWAYS void operator()(int64_t row, const Each& each) const {
-        const int64_t ldo = job.ldo, place = row * ldo + begin;
-        float* const floats = static_cast<float*>(job.out) + place;
-        uint16_t* const halves = static_cast<uint16_t*>(job.out) + place;
-        if (job.store == STORE) {
-            each([=](int r, Floats (&y)[V]) ALWAYS { unrolled<V>([=, &y](int v) ALWAYS { store_floats(floats + r * ldo + v * 16, y[v]); }); });
-        } else if (job.store == ADD) {
-            const float* const row_scale = job.row_scale ? job.row_scale + row : nullptr;
-            const float all = job.scale;
-            each([=](int r, Floats (&y)[V]) ALWAYS {
-                const Floats scale = splat(row_scale ? all * row_scale[r] : all);
-                float* const to = floats + r * ldo;
-                unrolled<V>([=, &y](int v) ALWAYS { store_floats(to + v * 16, fmadd(y[v], scale, load_floats(to + v * 16))); });
-            });
-        } else if (job.activation == Activation::NONE) {
-            each([=](int r, Floats (&y)[V]) ALWAYS { unrolled<V>([=, &y](int v) ALWAYS { store_bf16(halves + r * ldo + v * 16, y[v]); }); });
-        } else {
-            each([=](int r, Floats (&y)[V]) ALWAYS {
-                unrolled<V>([=, &y](int v) ALWAYS { store_bf16(halves + r * ldo + v * 16, relu_squared(y[v])); });
-            });
-        }
+        if (job.store == STORE) store<STORE, Activation::NONE>(row, each);
+        else if (job.store == ADD) store<ADD, Activation::NONE>(row, each);
+        else if (job.activation == Activation::NONE) store<STORE_BF16, Activation::NONE>(row, each);
+        else store<STORE_BF16, Activation::RELU_SQUARED>(row, each);
+    }
+
+  private:
+    template <int64_t STORED, Activation ACTIVATION, class Each>
+    inline ALWAYS void store(int64_t row, const Each& each) const {
+        const Stored<STORED, V, true> stored(job, row, begin, job.weight->n);
+        each([=](int r, Floats (&y)[V]) ALWAYS {
+            if constexpr (ACTIVATION == Activation::RELU_SQUARED) unrolled<V>([&y](int v) ALWAYS { y[v] = relu_squared(y[v]); });
+            stored(r, y);
+        });
     }
 };
 
