@@ -119,6 +119,8 @@ def cells(model: str, path: Path, options: argparse.Namespace) -> list[Cell]:
                 if drafts not in options.only or policy not in options.policy:
                     continue
                 drafting = {"speculative": drafts, "draft_policy": policy, "draft_tokens": options.draft_tokens}
+                if drafts == "mtp":
+                    drafting["draft_vocab"] = options.draft_vocab
                 with saccade.LocalClient(path, **base, **drafting) as other:
                     for text in texts:
                         names = model, drafts, policy, text
@@ -135,6 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy", type=lambda text: text.split(","), default=["adaptive", "fixed"])
     parser.add_argument("--concurrent", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8])
     parser.add_argument("--draft-tokens", type=int, default=3)
+    parser.add_argument("--draft-vocab", type=int, help="mtp drafts ids below this only; those of the texts are")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
@@ -154,13 +157,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "load": machine.load(),
         "ceilings": ceilings,
         "draft_tokens": options.draft_tokens,
+        "draft_vocab": options.draft_vocab,
         "tokens": options.tokens,
         "rounds": options.rounds,
         "cells": [dataclasses.asdict(cell) for cell in found],
     }
     if options.write:
-        requests = "-".join(map(str, options.concurrent))
-        write_result(f"speculation-rates-{'-'.join(options.model)}-{requests}", result)
+        names = [*options.model, *map(str, options.concurrent)]
+        if options.draft_vocab is not None:
+            names.append(f"draft-vocab-{options.draft_vocab}")
+        write_result(f"speculation-rates-{'-'.join(names)}", result)
     print(json.dumps(result))
     return 0 if all(cell.same_answers for cell in found) else 1
 

@@ -12,6 +12,7 @@ from decoder.head_weights import HeadWeights
 from decoder.operation_parts import MAX_ROUTED
 from decoder.operations import Operations
 from decoder.trunk import Trunk
+from kernels.linear import Linear
 from kernels.native import NativeUnavailable
 from kernels.native.structs import Code, Drafting, Kind, Op, Step, Target
 
@@ -19,11 +20,11 @@ from kernels.native.structs import Code, Drafting, Kind, Op, Step, Target
 class CompiledHead(Operations):
     """The operations of a head, and its vocabulary projection."""
 
-    def __init__(self, head: HeadWeights, trunk: Trunk) -> None:
+    def __init__(self, head: HeadWeights, trunk: Trunk, vocabulary: Linear) -> None:
         """Raises NativeUnavailable with the reason."""
         config = trunk.config
         super().__init__(config, trunk.options, config.mtp)
-        fuse, last, hidden = self.packed(head.fuse), self.packed(trunk.head), config.hidden_size
+        fuse, last, hidden = self.packed(head.fuse), self.packed(vocabulary), config.hidden_size
         pair = torch.cat((head.enorm, head.hnorm))
         ops = [Op(Code.NORM_PAIR, fuse.kind, fuse.k, norm=self.pointer(pair)), self.linear(fuse, Target.STREAM)]
         ops += self.mixer(head.norms[0], head.attention)
@@ -40,6 +41,7 @@ class CompiledHead(Operations):
         ops.append(Op(Code.NORM, Kind.F32, hidden, norm=self.pointer(head.final)))
         self._all = range(len(ops))
         self.complete(ops, MAX_ROUTED)
+        self._reach = last.n
         self._embeddings, self._norm = trunk.embeddings, trunk.norm_f
         packed = trunk.embeddings.packed
         self._table = None if packed is None else ctypes.addressof(packed)
@@ -58,7 +60,7 @@ class CompiledHead(Operations):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Like `MtpHead.predict`, for at most `max_tokens` tokens."""
         rows = self._take(embedded_RD, hidden_RD)
-        logits = torch.empty(rows, self.config.vocab_size)
+        logits = torch.empty(rows, self._reach)
         step = Step(
             rows, rows, self._starts.data_ptr(), lengths=lengths_R.data_ptr(), tables=tables_RW.data_ptr(),
             places=places_R.data_ptr(), table_stride=tables_RW.stride(0), logits=logits.data_ptr(),
@@ -86,11 +88,11 @@ class CompiledHead(Operations):
         assert given_ND.is_contiguous() and given_ND.dtype == self._embeddings.dtype and table.dtype == torch.int64
         at, size = table.data_ptr(), table.element_size()
         tokens = len(due) + count
-        out, logits = (ctypes.c_int64 * (passes * count))(), torch.empty(count, self.config.vocab_size)
+        out, logits = (ctypes.c_int64 * (passes * count))(), torch.empty(count, self._reach)
         drafting = Drafting(
-            len(due), count, passes, self._enter.stop, given_ND.dtype == torch.bfloat16, self._embeddings.address,
-            given_ND.data_ptr(), self._norm.data_ptr(), at, at + tokens * size, at + 2 * tokens * size,
-            at + (2 * tokens + count) * size, draws, ctypes.addressof(out),
+            len(due), count, passes, self._enter.stop, self._reach, given_ND.dtype == torch.bfloat16,
+            self._embeddings.address, given_ND.data_ptr(), self._norm.data_ptr(), at, at + tokens * size,
+            at + 2 * tokens * size, at + (2 * tokens + count) * size, draws, ctypes.addressof(out),
             at + (2 * tokens + 2 * count) * size if positions else None, self.config.position_axes if positions else 0,
             self._table,
         )  # fmt: skip

@@ -211,6 +211,8 @@ class DecoderOptions:
     """
     draft_tokens: int = 3
     """Most drafts of one request in a step."""
+    draft_vocab: int | None = None
+    """`mtp` drafts only ids below this, so that a draft does not read the whole vocabulary projection; `None`: all."""
     spec_state: str = "replay"
     """How a state is restored after a rejected draft: `replay` keeps one slot and the last inputs, `slots` one slot for
     each token of a step.
@@ -275,6 +277,13 @@ class DecoderOptions:
         require(
             1 <= self.draft_tokens <= most,
             f"draft_tokens must be at least 1 and at most {most}, not {self.draft_tokens}",
+        )
+        require(
+            self.draft_vocab is None or self.draft_vocab >= 1, f"draft_vocab must be at least 1, not {self.draft_vocab}"
+        )
+        require(
+            self.draft_vocab is None or self.speculative == "mtp",
+            f"draft_vocab {self.draft_vocab} needs speculative 'mtp', not {self.speculative!r}",
         )
         require(self.dtype.is_floating_point, f"dtype must be a floating type, not {self.dtype}")
         self._check_state_dtype()

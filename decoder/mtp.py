@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from decoder.arena import Arena
 from decoder.batch import BatchBuilder
@@ -37,6 +38,7 @@ from decoder.sampler import Sampler
 from decoder.sequence import Sequence
 from decoder.step import Fork, Row, Step
 from decoder.trunk import Trunk
+from kernels.linear import Linear
 from kernels.native import NativeUnavailable
 from kernels.paged_attention import decode_attention_after, write_kv
 from kernels.rms_norm import rms_norm
@@ -46,17 +48,21 @@ log = logging.getLogger(__name__)
 
 PENDING = 512
 """Largest number of the trunk's rows that are kept, to make their entries together."""
+UNREACHED = -1e30
+"""Logit of an id that cannot be drafted."""
 
 
 class MtpHead:
     """One step of the head's layers, compiled if possible, and its entries in the pages."""
 
     def __init__(self, weights: HeadWeights, trunk: Trunk) -> None:
-        self.weights, self.vocabulary = weights, trunk.head
+        self.weights, reach = weights, trunk.options.draft_vocab
+        self.vocabulary = trunk.head if reach is None else trunk.head.first(reach)
+        """Computes the logits of the ids that can be drafted, which are those below its number of outputs."""
         self.eps, self.dtype = trunk.config.norm_eps, trunk.options.dtype
         self.axes = 0 if weights.attention.spec.rope is None else trunk.config.position_axes
         """Number of position axes of the entries; 0: the head reads no positions."""
-        self.compiled = _compiled(weights, trunk)
+        self.compiled = _compiled(weights, trunk, self.vocabulary)
 
     def enter(
         self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor, positions_TA: Tensor | None = None
@@ -93,7 +99,8 @@ class MtpHead:
         positions_RA: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """For one token per row: writes its entry and returns `[R, d]` after the final norm, which replaces the token's
-        hidden state, and the next token's logits `[R, vocab]`. `lengths`: number of places up to the token's own."""
+        hidden state, and the next token's logits `[R, V]` of the V ids that can be drafted. `lengths`: number of places
+        up to the token's own."""
         if self.compiled is not None and embedded_RD.shape[0] <= self.compiled.max_tokens:
             return self.compiled.predict(embedded_RD, hidden_RD, places_R, tables_RW, lengths_R, positions_RA)
         weights, of = self.weights, self.weights.attention
@@ -106,20 +113,23 @@ class MtpHead:
         return hidden, self.vocabulary(hidden)
 
 
-def _compiled(weights: HeadWeights, trunk: Trunk) -> CompiledHead | None:
+def _compiled(weights: HeadWeights, trunk: Trunk, vocabulary: Linear) -> CompiledHead | None:
     """The head's compiled form; None, with a line in the log, if it has none. With native "on" the trunk has already
     raised."""
     if trunk.options.native == "off":
         return None
     try:
-        return CompiledHead(weights, trunk)
+        return CompiledHead(weights, trunk, vocabulary)
     except NativeUnavailable as reason:
         log.info("drafts are made operation by operation: %s", reason)
         return None
 
 
-def check_mtp(config: DecoderConfig, weights: Mapping[str, Any]) -> None:
-    """Raises `ValueError` unless `weights` (tensors or shapes by name) are all that this model's head needs."""
+def check_mtp(config: DecoderConfig, weights: Mapping[str, Any], draft_vocab: int | None = None) -> None:
+    """Raises `ValueError` unless `weights` (tensors or shapes by name) are all that this model's head needs, and if
+    `draft_vocab` is more than the vocabulary."""
+    if draft_vocab is not None and draft_vocab > config.vocab_size:
+        raise ValueError(f"draft_vocab is {draft_vocab}, and the vocabulary has {config.vocab_size} ids")
     if not config.mtp:
         raise ValueError(
             "speculative 'mtp' needs a model with heads for it, and this one's configuration has none; 'ngram' works "
@@ -166,7 +176,7 @@ class MtpDrafter:
         self, config: DecoderConfig, options: DecoderOptions, arena: Arena, model: HybridModel, builder: BatchBuilder,
         sampler: Sampler,
     ) -> None:  # fmt: skip
-        check_mtp(config, model.mtp_weights)
+        check_mtp(config, model.mtp_weights, options.draft_vocab)
         self.model, self.builder, self.sampler = model, builder, sampler
         kv_B2SKP = arena.kv[len(config.pages)]
         self.head = MtpHead(HeadWeights.of(config, options, model.mtp_weights, kv_B2SKP), model.trunk)
@@ -253,7 +263,7 @@ class MtpDrafter:
         sources = [self._row(row.sequence.slot) for row in rows]
         sequences = [row.sequence for row in rows]
         tables, compiled, axes = self._tables(sequences), self.head.compiled, self.head.axes
-        draws = self.sampler.steady(sequences) if compiled is not None else None
+        draws = self.sampler.steady(sequences) if compiled is not None and self._reaches(sequences) else None
         if compiled is not None and draws is not None and max(len(self._due), len(rows)) <= compiled.max_tokens:
             given, due = self._given(sources)
             last = [(row.sequence.tokens[-1], *self._at(row, 0), row.drafts) for row in rows]
@@ -276,11 +286,17 @@ class MtpDrafter:
             embedded = self.model.embed_ids(ids)
             at = self._ints(_positions(rows, ahead, axes)) if axes else None
             hidden, logits = self.head.predict(embedded, hidden, writes, tables, keys, max(lengths), at)
+            logits = _over_all(logits, self.model.config.vocab_size)
             choices = self.sampler.sample(logits, sequences, [drafts[sequence.arrival] for sequence in sequences])
             tokens = [choice.token for choice in choices]
             for sequence, token in zip(sequences, tokens, strict=True):
                 drafts[sequence.arrival].append(token)
         return found
+
+    def _reaches(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether all ids that the requests bias can be drafted."""
+        reach = self.head.vocabulary.out_features
+        return all(token < reach for sequence in sequences for token in sequence.request.sampling.logit_bias)
 
     def _tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
         """`[R, W]` page numbers, from the first page that each sequence's drafts attend to."""
@@ -402,6 +418,13 @@ class MtpDrafter:
 
     def _ints(self, values: list[Any]) -> Tensor:
         return upload(values, torch.int64, self.carry.device)
+
+
+def _over_all(logits_RV: Tensor, vocab: int) -> Tensor:
+    """Logits of all ids, given those of the first V. The others are so small that none is drawn unless nothing else is
+    allowed, and not infinite, so that probabilities exist in that case too."""
+    missing = vocab - logits_RV.shape[1]
+    return F.pad(logits_RV.float(), (0, missing), value=UNREACHED) if missing else logits_RV
 
 
 def _position(sequence: Sequence, place: int, axes: int) -> tuple[int, ...]:

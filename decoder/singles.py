@@ -39,6 +39,8 @@ class Singles:
 def singles(rows: SequenceOf[Row], tables: PageTables | None, page_size: int, axes: int) -> Singles | None:
     """The rows as such a step; `None` if a row is of another kind, or does not draw. `axes`: of the positions that the
     model uses."""
+    if rows and rows[-1].count != 1:  # prompts come last
+        return None
     ids, slots, lengths, batch_slots, places, positions = (list[int]() for _ in range(6))
     greedy = True
     for row in rows:

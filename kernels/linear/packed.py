@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 
 import torch
@@ -68,6 +69,14 @@ class Packed:
     @property
     def operand_elements(self) -> int:
         return operand_elements(self.kind, self.kpad)
+
+    def first(self, outputs: int) -> Packed:
+        """The first `outputs` outputs of a weight that is not gated, in the same memory."""
+        assert 0 < outputs <= self.n and not self._descriptor.gated
+        part = copy.copy(self)
+        part.n, part._descriptor = outputs, Weight.from_buffer_copy(self._descriptor)
+        part._descriptor.n = outputs
+        return part
 
     def rows(self, ids_T: Tensor) -> Tensor:
         """`[T, k]` float32: rows of a weight that is not gated, as numbers. `IndexError` for rows that it lacks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import torch
 from torch import Tensor
@@ -66,15 +67,30 @@ class Linear:
         if self.packed is None and self.blocked is None:
             self.weight = weight.detach().clone() if isinstance(weight, Tensor) and not owned else weight
 
+    def first(self, outputs: int) -> Linear:
+        """The first `outputs` outputs, in the same memory. All are computed where its layout cannot be divided."""
+        assert 0 < outputs <= self.out_features
+        part = copy.copy(self)
+        part.out_features = outputs
+        part.packed = None if self.packed is None else self.packed.first(outputs)
+        if isinstance(self.weight, Quantised):
+            part.weight = self.weight.rows(slice(outputs))
+        elif self.weight is not None:
+            part.weight = self.weight[:outputs]
+        if self.bias is not None and self.weight is not None:
+            part.bias = self.bias[:outputs]
+        return part
+
     def __call__(self, x: Tensor) -> Tensor:
         """`[rows, in]` -> `[rows, out]` in x's dtype, which must be the weight's unless that is quantised."""
         if self.packed is not None:
             return self.packed(x)
         if self.scaled is not None:
             product = self.scaled(x)
-            return product if self.bias is None else product + self.bias
+            return (product if self.bias is None else product + self.bias)[:, : self.out_features]
         if self.blocked is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")  # type: ignore[no-any-return]
+            product = torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")
+            return product[:, : self.out_features]
         assert self.weight is not None
         if isinstance(self.weight, Quantised):
             if self.int8_rows:

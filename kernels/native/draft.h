@@ -17,6 +17,7 @@ extern "C" {
 struct Drafting {  // structs.py mirrors it
     int64_t due, rows, passes;  // entries of tokens that are only made; rows that draft; most drafts of a row
     int64_t enter;              // operations up to the one that makes a token's entry
+    int64_t reach;              // ids below this have logits: the outputs of the head's last product
     int64_t is_bf16;            // `embeddings` and `given`; else float32
     const void* embeddings;     // [vocab, hidden]
     const void* given;          // [due + rows, hidden]: the trunk's rows, before its final norm ...
@@ -80,8 +81,8 @@ void draft(const Model& m, const Drafting& d, Step& step, Run&& run) {
     std::vector<int64_t> ids(d.ids + d.due, d.ids + d.due + d.rows);
     std::vector<Draw> draws(d.draws, d.draws + d.rows);
     std::vector<SampleParams> params(d.rows);
-    for (int64_t r = 0; r < d.rows; r++) {  // log-probabilities of drafts are not reported
-        params[r] = *draws[r].params, params[r].logprobs = -1;
+    for (int64_t r = 0; r < d.rows; r++) {  // log-probabilities of drafts are not reported, and no end is masked
+        params[r] = *draws[r].params, params[r].logprobs = -1, params[r].end_count = 0;
         draws[r].params = &params[r];
     }
     Sampling sampling;
@@ -102,7 +103,7 @@ void draft(const Model& m, const Drafting& d, Step& step, Run&& run) {
         if (d.positions) step.positions = d.positions + (d.due + pass * d.rows) * d.axes, step.axes = d.axes;
         run(0, m.count);
         for (int64_t r = 0; r < d.rows; r++) {
-            ids[r] = d.out[pass * d.rows + r] = sampling.draw(step.logits + r * m.vocab, m.vocab, draws[r], nullptr, nullptr, nullptr);
+            ids[r] = d.out[pass * d.rows + r] = sampling.draw(step.logits + r * d.reach, d.reach, draws[r], nullptr, nullptr, nullptr);
             draws[r].position++;
         }
     }

@@ -59,7 +59,7 @@ Product product_of(const Model& m, const Op& op, const Step& step) {
     if (op.weight.gated) job.outputs = op.target == INNER ? op.width : op.weight.n / 2;
     if (op.target == RESIDUAL) job.out = m.x, job.ldo = m.hidden, job.store = ADD, job.scale = op.scale, job.row_scale = op.row_scale;
     if (op.target == STREAM) job.out = m.x, job.ldo = m.hidden;
-    if (op.target == LOGITS) job.out = step.logits, job.ldo = m.vocab;
+    if (op.target == LOGITS) job.out = step.logits, job.ldo = op.weight.n;
     if (op.target == WIDE) job.out = m.wide + op.column;
     if (op.target == INNER) {
         job.ldo = op.width, job.store = op.kind == BF16 || op.bf16_rows ? STORE_BF16 : STORE;
@@ -348,7 +348,7 @@ const char* saccade_draft(const Model* model, Step* step, const Drafting* drafti
     if (!within(drafting->ids, drafting->due + drafting->rows, model->vocab)) return "a token is not in the vocabulary";
     const int64_t entries = drafting->due + drafting->passes * drafting->rows;
     if (const char* reason = why_not_positions(*model, 0, model->count, drafting->positions, entries, drafting->axes)) return reason;
-    if (const char* reason = why_not(drafting->draws, drafting->rows, model->vocab, model->vocab)) return reason;
+    if (const char* reason = why_not(drafting->draws, drafting->rows, model->vocab, drafting->reach, model->vocab)) return reason;
     draft(*model, *drafting, *step, [&](int64_t first, int64_t last) {
         pool().run(StepJob(*model, *step, first, last), model->threads);
     });
@@ -383,7 +383,7 @@ const char* saccade_sample(
     const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens, float* logprobs, int64_t* top_ids,
     float* top, int64_t width, int64_t threads
 ) {
-    if (const char* reason = why_not(draws, rows, vocab, logprobs ? width : -1)) return reason;
+    if (const char* reason = why_not(draws, rows, vocab, vocab, logprobs ? width : -1)) return reason;
     pool().run(SampleJob(logits, rows, vocab, draws, tokens, logprobs, top_ids, top, width), std::min(rows, threads));
     return nullptr;
 }

@@ -123,7 +123,7 @@ struct Step {
     const int64_t* saves;  // [saves, 3]: (row, token, slot): what there is of the row before that token goes to that slot too
     const int64_t *lengths, *tables, *places;  // ATTENTION, of each token, lengths and tables but for the last `scans` rows
     int64_t table_stride;
-    float* logits;  // [tokens, vocab]
+    float* logits;  // [tokens, outputs of the product]
     // For rows whose tokens may be rejected (drafts). Null, or [rows]. `from`: the state slot that a row starts from, if
     // not its own. `batch_slots`, `counts`: the first `counts` steps of the ring of that batch slot are applied to the
     // row's state slot before the row; the state slot then does not change, and the row's inputs are written to the ring.

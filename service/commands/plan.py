@@ -83,7 +83,7 @@ def plan(options: EngineOptions) -> list[Table]:
     if options.role == "encoder":
         return [memory_table(options, checkpoint), encoder_table(options, checkpoint)]
     if options.speculative == "mtp":
-        check_mtp(checkpoint.config.decoder, checkpoint.decoder_shapes())
+        check_mtp(checkpoint.config.decoder, checkpoint.decoder_shapes(), options.draft_vocab)
     tables = [
         memory_table(options, checkpoint),
         concurrency_table(options, checkpoint),

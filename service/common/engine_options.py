@@ -112,6 +112,12 @@ class EngineOptions:
         choices=("none", "ngram", "mtp"),
     )
     draft_tokens: int = _option(3, "draft tokens of one request in one step, at most 15", minimum=1)
+    draft_vocab: int | None = _option(
+        None,
+        "with speculative mtp: only ids below this number are drafted, so that a draft reads only their part of the "
+        "vocabulary projection; unset: all ids; answers are the same",
+        minimum=1,
+    )
     spec_state: str = _option(
         "replay",
         "how a state is restored after a rejected draft: replay = one state slot and the last inputs, slots = a state "

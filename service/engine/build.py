@@ -71,6 +71,7 @@ def decoder_options(options: EngineOptions, checkpoint: Checkpoint) -> DecoderOp
         state_block=options.state_block,
         speculative=options.speculative,
         draft_tokens=options.draft_tokens,
+        draft_vocab=options.draft_vocab,
         spec_state=options.spec_state,
         draft_policy=options.draft_policy,
         forced_tokens=options.forced_tokens,

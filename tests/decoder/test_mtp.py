@@ -30,6 +30,8 @@ from decoder.layers.descriptions import Attention
 from decoder.mtp import check_mtp
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
+from decoder.sampling import SamplingParams
+from decoder.token_constraints import AllowedTokens
 from kernels.linear import quantise
 from kernels.native.structs import SampleParams
 from kernels.sample.compiled import packed
@@ -43,8 +45,11 @@ BASE: dict[str, Any] = {
 class Naive:
     """One sequence at a time, everything recomputed for each draft, on transformers' trunk."""
 
-    def __init__(self, config: DecoderConfig, trunk: NemotronHForCausalLM, weights: dict[str, Tensor]) -> None:
-        self.config, self.trunk = config, trunk
+    def __init__(
+        self, config: DecoderConfig, trunk: NemotronHForCausalLM, weights: dict[str, Tensor], reach: int | None
+    ) -> None:
+        """`reach`: only ids below it are drafted."""
+        self.config, self.trunk, self.reach = config, trunk, reach
         self.weights = {name.removeprefix("mtp.layers."): tensor for name, tensor in weights.items()}
         self.experts = NemotronHMoE(trunk.config)
         prefix = "1.mixer."
@@ -63,7 +68,7 @@ class Naive:
         found: list[int] = []
         for _ in range(count):
             m = self.look(entries)
-            found.append(int(self.trunk.lm_head(m).argmax()))
+            found.append(int(self.trunk.lm_head(m)[: self.reach].argmax()))
             entries.append(self.enter(self.trunk.model.embeddings.weight[found[-1]], m))
         return found
 
@@ -98,7 +103,7 @@ def make(pattern: str, **options: Any) -> tuple[DecoderRunner, Naive]:
         config, DecoderOptions(**(BASE | options)), [*weights_of(trunk, config).items(), *head.items()]
     )
     runner.arena.buffer.fill_(255)
-    return runner, Naive(config, trunk, head)
+    return runner, Naive(config, trunk, head, options.get("draft_vocab"))
 
 
 def watch(runner: DecoderRunner) -> list[tuple[DecoderRequest, list[int], list[int]]]:
@@ -154,6 +159,8 @@ def embedded(naive: Naive, item: DecoderRequest, known: list[int]) -> Tensor:
         pytest.param("M*-M", {"seldom": True, "preempted": True, "max_chunk": 3}, id="now-and-then-preempted"),
         pytest.param("M*-M", {"native": "off", "preempted": True, "max_chunk": 5}, id="operations"),
         pytest.param("M*E", {"native": "off", "graphs": "on", "max_capture": 16}, id="graphs"),
+        pytest.param("M*-M", {"draft_vocab": 40}, id="some-ids"),
+        pytest.param("M*-M", {"draft_vocab": 64, "native": "off"}, id="some-ids-operations"),
     ],
 )
 def test_drafts_are_those_of_a_head_written_out(pattern: str, options: dict[str, Any]) -> None:
@@ -333,6 +340,37 @@ def test_a_head_reads_a_tied_table_out_of_the_packed_projection(kind: str | None
     assert found[0] == found[1] and any(drafts for _, drafts in found[0])
 
 
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_of_ids_that_cannot_be_drafted(native: str, temperature: float) -> None:
+    """Answers do not depend on `draft_vocab`, either: ids beyond it are biased, or the only ones that a constraint
+    allows."""
+    config, reach = tiny_config("M*-M", num_nextn_predict_layers=1), 40
+    weights = dict(random_weights(config, seed=5))
+
+    def asked() -> tuple[list[DecoderRequest], list[DecoderRequest]]:
+        def params(**changes: Any) -> SamplingParams:
+            return SamplingParams(max_tokens=12, temperature=temperature, seed=3, **changes)
+
+        far = request("far", [3, 4, 5], params(), constraint=AllowedTokens([50, 60, 90]))
+        mixed = request("mixed", [3, 4, 5], params(), constraint=AllowedTokens([7, 8, 60, 90]))
+        free = request("free", [9, 10], params(repetition_penalty=1.3))
+        biased = [request(str(token), [6, 7, 8], params(logit_bias={token: 100.0})) for token in (7, 90)]
+        return [far, mixed, free], biased
+
+    def answers(**options: Any) -> tuple[dict[str, list[int]], dict[str, int]]:
+        options = {"native": native, "page_size": 4, "state_block": 4, "max_len": 96, "max_seqs": 5} | options
+        runner = DecoderRunner(config, DecoderOptions(**options), weights.items())
+        found = {name: events for together in asked() for name, events in run(runner, *together).items()}
+        return {name: tokens(events) for name, events in found.items()}, runner.stats()
+
+    expected, _ = answers()
+    for draft_vocab in (None, reach):
+        found, stats = answers(speculative="mtp", draft_policy="fixed", draft_vocab=draft_vocab)
+        assert found == expected and set(expected["90"]) == {90} and set(expected["far"]) <= {50, 60, 90}
+        assert stats["drafted_1"] > 20 and stats["accepted_1"] >= 3  # at least those of the request biased to 7
+
+
 def test_what_is_missing_is_named() -> None:
     config = tiny_config("M*", num_nextn_predict_layers=1)
     weights = dict(random_weights(config))
@@ -344,6 +382,8 @@ def test_what_is_missing_is_named() -> None:
         ValueError, match=r"missing mtp\.layers\.0\.eh_proj\.weight, mtp\.layers\.1\.mixer\.gate\.weight"
     ):
         DecoderRunner(config, options, weights.items())
+    with pytest.raises(ValueError, match="draft_vocab is 98, and the vocabulary has 97 ids"):
+        make("M*", draft_vocab=98)
     plain = tiny_config("M*")
     with pytest.raises(ValueError, match="this one's configuration has none; 'ngram' works with any model"):
         DecoderRunner(plain, options, random_weights(plain))

@@ -247,6 +247,9 @@ def test_nobody_is_preempted_for_a_draft() -> None:
         ({"draft_policy": "some"}, "draft_policy 'some' is not one of adaptive, fixed"),
         ({"draft_tokens": 0}, "draft_tokens must be at least 1 and at most 15, not 0"),
         ({"draft_tokens": 16}, "at most 15, not 16"),
+        ({"speculative": "mtp", "draft_vocab": 0}, "draft_vocab must be at least 1, not 0"),
+        ({"speculative": "ngram", "draft_vocab": 40}, "draft_vocab 40 needs speculative 'mtp', not 'ngram'"),
+        ({"draft_vocab": 40}, "draft_vocab 40 needs speculative 'mtp', not 'none'"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:

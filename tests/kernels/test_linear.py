@@ -50,6 +50,25 @@ def test_bias_that_does_not_fit_is_refused() -> None:
         Linear(torch.ones(4, 2), torch.ones(3))
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "int4-32", "fp8", "nvfp4"])
+def test_the_first_outputs_are_those_of_the_whole(kind: str, compiled: bool) -> None:
+    """In the same memory: ends within a panel, at one, and at the last output."""
+    weight, bias, x = torch.randn(200, 192), torch.randn(200), torch.randn(9, 192)
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    stored = weight.to(dtype) if kind in ("float32", "bfloat16") else quantise(weight, kind)
+    whole = Linear(stored, bias.to(dtype), compiled=compiled, dtype=dtype)
+    expected = whole(x.to(dtype))
+    for outputs in (1, 64, 100, 200):
+        first = whole.first(outputs)
+        assert first.out_features == outputs and first.packed is None or first.packed is not whole.packed
+        if compiled and kind != "float32":
+            assert torch.equal(first(x.to(dtype)), expected[:, :outputs])
+        else:  # torch may add in another order
+            torch.testing.assert_close(first(x.to(dtype)), expected[:, :outputs], rtol=1e-2, atol=1e-2)
+    assert torch.equal(whole(x.to(dtype)), expected)
+
+
 KINDS = ["float32", "bfloat16", "int8", "int4"]
 
 
