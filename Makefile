@@ -30,7 +30,7 @@ FAST := tests/encoder tests/service $(addprefix tests/decoder/test_,arena.py blo
 SANITIZED := $(addprefix tests/kernels/test_,activations.py compiled_attention.py fp8_activations.py layouts.py \
   linear.py moe.py sample_compiled.py scaled.py varlen_attention.py) $(addprefix tests/decoder/test_, \
   attention_compiled.py delta_speculation.py drafting.py feed_forward.py gated_attention.py mixer_compiled.py \
-  native_tail.py operations.py) tests/encoder/test_native.py
+  mtp.py native_tail.py operations.py) tests/encoder/test_native.py
 SANITIZED_SETS ?= auto avx2
 # The interpreter is not compiled with the sanitizer, so the sanitizer's library has to be loaded first. PYTHONMALLOC gives
 # each small object memory of its own.

@@ -227,15 +227,17 @@ def drafts() -> str:
     texts = {"repeating": "repeats", "branching": "repeats in part", "rate 1.0": "does not repeat"}
     files = [result(name[11:]) for name in newest("speculation-rates-*")]
     found: dict[tuple[str, int, str, str], dict[str, dict[str, Any]]] = {}
-    for cell in (cell for file in files for cell in file["cells"]):
-        of = found.setdefault((cell["model"], cell["requests"], cell["drafts"], cell["text"]), {})
-        of[cell["policy"]] = cell
+    for file in files:
+        first = file.get("draft_vocab")
+        for cell in file["cells"]:
+            source = cell["drafts"] if first is None else f"{cell['drafts']}, first {first:,} ids"
+            found.setdefault((cell["model"], cell["requests"], source, cell["text"]), {})[cell["policy"]] = cell
     lines = [
         "| model | requests | drafts | text or acceptance | plain, tokens/s | adaptive | always 3 drafts |",
         "| --- | --: | --- | --- | --: | --: | --: |",
     ]
     for (model, requests, source, text), of in found.items():
-        rate = f"{float(text.removeprefix('rate ')):.0%}".replace("%", " %") if source == "mtp" else texts[text]
+        rate = f"{float(text.removeprefix('rate ')):.0%}".replace("%", " %") if source.startswith("mtp") else texts[text]
         ratios = (f"{of[policy]['ratio']:.2f} x" if policy in of else "" for policy in ("adaptive", "fixed"))
         plain = f"{of['adaptive' if 'adaptive' in of else 'fixed']['plain']:,.0f}"
         lines.append(f"| {' | '.join((models[model], str(requests), source, rate, plain, *ratios))} |")
