@@ -237,7 +237,8 @@ def drafts() -> str:
         "| --- | --: | --- | --- | --: | --: | --: |",
     ]
     for (model, requests, source, text), of in found.items():
-        rate = f"{float(text.removeprefix('rate ')):.0%}".replace("%", " %") if source.startswith("mtp") else texts[text]
+        accepted = source.startswith("mtp")
+        rate = f"{float(text.removeprefix('rate ')):.0%}".replace("%", " %") if accepted else texts[text]
         ratios = (f"{of[policy]['ratio']:.2f} x" if policy in of else "" for policy in ("adaptive", "fixed"))
         plain = f"{of['adaptive' if 'adaptive' in of else 'fixed']['plain']:,.0f}"
         lines.append(f"| {' | '.join((models[model], str(requests), source, rate, plain, *ratios))} |")
