@@ -42,6 +42,7 @@ class CompiledHead(Operations):
         self._all = range(len(ops))
         self.complete(ops, MAX_ROUTED)
         self._reach = last.n
+        """Number of ids that have logits, which are the first ones."""
         self._embeddings, self._norm = trunk.embeddings, trunk.norm_f
         packed = trunk.embeddings.packed
         self._table = None if packed is None else ctypes.addressof(packed)

@@ -104,7 +104,7 @@ class Linear:
         if self.packed is not None:
             return self.packed(x, Activation.RELU_SQUARED)
         if self.blocked is not None:
-            y = torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "relu", [], "")
+            y = torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "relu", [], "")[:, : self.out_features]
         else:
             y = self(x).relu_()
         return y.mul_(y)  # type: ignore[no-any-return]

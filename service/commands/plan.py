@@ -15,7 +15,6 @@ from decoder.arena import ArenaLayout, resolve_blocks
 from decoder.checkpoints import most_checkpoints, resolve_state_block, state_bytes, state_slots
 from decoder.config import DecoderOptions
 from decoder.graphs import capture_plan, check_slots, graph_bytes
-from decoder.mtp import check_mtp
 from encoder.plan import describe
 from kernels.linear import quantised_bytes
 from kernels.native.instruction_sets import NativeUnavailable, choose, processor_features, supported
@@ -23,6 +22,7 @@ from kernels.native.library import origin
 from service.common.config import ConfigError, EngineOptions
 from service.engine.build import (
     check_activations,
+    check_drafting,
     check_handoff,
     check_role,
     check_state_dtype,
@@ -82,8 +82,7 @@ def plan(options: EngineOptions) -> list[Table]:
     check_state_dtype(options, checkpoint)
     if options.role == "encoder":
         return [memory_table(options, checkpoint), encoder_table(options, checkpoint)]
-    if options.speculative == "mtp":
-        check_mtp(checkpoint.config.decoder, checkpoint.decoder_shapes(), options.draft_vocab)
+    check_drafting(options, checkpoint)
     tables = [
         memory_table(options, checkpoint),
         concurrency_table(options, checkpoint),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from decoder.config import DecoderOptions
+from decoder.mtp import check_mtp
 from decoder.runner import DecoderRunner
 from encoder.item import IMAGE, VIDEO
 from encoder.runner import EncoderOptions, EncoderRunner
@@ -46,7 +47,7 @@ def resolve_dtype(options: EngineOptions, checkpoint: Checkpoint) -> torch.dtype
 
 
 def resolve_step_tokens(options: EngineOptions) -> int:
-    """Tokens of a decoder step. On a CPU a quarter of a GPU's: prompts are as fast, buffers are smaller, and running
+    """Tokens of a decoder step. On a CPU a quarter of a GPU's: prompts are nearly as fast, buffers are smaller, and running
     requests wait less for prompts."""
     if options.max_batched_tokens is not None:
         return options.max_batched_tokens
@@ -126,6 +127,7 @@ def build_engine(options: EngineOptions) -> Engine:
     check_role(options, checkpoint)
     check_activations(options, checkpoint)
     check_state_dtype(options, checkpoint)
+    check_drafting(options, checkpoint)
     dtype = resolve_dtype(options, checkpoint)
     vision = resolve_vision(options, checkpoint)
     with weights_progress("decoder") as progress:
@@ -285,6 +287,12 @@ def check_activations(options: EngineOptions, checkpoint: Checkpoint) -> None:
         for weight in checkpoint.weights.values():
             if weight.scheme in of.stored and (other := checkpoint.declared.say(weight.module).inputs):
                 raise ConfigError(f"activations: int8 is not what the checkpoint says: {weight.module}: {other}")
+
+
+def check_drafting(options: EngineOptions, checkpoint: Checkpoint) -> None:
+    """Raises ValueError with the reason why this checkpoint's multi-token prediction heads cannot draft."""
+    if options.speculative == "mtp":
+        check_mtp(checkpoint.config.decoder, checkpoint.decoder_shapes(), options.draft_vocab)
 
 
 def check_state_dtype(options: EngineOptions, checkpoint: Checkpoint) -> None:

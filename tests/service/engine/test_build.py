@@ -11,8 +11,9 @@ import torch
 from tiny_checkpoint import make_checkpoint
 
 from decoder.config import DecoderOptions
+from service.commands.plan import plan
 from service.common.config import EngineOptions
-from service.engine.build import decoder_options, resolve_step_tokens
+from service.engine.build import build_engine, decoder_options, resolve_step_tokens
 from service.model.checkpoint import open_checkpoint
 
 FIXED = {"page_size"}
@@ -22,7 +23,7 @@ OTHERS: dict[str, Any] = {
     "memory_bytes": 10**9, "memory_share": 0.25, "host_bytes": 12345, "weights": "int8", "native": "off",
     "activations": "fp8", "state_dtype": "bfloat16",
     "state_cache": "align", "state_block": 64, "ageing": 7, "graphs": "off", "overlap": "off", "max_capture": 9,
-    "speculative": "ngram", "draft_tokens": 2, "spec_state": "slots", "draft_policy": "fixed",
+    "speculative": "ngram", "draft_tokens": 2, "draft_vocab": 40, "spec_state": "slots", "draft_policy": "fixed",
     "forced_tokens": "off", "checkpoint_bytes": 10**7,
 }  # fmt: skip
 
@@ -31,10 +32,10 @@ def test_each_option_of_the_decoder_is_set_by_that_of_the_service(tmp_path: Path
     make_checkpoint(tmp_path, 3, text={"pattern": "M*-M"})
     plain = EngineOptions(model=str(tmp_path), dtype="float32", device="cpu")
     checkpoint = open_checkpoint(str(tmp_path))
-    default = decoder_options(plain, checkpoint)
     assert OTHERS.keys() | FIXED == {field.name for field in fields(DecoderOptions)}
     for name, value in OTHERS.items():
-        changed = decoder_options(replace(plain, **{name: value}), checkpoint)
+        base = replace(plain, speculative="mtp") if name == "draft_vocab" else plain
+        default, changed = (decoder_options(of, checkpoint) for of in (base, replace(base, **{name: value})))
         assert name == "device" or getattr(changed, name) != getattr(default, name), name
         assert getattr(changed, name) == (getattr(torch, value) if "dtype" in name else value)
         assert replace(changed, **{name: getattr(default, name)}) == default, f"{name} changes something else"
@@ -51,3 +52,20 @@ def test_a_share_of_the_memory_is_a_share(tmp_path: Path, share: float) -> None:
     options = EngineOptions(model=str(tmp_path), memory_share=share)
     with pytest.raises(ValueError, match=f"memory_share must be above 0 and at most 1, not {share}"):
         decoder_options(options, open_checkpoint(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("heads", "draft_vocab", "words"),
+    [
+        (True, 10**6, "draft_vocab is 1000000, and the vocabulary has [0-9]+ ids"),
+        (False, None, "needs a model with heads for it, and this one's configuration has none"),
+    ],
+)
+def test_heads_that_cannot_draft_are_an_error_of_server_and_plan(
+    tmp_path: Path, heads: bool, draft_vocab: int | None, words: str
+) -> None:
+    make_checkpoint(tmp_path, 3, mtp=heads, text={"pattern": "M*-M"})
+    options = EngineOptions(model=str(tmp_path), speculative="mtp", draft_vocab=draft_vocab, max_len=64)
+    for check in (build_engine, plan):
+        with pytest.raises(ValueError, match=words):
+            check(options)
