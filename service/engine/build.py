@@ -47,8 +47,8 @@ def resolve_dtype(options: EngineOptions, checkpoint: Checkpoint) -> torch.dtype
 
 
 def resolve_step_tokens(options: EngineOptions) -> int:
-    """Tokens of a decoder step. On a CPU a quarter of a GPU's: prompts are nearly as fast, buffers are smaller, and running
-    requests wait less for prompts."""
+    """Tokens of a decoder step. On a CPU a quarter of a GPU's: prompts are nearly as fast, buffers are smaller, and
+    running requests wait less for prompts."""
     if options.max_batched_tokens is not None:
         return options.max_batched_tokens
     return max(CPU_STEP_TOKENS, options.max_seqs) if resolve_device(options) == "cpu" else GPU_STEP_TOKENS
