@@ -48,7 +48,8 @@ class _Workers:
         self._deliver = deliver
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="saccade-map")
         self._running: set[Exchange] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        """Reentrant: the garbage collector may run `close` in any thread, wherever that is."""
         self._stopped = False
 
     def start(self, index: int, item: Any) -> None:
@@ -64,11 +65,11 @@ class _Workers:
 
     def _answer(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Generation:
         exchange = self._client._exchange()
-        with self._lock:
-            if self._stopped:
-                raise Cancelled("the map has been closed", request_id=request.request_id)
-            self._running.add(exchange)
         try:
+            with self._lock:
+                self._running.add(exchange)
+                if self._stopped:
+                    raise Cancelled("the map has been closed", request_id=request.request_id)
             response = self._client._generate(request, timeout, exchange)
             return generation_from(response, request.sampling.HasField("logprobs"))
         finally:
@@ -76,12 +77,15 @@ class _Workers:
                 self._running.discard(exchange)
 
     def close(self) -> None:
+        """Cancels all requests. Does not wait for the threads: the garbage collector, which calls this for an iterator
+        that was abandoned, may run in a thread that holds a lock which every ending thread needs, such as that of
+        `threading` itself."""
         with self._lock:
             self._stopped = True
             running = list(self._running)
         for exchange in running:
             exchange.close()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def map_requests(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import io
 import queue
 import sys
 import threading
@@ -17,6 +18,8 @@ from fake_server import Failure, Script
 
 import saccade
 from saccade import errors
+from saccade._map.threads import map_requests
+from saccade.v1 import inference_pb2
 
 Mapped = Callable[..., list[saccade.Outcome]]
 
@@ -275,6 +278,36 @@ def test_leaving_does_not_wait_for_a_source_that_blocks(client: saccade.Client, 
     asyncio.run(main())
     assert time.monotonic() - began < 30
     never.set()
+
+
+def test_leaving_waits_for_no_thread() -> None:
+    """The garbage collector leaves an abandoned iterator, and may run in a thread that is starting and holds the lock
+    of `threading` that every ending thread needs."""
+    begun, release = threading.Event(), threading.Event()
+
+    class Client:
+        def _exchange(self) -> Any:
+            return io.BytesIO()  # can be closed
+
+        def _generate(self, request: Any, timeout: float | None, exchange: Any = None) -> Any:
+            if request.request_id == "slow":
+                begun.set()
+                release.wait(60)
+            begun.wait(60)
+            raise errors.InvalidArgument(request.request_id)
+
+    def prepare(item: str) -> tuple[inference_pb2.GenerateRequest, None]:
+        return inference_pb2.GenerateRequest(request_id=item), None
+
+    results = map_requests(Client(), ["slow", "quick"], prepare, concurrency=2, ordered=False)
+    assert next(results)[1] == "quick"
+    leaving = threading.Thread(target=results.close)
+    leaving.start()
+    leaving.join(20)
+    left = not leaving.is_alive()
+    release.set()
+    leaving.join()
+    assert left
 
 
 def test_a_source_is_read_in_the_context_of_the_program(mapped: Mapped, script: Script) -> None:
