@@ -113,11 +113,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
+    command = parser()
+    arguments = command.parse_args(argv)
     try:
         subject = sized(arguments.family, arguments.shape)
     except ValueError as error:
-        parser().error(str(error))
+        command.error(str(error))
     concurrent = [int(count) for count in arguments.concurrent.split(",")]
     subject = replace(subject, prompts=arguments.prompts or subject.prompts)
     model, ceilings = subject.text(arguments.folder), machine.ceilings()

@@ -21,7 +21,7 @@ class CompiledHead(Operations):
     """The operations of a head, and its vocabulary projection."""
 
     def __init__(self, head: HeadWeights, trunk: Trunk, vocabulary: Linear) -> None:
-        """Raises NativeUnavailable with the reason."""
+        """`vocabulary`: the projection to the ids that can be drafted. Raises NativeUnavailable with the reason."""
         config = trunk.config
         super().__init__(config, trunk.options, config.mtp)
         fuse, last, hidden = self.packed(head.fuse), self.packed(vocabulary), config.hidden_size

@@ -237,10 +237,11 @@ def drafts() -> str:
         "| --- | --: | --- | --- | --: | --: | --: |",
     ]
     for (model, requests, source, text), of in found.items():
-        accepted = source.startswith("mtp")
-        rate = f"{float(text.removeprefix('rate ')):.0%}".replace("%", " %") if accepted else texts[text]
+        cell = of["adaptive" if "adaptive" in of else "fixed"]
+        share = cell["drafts"] == "mtp"  # of accepted drafts
+        rate = f"{float(text.removeprefix('rate ')):.0%}".replace("%", " %") if share else texts[text]
         ratios = (f"{of[policy]['ratio']:.2f} x" if policy in of else "" for policy in ("adaptive", "fixed"))
-        plain = f"{of['adaptive' if 'adaptive' in of else 'fixed']['plain']:,.0f}"
+        plain = f"{cell['plain']:,.0f}"
         lines.append(f"| {' | '.join((models[model], str(requests), source, rate, plain, *ratios))} |")
     return "\n".join([*lines, "", "  \n".join(machine_line(file) for file in files)])
 

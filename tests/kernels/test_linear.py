@@ -61,7 +61,10 @@ def test_the_first_outputs_are_those_of_the_whole(kind: str, compiled: bool) -> 
     expected = whole(x.to(dtype))
     for outputs in (1, 64, 100, 200):
         first = whole.first(outputs)
-        assert first.out_features == outputs and first.packed is None or first.packed is not whole.packed
+        assert first.out_features == outputs
+        if whole.packed is not None:
+            assert first.packed is not None and first.packed.n == outputs
+            assert first.packed.descriptor.data == whole.packed.descriptor.data
         if compiled and kind != "float32":
             assert torch.equal(first(x.to(dtype)), expected[:, :outputs])
         else:  # torch may add in another order
