@@ -85,7 +85,10 @@ def linear_of(kind: str, weight: Tensor) -> tuple[Linear | Packed, torch.dtype]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(100, 1100), (70, 77), (200, 256), (64, 3)], ids=str)
 def test_a_row_is_the_same_in_any_company_and_with_any_threads(kind: str, shape: tuple[int, int]) -> None:
-    """All tile heights, one and more blocks of rows, panels whole and (few outputs of many inputs) divided."""
+    """All tile heights, one and more blocks of rows, and panels whole and divided (few outputs of many inputs).
+
+    Rows are shared by all threads, by some of them (600 rows, 6 threads), or each thread has its own.
+    """
     generator = torch.Generator().manual_seed(8)
     linear, dtype = linear_of(kind, torch.randn(shape, generator=generator))
     x = torch.randn(600, shape[1], generator=generator).to(dtype)
@@ -93,9 +96,9 @@ def test_a_row_is_the_same_in_any_company_and_with_any_threads(kind: str, shape:
     try:
         torch.set_num_threads(1)
         alone = torch.cat([linear(row[None]) for row in x])
-        for threads in (1, 2, 3):
+        for threads in (1, 2, 3, 6):
             torch.set_num_threads(threads)
-            for rows in (*range(1, 20), 25, 32, 48, 49, 191, 192, 193, 385, 600):
+            for rows in (*range(1, 20), 25, 32, 48, 49, 191, 192, 193, 255, 256, 385, 600):
                 assert torch.equal(linear(x[:rows]), alone[:rows])
     finally:
         torch.set_num_threads(before)
