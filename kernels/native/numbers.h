@@ -81,13 +81,24 @@ inline void store16(uint16_t* p, Mask m, Floats v) {
     else store_some_bf16(p, m, v);
 }
 
+// Sixteen numbers of a row from `i` on; zeros behind its end.
+template <typename T>
+inline Floats numbers_at(const T* values, int64_t k, int64_t i) {
+    return i + 16 <= k ? load_all(values + i) : load16(values + i, first_lanes(std::max<int64_t>(0, k - i)));
+}
+
 void rms_norm(const float* from, const float* weight, int64_t width, float eps, float* out) {
-    float squares = 0;
-#pragma omp simd reduction(+ : squares)
-    for (int64_t i = 0; i < width; i++) squares += from[i] * from[i];
-    const float inverse = 1.0f / std::sqrt(squares / width + eps);
-#pragma omp simd
-    for (int64_t i = 0; i < width; i++) out[i] = from[i] * inverse * weight[i];
+    Floats squares[4];  // chains of additions
+    for (Floats& sum : squares) sum = zero();
+    for (int64_t begin = 0; begin < width; begin += 64)
+        for (int64_t i = 0; i < 4; i++) {
+            const Floats x = numbers_at(from, width, begin + i * 16);
+            squares[i] = fmadd(x, x, squares[i]);
+        }
+    const float sum = total_of((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    const Floats inverse = splat(1.0f / std::sqrt(sum / width + eps));
+    for (int64_t i = 0; i < width; i += 16)
+        store16(out + i, lanes(width - i), numbers_at(from, width, i) * inverse * numbers_at(weight, width, i));
 }
 
 }  // namespace

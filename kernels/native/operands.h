@@ -3,8 +3,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "numbers.h"
 #include "panels.h"
@@ -14,12 +16,6 @@ namespace {
 
 constexpr float SMALLEST = 0x1p-119f;  // 127 over it is a number, and it over 127 is no subnormal one
 constexpr float LIMIT = 32639.0f;   // 127 * 256 + 127: the largest number that two signed bytes make
-
-// Sixteen numbers of a row from `i` on; zeros behind its end.
-template <typename T>
-inline Floats numbers_at(const T* values, int64_t k, int64_t i) {
-    return i + 16 <= k ? load_all(values + i) : load16(values + i, first_lanes(std::max<int64_t>(0, k - i)));
-}
 
 // x in steps of its row's largest value / LIMIT, as 256 high + low, both signed bytes: for each 4 inputs the 4 lows, then
 // the 4 highs. Weights are stored unsigned, so the row is followed by what that adds to a sum: for each group of inputs
@@ -83,31 +79,52 @@ class BlockSums {
     int64_t count_ = 0;
 };
 
+// In lanes, the bits of the largest magnitudes of AT_ONCE numbers of a row from `i` on. Bits of a NaN are larger than infinity's, and those
+// larger than a number's.
+constexpr int64_t AT_ONCE = 32;
+inline Words magnitude_bits(const float* values, int64_t k, int64_t i) {
+    const Words most = splat_word(0x7fffffff);
+    return larger(as_words(numbers_at(values, k, i)) & most, as_words(numbers_at(values, k, i + 16)) & most);
+}
+inline Words magnitude_bits(const uint16_t* values, int64_t k, int64_t i) {
+    const Words most = splat_word(0x7fff0000);
+    if (i + AT_ONCE > k) return larger(as_words(numbers_at(values, k, i)) & most, as_words(numbers_at(values, k, i + 16)) & most);
+    const Words pairs = load_words(values + i);
+    return larger(pairs & most, shift_left32<16>(pairs) & most);
+}
+
 // Stores the scale of a row, its largest value / 127, and returns 127 / that value. A scale is never 0: the largest value of a row
-// counts as SMALLEST at least.
+// counts as SMALLEST at least. NaN and infinity have no integers: the scale is NaN.
 template <typename T>
 float scale_of_bytes(const T* values, int64_t k, float* scale) {
-    constexpr int64_t AT_ONCE = 4;
-    Floats largest[AT_ONCE], poison[AT_ONCE];  // NaN and infinity have no integers: they pass through the scale
-    for (int i = 0; i < AT_ONCE; i++) largest[i] = poison[i] = zero();
-    for (int64_t begin = 0; begin < k; begin += AT_ONCE * 16)
-        for (int i = 0; i < AT_ONCE; i++) {
-            const Floats x = numbers_at(values, k, begin + i * 16);
-            largest[i] = larger(magnitude(x), largest[i]);
-            poison[i] = fmadd(x, zero(), poison[i]);
-        }
-    const Floats both = larger(larger(largest[0], largest[1]), larger(largest[2], largest[3]));
-    const float top = std::max(largest_of(both), SMALLEST);
-    *scale = top / 127.0f + total_of((poison[0] + poison[1]) + (poison[2] + poison[3]));
+    Words largest[2] = {zero_words(), zero_words()};
+    for (int64_t i = 0; i < k; i += 2 * AT_ONCE)
+        for (int64_t half = 0; half < 2; half++) largest[half] = larger(largest[half], magnitude_bits(values, k, i + half * AT_ONCE));
+    const int32_t bits = largest_of(larger(largest[0], largest[1]));
+    float top;
+    std::memcpy(&top, &bits, 4);
+    if (!std::isfinite(top)) {
+        *scale = std::numeric_limits<float>::quiet_NaN();
+        return 0;
+    }
+    top = std::max(top, SMALLEST);
+    *scale = top / 127.0f;
     return 127.0f / top;
 }
 
 // A row as signed bytes; returns the sum of [begin, end), in lanes.
 template <typename T>
 inline Words to_bytes(const T* values, int64_t k, int64_t begin, int64_t end, float inverse, int8_t* out) {
+    const Floats steps = splat(inverse);
     Words sum = zero_words();
-    for (int64_t i = begin; i < end; i += 16) {
-        const Words whole = to_integers(numbers_at(values, k, i) * splat(inverse));
+    int64_t i = begin;
+    for (; i + 64 <= end; i += 64) {
+        Words whole[4];
+        for (int64_t part = 0; part < 4; part++) whole[part] = to_integers(numbers_at(values, k, i + part * 16) * steps);
+        sum = dot_bytes(sum, splat_byte(1), store_bytes(out + i, whole));
+    }
+    for (; i < end; i += 16) {
+        const Words whole = to_integers(numbers_at(values, k, i) * steps);
         sum = add32(sum, whole);
         store_low_bytes(out + i, whole);
     }

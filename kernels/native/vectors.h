@@ -6,7 +6,7 @@
 //   load16(p, m)     lanes of the mask, zero elsewhere; load_or: `otherwise` elsewhere; store_some: lanes of the mask
 //   load_bf16        sixteen bfloat16, as float32; store_bf16: rounded to nearest, ties to even; rounded_bf16: what would be loaded
 //                    again
-//   larger, smaller  the second argument if one is NaN
+//   larger, smaller  the second argument if one is NaN; of words, which are signed: larger, and largest_of all lanes
 //   nearest          the nearest integer, ties to even; from_nearest: what is left; above_floor: x - floor(x), finite for infinities
 //   times_power      p * 2^floor(n)
 //   rough_inverse    1 / x within 2^-14 of itself
@@ -18,7 +18,7 @@
 //   shuffle_bytes    within each 16 bytes; lookup_bytes: in a table of 128 (bit 7 of an index is ignored); lookup_halves: of 32
 //   dot_bytes        sum + 4 products of unsigned and signed bytes, in each word
 //   dot_stored       the same for bytes without_offset, which removes an offset of 128 if products take signed bytes only
-//   store_low_bytes  the lowest byte of each word
+//   store_low_bytes  the lowest byte of each word; store_bytes: words that are signed bytes, of four vectors, which it returns
 //   in_register      prevents the compiler from loading a value again for each use
 
 #pragma once

@@ -109,6 +109,8 @@ inline int32_t total_of(Words x) {  // what _mm512_reduce_add_epi32 is, whose si
     const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
+inline Words larger(Words a, Words b) { return _mm512_max_epi32(a, b); }
+inline int32_t largest_of(Words x) { return _mm512_reduce_max_epi32(x); }
 inline Words low_bytes(Words a, Words b) { return _mm512_unpacklo_epi8(a, b); }
 inline Words high_bytes(Words a, Words b) { return _mm512_unpackhi_epi8(a, b); }
 inline Words low_words(Words a, Words b) { return _mm512_unpacklo_epi32(a, b); }
@@ -155,6 +157,12 @@ inline void store_bytes_in_fours(int8_t* p, Words low, Words high) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 16), _mm_unpackhi_epi32(l, h));
 }
 
+inline Words store_bytes(int8_t* p, const Words (&x)[4]) {
+    const Words packed = _mm512_packs_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3]));  // in each quarter, 4 of each
+    const Words bytes = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), packed);
+    _mm512_storeu_si512(p, bytes);
+    return bytes;
+}
 inline void store_low_bytes(int8_t* p, Words v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v)); }
 
 #if defined(__AVX512VNNI__)

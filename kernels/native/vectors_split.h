@@ -54,6 +54,7 @@ FORWARD FloatPart in_register(FloatPart x) { return (FloatPart)in_register((Word
 FORWARD WordPart as_words(FloatPart x) { return (WordPart)x; }
 FORWARD WordPart add32(WordPart a, WordPart b) { return a + b; }
 FORWARD WordPart sub32(WordPart a, WordPart b) { return a - b; }
+FORWARD WordPart larger(WordPart a, WordPart b) { return (IntegerPart)a > (IntegerPart)b ? a : b; }
 FORWARD WordPart add16(WordPart a, WordPart b) { return (WordPart)((HalfPart)a + (HalfPart)b); }
 FORWARD WordPart choose_bits(WordPart mask, WordPart yes, WordPart no) { return (mask & yes) | (~mask & no); }
 FORWARD WordPart or_and(WordPart a, WordPart b, WordPart c) { return a | (b & c); }
@@ -237,6 +238,12 @@ FORWARD int32_t total_of(Words x) {
     for (uint32_t one : each) sum += one;
     return int32_t(sum);
 }
+FORWARD int32_t largest_of(Words x) {
+    int32_t each[16], most = INT32_MIN;
+    store_words(each, x);
+    for (int32_t one : each) most = one > most ? one : most;
+    return most;
+}
 FORWARD float total_of_neighbours(Four x) {  // (0 + 1) + (2 + 3)
     x = x + __builtin_shuffle(x, FourWords{1, 0, 3, 2});
     return x[0] + x[2];
@@ -292,6 +299,10 @@ FORWARD void low_bytes_to(int8_t* p, WordPart v) {
 template <class V>
 FORWARD void low_bytes_to(int8_t* p, Two<V> v) { low_bytes_to(p, v.low), low_bytes_to(p + LanesOf<V>::COUNT, v.high); }
 FORWARD void store_low_bytes(int8_t* p, Words v) { low_bytes_to(p, v); }
+FORWARD Words store_bytes(int8_t* p, const Words (&x)[4]) {
+    for (int i = 0; i < 4; i++) store_low_bytes(p + 16 * i, x[i]);
+    return load_words(p);
+}
 
 // The lowest bytes of sixteen words of `low` and of `high`: four of the first, four of the second, and so on.
 inline void store_bytes_in_fours(int8_t* p, Words low, Words high) {
