@@ -41,7 +41,7 @@ class CompiledHead(Operations):
         ops.append(Op(Code.NORM, Kind.F32, hidden, norm=self.pointer(head.final)))
         self._all = range(len(ops))
         self.complete(ops, MAX_ROUTED)
-        self._reach = last.n
+        self._draft_vocab = last.n
         """Number of ids that have logits, which are the first ones."""
         self._embeddings, self._norm = trunk.embeddings, trunk.norm_f
         packed = trunk.embeddings.packed
@@ -61,7 +61,7 @@ class CompiledHead(Operations):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Like `MtpHead.predict`, for at most `max_tokens` tokens."""
         rows = self._take(embedded_RD, hidden_RD)
-        logits = torch.empty(rows, self._reach)
+        logits = torch.empty(rows, self._draft_vocab)
         step = Step(
             rows, rows, self._starts.data_ptr(), lengths=lengths_R.data_ptr(), tables=tables_RW.data_ptr(),
             places=places_R.data_ptr(), table_stride=tables_RW.stride(0), logits=logits.data_ptr(),
@@ -89,9 +89,9 @@ class CompiledHead(Operations):
         assert given_ND.is_contiguous() and given_ND.dtype == self._embeddings.dtype and table.dtype == torch.int64
         at, size = table.data_ptr(), table.element_size()
         tokens = len(due) + count
-        out, logits = (ctypes.c_int64 * (passes * count))(), torch.empty(count, self._reach)
+        out, logits = (ctypes.c_int64 * (passes * count))(), torch.empty(count, self._draft_vocab)
         drafting = Drafting(
-            len(due), count, passes, self._enter.stop, self._reach, given_ND.dtype == torch.bfloat16,
+            len(due), count, passes, self._enter.stop, self._draft_vocab, given_ND.dtype == torch.bfloat16,
             self._embeddings.address, given_ND.data_ptr(), self._norm.data_ptr(), at, at + tokens * size,
             at + 2 * tokens * size, at + (2 * tokens + count) * size, draws, ctypes.addressof(out),
             at + (2 * tokens + 2 * count) * size if positions else None, self.config.position_axes if positions else 0,

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 PENDING = 512
 """Largest number of the trunk's rows that are kept, to make their entries together."""
-UNREACHED = -1e30
+UNDRAFTED = -1e30
 """Logit of an id that cannot be drafted."""
 
 
@@ -56,8 +56,8 @@ class MtpHead:
     """One step of the head's layers, compiled if possible, and its entries in the pages."""
 
     def __init__(self, weights: HeadWeights, trunk: Trunk) -> None:
-        self.weights, reach = weights, trunk.options.draft_vocab
-        self.vocabulary = trunk.head if reach is None else trunk.head.first(reach)
+        self.weights, draft_vocab = weights, trunk.options.draft_vocab
+        self.vocabulary = trunk.head if draft_vocab is None else trunk.head.first(draft_vocab)
         """Computes the logits of the ids that can be drafted, which are those below its number of outputs."""
         self.eps, self.dtype = trunk.config.norm_eps, trunk.options.dtype
         self.axes = 0 if weights.attention.spec.rope is None else trunk.config.position_axes
@@ -263,7 +263,7 @@ class MtpDrafter:
         sources = [self._row(row.sequence.slot) for row in rows]
         sequences = [row.sequence for row in rows]
         tables, compiled, axes = self._tables(sequences), self.head.compiled, self.head.axes
-        draws = self.sampler.steady(sequences) if compiled is not None and self._reaches(sequences) else None
+        draws = self.sampler.steady(sequences) if compiled is not None and self._can_draft_biased(sequences) else None
         if compiled is not None and draws is not None and max(len(self._due), len(rows)) <= compiled.max_tokens:
             given, due = self._given(sources)
             last = [(row.sequence.tokens[-1], *self._at(row, 0), row.drafts) for row in rows]
@@ -293,10 +293,10 @@ class MtpDrafter:
                 drafts[sequence.arrival].append(token)
         return found
 
-    def _reaches(self, sequences: SequenceOf[Sequence]) -> bool:
+    def _can_draft_biased(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether all ids that the requests bias can be drafted."""
-        reach = self.head.vocabulary.out_features
-        return all(token < reach for sequence in sequences for token in sequence.request.sampling.logit_bias)
+        draft_vocab = self.head.vocabulary.out_features
+        return all(token < draft_vocab for sequence in sequences for token in sequence.request.sampling.logit_bias)
 
     def _tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
         """`[R, W]` page numbers, from the first page that each sequence's drafts attend to."""
@@ -424,7 +424,7 @@ def _over_all(logits_RV: Tensor, vocab: int) -> Tensor:
     """Logits of all ids, given those of the first V. The others are so small that none is drawn unless nothing else is
     allowed, and not infinite, so that probabilities exist in that case too."""
     missing = vocab - logits_RV.shape[1]
-    return F.pad(logits_RV.float(), (0, missing), value=UNREACHED) if missing else logits_RV
+    return F.pad(logits_RV.float(), (0, missing), value=UNDRAFTED) if missing else logits_RV
 
 
 def _position(sequence: Sequence, place: int, axes: int) -> tuple[int, ...]:

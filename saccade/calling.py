@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from saccade._core.json_nesting import answered_json
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class ToolCall:
     then."""
 
     def parsed(self) -> dict[str, Any]:
-        """The arguments. ValueError if they are incomplete."""
-        value = json.loads(self.arguments)
+        """The arguments. Raises ValueError if they are incomplete, or nested too deep."""
+        value = answered_json(self.arguments)
         if not isinstance(value, dict):
             raise ValueError(f"the arguments are a {type(value).__name__}, not an object")
         return value

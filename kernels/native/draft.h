@@ -17,7 +17,7 @@ extern "C" {
 struct Drafting {  // structs.py mirrors it
     int64_t due, rows, passes;  // entries of tokens that are only made; rows that draft; most drafts of a row
     int64_t enter;              // operations up to the one that makes a token's entry
-    int64_t reach;              // ids below this have logits: the outputs of the head's last product
+    int64_t draft_vocab;        // ids below this have logits: the outputs of the head's last product
     int64_t is_bf16;            // `embeddings` and `given`; else float32
     const void* embeddings;     // [vocab, hidden]
     const void* given;          // [due + rows, hidden]: the trunk's rows, before its final norm ...
@@ -103,7 +103,7 @@ void draft(const Model& m, const Drafting& d, Step& step, Run&& run) {
         if (d.positions) step.positions = d.positions + (d.due + pass * d.rows) * d.axes, step.axes = d.axes;
         run(0, m.count);
         for (int64_t r = 0; r < d.rows; r++) {
-            ids[r] = d.out[pass * d.rows + r] = sampling.draw(step.logits + r * d.reach, d.reach, draws[r], nullptr, nullptr, nullptr);
+            ids[r] = d.out[pass * d.rows + r] = sampling.draw(step.logits + r * d.draft_vocab, d.draft_vocab, draws[r], nullptr, nullptr, nullptr);
             draws[r].position++;
         }
     }

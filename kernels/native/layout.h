@@ -121,7 +121,7 @@ void add_draw(Layout& layout) {
 void add_drafting(Layout& layout) {
     STRUCT(Drafting);
     FIELD(Drafting, due); FIELD(Drafting, rows); FIELD(Drafting, passes); FIELD(Drafting, enter);
-    FIELD(Drafting, reach); FIELD(Drafting, is_bf16); FIELD(Drafting, embeddings); FIELD(Drafting, given); FIELD(Drafting, norm);
+    FIELD(Drafting, draft_vocab); FIELD(Drafting, is_bf16); FIELD(Drafting, embeddings); FIELD(Drafting, given); FIELD(Drafting, norm);
     FIELD(Drafting, ids); FIELD(Drafting, places); FIELD(Drafting, lengths); FIELD(Drafting, counts);
     FIELD(Drafting, draws); FIELD(Drafting, out); FIELD(Drafting, positions); FIELD(Drafting, axes); FIELD(Drafting, table);
 }

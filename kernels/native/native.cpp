@@ -348,7 +348,7 @@ const char* saccade_draft(const Model* model, Step* step, const Drafting* drafti
     if (!within(drafting->ids, drafting->due + drafting->rows, model->vocab)) return "a token is not in the vocabulary";
     const int64_t entries = drafting->due + drafting->passes * drafting->rows;
     if (const char* reason = why_not_positions(*model, 0, model->count, drafting->positions, entries, drafting->axes)) return reason;
-    if (const char* reason = why_not(drafting->draws, drafting->rows, model->vocab, drafting->reach, model->vocab)) return reason;
+    if (const char* reason = why_not(drafting->draws, drafting->rows, model->vocab, drafting->draft_vocab, model->vocab)) return reason;
     draft(*model, *drafting, *step, [&](int64_t first, int64_t last) {
         pool().run(StepJob(*model, *step, first, last), model->threads);
     });

@@ -114,15 +114,15 @@ bool within(const int64_t* ids, int64_t count, int64_t size) {
 }
 
 // Why these rows cannot be drawn, or null: ids come from requests and files, and are used as indices for writes. Ids below
-// `reach` have logits. `width`: capacity for the likeliest tokens of a row, -1 if nothing is reported.
-const char* why_not(const Draw* draws, int64_t rows, int64_t vocab, int64_t reach, int64_t width) {
+// `drawn` have logits. `width`: capacity for the likeliest tokens of a row, -1 if nothing is reported.
+const char* why_not(const Draw* draws, int64_t rows, int64_t vocab, int64_t drawn, int64_t width) {
     for (int64_t row = 0; draws && row < rows; row++) {
         const Draw& draw = draws[row];
         if (!draw.params) continue;
         const SampleParams& params = *draw.params;
-        if (!within(params.bias_ids, params.bias_count, reach)) return "a biased token is not in the vocabulary";
+        if (!within(params.bias_ids, params.bias_count, drawn)) return "a biased token is not in the vocabulary";
         if (!within(params.ends, params.end_count, vocab)) return "an end token is not in the vocabulary";
-        if (!within(draw.tokens, draw.known, reach)) return "a penalised token is not in the vocabulary";
+        if (!within(draw.tokens, draw.known, drawn)) return "a penalised token is not in the vocabulary";
         if (draw.prompt < 0 || draw.prompt > draw.known) return "there are more prompt tokens than tokens";
         if (params.logprobs >= 0 && std::min(params.logprobs, vocab) > width) return "there is no room for the log-probabilities";
     }

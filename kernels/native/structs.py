@@ -194,7 +194,7 @@ class Draw(Structure):
 
 class Drafting(Structure):
     _fields_ = [
-        ("due", c_int64), ("rows", c_int64), ("passes", c_int64), ("enter", c_int64), ("reach", c_int64),
+        ("due", c_int64), ("rows", c_int64), ("passes", c_int64), ("enter", c_int64), ("draft_vocab", c_int64),
         ("is_bf16", c_int64), ("embeddings", c_void_p), ("given", c_void_p), ("norm", c_void_p), ("ids", c_void_p),
         ("places", c_void_p), ("lengths", c_void_p), ("counts", c_void_p), ("draws", c_char_p), ("out", c_void_p),
         ("positions", c_void_p), ("axes", c_int64), ("table", c_void_p),

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from saccade._core.json_nesting import answered_json
 from saccade._core.ranges import check_text
 from saccade.errors import InvalidArgument, OutOfRange
 from saccade.types import Generation, Lark, Regex, StructuralTags, Tag
@@ -56,14 +57,15 @@ def format_message(value: Any, name: str = "response_format") -> types_pb2.Respo
 
 
 def parse_text(text: str, value: Any) -> Any:
-    """The object that an answer in this format stands for: a model's instance, what the JSON holds, or the text."""
+    """The object that an answer in this format stands for: a model's instance, what the JSON holds, or the text. Raises
+    ValueError for text that is not in the format, or nested too deep."""
     if hasattr(value, "model_validate_json"):
         return value.model_validate_json(text)
     if hasattr(value, "validate_json"):
         return value.validate_json(text)
     typed = value.get("type") if isinstance(value, Mapping) else None
     if value == "json_object" or (isinstance(value, Mapping) and typed not in FORMAT_TYPES) or typed in _JSON:
-        return json.loads(text)
+        return answered_json(text)
     return text
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import accumulate
+from typing import Any
+
+MAX_NESTING = 128
+"""Maximum nesting of objects and arrays in a document, and in the JSON of an answer."""
 
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _BRACKETS = b"[]{}"
@@ -24,3 +29,11 @@ def excessive_nesting(data: bytes, most: int) -> int:
     opens = outside_strings.translate(_OPENS, _OTHERS)
     depth = max(accumulate(map(_STEPS.__getitem__, opens)), default=0)
     return depth if depth > most else 0
+
+
+def answered_json(text: str) -> Any:
+    """The value of JSON that a model has written. Raises ValueError, also if it is nested more than `MAX_NESTING`
+    deep."""
+    if depth := excessive_nesting(text.encode("utf-8", "surrogatepass"), MAX_NESTING):
+        raise ValueError(f"the JSON is nested {depth} deep; at most {MAX_NESTING} are allowed")
+    return json.loads(text)

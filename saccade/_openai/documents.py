@@ -6,12 +6,9 @@ import json
 import re
 from typing import Any
 
-from saccade._core.json_nesting import excessive_nesting
+from saccade._core.json_nesting import MAX_NESTING, excessive_nesting
 from saccade._core.ranges import check_text
 from saccade.errors import InvalidArgument
-
-MAX_NESTING = 128
-"""Maximum nesting of objects and arrays in a document."""
 
 
 def load_json(data: bytes) -> Any:

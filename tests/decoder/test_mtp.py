@@ -46,10 +46,10 @@ class Naive:
     """One sequence at a time, everything recomputed for each draft, on transformers' trunk."""
 
     def __init__(
-        self, config: DecoderConfig, trunk: NemotronHForCausalLM, weights: dict[str, Tensor], reach: int | None
+        self, config: DecoderConfig, trunk: NemotronHForCausalLM, weights: dict[str, Tensor], draft_vocab: int | None
     ) -> None:
-        """`reach`: only ids below it are drafted."""
-        self.config, self.trunk, self.reach = config, trunk, reach
+        """`draft_vocab`: only ids below it are drafted."""
+        self.config, self.trunk, self.draft_vocab = config, trunk, draft_vocab
         self.weights = {name.removeprefix("mtp.layers."): tensor for name, tensor in weights.items()}
         self.experts = NemotronHMoE(trunk.config)
         prefix = "1.mixer."
@@ -68,7 +68,7 @@ class Naive:
         found: list[int] = []
         for _ in range(count):
             m = self.look(entries)
-            found.append(int(self.trunk.lm_head(m)[: self.reach].argmax()))
+            found.append(int(self.trunk.lm_head(m)[: self.draft_vocab].argmax()))
             entries.append(self.enter(self.trunk.model.embeddings.weight[found[-1]], m))
         return found
 
@@ -345,7 +345,7 @@ def test_a_head_reads_a_tied_table_out_of_the_packed_projection(kind: str | None
 def test_answers_of_ids_that_cannot_be_drafted(native: str, temperature: float) -> None:
     """Answers do not depend on `draft_vocab`, either: ids beyond it are biased, or the only ones that a constraint
     allows."""
-    config, reach = tiny_config("M*-M", num_nextn_predict_layers=1), 40
+    config = tiny_config("M*-M", num_nextn_predict_layers=1)
     weights = dict(random_weights(config, seed=5))
 
     def asked() -> tuple[list[DecoderRequest], list[DecoderRequest]]:
@@ -365,7 +365,7 @@ def test_answers_of_ids_that_cannot_be_drafted(native: str, temperature: float) 
         return {name: tokens(events) for name, events in found.items()}, runner.stats()
 
     expected, _ = answers()
-    for draft_vocab in (None, reach):
+    for draft_vocab in (None, 40):
         found, stats = answers(speculative="mtp", draft_policy="fixed", draft_vocab=draft_vocab)
         assert found == expected and set(expected["90"]) == {90} and set(expected["far"]) <= {50, 60, 90}
         assert stats["drafted_1"] > 20 and stats["accepted_1"] >= 3  # at least those of the request biased to 7

@@ -73,6 +73,13 @@ def test_texts_become_objects() -> None:
         assert parse_text("1", value) == "1"
 
 
+def test_an_answer_that_is_nested_too_deep_is_a_value_error() -> None:
+    assert parse_text("[" * 128 + "]" * 128, "json_object") != []
+    for depth in (129, 100_000):
+        with pytest.raises(ValueError, match=f"nested {depth} deep; at most 128"):
+            parse_text("[" * depth + "]" * depth, "json_object")
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [

@@ -86,8 +86,8 @@ def test_an_answer_with_calls_continues_the_conversation() -> None:
             build_request([{"role": "assistant", "content": "", "tool_calls": wrong}])
 
 
-def test_incomplete_arguments_are_no_object() -> None:
-    for text in ('{"city": "a', "[]", ""):
+def test_arguments_that_are_incomplete_or_nested_too_deep_are_a_value_error() -> None:
+    for text in ('{"city": "a', "[]", "", '{"a": ' * 100_000 + "1" + "}" * 100_000):
         with pytest.raises(ValueError):
             saccade.ToolCall("c", "a", text).parsed()
 
