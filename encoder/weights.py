@@ -62,12 +62,16 @@ class TowerWeights:
             packed = linear.packed
             if packed is not None and packed.kind in (Kind.BF16, Kind.F32) and packed.order is None:
                 return linear
-        return Linear(plain(weight).to(self.device, self.dtype), bias, compiled=self.compiled, compact=False)
+        return self.layer(plain(weight).to(self.device, self.dtype), bias)
 
     def joined(self, names: list[str], *, biased: bool = True) -> Linear:
         """One linear layer whose outputs are those of the layers `names`, one after another."""
         weight = torch.cat([self.take(name + ".weight") for name in names])
         bias = torch.cat([self.take(name + ".bias") for name in names]) if biased else None
+        return self.layer(weight, bias)
+
+    def layer(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """A linear layer of the tower. Its rows are always many, so bfloat16 weights keep their 16 bits."""
         return Linear(weight, bias, compiled=self.compiled, compact=False)
 
     def norm(self, name: str, eps: float) -> Norm:

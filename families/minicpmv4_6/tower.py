@@ -64,9 +64,7 @@ class MergingTower:
         stored = TowerWeights(weights, spec.expected_weights(), dtype=dtype, device=device)
         embeddings, eps = "vision_tower.embeddings.", spec.layer_norm_eps
         projection_DCPP = stored.take(embeddings + "patch_embedding.weight")
-        self._projection = Linear(
-            projection_DCPP.flatten(1), stored.take(embeddings + "patch_embedding.bias"), compact=False
-        )
+        self._projection = stored.layer(projection_DCPP.flatten(1), stored.take(embeddings + "patch_embedding.bias"))
         self._table_KD = torch.zeros(1, spec.hidden_size, dtype=dtype, device=device)
         self._positions_SD = stored.take(embeddings + "position_embedding.weight").clone()
         layers = [f"vision_tower.encoder.layers.{index}." for index in range(spec.num_layers)]

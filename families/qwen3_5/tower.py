@@ -123,9 +123,7 @@ def _projections(stored: TowerWeights) -> dict[str, Linear]:
     folded_DCPP = weight_DCTPP.float().sum(2).to(stored.dtype)
     bias_D = stored.take("visual.patch_embed.proj.bias")
     parts = {IMAGE: folded_DCPP, VIDEO: weight_DCTPP.to(stored.dtype)}
-    return {
-        kind: Linear(part.flatten(1), bias_D, compiled=stored.compiled, compact=False) for kind, part in parts.items()
-    }
+    return {kind: stored.layer(part.flatten(1), bias_D) for kind, part in parts.items()}
 
 
 def _block(stored: TowerWeights, prefix: str) -> Block:
