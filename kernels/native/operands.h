@@ -17,18 +17,38 @@ namespace {
 constexpr float SMALLEST = 0x1p-119f;  // 127 over it is a number, and it over 127 is no subnormal one
 constexpr float LIMIT = 32639.0f;   // 127 * 256 + 127: the largest number that two signed bytes make
 
+// In lanes, the bits of the largest magnitudes of AT_ONCE numbers of a row from `i` on. Bits of a NaN are larger than infinity's, and those
+// larger than a number's.
+constexpr int64_t AT_ONCE = 32;
+template <typename T>
+inline Words magnitude_bits(const T* values, int64_t k, int64_t i) {
+    const Words most = splat_word(0x7fffffff);
+    return larger(as_words(numbers_at(values, k, i)) & most, as_words(numbers_at(values, k, i + 16)) & most);
+}
+inline Words magnitude_bits(const uint16_t* values, int64_t k, int64_t i) {
+    if (i + AT_ONCE > k) return magnitude_bits<uint16_t>(values, k, i);
+    const Words pairs = load_words(values + i), most = splat_word(0x7fff0000);
+    return larger(pairs & most, shift_left32<16>(pairs) & most);
+}
+
+// The largest magnitude of a row. NaN and infinity have no integers: if the row has one, the result is NaN, and so are scales made of it.
+template <typename T>
+float largest_magnitude(const T* values, int64_t k) {
+    Words largest[2] = {zero_words(), zero_words()};
+    for (int64_t i = 0; i < k; i += 2 * AT_ONCE)
+        for (int64_t half = 0; half < 2; half++) largest[half] = larger(largest[half], magnitude_bits(values, k, i + half * AT_ONCE));
+    const int32_t bits = largest_of(larger(largest[0], largest[1]));
+    float top;
+    std::memcpy(&top, &bits, 4);
+    return std::isfinite(top) ? top : std::numeric_limits<float>::quiet_NaN();
+}
+
 // x in steps of its row's largest value / LIMIT, as 256 high + low, both signed bytes: for each 4 inputs the 4 lows, then
 // the 4 highs. Weights are stored unsigned, so the row is followed by what that adds to a sum: for each group of inputs
 // -offset times the sum of lows, and of highs.
 void make_integers(const float* values, int64_t k, int64_t kind, int8_t* out, float* scale) {
-    Floats largest = zero(), poison = zero();  // NaN and infinity have no integers: they pass through the scale
-    for (int64_t i = 0; i < k; i += 16) {
-        const Floats x = numbers_at(values, k, i);
-        largest = larger(magnitude(x), largest);
-        poison = fmadd(x, zero(), poison);
-    }
-    const float top = largest_of(largest);
-    *scale = top / LIMIT + total_of(poison);
+    const float top = largest_magnitude(values, k);
+    *scale = top / LIMIT;
     const Floats inverse = splat(top > 0 ? LIMIT / top : 0.0f);
     const int64_t kpad = padded_inputs(k, kind), group = kind == INT4 ? GROUP : kpad, offset = kind == INT4 ? 8 : 128;
     int8_t* sums = out + 2 * kpad;
@@ -79,35 +99,11 @@ class BlockSums {
     int64_t count_ = 0;
 };
 
-// In lanes, the bits of the largest magnitudes of AT_ONCE numbers of a row from `i` on. Bits of a NaN are larger than infinity's, and those
-// larger than a number's.
-constexpr int64_t AT_ONCE = 32;
-inline Words magnitude_bits(const float* values, int64_t k, int64_t i) {
-    const Words most = splat_word(0x7fffffff);
-    return larger(as_words(numbers_at(values, k, i)) & most, as_words(numbers_at(values, k, i + 16)) & most);
-}
-inline Words magnitude_bits(const uint16_t* values, int64_t k, int64_t i) {
-    const Words most = splat_word(0x7fff0000);
-    if (i + AT_ONCE > k) return larger(as_words(numbers_at(values, k, i)) & most, as_words(numbers_at(values, k, i + 16)) & most);
-    const Words pairs = load_words(values + i);
-    return larger(pairs & most, shift_left32<16>(pairs) & most);
-}
-
 // Stores the scale of a row, its largest value / 127, and returns 127 / that value. A scale is never 0: the largest value of a row
-// counts as SMALLEST at least. NaN and infinity have no integers: the scale is NaN.
+// counts as SMALLEST at least.
 template <typename T>
 float scale_of_bytes(const T* values, int64_t k, float* scale) {
-    Words largest[2] = {zero_words(), zero_words()};
-    for (int64_t i = 0; i < k; i += 2 * AT_ONCE)
-        for (int64_t half = 0; half < 2; half++) largest[half] = larger(largest[half], magnitude_bits(values, k, i + half * AT_ONCE));
-    const int32_t bits = largest_of(larger(largest[0], largest[1]));
-    float top;
-    std::memcpy(&top, &bits, 4);
-    if (!std::isfinite(top)) {
-        *scale = std::numeric_limits<float>::quiet_NaN();
-        return 0;
-    }
-    top = std::max(top, SMALLEST);
+    const float top = std::max(largest_magnitude(values, k), SMALLEST);  // the first one if that is NaN
     *scale = top / 127.0f;
     return 127.0f / top;
 }

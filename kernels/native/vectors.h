@@ -6,7 +6,7 @@
 //   load16(p, m)     lanes of the mask, zero elsewhere; load_or: `otherwise` elsewhere; store_some: lanes of the mask
 //   load_bf16        sixteen bfloat16, as float32; store_bf16: rounded to nearest, ties to even; rounded_bf16: what would be loaded
 //                    again
-//   larger, smaller  the second argument if one is NaN; of words, which are signed: larger, and largest_of all lanes
+//   larger, smaller  the second argument if one is NaN; `larger`, and `largest_of` for all lanes, also take words, as signed numbers
 //   nearest          the nearest integer, ties to even; from_nearest: what is left; above_floor: x - floor(x), finite for infinities
 //   times_power      p * 2^floor(n)
 //   rough_inverse    1 / x within 2^-14 of itself
