@@ -24,6 +24,17 @@ inline Floats exp16(Floats x) {
     return times_power(p + splat(1.0f), n);
 }
 
+// log(1 + exp(x)) within 4 ulp: max(x, 0) + 2 artanh(z / (2 + z)) with z = exp(-|x|).
+inline Floats softplus16(Floats x) {
+    const Floats z = exp16(zero() - magnitude(x));
+    const Floats s = z / (z + splat(2.0f)), square = s * s;
+    Floats p = splat(2.0f / 15);
+    for (float c : {2.0f / 13, 2.0f / 11, 2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3})
+        p = fmadd(p, square, splat(c));
+    const Floats rest = fmadd(p * square, s, s + s);
+    return larger(zero(), x) + rest;
+}
+
 // erf within 6e-7. erf(x) / x is a polynomial of x^2 on [0, 3.9], a least-squares fit reweighted until the largest error
 // was smallest; it is written in u = 2 (x / 3.9)^2 - 1, whose powers do not cancel. Beyond 3.9, erf is 1.
 inline Floats erf16(Floats x) {

@@ -21,7 +21,9 @@
 #include "numbers.h"
 #include "pack.h"
 #include "products.h"
+#include "recurrent_rows.h"
 #include "sample.h"
+#include "state_forms.h"
 #include "structs.h"
 #include "threads.h"
 #include "tower.h"
@@ -359,7 +361,7 @@ void saccade_advance(const Model* model, int64_t rows, const int64_t* jobs) {
     pool().run(AdvanceJob(*model, rows, jobs), model->threads);
 }
 
-// Gives the states in these slots a form (`Form` in recurrent.h), in all layers.
+// Gives the states in these slots a form (`Form` in state_forms.h), in all layers.
 void saccade_convert_states(const Model* model, int64_t form, int64_t count, const int64_t* slots) {
     pool().run(ConvertJob(*model, Form(form), count, slots), model->threads);
 }

@@ -21,7 +21,7 @@ class StateShape(NamedTuple):
     """Of the gated delta rule: the width of a key head."""
 
     def block_bytes(self, dtype_bytes: int, state_bytes: int) -> int:
-        """Bytes in a slot, for a compute dtype and a state dtype of so many bytes per number; `state_blocks.h` says of
+        """Bytes in a slot, for a compute dtype and a state dtype of so many bytes per number; `state_shape.h` says of
         what. Numbers of the compute dtype take 4 bytes where the instruction set in use has no products of pairs of
         bfloat16."""
         number = 2 if dtype_bytes == 2 and bf16_pairs() else 4

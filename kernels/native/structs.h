@@ -70,7 +70,7 @@ struct Op {
     const float* norm;          // NORM, MAMBA, DELTA, NORM_PAIR: weight
     void* windows;              // MAMBA, DELTA: [slots, taps - 1, conv] ...
     int64_t window_stride;      // ... elements between slots
-    void* states;               // [slots]: state_blocks.h; of torch operations, [heads, head, state] (DELTA: [heads, key, value])
+    void* states;               // [slots]: state_shape.h; of torch operations, [heads, head, state] (DELTA: [heads, key, value])
     int64_t state_stride;
     const float *conv, *conv_bias, *a, *d, *dt_bias;  // conv: [taps, conv]
     void* kv;                                         // ATTENTION: [pages, 2, kv_heads, page, width]; EMBED: [vocab, hidden], unless the table is `weight`

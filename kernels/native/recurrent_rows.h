@@ -1,0 +1,83 @@
+// The tokens of a row, and of a ring, for one group of a recurrent layer's heads.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "convolution.h"
+#include "state_shape.h"
+#include "structs.h"
+
+namespace {
+
+// A group also has: first_channel() and step_width(), the index of a token's channels in `wide` and the number of its
+// inputs; advance_by(place, in, before), which advances by a block of tokens from the states `before`, returns where they are
+// afterwards, and keeps the outputs of the heads for write(token, tokens), which stores them as the step's tokens from `token` on.
+
+// The first `count` steps of a batch slot's ring, applied to a place; their outputs are not computed.
+template <typename Group, typename Place>
+void replay(const Op& op, Group& group, Place place, int64_t batch_slot, int64_t count) {
+    group.advance_by(place, {op.ring + batch_slot * op.ring_stride, group.step_width(), count, false, false}, place.states);
+}
+
+// A row whose tokens may be rejected: the ring's steps are applied to the slot, whose state then does not change; the row's
+// inputs start the ring anew.
+template <typename Group>
+void row_on_ring(const Model& m, const Op& op, const Step& step, int64_t row, Group& group) {
+    const int64_t begin = step.starts[row], batch_slot = step.batch_slots[row];
+    const Projected in{m.wide + begin * m.ld + group.first_channel(), m.ld, step.starts[row + 1] - begin, true, false};
+    const auto slot = group.in_slot(step.slots[row]), place = group.in_scratch();
+    if (step.counts[row]) replay(op, group, slot, batch_slot, step.counts[row]);
+    group.copy_window(slot, place);
+    group.keep(in, op.ring + batch_slot * op.ring_stride, group.step_width());
+    group.advance_by(place, in, slot.states);
+    group.write(begin, in.tokens);
+}
+
+// Outputs are computed of tokens from `first_read` on.
+template <typename Group>
+void recurrent_row(const Model& m, const Op& op, const Step& step, int64_t row, int64_t first_read, Group group) {
+    if (step.batch_slots && step.batch_slots[row] >= 0) {
+        row_on_ring(m, op, step, row, group);
+        return;
+    }
+    const int64_t slot = step.slots[row], last = step.starts[row + 1];
+    const auto place = slot < 0 ? group.in_scratch() : group.in_slot(slot);  // padding: zeros that nobody keeps
+    const auto* before = place.states;
+    if (step.from && step.from[row] >= 0 && step.from[row] != slot) {
+        group.copy_window(group.in_slot(step.from[row]), place);
+        before = group.in_slot(step.from[row]).states;
+    }
+    if (slot < 0 || !step.initial[row]) before = group.clear(place);
+    for (int64_t begin = step.starts[row]; begin < last;) {
+        int64_t end = std::min(last, begin + GRID);
+        const bool is_read = begin >= first_read;
+        if (!is_read) end = std::min(end, first_read);
+        for (int64_t i = 0; i < step.save_count; i++) {
+            const int64_t* save = step.saves + 3 * i;
+            if (save[0] == row && begin < save[1] && save[1] < end) end = save[1];
+        }
+        const float* rows = m.wide + begin * m.ld + group.first_channel();
+        before = group.advance_by(place, {rows, m.ld, end - begin, is_read, last - end >= end - begin}, before);
+        if (is_read) group.write(begin, end - begin);
+        for (int64_t i = 0; i < step.save_count; i++) {
+            const int64_t* save = step.saves + 3 * i;
+            if (save[0] != row || save[1] != end) continue;
+            before = group.settle(place, before);
+            group.copy(place, group.in_slot(save[2]));
+        }
+        begin = end;
+    }
+    if (slot >= 0) group.settle(place, before);
+}
+
+// The state in a slot, after the first steps of a ring, is stored in a target. job: batch slot, slot, target, steps.
+template <typename Group>
+void advance_row(const Op& op, const int64_t* job, Group group) {
+    const auto target = group.in_slot(job[2]);
+    if (job[1] >= 0 && job[1] != job[2]) group.copy(group.in_slot(job[1]), target);
+    replay(op, group, target, job[0], job[3]);
+}
+
+}  // namespace

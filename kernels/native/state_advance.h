@@ -1,0 +1,90 @@
+// A recurrent state after a block of tokens, from that before it.
+
+#pragma once
+
+#include <cstdint>
+
+#include "activations.h"
+#include "numbers.h"
+#include "state_arithmetic.h"
+#include "state_shape.h"
+
+namespace {
+
+// On one thread, with memory for what is computed for a block.
+template <typename T, typename S>
+class BlockAdvance {
+    using Shape = BlockShape<T, S>;
+    using Cells = typename Shape::Cells;
+    static constexpr int64_t STEPS = Shape::STEPS;
+
+  public:
+    BlockAdvance(const Shape& shape, uint32_t* scratch) : s_(shape), b_(scratch), x_(b_ + STEPS * 2 * s_.row) {}
+
+    static int64_t scratch(const Shape& s) { return STEPS * (2 * s.row + STATE_SLICE); }  // words
+
+    // The state after the first `count` tokens of the block, from that before it; they may be in the same place.
+    void run(Pending pending, int64_t count, const S* before, S* after) const {
+        const int64_t ld = Shape::PAIRS ? 2 * s_.row : s_.row;
+        const uint32_t* b = pending.words + s_.b_at;
+        if constexpr (Shape::PAIRS) b = paired(b);
+        s_.each_slice([&](int64_t h, int64_t lane, auto vectors) {
+            constexpr int V = vectors();
+            const float* own = pending.sums() + h * GRID;
+            alignas(64) float left[GRID];
+            store_floats(left, select(lanes(count), exp16(splat(own[count - 1]) - load_floats(own)), zero()));
+            const Floats total = exp16(splat(own[count - 1]));
+            weigh<V>(pending.words + s_.x_at + h * STEPS * s_.lanes + lane, left);
+            const S* from = before ? s_.slice_of(before, h, lane) : nullptr;
+            in_groups<4>(s_.rows, [&](auto group, int64_t at) { advance_rows<V, group()>(from, s_.slice_of(after, h, lane), b + at, ld, at, total); });
+        });
+    }
+
+  private:
+    // Rows of B, two tokens beside each other: pairs of one input.
+    const uint32_t* paired(const uint32_t* b) const {
+        for (int64_t step = 0; step < STEPS; step++)
+            for (int64_t at = 0; at < s_.row; at += 16) {
+                Words both[2];
+                const auto* rows = reinterpret_cast<const uint16_t*>(b + 2 * step * s_.row + at);
+                Cells::between(rows, rows + 2 * s_.row, 32, both);
+                store_words(b_ + step * 2 * s_.row + 2 * at, both[0]), store_words(b_ + step * 2 * s_.row + 2 * at + 16, both[1]);
+            }
+        return b_;
+    }
+
+    // A slice's x, times what is left of each token at the end of the block.
+    template <int V>
+    void weigh(const uint32_t* x, const float* left) const {
+        for (int64_t step = 0; step < STEPS; step++)
+            for (int v = 0; v < V; v++) {
+                const Words cell = load_words(x + step * s_.lanes + 16 * v);
+                uint32_t* to = x_ + (step * V + v) * 16;
+                if constexpr (Shape::PAIRS) {
+                    const Floats low = as_floats(shift_left32<16>(cell)), high = as_floats(cell & splat_word(int32_t(0xffff0000)));
+                    store_words(to, Cells::beside(low * splat(left[2 * step]), high * splat(left[2 * step + 1])));
+                } else {
+                    store_words(to, as_words(as_floats(cell) * splat(left[step])));
+                }
+            }
+    }
+
+    template <int V, int R>
+    void advance_rows(const S* from, S* to, const uint32_t* b, int64_t ld, int64_t at, Floats total) const {
+        if constexpr (!Shape::PAIRS || R % 2 == 0) {
+            constexpr int W = beside(R, V);
+            for (int v = 0; v < V; v += W) {
+                Floats sum[R][W];
+                set_zero(sum);
+                multiply_cells<Cells>(sum, b, 1, ld, STEPS, x_ + 16 * v, 16 * V);
+                if (from) add_state<Shape, S, R, V>(from, s_.rest_at(), at, v, total, sum);
+                store_state<Shape, S, R, V>(to, s_.rest_at(), at, v, sum);
+            }
+        }
+    }
+
+    const Shape s_;
+    uint32_t *const b_, *const x_;
+};
+
+}  // namespace

@@ -1,0 +1,78 @@
+// The sizes of recurrent states in blocks of 16 tokens, and the places of their parts.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "cells.h"
+
+namespace {
+
+constexpr int64_t GRID = 16;         // tokens of a block: as many as a vector has lanes
+constexpr int32_t PLAIN = -1;        // instead of a count of pending tokens: the state is as torch operations have it, and nothing is pending
+constexpr int64_t STATE_SLICE = 64;  // channels that are computed together; the rest of a head in slices of 32 and 16
+
+// What products multiply: pairs of bfloat16 where the model is in bfloat16 and there are instructions for them, else float32.
+template <typename T>
+using StateCells = std::conditional_t<BF16_PAIRS && std::is_same_v<T, uint16_t>, Bf16Cells, F32Cells>;
+
+inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Sizes of a group of heads, for windows of type T and states of type S. A word has 32 bits.
+template <typename T, typename S>
+struct BlockShape {
+    using Cells = StateCells<T>;
+    static constexpr bool PAIRS = Cells::EACH == 2, SPLIT = PAIRS && sizeof(S) == 4;
+    static constexpr int64_t STEPS = GRID / Cells::EACH;  // cells of 16 tokens
+
+    BlockShape(int64_t heads, int64_t head, int64_t n)
+        : heads(heads), head(head), n(n), lanes(rounded_up(head, 16)), rows(rounded_up(n, Cells::EACH)), cells(rows / Cells::EACH),
+          row(rounded_up(cells, 16)), x_at(16 + heads * GRID), b_at(x_at + heads * STEPS * lanes), pending_words(b_at + GRID * row) {}
+
+    // A state is [heads, slices, cells, channels of a slice] words, and if SPLIT as many again for what bfloat16 leaves of
+    // float32: a number's bits are its bfloat16's, rounded half up, followed by 16 zeros, plus a signed rest of 16 bits. Without pairs
+    // it is [heads, slices, n, channels of a slice] numbers of type S.
+    int64_t state_bytes() const { return rounded_up(heads * lanes * (PAIRS ? 4 * cells * (SPLIT ? 2 : 1) : n * sizeof(S)), 64); }
+    int64_t bytes() const { return state_bytes() + 4 * pending_words; }
+    int64_t rest_at() const { return heads * lanes * cells; }
+    int64_t numbers() const { return heads * head * n; }  // without padding
+    static int64_t steps_of(int64_t tokens) { return (tokens + Cells::EACH - 1) / Cells::EACH; }  // cells of so many tokens
+
+    // A slice of a head's channels, from `lane` on.
+    template <typename P>
+    P* slice_of(P* state, int64_t h, int64_t lane) const {
+        return state + (h * lanes + lane) * (PAIRS ? cells * 4 / int64_t(sizeof(S)) : n);
+    }
+
+    // f(head, first channel, vectors): for each slice.
+    template <typename F>
+    void each_slice(F&& f) const {
+        for (int64_t h = 0; h < heads; h++) {
+            int64_t lane = 0;
+            for (; lane + 64 <= lanes; lane += 64) f(h, lane, std::integral_constant<int, 4>());
+            if ((lanes - lane) & 32) f(h, lane, std::integral_constant<int, 2>()), lane += 32;
+            if ((lanes - lane) & 16) f(h, lane, std::integral_constant<int, 1>());
+        }
+    }
+
+    const int64_t heads, head, n;
+    const int64_t lanes, rows, cells, row;  // channels of a head and inputs of a state with padding; cells of a row of B
+    // Words of pending tokens: their count in the first 16; sums of dt A [heads, 16]; x dt [heads, STEPS, lanes]; B [16, row]
+    const int64_t x_at, b_at, pending_words;
+};
+
+struct Pending {  // tokens of an unfinished block
+    uint32_t* words;
+    int32_t count() const {
+        int32_t n;
+        std::memcpy(&n, words, 4);
+        return n;
+    }
+    void set_count(int32_t n) const { std::memcpy(words, &n, 4); }
+    float* sums() const { return reinterpret_cast<float*>(words + 16); }
+};
+
+}  // namespace
