@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from decoder.blocks import Claims, SuperblockPool
 from decoder.config import DecoderOptions
+from decoder.host_space import HostSpace
 from decoder.prefix_cache import PrefixCache
 from decoder.sequence import Holding, Sequence, Status
 from decoder.step import Save
@@ -28,16 +29,13 @@ class SequenceMemory:
         self.pool, self.cache = pool, cache
         self.page_bytes, self.state_bytes = page_bytes, slot_bytes + ring_bytes
         block_bytes = max(slot_bytes, page_bytes * pool.pages_per_block)
-        self.host_limit = pool.num_blocks * block_bytes // 4 if options.host_bytes is None else options.host_bytes
-        self.host_used = 0
+        self.host = HostSpace(pool.num_blocks * block_bytes // 4 if options.host_bytes is None else options.host_bytes)
         self.advancers = 0
         """Number of running sequences that can advance."""
         self._advancing = Claims(pool.pages_per_block)
         """The memory of these sequences."""
         self._admissions = 0
         self._batch_slots = list(range(options.max_seqs - 1, -1, -1))
-        self._host: dict[str, int] = {}
-        """Bytes of host memory by request."""
 
     @property
     def batch_slot_free(self) -> bool:
@@ -77,7 +75,7 @@ class SequenceMemory:
         assert fresh is not None
         self._hold(sequence, slots, [*pages, *fresh])
         if sequence.status is Status.SWAPPED:
-            self.host_used -= self._host.pop(sequence.request_id)
+            self.host.forget(sequence.request_id)
         return fresh
 
     def share(self, leader: Sequence, follower: Sequence, tokens: int) -> list[tuple[int, int]] | None:
@@ -166,21 +164,15 @@ class SequenceMemory:
     def swappable(self, sequence: Sequence) -> bool:
         """Whether it has something to save in host memory, and there is space for it."""
         need = self.state_bytes + len(sequence.held.pages) * self.page_bytes
-        return sequence.computed > 0 and self.host_used + need <= self.host_limit
+        return sequence.computed > 0 and self.host.fits(need)
 
     def to_host(self, sequence: Sequence) -> Save:
         """Counts what a running sequence has computed as held in host memory, and returns what has to be copied
         there."""
         held = sequence.held
         used = held.pages[: self.pages_for(sequence.computed)]
-        need = self.state_bytes + len(used) * self.page_bytes
-        self._host[sequence.request_id] = need
-        self.host_used += need
+        self.host.hold(sequence.request_id, self.state_bytes + len(used) * self.page_bytes)
         return Save(sequence, sequence.slot, used, held.batch_slot)
-
-    def forget_host(self, sequence: Sequence) -> None:
-        """Its copy in host memory is no longer needed."""
-        self.host_used -= self._host.pop(sequence.request_id, 0)
 
     def check_integrity(self, running: list[Sequence], waiting: list[Sequence]) -> None:
         """`AssertionError` unless batch slots, state slots, pages and host memory add up."""
@@ -193,8 +185,7 @@ class SequenceMemory:
             self.pool.check_integrity(slots, pages)
         batch_slots = self._batch_slots + [s.held.batch_slot for s in running]
         assert sorted(batch_slots) == list(range(self.max_seqs)), "a batch slot is lost or taken twice"
-        assert self.host_used == sum(self._host.values())
-        assert set(self._host) == {s.request_id for s in waiting if s.status is Status.SWAPPED}
+        self.host.check_integrity({s.request_id for s in waiting if s.status is Status.SWAPPED})
         assert all(len(s.held.slots) == self.slots_per_seq for s in running), "a state slot is not reserved"
         assert all(not s.held.slots and not s.held.pages and not s.held.counted for s in waiting)
         counted = Claims(self.pool.pages_per_block)

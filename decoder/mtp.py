@@ -33,6 +33,7 @@ from decoder.head_weights import HeadWeights
 from decoder.layers.attention import Projected
 from decoder.layers.descriptions import Attention, Experts, Mlp
 from decoder.model import HybridModel
+from decoder.mtp_pages import EntryPages
 from decoder.positions import positions_before
 from decoder.sampler import Sampler
 from decoder.sequence import Sequence
@@ -184,11 +185,7 @@ class MtpDrafter:
         self.carry, self.page = arena.carry, options.page_size
         """For each state slot: the trunk's row of its last token, before the final norm."""
         self.awake = True
-        self._old = bytearray()
-        """For each page: 1 if entries may be missing. Empty before the first pause."""
-        self._pages = kv_B2SKP.shape[0]
-        self._first_pages: list[tuple[int, int]] = [(-1, 0)] * options.max_seqs
-        """For each batch slot: (its admission, the first page that drafts attend to)."""
+        self.pages = EntryPages(kv_B2SKP.shape[0], options.max_seqs)
         rows = max(PENDING, 2 * options.max_seqs * (1 + options.num_drafts))
         self._kept = self.carry.new_empty(rows, self.carry.shape[1])
         """The trunk's rows of steps whose rows draw tokens."""
@@ -211,8 +208,7 @@ class MtpDrafter:
             return
         self.awake = awake
         if awake:
-            self._old = bytearray(b"\1") * self._pages
-            self._first_pages = [(-1, 0)] * len(self._first_pages)
+            self.pages.end_pause()
         else:
             self._kept_from(0)
 
@@ -221,35 +217,18 @@ class MtpDrafter:
         image row."""
         if sequence.next_span < len(sequence.request.spans):  # the prompt ends with an image
             return False
-        return not self._old or self._first_page(sequence) * self.page < len(sequence.tokens) - 1
-
-    def _first_page(self, sequence: Sequence) -> int:
-        if not self._old:
-            return 0
-        admission, first = self._first_pages[sequence.held.batch_slot]
-        if admission != sequence.held.admission:
-            first = 1 + max((index for index, page in enumerate(sequence.held.pages) if self._old[page]), default=-1)
-            self._first_pages[sequence.held.batch_slot] = sequence.held.admission, first
-        return first
+        return self.pages.complete or self.pages.first_of(sequence) * self.page < len(sequence.tokens) - 1
 
     def moved(self, step: Step) -> None:
         """Updates which pages have complete entries after memory was reassigned."""
-        if not self._old:
-            return
-        for page in step.new_pages:
-            self._old[page] = 0
-        for source, target in step.page_copies:
-            self._old[target] = self._old[source]
-        for sequence in step.loads:  # their entries are unknown after loading
-            for page in sequence.held.pages:
-                self._old[page] = 1
+        self.pages.moved(step)
 
     def forked(self, forks: SequenceOf[Fork]) -> None:
         """To be called before pages are copied for forks."""
         self.flush()
         for fork in forks:
-            if fork.pages is not None and self._old:
-                self._old[fork.pages[1]] = self._old[fork.pages[0]]
+            if fork.pages is not None:
+                self.pages.copied(*fork.pages)
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
@@ -300,7 +279,7 @@ class MtpDrafter:
 
     def _tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
         """`[R, W]` page numbers, from the first page that each sequence's drafts attend to."""
-        firsts = [self._first_page(sequence) for sequence in sequences]
+        firsts = [self.pages.first_of(sequence) for sequence in sequences]
         if not any(firsts):
             return self.builder.page_tables(sequences)
         pages = [sequence.held.pages[first:] for sequence, first in zip(sequences, firsts, strict=True)]
@@ -309,7 +288,7 @@ class MtpDrafter:
 
     def _at(self, row: Row, ahead: int) -> tuple[int, int]:
         """The place of the token `ahead` of a row's first one, and the number of keys that it attends to."""
-        length = row.start + ahead + 1 - self._first_page(row.sequence) * self.page
+        length = row.start + ahead + 1 - self.pages.first_of(row.sequence) * self.page
         return self._where(row.sequence, row.start + ahead), length
 
     def _where(self, sequence: Sequence, place: int) -> int:

@@ -148,7 +148,7 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self.memory.release(sequence)
         else:
-            self.memory.forget_host(sequence)
+            self.memory.host.forget(sequence.request_id)
         self.queues.remove(sequence)
 
     # -- looking in ----------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Scheduler:
             "waiting": len(self.waiting),
             "used_slots": sum(slot >= 0 for sequence in self.running for slot in sequence.held.slots),
             "used_pages": len({page for sequence in self.running for page in sequence.held.pages}),
-            "host_bytes": self.memory.host_used,
+            "host_bytes": self.memory.host.used,
         }
 
     def check_integrity(self) -> None:

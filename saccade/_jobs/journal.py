@@ -214,28 +214,21 @@ class Journal:
             for line in file:
                 if not line.endswith(b"\n"):
                     break  # incomplete
-                rows.append(self._describe(line, start + taken, identify))
+                try:
+                    row_id, custom_id, status, usage = _parsed(line)
+                except ValueError as error:
+                    raise self._foreign("a line that is no answer of a batch") from error
+                known = identify(custom_id)
+                rows.append((
+                    row_id, custom_id, known[0] if known else -1, start + taken, len(line), status,
+                    usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0),
+                ))  # fmt: skip
                 taken += len(line)
                 if len(rows) == 1000:
                     self._insert(rows)
                     rows = []
         self._insert(rows)
         return taken
-
-    def _describe(self, line: bytes, offset: int, identify: Identify) -> tuple[Any, ...]:
-        try:
-            row = json.loads(line)
-            row_id, custom_id, status = row["id"], row["custom_id"], row["response"]["status_code"]
-            usage = row["response"]["body"].get("usage") or {}
-            if not (isinstance(row_id, str) and isinstance(custom_id, str) and isinstance(status, int)):
-                raise ValueError
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._foreign("a line that is no answer of a batch") from error
-        known = identify(custom_id)
-        return (
-            row_id, custom_id, known[0] if known else -1, offset, len(line), status,
-            usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0),
-        )  # fmt: skip
 
     def _classify(self, identify: Identify) -> None:
         """Finds the rows to answer again: changed requests and temporary errors."""
@@ -380,3 +373,16 @@ class Journal:
 def _one(db: sqlite3.Connection, query: str) -> int:
     """The only number that a query gives."""
     return int(db.execute(query).fetchone()[0])
+
+
+def _parsed(line: bytes) -> tuple[str, str, int, dict[str, Any]]:
+    """(id, custom id, status, usage) of a line of the output. Raises ValueError if it is no answer of a batch."""
+    try:
+        row = json.loads(line)
+        row_id, custom_id, status = row["id"], row["custom_id"], row["response"]["status_code"]
+        usage = row["response"]["body"].get("usage") or {}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no {error}") from error
+    if not (isinstance(row_id, str) and isinstance(custom_id, str) and isinstance(status, int)):
+        raise ValueError("an id or a status of another type")
+    return row_id, custom_id, status, usage

@@ -12,7 +12,6 @@ Runs on one event loop; everything that takes longer than a millisecond runs in 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
@@ -22,7 +21,7 @@ from typing import Any, TypeVar
 from decoder.sampling import SamplingParams
 from service.answers.answer import Answer, needed_at_end
 from service.answers.bounds import FrontendLimits
-from service.answers.mailbox import Mailbox
+from service.answers.mailbox import Mailbox, Mailboxes
 from service.answers.prepare import Preparation, Resolver, no_references
 from service.answers.prompts import Prompt
 from service.answers.relay import engine_error, read_prompt_scores
@@ -34,7 +33,6 @@ from service.engine.types import EngineEvent, EngineHandle, EngineRequest
 from service.media.images import ImageProcessor
 from service.model.assets import ModelAssets
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DELTA_RATE = 400.0
@@ -77,19 +75,18 @@ class Frontend:
         frontend."""
         self.engine, self.assets, self.limits = engine, assets, limits
         self._preparation = Preparation(engine.info, assets, limits, processor, workers)
-        self._mail: dict[str, Mailbox] = {}
+        self._mail = Mailboxes()
         self._calls: dict[tuple[bytes, str], _Call] = {}
         self.resolve: Resolver = no_references
         self.idle = asyncio.Event()
         """Set while no request is in the server."""
         self.idle.set()
         self._numbers: Iterator[int] = count()
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
         """Binds to the running event loop and starts the delivery of the engine's events."""
-        self._loop = asyncio.get_running_loop()
-        self.engine.start(self._deliver)
+        self._mail.bind(asyncio.get_running_loop())
+        self.engine.start(self._mail.deliver)
 
     def close(self) -> None:
         """Stops the engine and the pool. Running calls end with ENGINE_DIED."""
@@ -164,7 +161,7 @@ class Frontend:
     async def _embedded(self, request: EngineRequest, call: _Call) -> tuple[bytes, ...]:
         """The content of the engine's only event for the request. Raises StatusError."""
         name = request.request_id
-        self._mail[name] = call.mail
+        self._mail.add([name], call.mail)
         finished = False
         try:
             self.engine.submit(request)
@@ -177,7 +174,7 @@ class Frontend:
                 raise engine_error(event)
             return event.embedded
         finally:
-            self._mail.pop(name, None)
+            self._mail.remove(name)
             if not finished:
                 self.engine.abort(name)
 
@@ -232,7 +229,7 @@ class Frontend:
             return
         names = [f"{next(self._numbers)}:{spec.request_id}" for _ in range(spec.n)]
         request = answer.request(names, salt, timeout)
-        self._mail.update(dict.fromkeys(names, call.mail))
+        self._mail.add(names, call.mail)
         try:
             self.engine.submit(request)
             del request  # the engine owns the patches from here on
@@ -255,7 +252,7 @@ class Frontend:
                         yield end
         finally:
             for index, name in enumerate(names):
-                self._mail.pop(name, None)
+                self._mail.remove(name)
                 if not answer.is_done(index):
                     self.engine.abort(name)
 
@@ -266,16 +263,3 @@ class Frontend:
                 answer.prompt_scores += await self._quick(
                     len(event.prompt_scores), read_prompt_scores, event, self.assets.tokenizer
                 )
-
-    def _deliver(self, events: list[EngineEvent]) -> None:
-        """Called on an engine thread: passes the events to the event loop, all at once."""
-        assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(self._dispatch, events)
-        except RuntimeError:  # the loop is closed, so no call waits any more
-            log.debug("%d events after the end of the loop", len(events))
-
-    def _dispatch(self, events: list[EngineEvent]) -> None:
-        for event in events:
-            if (mail := self._mail.get(event.request_id)) is not None:
-                mail.put(event)

@@ -9,9 +9,12 @@ up for each of them by itself costs nearly twice as much. First tokens, ends and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 
 from service.engine.types import EngineEvent
+
+log = logging.getLogger(__name__)
 
 
 class Mailbox:
@@ -57,3 +60,36 @@ class Mailbox:
         now, pace = loop.time(), self._pace()
         self._due = (now // pace + 1) * pace if pace else now
         return events
+
+
+class Mailboxes:
+    """Mailboxes by the engine's names of requests. Used on one event loop, except for `deliver`."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Mailbox] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Sets the event loop on which events are put into mailboxes."""
+        self._loop = loop
+
+    def add(self, names: Iterable[str], mail: Mailbox) -> None:
+        self._by_name.update(dict.fromkeys(names, mail))
+
+    def remove(self, name: str) -> None:
+        """Unknown names are ignored."""
+        self._by_name.pop(name, None)
+
+    def deliver(self, events: list[EngineEvent]) -> None:
+        """Called on an engine thread: passes the events to the event loop, all at once. Those of unknown requests are
+        dropped."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._dispatch, events)
+        except RuntimeError:  # the loop is closed, so no call waits any more
+            log.debug("%d events after the end of the loop", len(events))
+
+    def _dispatch(self, events: list[EngineEvent]) -> None:
+        for event in events:
+            if (mail := self._by_name.get(event.request_id)) is not None:
+                mail.put(event)

@@ -10,7 +10,6 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,10 +18,11 @@ from families import CheckpointError, Target
 from families.files import optional_json
 from service.model.cache import resolve_model
 from service.model.formats.declared import disagreements, read_declared
-from service.model.formats.tensors import PLAIN_FLOATS, FormatError, StoredWeight, find_weights, listed
+from service.model.formats.tensors import FormatError, StoredWeight, find_weights, listed
 from service.model.modelconfig import ModelConfig, load_config
 from service.model.read_ahead import ReadAhead
 from service.model.weight_files import WeightFiles
+from service.model.weight_sources import Source, expected_weights, find_sources, misfits, shape_of
 
 if TYPE_CHECKING:
     import torch
@@ -35,15 +35,6 @@ __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all) as weights stream in."""
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Source of the tensor of one of our names: one stored tensor, or several to stack."""
-
-    names: tuple[str, ...]
-    target: Target
-    """How it becomes our tensor; for a stack, the target of the first."""
 
 
 class Checkpoint:
@@ -67,7 +58,8 @@ class Checkpoint:
         if not self.files.files:
             self.weights = _described(self.config)
             self.targets = lambda name: [Target(name)]
-        self._plan = self._resolve_sources()
+        self._sources = self._find_sources()
+        """By our names."""
 
     def _find_weights(self) -> dict[str, StoredWeight]:
         declared, own = self.declared, self.config.weights
@@ -87,6 +79,25 @@ class Checkpoint:
                 f"{self.path}: {len(problems)} weights are not as the configuration says:\n  {listed(problems)}"
             )
         return found
+
+    def _find_sources(self) -> dict[str, Source]:
+        found, not_served, problems = find_sources(self.weights, self.targets)
+        if not_served:
+            parts = sorted({".".join(n.split(".")[:2]) for n in not_served})
+            log.info(
+                "%d weights of parts of the model that are not served are not loaded: %s",
+                len(not_served),
+                ", ".join(parts),
+            )
+        expected, optional = expected_weights(self.config)
+        if self.config.decoder.tie_word_embeddings:
+            found.pop("lm_head.weight", None)
+        problems += misfits(found, self.weights, self.files.table, expected, optional)
+        if problems:
+            raise CheckpointError(
+                f"{self.path}: {len(problems)} weights do not fit config.json:\n  {listed(problems, 40)}"
+            )
+        return {name: found[name] for name in expected if name in found}
 
     @property
     def stored_as(self) -> dict[str, int]:
@@ -118,7 +129,7 @@ class Checkpoint:
     def encoder_kinds(self) -> tuple[str, ...]:
         """Kinds of items that the vision weights support; none for text-only models."""
         vision = self.config.vision
-        return vision.kinds(self._plan) if vision else ()
+        return vision.kinds(self._sources) if vision else ()
 
     def vision_digest(self) -> str:
         """Digest over names, shapes and samples of the vision weights, which two hosts compare."""
@@ -137,21 +148,21 @@ class Checkpoint:
     def decoder_shapes(self) -> dict[str, tuple[int, ...]]:
         """Our name -> shape of the decoder's weights in the files."""
         return {
-            name: self._shape_of(self._plan[name])
+            name: shape_of(self._sources[name], self.weights)
             for name in self.config.decoder.expected_weights()
-            if name in self._plan
+            if name in self._sources
         }
 
     def _served(self, role: str) -> Iterator[str]:
         """Our names of the weights that a server of this role uses."""
         decoder = self.config.decoder.expected_weights()
-        for name in self._plan:
+        for name in self._sources:
             if role == "all" or (name in decoder) == (role == "decoder"):
                 yield name
 
     def parameters(self, role: str = "all") -> int:
         """Number of parameters that a server of this role uses."""
-        stored = {name for ours in self._served(role) for name in self._plan[ours].names}
+        stored = {name for ours in self._served(role) for name in self._sources[ours].names}
         return sum(math.prod(self.weights[name].shape) for name in stored)
 
     def served_bytes(self, role: str, item: int) -> int:
@@ -160,7 +171,7 @@ class Checkpoint:
 
     def weight_bytes(self, name: str, item: int) -> int:
         """Bytes of one of our weights; see `served_bytes`."""
-        source = self._plan[name]
+        source = self._sources[name]
         stored = [self.weights[each] for each in source.names]
         total = sum(math.prod(w.shape) * item if w.scheme == "plain" else w.nbytes for w in stored)
         return total // (source.target.parts if source.target.how == "part" else 1)
@@ -172,92 +183,11 @@ class Checkpoint:
         names = {"own": self.config.weights or ""}
         return tuple(names.get(scheme, scheme) for scheme in sorted(sizes, key=lambda scheme: -sizes[scheme]))
 
-    def _sources(self) -> tuple[dict[str, _Source], list[str], list[str]]:
-        """(our name -> source of its tensor, stored names that are not used, problems)."""
-        found: dict[str, dict[int, tuple[str, Target]]] = {}
-        not_served: list[str] = []
-        problems: list[str] = []
-        for stored in self.weights:
-            targets = self.targets(stored)
-            if not targets:
-                not_served.append(stored)
-            for target in targets:
-                entries = found.setdefault(target.name, {})
-                entry = target.place if target.how == "stack" else -1
-                if entry in entries or (entries and (entry < 0) != (min(entries) < 0)):
-                    problems.append(f"{stored} and {next(iter(entries.values()))[0]} are both {target.name}")
-                entries[entry] = stored, target
-        sources: dict[str, _Source] = {}
-        for name, entries in found.items():
-            numbers = sorted(entries)
-            if numbers[0] >= 0 and numbers != list(range(len(numbers))):
-                problems.append(f"{name} has entries {numbers}, which do not count up from 0")
-            sources[name] = _Source(tuple(entries[i][0] for i in numbers), entries[numbers[0]][1])
-        return sources, not_served, problems
-
-    def _resolve_sources(self) -> dict[str, _Source]:
-        """Matches stored names with the expected ones; one error lists every name that is missing, unexpected,
-        duplicate or of another shape."""
-        whole, not_served, problems = self._sources()
-        if not_served:
-            parts = sorted({".".join(n.split(".")[:2]) for n in not_served})
-            log.info(
-                "%d weights of parts of the model that are not served are not loaded: %s",
-                len(not_served),
-                ", ".join(parts),
-            )
-        vision = self.config.vision
-        expected = dict(self.config.decoder.expected_weights())
-        optional = set(self.config.decoder.optional_weights())
-        if vision is not None:
-            expected |= vision.expected_weights()
-            optional |= vision.optional_weights()
-        if self.config.decoder.tie_word_embeddings:
-            whole.pop("lm_head.weight", None)
-        problems += [
-            f"missing {name} {list(shape)}"
-            for name, shape in expected.items()
-            if name not in whole and name not in optional
-        ]
-        problems += [f"unexpected {name}" for name in whole if name not in expected]
-        for name, shape in expected.items():
-            if name in whole and (found := self._shape_of(whole[name])) != shape:
-                problems.append(f"{name} has shape {list(found)}, not {list(shape)}")
-            elif name in whole and (dtype := self._not_numbers(whole[name])):
-                problems.append(f"{name} has dtype {dtype}, not one of {', '.join(PLAIN_FLOATS)}")
-        if problems:
-            raise CheckpointError(
-                f"{self.path}: {len(problems)} weights do not fit config.json:\n  {listed(problems, 40)}"
-            )
-        return {name: whole[name] for name in expected if name in whole}
-
-    def _not_numbers(self, source: _Source) -> str | None:
-        """The dtype of a plain tensor that holds no floating-point numbers, such as packed integers without the names
-        of a format."""
-        for weight in map(self.weights.__getitem__, source.names):
-            if weight.scheme == "plain" and "values" in weight.parts:
-                dtype = self.files.table[weight.parts["values"]].dtype
-                if dtype not in PLAIN_FLOATS:
-                    return dtype
-        return None
-
-    def _shape_of(self, source: _Source) -> tuple[int, ...]:
-        first, target = self.weights[source.names[0]].shape, source.target
-        if target.how == "part":
-            at = max(0, len(first) - 2)
-            rows = first[at]
-            found = (*first[:at], rows // target.parts, *first[at + 1 :])
-            return found if rows % (target.parts * target.groups) == 0 else ()
-        if target.how == "stack":
-            same = all(self.weights[n].shape == first for n in source.names)
-            return (len(source.names), *first) if same else ()
-        return first
-
     def _stream(self, expected: Mapping[str, tuple[int, ...]], progress: Progress | None) -> Iterator[tuple[str, Any]]:
         from kernels.linear import Stack  # imported here because it needs torch
 
-        wanted = [name for name in expected if name in self._plan]
-        stored = [self.weights[n] for name in wanted for n in self._plan[name].names]
+        wanted = [name for name in expected if name in self._sources]
+        stored = [self.weights[n] for name in wanted for n in self._sources[name].names]
         total = sum(weight.nbytes for weight in stored) or 1
         ahead = ReadAhead([self.files.where(part) for weight in stored for part in weight.parts.values()])
         done = 0
@@ -276,9 +206,9 @@ class Checkpoint:
 
         try:
             for name in wanted:
-                source = self._plan[name]
+                source = self._sources[name]
                 if source.target.how == "stack":
-                    yield name, Stack(partial(read, source.names), self._shape_of(source))
+                    yield name, Stack(partial(read, source.names), shape_of(source, self.weights))
                 else:
                     yield name, _made(read(source.names, 0), source.target)
             reached()
@@ -298,9 +228,7 @@ class Checkpoint:
 
 def _described(config: ModelConfig) -> dict[str, StoredWeight]:
     """Each weight that config.json describes, under our name."""
-    vision = config.vision
-    shapes = config.decoder.expected_weights() | (vision.expected_weights() if vision else {})
-    return {name: StoredWeight(name, "plain", shape) for name, shape in shapes.items()}
+    return {name: StoredWeight(name, "plain", shape) for name, shape in expected_weights(config)[0].items()}
 
 
 def open_checkpoint(model: str, revision: str | None = None, *, outline: bool = False) -> Checkpoint:

@@ -217,7 +217,7 @@ def test_after_a_rest_drafts_look_at_what_came_since(options: dict[str, Any]) ->
     def recorded(rows: Any) -> Any:
         found = draft(rows)
         for s, drafts in found:
-            seen.append((s.request, list(s.tokens), list(drafts), drafter._first_page(s) * drafter.page + 1))
+            seen.append((s.request, list(s.tokens), list(drafts), drafter.pages.first_of(s) * drafter.page + 1))
         return found
 
     drafter.draft = recorded  # type: ignore[method-assign]

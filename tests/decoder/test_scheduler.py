@@ -128,7 +128,7 @@ def test_every_request_ends(
         step, finished = advance(scheduler)
         ended += finished
     assert sorted(ended) == sorted(str(index) for index in range(len(wanted)))
-    assert scheduler.pool.free_blocks == blocks and scheduler.memory.host_used == 0
+    assert scheduler.pool.free_blocks == blocks and scheduler.memory.host.used == 0
 
 
 def test_rows_of_a_mixed_step() -> None:
@@ -429,7 +429,7 @@ def test_host_memory_holds_exactly_what_fits(host_bytes: int | None, saved: bool
     advance(scheduler)
     step = scheduler.schedule([first, second])
     if host_bytes is None:
-        assert scheduler.memory.host_limit == 20 * 20 // 4 == 100 and len(step.saves) == 2
+        assert scheduler.memory.host.limit == 20 * 20 // 4 == 100 and len(step.saves) == 2
     else:
         assert [save.sequence for save in step.saves] == [first] * saved, "there is room for one, or none"
     assert scheduler.preemption.recomputes == 2 - len(step.saves) and scheduler.preemption.preemptions == 2

@@ -355,7 +355,7 @@ class CacheMachine(RuleBasedStateMachine):
             idle = 0 if self.advance() else idle + 1
             assert idle < 3, "nothing advances although something could"
             self.scheduler.check_integrity()
-        assert not self.alive and self.scheduler.memory.host_used == 0
+        assert not self.alive and self.scheduler.memory.host.used == 0
         if self.cache is not None:
             self.cache.clear()
         assert self.pool.free_blocks == self.pool.num_blocks

@@ -1,0 +1,28 @@
+"""Space in host memory for what preempted sequences have computed."""
+
+from __future__ import annotations
+
+
+class HostSpace:
+    """Bytes that requests hold there."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._held: dict[str, int] = {}
+
+    def fits(self, size: int) -> bool:
+        return self.used + size <= self.limit
+
+    def hold(self, request_id: str, size: int) -> None:
+        self._held[request_id] = size
+        self.used += size
+
+    def forget(self, request_id: str) -> None:
+        """Its copy is no longer needed. Requests that hold nothing are ignored."""
+        self.used -= self._held.pop(request_id, 0)
+
+    def check_integrity(self, swapped: set[str]) -> None:
+        """`AssertionError` unless exactly these requests hold space, and the sum is right."""
+        assert self.used == sum(self._held.values())
+        assert set(self._held) == swapped

@@ -1,0 +1,105 @@
+"""Matches the stored weights of a model directory with those that its configuration describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from families import Target
+from service.model.formats.tensors import PLAIN_FLOATS, Entry, StoredWeight
+from service.model.modelconfig import ModelConfig
+
+
+@dataclass(frozen=True)
+class Source:
+    """Source of the tensor of one of our names: one stored tensor, or several to stack."""
+
+    names: tuple[str, ...]
+    target: Target
+    """How it becomes our tensor; for a stack, the target of the first."""
+
+
+def expected_weights(config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """(our name -> shape of the weights that the configuration describes, our names of those that may be missing)."""
+    decoder, vision = config.decoder, config.vision
+    expected, optional = dict(decoder.expected_weights()), set(decoder.optional_weights())
+    if vision is not None:
+        expected |= vision.expected_weights()
+        optional |= vision.optional_weights()
+    return expected, optional
+
+
+def find_sources(
+    stored: Mapping[str, StoredWeight], targets: Callable[[str], Sequence[Target]]
+) -> tuple[dict[str, Source], list[str], list[str]]:
+    """(our name -> source of its tensor, stored names that are not used, problems). `targets`: our tensors that a
+    stored one contributes to."""
+    found: dict[str, dict[int, tuple[str, Target]]] = {}
+    not_served: list[str] = []
+    problems: list[str] = []
+    for name in stored:
+        used = targets(name)
+        if not used:
+            not_served.append(name)
+        for target in used:
+            entries = found.setdefault(target.name, {})
+            entry = target.place if target.how == "stack" else -1
+            if entry in entries or (entries and (entry < 0) != (min(entries) < 0)):
+                problems.append(f"{name} and {next(iter(entries.values()))[0]} are both {target.name}")
+            entries[entry] = name, target
+    sources: dict[str, Source] = {}
+    for ours, entries in found.items():
+        numbers = sorted(entries)
+        if numbers[0] >= 0 and numbers != list(range(len(numbers))):
+            problems.append(f"{ours} has entries {numbers}, which do not count up from 0")
+        sources[ours] = Source(tuple(entries[i][0] for i in numbers), entries[numbers[0]][1])
+    return sources, not_served, problems
+
+
+def misfits(
+    sources: Mapping[str, Source],
+    stored: Mapping[str, StoredWeight],
+    table: Mapping[str, Entry],
+    expected: Mapping[str, tuple[int, ...]],
+    optional: Collection[str],
+) -> Iterator[str]:
+    """What is missing, unexpected, of another shape, or without numbers."""
+    for name, shape in expected.items():
+        if name not in sources and name not in optional:
+            yield f"missing {name} {list(shape)}"
+    for name in sources:
+        if name not in expected:
+            yield f"unexpected {name}"
+    for name, shape in expected.items():
+        if name not in sources:
+            continue
+        source = sources[name]
+        if (found := shape_of(source, stored)) != shape:
+            yield f"{name} has shape {list(found)}, not {list(shape)}"
+        elif dtype := _not_numbers(source, stored, table):
+            yield f"{name} has dtype {dtype}, not one of {', '.join(PLAIN_FLOATS)}"
+
+
+def shape_of(source: Source, stored: Mapping[str, StoredWeight]) -> tuple[int, ...]:
+    """The shape of our tensor; `()` if the stored ones do not fit together."""
+    first, target = stored[source.names[0]].shape, source.target
+    if target.how == "part":
+        at = max(0, len(first) - 2)
+        rows = first[at]
+        found = (*first[:at], rows // target.parts, *first[at + 1 :])
+        return found if rows % (target.parts * target.groups) == 0 else ()
+    if target.how == "stack":
+        same = all(stored[name].shape == first for name in source.names)
+        return (len(source.names), *first) if same else ()
+    return first
+
+
+def _not_numbers(source: Source, stored: Mapping[str, StoredWeight], table: Mapping[str, Entry]) -> str | None:
+    """The dtype of a plain tensor that holds no floating-point numbers, such as packed integers without the names of a
+    format."""
+    for weight in map(stored.__getitem__, source.names):
+        if weight.scheme == "plain" and "values" in weight.parts:
+            dtype = table[weight.parts["values"]].dtype
+            if dtype not in PLAIN_FLOATS:
+                return dtype
+    return None
