@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.round_trip import round_trip
 from kernels.host_memory import use_huge_pages
 from kernels.machine_memory import machine_memory
 from kernels.native.instruction_sets import SETS, processor_features, supported
@@ -96,10 +97,14 @@ def bf16_rate(side: int = 2048, device: str = "cpu") -> float:
 
 
 def ceilings(device: str = "cpu") -> dict[str, float]:
-    """Read bandwidth in GB/s and products of bfloat16 in GFLOP/s; with larger sizes on a GPU."""
+    """Read bandwidth in GB/s and products of bfloat16 in GFLOP/s; with larger sizes on a GPU. On a CPU also the
+    nanoseconds of a message between cores, if they can be measured."""
     size, side = (1 << 30, 2048) if device == "cpu" else (1 << 33, 8192)
     bandwidth, rate = read_bandwidth(size, device=device), bf16_rate(side, device)
-    return {"read_gb_s": bandwidth / 1e9, "bf16_gflop_s": rate / 1e9}
+    found = {"read_gb_s": bandwidth / 1e9, "bf16_gflop_s": rate / 1e9}
+    if device == "cpu" and (trip := round_trip()) is not None:
+        found["round_trip_ns"] = trip * 1e9
+    return found
 
 
 def restart_with(variables: Mapping[str, str]) -> None:

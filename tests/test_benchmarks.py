@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from tiny_decoder import greedy_params, request, run, tiny_config, tokens
 from benchmarks import bookkeeping, large_checkpoint, sized_models
 from benchmarks.compare import Measured, length_options, typical
 from benchmarks.floors import Floor, Machine, Tower
+from benchmarks.round_trip import round_trip
 from benchmarks.sides import Timed
 from benchmarks.workloads import SUBJECTS, Workload, workloads
 from decoder.config import DecoderConfig, DecoderOptions
@@ -111,6 +113,12 @@ def test_a_large_checkpoint_in_small(tmp_path: Path) -> None:
 def test_the_limits_of_a_workload_are_medians_of_those_beside_its_rounds() -> None:
     measured = [{"read_gb_s": gigabytes, "bf16_gflop_s": 400.0} for gigabytes in (57.0, 35.0, 36.0)]
     assert typical(measured) == {"read_gb_s": 36.0, "bf16_gflop_s": 400.0}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core sends itself no messages")
+def test_a_message_between_cores() -> None:
+    """Two atomic operations of two cores take longer than one of a single core, and no thread sleeps."""
+    assert (found := round_trip()) is not None and 1e-8 < found < 1e-4
 
 
 def test_the_result_of_a_workload() -> None:

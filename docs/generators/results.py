@@ -101,16 +101,9 @@ def comparison_table(pattern: str, peer: str) -> str:
 
 def hybrid_vllm() -> str:
     """The random 116 M-parameter hybrid, beside vLLM."""
-    return comparison_table("compare-vllm-zen4", "vLLM")
+    return comparison_table("compare-vllm-zen5", "vLLM")
 
 
-OTHERS = {
-    "vllm-600m-zen4": ("vLLM", "0.6 B parameters"), "vllm-1500m": ("vLLM", "1.5 B parameters"),
-    "vllm-moe": ("vLLM", "3 B parameters in experts, 0.6 B per token"),
-    "vllm-avx512vnni": ("vLLM", "116 M parameters, AVX-512 without bfloat16 on both sides"),
-    "vllm-avx2": ("vLLM", "116 M parameters, AVX2 on both sides"),
-}  # fmt: skip
-"""Larger checkpoints and limited instruction sets: the peer and what is compared, by the result's kind."""
 INTEL = {
     "vllm-intel": ("vLLM", "bfloat16"), "vllm-avx2-intel": ("vLLM", "bfloat16, AVX2 on both sides"),
     "llamacpp-intel": ("llama.cpp", "bfloat16"), "llamacpp-int8-intel": ("llama.cpp", "int8, beside Q8_0"),
@@ -118,15 +111,17 @@ INTEL = {
 }  # fmt: skip
 """The same for results labelled `intel`, with their weights."""
 ZEN4 = {
-    "llamacpp-zen4": ("llama.cpp", "bfloat16"), "llamacpp-int8-zen4": ("llama.cpp", "int8, beside Q8_0"),
+    "vllm-zen4": ("vLLM", "116 M parameters, bfloat16"), "vllm-600m-zen4": ("vLLM", "0.6 B parameters"),
+    "llamacpp-zen4": ("llama.cpp", "116 M parameters, bfloat16"),
+    "llamacpp-int8-zen4": ("llama.cpp", "116 M parameters, int8, beside Q8_0"),
     "llamacpp-int4-32-activations-int8-zen4": (
-        "llama.cpp", "int4 in groups of 32 with activations in int8, as llama.cpp has them, beside Q4_0",
+        "llama.cpp",
+        "116 M parameters, int4 in groups of 32 with activations in int8, as llama.cpp has them, beside Q4_0",
     ),
 }  # fmt: skip
-"""The same for results beside llama.cpp labelled `zen4`."""
+"""The same for results labelled `zen4`."""
 ZEN5 = {
-    "vllm-zen5": ("vLLM", "116 M parameters, bfloat16"),
-    "vllm-8192-tokens-zen5": ("vLLM", "The same, prompts of 8,192 tokens"),
+    "vllm-8192-tokens-zen5": ("vLLM", "116 M parameters, bfloat16, prompts of 8,192 tokens"),
     "vllm-600m-zen5": ("vLLM", "0.6 B parameters"), "vllm-1500m-zen5": ("vLLM", "1.5 B parameters"),
     "vllm-avx512vnni-zen5": ("vLLM", "116 M parameters, AVX-512 without bfloat16 on both sides"),
     "vllm-avx2-zen5": ("vLLM", "116 M parameters, AVX2 on both sides"),
@@ -137,6 +132,7 @@ ZEN5 = {
         "llama.cpp",
         "116 M parameters, int4 in groups of 32 with activations in int8, as llama.cpp has them, beside Q4_0",
     ),
+    "llamacpp-moe-zen5": ("llama.cpp", "3 B parameters in experts, 0.6 B for each token, bfloat16"),
 }  # fmt: skip
 """The same for results labelled `zen5`."""
 
@@ -149,11 +145,6 @@ def titled_tables(kinds: dict[str, tuple[str, str]]) -> str:
     )
 
 
-def others_vllm() -> str:
-    """The comparisons of `OTHERS`."""
-    return titled_tables(OTHERS)
-
-
 def without_bf16() -> str:
     """The comparisons of `INTEL`."""
     return titled_tables(INTEL)
@@ -164,7 +155,7 @@ def zen5() -> str:
     return titled_tables(ZEN5)
 
 
-def hybrid_llamacpp() -> str:
+def zen4() -> str:
     """The comparisons of `ZEN4`."""
     return titled_tables(ZEN4)
 
@@ -248,20 +239,19 @@ def drafts() -> str:
 
 def overview() -> str:
     """For the README: one row for each workload, beside vLLM and transformers."""
-    vllm, transformers = result("compare-vllm-zen4"), result("compare-transformers")
-    ratios = {row["workload"]: row["ratio"] for row in transformers["rows"]}
+    vllm, older, transformers = (result(f"compare-{kind}") for kind in ("vllm-zen5", "vllm-zen4", "transformers-zen5"))
+    ratios = [{row["workload"]: row["ratio"] for row in each["rows"]} for each in (vllm, older, transformers)]
     lines = [
-        "| | Saccade, tokens/s | vLLM, tokens/s | ratio to vLLM | ratio to transformers |",
-        "| --- | --: | --: | --: | --: |",
+        "| | Saccade, tokens/s | vLLM, tokens/s | ratio to vLLM | the same on Zen 4 | ratio to transformers |",
+        "| --- | --: | --: | --: | --: | --: |",
     ]
     for row in vllm["rows"]:
-        beside = f"{ratios[row['workload']]:.1f} x" if row["workload"] in ratios else ""
-        lines.append(
-            f"| {_workload(row['workload'])} | {row['ours_tokens_s']:,.0f} | {row['peer_tokens_s']:,.0f} "
-            f"| {row['ratio']:.1f} x | {beside} |"
-        )
+        name = row["workload"]
+        beside = " | ".join(f"{of[name]:.1f} x" if name in of else "" for of in ratios)
+        lines.append(f"| {_workload(name)} | {row['ours_tokens_s']:,.0f} | {row['peer_tokens_s']:,.0f} | {beside} |")
     machine = vllm["machine"]
     where = (
-        f"Measured on {vllm['date']} on {machine['cores']} cores of an {machine['processor']} processor, in bfloat16."
+        f"Measured on {vllm['date']} on {machine['cores']} cores of an {machine['processor']} processor (Zen 5), in "
+        f"bfloat16; on Zen 4 on {older['date']} with the version of that day."
     )
     return "\n".join([*lines, "", where])

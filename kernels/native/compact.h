@@ -27,7 +27,7 @@ namespace {
 constexpr int64_t COMPACT_LINES = 3;     // of a pair of inputs
 constexpr int64_t PAIR = 2 * PANEL;      // numbers of a pair of inputs
 constexpr uint16_t OWN = 0x87ff;         // of a word: the bits of its own number
-constexpr int BORROWED = 11;             // the first of the other bits
+constexpr int OTHER_BITS = 11;           // the first of the bits that carry a fourth line
 constexpr uint16_t FRACTION = 0x7f;
 
 // The exceptions of a panel, from a pair of inputs on.
@@ -53,7 +53,7 @@ inline uint16_t base_of(const Weight& w, int64_t panel) { return uint16_t(w.comp
 // Vector v of a pair of inputs. `base`: the panel's, in the exponent's place.
 inline ALWAYS Words unpack_compact(const uint8_t* lines, int v, Words base) {
     if (v < COMPACT_LINES) return add16(load_words(lines + v * LINE) & splat_half(int16_t(OWN)), base);
-    const Words exponent = shift_right16(load_words(lines), 4), low = shift_right16(load_words(lines + LINE), BORROWED);
+    const Words exponent = shift_right16(load_words(lines), 4), low = shift_right16(load_words(lines + LINE), OTHER_BITS);
     const Words last = load_words(lines + 2 * LINE);
     const Words sign_and_high = choose_bits(splat_half(int16_t(0x8000)), add16(last, last), shift_right16(last, 7));
     const Words rest = choose_bits(splat_half(0x0780), exponent, low);
@@ -148,7 +148,7 @@ struct Compacting {
             for (int64_t j = 0; j < 32; j++) {
                 const uint16_t last = small[3 * 32 + j], parts[3] = {
                     uint16_t(last >> 7 & 15), uint16_t(last & 15), uint16_t((last >> 15) << 3 | (last >> 4 & 7))};
-                for (int v = 0; v < COMPACT_LINES; v++) small[v * 32 + j] |= uint16_t(parts[v] << BORROWED);
+                for (int v = 0; v < COMPACT_LINES; v++) small[v * 32 + j] |= uint16_t(parts[v] << OTHER_BITS);
             }
             std::memcpy(lines, small, COMPACT_LINES * LINE);
         }
@@ -193,7 +193,7 @@ inline void read_compact(const Weight& w, int64_t panel, int64_t r, float* to) {
         for (int v = 0; v < COMPACT_LINES; v++) std::memcpy(words + v, place + v * LINE, 2);
         int number = r < 48 ? words[r / 16] & OWN : 0;
         if (r >= 48) {
-            const int parts[COMPACT_LINES] = {words[0] >> BORROWED & 15, words[1] >> BORROWED & 15, words[2] >> BORROWED & 15};
+            const int parts[COMPACT_LINES] = {words[0] >> OTHER_BITS & 15, words[1] >> OTHER_BITS & 15, words[2] >> OTHER_BITS & 15};
             number = (parts[2] >> 3) << 15 | parts[0] << 7 | (parts[2] & 7) << 4 | parts[1];
         }
         to[i] = bf16_to_float(uint16_t(number + base_of(w, panel)));

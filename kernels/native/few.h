@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t FEW = 16;                // queries
 constexpr int64_t SPAN = 32;               // keys whose scores are computed together: several tiles
-constexpr int64_t WINDOW_BYTES = 1 << 17;  // of keys and values that all heads of a unit meet before they go on
+constexpr int64_t WINDOW_BYTES = 1 << 17;  // of keys and values that all heads of a unit attend to before the next ones
 static_assert(SPAN == 32 && SPAN % TILE == 0);
 
 // Memory that is needed later: a few lines of 64 bytes are prefetched between computations, because a processor ignores
@@ -71,14 +71,14 @@ struct FewQueries {
     const T* row(const T* const* rows, int64_t at) const { return rows[std::min(at, end - 1) - begin] + skip; }
 
     // Keys [at, to), at most SPAN, from a multiple of TILE on; none before `first` counts.
-    void meet(int64_t at, int64_t to, int64_t first, Upcoming& upcoming) {
-        if (to - at > 16) meet<2>(at, to, first, upcoming);
-        else meet<1>(at, to, first, upcoming);
+    void attend_to(int64_t at, int64_t to, int64_t first, Upcoming& upcoming) {
+        if (to - at > 16) attend_to<2>(at, to, first, upcoming);
+        else attend_to<1>(at, to, first, upcoming);
     }
 
   private:
     template <int V>
-    void meet(int64_t at, int64_t to, int64_t first, Upcoming& upcoming) {
+    void attend_to(int64_t at, int64_t to, int64_t first, Upcoming& upcoming) {
         pending = at;
         pack<V>(at, upcoming);
         in_groups<MOST>(count, [&](auto group, int64_t q) { multiply<V, group()>(q, upcoming); });
@@ -309,7 +309,7 @@ void attend_few(
                 const bool more = at - begun < then.count && h < following;
                 const int64_t i = at - begun;
                 Upcoming upcoming = more ? Upcoming(then.of[0] + i, then.of[1] + i, bytes, h * apart) : Upcoming(now.of[0][0]);
-                few.meet(at, std::min(at + SPAN, behind), first, upcoming);
+                few.attend_to(at, std::min(at + SPAN, behind), first, upcoming);
             }
         }
     }

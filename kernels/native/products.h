@@ -25,7 +25,7 @@ constexpr int64_t ROW_BLOCK = 192;  // rows that a unit of work covers
 // Rows of a thread for which it reads all weights. With 64, products are 13 % slower; AMX multiplies up to 16 times as fast.
 constexpr int64_t OWN_ROWS = AMX_TILES ? 1024 : 128;
 #if BF16_PAIRS
-constexpr int64_t SLICE = 1024;     // inputs of a bfloat16 panel that all tiles meet before they meet the next ones ...
+constexpr int64_t SLICE = 1024;     // inputs of a bfloat16 panel that all tiles multiply before the next ones ...
 constexpr int64_t SLICED = 8;       // ... where there are at most so many tiles
 #else
 constexpr int64_t SLICE = 64, SLICED = ROW_BLOCK / ROWS;  // unpacked to float32 that is 16 KB: it stays in the first-level cache
@@ -123,8 +123,8 @@ bool is_unpacked(const Weight& w, int64_t panel) {
     return same;
 }
 
-// How the rows of a unit are divided: into tiles of nearly equal height, which meet `length` inputs at a time. A few tiles meet a slice
-// of the inputs before the next one: a long panel and the one that is prefetched would not both fit in the second-level cache. A row's
+// How the rows of a unit are divided: into tiles of nearly equal height, which multiply `length` inputs at a time. A few tiles multiply a
+// slice of the inputs before the next one: a long panel and the one that is prefetched would not both fit in the second-level cache. A row's
 // sums go through the inputs in order all the same.
 struct Division {
     int64_t pieces, length;

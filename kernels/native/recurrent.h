@@ -75,7 +75,7 @@ class RecurrentGroup {
         const int64_t count = at.pending.count();
         if (count > 0) {
             uint32_t* b = at.pending.words + shape_.b_at;
-            std::fill(b + count * shape_.row, b + GRID * shape_.row, 0);  // weights of 0 meet numbers
+            std::fill(b + count * shape_.row, b + GRID * shape_.row, 0);  // they are multiplied by 0, and may not be NaN
             blocks_.advance(at.pending, count, at.states, at.states);
         }
         state_to_plain(shape_, at.states, plain_, plain);

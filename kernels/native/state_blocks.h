@@ -154,7 +154,7 @@ class Blocks {
         return ahead;
     }
 
-    // Adds to the sums of the pending tokens, and before a block's first ones clears their cells: weights of 0 meet numbers.
+    // Adds to the sums of the pending tokens, and before a block's first ones clears the cells: weights of 0 are multiplied with all of them.
     void take_decays(Pending pending, int64_t first, int64_t count, const float* log_decays) const {
         const int64_t begin = pending.count();
         float* sums = pending.sums();

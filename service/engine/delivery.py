@@ -14,7 +14,7 @@ from service.engine.types import EngineEvent, EventSink
 INTERVAL = 0.010
 """Seconds between deliveries at least, where tokens come faster. An event waits for less than this and one step of at
 most this length."""
-PATIENT_INTERVAL = 0.1
+UNSTREAMED_INTERVAL = 0.1
 """The same while nobody needs tokens before the end of an answer."""
 
 
@@ -38,8 +38,8 @@ class Delivery:
         """Holds events if all are further tokens and the last delivery was less than an interval ago; otherwise
         delivers them, after those that were held."""
         self._held += events
-        patient = self.streamed is not None and not self.streamed
-        interval = PATIENT_INTERVAL if patient else INTERVAL
+        streams = self.streamed is None or bool(self.streamed)
+        interval = INTERVAL if streams else UNSTREAMED_INTERVAL
         if self._clock() - self._delivered >= interval or not all(map(may_wait, events)):
             self.flush()
 

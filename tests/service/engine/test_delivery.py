@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.engine.delivery import INTERVAL, PATIENT_INTERVAL, Delivery
+from service.engine.delivery import INTERVAL, UNSTREAMED_INTERVAL, Delivery
 from service.engine.types import EngineEvent
 
 FIRST = EngineEvent("a", 1, scheduled=0.5)
@@ -45,9 +45,9 @@ def test_tokens_wait_longer_while_nobody_needs_them() -> None:
     recorded = Recorded()
     recorded.delivery.streamed = streamed = set[str]()
     assert recorded.put(1.0, TOKEN) == 1
-    assert recorded.put(0.9 * PATIENT_INTERVAL, TOKEN) == 0
-    assert recorded.put(0.2 * PATIENT_INTERVAL, TOKEN) == 2
-    assert recorded.put(0.5 * PATIENT_INTERVAL, TOKEN) == 0
+    assert recorded.put(0.9 * UNSTREAMED_INTERVAL, TOKEN) == 0
+    assert recorded.put(0.2 * UNSTREAMED_INTERVAL, TOKEN) == 2
+    assert recorded.put(0.5 * UNSTREAMED_INTERVAL, TOKEN) == 0
     streamed.add("b")
     assert recorded.put(0.0, TOKEN) == 2
 
