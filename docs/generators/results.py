@@ -182,7 +182,7 @@ def hybrid_int8() -> str:
 
 def hybrid_transformers() -> str:
     """The same hybrid, beside transformers."""
-    return comparison_table("compare-transformers", "transformers")
+    return comparison_table("compare-transformers-zen5", "transformers")
 
 
 def qwen_vllm() -> str:
