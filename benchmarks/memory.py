@@ -9,7 +9,9 @@ twice; llama.cpp: that of its one process. The machine need not be idle.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,10 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 found[f"llama.cpp {kind}"] = peer.peak_bytes
             finally:
                 peer.close()
-    result = {"family": arguments.family, "machine": machine.describe(), "peak_bytes": found}
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python -m benchmarks.memory", *(sys.argv[1:] if argv is None else argv)]),
+        "family": arguments.family,
+        "machine": machine.describe(),
+        "peak_bytes": found,
+    }
     print(json.dumps({name: f"{size / 2**20:.0f} MiB" for name, size in found.items()}))
     if arguments.write:
-        print(write_result("memory", result | {"command": "python -m benchmarks.memory --write"}))
+        print(write_result("memory", result))
     return 0
 
 

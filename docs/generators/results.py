@@ -237,6 +237,16 @@ def drafts() -> str:
     return "\n".join([*lines, "", "  \n".join(machine_line(file) for file in files)])
 
 
+def memory() -> str:
+    """Peak memory by kind of weights, beside llama.cpp's with as many bits."""
+    found = result("memory")
+    lines = ["| weights | Saccade, MiB | llama.cpp, MiB |", "| --- | --: | --: |"]
+    for kind, peer in (("bfloat16", "bf16"), ("int8", "q8_0"), ("int4", "q4_0"), ("int4-32", "q4_0")):
+        sizes = (f"{found['peak_bytes'][name] / 2**20:.0f}" for name in (kind, f"llama.cpp {peer}"))
+        lines.append(f"| {kind}; {peer.upper()} | {' | '.join(sizes)} |")
+    return "\n".join([*lines, "", machine_line(found)])
+
+
 def overview() -> str:
     """For the README: one row for each workload, beside vLLM and transformers."""
     vllm, older, transformers = (result(f"compare-{kind}") for kind in ("vllm-zen5", "vllm-zen4", "transformers-zen5"))
