@@ -426,3 +426,13 @@ def test_experts_that_do_not_count_up_are_an_error(tmp_path: Path) -> None:
     edit_weights(tmp_path, {name: None, name.replace(".1.", ".77."): weights[name]})
     with pytest.raises(CheckpointError, match=r"experts\.up_proj has entries \[0.*77\], which do not count up from 0"):
         Checkpoint(tmp_path)
+
+
+def test_a_tied_projection_that_is_stored_all_the_same_is_not_used(tmp_path: Path) -> None:
+    """Some tools write a copy of the embeddings under its name. A model that is not tied needs it."""
+    for tied in (True, False):
+        path = tmp_path / str(tied)
+        make_checkpoint(path, 2, text={"pattern": "M", "tie_word_embeddings": tied})
+        weights = load_file(path / "model.safetensors")
+        edit_weights(path, {HEAD: torch.zeros_like(weights[EMBEDDINGS])})
+        assert ("lm_head.weight" in dict(Checkpoint(path).decoder_weights())) is not tied
