@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class HostSpace:
-    """Bytes that requests hold there."""
+    """Bytes that requests hold there, at most `limit` in all: whoever calls `hold` asks `fits` before."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -18,9 +18,14 @@ class HostSpace:
         self._held[request_id] = size
         self.used += size
 
+    def release(self, request_id: str) -> None:
+        """Its copy has been read. `KeyError` if it holds nothing."""
+        self.used -= self._held.pop(request_id)
+
     def forget(self, request_id: str) -> None:
         """Its copy is no longer needed. Requests that hold nothing are ignored."""
-        self.used -= self._held.pop(request_id, 0)
+        if request_id in self._held:
+            self.release(request_id)
 
     def check_integrity(self, swapped: set[str]) -> None:
         """`AssertionError` unless exactly these requests hold space, and the sum is right."""

@@ -75,7 +75,7 @@ class SequenceMemory:
         assert fresh is not None
         self._hold(sequence, slots, [*pages, *fresh])
         if sequence.status is Status.SWAPPED:
-            self.host.forget(sequence.request_id)
+            self.host.release(sequence.request_id)
         return fresh
 
     def share(self, leader: Sequence, follower: Sequence, tokens: int) -> list[tuple[int, int]] | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from decoder.layers.gated_delta import GatedDeltaMixer
 from decoder.layers.mamba2 import Mamba2Mixer
 from kernels.linear import Packed
-from kernels.native.structs import Code, DeltaShape, Kind, Op, Target, Weight
+from kernels.native.structs import GRID, Code, DeltaShape, Kind, Op, Target, Weight
 
 MAX_TAPS = 4
 """Largest number of taps of a layer's convolution in compiled code; models have at most this many."""
@@ -27,6 +27,7 @@ def recurrence_operations(
     `bf16_rows`: whether the rows before that conversion are bfloat16. `pointer`: returns addresses of tensors, which
     must be kept; so must the shape that is returned with the operations.
     """
+    assert not mixer.ring.numel() or mixer.ring.shape[1] <= GRID, "compiled code has memory for GRID tokens of a ring"
     itself = after.kind in (Kind.BF16, Kind.F32) and after.kpad == after.k
     shape = None
     if isinstance(mixer, Mamba2Mixer):

@@ -22,7 +22,7 @@ void replay(const Op& op, Group& group, Place place, int64_t batch_slot, int64_t
 }
 
 // A row whose tokens may be rejected: the ring's steps are applied to the slot, whose state then does not change; the row's
-// inputs start the ring anew.
+// inputs start the ring anew. Neither the ring nor the row has more than GRID tokens.
 template <typename Group>
 void row_on_ring(const Model& m, const Op& op, const Step& step, int64_t row, Group& group) {
     const int64_t begin = step.starts[row], batch_slot = step.batch_slots[row];

@@ -20,6 +20,7 @@ struct PlainStrides {  // of a state in the form of torch operations: from a cha
     int64_t channel, input;
 };
 
+// One step of `each_number`: R rows of 16 channels, from row `at` on.
 template <class Shape, typename S, int R, int V, typename P, typename F>
 void one_number(P* slice, int64_t rest, int64_t at, int v, int64_t h, int64_t lane, F&& f) {
     Floats rows[R][1], sum[2][1] = {{zero()}, {zero()}};
