@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class HostSpace:
-    """Bytes that requests hold there, at most `limit` in all: whoever calls `hold` asks `fits` before."""
+    """Bytes that requests hold there, at most `limit` in all: the caller of `hold` checks `fits` first."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
