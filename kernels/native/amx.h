@@ -3,6 +3,7 @@
 // AMX can test what uses them.
 //
 //   configure_tiles  the size of each tile; zeroes them
+//   zero_tile<T>
 //   load_tile<T>     rows that are `stride` bytes apart; store_tile<T>: the same in the other direction
 //   dot_bf16<C, A, B>   C[m][n] += sums over k of pairs A[m][k] B[k][n] of bfloat16
 //   dot_bytes4<C, A, B>  the same over four signed bytes of A and four unsigned bytes of B, in int32
@@ -38,6 +39,8 @@ inline void configure_tiles(const TileConfig& config) {
     for (int i = 0; i < 8; i++) emulated_tiles[i] = {config.rows[i], config.bytes[i], {}};
 }
 inline void release_tiles() { configure_tiles({}); }
+template <int T>
+void zero_tile() { std::memset(emulated_tiles[T].data, 0, sizeof emulated_tiles[T].data); }
 template <int T>
 void load_tile(const void* from, int64_t stride) {
     EmulatedTile& tile = emulated_tiles[T];
@@ -96,6 +99,8 @@ void dot_bytes4() {
 // Not the compiler's intrinsics, because those of GCC 12 take no template parameter as a tile.
 inline void configure_tiles(const TileConfig& config) { asm volatile("ldtilecfg %0" : : "m"(config)); }
 inline void release_tiles() { asm volatile("tilerelease"); }
+template <int T>
+void zero_tile() { asm volatile("tilezero %%tmm%c0" : : "i"(T)); }
 template <int T>
 void load_tile(const void* from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(T) : "memory");

@@ -21,6 +21,7 @@
 #include "structs.h"
 #include "threads.h"
 #include "tiles.h"
+#include "tiles_amx.h"
 
 namespace {
 
@@ -59,6 +60,23 @@ inline ALWAYS Words unpack_compact(const uint8_t* lines, int v, Words base) {
     const Words rest = choose_bits(splat_half(0x0780), exponent, low);
     return add16(choose_bits(splat_half(int16_t(0x8070)), sign_and_high, rest), base);
 }
+
+#if AMX_TILES
+// Inputs of a panel as plain ones, [pairs][64][2].
+inline void unpack_compact_pairs(const Weight& w, int64_t panel, Inputs inputs, uint16_t* to) {
+    const uint8_t* lines = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w) + inputs.begin / 2 * COMPACT_LINES * LINE;
+    const Words base = splat_half(int16_t(base_of(w, panel)));
+    Exceptions exceptions(w, panel, inputs.begin / 2);
+    int64_t exception = exceptions.pair();
+    for (int64_t i = inputs.begin / 2; i < inputs.end / 2; i++, lines += COMPACT_LINES * LINE, to += PAIR) {
+        for (int64_t line = 0; line < COMPACT_LINES; line++) fetch_line(reinterpret_cast<const char*>(lines) + FETCHED + line * LINE);
+        unrolled<4>([&](int v) ALWAYS { store_words(to + v * 32, unpack_compact(lines, v, base)); });
+        if (__builtin_expect(i != exception, 1)) continue;
+        exceptions.replace(to);
+        exception = exceptions.pair();
+    }
+}
+#endif
 
 // R rows times vectors [FIRST, FIRST + V) of a panel, unpacked in registers and, if KEPT, stored in `keep` for other rows, as scaled.h
 // does. `a` and `keep` begin with the first of the inputs; `sums` has what those before them gave. One vector after the other is

@@ -15,7 +15,6 @@
 namespace {
 
 constexpr int64_t ROWS = 6;    // rows of a register tile: 6 x 4 accumulators of 16
-constexpr int64_t SPREAD = 4;  // tiles of rows over which reading the next panel is spread
 
 struct Product {
     const Weight* weight;

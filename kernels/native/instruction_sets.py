@@ -6,11 +6,19 @@ chunks and the number of threads are; two sets may round differently.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import logging
+import os
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
 AUTO = "auto"
+TILES = 18
+"""The component of the processor's state that AMX has its tiles in (XSAVE)."""
 
 
 class NativeUnavailable(RuntimeError):
@@ -32,8 +40,6 @@ class InstructionSet:
     """Whether it multiplies pairs of bfloat16 (`BF16_PAIRS` in the source)."""
     compact_weights: bool = False
     """Whether bfloat16 weights are stored in 12 bits (compact.h), where that is faster than reading 16."""
-    state_component: int | None = None
-    """State of the processor that a process has to ask the Linux kernel for before it uses the set."""
 
     def options(self, features: Set[str]) -> list[str]:
         """The compiler's options for every processor that has the set and, of `optional`, these flags."""
@@ -57,15 +63,14 @@ _BF16 = InstructionSet(
 )
 
 SETS = (
-    _BF16,
     InstructionSet(
         "amx",
         _BF16.needs | {"amx_tile", "amx_bf16", "amx_int8"},
         (*_BF16.flags, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
-        only_emulated=True,
         bf16_pairs=True,
-        state_component=18,
+        compact_weights=True,
     ),
+    _BF16,
     InstructionSet(
         "avx512vnni",
         _AVX512 | {"avx512_vnni"},
@@ -90,20 +95,45 @@ SETS = (
         only_emulated=True,
     ),
 )
-"""Best first, as far as it was measured: "auto" takes the first that a processor has, so never amx."""
+"""Best first: "auto" takes the first that a processor has."""
 CHOICES = (AUTO, *(each.name for each in SETS))
 
 _forced = AUTO
 
 
 def processor_features() -> set[str]:
-    """The flags of /proc/cpuinfo (on AArch64 its features); empty if there is no such file."""
+    """The flags of /proc/cpuinfo (on AArch64 its features), without those of AMX if the kernel does not permit its
+    tiles to this process; empty if there is no such file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return set()
     named = (line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features")))
-    return set(next(named, ()))
+    found = set(next(named, ()))
+    if "amx_tile" in found and not _has_tiles():
+        found -= {flag for flag in found if flag.startswith("amx_")}
+    return found
+
+
+@functools.cache
+def _has_tiles() -> bool:
+    """Asks for AMX's tiles. If the kernel does not permit them, the log says so."""
+    try:
+        request_state(TILES)
+    except NativeUnavailable as reason:
+        log.warning("AMX is not used: %s", reason)
+        return False
+    return True
+
+
+def request_state(component: int) -> None:
+    """Asks Linux on x86-64 for a component of the processor's state, which this process may then use. Raises
+    NativeUnavailable if the kernel does not permit it."""
+    c_library = ctypes.CDLL(None, use_errno=True)
+    arch_prctl, request_permission = 158, 0x1023
+    if c_library.syscall(arch_prctl, request_permission, ctypes.c_ulong(component)):
+        reason = os.strerror(ctypes.get_errno())
+        raise NativeUnavailable(f"the kernel does not permit the processor's state component {component}: {reason}")
 
 
 def supported(features: Set[str]) -> list[InstructionSet]:

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import functools
 import logging
-import os
 from typing import Any
 
 from kernels.native import prebuilt
@@ -53,19 +52,7 @@ def origin(wanted: InstructionSet) -> str:
     return f"built by {find_compiler()} at the first start"
 
 
-def request_state(component: int) -> None:
-    """Asks Linux on x86-64 for a component of the processor's state, which this process may then use. Raises
-    NativeUnavailable if the kernel does not permit it."""
-    c_library = ctypes.CDLL(None, use_errno=True)
-    arch_prctl, request_permission = 158, 0x1023
-    if c_library.syscall(arch_prctl, request_permission, ctypes.c_ulong(component)):
-        reason = os.strerror(ctypes.get_errno())
-        raise NativeUnavailable(f"the kernel does not permit the processor's state component {component}: {reason}")
-
-
 def _load(wanted: InstructionSet) -> ctypes.CDLL:
-    if wanted.state_component is not None:
-        request_state(wanted.state_component)
     loaded = _prebuilt(wanted) or _compiled(wanted)
     there = ", ".join(each.name for each in supported(processor_features()))
     log.info("compiled code uses the instruction set %s (this processor has %s)", wanted.name, there)

@@ -12,11 +12,11 @@
 #include "numbers.h"
 #include "operands.h"
 #include "panels.h"
+#include "products_amx.h"
 #include "row_tiles.h"
 #include "structs.h"
 #include "threads.h"
 #include "tiles.h"
-#include "tiles_amx.h"
 
 namespace {
 
@@ -73,32 +73,6 @@ void tile_of(int64_t rows, const Product& job, int64_t row, int64_t panel, int64
     tile<R, V>(job, row, panel, first, inputs, ahead, sums);
 }
 
-// What tile `tile` of `pieces` reads ahead of `bytes` at `next`: nothing, but for the last tiles. `looks`: how often it asks.
-Ahead ahead_of(int64_t tile, int64_t pieces, const char* next, int64_t bytes, int64_t looks) {
-    const int64_t spread = std::min(pieces, SPREAD), share = tile - (pieces - spread);
-    if (!next || share < 0) return {nullptr, nullptr, 0};
-    Ahead ahead{next + bytes * share / spread / LINE * LINE, next + bytes * (share + 1) / spread / LINE * LINE, 0};
-    ahead.bytes = (ahead.end - ahead.at + looks * LINE - 1) / (looks * LINE) * LINE;
-    return ahead;
-}
-
-#if AMX_TILES
-// `tiles` below, by tiles of AMX.
-template <int V>
-void amx_tiles(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t first, const char* next) {
-    const Weight& w = *job.weight;
-    const int64_t pieces = (end - begin + AMX_ROWS - 1) / AMX_ROWS, looks = w.kpad / (w.kind == BF16 ? 2 : 4) / STRIDE + 1;
-    alignas(64) float sums[AMX_ROWS * PANEL];
-    for (int64_t i = 0; i < pieces; i++) {
-        const int64_t from = begin + (end - begin) * i / pieces, to = begin + (end - begin) * (i + 1) / pieces;
-        const Ahead ahead = ahead_of(i, pieces, pieces > 1 ? next : nullptr, panel_bytes(w), looks);
-        const char* a = static_cast<const char*>(job.a) + 2 * from * job.lda;
-        tile_amx<V>(a, 2 * job.lda, job.scales + from, to - from, w, panel, first, ahead, sums);
-        for (int64_t row = from; row < to; row++) finish<1, V>(job, sums + (row - from) * PANEL, row, panel * PANEL + first * 16);
-    }
-}
-#endif
-
 // Inputs of a slice for `pieces` tiles: no group whose sums are scaled is divided. Unpacked slices are longer if many tiles share
 // the cost of unpacking beyond the first-level cache, because each tile loads and stores its sums once a slice.
 int64_t slice_of(const Weight& w, int64_t pieces) {
@@ -106,21 +80,6 @@ int64_t slice_of(const Weight& w, int64_t pieces) {
     const int64_t longest = BF16_PAIRS ? SLICE : SLICE * std::min<int64_t>(std::max<int64_t>(pieces / 8, 1), 4);
     const int64_t slices = (w.kpad + longest - 1) / longest, each = (w.kpad + slices - 1) / slices;
     return (each + step - 1) / step * step;
-}
-
-// Whether this thread unpacked the same panel when it was last asked in this job. If so, it still has it: units of several blocks of
-// rows of a panel follow each other. `panel`: -1 for a part of one, which nobody asks for again.
-bool is_unpacked(const Weight& w, int64_t panel) {
-    struct Panel {
-        uint64_t job;
-        const void* weight;
-        int64_t operand, panel;
-    };
-    static thread_local Panel last = {0, nullptr, 0, -1};
-    const Panel now{jobs_of_thread(), w.data, w.operand, panel};
-    const bool same = now.job == last.job && now.weight == last.weight && now.operand == last.operand && panel == last.panel && panel >= 0;
-    last = now;
-    return same;
 }
 
 // How the rows of a unit are divided: into tiles of nearly equal height, which multiply `length` inputs at a time. A few tiles multiply a
@@ -202,11 +161,7 @@ void slice_tiles(
 void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next) {
     const Weight& w = *product.weight;
 #if AMX_TILES
-    if (w.kind == BF16 || (w.operand == BYTES && end - begin > ROWS)) {
-        if (count == 4) return amx_tiles<4>(product, begin, end, panel, first, next);
-        if (count == 2) return amx_tiles<2>(product, begin, end, panel, first, next);
-        return amx_tiles<1>(product, begin, end, panel, first, next);
-    }
+    if (w.operand == BF16 || (w.operand == BYTES && end - begin > ROWS)) return amx_tiles(product, begin, end, panel, first, count, next);
 #endif
     if (w.operand == BYTES) {
         const uint8_t* const columns = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);

@@ -324,6 +324,36 @@ void with_numbers(const Weight& w, const F& work) {
     else work(Type<Uint4<false>>());
 }
 
+#if AMX_TILES
+template <class Numbers>
+void unpack_numbers(const Weight& w, int64_t panel, Inputs inputs, uint16_t* to) {
+    const Numbers numbers;
+    const uint8_t* const data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
+    const int64_t groups = (w.kpad + w.group - 1) / w.group;
+    for (int64_t i = inputs.begin; i < inputs.end;) {
+        const int64_t g = i / w.group, end = std::min(inputs.end, (g + 1) * w.group);
+        typename Numbers::Group group[4];
+        for (int v = 0; v < 4; v++) group[v] = numbers.begin(w, data, (panel * groups + g) * PANEL, i, v);
+        for (; i < end; i += CHUNK, to += CHUNK * PANEL) {
+            const uint8_t* const chunk = Numbers::chunk(data, i);
+            for (int64_t at = Numbers::KIND == NVFP4 ? -LINE : 0; at < Numbers::BYTES * PANEL; at += LINE) prefetch_far(chunk + at + FETCHED);
+            for (int half = 0; half < 2; half++)
+                unrolled<4>([&](int v) ALWAYS {
+                    Words words[2];
+                    numbers.unpack(chunk + v * 64, half, group[v], words);
+                    for (int pair = 0; pair < 2; pair++) store_words(to + (2 * half + pair) * PAIR + v * 32, words[pair]);
+                });
+        }
+    }
+}
+
+// Inputs of a panel as bfloat16, [pairs][64][2]. Those of a group begin at a multiple of CHUNK.
+void unpack_pairs(const Weight& w, int64_t panel, Inputs inputs, uint16_t* to) {
+    if (w.kind == COMPACT_BF16) return unpack_compact_pairs(w, panel, inputs, to);
+    with_numbers(w, [&](auto numbers) { unpack_numbers<typename decltype(numbers)::type>(w, panel, inputs, to); });
+}
+#endif
+
 // Vectors [FIRST, END) of a compact panel, for as many at a time as there are registers for.
 template <class Rows, int R, int FIRST, int END>
 void tiles_compact(

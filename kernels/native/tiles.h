@@ -13,6 +13,7 @@
 #include "panels.h"
 #include "processor.h"
 #include "structs.h"
+#include "threads.h"
 #include "vectors.h"
 
 namespace {
@@ -43,6 +44,17 @@ struct Ahead {
         return true;
     }
 };
+
+constexpr int64_t SPREAD = 4;  // tiles of rows over which reading the next panel is spread
+
+// What tile `tile` of `pieces` reads ahead of `bytes` at `next`: nothing, but for the last tiles. `looks`: how often it asks.
+Ahead ahead_of(int64_t tile, int64_t pieces, const char* next, int64_t bytes, int64_t looks) {
+    const int64_t spread = std::min(pieces, SPREAD), share = tile - (pieces - spread);
+    if (!next || share < 0) return {nullptr, nullptr, 0};
+    Ahead ahead{next + bytes * share / spread / LINE * LINE, next + bytes * (share + 1) / spread / LINE * LINE, 0};
+    ahead.bytes = (ahead.end - ahead.at + looks * LINE - 1) / (looks * LINE) * LINE;
+    return ahead;
+}
 
 // f(0), f(1) ... f(N - 1), each with a constant: what it indexes can stay in registers.
 #define ALWAYS __attribute__((always_inline))
@@ -103,6 +115,21 @@ inline float* own_memory(int64_t floats) {
     static thread_local std::vector<float> memory;
     if (int64_t(memory.size()) < floats + 16) memory.resize(floats + 16);
     return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+}
+
+// Whether this thread unpacked the same panel when it was last asked in this job. If so, it still has it: units of several blocks of
+// rows of a panel follow each other. `panel`: -1 for a part of one, which nobody asks for again.
+bool is_unpacked(const Weight& w, int64_t panel) {
+    struct Panel {
+        uint64_t job;
+        const void* weight;
+        int64_t operand, panel;
+    };
+    static thread_local Panel last = {0, nullptr, 0, -1};
+    const Panel now{jobs_of_thread(), w.data, w.operand, panel};
+    const bool same = now.job == last.job && now.weight == last.weight && now.operand == last.operand && panel == last.panel && panel >= 0;
+    last = now;
+    return same;
 }
 
 // R rows times 16 * W columns of a panel, [count][PANEL] float32, added to `sum`. `others`: vectors beside these follow.

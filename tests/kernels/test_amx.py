@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from grouped_weights import grouped
 from torch import Tensor
+from torch.nn import functional as F
 
 from kernels.linear import Packed, quantise
 from kernels.linear.int8_rows import int8_linear
 from kernels.native import NativeUnavailable
 from kernels.native.compiler import FLAGS, SOURCE, find_compiler
-from kernels.native.instruction_sets import SETS, processor_features
-from kernels.native.library import request_state
+from kernels.native.instruction_sets import SETS, processor_features, request_state
 
 AMX = next(each for each in SETS if each.name == "amx")
 only_amx = pytest.mark.parametrize("chosen", ["amx"], indirect=True)
@@ -65,11 +68,35 @@ def test_products_of_bytes_have_the_bits_of_the_reference_in_tiles_as_without(ch
         assert torch.equal(packed(x), int8_linear(x, weight, None)), rows
 
 
+@only_amx
+@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "nvfp4", "int4", "int4 zeros"])
+def test_unpacked_weights_are_multiplied_as_few_rows_as_they_are_as_many(chosen: str, kind: str) -> None:
+    """Few rows have the weights unpacked meanwhile, more rows before."""
+    weight = grouped(kind, 336)
+    packed, x = Packed(weight, None), torch.randn(70, 336).bfloat16()
+    together = packed(x)
+    exact = F.linear(x.double(), weight.dequantise(torch.float64))
+    torch.testing.assert_close(together.double(), exact, rtol=0.01, atol=1e-3 * float(exact.abs().max()))
+    for rows in (1, 16, 17, 32, 33):
+        assert torch.equal(packed(x[:rows]), together[:rows]), rows
+
+
 TILES = """
 #include "tiles_amx.h"
-extern "C" void run(const char* x, int64_t rows, const void* w, int64_t ahead, float* y) {
-    tile_amx<4>(x, 64, y, rows, *static_cast<const Weight*>(w), 0, 0, Ahead(x, x + ahead, 64), y);
+template <class Block> void run(const char* x, int64_t rows, const char* w, int64_t length, Ahead ahead, float* y) {
+    Block::begin(rows);
+    Block::add(x, 64, rows, w, length, ahead);
+    Block::store(y);
+    Block::zero();
+    release_tiles();
 }
+#define RUN(name, ...) \\
+    extern "C" void name(const char* x, int64_t rows, const char* w, int64_t length, Ahead* ahead, float* y) { \\
+        run<TileBlock<__VA_ARGS__>>(x, rows, w, length, *ahead, y); \\
+    }
+RUN(one_tile_of_rows, DotBf16, 1, 4)
+RUN(two_tiles_of_rows, DotBf16, 2, 2)
+RUN(bytes, DotBytes, 2, 2)
 """
 
 
@@ -89,17 +116,40 @@ def test_its_instructions_are_those_of_amx(tmp_path: Path) -> None:
         [objdump, "-d", "--no-show-raw-insn", "tiles.o"], cwd=tmp_path, capture_output=True, text=True
     )
     found = [line.split("\t")[1].split("#")[0].strip() for line in said.stdout.splitlines() if line.count("\t") == 1]
-    for name, columns in (("tdpbf16ps", "5675"), ("tdpbsud", "5675")):
-        steps = [line for line in found if line.startswith(name)]
-        wanted = [f"%tmm{column},%tmm4,%tmm{sums}" for sums, column in enumerate(columns)]
-        assert [line.split()[1] for line in steps] == wanted * 2, "a loop, and the last inputs"
-    assert sum(line.startswith("ldtilecfg") for line in found) == sum(line == "tilerelease" for line in found) == 2
-    assert sum(line.startswith("tilestored") for line in found) == 8
+    pairs = ["%tmm6,%tmm4,%tmm0", "%tmm7,%tmm4,%tmm1", "%tmm6,%tmm5,%tmm2", "%tmm7,%tmm5,%tmm3"]
+    single = ["%tmm6,%tmm4,%tmm0", "%tmm7,%tmm4,%tmm1", "%tmm5,%tmm4,%tmm2", "%tmm6,%tmm4,%tmm3"]
+    for name, wanted in (("tdpbf16ps", [*single * 2, *pairs * 2]), ("tdpbsud", pairs * 2)):
+        steps = [line.split()[1] for line in found if line.startswith(name)]
+        assert sorted(steps) == sorted(wanted), "a loop, and the last inputs"
+    assert sum(line.startswith("ldtilecfg") for line in found) == sum(line == "tilerelease" for line in found) == 3
+    assert sum(line.startswith("tilestored") for line in found) == 12
+    assert sum(line.startswith("tilezero") for line in found) == 12
 
 
-def test_a_kernel_that_does_not_permit_tiles_is_an_error_with_its_reason() -> None:
-    if "amx_tile" in processor_features():
-        pytest.skip("this kernel permits them")
-    assert AMX.state_component is not None
-    with pytest.raises(NativeUnavailable, match="does not permit the processor's state component 18: "):
-        request_state(AMX.state_component)
+def test_a_state_that_the_kernel_does_not_permit_is_an_error_with_its_reason() -> None:
+    if platform.machine() != "x86_64":
+        pytest.skip("asks Linux on x86-64")
+    with pytest.raises(NativeUnavailable, match="does not permit the processor's state component 63: "):
+        request_state(63)
+
+
+SMALL_STACK = """
+import ctypes, logging
+logging.basicConfig()
+from kernels.native.instruction_sets import choose, processor_features
+class Stack(ctypes.Structure):
+    _fields_ = [("at", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(4096)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 4096)), None) == 0
+print(choose("auto", processor_features()).name)
+"""
+
+
+def test_without_the_kernels_permission_the_next_best_set_is_used_and_the_log_says_why() -> None:
+    """Linux refuses tiles to a process whose stack for signals has no room for them."""
+    if not AMX.needs <= processor_features():
+        pytest.skip("this processor has no AMX")
+    said = subprocess.run([sys.executable, "-c", SMALL_STACK], capture_output=True, text=True, check=True)
+    assert said.stdout == "avx512bf16\n"
+    reason = "the kernel does not permit the processor's state component 18: No space left on device"
+    assert f"AMX is not used: {reason}" in said.stderr

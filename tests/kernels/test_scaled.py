@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from grouped_weights import grouped
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -63,20 +64,6 @@ def test_every_number_is_multiplied_as_it_is(kind: str, dtype: torch.dtype) -> N
     expected = weight.dequantise().t()
     assert torch.equal(linear(rows).float(), expected.to(dtype).float())
     assert torch.equal(torch.cat([linear(row[None]) for row in rows]).float(), expected.to(dtype).float())
-
-
-def grouped(kind: str, inner: int) -> Quantised:
-    generator = torch.Generator().manual_seed(inner)
-    weight = torch.randn(100, inner, generator=generator)
-    if kind in ("fp8", "nvfp4", "int4"):
-        return quantise(weight, kind)
-    groups = -(-inner // 32)
-    scale = torch.rand(100, groups, generator=generator) + 0.5
-    if kind == "fp8 blocks":
-        return Quantised("fp8", weight.to(torch.float8_e4m3fn), scale, inner, group=32)
-    values = torch.randint(0, 256, (100, inner // 2), dtype=torch.uint8, generator=generator)
-    zeros = torch.randint(0, 17, (100, groups), dtype=torch.uint8, generator=generator)
-    return Quantised("int4", values, scale, inner, group=32, zeros=zeros)
 
 
 @DTYPES

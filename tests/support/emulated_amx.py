@@ -17,8 +17,5 @@ def emulate_amx(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     base = next(each for each in SETS if each.name == "avx512bf16")
     flags = (*base.flags, "-DSACCADE_EMULATE_AMX", "-O1")  # -O1 compiles in half of the time
-    sets = [
-        replace(each, needs=base.needs, flags=flags, state_component=None) if each.name == "amx" else each
-        for each in SETS
-    ]
+    sets = [replace(each, needs=base.needs, flags=flags) if each.name == "amx" else each for each in SETS]
     monkeypatch.setattr(instruction_sets, "SETS", tuple(sets))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated_amx import emulate_amx
 from quantised_checkpoint import quantise_files
 from quantised_files import FORMATS
 from tiny_checkpoint import make_checkpoint
@@ -221,10 +220,6 @@ def test_the_instruction_set_is_in_the_plan_and_one_that_the_processor_lacks_is_
             run(EngineOptions(model=path, device="cpu", instruction_set=lacking))
     assert "compiled" not in plan(EngineOptions(model=path, device="cpu", native="off"))[0].title
     assert "tested under an emulator" not in plan(EngineOptions(model=path, device="cpu"))[0].title
-    emulate_amx(monkeypatch)
-    if "amx" in [each.name for each in supported(processor_features())]:
-        title = plan(EngineOptions(model=path, device="cpu", instruction_set="amx"))[0].title
-        assert "compiled for amx (tested under an emulator only), built" in title
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "without compiled code: there is no C++ compiler" in plan(EngineOptions(model=path, device="cpu"))[0].title
 

@@ -1,0 +1,166 @@
+// Products of rows with panels by tiles of AMX: of bytes with bytes, and of bfloat16 with everything that is one, or is unpacked to it.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "finish.h"
+#include "panels.h"
+#include "structs.h"
+#include "tiles_amx.h"
+
+namespace {
+
+#if AMX_TILES
+
+constexpr int64_t UNPACKED_INPUTS = 128;  // that few rows have unpacked at a time: 16 KB, which stay in the first-level cache
+
+// scaled.h
+int64_t summed_groups(const Weight& w);
+void unpack_pairs(const Weight& w, int64_t panel, Inputs inputs, uint16_t* to);
+
+bool is_stored_as_multiplied(const Weight& w) { return w.kind == BF16 || w.operand == BYTES; }
+
+// What the sums of integers of V vectors are as numbers. `a`: the rows, behind whose bytes is what the weights' offset adds.
+template <int V>
+void scale_bytes(const Product& job, int64_t row, int64_t rows, int64_t panel, int64_t first, float* sums) {
+    const Weight& w = *job.weight;
+    const char* behind = static_cast<const char*>(job.a) + 2 * row * job.lda + w.kpad;
+    Floats scale[V];
+    for (int v = 0; v < V; v++) scale[v] = load_floats(w.scale + panel * PANEL + (first + v) * 16);
+    for (int64_t r = 0; r < rows; r++, behind += 2 * job.lda, sums += PANEL)
+        for (int v = 0; v < V; v++) {
+            const Words sum = add32(load_words(sums + v * 16), broadcast_word(behind));
+            store_floats(sums + v * 16, (to_floats(sum) * splat(job.scales[row + r])) * scale[v]);
+        }
+}
+
+// total = sum * scale, of the first group, or += of a later one.
+inline void add_group(const Weight& w, int64_t panel, int64_t g, int64_t rows, const float* sums, float* totals) {
+    const int64_t at = (panel * summed_groups(w) + g) * PANEL;
+    Floats scale[4];
+    for (int v = 0; v < 4; v++) scale[v] = group_scales(w, at + v * 16);
+    for (int64_t i = 0; i < rows * PANEL; i += PANEL)
+        for (int v = 0; v < 4; v++) {
+            float* const total = totals + i + v * 16;
+            store_floats(total, fmadd(load_floats(sums + i + v * 16), scale[v], g ? load_floats(total) : zero()));
+        }
+}
+
+// Sums times the scales of whole outputs, where a weight has them.
+inline void scale_outputs(const Weight& w, int64_t panel, int64_t rows, float* sums) {
+    const float* const scales = w.kind == NVFP4 ? w.outer : w.kind == FP8 || w.kind == UINT4 ? w.scale : nullptr;
+    if (!scales) return;
+    for (int64_t i = 0; i < rows * PANEL; i += 16) store_floats(sums + i, load_floats(sums + i) * load_floats(scales + panel * PANEL + i % PANEL));
+}
+
+template <int V>
+void finish_rows(const Product& job, const float* sums, int64_t row, int64_t rows, int64_t begin) {
+    for (; rows >= 4; rows -= 4, row += 4, sums += 4 * PANEL) finish<4, V>(job, sums, row, begin);
+    for (; rows; rows--, row++, sums += PANEL) finish<1, V>(job, sums, row, begin);
+}
+
+// Rows [row, row + rows), at most HEIGHT of T tiles, times V vectors of a panel, of which W are multiplied at a time. `columns`: what they
+// are multiplied with, from the first vector on. Tiles are configured.
+template <class Dot, int T, int W, int V>
+void tile_rows(
+    const Product& job, int64_t row, int64_t rows, const char* columns, int64_t panel, int64_t first, bool& fresh, Ahead ahead
+) {
+    using Block = TileBlock<Dot, T, W>;
+    const Weight& w = *job.weight;
+    const bool bytes = w.operand == BYTES;
+    const int64_t groups = bytes || w.kind == BF16 ? 1 : summed_groups(w), width = groups > 1 ? w.group : w.kpad, size = bytes ? 1 : 2;
+    const char* const a = static_cast<const char*>(job.a) + 2 * row * job.lda;
+    alignas(64) float sums[T * AMX_ROWS * PANEL], totals[T * AMX_ROWS * PANEL];
+    for (int64_t r = 0; r < rows; r++) fetch_outputs<1, V>(job, row + r, panel * PANEL + first * 16);
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t from = g * width, inputs = std::min(w.kpad - from, width);
+        for (int v = 0; v < V; v += W) {
+            if (!fresh) Block::zero();
+            fresh = false;
+            Block::add(a + from * size, 2 * job.lda, rows, columns + from * size * PANEL + v * AMX_BYTES, inputs * size, ahead);
+            Block::store(sums + v * 16);
+        }
+        if (groups > 1) add_group(w, panel, g, rows, sums, totals);
+    }
+    if (bytes) scale_bytes<V>(job, row, rows, panel, first, sums);
+    else if (groups == 1 && w.kind != BF16) scale_outputs(w, panel, rows, sums);
+    finish_rows<V>(job, groups > 1 ? totals : sums, row, rows, panel * PANEL + first * 16);
+}
+
+// At most AMX_ROWS rows times a panel that is unpacked meanwhile.
+inline void few_rows(const Product& job, int64_t row, int64_t rows, int64_t panel) {
+    using Block = TileBlock<DotBf16, 1, 4>;
+    const Weight& w = *job.weight;
+    const int64_t groups = summed_groups(w), width = groups > 1 ? w.group : w.kpad;
+    const char* const a = static_cast<const char*>(job.a) + 2 * row * job.lda;
+    alignas(64) float sums[AMX_ROWS * PANEL], totals[AMX_ROWS * PANEL];
+    alignas(64) uint16_t numbers[UNPACKED_INPUTS * PANEL];
+    for (int64_t r = 0; r < rows; r++) fetch_outputs<1, 4>(job, row + r, panel * PANEL);
+    Ahead nothing;
+    Block::begin(rows);
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t end = std::min(w.kpad, (g + 1) * width);
+        if (g) Block::zero();
+        for (int64_t at = g * width; at < end; at += UNPACKED_INPUTS) {
+            const Inputs inputs{at, std::min(at + UNPACKED_INPUTS, end)};
+            unpack_pairs(w, panel, inputs, numbers);
+            Block::add(a + 2 * at, 2 * job.lda, rows, reinterpret_cast<const char*>(numbers), 2 * (inputs.end - at), nothing);
+        }
+        Block::store(sums);
+        if (groups > 1) add_group(w, panel, g, rows, sums, totals);
+    }
+    release_tiles();
+    if (groups == 1) scale_outputs(w, panel, rows, sums);
+    finish_rows<4>(job, groups > 1 ? totals : sums, row, rows, panel * PANEL);
+}
+
+// Rows [begin, end) times V vectors of a panel: pairs of tiles, then what is left. `next`: a panel to prefetch during the last blocks.
+template <class Dot, int V>
+void blocks_of_tiles(const Product& job, int64_t begin, int64_t end, const char* columns, int64_t panel, int64_t first, const char* next) {
+    constexpr int64_t HEIGHT = 2 * AMX_ROWS;
+    constexpr int W = V < 2 ? V : 2;
+    const Weight& w = *job.weight;
+    const int64_t pieces = (end - begin + HEIGHT - 1) / HEIGHT, steps = w.kpad * (w.operand == BYTES ? 1 : 2) / AMX_BYTES * (V / W) + 1;
+    int64_t configured = 0;
+    bool fresh = false;
+    for (int64_t i = 0; i < pieces; i++) {
+        const int64_t row = begin + i * HEIGHT, rows = std::min(HEIGHT, end - row);
+        const Ahead ahead = ahead_of(i, pieces, pieces > 1 ? next : nullptr, panel_bytes(w), steps);
+        if (rows != configured) {
+            if (rows > AMX_ROWS) TileBlock<Dot, 2, W>::begin(rows);
+            else TileBlock<Dot, 1, V>::begin(rows);
+            configured = rows, fresh = true;
+        }
+        if (rows > AMX_ROWS) tile_rows<Dot, 2, W, V>(job, row, rows, columns, panel, first, fresh, ahead);
+        else tile_rows<Dot, 1, V, V>(job, row, rows, columns, panel, first, fresh, ahead);
+    }
+    release_tiles();
+}
+
+template <class Dot>
+void blocks_of_tiles(const Product& job, int64_t begin, int64_t end, const char* columns, int64_t panel, int64_t first, int64_t count, const char* next) {
+    columns += first * AMX_BYTES;
+    if (count == 4) blocks_of_tiles<Dot, 4>(job, begin, end, columns, panel, first, next);
+    else if (count == 2) blocks_of_tiles<Dot, 2>(job, begin, end, columns, panel, first, next);
+    else blocks_of_tiles<Dot, 1>(job, begin, end, columns, panel, first, next);
+}
+
+// `tiles` in products.h, by tiles of AMX.
+inline void amx_tiles(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next) {
+    const Weight& w = *job.weight;
+    const char* columns = static_cast<const char*>(w.data) + panel * panel_bytes(w);
+    if (w.operand == BYTES) return blocks_of_tiles<DotBytes>(job, begin, end, columns, panel, first, count, next);
+    if (w.kind != BF16) {
+        if (end - begin <= AMX_ROWS) return few_rows(job, begin, end - begin, panel);
+        auto* const unpacked = reinterpret_cast<uint16_t*>(own_memory<0>(w.kpad * PANEL / 2));
+        if (!is_unpacked(w, panel)) unpack_pairs(w, panel, {0, w.kpad}, unpacked);
+        columns = reinterpret_cast<const char*>(unpacked);
+    }
+    blocks_of_tiles<DotBf16>(job, begin, end, columns, panel, first, count, next);
+}
+
+#endif
+
+}  // namespace

@@ -1,0 +1,23 @@
+"""Random weights of 8 and 4 bits."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.linear import Quantised, quantise
+
+
+def grouped(kind: str, inner: int) -> Quantised:
+    """100 outputs of `inner` inputs: "fp8", "fp8 blocks" (of 32 inputs), "nvfp4", "int4", or "int4 zeros" (with zero
+    points, in groups of 32)."""
+    generator = torch.Generator().manual_seed(inner)
+    weight = torch.randn(100, inner, generator=generator)
+    if kind in ("fp8", "nvfp4", "int4"):
+        return quantise(weight, kind)
+    groups = -(-inner // 32)
+    scale = torch.rand(100, groups, generator=generator) + 0.5
+    if kind == "fp8 blocks":
+        return Quantised("fp8", weight.to(torch.float8_e4m3fn), scale, inner, group=32)
+    values = torch.randint(0, 256, (100, inner // 2), dtype=torch.uint8, generator=generator)
+    zeros = torch.randint(0, 17, (100, groups), dtype=torch.uint8, generator=generator)
+    return Quantised("int4", values, scale, inner, group=32, zeros=zeros)
