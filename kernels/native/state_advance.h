@@ -8,6 +8,7 @@
 #include "numbers.h"
 #include "state_arithmetic.h"
 #include "state_shape.h"
+#include "state_tiles.h"
 
 namespace {
 
@@ -19,15 +20,20 @@ class BlockAdvance {
     static constexpr int64_t STEPS = Shape::STEPS;
 
   public:
-    BlockAdvance(const Shape& shape, uint32_t* scratch) : s_(shape), b_(scratch), x_(b_ + STEPS * 2 * s_.row) {}
+    BlockAdvance(const Shape& shape, uint32_t* scratch) : s_(shape), b_(scratch), x_(b_ + (Shape::TILES ? 2 : 1) * STEPS * 2 * s_.row) {}
 
-    static int64_t scratch(const Shape& s) { return STEPS * (2 * s.row + STATE_SLICE); }  // words
+    static int64_t scratch(const Shape& s) { return STEPS * ((Shape::TILES ? 2 : 1) * 2 * s.row + STATE_SLICE); }  // words
 
     // The state after the first `count` tokens of the block, from that before it; they may be in the same place.
     void run(Pending pending, int64_t count, const S* before, S* after) const {
         const int64_t ld = Shape::PAIRS ? 2 * s_.row : s_.row;
         const uint32_t* b = pending.words + s_.b_at;
         if constexpr (Shape::PAIRS) b = paired(b);
+        const int64_t in_tiles = Shape::TILES ? s_.rows / 16 * 16 : 0;
+#if AMX_TILES
+        uint32_t* const transposed = b_ + STEPS * 2 * s_.row;
+        if constexpr (Shape::TILES) UpdateTiles::transpose(b, ld, in_tiles, transposed), UpdateTiles::begin();
+#endif
         s_.each_slice([&](int64_t h, int64_t lane, auto vectors) {
             constexpr int V = vectors();
             const float* own = pending.sums() + h * GRID;
@@ -36,8 +42,17 @@ class BlockAdvance {
             const Floats total = exp16(splat(own[count - 1]));
             weigh<V>(pending.words + s_.x_at + h * STEPS * s_.lanes + lane, left);
             const S* from = before ? s_.slice_of(before, h, lane) : nullptr;
-            in_groups<4>(s_.rows, [&](auto group, int64_t at) { advance_rows<V, group()>(from, s_.slice_of(after, h, lane), b + at, ld, at, total); });
+            S* const to = s_.slice_of(after, h, lane);
+#if AMX_TILES
+            if constexpr (Shape::TILES) advance_in_tiles<V>(from, to, transposed, in_tiles, total);
+#endif
+            in_groups<4>(s_.rows - in_tiles, [&](auto group, int64_t at) {
+                advance_rows<V, group()>(from, to, b + in_tiles + at, ld, in_tiles + at, total);
+            });
         });
+#if AMX_TILES
+        if constexpr (Shape::TILES) release_tiles();
+#endif
     }
 
   private:
@@ -68,6 +83,24 @@ class BlockAdvance {
                 }
             }
     }
+
+#if AMX_TILES
+    // Rows [0, rows) of a slice, 16 at a time. `b`: [rows, STEPS].
+    template <int V>
+    void advance_in_tiles(const S* from, S* to, const uint32_t* b, int64_t rows, Floats total) const {
+        alignas(64) float sums[16 * STATE_SLICE];
+        UpdateTiles::load<V>(x_);
+        for (int64_t at = 0; at < rows; at += 16) {
+            UpdateTiles::multiply<V>(b + at * STEPS, sums);
+            for (int64_t r = 0; r < 16; r += 4) {
+                Floats sum[4][V];
+                unrolled<4>([&](int i) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[i][v] = load_floats(sums + (r + i) * STATE_SLICE + 16 * v); }); });
+                if (from) add_state<Shape, S, 4, V>(from, s_.rest_at(), at + r, 0, total, sum);
+                store_state<Shape, S, 4, V>(to, s_.rest_at(), at + r, 0, sum);
+            }
+        }
+    }
+#endif
 
     template <int V, int R>
     void advance_rows(const S* from, S* to, const uint32_t* b, int64_t ld, int64_t at, Floats total) const {

@@ -21,6 +21,14 @@ struct StateAhead {
     int64_t lines, from, skip;
 };
 
+// Where column `k` is at `b`.
+template <int W>
+inline ALWAYS void fetch_ahead(const StateAhead& ahead, const uint32_t* b, int64_t k) {
+    const uint32_t* far = b + STATE_AHEAD * 16 + (k < ahead.from ? 0 : ahead.skip);
+    unrolled<W>([&](int w) ALWAYS { prefetch_far(far + 16 * w); });
+    if (k < ahead.lines) prefetch_far(ahead.next + 16 * k);
+}
+
 // sum[r][w] += products of `count` cells of row r, at a + r * row + k * step, with those of columns, at b + k * ld.
 template <class Cells, int R, int W>
 inline ALWAYS void multiply_cells(
@@ -28,11 +36,7 @@ inline ALWAYS void multiply_cells(
     const StateAhead* ahead = nullptr
 ) {
     for (int64_t k = 0; k < count; k++, a += step, b += ld) {
-        if (ahead) {
-            const uint32_t* far = b + STATE_AHEAD * 16 + (k < ahead->from ? 0 : ahead->skip);
-            unrolled<W>([&](int w) ALWAYS { prefetch_far(far + 16 * w); });
-            if (k < ahead->lines) prefetch_far(ahead->next + 16 * k);
-        }
+        if (ahead) fetch_ahead<W>(*ahead, b, k);
         Words column[W];
         unrolled<W>([&](int w) ALWAYS { column[w] = in_register(load_words(b + 16 * w)); });
         unrolled<R>([&](int r) ALWAYS {

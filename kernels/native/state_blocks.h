@@ -16,6 +16,7 @@
 #include "state_advance.h"
 #include "state_arithmetic.h"
 #include "state_shape.h"
+#include "state_tiles.h"
 
 namespace {
 
@@ -112,6 +113,9 @@ class Blocks {
     void read(Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const BlockTokens& in, float* out, Visit&& visit) const {
         grow(pending);
         for (int64_t t = 0; t < count; t++) weigh_tokens(pending, t, begin + t, begin + t + 1);
+#if AMX_TILES
+        if constexpr (Shape::TILES) return read_in_tiles(pending, begin, first, count, state, in, out, visit);
+#endif
         each_tokens<4>(pending, begin, count, state, visit, [&](auto vectors, auto group, const uint32_t* cells, const StateAhead* ahead, int64_t h, int64_t lane, int64_t t) {
             const uint32_t* taken = pending.words + s_.x_at + h * STEPS * s_.lanes + lane;
             const float* x = in.x + first * s_.heads * s_.head + h * s_.head + lane;
@@ -129,10 +133,13 @@ class Blocks {
             weigh_tokens(pending, 2 * t, begin + t, begin + t);
             weigh_tokens(pending, 2 * t + 1, begin + t, begin + t + 1);
         }
+#if AMX_TILES
+        if constexpr (Shape::TILES) return solve_in_tiles(pending, begin, first, count, state, in, out, visit);
+#endif
         each_tokens<2>(pending, begin, count, state, visit, [&](auto vectors, auto group, const uint32_t* cells, const StateAhead* ahead, int64_t h, int64_t lane, int64_t t) {
             uint32_t* changes = pending.words + s_.x_at + h * STEPS * s_.lanes + lane;
             const float* betas = in.betas + first * s_.heads + h;
-            solve_rows<vectors(), group()>(cells, ahead, changes, betas, h, begin, t, s_.head - lane, out + h * s_.head + lane);
+            solve_rows<vectors(), group()>(cells, ahead, nullptr, changes, betas, h, begin, t, s_.head - lane, out + h * s_.head + lane);
         });
     }
 
@@ -234,11 +241,74 @@ class Blocks {
         }
     }
 
+#if AMX_TILES
+    // `read` by tiles: of all tokens, the products with a slice of the state, and those of weights with x dt.
+    template <typename Visit>
+    void read_in_tiles(Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const BlockTokens& in, float* out, Visit&& visit) const {
+        const int64_t width = s_.heads * s_.head;
+        StateTiles::begin(count);
+        s_.each_slice([&](int64_t h, int64_t lane, auto vectors) {
+            constexpr int V = vectors();
+            alignas(64) float of_state[GRID * STATE_SLICE], of_tokens[GRID * STATE_SLICE];
+            multiply_state<V>(pending, begin, count, state, h, lane, of_state);
+            StateTiles::multiply_weights<V>(weights_of(h, 0), pending.words + s_.x_at + h * STEPS * s_.lanes + lane, s_.lanes, of_tokens);
+            const float* x = in.x + first * width + h * s_.head + lane;
+            float* to = out + h * s_.head + lane;
+            const Floats d = splat(in.d[h]);
+            for (int64_t t = 0; t < count; t++, x += width, to += width) {
+                const Floats growth = splat(growth_[h * GRID + begin + t]);
+                unrolled<V>([&](int v) ALWAYS {
+                    const Mask mask = lanes(s_.head - lane - 16 * v);
+                    Floats sum = fmadd(d, load16(x + 16 * v, mask), load_floats(of_tokens + t * STATE_SLICE + 16 * v));
+                    if (state) sum = fmadd(load_floats(of_state + t * STATE_SLICE + 16 * v), growth, sum);
+                    store16(to + 16 * v, mask, sum);
+                });
+                visit(h, lane, t);
+            }
+        });
+        release_tiles();
+    }
+
+    // `solve` by tiles: of all tokens, the products with a slice of the state.
+    template <typename Visit>
+    void solve_in_tiles(Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const DeltaTokens& in, float* out, Visit&& visit) const {
+        s_.each_slice([&](int64_t h, int64_t lane, auto vectors) {
+            constexpr int V = vectors();
+            alignas(64) float of_state[2 * GRID * STATE_SLICE];
+            if (state) {
+                StateTiles::begin(std::min(2 * count, GRID));
+                multiply_state<V>(pending, begin, count, state, h, lane, of_state);
+                release_tiles();
+            }
+            uint32_t* changes = pending.words + s_.x_at + h * STEPS * s_.lanes + lane;
+            in_groups<2>(count, [&](auto group, int64_t t) {
+                const float* const known = state ? of_state + 2 * t * STATE_SLICE : nullptr;
+                const float* betas = in.betas + first * s_.heads + h;
+                solve_rows<V, group()>(nullptr, nullptr, known, changes, betas, h, begin, t, s_.head - lane, out + h * s_.head + lane);
+            });
+            for (int64_t t = 0; t < count; t++) visit(h, lane, t);
+        });
+    }
+
+    // sums [reads * count, STATE_SLICE]: products of the tokens' rows of C with a slice of the state, if there is one. Tiles are configured for
+    // all of these rows, or for GRID of them.
+    template <int V>
+    void multiply_state(Pending pending, int64_t begin, int64_t count, const S* state, int64_t h, int64_t lane, float* sums) const {
+        if (!state) return;
+        const uint32_t* cells = reinterpret_cast<const uint32_t*>(s_.slice_of(state, h, lane));
+        const StateAhead ahead = ahead_of(pending, h, lane, V, begin + 1);
+        for (int64_t row = 0; row < reads_ * count; row += GRID)
+            StateTiles::multiply<V>(
+                c_ + row * s_.row, s_.row, std::min(reads_ * count, GRID), s_.cells, cells, count == 1 ? &ahead : nullptr, sums + row * STATE_SLICE);
+    }
+#endif
+
     // Tokens [t, t + N) of the last ones: change = beta (value - what the key reads); what the query reads, the change included.
-    // Reads are products with the state, which has decayed since, and of weights with `changes`.
+    // Reads are products with the state, which has decayed since, and of weights with `changes`. `of_state`: the first ones, [2 N, STATE_SLICE],
+    // where `cells` is null.
     template <int V, int N>
     void solve_rows(
-        const uint32_t* cells, const StateAhead* ahead, uint32_t* changes, const float* betas, int64_t h, int64_t begin, int64_t t, int64_t left, float* out
+        const uint32_t* cells, const StateAhead* ahead, const float* of_state, uint32_t* changes, const float* betas, int64_t h, int64_t begin, int64_t t, int64_t left, float* out
     ) const {
         constexpr int W = beside(2 * N, V);
         const int64_t width = s_.heads * s_.head;
@@ -246,6 +316,10 @@ class Blocks {
             Floats sum[2 * N][W];
             set_zero(sum);
             if (cells) multiply_cells<Cells>(sum, c_ + 2 * t * s_.row, s_.row, 1, s_.cells, cells + 16 * v, 16 * V, ahead);
+            if (of_state)
+                unrolled<2 * N>([&](int r) ALWAYS {
+                    unrolled<W>([&](int w) ALWAYS { sum[r][w] = load_floats(of_state + r * STATE_SLICE + 16 * (v + w)); });
+                });
             unrolled<N>([&](int r) ALWAYS {
                 const int64_t token = begin + t + r;
                 const Floats growth = splat(growth_[h * GRID + token]), beta = splat(betas[(t + r) * s_.heads]);

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "cells.h"
+#include "tiles_amx.h"
 
 namespace {
 
@@ -24,7 +25,7 @@ inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to
 template <typename T, typename S>
 struct BlockShape {
     using Cells = StateCells<T>;
-    static constexpr bool PAIRS = Cells::EACH == 2, SPLIT = PAIRS && sizeof(S) == 4;
+    static constexpr bool PAIRS = Cells::EACH == 2, SPLIT = PAIRS && sizeof(S) == 4, TILES = PAIRS && AMX_TILES;
     static constexpr int64_t STEPS = GRID / Cells::EACH;  // cells of 16 tokens
 
     BlockShape(int64_t heads, int64_t head, int64_t n)
