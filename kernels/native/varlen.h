@@ -8,6 +8,7 @@
 
 #include "flash.h"
 #include "structs.h"
+#include "varlen_amx.h"
 
 namespace {
 
@@ -71,7 +72,12 @@ void varlen_unit(const VarlenAttention& a, int64_t unit, std::vector<float>& scr
     const auto run = [&](auto cells, const auto& source) {
         attend<decltype(cells)>(Head::of<decltype(cells)>(a.width, a.scale), source, behind - first, 0, scratch);
     };
-    const auto of = [&](const auto& source) { a.kind == BF16 ? run(Bf16Cells(), source) : run(F32Cells(), source); };
+    const auto of = [&](const auto& source) {
+#if AMX_TILES
+        if (a.kind == BF16) return attend_in_tiles(TiledHead(a.width, a.scale), source, behind - first, rows, scratch);
+#endif
+        a.kind == BF16 ? run(Bf16Cells(), source) : run(F32Cells(), source);
+    };
     if (a.stored_bf16) of(PackedSequence<uint16_t>{a, begin, rows, unit % a.heads, first});
     else of(PackedSequence<float>{a, begin, rows, unit % a.heads, first});
 }
