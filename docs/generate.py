@@ -35,6 +35,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "a processor without bf16 instructions": results.without_bf16,
     "a zen 5 processor": results.zen5,
     "a zen 4 processor": results.zen4,
+    "a processor with amx": results.amx,
     "memory": results.memory,
     "contexts": results.contexts,
     "load over http": results.http_load,

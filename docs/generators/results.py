@@ -110,6 +110,17 @@ INTEL = {
     "llamacpp-int4-32-intel": ("llama.cpp", "int4 in groups of 32, beside Q4_0"),
 }  # fmt: skip
 """The same for results labelled `intel`, with their weights."""
+AMX = {
+    "vllm-amx": ("vLLM", "116 M parameters, bfloat16"), "vllm-600m-amx": ("vLLM", "0.6 B parameters"),
+    "llamacpp-amx": ("llama.cpp", "116 M parameters, bfloat16"),
+    "llamacpp-int8-amx": ("llama.cpp", "116 M parameters, int8, beside Q8_0"),
+    "llamacpp-int4-32-activations-int8-amx": (
+        "llama.cpp",
+        "116 M parameters, int4 in groups of 32 with activations in int8, as llama.cpp has them, beside Q4_0",
+    ),
+    "qwen3_5-vllm-prompts-amx": ("vLLM", "Qwen3.5 0.8B, bfloat16"),
+}  # fmt: skip
+"""The same for results labelled `amx`."""
 ZEN4 = {
     "vllm-zen4": ("vLLM", "116 M parameters, bfloat16"), "vllm-600m-zen4": ("vLLM", "0.6 B parameters"),
     "llamacpp-zen4": ("llama.cpp", "116 M parameters, bfloat16"),
@@ -153,6 +164,11 @@ def without_bf16() -> str:
 def zen5() -> str:
     """The comparisons of `ZEN5`."""
     return titled_tables(ZEN5)
+
+
+def amx() -> str:
+    """The comparisons of `AMX`."""
+    return titled_tables(AMX)
 
 
 def zen4() -> str:

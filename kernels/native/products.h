@@ -22,8 +22,8 @@ namespace {
 
 constexpr int64_t INT_ROWS = 3;     // the same for integers, whose rows count twice
 constexpr int64_t ROW_BLOCK = 192;  // rows that a unit of work covers
-// Rows of a thread for which it reads all weights. With 64, products are 13 % slower; AMX multiplies up to 16 times as fast.
-constexpr int64_t OWN_ROWS = AMX_TILES ? 1024 : 128;
+// Rows of a thread for which it reads all weights. With 64, products are 13 % slower.
+constexpr int64_t OWN_ROWS = 128;
 #if BF16_PAIRS
 constexpr int64_t SLICE = 1024;     // inputs of a bfloat16 panel that all tiles multiply before the next ones ...
 constexpr int64_t SLICED = 8;       // ... where there are at most so many tiles

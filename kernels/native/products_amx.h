@@ -19,8 +19,7 @@ constexpr int64_t UNPACKED_INPUTS = 128;  // that few rows have unpacked at a ti
 // scaled.h
 int64_t summed_groups(const Weight& w);
 void unpack_pairs(const Weight& w, int64_t panel, Inputs inputs, uint16_t* to);
-
-bool is_stored_as_multiplied(const Weight& w) { return w.kind == BF16 || w.operand == BYTES; }
+void compact_as_tiles(const uint16_t* a, int64_t lda, int64_t rows, const Weight& w, int64_t panel, float* sums);  // compact.h
 
 // What the sums of integers of V vectors are as numbers. `a`: the rows, behind whose bytes is what the weights' offset adds.
 template <int V>
@@ -98,6 +97,10 @@ inline void few_rows(const Product& job, int64_t row, int64_t rows, int64_t pane
     alignas(64) float sums[AMX_ROWS * PANEL], totals[AMX_ROWS * PANEL];
     alignas(64) uint16_t numbers[UNPACKED_INPUTS * PANEL];
     for (int64_t r = 0; r < rows; r++) fetch_outputs<1, 4>(job, row + r, panel * PANEL);
+    if (rows <= 2 && w.kind == COMPACT_BF16) {
+        compact_as_tiles(reinterpret_cast<const uint16_t*>(a), job.lda, rows, w, panel, sums);
+        return finish_rows<4>(job, sums, row, rows, panel * PANEL);
+    }
     Ahead nothing;
     Block::begin(rows);
     for (int64_t g = 0; g < groups; g++) {

@@ -50,12 +50,17 @@ def test_products_of_bfloat16_have_the_bits_of_the_manual(chosen: str, k: int) -
 
 
 @only_amx
-def test_numbers_below_the_normal_ones_are_zeros(chosen: str) -> None:
-    tiny = torch.full((3, 32), 2.0**-130).bfloat16()
+@pytest.mark.parametrize("compact", [False, True])
+def test_numbers_below_the_normal_ones_are_zeros(chosen: str, compact: bool) -> None:
+    """Of two rows as of many; few rows of compact weights are multiplied by other instructions."""
+    tiny = torch.full((64, 32), 2.0**-130).bfloat16()
     assert tiny.any()
-    assert not Packed(tiny, None)(torch.full((2, 32), 2.0**100).bfloat16()).any()
-    small = torch.full((3, 32), 2.0**-100).bfloat16()
-    assert not Packed(small, None)(torch.full((2, 32), 2.0**-40).bfloat16()).any()
+    small = torch.full((64, 32), 2.0**-100).bfloat16()
+    for rows in (1, 2, 40):
+        assert not Packed(tiny, None, compact=compact)(torch.full((rows, 32), 2.0**100).bfloat16()).any()
+        assert not Packed(small, None, compact=compact)(torch.full((rows, 32), 2.0**-40).bfloat16()).any()
+        large = torch.full((64, 32), 2.0**100).bfloat16()
+        assert not Packed(large, None, compact=compact)(torch.full((rows, 32), 2.0**-130).bfloat16()).any()
 
 
 @only_amx
