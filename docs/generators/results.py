@@ -110,42 +110,27 @@ INTEL = {
     "llamacpp-int4-32-intel": ("llama.cpp", "int4 in groups of 32, beside Q4_0"),
 }  # fmt: skip
 """The same for results labelled `intel`, with their weights."""
-AMX = {
-    "vllm-amx": ("vLLM", "116 M parameters, bfloat16"), "vllm-600m-amx": ("vLLM", "0.6 B parameters"),
-    "llamacpp-amx": ("llama.cpp", "116 M parameters, bfloat16"),
-    "llamacpp-int8-amx": ("llama.cpp", "116 M parameters, int8, beside Q8_0"),
-    "llamacpp-int4-32-activations-int8-amx": (
+KINDS = {
+    "vllm": ("vLLM", "116 M parameters, bfloat16"),
+    "vllm-8192-tokens": ("vLLM", "116 M parameters, bfloat16, prompts of 8,192 tokens"),
+    "vllm-600m": ("vLLM", "0.6 B parameters"), "vllm-1500m": ("vLLM", "1.5 B parameters"),
+    "vllm-avx512vnni": ("vLLM", "116 M parameters, AVX-512 without bfloat16 on both sides"),
+    "vllm-avx2": ("vLLM", "116 M parameters, AVX2 on both sides"),
+    "llamacpp": ("llama.cpp", "116 M parameters, bfloat16"),
+    "llamacpp-int8": ("llama.cpp", "116 M parameters, int8, beside Q8_0"),
+    "llamacpp-int4-32": ("llama.cpp", "116 M parameters, int4 in groups of 32, beside Q4_0"),
+    "llamacpp-int4-32-activations-int8": (
         "llama.cpp",
         "116 M parameters, int4 in groups of 32 with activations in int8, as llama.cpp has them, beside Q4_0",
     ),
-    "qwen3_5-vllm-prompts-amx": ("vLLM", "Qwen3.5 0.8B, bfloat16"),
+    "llamacpp-moe": ("llama.cpp", "3 B parameters in experts, 0.6 B for each token, bfloat16"),
 }  # fmt: skip
-"""The same for results labelled `amx`."""
-ZEN4 = {
-    "vllm-zen4": ("vLLM", "116 M parameters, bfloat16"), "vllm-600m-zen4": ("vLLM", "0.6 B parameters"),
-    "llamacpp-zen4": ("llama.cpp", "116 M parameters, bfloat16"),
-    "llamacpp-int8-zen4": ("llama.cpp", "116 M parameters, int8, beside Q8_0"),
-    "llamacpp-int4-32-activations-int8-zen4": (
-        "llama.cpp",
-        "116 M parameters, int4 in groups of 32 with activations in int8, as llama.cpp has them, beside Q4_0",
-    ),
-}  # fmt: skip
-"""The same for results labelled `zen4`."""
-ZEN5 = {
-    "vllm-8192-tokens-zen5": ("vLLM", "116 M parameters, bfloat16, prompts of 8,192 tokens"),
-    "vllm-600m-zen5": ("vLLM", "0.6 B parameters"), "vllm-1500m-zen5": ("vLLM", "1.5 B parameters"),
-    "vllm-avx512vnni-zen5": ("vLLM", "116 M parameters, AVX-512 without bfloat16 on both sides"),
-    "vllm-avx2-zen5": ("vLLM", "116 M parameters, AVX2 on both sides"),
-    "llamacpp-zen5": ("llama.cpp", "116 M parameters, bfloat16"),
-    "llamacpp-int8-zen5": ("llama.cpp", "116 M parameters, int8, beside Q8_0"),
-    "llamacpp-int4-32-zen5": ("llama.cpp", "116 M parameters, int4 in groups of 32, beside Q4_0"),
-    "llamacpp-int4-32-activations-int8-zen5": (
-        "llama.cpp",
-        "116 M parameters, int4 in groups of 32 with activations in int8, as llama.cpp has them, beside Q4_0",
-    ),
-    "llamacpp-moe-zen5": ("llama.cpp", "3 B parameters in experts, 0.6 B for each token, bfloat16"),
-}  # fmt: skip
-"""The same for results labelled `zen5`."""
+"""Peer and title of a comparison on one processor, by the result's kind without the processor's label."""
+
+
+def labelled(label: str, *, without: str = "") -> dict[str, tuple[str, str]]:
+    """`KINDS` of results with a processor's label, but for one that is shown elsewhere."""
+    return {f"{kind}-{label}": named for kind, named in KINDS.items() if kind != without}
 
 
 def titled_tables(kinds: dict[str, tuple[str, str]]) -> str:
@@ -162,18 +147,18 @@ def without_bf16() -> str:
 
 
 def zen5() -> str:
-    """The comparisons of `ZEN5`."""
-    return titled_tables(ZEN5)
+    """The comparisons on Zen 5 but for the first one, which `hybrid_vllm` shows."""
+    return titled_tables(labelled("zen5", without="vllm"))
 
 
 def amx() -> str:
-    """The comparisons of `AMX`."""
-    return titled_tables(AMX)
+    """The comparisons on a processor with AMX."""
+    return titled_tables(labelled("amx"))
 
 
 def zen4() -> str:
-    """The comparisons of `ZEN4`."""
-    return titled_tables(ZEN4)
+    """The comparisons on Zen 4."""
+    return titled_tables(labelled("zen4"))
 
 
 def contexts() -> str:
