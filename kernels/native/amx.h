@@ -120,4 +120,19 @@ void dot_bytes4() {
 
 #endif
 
+inline TileConfig full_tiles() {
+    TileConfig config;
+    for (int i = 0; i < 8; i++) config.rows[i] = uint8_t(AMX_ROWS), config.bytes[i] = uint16_t(AMX_BYTES);
+    return config;
+}
+
+// The first N tiles, at most four: those that sums are in.
+template <int N>
+inline void zero_tiles() {
+    zero_tile<0>();
+    if constexpr (N > 1) zero_tile<1>();
+    if constexpr (N > 2) zero_tile<2>();
+    if constexpr (N > 3) zero_tile<3>();
+}
+
 }  // namespace

@@ -20,8 +20,8 @@ constexpr int64_t WEIGHT_BYTES = 2 * GRID;  // of a token's weights, and of one 
 // Up to 16 rows times V vectors of a slice. Tiles 0 to 3 are sums; 4 rows of C and 5 a state's cells; 6 rows of weights and 7 x dt.
 struct StateTiles {
     static void begin(int64_t rows) {
-        TileConfig config;
-        for (int i = 0; i < 8; i++) config.rows[i] = uint8_t(i < 5 || i == 6 ? rows : AMX_ROWS), config.bytes[i] = AMX_BYTES;
+        TileConfig config = full_tiles();
+        for (const int i : {0, 1, 2, 3, 4, 6}) config.rows[i] = uint8_t(rows);
         config.bytes[6] = WEIGHT_BYTES, config.rows[7] = WEIGHT_BYTES / 4;
         configure_tiles(config);
     }
@@ -29,7 +29,7 @@ struct StateTiles {
     // sums [rows, STATE_SLICE] = products of `count` cells of rows, `row` words apart, with a slice of a state.
     template <int V>
     static void multiply(const uint32_t* a, int64_t row, int64_t rows, int64_t count, const uint32_t* b, const StateAhead* ahead, float* sums) {
-        zero<V>();
+        zero_tiles<V>();
         for (int64_t k = 0; k < count; k += AMX_ROWS, a += AMX_ROWS, b += AMX_ROWS * 16 * V) {
             const int64_t cells = std::min(count - k, AMX_ROWS);
             if (ahead)
@@ -49,18 +49,12 @@ struct StateTiles {
     // sums [rows, STATE_SLICE] = products of rows of weights with x dt of a block's tokens, `ld` words apart.
     template <int V>
     static void multiply_weights(const uint32_t* weights, const uint32_t* taken, int64_t ld, float* sums) {
-        zero<V>();
+        zero_tiles<V>();
         add<6, 7, V>(weights, WEIGHT_BYTES, taken, 4 * ld);
         store<V>(sums);
     }
 
   private:
-    template <int V>
-    static void zero() {
-        zero_tile<0>();
-        if constexpr (V > 1) zero_tile<1>();
-        if constexpr (V > 2) zero_tile<2>(), zero_tile<3>();
-    }
     template <int A, int B, int V>
     static void add(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb) {
         load_tile<A>(a, lda);
@@ -88,8 +82,8 @@ struct StateTiles {
 // 16 rows of a state, which are inputs of B, times V vectors of x dt, summed over a block's tokens. Tiles 0 and 1 are sums, 2 is B, 4 to 7 are x dt.
 struct UpdateTiles {
     static void begin() {
-        TileConfig config;
-        for (int i = 0; i < 8; i++) config.rows[i] = uint8_t(i < 4 ? AMX_ROWS : WEIGHT_BYTES / 4), config.bytes[i] = AMX_BYTES;
+        TileConfig config = full_tiles();
+        for (int i = 4; i < 8; i++) config.rows[i] = WEIGHT_BYTES / 4;
         config.bytes[2] = WEIGHT_BYTES;
         configure_tiles(config);
     }

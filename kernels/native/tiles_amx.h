@@ -37,18 +37,13 @@ struct TileBlock {
 
     // The last of the tiles has fewer rows if `rows` < HEIGHT. Sums are zeros.
     static void begin(int64_t rows) {
-        TileConfig config;
-        for (int i = 0; i < 8; i++) config.rows[i] = uint8_t(AMX_ROWS), config.bytes[i] = AMX_BYTES;
+        TileConfig config = full_tiles();
         const auto last = uint8_t(rows - (T - 1) * AMX_ROWS);
         for (int v = 0; v < V; v++) config.rows[(T - 1) * V + v] = last;
         config.rows[4 + T - 1] = last;
         configure_tiles(config);
     }
-    static void zero() {
-        zero_tile<0>();
-        if constexpr (T * V > 1) zero_tile<1>();
-        if constexpr (T * V > 2) zero_tile<2>(), zero_tile<3>();
-    }
+    static void zero() { zero_tiles<T * V>(); }
 
     // Adds products of `length` bytes of rows that are `lda` bytes apart with columns from `b` on.
     static void add(const char* a, int64_t lda, int64_t rows, const char* b, int64_t length, Ahead& ahead) {

@@ -73,10 +73,12 @@ void varlen_unit(const VarlenAttention& a, int64_t unit, std::vector<float>& scr
         attend<decltype(cells)>(Head::of<decltype(cells)>(a.width, a.scale), source, behind - first, 0, scratch);
     };
     const auto of = [&](const auto& source) {
+        if (a.kind != BF16) return run(F32Cells(), source);
 #if AMX_TILES
-        if (a.kind == BF16) return attend_in_tiles(TiledHead(a.width, a.scale), source, behind - first, rows, scratch);
+        attend_in_tiles(TiledHead(a.width, a.scale), source, behind - first, rows, scratch);
+#else
+        run(Bf16Cells(), source);
 #endif
-        a.kind == BF16 ? run(Bf16Cells(), source) : run(F32Cells(), source);
     };
     if (a.stored_bf16) of(PackedSequence<uint16_t>{a, begin, rows, unit % a.heads, first});
     else of(PackedSequence<float>{a, begin, rows, unit % a.heads, first});

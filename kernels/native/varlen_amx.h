@@ -64,16 +64,9 @@ void pack_tiles(const TiledHead& head, const Source& source, int64_t begin, int6
 
 class TiledAttention {
   public:
-    // Tiles are configured.
-    static void begin() {
-        TileConfig config;
-        for (int i = 0; i < 8; i++) config.rows[i] = uint8_t(AMX_ROWS), config.bytes[i] = AMX_BYTES;
-        configure_tiles(config);
-    }
-
     explicit TiledAttention(const TiledHead& head) : head_(head) {}
 
-    // A block of queries over `count` packed keys, from a multiple of KEY_BLOCK on.
+    // A block of queries over `count` packed keys, from a multiple of KEY_BLOCK on. Tiles are configured as `full_tiles`.
     void walk(QueryBlock& block, const TiledKeys& keys, int64_t count) {
         for (int64_t at = 0; at < count; at += KEY_BLOCK) {
             score(block.queries, keys.keys + at * head_.steps * 16);
@@ -90,7 +83,7 @@ class TiledAttention {
     void score(const uint32_t* queries, const uint32_t* keys) {
         const int64_t lda = 64 * head_.steps, next = 256 * head_.steps;
         for (int64_t at = 0; at < KEY_BLOCK; at += 32, keys += 2 * next) {
-            zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+            zero_tiles<4>();
             for (int64_t step = 0; step < head_.steps; step++)
                 multiply<2>(queries + 16 * step, lda, keys + 256 * step, keys + next + 256 * step, AMX_BYTES);
             store<2>(scores_ + at, KEY_BLOCK);
@@ -186,7 +179,7 @@ void attend_in_tiles(const TiledHead& head, const Source& source, int64_t count,
                 store_words(one.queries + i * 16 * head.steps + cell, i < one.count ? source.query(Bf16Cells(), b * QUERY_ROWS + i, cell) : zero_words());
     }
     TiledAttention attention(head);
-    TiledAttention::begin();
+    configure_tiles(full_tiles());
     for (int64_t begin = 0; begin < rows; begin += KEY_PACK) {
         const int64_t end = std::min(begin + KEY_PACK, rows);
         pack_tiles(head, source, begin, end, keys);
