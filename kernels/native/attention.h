@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "few.h"
-#include "flash.h"
+#include "flash_amx.h"
 #include "numbers.h"
 #include "structs.h"
 
@@ -66,7 +66,7 @@ struct PagedRow {
     // This step's keys and values are read from the product's output: other threads may be writing them to the pages now.
     struct Lines {
         int64_t width, count, old;  // how many of them lie in pages
-        const T* stored[2][TILE];
+        const T* stored[2][LINES];
         const float* fresh[2];
         int64_t stride;  // of fresh ones
         void fetch_all() const {
@@ -178,7 +178,6 @@ inline void gate_row(const Model& m, const AttentionShape& shape, int64_t token,
 // first_read(begin, end): the first of these tokens whose outputs are computed.
 template <typename T, typename FirstRead>
 void attention(const Model& m, const Op& op, const Step& step, int64_t unit, FirstRead&& first_read, std::vector<float>& scratch) {
-    using Cells = CellsOf<T>;
     const AttentionShape& shape = *op.attention;
     const AttentionUnits units(m, shape, step);
     PagedRow<T> source = paged_row<T>(m, op, step, units, unit);
@@ -189,17 +188,18 @@ void attention(const Model& m, const Op& op, const Step& step, int64_t unit, Fir
         float* out = m.mid + source.first * m.mid_ld + source.head * source.share * shape.width;
         std::fill(out, out + source.heads * source.share * shape.width, 0.0f);
     }
-    const Head head = Head::of<Cells>(shape.width, shape.scale);
     const int64_t queries = (source.behind - source.first) * source.share;
     if (queries <= 0) return;
-    if (queries > FEW || shape.width % Cells::EACH) {
-        for (int64_t h = 0; h < source.heads; h++) attend<Cells>(head, source.of(h), queries, op.first_key, scratch);
+    if (queries > FEW || shape.width % CellsOf<T>::EACH) {
+        for (int64_t h = 0; h < source.heads; h++)
+            attend_many<T>(shape.width, shape.scale, source.of(h), queries, op.first_key, scratch);
         return;
     }
     const int64_t then = unit + 1;  // a thread's units are neighbours
     const bool follows = then < units.rows * units.groups;
     const PagedRow<T> next = paged_row<T>(m, op, step, units, follows ? then : unit);
-    attend_few<T>(head, source, source.heads, source.apart(), queries, op.first_key, follows ? &next : nullptr, scratch);
+    attend_few<T>(
+        shape.width, shape.scale, source, source.heads, source.apart(), queries, op.first_key, follows ? &next : nullptr, scratch);
 }
 
 }  // namespace

@@ -19,6 +19,7 @@ namespace {
 
 constexpr int64_t TILE = 8;          // keys whose scores are held in registers; also features whose sums are
 constexpr int TILE_ROWS = VECTOR_REGISTERS == 1 ? TILE : 4;  // of a tile, whose sums are held at a time
+constexpr int64_t LINES = 16;        // keys that a source's lines() has, at most
 constexpr int64_t LANES = 48;        // queries of a block: with TILE, 24 accumulators of 16
 constexpr int64_t KEY_BLOCK = 128;   // keys whose probabilities are kept until values are multiplied with them
 constexpr int64_t KEY_PACK = 1024;   // keys that are packed at once: they stay in the second-level cache
@@ -355,7 +356,7 @@ class Scratch {
 // Attention of `count` queries. The source has the queries and the keys:
 //   query(Cells, i, cell): 16 cells of query i; fetch_query(i): prefetches it; last(i): the last key that it attends to,
 //     which never decreases;
-//   lines(position, count): an object whose key(Cells, i, cell) is 16 cells of a key, value(i, feature) 16 numbers of a
+//   lines(position, count): for at most LINES keys, an object whose key(Cells, i, cell) is 16 cells of a key, value(i, feature) 16 numbers of a
 //     value, and fetch_all() prefetches them;
 //   write(i, numbers): takes the output of query i.
 template <typename Cells, typename Source>

@@ -6,9 +6,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "flash.h"
+#include "flash_amx.h"
 #include "structs.h"
-#include "varlen_amx.h"
 
 namespace {
 
@@ -69,16 +68,9 @@ void varlen_unit(const VarlenAttention& a, int64_t unit, std::vector<float>& scr
     const int64_t begin = a.bounds[sequence], rows = a.bounds[sequence + 1] - begin, blocks = query_blocks(a, sequence);
     const int64_t whole = (rows + LANES - 1) / LANES;
     const int64_t first = whole * part / blocks * LANES, behind = std::min(whole * (part + 1) / blocks * LANES, rows);
-    const auto run = [&](auto cells, const auto& source) {
-        attend<decltype(cells)>(Head::of<decltype(cells)>(a.width, a.scale), source, behind - first, 0, scratch);
-    };
     const auto of = [&](const auto& source) {
-        if (a.kind != BF16) return run(F32Cells(), source);
-#if AMX_TILES
-        attend_in_tiles(TiledHead(a.width, a.scale), source, behind - first, rows, scratch);
-#else
-        run(Bf16Cells(), source);
-#endif
+        if (a.kind == BF16) attend_many<uint16_t>(a.width, a.scale, source, behind - first, 0, scratch);
+        else attend_many<float>(a.width, a.scale, source, behind - first, 0, scratch);
     };
     if (a.stored_bf16) of(PackedSequence<uint16_t>{a, begin, rows, unit % a.heads, first});
     else of(PackedSequence<float>{a, begin, rows, unit % a.heads, first});

@@ -50,7 +50,7 @@ struct FewKeys {
     }
     struct Lines {
         int64_t count, old;
-        const uint16_t* stored[2][TILE];
+        const uint16_t* stored[2][LINES];
         const float* fresh[2];
         int64_t stride;
     };
@@ -89,7 +89,7 @@ void attention() {
     FewKeys keys{qkv.data(), rows, heads, width, rows - count, before, {}, few.data()};
     keys.store_keys();
     const FewKeys* next = nullptr;
-    attend_few<uint16_t>(Head::of<Bf16Cells>(width, scale), keys, 1, width, count, 0, next, scratch);
+    attend_few<uint16_t>(width, scale, keys, 1, width, count, 0, next, scratch);
     fwrite(few.data(), sizeof(float), few.size(), stdout);
 }
 #endif
