@@ -43,8 +43,7 @@ float largest_magnitude(const T* values, int64_t k) {
     return std::isfinite(top) ? top : std::numeric_limits<float>::quiet_NaN();
 }
 
-// x in steps of its row's largest value / LIMIT, as 256 high + low, both signed bytes: for each 4 inputs the 4 lows, then
-// the 4 highs. Weights are stored unsigned, so the row is followed by what that adds to a sum: for each group of inputs
+// x in steps of its row's largest value / LIMIT, as 256 high + low, both signed bytes (BYTE_PLANES). Weights are stored unsigned, so the row is followed by what that adds to a sum: for each group of inputs
 // -offset times the sum of lows, and of highs.
 void make_integers(const float* values, int64_t k, int64_t kind, int8_t* out, float* scale) {
     const float top = largest_magnitude(values, k);
@@ -59,7 +58,8 @@ void make_integers(const float* values, int64_t k, int64_t kind, int8_t* out, fl
             const Words high = shift_right32<8>(add32(whole, splat_word(128)));
             const Words low = sub32(whole, shift_left32<8>(high));
             lows = add32(lows, low), highs = add32(highs, high);
-            store_bytes_in_fours(out + 2 * i, low, high);
+            if (BYTE_PLANES) store_low_bytes(out + i, low), store_low_bytes(out + kpad + i, high);
+            else store_bytes_in_fours(out + 2 * i, low, high);
         }
         const int32_t both[2] = {int32_t(-offset * total_of(lows)), int32_t(-offset * total_of(highs))};
         std::memcpy(sums, both, 8);

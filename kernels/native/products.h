@@ -161,7 +161,8 @@ void slice_tiles(
 void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next) {
     const Weight& w = *product.weight;
 #if AMX_TILES
-    if (w.operand == BF16 || (w.operand == BYTES && end - begin > ROWS)) return amx_tiles(product, begin, end, panel, first, count, next);
+    const int64_t few = w.operand == BF16 ? 0 : w.operand == BYTES ? ROWS : w.operand == INT8 ? INT_ROWS : INT64_MAX;
+    if (end - begin > few) return amx_tiles(product, begin, end, panel, first, count, next);
 #endif
     if (w.operand == BYTES) {
         const uint8_t* const columns = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);

@@ -1,9 +1,12 @@
-// Products of rows with panels by tiles of AMX: of bytes with bytes, and of bfloat16 with everything that is one, or is unpacked to it.
+// Products of rows with panels by tiles of AMX: of bfloat16 with everything that is one, or is unpacked to it, and of bytes with bytes.
+//
+// Integers of 16 bits are two bytes, so 16 rows of them are two tiles: of lows and of highs.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "finish.h"
 #include "panels.h"
@@ -21,7 +24,7 @@ int64_t summed_groups(const Weight& w);
 void unpack_pairs(const Weight& w, int64_t panel, Inputs inputs, uint16_t* to);
 void compact_as_tiles(const uint16_t* a, int64_t lda, int64_t rows, const Weight& w, int64_t panel, float* sums);  // compact.h
 
-// What the sums of integers of V vectors are as numbers. `a`: the rows, behind whose bytes is what the weights' offset adds.
+// What the sums of bytes of V vectors are as numbers. Behind a row's bytes is what the weights' offset adds.
 template <int V>
 void scale_bytes(const Product& job, int64_t row, int64_t rows, int64_t panel, int64_t first, float* sums) {
     const Weight& w = *job.weight;
@@ -70,7 +73,7 @@ void tile_rows(
     const Weight& w = *job.weight;
     const bool bytes = w.operand == BYTES;
     const int64_t groups = bytes || w.kind == BF16 ? 1 : summed_groups(w), width = groups > 1 ? w.group : w.kpad, size = bytes ? 1 : 2;
-    const char* const a = static_cast<const char*>(job.a) + 2 * row * job.lda;
+    const TileRows a = TileRows::consecutive(static_cast<const uint16_t*>(job.a) + row * job.lda, 2 * job.lda, rows);
     alignas(64) float sums[T * AMX_ROWS * PANEL], totals[T * AMX_ROWS * PANEL];
     for (int64_t r = 0; r < rows; r++) fetch_outputs<1, V>(job, row + r, panel * PANEL + first * 16);
     for (int64_t g = 0; g < groups; g++) {
@@ -78,7 +81,7 @@ void tile_rows(
         for (int v = 0; v < V; v += W) {
             if (!fresh) Block::zero();
             fresh = false;
-            Block::add(a + from * size, 2 * job.lda, rows, columns + from * size * PANEL + v * AMX_BYTES, inputs * size, ahead);
+            Block::add(a, from * size, columns + from * size * PANEL + v * AMX_BYTES, inputs * size, ahead);
             Block::store(sums + v * 16);
         }
         if (groups > 1) add_group(w, panel, g, rows, sums, totals);
@@ -93,23 +96,24 @@ inline void few_rows(const Product& job, int64_t row, int64_t rows, int64_t pane
     using Block = TileBlock<DotBf16, 1, 4>;
     const Weight& w = *job.weight;
     const int64_t groups = summed_groups(w), width = groups > 1 ? w.group : w.kpad;
-    const char* const a = static_cast<const char*>(job.a) + 2 * row * job.lda;
+    const uint16_t* const numbers_of = static_cast<const uint16_t*>(job.a) + row * job.lda;
+    const TileRows a = TileRows::consecutive(numbers_of, 2 * job.lda, rows);
     alignas(64) float sums[AMX_ROWS * PANEL], totals[AMX_ROWS * PANEL];
     alignas(64) uint16_t numbers[UNPACKED_INPUTS * PANEL];
     for (int64_t r = 0; r < rows; r++) fetch_outputs<1, 4>(job, row + r, panel * PANEL);
     if (rows <= 2 && w.kind == COMPACT_BF16) {
-        compact_as_tiles(reinterpret_cast<const uint16_t*>(a), job.lda, rows, w, panel, sums);
+        compact_as_tiles(numbers_of, job.lda, rows, w, panel, sums);
         return finish_rows<4>(job, sums, row, rows, panel * PANEL);
     }
     Ahead nothing;
-    Block::begin(rows);
+    Block::begin(a);
     for (int64_t g = 0; g < groups; g++) {
         const int64_t end = std::min(w.kpad, (g + 1) * width);
         if (g) Block::zero();
         for (int64_t at = g * width; at < end; at += UNPACKED_INPUTS) {
             const Inputs inputs{at, std::min(at + UNPACKED_INPUTS, end)};
             unpack_pairs(w, panel, inputs, numbers);
-            Block::add(a + 2 * at, 2 * job.lda, rows, reinterpret_cast<const char*>(numbers), 2 * (inputs.end - at), nothing);
+            Block::add(a, 2 * at, reinterpret_cast<const char*>(numbers), 2 * (inputs.end - at), nothing);
         }
         Block::store(sums);
         if (groups > 1) add_group(w, panel, g, rows, sums, totals);
@@ -132,8 +136,9 @@ void blocks_of_tiles(const Product& job, int64_t begin, int64_t end, const char*
         const int64_t row = begin + i * HEIGHT, rows = std::min(HEIGHT, end - row);
         const Ahead ahead = ahead_of(i, pieces, pieces > 1 ? next : nullptr, panel_bytes(w), steps);
         if (rows != configured) {
-            if (rows > AMX_ROWS) TileBlock<Dot, 2, W>::begin(rows);
-            else TileBlock<Dot, 1, V>::begin(rows);
+            const TileRows all = TileRows::consecutive(nullptr, 0, rows);
+            if (rows > AMX_ROWS) TileBlock<Dot, 2, W>::begin(all);
+            else TileBlock<Dot, 1, V>::begin(all);
             configured = rows, fresh = true;
         }
         if (rows > AMX_ROWS) tile_rows<Dot, 2, W, V>(job, row, rows, columns, panel, first, fresh, ahead);
@@ -142,26 +147,66 @@ void blocks_of_tiles(const Product& job, int64_t begin, int64_t end, const char*
     release_tiles();
 }
 
-template <class Dot>
-void blocks_of_tiles(const Product& job, int64_t begin, int64_t end, const char* columns, int64_t panel, int64_t first, int64_t count, const char* next) {
-    columns += first * AMX_BYTES;
-    if (count == 4) blocks_of_tiles<Dot, 4>(job, begin, end, columns, panel, first, next);
-    else if (count == 2) blocks_of_tiles<Dot, 2>(job, begin, end, columns, panel, first, next);
-    else blocks_of_tiles<Dot, 1>(job, begin, end, columns, panel, first, next);
+// Rows [begin, end) of integers of 16 bits times V vectors of a panel of bytes.
+template <int V>
+void blocks_of_integers(const Product& job, int64_t begin, int64_t end, const char* columns, int64_t panel, int64_t first, const char* next) {
+    constexpr int W = V < 2 ? V : 2;
+    using Block = TileBlock<DotBytes, 2, W>;
+    const Weight& w = *job.weight;
+    const int64_t pieces = (end - begin + AMX_ROWS - 1) / AMX_ROWS, steps = w.kpad / AMX_BYTES * (V / W) + 1, lda = 2 * job.lda;
+    int64_t configured = 0;
+    alignas(64) int32_t parts[2][AMX_ROWS * PANEL];  // sums of lows and of highs
+    alignas(64) float sums[AMX_ROWS * PANEL];
+    for (int64_t i = 0; i < pieces; i++) {
+        const int64_t row = begin + i * AMX_ROWS, rows = std::min(AMX_ROWS, end - row);
+        const char* const a = reinterpret_cast<const char*>(static_cast<const uint16_t*>(job.a) + row * job.lda);
+        const TileRows planes = TileRows::planes(a, lda, rows, w.kpad);
+        Ahead ahead = ahead_of(i, pieces, pieces > 1 ? next : nullptr, panel_bytes(w), steps);
+        if (rows != configured) Block::begin(planes), configured = rows;
+        for (int64_t r = 0; r < rows; r++) fetch_outputs<1, V>(job, row + r, panel * PANEL + first * 16);
+        for (int v = 0; v < V; v += W) {
+            Block::zero();
+            Block::add(planes, 0, columns + v * AMX_BYTES, w.kpad, ahead);
+            Block::store(&parts[0][v * 16]);
+        }
+        for (int64_t r = 0; r < rows; r++) {
+            const char* const behind = a + r * lda + 2 * w.kpad;  // what the weights' offset adds
+            for (int64_t at = r * PANEL; at < r * PANEL + 16 * V; at += 16) {
+                const Words both[2] = {add32(load_words(parts[0] + at), broadcast_word(behind)), add32(load_words(parts[1] + at), broadcast_word(behind + 4))};
+                const Floats scale = load_floats(w.scale + panel * PANEL + first * 16 + at % PANEL);
+                store_floats(sums + at, (joined(both) * scale) * splat(job.scales[row + r]));
+            }
+        }
+        finish_rows<V>(job, sums, row, rows, panel * PANEL + first * 16);
+    }
+    release_tiles();
+}
+
+// f with the number of vectors.
+template <class F>
+void with_vectors(int64_t count, F&& f) {
+    if (count == 4) f(std::integral_constant<int, 4>());
+    else if (count == 2) f(std::integral_constant<int, 2>());
+    else f(std::integral_constant<int, 1>());
 }
 
 // `tiles` in products.h, by tiles of AMX.
 inline void amx_tiles(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next) {
     const Weight& w = *job.weight;
     const char* columns = static_cast<const char*>(w.data) + panel * panel_bytes(w);
-    if (w.operand == BYTES) return blocks_of_tiles<DotBytes>(job, begin, end, columns, panel, first, count, next);
-    if (w.kind != BF16) {
+    if (w.operand == BF16 && w.kind != BF16) {
         if (end - begin <= AMX_ROWS) return few_rows(job, begin, end - begin, panel);
         auto* const unpacked = reinterpret_cast<uint16_t*>(own_memory<0>(w.kpad * PANEL / 2));
         if (!is_unpacked(w, panel)) unpack_pairs(w, panel, {0, w.kpad}, unpacked);
         columns = reinterpret_cast<const char*>(unpacked);
     }
-    blocks_of_tiles<DotBf16>(job, begin, end, columns, panel, first, count, next);
+    columns += first * AMX_BYTES;
+    with_vectors(count, [&](auto vectors) {
+        constexpr int V = decltype(vectors)::value;
+        if (w.operand == BF16) blocks_of_tiles<DotBf16, V>(job, begin, end, columns, panel, first, next);
+        else if (w.operand == BYTES) blocks_of_tiles<DotBytes, V>(job, begin, end, columns, panel, first, next);
+        else blocks_of_integers<V>(job, begin, end, columns, panel, first, next);
+    });
 }
 
 #endif

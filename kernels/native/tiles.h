@@ -323,9 +323,9 @@ inline ALWAYS void begin_sums(const int8_t* behind, int64_t lda, Words (&sum)[V]
 }
 
 template <int R, int V>
-inline ALWAYS void add_products(const int8_t* a, int64_t lda, const Words (&column)[V], Words (&sum)[V][R][2]) {
+inline ALWAYS void add_products(const int8_t* a, int64_t lda, int64_t highs, const Words (&column)[V], Words (&sum)[V][R][2]) {
     unrolled<2 * R>([&](int i) ALWAYS {
-        const Words x = broadcast_word(a + i / 2 * lda + 4 * (i % 2));
+        const Words x = broadcast_word(a + i / 2 * lda + (i % 2 ? highs : 0));
         unrolled<V>([&](int v) ALWAYS { sum[v][i / 2][i % 2] = dot_bytes(sum[v][i / 2][i % 2], column[v], x); });
     });
 }
@@ -336,15 +336,16 @@ __attribute__((noinline)) void add_int8(
     const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int64_t first, Ahead ahead, float* out
 ) {
     const uint8_t* b = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL + first * 64;
-    const int8_t* const a_end = a + 2 * w.kpad;
+    const int8_t* const a_end = a + w.kpad / 4 * FOUR_INPUTS;
+    const int64_t highs = highs_at(w.kpad);
     Words sum[V][R][2];
-    begin_sums<R, V>(a_end, lda, sum);
+    begin_sums<R, V>(a + 2 * w.kpad, lda, sum);
     while (a < a_end) {
-        const int8_t* const stop = ahead.step() ? std::min(a_end, a + 8 * STRIDE) : a_end;
-        for (; a < stop; a += 8, b += 4 * PANEL) {
+        const int8_t* const stop = ahead.step() ? std::min(a_end, a + FOUR_INPUTS * STRIDE) : a_end;
+        for (; a < stop; a += FOUR_INPUTS, b += 4 * PANEL) {
             Words column[V];
             unrolled<V>([&](int v) ALWAYS { column[v] = in_register(load_words(b + v * 64)); });
-            add_products<R, V>(a, lda, column, sum);
+            add_products<R, V>(a, lda, highs, column, sum);
         }
     }
     unrolled<V>([&](int v) ALWAYS { in_registers(sum[v]); });
@@ -383,7 +384,7 @@ template <int R, int V>
 __attribute__((noinline)) void add_int4(
     const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int first, Ahead ahead, float* out
 ) {
-    const int64_t groups = w.kpad / GROUP;
+    const int64_t groups = w.kpad / GROUP, highs = highs_at(w.kpad);
     const uint8_t* b = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL / 2;
     const int8_t* behind = a + 2 * w.kpad;
     Floats total[V][R];
@@ -391,12 +392,12 @@ __attribute__((noinline)) void add_int4(
     for (int64_t g = 0; g < groups; g++, behind += 8) {
         Words sum[V][R][2];
         begin_sums<R, V>(behind, lda, sum);
-        for (const int8_t* const a_end = a + 2 * GROUP; a < a_end;) {
+        for (const int8_t* const a_end = a + GROUP / 4 * FOUR_INPUTS; a < a_end;) {
             ahead.step();
-            for (const int8_t* const stop = a + 8 * STRIDE; a < stop; a += 8, b += 2 * PANEL) {
+            for (const int8_t* const stop = a + FOUR_INPUTS * STRIDE; a < stop; a += FOUR_INPUTS, b += 2 * PANEL) {
                 Words column[V];
                 unpack_int4(b, first, column);
-                add_products<R, V>(a, lda, column, sum);
+                add_products<R, V>(a, lda, highs, column, sum);
             }
         }
         unrolled<V>([&](int v) ALWAYS {

@@ -7,8 +7,9 @@
 
 #pragma once
 
-#if defined(__AMX_BF16__) || defined(SACCADE_EMULATE_AMX)
-#define AMX_TILES 1
+#include "panels.h"
+
+#if AMX_TILES
 
 #include <algorithm>
 #include <cstdint>
@@ -28,39 +29,58 @@ struct DotBytes {
     static void add() { dot_bytes4<C, A, B>(); }
 };
 
-// T tiles of rows, each of at most AMX_ROWS, times V vectors of columns. Two tiles of rows times two vectors load four tiles for four products;
+// Rows of one or two tiles, each of at most AMX_ROWS, in memory.
+struct TileRows {
+    const char* at;  // the first row of a tile ...
+    int64_t lda, next;  // ... bytes from there to the next row, and to the first row of the other tile
+    int64_t count[2];   // rows of each tile
+
+    static TileRows consecutive(const void* a, int64_t lda, int64_t rows) {
+        const int64_t first = std::min(rows, AMX_ROWS);
+        return {static_cast<const char*>(a), lda, AMX_ROWS * lda, {first, rows - first}};
+    }
+    // The lows and the highs of the same rows.
+    static TileRows planes(const void* a, int64_t lda, int64_t rows, int64_t highs) {
+        return {static_cast<const char*>(a), lda, highs, {rows, rows}};
+    }
+};
+
+// T tiles of rows times V vectors of columns. Two tiles of rows times two vectors load four tiles for four products;
 // one times four loads five. Tiles 0 to 3 are sums (of tile t and vector v: t * V + v), 4 and with T == 2 also 5 rows, the others columns.
 template <class Dot, int T, int V>
 struct TileBlock {
     static_assert(T * V <= 4);
-    static constexpr int64_t LDB = 4 * PANEL, HEIGHT = T * AMX_ROWS;
+    static constexpr int64_t LDB = 4 * PANEL;
 
-    // The last of the tiles has fewer rows if `rows` < HEIGHT. Sums are zeros.
-    static void begin(int64_t rows) {
+    // Sums are zeros.
+    static void begin(const TileRows& rows) {
         TileConfig config = full_tiles();
-        const auto last = uint8_t(rows - (T - 1) * AMX_ROWS);
-        for (int v = 0; v < V; v++) config.rows[(T - 1) * V + v] = last;
-        config.rows[4 + T - 1] = last;
+        for (int t = 0; t < T; t++) {
+            for (int v = 0; v < V; v++) config.rows[t * V + v] = uint8_t(rows.count[t]);
+            config.rows[4 + t] = uint8_t(rows.count[t]);
+        }
         configure_tiles(config);
     }
     static void zero() { zero_tiles<T * V>(); }
 
-    // Adds products of `length` bytes of rows that are `lda` bytes apart with columns from `b` on.
-    static void add(const char* a, int64_t lda, int64_t rows, const char* b, int64_t length, Ahead& ahead) {
+    // Adds products of bytes [from, from + length) of the rows with columns from `b` on.
+    static void add(const TileRows& rows, int64_t from, const char* b, int64_t length, Ahead& ahead) {
+        const char* const a = rows.at + from;
         int64_t at = 0;
         for (; at + AMX_BYTES <= length; at += AMX_BYTES, b += AMX_ROWS * LDB) {
             ahead.step();
-            step(a + at, lda, b, LDB);
+            step(a + at, rows.lda, rows.next, b, LDB);
         }
         if (at == length) return;
-        alignas(64) char x[HEIGHT][AMX_BYTES] = {}, columns[AMX_ROWS][V * AMX_BYTES] = {};  // the other inputs are zeros
-        for (int64_t r = 0; r < rows; r++) std::memcpy(x[r], a + r * lda + at, length - at);
+        alignas(64) char x[T][AMX_ROWS][AMX_BYTES] = {}, columns[AMX_ROWS][V * AMX_BYTES] = {};  // the other inputs are zeros
+        for (int t = 0; t < T; t++)
+            for (int64_t r = 0; r < rows.count[t]; r++) std::memcpy(x[t][r], a + t * rows.next + r * rows.lda + at, length - at);
         for (int64_t i = 0; i < (length - at) / 4; i++) std::memcpy(columns[i], b + i * LDB, V * AMX_BYTES);
-        step(x[0], AMX_BYTES, columns[0], V * AMX_BYTES);
+        step(x[0][0], AMX_BYTES, AMX_ROWS * AMX_BYTES, columns[0], V * AMX_BYTES);
     }
 
-    static void store(float* sums) {  // [rows, PANEL], float32 or int32
-        char* const to = reinterpret_cast<char*>(sums);
+    static void store(void* sums) {  // [T * AMX_ROWS, PANEL], float32 or int32
+        char* const to = static_cast<char*>(sums);
         store_tile<0>(to, LDB);
         if constexpr (V > 1) store_tile<1>(to + AMX_BYTES, LDB);
         if constexpr (V > 2) store_tile<2>(to + 2 * AMX_BYTES, LDB), store_tile<3>(to + 3 * AMX_BYTES, LDB);
@@ -69,7 +89,7 @@ struct TileBlock {
     }
 
   private:
-    static void step(const char* a, int64_t lda, const char* b, int64_t ldb) {
+    static void step(const char* a, int64_t lda, int64_t next, const char* b, int64_t ldb) {
         load_tile<6>(b, ldb);
         load_tile<4>(a, lda);
         Dot::template add<0, 4, 6>();
@@ -84,7 +104,7 @@ struct TileBlock {
             Dot::template add<3, 4, 6>();
         }
         if constexpr (T > 1) {
-            load_tile<5>(a + AMX_ROWS * lda, lda);
+            load_tile<5>(a + next, lda);
             Dot::template add<V, 5, 6>();
             if constexpr (V > 1) Dot::template add<V + 1, 5, 7>();
         }
@@ -93,6 +113,4 @@ struct TileBlock {
 
 }  // namespace
 
-#else
-#define AMX_TILES 0
 #endif

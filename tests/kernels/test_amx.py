@@ -86,11 +86,25 @@ def test_unpacked_weights_are_multiplied_as_few_rows_as_they_are_as_many(chosen:
         assert torch.equal(packed(x[:rows]), together[:rows]), rows
 
 
+@only_amx
+@pytest.mark.parametrize(("k", "outputs"), [(16, 20), (200, 100), (336, 100), (1040, 20)], ids=str)
+def test_rows_of_two_bytes_have_the_same_bits_in_tiles_as_without(chosen: str, k: int, outputs: int) -> None:
+    """Up to three rows are multiplied without tiles. Quarters of a long panel are units of work."""
+    weight = quantise(torch.randn(outputs, k), "int8")
+    packed, x = Packed(weight, None), torch.randn(70, k).bfloat16()
+    alone = torch.cat([packed(row[None]) for row in x])
+    exact = F.linear(x.double(), weight.dequantise(torch.float64))
+    torch.testing.assert_close(alone.double(), exact, rtol=0.01, atol=1e-3 * float(exact.abs().max()))
+    for rows in (3, 4, 16, 17, 70):
+        assert torch.equal(packed(x[:rows]), alone[:rows]), rows
+
+
 TILES = """
 #include "tiles_amx.h"
 template <class Block> void run(const char* x, int64_t rows, const char* w, int64_t length, Ahead ahead, float* y) {
-    Block::begin(rows);
-    Block::add(x, 64, rows, w, length, ahead);
+    const TileRows all = TileRows::consecutive(x, 64, rows);
+    Block::begin(all);
+    Block::add(all, 0, w, length, ahead);
     Block::store(y);
     Block::zero();
     release_tiles();
