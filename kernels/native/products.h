@@ -161,6 +161,7 @@ void slice_tiles(
 void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next) {
     const Weight& w = *product.weight;
 #if AMX_TILES
+    // Rows that are multiplied without tiles of AMX.
     const int64_t few = w.operand == BF16 ? 0 : w.operand == BYTES ? ROWS : w.operand == INT8 ? INT_ROWS : INT64_MAX;
     if (end - begin > few) return amx_tiles(product, begin, end, panel, first, count, next);
 #endif
