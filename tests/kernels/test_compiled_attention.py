@@ -103,15 +103,16 @@ def test_a_sequence_gets_what_it_gets_alone(lengths: list[int], width: int, dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scores_of_any_size(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("large", [71, 199], ids=["first-block", "second-block"])
+def test_scores_of_any_size(dtype: torch.dtype, large: int) -> None:
     """Keys with large scores come late, so that each has to become the new reference."""
     length, width = 300, 16
     qkv = torch.zeros(length, 3, 1, width, dtype=dtype)
     qkv[:, 0, 0, 0] = 20.0
-    for place, score in ((0, -1e4), (3, 15.0), (70, 40.0), (71, 1e5), (299, 1e5)):
+    for place, score in ((0, -1e4), (3, 15.0), (70, 40.0), (large, 1e5), (299, 1e5)):
         qkv[place, 1, 0, 0] = score
     qkv[:, 2, 0] = torch.arange(length)[:, None] % 128
-    assert (attention(qkv, [length], 1.0) == (71 + 299 % 128) / 2).all()
+    assert (attention(qkv, [length], 1.0) == (large % 128 + 299 % 128) / 2).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
