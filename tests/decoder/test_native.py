@@ -261,7 +261,7 @@ def test_no_option_changes_an_answer_with_int8_activations(weights: str) -> None
 
 STATES = {
     "mamba": tiny_config("M-*EM*", num_nextn_predict_layers=1, ssm_state_size=64, n_groups=1),
-    "odd": tiny_config("M-*M", num_nextn_predict_layers=1, ssm_state_size=20, mamba_head_dim=5, mamba_num_heads=6),
+    "odd": tiny_config("M-*M", num_nextn_predict_layers=1, ssm_state_size=20, mamba_head_dim=13, mamba_num_heads=6),
     "delta": delta_config("G-*G", num_nextn_predict_layers=1),
     "delta-odd": delta_config("G-*G", DELTA_ODD, num_nextn_predict_layers=1),
 }
