@@ -80,6 +80,7 @@ def test_the_demo_opens_the_playground_and_its_status(tmp_path: Path) -> None:
     with subprocess.Popen(
         command, env={**os.environ, "BROWSER": f"{browser} %s", "SACCADE_IMAGE_WORKERS": "1"},
         stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored if tests run in the background
     ) as demo:  # fmt: skip
         assert demo.stdout is not None
         page, grpc = (demo.stdout.readline().split()[-1] for _ in range(2))
