@@ -43,8 +43,8 @@ float largest_magnitude(const T* values, int64_t k) {
     return std::isfinite(top) ? top : std::numeric_limits<float>::quiet_NaN();
 }
 
-// x in steps of its row's largest value / LIMIT, as 256 high + low, both signed bytes (BYTE_PLANES). Weights are stored unsigned, so the row is followed by what that adds to a sum: for each group of inputs
-// -offset times the sum of lows, and of highs.
+// x in steps of its row's largest value / LIMIT, as 256 high + low, both signed bytes, which lie as BYTE_PLANES says. Weights are stored
+// unsigned, so the row is followed by what that adds to a sum: for each group of inputs -offset times the sum of lows, and of highs.
 void make_integers(const float* values, int64_t k, int64_t kind, int8_t* out, float* scale) {
     const float top = largest_magnitude(values, k);
     *scale = top / LIMIT;

@@ -20,7 +20,7 @@
 
 namespace {
 
-constexpr int64_t INT_ROWS = 3;     // the same for integers, whose rows count twice
+constexpr int64_t INT_ROWS = 3;     // ROWS for integers of 16 bits, whose rows are two of bytes
 constexpr int64_t ROW_BLOCK = 192;  // rows that a unit of work covers
 // Rows of a thread for which it reads all weights. With 64, products are 13 % slower.
 constexpr int64_t OWN_ROWS = 128;

@@ -63,17 +63,16 @@ void finish_rows(const Product& job, const float* sums, int64_t row, int64_t row
     for (; rows; rows--, row++, sums += PANEL) finish<1, V>(job, sums, row, begin);
 }
 
-// Rows [row, row + rows), at most HEIGHT of T tiles, times V vectors of a panel, of which W are multiplied at a time. `columns`: what they
+// Rows [row, row + rows) of T tiles, which lie at `a`, times V vectors of a panel, of which W are multiplied at a time. `columns`: what they
 // are multiplied with, from the first vector on. Tiles are configured.
 template <class Dot, int T, int W, int V>
 void tile_rows(
-    const Product& job, int64_t row, int64_t rows, const char* columns, int64_t panel, int64_t first, bool& fresh, Ahead ahead
+    const Product& job, int64_t row, int64_t rows, const TileRows& a, const char* columns, int64_t panel, int64_t first, bool& fresh, Ahead ahead
 ) {
     using Block = TileBlock<Dot, T, W>;
     const Weight& w = *job.weight;
     const bool bytes = w.operand == BYTES;
     const int64_t groups = bytes || w.kind == BF16 ? 1 : summed_groups(w), width = groups > 1 ? w.group : w.kpad, size = bytes ? 1 : 2;
-    const TileRows a = TileRows::consecutive(static_cast<const uint16_t*>(job.a) + row * job.lda, 2 * job.lda, rows);
     alignas(64) float sums[T * AMX_ROWS * PANEL], totals[T * AMX_ROWS * PANEL];
     for (int64_t r = 0; r < rows; r++) fetch_outputs<1, V>(job, row + r, panel * PANEL + first * 16);
     for (int64_t g = 0; g < groups; g++) {
@@ -134,15 +133,15 @@ void blocks_of_tiles(const Product& job, int64_t begin, int64_t end, const char*
     bool fresh = false;
     for (int64_t i = 0; i < pieces; i++) {
         const int64_t row = begin + i * HEIGHT, rows = std::min(HEIGHT, end - row);
+        const TileRows a = TileRows::consecutive(static_cast<const uint16_t*>(job.a) + row * job.lda, 2 * job.lda, rows);
         const Ahead ahead = ahead_of(i, pieces, pieces > 1 ? next : nullptr, panel_bytes(w), steps);
         if (rows != configured) {
-            const TileRows all = TileRows::consecutive(nullptr, 0, rows);
-            if (rows > AMX_ROWS) TileBlock<Dot, 2, W>::begin(all);
-            else TileBlock<Dot, 1, V>::begin(all);
+            if (rows > AMX_ROWS) TileBlock<Dot, 2, W>::begin(a);
+            else TileBlock<Dot, 1, V>::begin(a);
             configured = rows, fresh = true;
         }
-        if (rows > AMX_ROWS) tile_rows<Dot, 2, W, V>(job, row, rows, columns, panel, first, fresh, ahead);
-        else tile_rows<Dot, 1, V, V>(job, row, rows, columns, panel, first, fresh, ahead);
+        if (rows > AMX_ROWS) tile_rows<Dot, 2, W, V>(job, row, rows, a, columns, panel, first, fresh, ahead);
+        else tile_rows<Dot, 1, V, V>(job, row, rows, a, columns, panel, first, fresh, ahead);
     }
     release_tiles();
 }
