@@ -62,67 +62,39 @@ inline ALWAYS Words unpack_compact(const uint8_t* lines, int v, Words base) {
 }
 
 #if AMX_TILES
-// Inputs of a panel as plain ones, [pairs][64][2].
-inline void unpack_compact_pairs(const Weight& w, int64_t panel, Inputs inputs, uint16_t* to) {
-    const uint8_t* lines = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w) + inputs.begin / 2 * COMPACT_LINES * LINE;
-    const Words base = splat_half(int16_t(base_of(w, panel)));
-    Exceptions exceptions(w, panel, inputs.begin / 2);
-    int64_t exception = exceptions.pair();
-    for (int64_t i = inputs.begin / 2; i < inputs.end / 2; i++, lines += COMPACT_LINES * LINE, to += PAIR) {
-        for (int64_t line = 0; line < COMPACT_LINES; line++) fetch_line(reinterpret_cast<const char*>(lines) + FETCHED + line * LINE);
-        unrolled<4>([&](int v) ALWAYS { store_words(to + v * 32, unpack_compact(lines, v, base)); });
-        if (__builtin_expect(i != exception, 1)) continue;
-        exceptions.replace(to);
-        exception = exceptions.pair();
-    }
-}
+// The numbers of a panel as plain ones, in the order of the inputs.
+class CompactNumbers {
+  public:
+    CompactNumbers(const Weight& w, int64_t panel)
+        : w_(w), panel_(panel), lines_(static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w)), base_(splat_half(int16_t(base_of(w, panel)))),
+          exceptions_(w, panel, 0) {}
 
-// R rows times a panel with the bits of tiles, for which numbers would go through memory: of each 32 inputs, even and odd ones are summed from
-// zero on. `a`: float32 rows that are `lda` numbers apart.
-template <int R>
-__attribute__((noinline)) void compact_as_tiles(const float* a, int64_t lda, const Weight& w, int64_t panel, float* sums) {
-    const uint8_t* lines = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
-    const Words base = splat_half(int16_t(base_of(w, panel))), odd_bits = splat_word(int32_t(0xffff0000));
-    Exceptions exceptions(w, panel, 0);
-    int64_t exception = exceptions.pair();
-    Floats total[R][4];
-    set_zero(total);
-    alignas(64) uint16_t plain[PAIR];
-    for (int64_t i = 0; i < w.kpad / 2;) {
-        Floats even[R][4], odd[R][4];
-        set_zero(even), set_zero(odd);
-        for (const int64_t stop = std::min(i + 16, w.kpad / 2); i < stop; i++, lines += COMPACT_LINES * LINE, a += 2) {
-            for (int64_t line = 0; line < COMPACT_LINES; line++) fetch_line(reinterpret_cast<const char*>(lines) + FETCHED + line * LINE);
-            const bool replaced = __builtin_expect(i == exception, 0);
-            if (replaced) {
-                unrolled<4>([&](int v) ALWAYS { store_words(plain + v * 32, unpack_compact(lines, v, base)); });
-                exceptions.replace(plain);
-                exception = exceptions.pair();
-            }
-            unrolled<4>([&](int v) ALWAYS {
-                const Words words = in_register(replaced ? load_words(plain + v * 32) : unpack_compact(lines, v, base));
-                const Floats low = as_floats(shift_left32<16>(words)), high = as_floats(words & odd_bits);
-                unrolled<R>([&](int r) ALWAYS {
-                    even[r][v] = fmadd(splat(a[r * lda]), low, even[r][v]), odd[r][v] = fmadd(splat(a[r * lda + 1]), high, odd[r][v]);
-                });
-            });
+    // The next input to be unpacked.
+    void start(int64_t input) { exceptions_ = Exceptions(w_, panel_, input / 2), exception_ = exceptions_.pair(); }
+
+    // Vectors [FIRST, FIRST + V) of some inputs, as [count / 2][64][2].
+    template <int FIRST, int V>
+    ALWAYS void unpack(int64_t input, int64_t count, uint16_t* to) {
+        const uint8_t* lines = lines_ + input / 2 * COMPACT_LINES * LINE;
+        for (int64_t i = 0; i < count / 2; i++, lines += COMPACT_LINES * LINE) {
+            if constexpr (FIRST == 0)  // for the other vectors, too
+                for (int64_t line = 0; line < COMPACT_LINES; line++) fetch_line(reinterpret_cast<const char*>(lines) + FETCHED + line * LINE);
+            unrolled<V>([&](int v) ALWAYS { store_words(to + i * PAIR + (FIRST + v) * 32, unpack_compact(lines, FIRST + v, base_)); });
         }
-        unrolled<R>([&](int r) ALWAYS { unrolled<4>([&](int v) ALWAYS { total[r][v] = total[r][v] + (even[r][v] + odd[r][v]); }); });
+        while (__builtin_expect(exception_ < (input + count) / 2, 0)) {
+            exceptions_.replace(to + (exception_ - input / 2) * PAIR);
+            exception_ = exceptions_.pair();
+        }
     }
-    store_sums(total, sums);
-}
 
-// The same of one or two rows of bfloat16, as tiles have it: numbers below the normal ones are zeros, before and after.
-inline void compact_as_tiles(const uint16_t* a, int64_t lda, int64_t rows, const Weight& w, int64_t panel, float* sums) {
-    float* const widened = own_memory<1>(rows * w.kpad);
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = 0; i < w.kpad; i += 16) store_some(widened + r * w.kpad + i, first_lanes(w.kpad - i), load16(a + r * lda + i, first_lanes(w.kpad - i)));
-    const uint32_t control = _mm_getcsr();
-    _mm_setcsr(control | 0x8040);
-    if (rows == 1) compact_as_tiles<1>(widened, w.kpad, w, panel, sums);
-    else compact_as_tiles<2>(widened, w.kpad, w, panel, sums);
-    _mm_setcsr(control);
-}
+  private:
+    const Weight& w_;
+    const int64_t panel_;
+    const uint8_t* const lines_;
+    const Words base_;
+    Exceptions exceptions_;
+    int64_t exception_ = INT64_MAX;  // the next pair of inputs with one
+};
 #endif
 
 // R rows times vectors [FIRST, FIRST + V) of a panel, unpacked in registers and, if KEPT, stored in `keep` for other rows, as scaled.h

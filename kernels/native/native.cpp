@@ -27,6 +27,7 @@
 #include "structs.h"
 #include "threads.h"
 #include "tower.h"
+#include "unpack_amx.h"
 #include "varlen.h"
 
 namespace {

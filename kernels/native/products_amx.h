@@ -17,12 +17,10 @@ namespace {
 
 #if AMX_TILES
 
-constexpr int64_t UNPACKED_INPUTS = 128;  // that few rows have unpacked at a time: 16 KB, which stay in the first-level cache
+constexpr int64_t HEIGHT = 2 * AMX_ROWS;  // rows of a block
 
-// scaled.h
-int64_t summed_groups(const Weight& w);
-void unpack_pairs(const Weight& w, int64_t panel, Inputs inputs, uint16_t* to);
-void compact_as_tiles(const uint16_t* a, int64_t lda, int64_t rows, const Weight& w, int64_t panel, float* sums);  // compact.h
+int64_t summed_groups(const Weight& w);  // scaled.h
+void unpack_and_multiply(const Product& job, int64_t row, int64_t rows, int64_t panel, uint16_t* unpacked, const char* next);  // unpack_amx.h
 
 // What the sums of bytes of V vectors are as numbers. Behind a row's bytes is what the weights' offset adds.
 template <int V>
@@ -90,42 +88,9 @@ void tile_rows(
     finish_rows<V>(job, groups > 1 ? totals : sums, row, rows, panel * PANEL + first * 16);
 }
 
-// At most AMX_ROWS rows times a panel that is unpacked meanwhile.
-inline void few_rows(const Product& job, int64_t row, int64_t rows, int64_t panel) {
-    using Block = TileBlock<DotBf16, 1, 4>;
-    const Weight& w = *job.weight;
-    const int64_t groups = summed_groups(w), width = groups > 1 ? w.group : w.kpad;
-    const uint16_t* const numbers_of = static_cast<const uint16_t*>(job.a) + row * job.lda;
-    const TileRows a = TileRows::consecutive(numbers_of, 2 * job.lda, rows);
-    alignas(64) float sums[AMX_ROWS * PANEL], totals[AMX_ROWS * PANEL];
-    alignas(64) uint16_t numbers[UNPACKED_INPUTS * PANEL];
-    for (int64_t r = 0; r < rows; r++) fetch_outputs<1, 4>(job, row + r, panel * PANEL);
-    if (rows <= 2 && w.kind == COMPACT_BF16) {
-        compact_as_tiles(numbers_of, job.lda, rows, w, panel, sums);
-        return finish_rows<4>(job, sums, row, rows, panel * PANEL);
-    }
-    Ahead nothing;
-    Block::begin(a);
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t end = std::min(w.kpad, (g + 1) * width);
-        if (g) Block::zero();
-        for (int64_t at = g * width; at < end; at += UNPACKED_INPUTS) {
-            const Inputs inputs{at, std::min(at + UNPACKED_INPUTS, end)};
-            unpack_pairs(w, panel, inputs, numbers);
-            Block::add(a, 2 * at, reinterpret_cast<const char*>(numbers), 2 * (inputs.end - at), nothing);
-        }
-        Block::store(sums);
-        if (groups > 1) add_group(w, panel, g, rows, sums, totals);
-    }
-    release_tiles();
-    if (groups == 1) scale_outputs(w, panel, rows, sums);
-    finish_rows<4>(job, groups > 1 ? totals : sums, row, rows, panel * PANEL);
-}
-
 // Rows [begin, end) times V vectors of a panel: pairs of tiles, then what is left. `next`: a panel to prefetch during the last blocks.
 template <class Dot, int V>
 void blocks_of_tiles(const Product& job, int64_t begin, int64_t end, const char* columns, int64_t panel, int64_t first, const char* next) {
-    constexpr int64_t HEIGHT = 2 * AMX_ROWS;
     constexpr int W = V < 2 ? V : 2;
     const Weight& w = *job.weight;
     const int64_t pieces = (end - begin + HEIGHT - 1) / HEIGHT, steps = w.kpad * (w.operand == BYTES ? 1 : 2) / AMX_BYTES * (V / W) + 1;
@@ -134,7 +99,7 @@ void blocks_of_tiles(const Product& job, int64_t begin, int64_t end, const char*
     for (int64_t i = 0; i < pieces; i++) {
         const int64_t row = begin + i * HEIGHT, rows = std::min(HEIGHT, end - row);
         const TileRows a = TileRows::consecutive(static_cast<const uint16_t*>(job.a) + row * job.lda, 2 * job.lda, rows);
-        const Ahead ahead = ahead_of(i, pieces, pieces > 1 ? next : nullptr, panel_bytes(w), steps);
+        const Ahead ahead = ahead_of(i, pieces, next, panel_bytes(w), steps);
         if (rows != configured) {
             if (rows > AMX_ROWS) TileBlock<Dot, 2, W>::begin(a);
             else TileBlock<Dot, 1, V>::begin(a);
@@ -160,7 +125,7 @@ void blocks_of_integers(const Product& job, int64_t begin, int64_t end, const ch
         const int64_t row = begin + i * AMX_ROWS, rows = std::min(AMX_ROWS, end - row);
         const char* const a = reinterpret_cast<const char*>(static_cast<const uint16_t*>(job.a) + row * job.lda);
         const TileRows planes = TileRows::planes(a, lda, rows, w.kpad);
-        Ahead ahead = ahead_of(i, pieces, pieces > 1 ? next : nullptr, panel_bytes(w), steps);
+        Ahead ahead = ahead_of(i, pieces, next, panel_bytes(w), steps);
         if (rows != configured) Block::begin(planes), configured = rows;
         for (int64_t r = 0; r < rows; r++) fetch_outputs<1, V>(job, row + r, panel * PANEL + first * 16);
         for (int v = 0; v < V; v += W) {
@@ -194,10 +159,15 @@ inline void amx_tiles(const Product& job, int64_t begin, int64_t end, int64_t pa
     const Weight& w = *job.weight;
     const char* columns = static_cast<const char*>(w.data) + panel * panel_bytes(w);
     if (w.operand == BF16 && w.kind != BF16) {
-        if (end - begin <= AMX_ROWS) return few_rows(job, begin, end - begin, panel);
+        if (end - begin <= HEIGHT) return unpack_and_multiply(job, begin, end - begin, panel, nullptr, next);
         auto* const unpacked = reinterpret_cast<uint16_t*>(own_memory<0>(w.kpad * PANEL / 2));
-        if (!is_unpacked(w, panel)) unpack_pairs(w, panel, {0, w.kpad}, unpacked);
+        if (!is_unpacked(w, panel)) {
+            unpack_and_multiply(job, begin, HEIGHT, panel, unpacked, nullptr);
+            begin += HEIGHT;
+        }
         columns = reinterpret_cast<const char*>(unpacked);
+    } else if (end - begin <= HEIGHT) {
+        next = nullptr;  // the processor's own prefetchers follow a panel that is read once
     }
     columns += first * AMX_BYTES;
     with_vectors(count, [&](auto vectors) {

@@ -325,32 +325,56 @@ void with_numbers(const Weight& w, const F& work) {
 }
 
 #if AMX_TILES
+// The numbers of a panel as bfloat16, in the order of the inputs.
 template <class Numbers>
-void unpack_numbers(const Weight& w, int64_t panel, Inputs inputs, uint16_t* to) {
-    const Numbers numbers;
-    const uint8_t* const data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
-    const int64_t groups = (w.kpad + w.group - 1) / w.group;
-    for (int64_t i = inputs.begin; i < inputs.end;) {
-        const int64_t g = i / w.group, end = std::min(inputs.end, (g + 1) * w.group);
-        typename Numbers::Group group[4];
-        for (int v = 0; v < 4; v++) group[v] = numbers.begin(w, data, (panel * groups + g) * PANEL, i, v);
-        for (; i < end; i += CHUNK, to += CHUNK * PANEL) {
-            const uint8_t* const chunk = Numbers::chunk(data, i);
-            for (int64_t at = Numbers::KIND == NVFP4 ? -LINE : 0; at < Numbers::BYTES * PANEL; at += LINE) prefetch_far(chunk + at + FETCHED);
-            for (int half = 0; half < 2; half++)
-                unrolled<4>([&](int v) ALWAYS {
-                    Words words[2];
-                    numbers.unpack(chunk + v * 64, half, group[v], words);
-                    for (int pair = 0; pair < 2; pair++) store_words(to + (2 * half + pair) * PAIR + v * 32, words[pair]);
-                });
-        }
-    }
-}
+class PackedNumbers {
+  public:
+    PackedNumbers(const Weight& w, int64_t panel)
+        : w_(w), panel_(panel), data_(static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w)), groups_((w.kpad + w.group - 1) / w.group) {}
 
-// Inputs of a panel as bfloat16, [pairs][64][2]. Those of a group begin at a multiple of CHUNK.
-void unpack_pairs(const Weight& w, int64_t panel, Inputs inputs, uint16_t* to) {
-    if (w.kind == COMPACT_BF16) return unpack_compact_pairs(w, panel, inputs, to);
-    with_numbers(w, [&](auto numbers) { unpack_numbers<typename decltype(numbers)::type>(w, panel, inputs, to); });
+    // The next input to be unpacked.
+    void start(int64_t input) { group_end_ = input; }
+
+    // Vectors [FIRST, FIRST + V) of CHUNK inputs, as [CHUNK / 2][64][2].
+    template <int FIRST, int V>
+    ALWAYS void unpack(int64_t input, int64_t, uint16_t* to) {
+        if (input == group_end_) {
+            const int64_t g = input / w_.group;
+            group_end_ = (g + 1) * w_.group;
+            for (int v = FIRST; v < FIRST + V; v++) group_[v] = numbers_.begin(w_, data_, (panel_ * groups_ + g) * PANEL, input, v);
+        }
+        const uint8_t* const chunk = Numbers::chunk(data_, input);
+        if constexpr (FIRST == 0)  // for the other vectors, too
+            for (int64_t at = Numbers::KIND == NVFP4 ? -LINE : 0; at < Numbers::BYTES * PANEL; at += LINE) prefetch_far(chunk + at + FETCHED);
+        for (int half = 0; half < 2; half++)
+            unrolled<V>([&](int v) ALWAYS {
+                Words words[2];
+                numbers_.unpack(chunk + (FIRST + v) * 64, half, group_[FIRST + v], words);
+                for (int pair = 0; pair < 2; pair++) store_words(to + (2 * half + pair) * PAIR + (FIRST + v) * 32, words[pair]);
+            });
+    }
+
+  private:
+    const Numbers numbers_;
+    const Weight& w_;
+    const int64_t panel_;
+    const uint8_t* const data_;
+    const int64_t groups_;
+    typename Numbers::Group group_[4];
+    int64_t group_end_ = 0;
+};
+
+// f with the numbers of a panel.
+template <class F>
+void with_panel(const Weight& w, int64_t panel, const F& f) {
+    if (w.kind == COMPACT_BF16) {
+        CompactNumbers numbers(w, panel);
+        return f(numbers);
+    }
+    with_numbers(w, [&](auto type) {
+        PackedNumbers<typename decltype(type)::type> numbers(w, panel);
+        f(numbers);
+    });
 }
 #endif
 

@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "amx.h"
 #include "tiles.h"
@@ -69,14 +70,14 @@ struct TileBlock {
         int64_t at = 0;
         for (; at + AMX_BYTES <= length; at += AMX_BYTES, b += AMX_ROWS * LDB) {
             ahead.step();
-            step(a + at, rows.lda, rows.next, b, LDB);
+            step(a + at, rows.lda, rows.next, b, LDB, [](int) {});
         }
         if (at == length) return;
         alignas(64) char x[T][AMX_ROWS][AMX_BYTES] = {}, columns[AMX_ROWS][V * AMX_BYTES] = {};  // the other inputs are zeros
         for (int t = 0; t < T; t++)
             for (int64_t r = 0; r < rows.count[t]; r++) std::memcpy(x[t][r], a + t * rows.next + r * rows.lda + at, length - at);
         for (int64_t i = 0; i < (length - at) / 4; i++) std::memcpy(columns[i], b + i * LDB, V * AMX_BYTES);
-        step(x[0][0], AMX_BYTES, AMX_ROWS * AMX_BYTES, columns[0], V * AMX_BYTES);
+        step(x[0][0], AMX_BYTES, AMX_ROWS * AMX_BYTES, columns[0], V * AMX_BYTES, [](int) {});
     }
 
     static void store(void* sums) {  // [T * AMX_ROWS, PANEL], float32 or int32
@@ -88,26 +89,25 @@ struct TileBlock {
         if constexpr (T > 1 && V > 1) store_tile<V + 1>(to + AMX_ROWS * LDB + AMX_BYTES, LDB);
     }
 
+    // Adds products of 64 bytes of the rows with columns, and calls between(0), between(1) ... after each of the T * V products.
+    template <class Between>
+    static ALWAYS void step(const char* a, int64_t lda, int64_t next, const char* b, int64_t ldb, const Between& between) {
+        step(a, lda, next, b, ldb, between, std::make_integer_sequence<int, T * V>());
+    }
+
   private:
-    static void step(const char* a, int64_t lda, int64_t next, const char* b, int64_t ldb) {
-        load_tile<6>(b, ldb);
-        load_tile<4>(a, lda);
-        Dot::template add<0, 4, 6>();
-        if constexpr (V > 1) {
-            load_tile<7>(b + AMX_BYTES, ldb);
-            Dot::template add<1, 4, 7>();
-        }
-        if constexpr (V > 2) {
-            load_tile<5>(b + 2 * AMX_BYTES, ldb);
-            Dot::template add<2, 4, 5>();
-            load_tile<6>(b + 3 * AMX_BYTES, ldb);
-            Dot::template add<3, 4, 6>();
-        }
-        if constexpr (T > 1) {
-            load_tile<5>(a + next, lda);
-            Dot::template add<V, 5, 6>();
-            if constexpr (V > 1) Dot::template add<V + 1, 5, 7>();
-        }
+    template <class Between, int... I>
+    static ALWAYS void step(
+        const char* a, int64_t lda, int64_t next, const char* b, int64_t ldb, const Between& between, std::integer_sequence<int, I...>
+    ) {
+        ((product<I / V, I % V>(a, lda, next, b, ldb), between(I)), ...);
+    }
+    template <int R, int C>
+    static ALWAYS void product(const char* a, int64_t lda, int64_t next, const char* b, int64_t ldb) {
+        constexpr int ROWS_TILE = 4 + R, COLUMNS_TILE = T == 1 ? 5 + C % 3 : 6 + C;
+        if constexpr (C == 0) load_tile<ROWS_TILE>(a + R * next, lda);
+        if constexpr (R == 0) load_tile<COLUMNS_TILE>(b + C * AMX_BYTES, ldb);
+        Dot::template add<R * V + C, ROWS_TILE, COLUMNS_TILE>();
     }
 };
 

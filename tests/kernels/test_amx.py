@@ -52,7 +52,7 @@ def test_products_of_bfloat16_have_the_bits_of_the_manual(chosen: str, k: int) -
 @only_amx
 @pytest.mark.parametrize("compact", [False, True])
 def test_numbers_below_the_normal_ones_are_zeros(chosen: str, compact: bool) -> None:
-    """Of two rows as of many; few rows of compact weights are multiplied by other instructions."""
+    """Of plain weights as of those that are unpacked, of few rows as of many."""
     tiny = torch.full((64, 32), 2.0**-130).bfloat16()
     assert tiny.any()
     small = torch.full((64, 32), 2.0**-100).bfloat16()
@@ -76,7 +76,7 @@ def test_products_of_bytes_have_the_bits_of_the_reference_in_tiles_as_without(ch
 @only_amx
 @pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "nvfp4", "int4", "int4 zeros"])
 def test_unpacked_weights_are_multiplied_as_few_rows_as_they_are_as_many(chosen: str, kind: str) -> None:
-    """Few rows have the weights unpacked meanwhile, more rows before."""
+    """The first rows have the weights unpacked meanwhile, and keep them for the others."""
     weight = grouped(kind, 336)
     packed, x = Packed(weight, None), torch.randn(70, 336).bfloat16()
     together = packed(x)
@@ -136,7 +136,7 @@ def test_its_instructions_are_those_of_amx(tmp_path: Path) -> None:
     )
     found = [line.split("\t")[1].split("#")[0].strip() for line in said.stdout.splitlines() if line.count("\t") == 1]
     pairs = ["%tmm6,%tmm4,%tmm0", "%tmm7,%tmm4,%tmm1", "%tmm6,%tmm5,%tmm2", "%tmm7,%tmm5,%tmm3"]
-    single = ["%tmm6,%tmm4,%tmm0", "%tmm7,%tmm4,%tmm1", "%tmm5,%tmm4,%tmm2", "%tmm6,%tmm4,%tmm3"]
+    single = ["%tmm5,%tmm4,%tmm0", "%tmm6,%tmm4,%tmm1", "%tmm7,%tmm4,%tmm2", "%tmm5,%tmm4,%tmm3"]
     for name, wanted in (("tdpbf16ps", [*single * 2, *pairs * 2]), ("tdpbsud", pairs * 2)):
         steps = [line.split()[1] for line in found if line.startswith(name)]
         assert sorted(steps) == sorted(wanted), "a loop, and the last inputs"
