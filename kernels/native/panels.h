@@ -5,12 +5,15 @@
 #include <cstdint>
 
 #include "structs.h"
+#include "vectors.h"
 
 #if defined(__AMX_BF16__) || defined(SACCADE_EMULATE_AMX)
 #define AMX_TILES 1
 #else
 #define AMX_TILES 0
 #endif
+// Whether rows of bfloat16 are multiplied by vectors of pairs: tiles of AMX multiply all of them.
+#define PAIR_PRODUCTS (BF16_PAIRS && !AMX_TILES)
 
 namespace {
 

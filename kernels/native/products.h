@@ -48,8 +48,9 @@ void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Inputs 
     const bool last = inputs.end == w.kpad;
     if (last) fetch_outputs<R, V>(job, row, begin);
     const uint16_t* a = static_cast<const uint16_t*>(job.a) + row * job.lda;
-    float* const unpacked = static_cast<float*>(job.unpacked);
-    if (w.kind == BF16) tile_bf16<R, V>(a, job.lda, w, panel, first, inputs, unpacked, job.first_rows, ahead, sums);
+#if !AMX_TILES
+    if (w.kind == BF16) tile_bf16<R, V>(a, job.lda, w, panel, first, inputs, static_cast<float*>(job.unpacked), job.first_rows, ahead, sums);
+#endif
     if (w.kind == F32) tile_f32<R>(static_cast<const float*>(job.a) + row * job.lda, job.lda, w, panel, sums);
     if constexpr (V == 4)
         if (w.kind >= FP8) tile_scaled<R>(job.a, row, job.lda, w, panel, inputs, job.unpacked, job.first_rows, ahead, sums);
@@ -126,7 +127,7 @@ void word_tiles(
         begin += lowest;
     }
     if (w.operand == SUMMED_BYTES) return int4_tiles<UNPACKED_VECTORS>(job, begin, end, panel, next);
-#if BF16_PAIRS
+#if PAIR_PRODUCTS
     const void* const columns = job.unpacked ? job.unpacked : static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
     row_tiles<WordTiles<PairWords>>(job, begin, end, static_cast<const uint8_t*>(columns), panel, first, count, next);
 #endif

@@ -50,7 +50,7 @@ struct ByteWords {
     }
 };
 
-#if BF16_PAIRS
+#if PAIR_PRODUCTS
 // Pairs of bfloat16, of weights whose scales belong to whole outputs.
 struct PairWords {
     using Sum = Floats;

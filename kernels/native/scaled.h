@@ -151,7 +151,7 @@ struct Uint4 {
 };
 
 // A pair of inputs of a row times those of 16 outputs. keep() stores a pair of 16 outputs for `tile_unpacked` or `tile_floats`.
-#if BF16_PAIRS
+#if PAIR_PRODUCTS
 struct PairsOfBf16 {
     using Element = uint16_t;
     using Cell = Words;
@@ -430,10 +430,10 @@ void tile_scaled(
         });
     };
     if (w.operand != BF16) return run(PairsOfF32(), static_cast<const float*>(rows) + row * lda + inputs.begin, lda);
+#if PAIR_PRODUCTS
+    run(PairsOfBf16(), static_cast<const uint16_t*>(rows) + row * lda + inputs.begin, lda);
+#elif !AMX_TILES
     const uint16_t* a = static_cast<const uint16_t*>(rows) + row * lda + inputs.begin;
-#if BF16_PAIRS
-    run(PairsOfBf16(), a, lda);
-#else
     const int64_t count = inputs.end - inputs.begin, apart = count + 16;  // rows a power of two apart would share lines of the cache
     float* const widened = own_memory<1>(R * apart);
     widen_rows(a, lda, R, count, widened, apart);

@@ -155,7 +155,7 @@ inline __attribute__((always_inline)) void add_inputs(
     }
 }
 
-#if BF16_PAIRS
+#if PAIR_PRODUCTS
 // The same for pairs of bfloat16, [count / 2][PANEL][2].
 template <int R, int W>
 inline __attribute__((always_inline)) void add_inputs(
@@ -194,7 +194,7 @@ __attribute__((noinline)) void add_slice(
 
 // Tiles of bfloat16 weights: R rows times 16 * V columns, from column 16 * first of a panel, for as many vectors at a time as there
 // are registers for. Sums begin with the first inputs.
-#if BF16_PAIRS
+#if PAIR_PRODUCTS
 template <int R, int V>
 void tile_bf16(
     const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, float*, bool, Ahead ahead,
@@ -206,7 +206,7 @@ void tile_bf16(
         add_slice<R, W>(
             a + inputs.begin, lda, inputs.end - inputs.begin, b + v * 32, !inputs.begin, W < V && v == 0, v ? Ahead{} : ahead, sums + v * 16);
 }
-#else
+#elif !AMX_TILES
 // Without instructions for bfloat16, numbers are widened to float32. A row's numbers are widened once for some inputs. A panel's are
 // widened in registers by the first tile of rows, which stores them if others follow.
 template <int R, int W>
