@@ -162,8 +162,8 @@ inline void amx_tiles(const Product& job, int64_t begin, int64_t end, int64_t pa
         if (end - begin <= HEIGHT) return unpack_and_multiply(job, begin, end - begin, panel, nullptr, next);
         auto* const unpacked = reinterpret_cast<uint16_t*>(own_memory<0>(w.kpad * PANEL / 2));
         if (!is_unpacked(w, panel)) {
-            unpack_and_multiply(job, begin, HEIGHT, panel, unpacked, nullptr);
-            begin += HEIGHT;
+            unpack_and_multiply(job, begin, AMX_ROWS, panel, unpacked, nullptr);
+            begin += AMX_ROWS;
         }
         columns = reinterpret_cast<const char*>(unpacked);
     } else if (end - begin <= HEIGHT) {
