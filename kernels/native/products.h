@@ -182,22 +182,25 @@ void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, in
 bool divisible(const Weight& w) { return w.kind == BF16 || w.kind == INT8; }
 
 // Units of a product: (panel, block of rows), or parts of panels if there would be too few for the threads: quarters, or
-// halves for gated weights. Many rows are first divided into groups of rows for each thread, or for some of them: what a thread
+// halves for gated weights; or several long panels. Many rows are first divided into groups of rows for each thread, or for some of them: what a thread
 // computes of a row it also reads in the operations between products, and another core's caches may be far away.
 struct Units {
-    int64_t rows, threads, row_groups, parts, blocks, count;  // blocks: of a group of rows
+    int64_t rows, threads, row_groups, parts, together, blocks, count;  // together: panels of a unit; blocks: of a group of rows
     Units(const Weight& w, int64_t rows, int64_t threads, int64_t products = 1) : rows(rows), threads(threads) {
         const int64_t panels = panels_of(w);
         for (row_groups = threads; row_groups > 1 && (threads % row_groups || rows < OWN_ROWS * row_groups);) row_groups--;
-        blocks = (rows + row_groups * ROW_BLOCK - 1) / (row_groups * ROW_BLOCK);
+        const int64_t most = row_groups * (is_long(w) ? LONG_BLOCK : ROW_BLOCK);
+        blocks = (rows + most - 1) / most;
         // For one row a quarter panel has the same latency of sums as a whole one: it pays where memory is the bottleneck.
         const bool large = divisible(w) && threads > 1 && w.kpad >= DIVISIBLE;
         parts = large && products * panels * row_groups * blocks < 6 * threads ? w.gated ? 2 : 4 : 1;
-        count = row_groups * panels * parts * blocks;
+        const bool many = is_long(w) && parts == 1 && rows >= LONG_ROWS * row_groups * blocks;
+        together = many ? std::clamp<int64_t>(panels * row_groups * blocks / (2 * threads), 1, LONG_PANELS) : 1;
+        count = row_groups * ((panels + together - 1) / together) * parts * blocks;
     }
-    int64_t panel_of(int64_t unit) const { return unit % (count / row_groups) / blocks / parts; }
+    int64_t panel_of(int64_t unit) const { return unit % (count / row_groups) / blocks / parts * together; }
     int64_t first_part(int64_t unit) const { return unit / blocks % parts; }
-    int64_t end_of_outputs(int64_t unit) const { return (panel_of(unit) + 1) * PANEL; }
+    int64_t end_of_outputs(int64_t unit) const { return (panel_of(unit) + together) * PANEL; }
     std::pair<int64_t, int64_t> rows_of(int64_t unit, int64_t rows) const {
         const int64_t all = row_groups * blocks, block = unit / (count / row_groups) * blocks + unit % blocks;
         return {rows * block / all, rows * (block + 1) / all};
@@ -218,12 +221,17 @@ const char* next_panel(const Product& job, const Units& units, int64_t unit) {
 
 // A unit for rows [begin, end).
 void run_rows(const Product& job, const Units& units, int64_t unit, int64_t begin, int64_t end) {
-    const int64_t panel = units.panel_of(unit), first = units.first_part(unit) * (4 / units.parts);
-    const int64_t left = job.weight->n - panel * PANEL - first * 16;
-    if (left <= 0) return;
-    const int64_t needed = left > 32 || !divisible(*job.weight) ? 4 : left > 16 || job.weight->gated ? 2 : 1;
-    const int64_t vectors = std::min(4 / units.parts, needed);
-    tiles(job, begin, end, panel, first, vectors, next_panel(job, units, unit));
+    const char* const next = next_panel(job, units, unit);
+    const int64_t from = units.panel_of(unit), to = std::min(from + units.together, panels_of(*job.weight)), first = units.first_part(unit) * (4 / units.parts);
+#if AMX_TILES
+    if (units.together > 1 && end - begin >= LONG_ROWS) return long_panels(job, begin, end, from, to, next);
+#endif
+    for (int64_t panel = from; panel < to; panel++) {
+        const int64_t left = job.weight->n - panel * PANEL - first * 16;
+        if (left <= 0) return;
+        const int64_t needed = left > 32 || !divisible(*job.weight) ? 4 : left > 16 || job.weight->gated ? 2 : 1;
+        tiles(job, begin, end, panel, first, std::min(4 / units.parts, needed), next);
+    }
 }
 
 void run_unit(const Product& job, const Units& units, int64_t unit, int64_t rows, int64_t before = 0) {

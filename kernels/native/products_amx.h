@@ -19,8 +19,14 @@ namespace {
 
 constexpr int64_t HEIGHT = 2 * AMX_ROWS;  // rows of a block
 
+// From LONG_INPUTS on, the rows of a unit of work and a panel would not both fit in the second-level cache, so that each panel would read all rows
+// from beyond it. Units of LONG_ROWS to LONG_BLOCK rows then have several panels, which take a slice of the inputs after the other.
+constexpr int64_t LONG_INPUTS = 4096, LONG_SLICE = 2048, LONG_ROWS = 64, LONG_BLOCK = 256, LONG_PANELS = 4;
+
 int64_t summed_groups(const Weight& w);  // scaled.h
+inline bool is_long(const Weight& w) { return w.operand == BF16 && w.kpad >= LONG_INPUTS && (w.kind == BF16 || summed_groups(w) == 1); }
 void unpack_and_multiply(const Product& job, int64_t row, int64_t rows, int64_t panel, uint16_t* unpacked, const char* next);  // unpack_amx.h
+void long_panels(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, const char* next);
 
 // What the sums of bytes of V vectors are as numbers. Behind a row's bytes is what the weights' offset adds.
 template <int V>
@@ -177,6 +183,11 @@ inline void amx_tiles(const Product& job, int64_t begin, int64_t end, int64_t pa
         else blocks_of_integers<V>(job, begin, end, columns, panel, first, next);
     });
 }
+
+#else
+
+constexpr int64_t LONG_BLOCK = 1, LONG_ROWS = 1, LONG_PANELS = 1;
+inline bool is_long(const Weight&) { return false; }
 
 #endif
 

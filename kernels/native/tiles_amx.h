@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "amx.h"
@@ -81,12 +82,10 @@ struct TileBlock {
     }
 
     static void store(void* sums) {  // [T * AMX_ROWS, PANEL], float32 or int32
-        char* const to = static_cast<char*>(sums);
-        store_tile<0>(to, LDB);
-        if constexpr (V > 1) store_tile<1>(to + AMX_BYTES, LDB);
-        if constexpr (V > 2) store_tile<2>(to + 2 * AMX_BYTES, LDB), store_tile<3>(to + 3 * AMX_BYTES, LDB);
-        if constexpr (T > 1) store_tile<V>(to + AMX_ROWS * LDB, LDB);
-        if constexpr (T > 1 && V > 1) store_tile<V + 1>(to + AMX_ROWS * LDB + AMX_BYTES, LDB);
+        each_sum([&](auto tile, int64_t at) ALWAYS { store_tile<tile()>(static_cast<char*>(sums) + at, LDB); });
+    }
+    static void load(const void* sums) {
+        each_sum([&](auto tile, int64_t at) ALWAYS { load_tile<tile()>(static_cast<const char*>(sums) + at, LDB); });
     }
 
     // Adds products of 64 bytes of the rows with columns, and calls between(0), between(1) ... after each of the T * V products.
@@ -96,6 +95,13 @@ struct TileBlock {
     }
 
   private:
+    // visit(tile, bytes): each tile of sums, and where it begins in memory.
+    template <class Visit>
+    static ALWAYS void each_sum(const Visit& visit) { each_sum(visit, std::make_integer_sequence<int, T * V>()); }
+    template <class Visit, int... I>
+    static ALWAYS void each_sum(const Visit& visit, std::integer_sequence<int, I...>) {
+        (visit(std::integral_constant<int, I>(), I / V * AMX_ROWS * LDB + I % V * AMX_BYTES), ...);
+    }
     template <class Between, int... I>
     static ALWAYS void step(
         const char* a, int64_t lda, int64_t next, const char* b, int64_t ldb, const Between& between, std::integer_sequence<int, I...>

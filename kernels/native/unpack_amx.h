@@ -17,20 +17,14 @@ namespace {
 
 constexpr int64_t STEP_INPUTS = AMX_BYTES / 2;  // of a step of tiles
 
-// Where unpacked inputs are stored: all of a panel, or two steps in turn.
-struct Unpacked {
-    uint16_t* to;
-    bool all;
-    uint16_t* at(int64_t input) const { return to + (all ? input : input % (2 * STEP_INPUTS)) * PANEL; }
-};
-
-// Adds products of rows with vectors [FIRST, FIRST + 4 / T) of some inputs of a panel, of which the first is a multiple of CHUNK.
+// Adds products of rows with vectors [FIRST, FIRST + 4 / T) of some inputs of a panel, of which the first is a multiple of CHUNK. `to`: where the
+// unpacked inputs are stored, all of them or two steps in turn.
 template <int T, int FIRST, class Numbers>
-void unpack_and_add(const TileRows& rows, Numbers& numbers, Inputs inputs, const Unpacked& unpacked, Ahead& ahead) {
+void unpack_and_add(const TileRows& rows, Numbers& numbers, Inputs inputs, uint16_t* to, bool all, Ahead& ahead) {
     constexpr int V = 4 / T;
     using Block = TileBlock<DotBf16, T, V>;
     const int64_t steps = (inputs.end - inputs.begin) / STEP_INPUTS, end = inputs.begin + steps * STEP_INPUTS;
-    const auto place = [&](int64_t input) { return unpacked.at(unpacked.all ? input : input - inputs.begin); };
+    const auto place = [&](int64_t input) { return to + (all ? input - inputs.begin : (input - inputs.begin) % (2 * STEP_INPUTS)) * PANEL; };
     const auto unpack = [&](int64_t input, int64_t count) ALWAYS { numbers.template unpack<FIRST, V>(input, count, place(input)); };
     numbers.start(inputs.begin);
     for (int64_t i = inputs.begin; i < std::min(end, inputs.begin + STEP_INPUTS); i += CHUNK) unpack(i, CHUNK);
@@ -47,7 +41,7 @@ void unpack_and_add(const TileRows& rows, Numbers& numbers, Inputs inputs, const
 
 template <int T, class Numbers>
 void unpack_and_multiply(
-    const Product& job, int64_t row, int64_t rows, int64_t panel, Numbers& numbers, const Unpacked& unpacked, const char* next
+    const Product& job, int64_t row, int64_t rows, int64_t panel, Numbers& numbers, uint16_t* to, bool all, const char* next
 ) {
     using Block = TileBlock<DotBf16, T, 4 / T>;
     const Weight& w = *job.weight;
@@ -62,11 +56,12 @@ void unpack_and_multiply(
     for (int64_t g = 0; g < groups; g++) {
         const Inputs inputs{g * width, std::min(w.kpad, (g + 1) * width)};
         if (g) Block::zero();
-        unpack_and_add<T, 0>(a, numbers, inputs, unpacked, nothing);
+        uint16_t* const place = to + (all ? inputs.begin * PANEL : 0);
+        unpack_and_add<T, 0>(a, numbers, inputs, place, all, nothing);
         Block::store(sums);
         if constexpr (T == 2) {
             Block::zero();
-            unpack_and_add<T, 2>(a, numbers, inputs, unpacked, ahead);
+            unpack_and_add<T, 2>(a, numbers, inputs, place, all, ahead);
             Block::store(sums + 32);
         }
         if (groups > 1) add_group(w, panel, g, rows, sums, totals);
@@ -76,14 +71,84 @@ void unpack_and_multiply(
     finish_rows<4>(job, groups > 1 ? totals : sums, row, rows, panel * PANEL);
 }
 
+// Adds products of rows [begin, end) with a slice of a panel to sums [rows, PANEL], which begin with the first slice.
+void add_slice_of_panel(
+    const Product& job, int64_t begin, int64_t end, int64_t panel, Inputs inputs, uint16_t* unpacked, float* sums, const char* next
+) {
+    using Single = TileBlock<DotBf16, 1, 4>;
+    using Pair = TileBlock<DotBf16, 2, 2>;
+    const Weight& w = *job.weight;
+    const auto rows_from = [&](int64_t row, int64_t most) {
+        return TileRows::consecutive(static_cast<const uint16_t*>(job.a) + row * job.lda, 2 * job.lda, std::min(most, end - row));
+    };
+    const auto start = [&](auto block, float* from) {
+        if (inputs.begin) decltype(block)::load(from);
+        else decltype(block)::zero();
+    };
+    int64_t row = begin;
+    const char* columns = static_cast<const char*>(w.data) + panel * panel_bytes(w) + 2 * inputs.begin * PANEL;
+    Ahead nothing;
+    if (w.kind != BF16) {
+        const TileRows a = rows_from(row, AMX_ROWS);
+        Single::begin(a);
+        start(Single(), sums);
+        with_panel(w, panel, [&](auto& numbers) { unpack_and_add<1, 0>(a, numbers, inputs, unpacked, true, nothing); });
+        Single::store(sums);
+        row += AMX_ROWS, sums += AMX_ROWS * PANEL, columns = reinterpret_cast<const char*>(unpacked);
+    }
+    const int64_t length = inputs.end - inputs.begin, pieces = (end - row + HEIGHT - 1) / HEIGHT;
+    const int64_t bytes = length * (panel_bytes(w) / w.kpad), steps = length / STEP_INPUTS * 2 + 1;
+    for (int64_t i = 0; i < pieces; i++, row += HEIGHT, sums += HEIGHT * PANEL) {
+        const TileRows a = rows_from(row, HEIGHT);
+        Ahead ahead = ahead_of(i, pieces, next, bytes, steps);
+        if (a.count[1] == 0) {
+            Single::begin(a);
+            start(Single(), sums);
+            Single::add(a, 2 * inputs.begin, columns, 2 * length, ahead);
+            Single::store(sums);
+            continue;
+        }
+        Pair::begin(a);
+        for (int v = 0; v < 2; v++) {
+            start(Pair(), sums + 32 * v);
+            Pair::add(a, 2 * inputs.begin, columns + 2 * v * AMX_BYTES, 2 * length, ahead);
+            Pair::store(sums + 32 * v);
+        }
+    }
+    release_tiles();
+}
+
 // At most HEIGHT rows times a panel. `unpacked`: where it is stored for more rows, or null. `next`: the panel that follows, or null.
 void unpack_and_multiply(const Product& job, int64_t row, int64_t rows, int64_t panel, uint16_t* unpacked, const char* next) {
     alignas(64) uint16_t two_steps[2 * STEP_INPUTS * PANEL];
-    const Unpacked to{unpacked ? unpacked : two_steps, unpacked != nullptr};
+    uint16_t* const to = unpacked ? unpacked : two_steps;
     with_panel(*job.weight, panel, [&](auto& numbers) {
-        if (rows > AMX_ROWS) unpack_and_multiply<2>(job, row, rows, panel, numbers, to, next);
-        else unpack_and_multiply<1>(job, row, rows, panel, numbers, to, next);
+        if (rows > AMX_ROWS) unpack_and_multiply<2>(job, row, rows, panel, numbers, to, unpacked, next);
+        else unpack_and_multiply<1>(job, row, rows, panel, numbers, to, unpacked, next);
     });
+}
+
+// Rows [begin, end) times panels [panel, panels_end), in slices of the inputs: the rows' numbers of a slice stay in the second-level cache for
+// all of these panels. Sums are in memory between slices; they are float32 there as in tiles.
+void long_panels(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, const char* next) {
+    const Weight& w = *job.weight;
+    const int64_t padded = (end - begin + HEIGHT - 1) / HEIGHT * HEIGHT, slices = (w.kpad + LONG_SLICE - 1) / LONG_SLICE;
+    auto* const unpacked = reinterpret_cast<uint16_t*>(own_memory<0>(LONG_SLICE * PANEL / 2));
+    float* const all_sums = own_memory<1>(padded * (panels_end - panel) * PANEL);
+    const auto slice_of = [&](int64_t p, int64_t slice) {  // as it is stored
+        return static_cast<const char*>(w.data) + p * panel_bytes(w) + slice * LONG_SLICE * (panel_bytes(w) / w.kpad);
+    };
+    for (int64_t slice = 0; slice < slices; slice++)
+        for (int64_t p = panel; p < panels_end; p++) {
+            const Inputs inputs{slice * LONG_SLICE, std::min(w.kpad, (slice + 1) * LONG_SLICE)};
+            const char* const soon = p + 1 < panels_end ? slice_of(p + 1, slice) : slice + 1 < slices ? slice_of(panel, slice + 1) : next;
+            add_slice_of_panel(job, begin, end, p, inputs, unpacked, all_sums + (p - panel) * padded * PANEL, soon);
+        }
+    for (int64_t p = panel; p < panels_end; p++) {
+        float* const sums = all_sums + (p - panel) * padded * PANEL;
+        scale_outputs(w, p, end - begin, sums);
+        finish_rows<4>(job, sums, begin, end - begin, p * PANEL);
+    }
 }
 
 #endif

@@ -10,9 +10,10 @@ import torch
 from compiled import needs_compiled
 from emulated_amx import emulate_amx
 from speculation import answers
-from tiny_decoder import delta_config, tiny_config
+from tiny_decoder import delta_config, greedy_params, random_weights, request, run, tiny_config
 
-from decoder.config import DecoderConfig
+from decoder.config import DecoderConfig, DecoderOptions
+from decoder.runner import DecoderRunner
 from kernels.native import instruction_sets
 from kernels.native.instruction_sets import choose, processor_features, supported
 
@@ -79,3 +80,36 @@ def test_no_option_changes_an_answer_of_quantised_weights(chosen: str, weights: 
     for options in (OPTIONS["alone"], OPTIONS["chunks"]):
         found = answers(**given, **options)
         assert found.drawn == plain.drawn and found.logprobs == plain.logprobs, options
+
+
+@pytest.fixture
+def amx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    emulate_amx(monkeypatch)
+    if "amx" not in [each.name for each in supported(processor_features())]:
+        pytest.skip("this processor cannot emulate amx")
+    instruction_sets.use("amx")
+    yield
+    instruction_sets.use("auto")
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"hidden_size": 4096, "mamba_num_heads": 24}, {"hidden_size": 512, "intermediate_size": 4112}],
+    ids=["hidden", "intermediate"],
+)
+def test_long_rows_have_the_bits_of_small_steps(amx: None, sizes: dict[str, int]) -> None:
+    """With tiles, a unit of work has several panels of long rows. Of the last mixer, some outputs are for the last
+    tokens of prompts only."""
+    config = tiny_config("-M", **sizes)
+
+    def answered(rows: int) -> dict[str, list[tuple[int | None, float | None]]]:
+        options = DecoderOptions(
+            dtype=torch.bfloat16, max_seqs=4, max_len=160, page_size=4, native="on", max_batched_tokens=rows
+        )
+        runner = DecoderRunner(config, options, random_weights(config))
+        prompts = [[3 + (7 * i + count) % 90 for i in range(count)] for count in (129, 3, 60)]
+        params = greedy_params(3, ignore_eos=True, logprobs=0)
+        events = run(runner, *(request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)))
+        return {name: [(event.token_id, event.logprob) for event in of] for name, of in events.items()}
+
+    assert answered(256) == answered(24)

@@ -87,6 +87,23 @@ def test_unpacked_weights_are_multiplied_as_few_rows_as_they_are_as_many(chosen:
 
 
 @only_amx
+@pytest.mark.parametrize("kind", ["plain", "compact", "fp8", "nvfp4"])
+@pytest.mark.parametrize(("k", "outputs"), [(4096, 600), (6160, 330)], ids=str)
+def test_long_rows_have_the_same_bits_in_slices_as_whole(chosen: str, kind: str, k: int, outputs: int) -> None:
+    """From 64 rows on. Some units have fewer panels than others."""
+    weight = (torch.randn(outputs, k) * 0.02).bfloat16()
+    packed = (
+        Packed(weight, None, compact=kind == "compact")
+        if kind in ("plain", "compact")
+        else Packed(quantise(weight, kind), None)
+    )
+    x = torch.randn(270, k).bfloat16()
+    alone = torch.cat([packed(rows) for rows in x.split(32)])
+    for rows in (64, 65, 270):
+        assert torch.equal(packed(x[:rows]), alone[:rows]), rows
+
+
+@only_amx
 @pytest.mark.parametrize(("k", "outputs"), [(16, 20), (200, 100), (336, 100), (1040, 20)], ids=str)
 def test_rows_of_two_bytes_have_the_same_bits_in_tiles_as_without(chosen: str, k: int, outputs: int) -> None:
     """Up to three rows are multiplied without tiles. Quarters of a long panel are units of work."""
