@@ -1,4 +1,4 @@
-// Products of one or two tiles of rows with a panel that is unpacked meanwhile.
+// Products of rows with panels that are unpacked meanwhile, and with several long panels in slices of the inputs.
 //
 // Tiles are loaded from memory only, so numbers of 12, 8 and 4 bits are stored as bfloat16 first. Those of a step of 32 inputs are unpacked
 // between the instructions on the tiles of the step before: the processor does both at once, and keeps reading the panel.
@@ -39,6 +39,7 @@ void unpack_and_add(const TileRows& rows, Numbers& numbers, Inputs inputs, uint1
     Block::add(rows, 2 * end, reinterpret_cast<const char*>(place(end) + FIRST * 32), 2 * (inputs.end - end), ahead);
 }
 
+// At most T tiles of rows times a panel. `to` and `all` as above. `next`: the panel that follows, or null.
 template <int T, class Numbers>
 void unpack_and_multiply(
     const Product& job, int64_t row, int64_t rows, int64_t panel, Numbers& numbers, uint16_t* to, bool all, const char* next
@@ -118,7 +119,7 @@ void add_slice_of_panel(
     release_tiles();
 }
 
-// At most HEIGHT rows times a panel. `unpacked`: where it is stored for more rows, or null. `next`: the panel that follows, or null.
+// At most HEIGHT rows times a panel. `unpacked`: where it is stored for more rows, or null.
 void unpack_and_multiply(const Product& job, int64_t row, int64_t rows, int64_t panel, uint16_t* unpacked, const char* next) {
     alignas(64) uint16_t two_steps[2 * STEP_INPUTS * PANEL];
     uint16_t* const to = unpacked ? unpacked : two_steps;
@@ -132,9 +133,10 @@ void unpack_and_multiply(const Product& job, int64_t row, int64_t rows, int64_t 
 // all of these panels. Sums are in memory between slices; they are float32 there as in tiles.
 void long_panels(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, const char* next) {
     const Weight& w = *job.weight;
-    const int64_t padded = (end - begin + HEIGHT - 1) / HEIGHT * HEIGHT, slices = (w.kpad + LONG_SLICE - 1) / LONG_SLICE;
+    const int64_t size = (end - begin) * PANEL, slices = (w.kpad + LONG_SLICE - 1) / LONG_SLICE;
+    is_unpacked(w, -1);  // what this thread unpacked before is lost
     auto* const unpacked = reinterpret_cast<uint16_t*>(own_memory<0>(LONG_SLICE * PANEL / 2));
-    float* const all_sums = own_memory<1>(padded * (panels_end - panel) * PANEL);
+    float* const all_sums = own_memory<1>(size * (panels_end - panel));
     const auto slice_of = [&](int64_t p, int64_t slice) {  // as it is stored
         return static_cast<const char*>(w.data) + p * panel_bytes(w) + slice * LONG_SLICE * (panel_bytes(w) / w.kpad);
     };
@@ -142,10 +144,10 @@ void long_panels(const Product& job, int64_t begin, int64_t end, int64_t panel, 
         for (int64_t p = panel; p < panels_end; p++) {
             const Inputs inputs{slice * LONG_SLICE, std::min(w.kpad, (slice + 1) * LONG_SLICE)};
             const char* const soon = p + 1 < panels_end ? slice_of(p + 1, slice) : slice + 1 < slices ? slice_of(panel, slice + 1) : next;
-            add_slice_of_panel(job, begin, end, p, inputs, unpacked, all_sums + (p - panel) * padded * PANEL, soon);
+            add_slice_of_panel(job, begin, end, p, inputs, unpacked, all_sums + (p - panel) * size, soon);
         }
     for (int64_t p = panel; p < panels_end; p++) {
-        float* const sums = all_sums + (p - panel) * padded * PANEL;
+        float* const sums = all_sums + (p - panel) * size;
         scale_outputs(w, p, end - begin, sums);
         finish_rows<4>(job, sums, begin, end - begin, p * PANEL);
     }
