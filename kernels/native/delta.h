@@ -20,9 +20,9 @@ class DeltaGroup : public RecurrentGroup<T, S> {
     using Base::blocks_, Base::m_, Base::op_, Base::rest_;
 
   public:
-    using typename Base::Place;
+    using typename Base::Place, typename Base::Shape;
 
-    static BlockShape<T, S> shape(const DeltaShape& d) { return {d.heads / d.key_heads, d.value, d.key}; }
+    static Shape shape(const DeltaShape& d) { return {d.heads / d.key_heads, d.value, d.key}; }
     static int64_t channels(const DeltaShape& d) { return 2 * d.key_heads * d.key + d.heads * d.value; }
 
     DeltaGroup(const Model& m, const Op& op, int64_t group, float* scratch)
@@ -50,11 +50,10 @@ class DeltaGroup : public RecurrentGroup<T, S> {
         norm_keys(in.tokens);
         gates(in);
         const DeltaTokens tokens{betas_, log_decays_, k_, q_};
+        const ReadNext next{in, this->parts_, this->gates_};
         return blocks_.each_part(to.pending, in.tokens, before, to.states, [&](int64_t begin, int64_t first, int64_t count, const S* state) ALWAYS {
             blocks_.take(to.pending, first, count, tokens);
-            blocks_.solve(to.pending, begin, first, count, state, tokens, out_ + first * width_, [&](int64_t h, int64_t lane, int64_t t) ALWAYS {
-                if (in.gated) this->prefetch_beside(in, first + t, h * d_.value + lane);
-            });
+            blocks_.solve(to.pending, begin, first, count, state, tokens, out_ + first * width_, next);
         });
     }
 

@@ -15,6 +15,7 @@
 namespace {
 
 constexpr int64_t ROWS = 6;    // rows of a register tile: 6 x 4 accumulators of 16
+constexpr int64_t LEAST_OF_SEVERAL = (ROWS + 1) / 2;  // the rows of a tile if there are several, of nearly equal height
 
 struct Product {
     const Weight* weight;
@@ -63,14 +64,14 @@ struct Stored {
     }
 };
 
-// Stores R rows of sums, V * 16 wide: + bias, the activation, then stored or added. For a gated weight, vectors of gates and of
+// Stores `rows` rows of sums, V * 16 wide: + bias, the activation, then stored or added. For a gated weight, vectors of gates and of
 // gated outputs alternate, and half as many results are stored.
-template <int64_t STORED, int R, int V, bool WHOLE, bool GATED>
-void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
+template <int64_t STORED, int V, bool WHOLE, bool GATED>
+void finish(const Product& job, const float* sums, int64_t row, int64_t rows, int64_t begin) {
     constexpr int OUT = GATED ? V / 2 : V;
     const Weight& w = *job.weight;
     const Stored<STORED, OUT, WHOLE> stored(job, row, GATED ? begin / 2 : begin, GATED ? job.outputs : w.n);
-    for (int r = 0; r < R; r++, sums += PANEL) {
+    for (int r = 0; r < rows; r++, sums += PANEL) {
         Floats sum[V], y[OUT];
         for (int v = 0; v < V; v++) sum[v] = load_floats(sums + v * 16);
         if (w.bias)
@@ -86,23 +87,23 @@ void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
     }
 }
 
-template <int64_t STORED, int R, int V>
-void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
+template <int64_t STORED, int V>
+void finish(const Product& job, const float* sums, int64_t row, int64_t rows, int64_t begin) {
     if constexpr (STORED != ADD && V > 1)
         if (job.weight->gated) {
-            if (job.outputs - begin / 2 >= 8 * V) finish<STORED, R, V, true, true>(job, sums, row, begin);
-            else finish<STORED, R, V, false, true>(job, sums, row, begin);
+            if (job.outputs - begin / 2 >= 8 * V) finish<STORED, V, true, true>(job, sums, row, rows, begin);
+            else finish<STORED, V, false, true>(job, sums, row, rows, begin);
             return;
         }
-    if (job.weight->n - begin >= 16 * V) finish<STORED, R, V, true, false>(job, sums, row, begin);
-    else finish<STORED, R, V, false, false>(job, sums, row, begin);
+    if (job.weight->n - begin >= 16 * V) finish<STORED, V, true, false>(job, sums, row, rows, begin);
+    else finish<STORED, V, false, false>(job, sums, row, rows, begin);
 }
 
-template <int R, int V>
-void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
-    if (job.store == STORE_BF16) finish<STORE_BF16, R, V>(job, sums, row, begin);
-    else if (job.store == ADD) finish<ADD, R, V>(job, sums, row, begin);
-    else finish<STORE, R, V>(job, sums, row, begin);
+template <int V>
+void finish(const Product& job, const float* sums, int64_t row, int64_t rows, int64_t begin) {
+    if (job.store == STORE_BF16) finish<STORE_BF16, V>(job, sums, row, rows, begin);
+    else if (job.store == ADD) finish<ADD, V>(job, sums, row, rows, begin);
+    else finish<STORE, V>(job, sums, row, rows, begin);
 }
 
 // What a tile's outputs are stored in or added to: by the time that there are sums, it is there. Stores are done in order, so that each

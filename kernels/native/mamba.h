@@ -20,8 +20,7 @@ class HeadGroup : public RecurrentGroup<T, S> {
     using Base::blocks_, Base::group_, Base::m_, Base::op_, Base::rest_, Base::shape_;
 
   public:
-    using Shape = BlockShape<T, S>;
-    using typename Base::Place;
+    using typename Base::Place, typename Base::Shape;
 
     static Shape shape(const Model& m) { return {m.heads / m.groups, m.head, m.state}; }
 
@@ -49,12 +48,11 @@ class HeadGroup : public RecurrentGroup<T, S> {
         this->convolve(to, in);
         discretise(in);
         const BlockTokens tokens{steps_, log_decays_, x_, b_, c_, op_.d + group_ * heads_};
+        const ReadNext next{in, this->parts_, this->gates_};
         return blocks_.each_part(to.pending, in.tokens, before, to.states, [&](int64_t begin, int64_t first, int64_t count, const S* state) ALWAYS {
             blocks_.take(to.pending, first, count, tokens);
             if (!in.gated) return;
-            blocks_.read(to.pending, begin, first, count, state, tokens, out_ + first * width_, [&](int64_t h, int64_t lane, int64_t t) ALWAYS {
-                this->prefetch_beside(in, first + t, h * m_.head + lane);
-            });
+            blocks_.read(to.pending, begin, first, count, state, tokens, out_ + first * width_, next);
         });
     }
 

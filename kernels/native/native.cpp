@@ -373,7 +373,7 @@ int64_t saccade_state_bytes(const Model* model, int64_t operation) {
     return with_types(*model, [&](auto window, auto state) {
         using T = decltype(window);
         using S = decltype(state);
-        const BlockShape<T, S> shape = op.code == MAMBA ? HeadGroup<T, S>::shape(*model) : DeltaGroup<T, S>::shape(*op.delta);
+        const auto shape = op.code == MAMBA ? HeadGroup<T, S>::shape(*model) : DeltaGroup<T, S>::shape(*op.delta);
         return groups_of(*model, op) * shape.bytes();
     });
 }

@@ -62,7 +62,7 @@ void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Inputs 
         if (w.operand == INT8) tile_int8<R, V>(bytes, 2 * job.lda, job.scales + row, w, panel, first, ahead, sums);
         if (w.operand == INT4) tile_int4<R>(bytes, 2 * job.lda, job.scales + row, w, panel, ahead, sums);
     }
-    if (last) finish<R, V>(job, sums, row, begin);
+    if (last) finish<V>(job, sums, row, R, begin);
 }
 
 // tile<rows, V>.

@@ -61,12 +61,6 @@ inline void scale_outputs(const Weight& w, int64_t panel, int64_t rows, float* s
     for (int64_t i = 0; i < rows * PANEL; i += 16) store_floats(sums + i, load_floats(sums + i) * load_floats(scales + panel * PANEL + i % PANEL));
 }
 
-template <int V>
-void finish_rows(const Product& job, const float* sums, int64_t row, int64_t rows, int64_t begin) {
-    for (; rows >= 4; rows -= 4, row += 4, sums += 4 * PANEL) finish<4, V>(job, sums, row, begin);
-    for (; rows; rows--, row++, sums += PANEL) finish<1, V>(job, sums, row, begin);
-}
-
 // Rows [row, row + rows) of T tiles, which lie at `a`, times V vectors of a panel, of which W are multiplied at a time. `columns`: what they
 // are multiplied with, from the first vector on. Tiles are configured.
 template <class Dot, int T, int W, int V>
@@ -91,7 +85,7 @@ void tile_rows(
     }
     if (bytes) scale_bytes<V>(job, row, rows, panel, first, sums);
     else if (groups == 1 && w.kind != BF16) scale_outputs(w, panel, rows, sums);
-    finish_rows<V>(job, groups > 1 ? totals : sums, row, rows, panel * PANEL + first * 16);
+    finish<V>(job, groups > 1 ? totals : sums, row, rows, panel * PANEL + first * 16);
 }
 
 // Rows [begin, end) times V vectors of a panel: pairs of tiles, then what is left. `next`: a panel to prefetch during the last blocks.
@@ -147,7 +141,7 @@ void blocks_of_integers(const Product& job, int64_t begin, int64_t end, const ch
                 store_floats(sums + at, (joined(both) * scale) * splat(job.scales[row + r]));
             }
         }
-        finish_rows<V>(job, sums, row, rows, panel * PANEL + first * 16);
+        finish<V>(job, sums, row, rows, panel * PANEL + first * 16);
     }
     release_tiles();
 }

@@ -32,6 +32,7 @@ template <typename T, typename S>
 class RecurrentGroup {
   public:
     using Place = RowState<T, S>;
+    using Shape = BlockShape<StateCells<T>, S>;
 
     Place in_slot(int64_t slot) const {
         char* of_slot = reinterpret_cast<char*>(static_cast<S*>(op_.states) + slot * op_.state_stride);
@@ -97,27 +98,19 @@ class RecurrentGroup {
     }
 
   protected:
+    using GroupBlocks = Blocks<StateCells<T>, S>;
+
     // `reads`: rows of C of a token. Scratch memory is aligned; what remains of it begins at `rest_`.
     RecurrentGroup(
-        const Model& m, const Op& op, int64_t group, int64_t groups, BlockShape<T, S> shape, int64_t reads, PlainStrides plain, int64_t taps,
+        const Model& m, const Op& op, int64_t group, int64_t groups, Shape shape, int64_t reads, PlainStrides plain, int64_t taps,
         int64_t channels, float* scratch
     )
         : m_(m), op_(op), shape_(shape), plain_(plain), group_(group), groups_(groups), taps_(taps), channels_(channels),
-          blocks_(shape, reads, group + 1 < groups, aligned(scratch)), spare_(aligned(scratch) + Blocks<T, S>::scratch(shape, reads)),
+          blocks_(shape, reads, group + 1 < groups, aligned(scratch)), spare_(aligned(scratch) + GroupBlocks::scratch(shape, reads)),
           rest_(aligned(spare_ + spare(shape, taps, channels))) {}
 
-    static int64_t scratch(BlockShape<T, S> shape, int64_t reads, int64_t taps, int64_t channels) {  // floats
-        return Blocks<T, S>::scratch(shape, reads) + spare(shape, taps, channels) + 2 * 16;
-    }
-
-    // Memory that is read afterwards: a token's gates for a slice of the group's outputs, and as many inputs of the next block.
-    void prefetch_beside(Projected in, int64_t t, int64_t output) const {
-        const float* rows = in.rows + t * in.ld;
-        for (int64_t i = output; i < std::min(output + STATE_SLICE, gates_.count); i += 16) {
-            prefetch_far(rows + gates_.begin + i);
-            for (const Part& part : parts_)
-                if (in.more && i < part.count) prefetch_far(rows + in.tokens * in.ld + part.begin + i);
-        }
+    static int64_t scratch(Shape shape, int64_t reads, int64_t taps, int64_t channels) {  // floats
+        return GroupBlocks::scratch(shape, reads) + spare(shape, taps, channels) + 2 * 16;
     }
 
     void convolve(RowState<T, S> place, Projected in) const {
@@ -126,15 +119,15 @@ class RecurrentGroup {
 
     const Model& m_;
     const Op& op_;
-    const BlockShape<T, S> shape_;
+    const Shape shape_;
     const PlainStrides plain_;
     const int64_t group_, groups_, taps_, channels_;
     Part parts_[3] = {}, behind_[2] = {}, gates_ = {};  // of the channels; of the inputs behind them; of the gates before them
-    const Blocks<T, S> blocks_;
+    const GroupBlocks blocks_;
     float *const spare_, *const rest_;
 
   private:
-    static int64_t spare(BlockShape<T, S> shape, int64_t taps, int64_t channels) { return shape.bytes() / 4 + taps * channels; }  // floats
+    static int64_t spare(Shape shape, int64_t taps, int64_t channels) { return shape.bytes() / 4 + taps * channels; }  // floats
 
     static Place place(T* window, char* states, char* pending) {
         return {window, reinterpret_cast<S*>(states), {reinterpret_cast<uint32_t*>(pending)}};

@@ -32,6 +32,7 @@ struct AheadOfTiles {
 
 // Four signed bytes of a row. The sums are exact: they fit 32 bits, and what is beyond on the way is no loss.
 struct ByteWords {
+    static constexpr int LEAST = 1;  // rows of a tile
     using Sum = Words;
     static int64_t steps(const Weight& w) { return w.kpad / 4; }
     static constexpr int beside(int rows) { return bytes_beside(rows); }
@@ -53,6 +54,7 @@ struct ByteWords {
 #if PAIR_PRODUCTS
 // Pairs of bfloat16, of weights whose scales belong to whole outputs.
 struct PairWords {
+    static constexpr int LEAST = LEAST_OF_SEVERAL;
     using Sum = Floats;
     static int64_t steps(const Weight& w) { return w.kpad / 2; }
     static constexpr int beside(int rows) { return vectors_beside(rows); }
@@ -71,6 +73,7 @@ struct PairWords {
 // Tiles of ByteWords or PairWords.
 template <class Cells>
 struct WordTiles {
+    static constexpr int LEAST = Cells::LEAST;
     static int64_t steps(const Weight& w) { return Cells::steps(w); }
     static constexpr int beside(int rows) { return Cells::beside(rows); }
 
@@ -151,7 +154,7 @@ template <class Tiles, int V, int R = ROWS>
 void equal_tiles(
     const Product& job, int64_t height, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first, AheadOfTiles ahead
 ) {
-    if constexpr (R > 1) {
+    if constexpr (R > Tiles::LEAST) {
         if (height < R) return equal_tiles<Tiles, V, R - 1>(job, height, row, count, columns, panel, first, ahead);
     }
     constexpr int W = std::min(Tiles::beside(R), V);
@@ -169,7 +172,7 @@ void equal_tiles(
             };
             Tiles::template add<R, W>(job, row, 1, columns, panel, first + v, own, keep);
         }
-        finish<R, V>(job, sums, row, begin);
+        finish<V>(job, sums, row, R, begin);
     }
 }
 

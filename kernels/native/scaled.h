@@ -192,37 +192,35 @@ struct PairsOfF32 {
 // Groups of inputs whose sums are scaled separately; 1 if the scales are part of the numbers, or belong to whole rows.
 int64_t summed_groups(const Weight& w) { return w.kind == NVFP4 || w.kind == COMPACT_BF16 ? 1 : (w.kpad + w.group - 1) / w.group; }
 
-// Stores sums times the scales of their outputs, or totals of groups, which are scaled already. A loop that is not unrolled
-// would have GCC keep the sums in memory throughout.
-template <bool GROUPED, int R, int V>
-inline __attribute__((always_inline)) void store_sums(
-    const Weight& w, int64_t panel, int64_t first, const Floats (&sum)[R][V], float* out
-) {
+// Stores sums times the scales of their outputs. Loops over sums that are not unrolled would have GCC keep them in memory throughout.
+template <int R, int V>
+inline ALWAYS void store_scaled(const Weight& w, int64_t panel, int64_t first, const Floats (&sum)[R][V], float* out) {
     const float* scales = (w.kind == NVFP4 ? w.outer : w.scale) + panel * PANEL + first * 16;
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
 #pragma GCC unroll 6
-        for (int r = 0; r < R; r++)
-            store_floats(out + r * PANEL + v * 16, GROUPED ? sum[r][v] : sum[r][v] * load_floats(scales + v * 16));
+        for (int r = 0; r < R; r++) store_floats(out + r * PANEL + v * 16, sum[r][v] * load_floats(scales + v * 16));
     }
 }
 
-// total += sum * scale, of group g.
+// The totals at `out` = sum * scale, of the first group, or += of group g. In registers there is no place for them.
 template <int R, int V>
-inline __attribute__((always_inline)) void add_group(
-    const Weight& w, int64_t scales, int64_t first, const Floats (&sum)[R][V], Floats (&total)[R][V]
-) {
+inline ALWAYS void add_group(const Weight& w, int64_t panel, int64_t g, int64_t first, const Floats (&sum)[R][V], float* out) {
+    const int64_t scales = (panel * summed_groups(w) + g) * PANEL;
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
         const Floats scale = group_scales(w, scales + (first + v) * 16);
 #pragma GCC unroll 6
-        for (int r = 0; r < R; r++) total[r][v] = fmadd(sum[r][v], scale, total[r][v]);
+        for (int r = 0; r < R; r++) {
+            float* const total = out + r * PANEL + v * 16;
+            store_floats(total, fmadd(sum[r][v], scale, g ? load_floats(total) : zero()));
+        }
     }
 }
 
 // R rows times V vectors of outputs, from vector `first` of a panel on. Numbers are unpacked in registers, and if KEPT, stored in
 // `keep` for other rows. `a` and `keep` begin with the first of the inputs; `out` has what those before them gave.
-template <class Rows, class Numbers, bool GROUPED, bool KEPT, int R, int V>
+template <class Rows, class Numbers, bool KEPT, int R, int V>
 __attribute__((noinline)) void tile_packed(
     const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs,
     typename Rows::Element* keep, Ahead ahead, float* out
@@ -231,9 +229,9 @@ __attribute__((noinline)) void tile_packed(
     const int64_t step = Numbers::SPARSE && R <= 2 ? LINES_FOLLOWED * LINE : LINE;
     const uint8_t* const data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
     const int64_t groups = (w.kpad + w.group - 1) / w.group;
-    Floats sum[R][V], total[R][V];
-    load_sums(GROUPED || !inputs.begin, out, sum);
-    if constexpr (GROUPED) load_sums(!inputs.begin, out, total);
+    const bool grouped = Numbers::KIND != NVFP4 && groups > 1;
+    Floats sum[R][V];
+    load_sums(grouped || !inputs.begin, out, sum);
     int64_t g = inputs.begin / w.group;
     for (int64_t i = inputs.begin; i < inputs.end; g++) {
         const int64_t end = std::min(inputs.end, (g + 1) * w.group), scales = (panel * groups + g) * PANEL;
@@ -269,46 +267,35 @@ __attribute__((noinline)) void tile_packed(
             }
             if constexpr (KEPT) keep += CHUNK * PANEL;
         }
-        if constexpr (GROUPED) {
-            add_group(w, scales, first, sum, total);
+        if (grouped) {
+            add_group(w, panel, g, first, sum, out);
             set_zero(sum);
         }
     }
-    if constexpr (GROUPED) store_sums<true>(w, panel, first, total, out);
-    else if (inputs.end < w.kpad) store_sums<true>(w, panel, first, sum, out);
-    else store_sums<false>(w, panel, first, sum, out);
+    if (grouped) return;
+    if (inputs.end < w.kpad) store_sums(sum, out);
+    else store_scaled(w, panel, first, sum, out);
 }
 
-// R rows times W vectors of outputs, from vector `first` of an unpacked panel on. The sums of a group need all registers, so
-// totals are kept in `out`. `a` and `unpacked` begin with the first of the inputs.
-template <bool GROUPED, int R, int W, class T>
+// R rows times W vectors of outputs, from vector `first` of an unpacked panel on. `a` and `unpacked` begin with the first of the inputs.
+template <int R, int W, class T>
 __attribute__((noinline)) void tile_unpacked(
     const T* a, int64_t lda, const Weight& w, const T* unpacked, int64_t panel, int64_t first, Inputs inputs, Ahead ahead, float* out
 ) {
-    const int64_t groups = summed_groups(w), width = GROUPED ? w.group : w.kpad;
+    const bool grouped = summed_groups(w) > 1;
+    const int64_t width = grouped ? w.group : w.kpad;
     Floats sum[R][W];
     int64_t g = inputs.begin / width;
     for (int64_t i = inputs.begin; i < inputs.end; g++) {
         const int64_t end = std::min(inputs.end, (g + 1) * width), from = i - inputs.begin;
-        load_sums(GROUPED || !i, out, sum);
+        load_sums(grouped || !i, out, sum);
         add_inputs(a + from, lda, end - i, unpacked + from * PANEL + first * (LINE / int64_t(sizeof(T))), W < 4 && !first, ahead, sum);
         i = end;
-        if constexpr (GROUPED) {
-#pragma GCC unroll 4
-            for (int v = 0; v < W; v++) {
-                const Floats scale = group_scales(w, (panel * groups + g) * PANEL + (first + v) * 16);
-#pragma GCC unroll 6
-                for (int r = 0; r < R; r++) {
-                    float* total = out + r * PANEL + v * 16;
-                    store_floats(total, fmadd(sum[r][v], scale, g ? load_floats(total) : zero()));
-                }
-            }
-        }
+        if (grouped) add_group(w, panel, g, first, sum, out);
     }
-    if constexpr (!GROUPED) {
-        if (inputs.end < w.kpad || w.kind == COMPACT_BF16) store_sums<true>(w, panel, first, sum, out);
-        else store_sums<false>(w, panel, first, sum, out);
-    }
+    if (grouped) return;
+    if (inputs.end < w.kpad || w.kind == COMPACT_BF16) store_sums(sum, out);
+    else store_scaled(w, panel, first, sum, out);
 }
 
 // Calls work(Type<...>()) with the unpacker of a weight.
@@ -379,15 +366,29 @@ void with_panel(const Weight& w, int64_t panel, const F& f) {
 #endif
 
 // Vectors [FIRST, END) of a compact panel, for as many at a time as there are registers for.
-template <class Rows, int R, int FIRST, int END>
+template <class Rows, bool KEPT, int R, int FIRST, int END>
 void tiles_compact(
     const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, typename Rows::Element* keep, Ahead ahead,
     float* out
 ) {
     constexpr int V = std::min(VECTOR_REGISTERS > 1 && R > 2 ? 1 : vectors_beside(R), END - FIRST);
-    const auto run = keep ? tile_compact<Rows, true, R, FIRST, V> : tile_compact<Rows, false, R, FIRST, V>;
-    run(a, lda, w, panel, inputs, keep, FIRST + V < END ? Ahead{} : ahead, out + FIRST * 16);
-    if constexpr (FIRST + V < END) tiles_compact<Rows, R, FIRST + V, END>(a, lda, w, panel, inputs, keep, ahead, out);
+    tile_compact<Rows, KEPT, R, FIRST, V>(a, lda, w, panel, inputs, keep, FIRST + V < END ? Ahead{} : ahead, out + FIRST * 16);
+    if constexpr (FIRST + V < END) tiles_compact<Rows, KEPT, R, FIRST + V, END>(a, lda, w, panel, inputs, keep, ahead, out);
+}
+
+// R rows times a panel, whose numbers are unpacked in registers and, if KEPT, stored in `keep`.
+template <class Rows, bool KEPT, int R>
+void tile_of_numbers(
+    const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, typename Rows::Element* keep, Ahead ahead,
+    float* out
+) {
+    if (w.kind == COMPACT_BF16) return tiles_compact<Rows, KEPT, R, 0, 4>(a, lda, w, panel, inputs, keep, ahead, out);
+    with_numbers(w, [&](auto numbers) {
+        constexpr int V = VECTOR_REGISTERS > 1 ? 1 : R <= 3 ? 4 : 2;
+        for (int64_t first = 0; first < 4; first += V)
+            tile_packed<Rows, typename decltype(numbers)::type, KEPT, R, V>(
+                a, lda, w, panel, first, inputs, keep, first + V < 4 ? Ahead{} : ahead, out + first * 16);
+    });
 }
 
 // R rows times a panel. `unpacked`: null if there is only one tile; else the first tile stores these inputs of the panel there for
@@ -397,37 +398,17 @@ void tile_scaled(
     const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, void* unpacked, bool first_rows, Ahead ahead,
     float* out
 ) {
-    const bool grouped = summed_groups(w) > 1;
     const auto run = [&](auto kind, const auto* a, int64_t apart) {
         using Rows = decltype(kind);
-        using Element = typename Rows::Element;
-        const auto packed = [&](auto numbers, auto has_groups) {
-            constexpr int V = VECTOR_REGISTERS > 1 ? 1 : R <= 3 ? 4 : 2;
-            for (int64_t first = 0; first < 4; first += V) {
-                const Ahead then = first + V < 4 ? Ahead{nullptr, nullptr, 0} : ahead;
-                const auto run = unpacked ? tile_packed<Rows, typename decltype(numbers)::type, decltype(has_groups)::value, true, R, V>
-                                          : tile_packed<Rows, typename decltype(numbers)::type, decltype(has_groups)::value, false, R, V>;
-                run(a, apart, w, panel, first, inputs, static_cast<Element*>(unpacked), then, out + first * 16);
-            }
-        };
-        const auto plain = [&](auto has_groups) {
+        if constexpr (R >= LEAST_OF_SEVERAL) {
+            auto* const numbers = static_cast<typename Rows::Element*>(unpacked);
+            if (numbers && first_rows) return tile_of_numbers<Rows, true, R>(a, apart, w, panel, inputs, numbers, ahead, out);
             constexpr int W = vectors_beside(R);
-            for (int64_t first = 0; first < 4; first += W)
-                tile_unpacked<decltype(has_groups)::value, R, W>(
-                    a, apart, w, static_cast<const Element*>(unpacked), panel, first, inputs,
-                    first + W < 4 ? Ahead{nullptr, nullptr, 0} : ahead, out + first * 16);
-        };
-        if (unpacked && !first_rows) {
-            if (grouped) plain(std::true_type());
-            else plain(std::false_type());
-            return;
+            for (int64_t first = 0; numbers && first < 4; first += W)
+                tile_unpacked<R, W>(a, apart, w, numbers, panel, first, inputs, first + W < 4 ? Ahead{} : ahead, out + first * 16);
+            if (numbers) return;
         }
-        if (w.kind == COMPACT_BF16) return tiles_compact<Rows, R, 0, 4>(a, apart, w, panel, inputs, static_cast<Element*>(unpacked), ahead, out);
-        with_numbers(w, [&](auto numbers) {
-            if constexpr (decltype(numbers)::type::KIND != NVFP4)
-                if (grouped) return packed(numbers, std::true_type());
-            packed(numbers, std::false_type());
-        });
+        tile_of_numbers<Rows, false, R>(a, apart, w, panel, inputs, nullptr, ahead, out);
     };
     if (w.operand != BF16) return run(PairsOfF32(), static_cast<const float*>(rows) + row * lda + inputs.begin, lda);
 #if PAIR_PRODUCTS

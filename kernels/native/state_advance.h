@@ -13,10 +13,9 @@
 namespace {
 
 // On one thread, with memory for what is computed for a block.
-template <typename T, typename S>
+template <class Cells, typename S>
 class BlockAdvance {
-    using Shape = BlockShape<T, S>;
-    using Cells = typename Shape::Cells;
+    using Shape = BlockShape<Cells, S>;
     static constexpr int64_t STEPS = Shape::STEPS;
 
   public:

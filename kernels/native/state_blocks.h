@@ -12,6 +12,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "convolution.h"
 #include "numbers.h"
 #include "state_advance.h"
 #include "state_arithmetic.h"
@@ -32,10 +33,9 @@ struct DeltaTokens {  // of the gated delta rule
 };
 
 // A group's blocks of tokens on one thread, with memory for what is computed for a block.
-template <typename T, typename S>
+template <class Cells, typename S>
 class Blocks {
-    using Shape = BlockShape<T, S>;
-    using Cells = typename Shape::Cells;
+    using Shape = BlockShape<Cells, S>;
     static constexpr int64_t STEPS = Shape::STEPS;
 
   public:
@@ -45,7 +45,7 @@ class Blocks {
           c_(weights_ + reads * s_.heads * GRID * STEPS), widened_(c_ + reads * GRID * s_.row), advance_(shape, widened_ + widened(shape)) {}
 
     static int64_t scratch(const Shape& s, int64_t reads) {  // words
-        return s.heads * GRID * (1 + reads * STEPS) + reads * GRID * s.row + widened(s) + BlockAdvance<T, S>::scratch(s);
+        return s.heads * GRID * (1 + reads * STEPS) + reads * GRID * s.row + widened(s) + BlockAdvance<Cells, S>::scratch(s);
     }
 
     // Adds tokens [first, first + count) to the pending ones.
@@ -108,15 +108,14 @@ class Blocks {
     }
 
     // out [count, heads * head]: the outputs of tokens [begin, begin + count) of the block, the last ones taken, which are tokens `first`
-    // and so on of `in`. `state`: null for zeros. visit(h, slice, t): called once for each token of a slice.
-    template <typename Visit>
-    void read(Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const BlockTokens& in, float* out, Visit&& visit) const {
+    // and so on of `in`. `state`: null for zeros.
+    void read(Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const BlockTokens& in, float* out, const ReadNext& next) const {
         grow(pending);
         for (int64_t t = 0; t < count; t++) weigh_tokens(pending, t, begin + t, begin + t + 1);
 #if AMX_TILES
-        if constexpr (Shape::TILES) return read_in_tiles(pending, begin, first, count, state, in, out, visit);
+        if constexpr (Shape::TILES) return read_in_tiles(pending, begin, first, count, state, in, out, next);
 #endif
-        each_tokens<4>(pending, begin, count, state, visit, [&](auto vectors, auto group, const uint32_t* cells, const StateAhead* ahead, int64_t h, int64_t lane, int64_t t) {
+        each_tokens<4>(pending, begin, first, count, state, next, [&](auto vectors, auto group, const uint32_t* cells, const StateAhead* ahead, int64_t h, int64_t lane, int64_t t) {
             const uint32_t* taken = pending.words + s_.x_at + h * STEPS * s_.lanes + lane;
             const float* x = in.x + first * s_.heads * s_.head + h * s_.head + lane;
             read_rows<vectors(), group()>(cells, ahead, taken, x, in.d[h], h, begin, t, s_.head - lane, out + h * s_.head + lane);
@@ -124,9 +123,8 @@ class Blocks {
     }
 
     // The same for the gated delta rule, whose tokens' changes are added to the pending ones. `out`: has the tokens' values.
-    template <typename Visit>
     void solve(
-        Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const DeltaTokens& in, float* out, Visit&& visit
+        Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const DeltaTokens& in, float* out, const ReadNext& next
     ) const {
         grow(pending);
         for (int64_t t = 0; t < count; t++) {
@@ -134,9 +132,9 @@ class Blocks {
             weigh_tokens(pending, 2 * t + 1, begin + t, begin + t + 1);
         }
 #if AMX_TILES
-        if constexpr (Shape::TILES) return solve_in_tiles(pending, begin, first, count, state, in, out, visit);
+        if constexpr (Shape::TILES) return solve_in_tiles(pending, begin, first, count, state, in, out, next);
 #endif
-        each_tokens<2>(pending, begin, count, state, visit, [&](auto vectors, auto group, const uint32_t* cells, const StateAhead* ahead, int64_t h, int64_t lane, int64_t t) {
+        each_tokens<2>(pending, begin, first, count, state, next, [&](auto vectors, auto group, const uint32_t* cells, const StateAhead* ahead, int64_t h, int64_t lane, int64_t t) {
             uint32_t* changes = pending.words + s_.x_at + h * STEPS * s_.lanes + lane;
             const float* betas = in.betas + first * s_.heads + h;
             solve_rows<vectors(), group()>(cells, ahead, nullptr, changes, betas, h, begin, t, s_.head - lane, out + h * s_.head + lane);
@@ -188,9 +186,11 @@ class Blocks {
     uint32_t* weights_of(int64_t h, int64_t row) const { return weights_ + (h * reads_ * GRID + row) * STEPS; }
 
     // The last `count` tokens, slice by slice, MOST at a time: each(vectors, group, cells, ahead, h, lane, t), of a group of tokens from t
-    // on, with the slice's cells of the state, and what to prefetch meanwhile. visit(h, lane, t): called for each token behind its slice.
-    template <int MOST, typename Visit, typename Each>
-    void each_tokens(Pending pending, int64_t begin, int64_t count, const S* state, Visit&& visit, Each&& each) const {
+    // on, with the slice's cells of the state, and what to prefetch meanwhile.
+    template <int MOST, typename Each>
+    void each_tokens(
+        Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const ReadNext& next, Each&& each
+    ) const {
         s_.each_slice([&](int64_t h, int64_t lane, auto vectors) {
             const uint32_t* cells = state ? cells_of<vectors()>(s_.slice_of(state, h, lane)) : nullptr;
             if (count == 1) {
@@ -199,7 +199,7 @@ class Blocks {
             } else {
                 in_groups<MOST>(count, [&](auto group, int64_t t) { each(vectors, group, cells, nullptr, h, lane, t); });
             }
-            for (int64_t t = 0; t < count; t++) visit(h, lane, t);
+            for (int64_t t = 0; t < count; t++) next.prefetch(first + t, h * s_.head + lane, STATE_SLICE);
         });
     }
 
@@ -243,8 +243,7 @@ class Blocks {
 
 #if AMX_TILES
     // `read` by tiles: of all tokens, the products with a slice of the state, and those of weights with x dt.
-    template <typename Visit>
-    void read_in_tiles(Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const BlockTokens& in, float* out, Visit&& visit) const {
+    void read_in_tiles(Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const BlockTokens& in, float* out, const ReadNext& next) const {
         const int64_t width = s_.heads * s_.head;
         StateTiles::begin(count);
         s_.each_slice([&](int64_t h, int64_t lane, auto vectors) {
@@ -263,15 +262,14 @@ class Blocks {
                     if (state) sum = fmadd(load_floats(of_state + t * STATE_SLICE + 16 * v), growth, sum);
                     store16(to + 16 * v, mask, sum);
                 });
-                visit(h, lane, t);
+                next.prefetch(first + t, h * s_.head + lane, STATE_SLICE);
             }
         });
         release_tiles();
     }
 
     // `solve` by tiles: of all tokens, the products with a slice of the state.
-    template <typename Visit>
-    void solve_in_tiles(Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const DeltaTokens& in, float* out, Visit&& visit) const {
+    void solve_in_tiles(Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const DeltaTokens& in, float* out, const ReadNext& next) const {
         s_.each_slice([&](int64_t h, int64_t lane, auto vectors) {
             constexpr int V = vectors();
             alignas(64) float of_state[2 * GRID * STATE_SLICE];
@@ -286,7 +284,7 @@ class Blocks {
                 const float* betas = in.betas + first * s_.heads + h;
                 solve_rows<V, group()>(nullptr, nullptr, known, changes, betas, h, begin, t, s_.head - lane, out + h * s_.head + lane);
             });
-            for (int64_t t = 0; t < count; t++) visit(h, lane, t);
+            for (int64_t t = 0; t < count; t++) next.prefetch(first + t, h * s_.head + lane, STATE_SLICE);
         });
     }
 
@@ -342,7 +340,7 @@ class Blocks {
     const bool more_;
     float* const growth_;  // [heads, GRID]: what is left of the state before the block
     uint32_t *const weights_, *const c_, *const widened_;
-    const BlockAdvance<T, S> advance_;
+    const BlockAdvance<Cells, S> advance_;
 };
 
 }  // namespace

@@ -33,9 +33,9 @@ void one_number(P* slice, int64_t rest, int64_t at, int v, int64_t h, int64_t la
 }
 
 // f(rows, input, head, channel): with two rows of 16 channels at a time; says whether they are to be stored.
-template <typename T, typename S, typename P, typename F>
-void each_number(const BlockShape<T, S>& shape, P* state, F&& f) {
-    using Shape = BlockShape<T, S>;
+template <class Cells, typename S, typename P, typename F>
+void each_number(const BlockShape<Cells, S>& shape, P* state, F&& f) {
+    using Shape = BlockShape<Cells, S>;
     shape.each_slice([&](int64_t h, int64_t lane, auto vectors) {
         constexpr int V = vectors();
         P* slice = shape.slice_of(state, h, lane);
@@ -47,14 +47,14 @@ void each_number(const BlockShape<T, S>& shape, P* state, F&& f) {
     });
 }
 
-template <typename T, typename S>
-int64_t plain_at(const BlockShape<T, S>& shape, PlainStrides strides, int64_t h, int64_t channel, int64_t input) {
+template <class Cells, typename S>
+int64_t plain_at(const BlockShape<Cells, S>& shape, PlainStrides strides, int64_t h, int64_t channel, int64_t input) {
     return h * shape.head * shape.n + channel * strides.channel + input * strides.input;
 }
 
 // A state without pending tokens, of numbers with these strides, from its slices and back.
-template <typename T, typename S>
-void state_to_plain(const BlockShape<T, S>& shape, const S* state, PlainStrides strides, S* plain) {
+template <class Cells, typename S>
+void state_to_plain(const BlockShape<Cells, S>& shape, const S* state, PlainStrides strides, S* plain) {
     each_number(shape, state, [&](Floats (&sum)[2][1], int64_t at, int64_t h, int64_t lane) {
         alignas(64) float numbers[16];
         for (int64_t r = 0; r < 2 && at + r < shape.n; r++) {
@@ -65,8 +65,8 @@ void state_to_plain(const BlockShape<T, S>& shape, const S* state, PlainStrides 
         return false;
     });
 }
-template <typename T, typename S>
-void state_from_plain(const BlockShape<T, S>& shape, const S* plain, PlainStrides strides, S* state) {
+template <class Cells, typename S>
+void state_from_plain(const BlockShape<Cells, S>& shape, const S* plain, PlainStrides strides, S* state) {
     each_number(shape, state, [&](Floats (&sum)[2][1], int64_t at, int64_t h, int64_t lane) {
         for (int64_t r = 0; r < 2; r++) {
             alignas(64) float numbers[16] = {};

@@ -21,10 +21,10 @@ using StateCells = std::conditional_t<BF16_PAIRS && std::is_same_v<T, uint16_t>,
 
 inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Sizes of a group of heads, for windows of type T and states of type S. A word has 32 bits.
-template <typename T, typename S>
+// Sizes of a group of heads, for products of CELLS and states of type S. A word has 32 bits.
+template <class CELLS, typename S>
 struct BlockShape {
-    using Cells = StateCells<T>;
+    using Cells = CELLS;
     static constexpr bool PAIRS = Cells::EACH == 2, SPLIT = PAIRS && sizeof(S) == 4, TILES = PAIRS && AMX_TILES;
     static constexpr int64_t STEPS = GRID / Cells::EACH;  // cells of 16 tokens
 

@@ -69,7 +69,7 @@ void unpack_and_multiply(
     }
     release_tiles();
     if (groups == 1) scale_outputs(w, panel, rows, sums);
-    finish_rows<4>(job, groups > 1 ? totals : sums, row, rows, panel * PANEL);
+    finish<4>(job, groups > 1 ? totals : sums, row, rows, panel * PANEL);
 }
 
 // Adds products of rows [begin, end) with a slice of a panel to sums [rows, PANEL], which begin with the first slice.
@@ -149,7 +149,7 @@ void long_panels(const Product& job, int64_t begin, int64_t end, int64_t panel, 
     for (int64_t p = panel; p < panels_end; p++) {
         float* const sums = all_sums + (p - panel) * size;
         scale_outputs(w, p, end - begin, sums);
-        finish_rows<4>(job, sums, begin, end - begin, p * PANEL);
+        finish<4>(job, sums, begin, end - begin, p * PANEL);
     }
 }
 
