@@ -63,7 +63,14 @@ inline WordPart in_register(WordPart x) {
     return x;
 }
 
-// In a table of 128: one shuffle for each 16 of them. A shuffle gives 0 where bit 7 of its index is set.
+// A shuffle gives 0 where bit 7 of its index is set.
+inline WordPart lookup_32_bytes(const uint8_t* table, WordPart index) {
+    const __m256i other = _mm256_xor_si256((__m256i)index, _mm256_set1_epi8(16)), above = _mm256_set1_epi8(0x70);
+    const __m256i first = _mm256_shuffle_epi8((__m256i)quarter_everywhere(table), _mm256_adds_epu8((__m256i)index, above));
+    return (WordPart)_mm256_or_si256(first, _mm256_shuffle_epi8((__m256i)quarter_everywhere(table + 16), _mm256_adds_epu8(other, above)));
+}
+
+// In a table of 128: one shuffle for each 16 of them.
 inline WordPart lookup_bytes_of(const uint8_t* table, WordPart index) {
     const __m256i own = _mm256_and_si256((__m256i)index, _mm256_set1_epi8(127));
     __m256i found = _mm256_setzero_si256();

@@ -54,6 +54,10 @@ inline WordPart in_register(WordPart x) {
     return x;
 }
 
+inline WordPart lookup_32_bytes(const uint8_t* table, WordPart index) {
+    return (WordPart)vqtbl2q_u8(vld1q_u8_x2(table), (uint8x16_t)index);
+}
+
 // In a table of 128: two lookups in tables of 64, each of which gives 0 for an index beyond it.
 inline WordPart lookup_bytes_of(const uint8_t* table, WordPart index) {
     const uint8x16_t own = vandq_u8((uint8x16_t)index, vdupq_n_u8(127));

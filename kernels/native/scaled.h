@@ -126,11 +126,11 @@ struct Uint4 {
     struct Group {
         Words shift;  // of even and odd inputs
     };
-    Words table;
-    Uint4() {
-        alignas(64) uint16_t words[32];
-        for (int i = 0; i < 32; i++) words[i] = bits_of(float(ZEROS ? i - 16 : (i & 15) - 8));
-        table = load_words(words);
+    const HalfTable table = made();
+    static HalfTable made() {
+        uint16_t halves[32];
+        for (int i = 0; i < 32; i++) halves[i] = bits_of(float(ZEROS ? i - 16 : (i & 15) - 8));
+        return HalfTable(halves);
     }
     static const uint8_t* chunk(const uint8_t* panel, int64_t i) { return panel + i * (PANEL / 2); }
     Group begin(const Weight& w, const uint8_t*, int64_t scales, int64_t, int64_t vector) const {

@@ -124,7 +124,11 @@ inline void transpose_quarters(Words (&x)[4]) {
     x[2] = _mm512_shuffle_i32x4(c, d, 0x88), x[3] = _mm512_shuffle_i32x4(c, d, 0xdd);
 }
 inline Words shuffle_bytes(Words a, Words order) { return _mm512_shuffle_epi8(a, order); }
-inline Words lookup_halves(Words index, Words table) { return _mm512_permutexvar_epi16(index, table); }
+struct HalfTable {
+    Words halves;
+    explicit HalfTable(const uint16_t (&halves)[32]) : halves(load_words(halves)) {}
+};
+inline Words lookup_halves(Words index, const HalfTable& table) { return _mm512_permutexvar_epi16(index, table.halves); }
 
 #if defined(__AVX512VBMI__)
 inline Words lookup_bytes(const Words (&table)[2], Words index) { return _mm512_permutex2var_epi8(table[0], index, table[1]); }

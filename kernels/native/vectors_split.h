@@ -285,12 +285,23 @@ FORWARD Two<V> lookup_bytes_of(const uint8_t* table, Two<V> index) {
 FORWARD Words lookup_bytes(const Words (&table)[2], Words index) {
     return lookup_bytes_of(reinterpret_cast<const uint8_t*>(table), index);
 }
-inline Words lookup_halves(Words index, Words table) {
-    uint16_t at[32], from[32], found[32];
-    store_words(at, index), store_words(from, table);
-    for (int i = 0; i < 32; i++) found[i] = from[at[i] & 31];
-    return load_words(found);
+
+struct HalfTable {  // lower and upper bytes
+    alignas(64) uint8_t low[32], high[32];
+    explicit HalfTable(const uint16_t (&halves)[32]) {
+        for (int i = 0; i < 32; i++) low[i] = uint8_t(halves[i]), high[i] = uint8_t(halves[i] >> 8);
+    }
+};
+// The index in both bytes of a half: one of them finds the lower byte, the other the upper one.
+FORWARD WordPart lookup_halves_of(const HalfTable& table, WordPart index) {
+    const WordPart own = index & 0x001f001fu, both = own | own << 8;
+    return (lookup_32_bytes(table.low, both) & 0x00ff00ffu) | (lookup_32_bytes(table.high, both) & 0xff00ff00u);
 }
+template <class V>
+FORWARD Two<V> lookup_halves_of(const HalfTable& table, Two<V> index) {
+    return {lookup_halves_of(table, index.low), lookup_halves_of(table, index.high)};
+}
+FORWARD Words lookup_halves(Words index, const HalfTable& table) { return lookup_halves_of(table, index); }
 
 FORWARD void low_bytes_to(int8_t* p, WordPart v) {
     const LowestPart narrow = __builtin_convertvector(v, LowestPart);
