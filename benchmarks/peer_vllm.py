@@ -27,12 +27,14 @@ SETTINGS = {
 
 
 def limit_instructions(name: str | None) -> None:
-    """Loads the build that vLLM ships for processors without AVX-512 ("avx2"), or without its BF16 ("avx512")."""
+    """Loads the build that vLLM ships for processors without AVX-512 ("avx2"), or without its BF16 ("avx512").
+    Neither uses AMX, which vLLM's attention would choose otherwise."""
     if name is None:
         return
     import torch
 
     assert name in ("avx2", "avx512"), name
+    torch.cpu._is_amx_tile_supported = lambda: False
     torch.cpu._is_avx512_bf16_supported = lambda: False
     if name == "avx2":
         torch.cpu._is_avx512_supported = lambda: False
