@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "cells.h"
@@ -20,23 +19,6 @@ struct Projected {  // of a few tokens, `ld` apart: the channels before the conv
 struct Part {  // some of the channels, or of the inputs behind them
     int64_t begin, count;
     float* out;  // where the convolution's outputs go, [tokens, count]
-};
-
-// What is read after a slice of a group's outputs: a token's gates, and as many inputs of the next tokens.
-struct ReadNext {
-    Projected in;
-    const Part (&channels)[3];
-    Part gates;
-
-    // Behind the outputs of token `t` from `output` on, `count` of them.
-    void prefetch(int64_t t, int64_t output, int64_t count) const {
-        const float* rows = in.rows + t * in.ld;
-        for (int64_t i = output; in.gated && i < std::min(output + count, gates.count); i += 16) {
-            prefetch_far(rows + gates.begin + i);
-            for (const Part& part : channels)
-                if (in.more && i < part.count) prefetch_far(rows + in.tokens * in.ld + part.begin + i);
-        }
-    }
 };
 
 // KEEP + 1 taps, then SiLU. An input is rounded to the window's type once it is no longer the newest.

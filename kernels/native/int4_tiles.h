@@ -128,12 +128,11 @@ void tile_int4_bytes(
                 uint8_t* const bytes = unpacked ? unpacked + unpacked_at(w, first) + begin / 4 * UNPACKED_VECTORS * LINE : nullptr;
                 float* const to = out + first * 16;
                 const uint8_t* const b = packed + begin * PANEL / 2;
-                if constexpr (R >= LEAST_OF_SEVERAL) {
-                    if (bytes && first_rows) add_packed_group<R, V, true, ZEROS>(x, lda, end - begin, b, bytes, first, less, w, at, !g, ahead, to);
-                    else if constexpr (!INT4_TILES)
-                        if (bytes) add_unpacked_group<R, V, ZEROS>(x, lda, end - begin, bytes, less, w, at, !g, ahead, to);
-                }
                 if (!bytes) add_packed_group<R, V, false, ZEROS>(x, lda, end - begin, b, bytes, first, less, w, at, !g, ahead, to);
+                else if constexpr (R >= LEAST_OF_SEVERAL) {
+                    if (first_rows) add_packed_group<R, V, true, ZEROS>(x, lda, end - begin, b, bytes, first, less, w, at, !g, ahead, to);
+                    else if constexpr (!INT4_TILES) add_unpacked_group<R, V, ZEROS>(x, lda, end - begin, bytes, less, w, at, !g, ahead, to);
+                }
             }
     };
     if (w.zeros) run(std::true_type());

@@ -203,10 +203,10 @@ inline ALWAYS void store_scaled(const Weight& w, int64_t panel, int64_t first, c
     }
 }
 
-// The totals at `out` = sum * scale, of the first group, or += of group g. In registers there is no place for them.
+// The totals at `out` = sum * scale, of the first group, or += of a later group g, whose scales begin at `scales`. In registers there is no place
+// for them.
 template <int R, int V>
-inline ALWAYS void add_group(const Weight& w, int64_t panel, int64_t g, int64_t first, const Floats (&sum)[R][V], float* out) {
-    const int64_t scales = (panel * summed_groups(w) + g) * PANEL;
+inline ALWAYS void add_group(const Weight& w, int64_t scales, int64_t g, int64_t first, const Floats (&sum)[R][V], float* out) {
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
         const Floats scale = group_scales(w, scales + (first + v) * 16);
@@ -268,7 +268,7 @@ __attribute__((noinline)) void tile_packed(
             if constexpr (KEPT) keep += CHUNK * PANEL;
         }
         if (grouped) {
-            add_group(w, panel, g, first, sum, out);
+            add_group(w, scales, g, first, sum, out);
             set_zero(sum);
         }
     }
@@ -282,8 +282,8 @@ template <int R, int W, class T>
 __attribute__((noinline)) void tile_unpacked(
     const T* a, int64_t lda, const Weight& w, const T* unpacked, int64_t panel, int64_t first, Inputs inputs, Ahead ahead, float* out
 ) {
-    const bool grouped = summed_groups(w) > 1;
-    const int64_t width = grouped ? w.group : w.kpad;
+    const int64_t groups = summed_groups(w), width = groups > 1 ? w.group : w.kpad;
+    const bool grouped = groups > 1;
     Floats sum[R][W];
     int64_t g = inputs.begin / width;
     for (int64_t i = inputs.begin; i < inputs.end; g++) {
@@ -291,7 +291,7 @@ __attribute__((noinline)) void tile_unpacked(
         load_sums(grouped || !i, out, sum);
         add_inputs(a + from, lda, end - i, unpacked + from * PANEL + first * (LINE / int64_t(sizeof(T))), W < 4 && !first, ahead, sum);
         i = end;
-        if (grouped) add_group(w, panel, g, first, sum, out);
+        if (grouped) add_group(w, (panel * groups + g) * PANEL, g, first, sum, out);
     }
     if (grouped) return;
     if (inputs.end < w.kpad || w.kind == COMPACT_BF16) store_sums(sum, out);
@@ -400,14 +400,14 @@ void tile_scaled(
 ) {
     const auto run = [&](auto kind, const auto* a, int64_t apart) {
         using Rows = decltype(kind);
-        if constexpr (R >= LEAST_OF_SEVERAL) {
-            auto* const numbers = static_cast<typename Rows::Element*>(unpacked);
-            if (numbers && first_rows) return tile_of_numbers<Rows, true, R>(a, apart, w, panel, inputs, numbers, ahead, out);
-            constexpr int W = vectors_beside(R);
-            for (int64_t first = 0; numbers && first < 4; first += W)
-                tile_unpacked<R, W>(a, apart, w, numbers, panel, first, inputs, first + W < 4 ? Ahead{} : ahead, out + first * 16);
-            if (numbers) return;
-        }
+        if constexpr (R >= LEAST_OF_SEVERAL)
+            if (auto* const numbers = static_cast<typename Rows::Element*>(unpacked)) {
+                if (first_rows) return tile_of_numbers<Rows, true, R>(a, apart, w, panel, inputs, numbers, ahead, out);
+                constexpr int W = vectors_beside(R);
+                for (int64_t first = 0; first < 4; first += W)
+                    tile_unpacked<R, W>(a, apart, w, numbers, panel, first, inputs, first + W < 4 ? Ahead{} : ahead, out + first * 16);
+                return;
+            }
         tile_of_numbers<Rows, false, R>(a, apart, w, panel, inputs, nullptr, ahead, out);
     };
     if (w.operand != BF16) return run(PairsOfF32(), static_cast<const float*>(rows) + row * lda + inputs.begin, lda);

@@ -32,6 +32,23 @@ struct DeltaTokens {  // of the gated delta rule
     const float *k, *q;               // [tokens, n]
 };
 
+// What is read after a slice of a group's outputs: a token's gates, and as many inputs of the next tokens.
+struct ReadNext {
+    Projected in;
+    const Part (&channels)[3];
+    Part gates;
+
+    // After the slice of token `t` that begins with this output.
+    void prefetch(int64_t t, int64_t output) const {
+        const float* rows = in.rows + t * in.ld;
+        for (int64_t i = output; in.gated && i < std::min(output + STATE_SLICE, gates.count); i += 16) {
+            prefetch_far(rows + gates.begin + i);
+            for (const Part& part : channels)
+                if (in.more && i < part.count) prefetch_far(rows + in.tokens * in.ld + part.begin + i);
+        }
+    }
+};
+
 // A group's blocks of tokens on one thread, with memory for what is computed for a block.
 template <class Cells, typename S>
 class Blocks {
@@ -199,7 +216,7 @@ class Blocks {
             } else {
                 in_groups<MOST>(count, [&](auto group, int64_t t) { each(vectors, group, cells, nullptr, h, lane, t); });
             }
-            for (int64_t t = 0; t < count; t++) next.prefetch(first + t, h * s_.head + lane, STATE_SLICE);
+            for (int64_t t = 0; t < count; t++) next.prefetch(first + t, h * s_.head + lane);
         });
     }
 
@@ -262,7 +279,7 @@ class Blocks {
                     if (state) sum = fmadd(load_floats(of_state + t * STATE_SLICE + 16 * v), growth, sum);
                     store16(to + 16 * v, mask, sum);
                 });
-                next.prefetch(first + t, h * s_.head + lane, STATE_SLICE);
+                next.prefetch(first + t, h * s_.head + lane);
             }
         });
         release_tiles();
@@ -284,7 +301,7 @@ class Blocks {
                 const float* betas = in.betas + first * s_.heads + h;
                 solve_rows<V, group()>(nullptr, nullptr, known, changes, betas, h, begin, t, s_.head - lane, out + h * s_.head + lane);
             });
-            for (int64_t t = 0; t < count; t++) next.prefetch(first + t, h * s_.head + lane, STATE_SLICE);
+            for (int64_t t = 0; t < count; t++) next.prefetch(first + t, h * s_.head + lane);
         });
     }
 
