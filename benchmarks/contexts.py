@@ -4,9 +4,10 @@
 
 Two random models with 768 numbers per token, each with layers of one kind alone: 8 of Mamba-2, and 2 of attention
 with 4 key/value heads of 64. Both are served in bfloat16; each length is asked for once in each round. A prompt's time
-is the time to its first token; decoding is timed from there to the last token, so that prompts are not part of it. The
-result has medians. For attention it also has the memory bandwidth that the growth of a step's time between the shortest
-and the longest context stands for: a step reads each key and value once. Run it on an idle machine.
+is the server's time to its first token; decoding is timed from there to the last token, so that prompts are not part of
+it. Answers are sent whole: a message for each token would take time of the same cores. The result has medians. For
+attention it also has the memory bandwidth that the growth of a step's time between the shortest and the longest context
+stands for: a step reads each key and value once. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import json
 import random
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,12 +47,10 @@ def model(kind: str, folder: Path) -> Path:
 def ask(client: saccade.Client, tokens: int, new_tokens: int) -> tuple[float, float]:
     """Seconds of a prompt of so many tokens, and of each token after the first."""
     prompt = random.Random(tokens).choices(range(3, VOCAB), k=tokens)
-    times = [time.perf_counter()]
-    with client.stream(prompt, max_tokens=new_tokens, temperature=0, ignore_eos=True) as stream:
-        for _ in stream:
-            times.append(time.perf_counter())
-        assert len(stream.final().token_ids) == new_tokens
-    return times[1] - times[0], (times[-1] - times[1]) / (new_tokens - 1)
+    usage = client.generate(prompt, max_tokens=new_tokens, temperature=0, ignore_eos=True).usage
+    first, last = usage.time_to_first_token, usage.time_to_last_token
+    assert usage.completion_tokens == new_tokens and first is not None and last is not None
+    return first, (last - first) / (new_tokens - 1)
 
 
 def measure(path: Path, lengths: Sequence[int], new_tokens: int, rounds: int) -> list[dict[str, float]]:

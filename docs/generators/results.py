@@ -188,7 +188,13 @@ def hybrid_transformers() -> str:
 
 def qwen_vllm() -> str:
     """A random checkpoint of Qwen3.5 0.8B's shape, beside vLLM."""
-    return comparison_table("compare-qwen3_5-vllm*", "vLLM")
+    processors = {"zen5": "AMD EPYC, Zen 5", "amx": "Intel Xeon with AMX"}
+    kinds = {
+        f"qwen3_5-vllm-{part}-{label}": ("vLLM", f"{processor}, {part}")
+        for label, processor in processors.items()
+        for part in ("decode", "prompts")
+    }
+    return titled_tables({**kinds, "qwen3_5-vllm-images": ("vLLM", "Images, on Zen 4 before states in blocks")})
 
 
 def qwen_llamacpp() -> str:

@@ -93,8 +93,9 @@ void attend_few(
             for (int64_t at = begun; at < behind; at += SPAN) {
                 const int64_t i = at - begun;
                 const bool more = i < then.count && h < following;
-                Upcoming<SPAN> upcoming = more ? Upcoming<SPAN>(then.of[0] + i, then.of[1] + i, bytes, h * apart) : Upcoming<SPAN>(now.of[0][0]);
+                Upcoming<T, SPAN> upcoming = more ? Upcoming<T, SPAN>(then.of[0] + i, then.of[1] + i, bytes, h * apart) : Upcoming<T, SPAN>();
                 few.attend_to(h, keys, at, std::min(at + SPAN, behind), first, upcoming);
+                upcoming.fetch_rest();
             }
     }
     few.finish(source);

@@ -1,5 +1,5 @@
 // Attention of up to 16 queries of each of several heads by tiles of AMX, with the bits of flash_amx.h: the same products of a single
-// tile of queries. Keys are packed as soon as they are read.
+// tile of queries. Keys are the rows of the scores' product, so tiles of them are read where they lie.
 
 #pragma once
 
@@ -17,32 +17,34 @@ class FewInTiles {
   public:
     static constexpr int64_t SPAN = KEY_BLOCK;
 
-    FewInTiles(int64_t width, float scale, int64_t heads, int64_t count) : head_(width, scale), heads_(heads), count_(count) {}
+    FewInTiles(int64_t width, float scale, int64_t heads, int64_t count)
+        : head_(width, scale), heads_(heads), count_(count), lines_((2 * width + AMX_BYTES - 1) / AMX_BYTES) {}
 
     int64_t floats() const {
-        return Scratch::floats<Block>(heads_) + heads_ * Block::floats(head_) + Scratch::floats<uint32_t>(of_keys())
-            + Scratch::floats<uint32_t>(of_values());
+        return Scratch::floats<Block>(heads_) + heads_ * (Block::floats(head_) + Scratch::floats<uint32_t>(of_columns()))
+            + Scratch::floats<uint32_t>(SPAN / 2 * head_.row()) + Scratch::floats<uint16_t>((STEP_KEYS + 1) * row());
     }
     template <typename Source>
     void begin(const Source& source, Scratch& scratch) {
-        blocks_ = scratch.take<Block>(heads_);
-        for (int64_t h = 0; h < heads_; h++) blocks_[h].begin(head_, source.of(h), 0, count_, scratch);
-        keys_.keys = scratch.take<uint32_t>(of_keys()), keys_.values = scratch.take<uint32_t>(of_values());
+        blocks_ = scratch.take<Block>(heads_), columns_ = scratch.take<uint32_t>(heads_ * of_columns());
+        values_ = scratch.take<uint32_t>(SPAN / 2 * head_.row()), keys_ = scratch.take<uint16_t>(STEP_KEYS * row());
+        zeros_ = scratch.take<uint16_t>(row());
+        std::fill_n(keys_, STEP_KEYS * row(), 0), std::fill_n(zeros_, row(), 0);
+        for (int64_t h = 0; h < heads_; h++) {
+            blocks_[h].begin(head_, source.of(h), 0, count_, scratch);
+            for (int64_t step = 0; step < head_.steps; step++) {
+                const uint32_t* const queries = blocks_[h].queries + 16 * step;
+                transpose16([&](int64_t i) ALWAYS { return load_words(queries + i * 16 * head_.steps); }, columns_ + h * of_columns() + step * 256, 16);
+            }
+        }
     }
     // Keys [at, to) of a window, at most SPAN, for head h; none before `first` counts.
-    void attend_to(int64_t h, const Window<uint16_t>& window, int64_t at, int64_t to, int64_t first, Upcoming<SPAN>& upcoming) {
-        keys_.begin = at, keys_.end = to;
-        for (int64_t tile = at; tile < (to + STEP_KEYS - 1) / STEP_KEYS * STEP_KEYS; tile += 16)
-            pack_tile(head_, keys_, tile, to - tile, [&](int64_t i, int64_t cell) ALWAYS {
-                upcoming.fetch(1);
-                return Bf16Cells::row(window.row(window.keys, tile + i, h), head_.width, cell);
-            }, [&](int64_t i, int64_t feature, Words (&cells)[2]) ALWAYS {
-                upcoming.fetch(2);
-                const uint16_t* const a = window.row(window.values, tile + i, h) + feature;
-                const uint16_t* const b = window.row(window.values, tile + i + 1, h) + feature;
-                Bf16Cells::between(a, b, head_.width - feature, cells);
-            });
-        attention_.walk(blocks_[h], keys_, first);
+    void attend_to(int64_t h, const Window<uint16_t>& window, int64_t at, int64_t to, int64_t first, Upcoming<uint16_t, SPAN>& upcoming) {
+        const int64_t steps = (to - at + STEP_KEYS - 1) / STEP_KEYS;
+        for (int64_t i = 0; i < steps; i++) score(window, h, at + i * STEP_KEYS, attention_.scores() + i * STEP_KEYS, upcoming);
+        if (head_.width % 32) pair_values<false>(window, h, at, at + steps * STEP_KEYS, to, upcoming);
+        else pair_values<true>(window, h, at, at + steps * STEP_KEYS, to, upcoming);
+        attention_.with_steps(steps, [&](auto S) ALWAYS { attention_.weigh_and_add<1, S()>(blocks_[h], at, first, values_); });
     }
     template <typename Source>
     void finish(const Source& source) {
@@ -52,14 +54,64 @@ class FewInTiles {
 
   private:
     using Block = QueryBlock<1>;
-    int64_t of_keys() const { return SPAN * head_.steps * 16; }
-    int64_t of_values() const { return SPAN / 2 * head_.row(); }
+    int64_t row() const { return 32 * head_.steps; }  // numbers of a key with padding
+    int64_t of_columns() const { return 256 * head_.steps; }
+
+    // Scores [queries, STEP_KEYS], KEY_BLOCK apart, of keys from `at` on.
+    void score(const Window<uint16_t>& window, int64_t h, int64_t at, float* scores, Upcoming<uint16_t, SPAN>& upcoming) {
+        alignas(64) float found[2][AMX_ROWS * AMX_ROWS];  // [keys, queries]
+        const Rows a = rows_of(window, h, at, 0), b = rows_of(window, h, at + AMX_ROWS, 1);
+        zero_tile<0>(), zero_tile<1>();
+        for (int64_t step = 0; step < head_.steps; step++) {
+            load_tile<6>(columns_ + h * of_columns() + step * 256, AMX_BYTES);
+            load_tile<4>(a.at + 32 * step, a.stride), dot_bf16<0, 4, 6>();
+            load_tile<5>(b.at + 32 * step, b.stride), dot_bf16<1, 5, 6>();
+        }
+        store_tile<0>(found[0], AMX_BYTES), store_tile<1>(found[1], AMX_BYTES);
+        for (int64_t tile = 0; tile < 2; tile++) {
+            upcoming.fetch(4 * lines_);
+            transpose16([&](int64_t i) ALWAYS { return load_words(found[tile] + i * 16); }, reinterpret_cast<uint32_t*>(scores + 16 * tile), KEY_BLOCK);
+        }
+    }
+
+    struct Rows {
+        const uint16_t* at;
+        int64_t stride;  // bytes
+    };
+    // 16 keys: in their page, if they follow each other there, or copied to `keys_`.
+    Rows rows_of(const Window<uint16_t>& window, int64_t h, int64_t at, int64_t tile) {
+        const uint16_t* const first = window.row(window.keys, at, h);
+        bool there = at + AMX_ROWS <= window.end && head_.width % 32 == 0;
+        for (int64_t i = 1; i < AMX_ROWS && there; i++) there = window.row(window.keys, at + i, h) == first + i * head_.width;
+        if (there) return {first, 2 * head_.width};
+        uint16_t* const copy = keys_ + tile * AMX_ROWS * row();
+        for (int64_t i = 0; i < AMX_ROWS; i++) std::copy_n(window.row(window.keys, at + i, h), head_.width, copy + i * row());
+        return {copy, 2 * row()};
+    }
+
+    // Values [at, behind) in pairs, zeros from `to` on. WHOLE: a row has whole vectors.
+    template <bool WHOLE>
+    void pair_values(const Window<uint16_t>& window, int64_t h, int64_t at, int64_t behind, int64_t to, Upcoming<uint16_t, SPAN>& upcoming) {
+        uint32_t* out = values_;
+        for (int64_t i = at; i < behind; i += 2, out += head_.row()) {
+            const uint16_t* const a = i < to ? window.row(window.values, i, h) : zeros_;
+            const uint16_t* const b = i + 1 < to ? window.row(window.values, i + 1, h) : zeros_;
+            upcoming.fetch(lines_ + lines_ / 2);
+            for (int64_t feature = 0; feature < head_.row(); feature += 32) {
+                Words cells[2];
+                Bf16Cells::between(a + feature, b + feature, WHOLE ? 32 : head_.width - feature, cells);
+                store_words(out + feature, cells[0]);
+                if (WHOLE || feature + 16 < head_.row()) store_words(out + feature + 16, cells[1]);
+            }
+        }
+    }
 
     const TiledHead head_;
-    const int64_t heads_, count_;
+    const int64_t heads_, count_, lines_;  // lines of 64 bytes of a key
     TiledAttention attention_{head_};
     Block* blocks_ = nullptr;
-    TiledKeys keys_{0, 0, nullptr, nullptr};
+    uint32_t *columns_ = nullptr, *values_ = nullptr;  // [heads, steps, 16 pairs of features, queries]; [pairs of keys, head_.row()]
+    uint16_t *keys_ = nullptr, *zeros_ = nullptr;      // two tiles; a row
 };
 
 }  // namespace

@@ -36,14 +36,14 @@ struct FewQueries {
     int64_t pending = 0;
 
     // Keys [at, to), at most SPAN, from a multiple of TILE on; none before `first` counts.
-    void attend_to(int64_t at, int64_t to, int64_t first, Upcoming<SPAN>& upcoming) {
+    void attend_to(int64_t at, int64_t to, int64_t first, Upcoming<T, SPAN>& upcoming) {
         if (to - at > 16) attend_to<2>(at, to, first, upcoming);
         else attend_to<1>(at, to, first, upcoming);
     }
 
   private:
     template <int V>
-    void attend_to(int64_t at, int64_t to, int64_t first, Upcoming<SPAN>& upcoming) {
+    void attend_to(int64_t at, int64_t to, int64_t first, Upcoming<T, SPAN>& upcoming) {
         pending = at;
         pack<V>(at, upcoming);
         in_groups<MOST>(count, [&](auto group, int64_t q) { multiply<V, group()>(q, upcoming); });
@@ -57,19 +57,19 @@ struct FewQueries {
     }
 
     template <int V>
-    void pack(int64_t at, Upcoming<SPAN>& upcoming) const {
+    void pack(int64_t at, Upcoming<T, SPAN>& upcoming) const {
         const T* rows[16 * V];
         for (int i = 0; i < 16 * V; i++) rows[i] = window.row(window.keys, at + i, number);
         for (int64_t cell = 0; cell < head.cells; cell += 16)
             for (int v = 0; v < V; v++)
                 transpose16([&](int i) {
-                    if (i % 4 == 0) upcoming.fetch(2);
+                    if (i % 4 == 0) upcoming.fetch();
                     return Cells::row(rows[16 * v + i], head.width, cell);
                 }, packed + cell * SPAN + 16 * v, SPAN);
     }
 
     template <int V, int J>
-    void multiply(int64_t first, Upcoming<SPAN>& upcoming) {
+    void multiply(int64_t first, Upcoming<T, SPAN>& upcoming) {
         Floats sum[J][V];
         for (int j = 0; j < J; j++)
             for (int v = 0; v < V; v++) sum[j][v] = zero();
@@ -77,7 +77,7 @@ struct FewQueries {
         for (int64_t cell = 0; cell < head.cells; cell++, key += SPAN, query++) {
             Words column[V];
             for (int v = 0; v < V; v++) column[v] = load_words(key + 16 * v);
-            upcoming.fetch(1);
+            if (cell % 2 == 0) upcoming.fetch();
             for (int j = 0; j < J; j++) {
                 const Words x = splat_word(int32_t(query[j * head.padded]));
                 for (int v = 0; v < V; v++) sum[j][v] = Cells::multiply(sum[j][v], column[v], x);
@@ -116,7 +116,7 @@ struct FewQueries {
     }
 
     template <int V>
-    void weigh(Upcoming<SPAN>& upcoming) {
+    void weigh(Upcoming<T, SPAN>& upcoming) {
         const Floats scale = splat(head.scale);
         for (int64_t q = 0; q < count; q++) {
             const Floats reference = splat(lanes.reference[q]);
@@ -128,12 +128,12 @@ struct FewQueries {
                 lanes.sum[q] = (lanes.sum[q] + sums[0]) + sums[1];
             }
             Cells::store(chances + q * CHANCES, chance);
-            upcoming.fetch(8);
+            upcoming.fetch(4);
         }
     }
 
     // One tile, where references may change: before its probabilities, as in flash.h.
-    void weigh_tile(int64_t at, const float* score, Upcoming<SPAN>& upcoming) {
+    void weigh_tile(int64_t at, const float* score, Upcoming<T, SPAN>& upcoming) {
         constexpr Mask TILE_LANES = (1 << TILE) - 1;
         for (int64_t q = 0; q < count; q++) {
             const float largest = *std::max_element(score + q * SPAN, score + q * SPAN + TILE) * head.scale;
@@ -157,7 +157,7 @@ struct FewQueries {
     }
 
     // Multiplies the probabilities of keys [pending, to) with their values.
-    void add_until(int64_t to, Upcoming<SPAN>& upcoming) {
+    void add_until(int64_t to, Upcoming<T, SPAN>& upcoming) {
         for (int64_t feature = 0; feature < head.width && pending < to; feature += WIDE)
             in_groups<MOST>(count, [&](auto group, int64_t q) { add<group()>(q, feature, to, upcoming); });
         pending = to;
@@ -165,7 +165,7 @@ struct FewQueries {
 
     // For J queries from `first` on, WIDE features from `feature` on.
     template <int J>
-    void add(int64_t first, int64_t feature, int64_t to, Upcoming<SPAN>& upcoming) const {
+    void add(int64_t first, int64_t feature, int64_t to, Upcoming<T, SPAN>& upcoming) const {
         constexpr int F = WIDE / 32;
         float* y = out + first * wide + feature;
         const uint32_t* chance = chances + first * CHANCES;
@@ -175,7 +175,7 @@ struct FewQueries {
         for (int64_t at = pending; at < to; at += Cells::EACH, chance++) {
             const T* a = window.row(window.values, at, number) + feature;
             const T* b = Cells::EACH == 1 ? a : window.row(window.values, at + 1, number) + feature;
-            upcoming.fetch(3);
+            upcoming.fetch(Cells::EACH);
             Words cells[F][2];
             for (int f = 0; f < F; f++) Cells::between(a + 32 * f, b + 32 * f, head.width - feature - 32 * f, cells[f]);
             for (int j = 0; j < J; j++) {
@@ -221,7 +221,7 @@ class FewInLanes {
         }
     }
     // Keys [at, to) of a window, at most SPAN, for head h; none before `first` counts.
-    void attend_to(int64_t h, const Window<T>& window, int64_t at, int64_t to, int64_t first, Upcoming<SPAN>& upcoming) {
+    void attend_to(int64_t h, const Window<T>& window, int64_t at, int64_t to, int64_t first, Upcoming<T, SPAN>& upcoming) {
         Queries few{head_, count_, queries_ + h * of_queries(), window, h, lanes_[h], out_ + h * of_out(), wide_, packed_, scores_, chances_};
         few.attend_to(at, to, first, upcoming);
     }

@@ -127,22 +127,29 @@ class TiledAttention {
         for (int64_t at = keys.begin; at < end; at += KEY_BLOCK) {
             const uint32_t* const packed = keys.keys + (at - keys.begin) * head_.steps * 16;
             const uint32_t* const values = keys.values + (at - keys.begin) / 2 * head_.row();
-            switch ((std::min(end - at, KEY_BLOCK) + STEP_KEYS - 1) / STEP_KEYS) {
-                case 1: attend_to<T, 1>(block, at, first, packed, values); break;
-                case 2: attend_to<T, 2>(block, at, first, packed, values); break;
-                case 3: attend_to<T, 3>(block, at, first, packed, values); break;
-                default: attend_to<T, 4>(block, at, first, packed, values);
-            }
+            with_steps((std::min(end - at, KEY_BLOCK) + STEP_KEYS - 1) / STEP_KEYS, [&](auto S) ALWAYS {
+                score<T, S()>(block.queries, packed);
+                weigh_and_add<T, S()>(block, at, first, values);
+            });
         }
     }
 
-  private:
-    static_assert(KEY_BLOCK == 4 * STEP_KEYS);
-
-    // S steps of keys.
+    // f with the number of steps of keys, which ends at KEY_BLOCK.
+    template <typename F>
+    static void with_steps(int64_t steps, F&& f) {
+        static_assert(KEY_BLOCK == 4 * STEP_KEYS);
+        switch (steps) {
+            case 1: f(std::integral_constant<int, 1>()); break;
+            case 2: f(std::integral_constant<int, 2>()); break;
+            case 3: f(std::integral_constant<int, 3>()); break;
+            default: f(std::integral_constant<int, 4>());
+        }
+    }
+    // Of keys from `at` on: [T * AMX_ROWS, KEY_BLOCK].
+    float* scores() { return scores_; }
+    // Makes probabilities of the scores of S steps of keys, and adds their products with values.
     template <int T, int S>
-    void attend_to(QueryBlock<T>& block, int64_t at, int64_t first, const uint32_t* keys, const uint32_t* values) {
-        score<T, S>(block.queries, keys);
+    void weigh_and_add(QueryBlock<T>& block, int64_t at, int64_t first, const uint32_t* values) {
         for (int64_t r = 0; r < block.count; r++) weigh<T, S>(block, r, at, first);
         for (int64_t v = 0; v < head_.vectors; v += 2) {
             if (v + 1 < head_.vectors) add<T, S, 2>(block.out + 16 * v, values + 16 * v);
@@ -150,6 +157,7 @@ class TiledAttention {
         }
     }
 
+  private:
     template <int T, int S>
     void score(const uint32_t* queries, const uint32_t* keys) {
         const int64_t lda = 64 * head_.steps, next = 256 * head_.steps;

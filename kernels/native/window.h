@@ -19,34 +19,40 @@ struct Window {
     const T* row(const T* const* rows, int64_t at, int64_t head) const { return rows[std::min(at, end - 1) - begin] + head * apart; }
 };
 
-// Memory that is needed later: a few lines of 64 bytes are prefetched between computations, because a processor ignores
-// prefetches while it waits for as many lines as it can. Lines alternate between keys, values and two pages: neighbouring lines
-// would come from one memory channel.
-template <int64_t SPAN>
+// Keys and values that are needed later: a few lines of 64 bytes are prefetched between computations, because a processor ignores
+// prefetches while it waits for as many lines as it can. Lines alternate between keys and values, and rows between two pages:
+// neighbouring lines would come from one memory channel.
+template <typename T, int64_t SPAN>
 class Upcoming {
   public:
-    explicit Upcoming(const void* unused) { rows_[0] = static_cast<const char*>(unused); }  // nothing is needed
+    Upcoming() = default;  // nothing is needed
     // SPAN keys and as many values of so many bytes, `skip` numbers behind these pointers.
-    template <typename T>
-    Upcoming(const T* const* keys, const T* const* values, int64_t bytes, int64_t skip) {
-        while (64 << shift_ < bytes) shift_++;
-        last_ = (2 * SPAN << shift_) - 1;
-        for (int64_t i = 0; i < SPAN / 2; i++)
-            for (int64_t half = 0; half < 2; half++) {
-                rows_[4 * i + 2 * half] = reinterpret_cast<const char*>(keys[i + half * SPAN / 2] + skip);
-                rows_[4 * i + 2 * half + 1] = reinterpret_cast<const char*>(values[i + half * SPAN / 2] + skip);
-            }
+    Upcoming(const T* const* keys, const T* const* values, int64_t bytes, int64_t skip) : keys_(keys), values_(values), bytes_(bytes), skip_(skip), row_(0) {
+        look_up();
     }
-    inline __attribute__((always_inline)) void fetch(int lines) {  // after the last line, that one again: cheaper than a branch
-        for (int i = 0; i < lines; i++) {
-            const int64_t at = std::min(line_++, last_);
-            fetch_line(rows_[at >> shift_] + (at & ((int64_t(1) << shift_) - 1)) * 64);
+    // The next lines of a key and of a value, `times` of each.
+    inline __attribute__((always_inline)) void fetch(int times = 1) {
+        for (; times > 0 && row_ < SPAN; times--) {
+            fetch_line(key_ + line_), fetch_line(value_ + line_);
+            line_ += 64;
+            if (line_ < bytes_) continue;
+            line_ = 0;
+            if (++row_ < SPAN) look_up();
         }
+    }
+    void fetch_rest() {
+        while (row_ < SPAN) fetch();
     }
 
   private:
-    int64_t shift_ = 0, last_ = 0, line_ = 0;  // a row has 1 << shift lines
-    const char* rows_[2 * SPAN];
+    inline __attribute__((always_inline)) void look_up() {
+        const int64_t i = row_ % 2 * (SPAN / 2) + row_ / 2;
+        key_ = reinterpret_cast<const char*>(keys_[i] + skip_), value_ = reinterpret_cast<const char*>(values_[i] + skip_);
+    }
+
+    const T *const *keys_ = nullptr, *const *values_ = nullptr;
+    int64_t bytes_ = 0, skip_ = 0, row_ = SPAN, line_ = 0;
+    const char *key_ = nullptr, *value_ = nullptr;
 };
 
 }  // namespace
