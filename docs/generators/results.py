@@ -192,7 +192,7 @@ def qwen_vllm() -> str:
     kinds = {
         f"qwen3_5-vllm-{part}-{label}": ("vLLM", f"{processor}, {part}")
         for label, processor in processors.items()
-        for part in ("decode", "prompts")
+        for part in ("decode", "prompts", "images")
     }
     return titled_tables({**kinds, "qwen3_5-vllm-images": ("vLLM", "Images, on Zen 4 before states in blocks")})
 
