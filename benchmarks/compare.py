@@ -53,7 +53,8 @@ LIMITS = {
     "avx512vnni": {"PEER_INSTRUCTION_SET": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
     "avx512": {"PEER_INSTRUCTION_SET": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
 }
-"""For each of our instruction sets, the environment that limits the peer and its libraries to the same."""
+"""For each of our instruction sets, the environment that limits vLLM and its libraries to the same. llama.cpp has a
+build for each."""
 PEER_WEIGHTS = {None: "bf16", "int8": "q8_0", "int4": "q4_0", "int4-32": "q4_0"}
 """llama.cpp's type with as many bits as our weights. Both of its quantised types have a scale for 32 numbers: of ours,
 int4-32 is as fine, int4 has a scale for 128 and int8 one for a row. It multiplies them with rows in int8, with a scale
@@ -271,7 +272,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--concurrent", default="1,8,32", help="concurrent requests of the decode workloads")
     parser.add_argument("--new-tokens", type=int, default=64, help="output tokens of each concurrent request")
     parser.add_argument(
-        "--instruction-set", choices=list(LIMITS), help="what both sides are limited to; of peers, vLLM alone"
+        "--instruction-set", choices=list(LIMITS), help="what both sides are limited to; not beside transformers"
     )
     parser.add_argument(
         "--shape",
@@ -304,8 +305,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments; ends the program if some do not go together."""
     parser = argument_parser()
     arguments = parser.parse_args(argv)
-    if arguments.instruction_set and arguments.peer != "vllm":
-        parser.error("--instruction-set needs --peer vllm: the other peers cannot be limited")
+    if arguments.instruction_set and arguments.peer == "transformers":
+        parser.error("--instruction-set: transformers cannot be limited; vllm and llamacpp can")
     if arguments.label is not None and not re.fullmatch(r"[a-z0-9-]+", arguments.label):
         parser.error(f"--label: {arguments.label!r} has other characters than a-z, 0-9 and -")
     if arguments.prompt is not None and arguments.prompt < 1:
@@ -349,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if given := getattr(arguments, name):
                 options = (*options, f"--{name.replace('_', '-')}", given)
         if arguments.instruction_set:
-            os.environ |= LIMITS[arguments.instruction_set]  # the peer inherits it
+            os.environ |= LIMITS[arguments.instruction_set] | {"PEER_BUILD": arguments.instruction_set}
         most = max(32, *concurrent)
         how = Sides(arguments.peer, options, arguments.folder, arguments.device, most, peer_weights, arguments.stream)
         rows = measure(how, sides, arguments.rounds)

@@ -1,12 +1,21 @@
 #!/usr/bin/env bash
-# llama.cpp's server and quantiser, built for this machine's instructions, and its converter, from the sources in llama-cpp-python's
-# package.
-#   benchmarks/setup_llamacpp.sh [FOLDER]        default ~/.cache/saccade/peers/llamacpp; 400 MB; a no-op when it is complete
+# llama.cpp's server and quantiser, and its converter, from the sources in llama-cpp-python's package.
+#   benchmarks/setup_llamacpp.sh [SET] [FOLDER]   default FOLDER ~/.cache/saccade/peers/llamacpp; 400 MB; a no-op when it is complete
+# SET: avx2, avx512 or avx512vnni, for a server limited to these instructions; default: native, all that this machine has.
 set -euo pipefail
-folder=${1:-$HOME/.cache/saccade/peers/llamacpp}
+set=${1:-native}
+folder=${2:-$HOME/.cache/saccade/peers/llamacpp}
 version=0.3.36
-complete=$folder/complete-$version-2  # -2: with the change to AMX below
-if [ -e "$complete" ] && [ -e "$folder/build/bin/llama-quantize" ]; then exit 0; fi
+x86=(-DGGML_NATIVE=OFF -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON)
+case $set in
+  native) build=$folder/build flags=(-DGGML_NATIVE=ON) targets=(llama-server llama-quantize) ;;
+  avx2) build=$folder/build-avx2 flags=("${x86[@]}") targets=(llama-server) ;;
+  avx512) build=$folder/build-avx512 flags=("${x86[@]}" -DGGML_AVX512=ON) targets=(llama-server) ;;
+  avx512vnni) build=$folder/build-avx512vnni flags=("${x86[@]}" -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON) targets=(llama-server) ;;
+  *) echo "SET is '$set'; native, avx2, avx512 and avx512vnni would work" >&2; exit 2 ;;
+esac
+complete=$build/complete-$version-2  # -2: with the change to AMX below
+if [ -e "$complete" ]; then exit 0; fi
 mkdir -p "$folder"
 package=$folder/llama_cpp_python-$version
 if [ ! -d "$package" ]; then
@@ -19,7 +28,7 @@ ln -sfn "$package/vendor/llama.cpp" "$folder/source"
 # instruction.
 tiles=$folder/source/ggml/src/ggml-cpu/amx/mmq.cpp
 grep -q '"m"(tc)' "$tiles" || sed -i 's/^    _tile_loadconfig(&tc);/    __asm__ volatile("" : : "m"(tc));\n&/' "$tiles"
-cmake -S "$folder/source" -B "$folder/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF \
-  -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_OPENSSL=OFF > "$folder/cmake.log" 2>&1
-cmake --build "$folder/build" --target llama-server llama-quantize -j "${JOBS:-$(nproc)}" >> "$folder/cmake.log" 2>&1
+cmake -S "$folder/source" -B "$build" -DCMAKE_BUILD_TYPE=Release "${flags[@]}" -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF \
+  -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_OPENSSL=OFF > "$build.log" 2>&1
+cmake --build "$build" --target "${targets[@]}" -j "${JOBS:-$(nproc)}" >> "$build.log" 2>&1
 touch "$complete"

@@ -88,15 +88,17 @@ def peer_command(peer: str, model: Path, kind: str = "bf16", tokens: int = 512) 
     """The command line that starts a peer's process for a model.
 
     For llama.cpp, `kind` is the type of its weights and `tokens` the length of its slots (the longest prompt and
-    answer). `SystemExit` if the peer's environment is missing.
+    answer); PEER_BUILD in the environment is the instruction set of its build. `SystemExit` if the peer's environment
+    is missing.
     """
     if peer == "transformers":
         return [sys.executable, "-m", "benchmarks.peer_transformers"]
     if peer == "llamacpp":
-        folder = Path("~/.cache/saccade/peers/llamacpp").expanduser()
-        server = folder / "build" / "bin" / "llama-server"
+        folder, limit = Path("~/.cache/saccade/peers/llamacpp").expanduser(), os.environ.get("PEER_BUILD")
+        server = folder / (f"build-{limit}" if limit else "build") / "bin" / "llama-server"
         if not server.exists():
-            raise SystemExit("llama.cpp's server is missing: benchmarks/setup_llamacpp.sh makes it")
+            setup = f"benchmarks/setup_llamacpp.sh {limit or ''}".rstrip()
+            raise SystemExit(f"llama.cpp's server is missing: {setup} makes it")
         file = gguf_model.converted(model, folder, kind)
         return [sys.executable, str(ROOT / "benchmarks" / "peer_llamacpp.py"), str(server), str(file), str(tokens)]
     python = Path("~/.cache/saccade/peers/vllm/bin/python").expanduser()

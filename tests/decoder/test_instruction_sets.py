@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from compiled import needs_compiled
-from emulated_amx import emulate_amx
+from instruction_set import using
 from speculation import answers
 from tiny_decoder import delta_config, greedy_params, random_weights, request, run, tiny_config
 
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.runner import DecoderRunner
-from kernels.native import instruction_sets
-from kernels.native.instruction_sets import choose, processor_features, supported
+from kernels.native.instruction_sets import choose, processor_features
 
 pytestmark = needs_compiled
 
@@ -23,15 +22,10 @@ pytestmark = needs_compiled
 @pytest.fixture(params=["amx", "avx512bf16", "avx512", "avx2"])
 def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The sets that "auto" does not choose on this processor: all other tests use the one that it chooses."""
-    best = choose("auto", processor_features()).name
-    if request.param == "amx":
-        emulate_amx(monkeypatch)
-    there = [each.name for each in supported(processor_features())]
-    if request.param == best or request.param not in there:
-        pytest.skip(f"{request.param} is not a lesser instruction set of this processor: {best} of {', '.join(there)}")
-    instruction_sets.use(request.param)
-    yield request.param
-    instruction_sets.use("auto")
+    if request.param == choose("auto", processor_features()).name:
+        pytest.skip(f"all other tests use {request.param}")
+    with using(request.param, monkeypatch):
+        yield request.param
 
 
 MODELS: dict[str, DecoderConfig] = {
@@ -84,12 +78,8 @@ def test_no_option_changes_an_answer_of_quantised_weights(chosen: str, weights: 
 
 @pytest.fixture
 def amx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    emulate_amx(monkeypatch)
-    if "amx" not in [each.name for each in supported(processor_features())]:
-        pytest.skip("this processor cannot emulate amx")
-    instruction_sets.use("amx")
-    yield
-    instruction_sets.use("auto")
+    with using("amx", monkeypatch):
+        yield
 
 
 @pytest.mark.parametrize(

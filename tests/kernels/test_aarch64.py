@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from compiled_elsewhere import COMPILER, EMULATOR, attention, build, product
+from instruction_set import using
 from torch import Tensor
 
 from kernels.linear import Packed, quantise
 from kernels.linear.int8_rows import int8_linear
-from kernels.native import Activation, NativeUnavailable, instruction_sets
+from kernels.native import Activation, NativeUnavailable
 
 pytestmark = pytest.mark.skipif(
     not (COMPILER and EMULATOR), reason="needs aarch64-linux-gnu-g++ and qemu-aarch64 (Debian: qemu-user)"
@@ -68,21 +69,16 @@ def test_products_of_int8_rows_have_the_bits_of_the_reference(
     [("neon", *case) for case in IN_FLOAT32 + IN_BFLOAT16] + [("neonbf16", *case) for case in IN_FLOAT32],
 )
 def test_products_without_bfloat16_instructions_have_the_bits_of_the_other_sets(
-    programs: Callable[[str], Path], name: str, stored: str, rows: str
+    programs: Callable[[str], Path], name: str, stored: str, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums are in the same order, and each step is one fused operation."""
-    instruction_sets.use("avx2")
-    try:
+    with using("avx2", monkeypatch):
         for k in (640, 1280):
             weight, _ = packed(stored, rows, k)
             for count in (1, 2, 3, 6, 13):
                 x = torch.randn(count, k).to(getattr(torch, rows))
                 found = product(programs(name), weight, x, Activation.SILU)
                 assert torch.equal(found, weight(x, Activation.SILU)), (k, count)
-    except NativeUnavailable as reason:
-        pytest.skip(str(reason))
-    finally:
-        instruction_sets.use("auto")
 
 
 @pytest.mark.parametrize(("stored", "k"), [("bfloat16", 640), *((stored, 1280) for stored, _ in IN_BFLOAT16)])

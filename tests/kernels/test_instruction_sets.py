@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from instruction_set import using
 from torch import Tensor
 
 from kernels.linear import Packed, quantise
@@ -63,16 +64,13 @@ def test_bfloat16_products_of_any_size(chosen: str, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8", "int4", "fp8", "nvfp4"])
-def test_products_in_float32_and_integers_have_the_same_bits_in_every_set(kind: str) -> None:
+def test_products_in_float32_and_integers_have_the_same_bits_in_every_set(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, found = torch.randn(7, 1280), {}
     for name in sorted(set(THERE) & set(NAMES)):
-        instruction_sets.use(name)
-        try:
+        with using(name, monkeypatch):
             found[name] = packed(kind)[0](x, Activation.SILU)
-        except NativeUnavailable as reason:
-            pytest.skip(str(reason))
-        finally:
-            instruction_sets.use("auto")
     for name, numbers in found.items():
         assert torch.equal(numbers, next(iter(found.values()))), name
 

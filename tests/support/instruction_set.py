@@ -1,0 +1,42 @@
+"""Compiled code with a chosen instruction set. A processor without amx emulates it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from kernels.native import NativeUnavailable, instruction_sets, library
+from kernels.native.instruction_sets import SETS, processor_features, supported
+
+
+def emulate_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this processor has avx512bf16 and not amx, its instructions compute those of amx until the end of the test."""
+    there = [each.name for each in supported(processor_features())]
+    if "amx" in there or "avx512bf16" not in there:
+        return
+    base = next(each for each in SETS if each.name == "avx512bf16")
+    flags = (*base.flags, "-DSACCADE_EMULATE_AMX", "-O1")  # -O1 compiles in half of the time
+    sets = [replace(each, needs=base.needs, flags=flags) if each.name == "amx" else each for each in SETS]
+    monkeypatch.setattr(instruction_sets, "SETS", tuple(sets))
+
+
+@contextmanager
+def using(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compiled code uses the instruction set inside the block; the test is skipped if this processor lacks it."""
+    if name == "amx":
+        emulate_amx(monkeypatch)
+    there = [each.name for each in supported(processor_features())]
+    if name not in there:
+        pytest.skip(f"this processor has no {name}: {', '.join(there)}")
+    instruction_sets.use(name)
+    try:
+        try:
+            library()
+        except NativeUnavailable as reason:
+            pytest.skip(str(reason))
+        yield
+    finally:
+        instruction_sets.use("auto")
