@@ -123,6 +123,11 @@ KINDS = {
         "llama.cpp",
         "116 M parameters, int4 in groups of 32 with activations in int8, as llama.cpp has them, beside Q4_0",
     ),
+    "llamacpp-int8-avx2": ("llama.cpp", "116 M parameters, int8, beside Q8_0, AVX2 on both sides"),
+    "llamacpp-int4-32-activations-int8-avx2": (
+        "llama.cpp",
+        "116 M parameters, int4 in groups of 32 with activations in int8, beside Q4_0, AVX2 on both sides",
+    ),
     "llamacpp-moe": ("llama.cpp", "3 B parameters in experts, 0.6 B for each token, bfloat16"),
 }  # fmt: skip
 """Peer and title of a comparison on one processor, by the result's kind without the processor's label."""
