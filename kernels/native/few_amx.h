@@ -78,7 +78,7 @@ class FewInTiles {
         const uint16_t* at;
         int64_t stride;  // bytes
     };
-    // 16 keys: in their page, if they follow each other there, or copied to `keys_`.
+    // 16 keys: in their page, if they follow each other there without padding, otherwise copied to `keys_`.
     Rows rows_of(const Window<uint16_t>& window, int64_t h, int64_t at, int64_t tile) {
         const uint16_t* const first = window.row(window.keys, at, h);
         bool there = at + AMX_ROWS <= window.end && head_.width % 32 == 0;

@@ -134,7 +134,7 @@ class TiledAttention {
         }
     }
 
-    // f with the number of steps of keys, which ends at KEY_BLOCK.
+    // Calls f with the number of steps as a constant; a block of KEY_BLOCK keys has four.
     template <typename F>
     static void with_steps(int64_t steps, F&& f) {
         static_assert(KEY_BLOCK == 4 * STEP_KEYS);
