@@ -350,6 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if given := getattr(arguments, name):
                 options = (*options, f"--{name.replace('_', '-')}", given)
         if arguments.instruction_set:
+            # The peer inherits it.
             os.environ |= LIMITS[arguments.instruction_set] | {"PEER_BUILD": arguments.instruction_set}
         most = max(32, *concurrent)
         how = Sides(arguments.peer, options, arguments.folder, arguments.device, most, peer_weights, arguments.stream)

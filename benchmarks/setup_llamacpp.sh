@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
 # llama.cpp's server and quantiser, and its converter, from the sources in llama-cpp-python's package.
 #   benchmarks/setup_llamacpp.sh [SET] [FOLDER]   default FOLDER ~/.cache/saccade/peers/llamacpp; 400 MB; a no-op when it is complete
-# SET: avx2, avx512 or avx512vnni, for a server limited to these instructions; default: native, all that this machine has.
+# SET: avx2, avx512 or avx512vnni, for a server limited to these instructions; default: native, all that this machine has, which alone
+# has the quantiser that files of int8 and int4 weights need.
 set -euo pipefail
 set=${1:-native}
 folder=${2:-$HOME/.cache/saccade/peers/llamacpp}
 version=0.3.36
 x86=(-DGGML_NATIVE=OFF -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON)
-! grep -q avx_vnni /proc/cpuinfo || vnni=(-DGGML_AVX_VNNI=ON)  # our avx2 uses it too, where it exists
+vnni=()
+if grep -q avx_vnni /proc/cpuinfo; then vnni=(-DGGML_AVX_VNNI=ON); fi  # our avx2 uses it too, where it exists
 case $set in
   native) build=$folder/build flags=(-DGGML_NATIVE=ON) targets=(llama-server llama-quantize) ;;
-  avx2) build=$folder/build-avx2 flags=("${x86[@]}" ${vnni[@]+"${vnni[@]}"}) targets=(llama-server) ;;
+  avx2) build=$folder/build-avx2 flags=("${x86[@]}" "${vnni[@]}") targets=(llama-server) ;;
   avx512) build=$folder/build-avx512 flags=("${x86[@]}" -DGGML_AVX512=ON) targets=(llama-server) ;;
   avx512vnni) build=$folder/build-avx512vnni flags=("${x86[@]}" -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON) targets=(llama-server) ;;
   *) echo "SET is '$set'; native, avx2, avx512 and avx512vnni would work" >&2; exit 2 ;;
