@@ -46,6 +46,10 @@ TORCH_ASKS_FOR_TRITON := 'from importlib.metadata import requires; \
   exit(not any(name.startswith("triton") for name in requires("torch") or []))'
 SAY_WHAT_IS_INSTALLED := 'from importlib.metadata import version as v; from platform import python_version as p; \
   print("installed: torch %s and triton %s for Python %s in $(VENV)" % (v("torch"), v("triton"), p()))'
+# Of the six million lines of Python that pip would compile, most are never imported. What a server imports is compiled after
+# the installation, because PYTHONDONTWRITEBYTECODE, which containers often set, would have each start compile it again.
+PIP_OPTIONS := --quiet --no-compile
+COMPILE_IMPORTS := env -u PYTHONDONTWRITEBYTECODE $(PY) -c 'import service.engine.build, service.servers.server'
 # The stamp's name says what was installed where: `make setup` does nothing while neither has changed.
 SETUP_HASH := $(shell { cat pyproject.toml saccade/pyproject.toml constraints.txt; cat setup.py 2>/dev/null; grep -s ^__version__ saccade/__init__.py; echo '$(CURDIR)'; } | sha256sum | cut -c1-16)
 STAMP := $(VENV)/.saccade-setup-$(SETUP_HASH)
@@ -73,19 +77,20 @@ $(STAMP):
 	@cp constraints.txt $(VENV)/constraints.txt
 	@if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then \
 	  echo "NVIDIA GPU found: torch $(TORCH) with CUDA"; \
-	  $(PY) -m pip install --quiet 'torch==$(TORCH)'; \
+	  $(PY) -m pip install $(PIP_OPTIONS) 'torch==$(TORCH)'; \
 	else \
 	  echo "no NVIDIA GPU: torch $(TORCH) for the CPU"; \
-	  $(PY) -m pip install --quiet 'torch==$(TORCH)+cpu' 2>/dev/null \
-	  || $(PY) -m pip install --quiet --retries 1 --timeout 15 --index-url $(TORCH_CPU) 'torch==$(TORCH)' 2>/dev/null \
+	  $(PY) -m pip install $(PIP_OPTIONS) 'torch==$(TORCH)+cpu' 2>/dev/null \
+	  || $(PY) -m pip install $(PIP_OPTIONS) --retries 1 --timeout 15 --index-url $(TORCH_CPU) 'torch==$(TORCH)' 2>/dev/null \
 	  || { echo "neither the index nor $(TORCH_CPU) has it: the index's default build, with CUDA (gigabytes)"; \
-	       $(PY) -m pip install --quiet 'torch==$(TORCH)'; }; \
+	       $(PY) -m pip install $(PIP_OPTIONS) 'torch==$(TORCH)'; }; \
 	fi
 	@if $(PY) -c $(TORCH_ASKS_FOR_TRITON); then \
 	  echo "this build of torch, the one with CUDA, gets the triton that it asks for instead of the pinned one"; \
 	  sed -i '/^triton==/d' $(VENV)/constraints.txt; \
 	fi
-	$(PY) -m pip install --quiet -c $(VENV)/constraints.txt -e ./saccade -e '.[dev]'
+	$(PY) -m pip install $(PIP_OPTIONS) -c $(VENV)/constraints.txt -e ./saccade -e '.[dev]'
+	@$(if $(wildcard service),$(COMPILE_IMPORTS))
 	@$(PY) -c $(SAY_WHAT_IS_INSTALLED)
 	@rm -f $(VENV)/.saccade-setup-*
 	@touch $@
@@ -113,12 +118,12 @@ format: setup  ## rewrite the sources in the project's format
 
 docs: setup  ## build the documentation's site into build/site; warnings and broken links are errors
 	@$(PY) -c 'import material, mkdocs, mkdocstrings' 2>/dev/null \
-	|| $(PY) -m pip install --quiet -c $(VENV)/constraints.txt -e '.[docs]'
+	|| $(PY) -m pip install $(PIP_OPTIONS) -c $(VENV)/constraints.txt -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
 	@echo "build/site/index.html"
 
 screenshots: setup  ## make the screenshots in docs/images again; needs chromium, as test-web does
-	@$(PY) -m pip install --quiet -c $(VENV)/constraints.txt playwright rich
+	@$(PY) -m pip install $(PIP_OPTIONS) -c $(VENV)/constraints.txt playwright rich
 	@$(PY) docs/screenshots.py
 
 protos: setup  ## regenerate saccade/v1 from protos/
@@ -131,12 +136,12 @@ test-web: setup  ## the playground's tests in chromium, which this installs (as 
 	@command -v chromium chromium-browser google-chrome >/dev/null \
 	|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get -qq update && apt-get -qq install -y chromium >/dev/null; } \
 	|| { echo 'make $@: there is no chromium; install it, as with: sudo apt-get install chromium' >&2; exit 1; }
-	@$(PY) -m pip install --quiet -c $(VENV)/constraints.txt playwright
+	@$(PY) -m pip install $(PIP_OPTIONS) -c $(VENV)/constraints.txt playwright
 	@$(PY) -m pytest -q tests/web --whole $(ARGS)
 
 test-ray:  ## the tests that need Ray, OpenAI's client and the gateway smg, in an environment of their own, RAY_VENV (.venv-ray)
 	@$(MAKE) setup VENV=$(RAY_VENV)
-	@$(RAY_VENV)/bin/python -m pip install --quiet -c $(RAY_VENV)/constraints.txt $(RAY_PACKAGES)
+	@$(RAY_VENV)/bin/python -m pip install $(PIP_OPTIONS) -c $(RAY_VENV)/constraints.txt $(RAY_PACKAGES)
 	@$(RAY_VENV)/bin/python -m pytest -q $(RAY_TESTS) $(ARGS)
 
 sanitize: setup  ## part of the tests with the compiled code under address, undefined behaviour and thread sanitizers (GCC)
@@ -153,7 +158,7 @@ test-floors: setup  ## run the client's tests with the oldest and the newest sup
 
 $(RELEASE_STAMP):
 	@test -x $(RELEASE_PY) || $(PYTHON) -m venv build/release
-	@$(RELEASE_PY) -m pip install --quiet -c constraints.txt $$($(PYTHON) -c $(RELEASE_TOOLS))
+	@$(RELEASE_PY) -m pip install $(PIP_OPTIONS) -c constraints.txt $$($(PYTHON) -c $(RELEASE_TOOLS))
 	@rm -f build/release/.installed-* && touch $@
 
 libraries:  ## compile the CPU's kernels for every instruction set, into the cache that servers, tests and wheels take them from

@@ -51,7 +51,7 @@ def nemotron(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen")
-    make_qwen(path, 3, vision={})
+    make_qwen(path, 3, vision={"depth": 1, "hidden_size": 48, "num_heads": 3, "intermediate_size": 56})
     return path
 
 
