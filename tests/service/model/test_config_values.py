@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from qwen_checkpoint import make_qwen
+from qwen_vision import random_tower
 from served import make_served
 
 from families.files import CheckpointError
@@ -51,7 +53,7 @@ def nemotron(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen")
-    make_qwen(path, 3, vision={"depth": 1, "hidden_size": 48, "num_heads": 3, "intermediate_size": 56})
+    make_qwen(path, 3, vision=random_tower(random.Random(3)))
     return path
 
 
