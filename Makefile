@@ -168,7 +168,7 @@ wheels: $(RELEASE_STAMP)  ## build both packages in dist/: source distributions 
 	@$(RELEASE_PY) -m release.wheels
 
 release-check: $(RELEASE_STAMP)  ## build the wheels, install them in empty environments, and run the demo and the client there
-	@$(RELEASE_PY) -m release.check
+	@nice $(RELEASE_PY) -m release.check
 
 demo-model: setup  ## train the embedded model (resumes where it stopped)
 	$(call needs,demo/train.py)

@@ -30,6 +30,9 @@ CONSTRAINTS = CHECKOUT / "constraints.txt"
 TORCH_CPU = "https://download.pytorch.org/whl/cpu"
 EXTRAS = "http,urls,video,otlp"
 
+TIMEOUT = 600.0
+"""Seconds for one command, most of which take less than ten: CI runs tests meanwhile, which have a higher priority."""
+
 RESERVED_HOST = re.compile(r"://([\w-]+\.)*example(\.com|\.net|\.org)?(?![\w.-])")
 """A URL whose host nobody can register (RFC 2606)."""
 
@@ -94,7 +97,7 @@ class Environment:
         """Output and errors of a program of this environment. `SystemExit` unless it ends with `code`, and its words
         match all of `says`."""
         process = self.start(*command, **variables)
-        said, _ = process.communicate(timeout=180)
+        said, _ = process.communicate(timeout=TIMEOUT)
         missing = [words for words in says if not re.search(words, said)]
         if process.returncode != code or missing:
             problem = f"exit code {process.returncode} instead of {code}; not found: {missing}"
@@ -119,7 +122,7 @@ class Environment:
             yield addresses[0], addresses[1]
         finally:
             process.terminate()
-            process.communicate(timeout=60)
+            process.communicate(timeout=TIMEOUT)
 
 
 def check_metadata(files: Sequence[Path], version: str) -> None:

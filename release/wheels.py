@@ -27,13 +27,25 @@ def run(*command: str | Path, **environment: str) -> str:
     return done.stdout
 
 
+def copy_of_sources(folder: Path) -> Path:
+    """A copy in `folder` of every file that git does not ignore: a build writes into the folder that it builds, and the
+    checkout may be in use."""
+    names = run("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")
+    for name in filter(None, names):
+        if (CHECKOUT / name).exists():  # not so if it has been removed since the last commit
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(CHECKOUT / name, folder / name)
+    return folder
+
+
 def build(out: Path) -> list[Path]:
     """The four files, in `out`."""
     # The same commit gives the same bytes: files in an archive have the commit's time.
     date = run("git", "log", "-1", "--format=%ct").strip()
     with tempfile.TemporaryDirectory(prefix="saccade-wheels-") as name:
-        built = Path(name)
-        for project in (CHECKOUT / "saccade", CHECKOUT):
+        built = Path(name, "built")
+        sources = copy_of_sources(Path(name, "sources"))
+        for project in (sources / "saccade", sources):
             # The wheel is built from the source distribution, so that this is known to be complete.
             command = (sys.executable, "-m", "build", "--no-isolation", "--outdir", built, project)
             run(*command, WITH_COMPILED_CODE="1", SOURCE_DATE_EPOCH=date)
