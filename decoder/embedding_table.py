@@ -6,30 +6,35 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear import Linear, Packed, Quantised
+from kernels.host_memory import kept_copy
+from kernels.linear import CompactTable, Linear, Packed, Quantised
 from kernels.native import Kind
 from kernels.native.structs import Weight
 
 
 class EmbeddingTable:
-    """`[vocab, d]`: a tensor; or, if tied to a projection that is packed or quantised, only the projection's weight.
+    """`[vocab, d]`: a tensor, compact where compiled code can read it; or, if tied to a projection that is packed or
+    quantised, only the projection's weight.
 
     Rows of a quantised weight are its numbers as `Quantised.dequantise` gives them, however it is stored.
     """
 
     def __init__(self, weight_VD: Tensor | Quantised, dtype: torch.dtype, tied: Linear | None = None) -> None:
-        """`dtype`: of the rows, and of the weight unless that is quantised. `tied`: the projection with this weight."""
+        """`dtype`: of the rows, and of the weight unless that is quantised. `tied`: the projection with this weight.
+        Without one the weight is a tensor, which is copied."""
         self.dtype = dtype
-        packed = None if tied is None else tied.packed
-        readable = packed is not None and packed.stored is not Kind.F32 and packed.order is None
-        self._packed: Packed | None = packed if readable else None
+        self._packed: Packed | CompactTable | None = None
         self._rows: Tensor | Quantised | None = None
-        if self._packed is None:
-            if isinstance(weight_VD, Tensor):
-                self._rows = weight_VD
-            else:
-                shared = None if tied is None else tied.weight
-                self._rows = shared if isinstance(shared, Quantised) else weight_VD.dequantise(dtype)
+        if tied is None:
+            assert isinstance(weight_VD, Tensor)
+            self._packed = CompactTable.of(weight_VD)
+            self._rows = kept_copy(weight_VD) if self._packed is None else None
+        elif tied.packed is not None and tied.packed.stored is not Kind.F32 and tied.packed.order is None:
+            self._packed = tied.packed
+        elif isinstance(weight_VD, Tensor):
+            self._rows = weight_VD
+        else:
+            self._rows = tied.weight if isinstance(tied.weight, Quantised) else weight_VD.dequantise(dtype)
 
     @property
     def kind(self) -> Kind:
@@ -49,7 +54,8 @@ class EmbeddingTable:
     @property
     def nbytes(self) -> int:
         """Bytes of rows that are stored beside the projection."""
-        return self._rows.nbytes if isinstance(self._rows, Tensor) else 0
+        beside = self._rows if self._packed is None else self._packed
+        return beside.nbytes if isinstance(beside, Tensor | CompactTable) else 0
 
     def __call__(self, ids_T: Tensor) -> Tensor:
         """`[T, d]`: the rows of these ids."""

@@ -48,13 +48,15 @@ class HybridModel:
         table = arriving.take(["model.embeddings.weight"])["model.embeddings.weight"]
         # Logits decide: rows before the vocabulary projection stay in 16 bits.
         of_head = replace(options, activations=None) if options.activations == "int8" else options
+        tied = None
         if config.tie_word_embeddings:
             table = stored_weight(table, of_head)
-        elif isinstance(table, Quantised):
-            table = table.dequantise()
-        if isinstance(table, Tensor):
-            table = kept_copy(table.to(options.device, options.dtype))
-        tied = stored_linear(table, None, of_head, owned=True) if config.tie_word_embeddings else None
+            table = kept_copy(table) if isinstance(table, Tensor) else table
+            tied = stored_linear(table, None, of_head, owned=True)
+        else:
+            plain = table.dequantise() if isinstance(table, Quantised) else table
+            table = plain.to(options.device, options.dtype)
+            del plain
         self.embeddings = EmbeddingTable(table, options.dtype, tied)
         del table
         self.layers: list[BuiltLayer] = build_layers(config, options, arena, arriving)

@@ -2,7 +2,7 @@
 
 from kernels.linear.gated import GatedLinear
 from kernels.linear.int8_rows import check_int8_products
-from kernels.linear.packed import Packed
+from kernels.linear.packed import CompactTable, Packed
 from kernels.linear.parts import LinearParts
 from kernels.linear.quantised import KINDS, AnyWeight, Quantised, alike, concatenate, quantised_bytes, row_part
 from kernels.linear.reference import Linear
@@ -15,6 +15,7 @@ __all__ = [
     "GatedLinear",
     "KINDS",
     "AnyWeight",
+    "CompactTable",
     "Linear",
     "LinearParts",
     "Packed",

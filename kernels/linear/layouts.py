@@ -162,24 +162,64 @@ def _compact(weight: Tensor, order: Tensor | None) -> Layout | None:
     """A bfloat16 weight in 12 bits a number, without loss (kernels/native/compact.h). None if it has too many
     exceptions."""
     rows = _Rows.of(weight, Kind.BF16, order)
-    pieces, allowed = rows.pieces(), weight.numel() // EXCEPTIONS
-    most, pairs = pieces[0][1], rows.kpad // 2
-    data = weight_memory((rows.panels, pairs, 3 * PANEL), torch.uint8)
-    plain = torch.empty(most, pairs, PANEL, 2, dtype=torch.bfloat16)
-    kept = torch.empty(most, allowed + 1, dtype=torch.int64)
-    heads, exceptions = torch.zeros(rows.panels + 1, 2, dtype=torch.int64), []
+    pieces, compacting = rows.pieces(), _Compacting(rows.outputs, rows.kpad, weight.numel() // EXCEPTIONS)
+    plain = torch.empty(pieces[0][1], rows.kpad // 2, PANEL, 2, dtype=torch.bfloat16)
     for begin, end in pieces:
         rows.pack(begin, end, plain)
-        found = heads[begin:end]
-        library().saccade_compact(
-            plain.data_ptr(), rows.kpad, min(rows.outputs, end * PANEL) - begin * PANEL, data[begin].data_ptr(),
-            found.data_ptr(), kept.data_ptr(), allowed + 1, torch.get_num_threads(),
-        )  # fmt: skip
-        if int(heads[:, 0].sum()) > allowed:
+        if not compacting.add(plain, begin, end):
             return None
-        exceptions.append(torch.cat([kept[i, :count] for i, count in enumerate(found[:, 0].tolist())]))
-    heads[1:, 0], heads[0, 0] = heads[:-1, 0].cumsum(0), 0
-    return Layout(Kind.COMPACT_BF16, Kind.BF16, data, compact=heads, exceptions=torch.cat(exceptions))
+    return compacting.layout(Kind.COMPACT_BF16)
+
+
+def is_compact_width(k: int) -> bool:
+    """Whether rows of `k` numbers can be panels of `Kind.COMPACT_ROWS`."""
+    return k % (2 * PANEL) == 0
+
+
+def compact_rows(table: Tensor) -> Layout | None:
+    """A bfloat16 table `[rows, k]` in host memory, of which rows are read, in 12 bits a number, without loss. None if k
+    is no compact width, or the table has too many exceptions. Pages of a mapped file are dropped. Raises
+    NativeUnavailable if there is no compiled code for this machine."""
+    count, k = table.shape
+    if not is_compact_width(k) or not count:
+        return None
+    compacting = _Compacting(count * PANEL, k // PANEL, table.numel() // EXCEPTIONS)
+    step = max(PIECE // k, 1)
+    for begin in range(0, count, step):
+        part = table[begin : begin + step].detach().contiguous()  # plain panels
+        if not compacting.add(part, begin, begin + len(part)):
+            return None
+        drop_pages(part)
+    return compacting.layout(Kind.COMPACT_ROWS)
+
+
+class _Compacting:
+    """Plain panels that are stored in 12 bits a number, piece by piece."""
+
+    def __init__(self, outputs: int, kpad: int, allowed: int) -> None:
+        """`allowed`: exceptions."""
+        self._outputs, self._kpad, self._allowed = outputs, kpad, allowed
+        panels = -(-outputs // PANEL)
+        self._data = weight_memory((panels, kpad // 2, 3 * PANEL), torch.uint8)
+        self._heads, self._exceptions = torch.zeros(panels + 1, 2, dtype=torch.int64), list[Tensor]()
+
+    def add(self, plain: Tensor, begin: int, end: int) -> bool:
+        """Stores panels [begin, end), with which `plain` begins. False if there are too many exceptions."""
+        found, most = self._heads[begin:end], min(self._allowed + 1, self._kpad * PANEL)
+        kept = torch.empty(end - begin, most, dtype=torch.int64)
+        library().saccade_compact(
+            plain.data_ptr(), self._kpad, min(self._outputs, end * PANEL) - begin * PANEL,
+            self._data[begin].data_ptr(), found.data_ptr(), kept.data_ptr(), most, torch.get_num_threads(),
+        )  # fmt: skip
+        if int(self._heads[:, 0].sum()) > self._allowed:
+            return False
+        counts = enumerate(found[:, 0].tolist())
+        self._exceptions.append(torch.cat([kept[0, :0], *(kept[i, :count] for i, count in counts if count)]))
+        return True
+
+    def layout(self, stored: Kind) -> Layout:
+        self._heads[1:, 0], self._heads[0, 0] = self._heads[:-1, 0].cumsum(0), 0
+        return Layout(stored, Kind.BF16, self._data, compact=self._heads, exceptions=torch.cat(self._exceptions))
 
 
 @dataclass(frozen=True)

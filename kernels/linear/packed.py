@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 
@@ -9,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kernels.host_memory import weight_memory
-from kernels.linear.layouts import GATES, MOST_INPUTS, MULTIPLIED, STEPS, interleaved, lay_out
+from kernels.linear.layouts import GATES, MOST_INPUTS, MULTIPLIED, STEPS, Layout, compact_rows, interleaved, lay_out
 from kernels.linear.quantised import Quantised
 from kernels.native import Activation, Kind, NativeUnavailable, Weight, library
 from kernels.native.structs import GROUP, SUMMED
 
-__all__ = ["MOST_INPUTS", "Packed"]
+__all__ = ["MOST_INPUTS", "CompactTable", "Packed"]
 
 
 def operand_elements(kind: int, kpad: int) -> int:
@@ -81,13 +82,7 @@ class Packed:
     def rows(self, ids_T: Tensor) -> Tensor:
         """`[T, k]` float32: rows of a weight that is not gated, as numbers. `IndexError` for rows that it lacks."""
         assert self._layout.stored is not Kind.F32 and not self._descriptor.gated and self.order is None
-        ids, found = ids_T.contiguous(), torch.empty(ids_T.shape[0], self.k)
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.n:
-            raise IndexError(f"row {int(ids.min())} or {int(ids.max())} of a weight with {self.n} rows")
-        self._library.saccade_rows(
-            ctypes.byref(self._descriptor), ids.data_ptr(), len(ids), found.data_ptr(), torch.get_num_threads()
-        )
-        return found
+        return _rows(self._descriptor, ids_T)
 
     @property
     def stored(self) -> Kind:
@@ -121,6 +116,44 @@ class Packed:
                 operand.data_ptr(), self.operand_elements, scales.data_ptr(),
             )  # fmt: skip
         return out.view(*x.shape[:-1], self.n)
+
+
+class CompactTable:
+    """A bfloat16 table in 12 bits a number, of which rows are read."""
+
+    def __init__(self, layout: Layout, count: int, k: int) -> None:
+        self._layout = layout
+        self.descriptor = Weight(
+            layout.stored, count, k, k, layout.data.data_ptr(), None, None, 0, layout.rows,
+            compact=_address(layout.compact), exceptions=_address(layout.exceptions),
+        )  # fmt: skip
+        """For compiled code."""
+
+    @classmethod
+    def of(cls, table_NK: Tensor) -> CompactTable | None:
+        """A copy of a table. None if it cannot be stored so, or there is no compiled code for this machine."""
+        if table_NK.dtype != torch.bfloat16 or table_NK.device.type != "cpu":
+            return None
+        with contextlib.suppress(NativeUnavailable):
+            layout = compact_rows(table_NK)
+            return None if layout is None else cls(layout, *table_NK.shape)
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        return self._layout.nbytes
+
+    def rows(self, ids_T: Tensor) -> Tensor:
+        """`[T, k]` float32: rows as numbers. `IndexError` for rows that it lacks."""
+        return _rows(self.descriptor, ids_T)
+
+
+def _rows(weight: Weight, ids_T: Tensor) -> Tensor:
+    ids, found = ids_T.contiguous(), torch.empty(ids_T.shape[0], weight.k)
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.n:
+        raise IndexError(f"row {int(ids.min())} or {int(ids.max())} of a weight with {weight.n} rows")
+    library().saccade_rows(ctypes.byref(weight), ids.data_ptr(), len(ids), found.data_ptr(), torch.get_num_threads())
+    return found
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -9,6 +9,8 @@
 // The parts of a number of the last 16 outputs are: of line 0 its exponent - base, of line 1 bits 3 to 0 of its fraction, of
 // line 2 its sign and bits 6 to 4 of its fraction. Numbers with other exponents, such as zero, are exceptions: the panel's
 // list has their places, and they are replaced after unpacking. So products have the bits of those with plain weights.
+//
+// In a table whose rows are only read (COMPACT_ROWS) each row is a panel, which has its numbers in their order.
 
 #pragma once
 
@@ -239,6 +241,18 @@ inline void read_compact(const Weight& w, int64_t panel, int64_t r, float* to) {
         const int64_t place = w.exceptions[e] >> 16, input = place / PAIR * 2 + place % 2;
         if (place % PAIR / 2 == r && input < w.k) to[input] = bf16_to_float(uint16_t(w.exceptions[e]));
     }
+}
+
+// Row `id` of a table in COMPACT_ROWS, as numbers: those of a panel in the order in which it has them.
+inline void read_compact_row(const Weight& table, int64_t id, float* to) {
+    const uint8_t* lines = static_cast<const uint8_t*>(table.data) + id * table.k / PAIR * COMPACT_LINES * LINE;
+    const Words base = splat_half(int16_t(base_of(table, id)));
+    alignas(64) uint16_t numbers[PAIR];
+    for (int64_t at = 0; at < table.k; at += PAIR, lines += COMPACT_LINES * LINE) {
+        for (int v = 0; v < 4; v++) store_words(numbers + v * 32, unpack_compact(lines, v, base));
+        for (int64_t i = 0; i < PAIR; i++) to[at + i] = bf16_to_float(numbers[i]);
+    }
+    for (int64_t e = table.compact[2 * id]; e < table.compact[2 * id + 2]; e++) to[table.exceptions[e] >> 16] = bf16_to_float(uint16_t(table.exceptions[e]));
 }
 
 }  // namespace

@@ -6,9 +6,10 @@
 
 namespace {
 
-// BYTES and SUMMED_BYTES are forms of rows only: signed bytes, for weights in INT8 and in INT4.
+// BYTES and SUMMED_BYTES are forms of rows only: signed bytes, for weights in INT8 and in INT4. COMPACT_ROWS is one of tables only.
 enum Kind : int64_t {
     F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, FP8 = 4, NVFP4 = 5, UINT4 = 6, BYTES = 7, SUMMED_BYTES = 8, COMPACT_BF16 = 9,
+    COMPACT_ROWS = 10,
 };
 enum Store : int64_t { STORE = 0, ADD = 1, STORE_BF16 = 2 };
 enum Code : int64_t {
@@ -34,7 +35,7 @@ struct Weight {  // [n, k]; kpad: k as it is stored; scale: int8 [panels * 64], 
     int64_t group;
     const float *zeros, *outer;
     const uint16_t* bf16_scale;  // instead of `scale`, where several groups of INT4, FP8 or UINT4 have scales that are exactly bfloat16
-    const int64_t *compact, *exceptions;  // COMPACT_BF16, see compact.h: [panels + 1, 2]: the first exception, and base; [exceptions]
+    const int64_t *compact, *exceptions;  // COMPACT_BF16, COMPACT_ROWS, see compact.h: [panels + 1, 2]: the first exception, and base; [exceptions]
 };
 
 struct Experts {  // a mixture of them

@@ -34,6 +34,8 @@ class Kind(IntEnum):
     """The same for weights in INT4, with the sums of every 32 bytes."""
     COMPACT_BF16 = 9
     """bfloat16 in 12 bits, without loss; see compact.h."""
+    COMPACT_ROWS = 10
+    """The same for tables, whose rows are read and not multiplied: each row is a panel."""
 
 
 class Activation(IntEnum):

@@ -1,4 +1,4 @@
-// Rows of a packed weight as numbers: embeddings that are tied to the vocabulary projection.
+// Rows of embeddings as numbers: of a packed weight, where they are tied to the vocabulary projection, or of a compact table.
 
 #pragma once
 
@@ -112,6 +112,7 @@ class PackedRow {
 
 // Row `id` of a table that is a packed weight, rounded to bfloat16 if that is the table's dtype.
 inline void table_row(const Weight& table, int64_t id, bool is_bf16, float* to) {
+    if (table.kind == COMPACT_ROWS) return read_compact_row(table, id, to);
     PackedRow(table, id).read(to);
     if (!is_bf16 || table.kind == BF16 || table.kind == COMPACT_BF16) return;
     for (int64_t i = 0; i < table.k; i++) to[i] = bf16_to_float(float_to_bf16(to[i]));

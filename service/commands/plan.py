@@ -17,6 +17,7 @@ from decoder.config import DecoderOptions
 from decoder.graphs import capture_plan, check_slots, graph_bytes
 from encoder.plan import describe
 from kernels.linear import quantised_bytes
+from kernels.linear.layouts import is_compact_width
 from kernels.native.instruction_sets import NativeUnavailable, choose, processor_features, supported
 from kernels.native.library import origin
 from service.common.config import ConfigError, EngineOptions
@@ -127,7 +128,7 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     what = f"{checkpoint.parameters(options.role) / 1e6:.1f} M parameters of {item} bytes{quantised}"
     rows.append(("weights", size(total), what))
     if saved := compact_savings(options, checkpoint):
-        how = "linear layers of the decoder in 12 bits a number, without loss; a layer of unusual weights stays in 16"
+        how = "decoder's weights of 16 bits in 12 without loss, where that is as fast; unusual ones stay in 16"
         rows.append(("  as compiled code", size(total - saved), how))
     if options.role != "encoder":
         total += _decoder_memory(options, checkpoint, rows)
@@ -199,19 +200,22 @@ def _linear_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def compact_savings(options: EngineOptions, checkpoint: Checkpoint) -> int:
-    """Bytes that compiled code saves by storing bfloat16 weights in 12 bits (kernels/native/compact.h) if all of the
-    decoder's linear layers can be stored so; 0 where it does not."""
+    """Bytes that compiled code saves by storing bfloat16 weights in 12 bits (kernels/native/compact.h) if the decoder's
+    table of embeddings and all of its linear layers can be stored so; 0 where it does not."""
     decoder = decoder_options(options, checkpoint)
-    stored = options.weights is not None or checkpoint.formats or options.role == "encoder"
-    if stored or decoder.dtype != torch.bfloat16 or decoder.device != "cpu" or options.native == "off":
+    plain = decoder.dtype != torch.bfloat16 or decoder.device != "cpu" or options.native == "off"
+    if options.role == "encoder" or plain:
         return 0
     try:
         chosen = choose(options.instruction_set, processor_features())
     except (NativeUnavailable, ValueError):
         return 0
-    if not chosen.compact_weights:
-        return 0
-    return sum(map(math.prod, _linear_shapes(checkpoint).values())) // 2
+    text = checkpoint.config.decoder
+    is_compact = not text.tie_word_embeddings and is_compact_width(text.hidden_size)
+    numbers = text.vocab_size * text.hidden_size if is_compact else 0
+    if chosen.compact_weights and options.weights is None and not checkpoint.formats:
+        numbers += sum(map(math.prod, _linear_shapes(checkpoint).values()))
+    return numbers // 2
 
 
 def arena_layout(options: EngineOptions, checkpoint: Checkpoint) -> ArenaLayout:

@@ -396,6 +396,23 @@ def test_a_tied_table_is_the_packed_projection(hidden: int, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("hidden", [32, 128])
+def test_a_table_of_its_own(hidden: int, dtype: torch.dtype) -> None:
+    """Compact where rows allow it; steps in compiled code and torch operations read the given numbers."""
+    config = tiny_config(pattern="M*-", hidden_size=hidden, vocab_size=197, tie_word_embeddings=False)
+    table = dict(random_weights(config))["model.embeddings.weight"].to(dtype)
+    options = DecoderOptions(max_seqs=8, max_len=64, page_size=4, native="on", dtype=dtype)
+    model = DecoderRunner(config, options, random_weights(config)).model
+    assert (model.embeddings.packed is not None) == (hidden == 128 and dtype == torch.bfloat16)
+    assert (model.embeddings.nbytes < table.nbytes) == (model.embeddings.packed is not None)
+    assert torch.equal(model.embed_ids(torch.arange(197)), table)
+    assert model.native is not None
+    ids = torch.tensor([0, 63, 64, 130, 196])
+    model.native.run(range(1), Step(tokens=5, ids=ids.data_ptr()))
+    assert torch.equal(model.native.x[:5], table[ids].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", WEIGHT_KINDS)
 def test_a_tied_table_has_the_numbers_of_the_quantised_projection(kind: str, dtype: torch.dtype) -> None:
     """However the projection is stored; nothing is stored beside it."""

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.linear import Packed, layouts
+from kernels.linear import CompactTable, Packed, layouts
 from kernels.linear.layouts import EXCEPTIONS, interleaved_order, lay_out
 from kernels.native import Activation, Kind, NativeUnavailable
 
@@ -134,6 +134,46 @@ def test_weights_with_many_other_exponents_stay_plain() -> None:
         layout = lay_out(changed, torch.bfloat16, compact=True)
         assert layout.stored is stored
     assert lay_out(torch.zeros(64, 64).bfloat16(), torch.bfloat16, compact=True).stored is Kind.COMPACT_BF16
+
+
+@given(
+    count=st.sampled_from([1, 2, 17, 40]),
+    blocks=st.integers(1, 9),
+    exponent=st.integers(0, 240),
+    rare=st.integers(0, 12),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_number_of_a_table_is_there(count: int, blocks: int, exponent: int, rare: int, seed: int) -> None:
+    k = 128 * blocks
+    table = weight_of(count, k, exponent, min(rare, count * k // EXCEPTIONS), seed)
+    ids = torch.randint(0, count, (7,), generator=torch.Generator().manual_seed(seed))
+    compact = CompactTable.of(table)
+    assert compact is not None
+    rows = compact.rows(ids)
+    assert torch.equal(rows.view(torch.int32) >> 16, table[ids].view(torch.int16).int()) and rows.shape == (7, k)
+    for wrong in (-1, count):
+        with pytest.raises(IndexError, match=f"{wrong} of a weight with {count} rows"):
+            compact.rows(torch.tensor([wrong]))
+
+
+def test_a_table_in_several_pieces_is_the_same(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row has exponents of its own, as those of rare tokens are small."""
+    table = torch.cat([weight_of(40, 256, exponent, 7, exponent) for exponent in (20, 100, 200)])
+    for piece in (1 << 21, 7 * 256, 1):
+        monkeypatch.setattr(layouts, "PIECE", piece)
+        compact = CompactTable.of(table)
+        assert compact is not None and torch.equal(compact.rows(torch.arange(120)), table.float())
+
+
+def test_tables_that_stay_plain() -> None:
+    ones = torch.ones(8, 512, dtype=torch.bfloat16)
+    assert CompactTable.of(ones) is not None
+    assert CompactTable.of(ones.float()) is None and CompactTable.of(ones[:, :300]) is None
+    ones.view(-1)[: 4096 // EXCEPTIONS] = 0
+    assert CompactTable.of(ones) is not None
+    ones[7, 7] = 0
+    assert CompactTable.of(ones) is None
 
 
 def test_compact_weights_take_three_quarters_of_the_memory() -> None:

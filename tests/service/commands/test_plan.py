@@ -251,23 +251,40 @@ def test_a_role_without_images_is_refused(tmp_path: Path, role: str) -> None:
         plan(EngineOptions(model=str(tmp_path), role=role, encoders=encoders))
 
 
-def test_what_compiled_code_stores_in_12_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hidden", [64, 128])
+def test_what_compiled_code_stores_in_12_bits(hidden: int, tmp_path: Path) -> None:
+    """Linear layers, and the table of embeddings if its rows can be panels."""
     sets = [one for one in supported(processor_features()) if one.compact_weights]
     if not sets:
         pytest.skip("no instruction set of this processor has products of such weights")
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "intermediate_size": 128, "vocab_size": 128}
+    sizes = {
+        "hidden_size": hidden,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "vocab_size": 128,
+    }
     path = str(make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "*-", **sizes}).path)
     options = EngineOptions(model=path, dtype="bfloat16", instruction_set=sets[0].name)
-    cells = {row[0].strip(): row[1] for row in plan(options)[0].rows}
     engine = build_engine(options)
     model = engine._decoder.model
     mixers = [mixer for layer in model.layers for mixer in layer.mixers]
     linear = [one for mixer in mixers for one in vars(mixer).values() if isinstance(one, Linear)] + [model.head]
     stored = [one.packed for one in linear if one.packed is not None]
     assert len(stored) == 5 and all(packed.stored is Kind.COMPACT_BF16 for packed in stored)
-    numbers = sum(packed.n * packed.k for packed in stored)
+    numbers, table = sum(packed.n * packed.k for packed in stored), 128 * hidden if hidden == 128 else 0
+    assert (model.embeddings.packed is not None) == bool(table)
     engine.close()
-    assert cells["as compiled code"] == size(weight_bytes(options, open_checkpoint(path)) - numbers // 2)
-    for other in ({"weights": "int8"}, {"dtype": "float32"}, {"native": "off"}, {"instruction_set": "avx2"}):
-        rows = plan(EngineOptions(**{"model": path, "dtype": "bfloat16", **other}))[0].rows
-        assert not any("12 bits" in row[2] for row in rows), other
+
+    def cell(**others: str) -> str | None:
+        rows = plan(EngineOptions(**{"model": path, "dtype": "bfloat16", **others}))[0].rows
+        return {row[0].strip(): row[1] for row in rows}.get("as compiled code")
+
+    def less(saved: int, **others: str) -> str | None:
+        options = EngineOptions(**{"model": path, "dtype": "bfloat16", **others})
+        return size(weight_bytes(options, open_checkpoint(path)) - saved // 2) if saved else None
+
+    assert cell(instruction_set=sets[0].name) == less(numbers + table)
+    assert cell(weights="int8") == less(table, weights="int8")
+    assert cell(instruction_set="avx2") == less(table)
+    assert cell(dtype="float32") is None and cell(native="off") is None
