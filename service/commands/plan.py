@@ -26,6 +26,7 @@ from service.engine.build import (
     check_drafting,
     check_handoff,
     check_role,
+    check_segment,
     check_state_dtype,
     decoder_options,
     encoder_options,
@@ -79,11 +80,13 @@ def plan(options: EngineOptions) -> list[Table]:
     options = fetched(options, weights=False)
     checkpoint = open_checkpoint(options.model, options.revision, outline=True)
     check_role(options, checkpoint)
+    if options.role == "encoder":
+        check_images(options, checkpoint)
+        return [memory_table(options, checkpoint), encoder_table(options, checkpoint)]
     check_activations(options, checkpoint)
     check_state_dtype(options, checkpoint)
-    if options.role == "encoder":
-        return [memory_table(options, checkpoint), encoder_table(options, checkpoint)]
     check_drafting(options, checkpoint)
+    check_images(options, checkpoint)
     tables = [
         memory_table(options, checkpoint),
         concurrency_table(options, checkpoint),
@@ -93,6 +96,17 @@ def plan(options: EngineOptions) -> list[Table]:
     if checkpoint.config.vision is not None and options.role == "all":
         tables.append(encoder_table(options, checkpoint))
     return tables
+
+
+def check_images(options: EngineOptions, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for options with which no image can be served."""
+    vision = resolve_vision(options, checkpoint)
+    if vision is None:
+        return
+    dtype = resolve_dtype(options, checkpoint)
+    check_handoff(options, vision, dtype)
+    if options.encoder_process:
+        check_segment(options, vision, dtype)
 
 
 def instructions(options: EngineOptions) -> str:
@@ -115,7 +129,7 @@ def instructions(options: EngineOptions) -> str:
 
 def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     """Bytes by part, for a server of the role that `options` name."""
-    device, item = decoder_options(options, checkpoint).device, resolve_dtype(options, checkpoint).itemsize
+    device, item = resolve_device(options), resolve_dtype(options, checkpoint).itemsize
     rows: list[tuple[str, ...]] = [("part", "bytes", "what")]
     total = weight_bytes(options, checkpoint)
     quantised = ""
@@ -202,9 +216,8 @@ def _linear_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 def compact_savings(options: EngineOptions, checkpoint: Checkpoint) -> int:
     """Bytes that compiled code saves by storing bfloat16 weights in 12 bits (kernels/native/compact.h) if the decoder's
     table of embeddings and all of its linear layers can be stored so; 0 where it does not."""
-    decoder = decoder_options(options, checkpoint)
-    plain = decoder.dtype != torch.bfloat16 or decoder.device != "cpu" or options.native == "off"
-    if options.role == "encoder" or plain:
+    bfloat16 = resolve_dtype(options, checkpoint) == torch.bfloat16
+    if options.role == "encoder" or not bfloat16 or resolve_device(options) != "cpu" or options.native == "off":
         return 0
     try:
         chosen = choose(options.instruction_set, processor_features())
@@ -277,7 +290,6 @@ def encoder_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     vision = resolve_vision(options, checkpoint)
     assert vision is not None
     dtype = resolve_dtype(options, checkpoint)
-    check_handoff(options, vision, dtype)
     budgets = encoder_options(options, checkpoint).budgets(vision)
     rows: list[tuple[str, ...]] = [("budget", "rows/image", "capacity", "ViT rows", "sequences", "buffers")]
     described = describe(vision, budgets, dtype, vision.patch_widths)

@@ -108,6 +108,19 @@ def check_handoff(options: EngineOptions, vision: VisionSpec, dtype: torch.dtype
         )
 
 
+def check_segment(options: EngineOptions, vision: VisionSpec, dtype: torch.dtype) -> None:
+    """Raises ConfigError if not even the smallest image fits the memory shared with the encoder's process."""
+    from service.encoding.process_link import segment_for
+
+    token = vision.min_image_tokens * dtype.itemsize
+    least = segment_for(token * vision.patches_per_token * vision.patch_widths[IMAGE], token * vision.row_width)
+    if options.encoder_segment_bytes < least:
+        raise ConfigError(
+            f"encoder_segment_bytes: {options.encoder_segment_bytes} does not hold the smallest image, of "
+            f"{vision.min_image_tokens} image tokens; at least {least} would work"
+        )
+
+
 def use_processor(options: EngineOptions) -> None:
     """Sets threads and instruction set of this process. Raises ConfigError for a set that the processor lacks."""
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
@@ -218,15 +231,9 @@ def connect_encoders(
 
 def encoder_process(options: EngineOptions, vision: VisionSpec, handoff: Handoff) -> EncoderPool:
     """Starts the encoder in another process on this host. Raises ConfigError with that process's message."""
-    from service.encoding.process_link import ProcessLink, segment_for
+    from service.encoding.process_link import ProcessLink
 
-    token = vision.min_image_tokens * handoff.dtype.itemsize
-    least = segment_for(token * vision.patches_per_token * vision.patch_widths[IMAGE], token * vision.row_width)
-    if options.encoder_segment_bytes < least:
-        raise ConfigError(
-            f"encoder_segment_bytes: {options.encoder_segment_bytes} does not hold the smallest image, of "
-            f"{vision.min_image_tokens} image tokens; at least {least} would work"
-        )
+    check_segment(options, vision, handoff.dtype)
     link = ProcessLink(options, segment_bytes=options.encoder_segment_bytes)
     return EncoderPool(handoff, [link], lease=options.encoder_lease, step_tokens=step_tokens(options, vision))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from kernels.native.instruction_sets import SETS, processor_features, supported
 from kernels.native.structs import Kind
 from service.commands.plan import plan, size, weight_bytes
 from service.common.config import ConfigError, EngineOptions
-from service.engine.build import build_engine, decoder_options
+from service.engine.build import build_encoder, build_engine, decoder_options
 from service.model.checkpoint import open_checkpoint
 from service.model.quantise import quantise_checkpoint
 
@@ -241,6 +242,33 @@ def test_a_role_plans_for_what_it_serves(tmp_path: Path) -> None:
     parts = [weight_bytes(options, checkpoint) for options in (encoder, decoder)]
     assert min(parts) > 0 and sum(parts) == weight_bytes(both, checkpoint)
     assert [row[0] for row in plan(encoder)[0].rows] == ["part", "weights", "handoff", "together"]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"handoff_bytes": 1}, "handoff_bytes: 1 holds 0 image tokens"),
+        ({"video_pruning_rate": 1.5}, "video_pruning_rate: 1.5 is not at least 0 and below 1"),
+        ({"encoder_process": True, "encoder_segment_bytes": 2**16}, "encoder_segment_bytes: 65536 does not hold"),
+    ],
+)
+def test_options_of_images_are_refused_as_the_server_would(tmp_path: Path, other: dict[str, Any], message: str) -> None:
+    checkpoint = make_checkpoint(tmp_path, 3, text={"pattern": "M"})
+    rule = {"patch_size": checkpoint.patch_size, "min_num_patches": 2**14, "max_num_patches": 2**15}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(rule))
+    decoder = {} if "encoder_process" in other else {"role": "decoder", "encoders": ("localhost:1",)}
+    options = EngineOptions(**{"model": str(tmp_path), "device": "cpu", "max_len": 2**14, **decoder, **other})
+    for run in (plan, build_engine):
+        with pytest.raises(ConfigError, match=message):
+            run(options)
+
+
+def test_an_encoder_needs_no_options_of_a_decoder(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "*-"})
+    decoder = {"activations": "int8", "state_dtype": "bfloat16", "draft_vocab": 9, "memory_share": 0.0}
+    options = EngineOptions(**{"model": str(tmp_path), "device": "cpu", "role": "encoder", **decoder})
+    build_encoder(options)[0].close()
+    assert [row[0] for row in plan(options)[0].rows] == ["part", "weights", "handoff", "together"]
 
 
 @pytest.mark.parametrize("role", ["encoder", "decoder"])
