@@ -215,14 +215,11 @@ class Journal:
                 if not line.endswith(b"\n"):
                     break  # incomplete
                 try:
-                    row_id, custom_id, status, usage = _parsed(line)
+                    row_id, custom_id, *numbers = _parsed(line)
                 except ValueError as error:
                     raise self._foreign("a line that is no answer of a batch") from error
                 known = identify(custom_id)
-                rows.append((
-                    row_id, custom_id, known[0] if known else -1, start + taken, len(line), status,
-                    usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0),
-                ))  # fmt: skip
+                rows.append((row_id, custom_id, known[0] if known else -1, start + taken, len(line), *numbers))
                 taken += len(line)
                 if len(rows) == 1000:
                     self._insert(rows)
@@ -375,14 +372,19 @@ def _one(db: sqlite3.Connection, query: str) -> int:
     return int(db.execute(query).fetchone()[0])
 
 
-def _parsed(line: bytes) -> tuple[str, str, int, dict[str, Any]]:
-    """(id, custom id, status, usage) of a line of the output. Raises ValueError if it is no answer of a batch."""
+def _parsed(line: bytes) -> tuple[str, str, int, int, int]:
+    """(id, custom id, status, prompt tokens, completion tokens) of a line of the output. Raises ValueError if it is no
+    answer of a batch, or another program's with values that the journal cannot hold."""
     try:
         row = json.loads(line)
         row_id, custom_id, status = row["id"], row["custom_id"], row["response"]["status_code"]
         usage = row["response"]["body"].get("usage") or {}
-    except (KeyError, TypeError, AttributeError) as error:
+        numbers = status, usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no {error}") from error
-    if not (isinstance(row_id, str) and isinstance(custom_id, str) and isinstance(status, int)):
-        raise ValueError("an id or a status of another type")
-    return row_id, custom_id, status, usage
+    if not (isinstance(row_id, str) and isinstance(custom_id, str)):
+        raise ValueError("an id of another type")
+    if not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers):
+        raise ValueError("a status or a number of tokens of another type or size")
+    (row_id + custom_id).encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
+    return row_id, custom_id, *numbers

@@ -173,6 +173,32 @@ def test_another_jobs_output_of_equal_size_is_foreign(tmp_path: Path) -> None:
     assert caught.value.reason == "BATCH_OUTPUT_FOREIGN" and output.read_bytes() == other
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"custom_id": "\ud800"},
+        {"response": {"status_code": 2**70, "body": {}}},
+        *({"response": {"status_code": 200, "body": {"usage": usage}}}
+          for usage in ([1], "x", {"prompt_tokens": None}, {"completion_tokens": {}}, {"prompt_tokens": 2**70})),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_output_with_values_that_no_journal_holds_is_foreign(tmp_path: Path, change: dict[str, Any]) -> None:
+    output = tmp_path / "out.jsonl"
+    content = json.dumps({**json.loads(line(0)), **change}).encode() + b"\n"
+    output.write_bytes(content)
+    with pytest.raises(AlreadyExists, match="a line that is no answer of a batch"):
+        Journal(output, identify)
+    assert output.read_bytes() == content
+
+
+def test_an_output_that_is_nested_too_deep_is_foreign(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(b"[" * 100_000 + b"\n")
+    with pytest.raises(AlreadyExists, match="a line that is no answer of a batch"):
+        Journal(output, identify)
+
+
 def test_lines_that_have_changed_places_are_found(tmp_path: Path) -> None:
     """Size and last line are unchanged; the difference is noticed and repaired when the lines are moved."""
     output = tmp_path / "out.jsonl"
