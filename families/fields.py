@@ -62,11 +62,18 @@ def check_types(config: type, values: Mapping[str, Any]) -> None:
             raise CheckpointError(f"config.json: {name} must be {_KINDS[kind]}, not {value!r}")
 
 
-def count(text: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """Reads an integer of at least 1. Raises CheckpointError naming the field."""
+MOST_LAYERS, WIDEST_HEAD = 2**12, 2**16
+"""Above all that is published. Each layer's weights and each number of a head are listed before the files are
+compared: with a much larger number that takes minutes and all memory."""
+
+
+def count(text: Mapping[str, Any], name: str, default: int | None = None, *, most: int | None = None) -> int:
+    """Reads an integer from 1 to `most`. Raises CheckpointError naming the field."""
     [value] = required(text, name) if default is None else [first(text, name, default=default)]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"config.json: {name} must be a whole number of at least 1, not {value!r}")
+    if most is not None and value > most:
+        raise CheckpointError(f"config.json: {name} is {value}; at most {most} is served")
     return value
 
 

@@ -16,9 +16,10 @@ ROTATED = 0.5
 
 
 def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
-    vocab, hidden, layers, inner = fields.required(
+    vocab, hidden, _, inner = fields.required(
         text, "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"
     )
+    layers = fields.count(text, "num_hidden_layers", most=fields.MOST_LAYERS)
     fields.only(text, "hidden_act", "silu")
     eps = float(first(text, "rms_norm_eps", default=1e-5))
     kinds: dict[str, MixerSpec] = {

@@ -13,9 +13,10 @@ from families.files import CheckpointError, first
 
 
 def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
-    vocab, hidden, layers, shared = fields.required(
+    vocab, hidden, _, shared = fields.required(
         text, "vocab_size", "hidden_size", "num_hidden_layers", "shared_intermediate_size"
     )
+    layers = fields.count(text, "num_hidden_layers", most=fields.MOST_LAYERS)
     fields.only(text, "hidden_act", "silu")
     eps = float(first(text, "rms_norm_eps", default=1e-6))
     rotary = _rotary(text)

@@ -10,7 +10,7 @@ from typing import Any
 from encoder.item import IMAGE
 from encoder.media_limits import RGB
 from encoder.vit_sizes import VitSizes
-from families.fields import per_channel
+from families.fields import MOST_LAYERS, count, per_channel
 from families.files import CheckpointError, first
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu")
@@ -162,7 +162,7 @@ def vision_fields(config: Mapping[str, Any], text_hidden_size: int, processor: M
     try:
         fields = {
             "hidden_size": int(first(vision, "hidden_size", default=768)),
-            "num_layers": int(first(vision, "num_hidden_layers", default=12)),
+            "num_layers": count(vision, "num_hidden_layers", 12, most=MOST_LAYERS),
             "num_heads": int(first(vision, "num_attention_heads", default=12)),
             "intermediate_size": int(first(vision, "intermediate_size", default=3072)),
             "text_hidden_size": text_hidden_size,

@@ -12,7 +12,7 @@ from typing import Any
 
 from decoder.config import DecoderConfig
 from families.family import FamilyConfig, ModelFiles
-from families.fields import count, number, per_channel, section
+from families.fields import MOST_LAYERS, count, number, per_channel, section
 from families.files import CheckpointError, first, token_id
 from families.nemotron_h.config import decoder_config
 from families.nemotron_h_omni.vision import RadioVision
@@ -72,7 +72,7 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
     try:
         return RadioVision(
             hidden_size=hidden,
-            num_layers=count(vision, "num_hidden_layers", layers),
+            num_layers=count(vision, "num_hidden_layers", layers, most=MOST_LAYERS),
             num_heads=count(vision, "num_attention_heads", heads),
             intermediate_size=RadioVision.swiglu_size(inner) if swiglu else inner,
             hidden_act=str(first(vision, "hidden_act", default="gelu")),

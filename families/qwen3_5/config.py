@@ -61,7 +61,8 @@ def _decoder_config(text: Mapping[str, Any], moe: bool, tied: bool, axes: int) -
     fields.required(
         text, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", *inner
     )
-    vocab, hidden, layers = (fields.count(text, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers"))
+    vocab, hidden = (fields.count(text, name) for name in ("vocab_size", "hidden_size"))
+    layers = fields.count(text, "num_hidden_layers", most=fields.MOST_LAYERS)
     fields.only(text, "hidden_act", "silu")
     fields.only(text, "attn_output_gate", True)
     fields.only(text, "use_sliding_window", False)
@@ -115,7 +116,7 @@ def _gated_delta(text: Mapping[str, Any], hidden: int, eps: float) -> GatedDelta
 
 
 def _attention(text: Mapping[str, Any], hidden: int, eps: float, axes: int) -> Attention:
-    width = fields.count(text, "head_dim", 256)
+    width = fields.count(text, "head_dim", 256, most=fields.WIDEST_HEAD)
     return Attention(
         hidden_size=hidden,
         num_attention_heads=fields.count(text, "num_attention_heads"),
@@ -135,6 +136,11 @@ def _rope(text: Mapping[str, Any], width: int, axes: int) -> Rope:
     fields.only(parameters, "mrope_interleaved", True)
     outer = fields.number(text, "partial_rotary_factor", ROTATED)
     share = fields.number(parameters, "partial_rotary_factor", outer)
+    if share > 1:  # checked before there is a list of them
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor {share:g}: {width * share:g} rotated dimensions are above head_dim "
+            f"{width}"
+        )
     plain = fields.rope(text, int(width * share), kinds=("default", "mrope"))
     sections = first(parameters, "mrope_section", default=SECTIONS)
     whole = isinstance(sections, list | tuple) and all(isinstance(n, int) and n >= 0 for n in sections)

@@ -11,7 +11,7 @@ from typing import Any
 from encoder.item import BLOCK_MAJOR, IMAGE, VIDEO
 from encoder.media_limits import RGB
 from encoder.vit_sizes import VitSizes
-from families.fields import count, number, per_channel, section
+from families.fields import MOST_LAYERS, count, number, per_channel, section
 from families.files import CheckpointError, first
 
 MAX_ASPECT = 200
@@ -224,7 +224,7 @@ def vision_fields(
             )
         fields: dict[str, Any] = {
             "hidden_size": count(vision, "hidden_size", 1152),
-            "num_layers": count(vision, "depth", count(vision, "num_hidden_layers", 27)),
+            "num_layers": count(vision, "depth", count(vision, "num_hidden_layers", 27), most=MOST_LAYERS),
             "num_heads": count(vision, "num_heads", count(vision, "num_attention_heads", 16)),
             "intermediate_size": count(vision, "intermediate_size", 4304),
             "text_hidden_size": text_hidden_size,

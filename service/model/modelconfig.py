@@ -106,7 +106,10 @@ def load_config(path: Path, *, name: str | None = None) -> ModelConfig:
     generation = optional_json(path / "generation_config.json")
     image = _processor(path, "image_processor", "preprocessor_config.json")
     video = _processor(path, "video_processor", "video_preprocessor_config.json")
-    model = family.read_config(ModelFiles(path, config, image, video))
+    try:
+        model = family.read_config(ModelFiles(path, config, image, video))
+    except OverflowError as error:  # 1e400 and Infinity are numbers of JSON files, and no whole ones
+        raise CheckpointError(f"{path}: its configuration has a number that is too large: {error}") from None
     return ModelConfig(
         path=path,
         name=name or path.resolve().name,

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from minicpm import make_minicpm
 from qwen_checkpoint import make_qwen
 from qwen_vision import random_tower
 from served import make_served
+from text_families import make_text_checkpoint
 
 from families.files import CheckpointError
 from service.model.checkpoint import open_checkpoint
 
+HUGE = 2**31
 NO_COUNT = ("x", "", 1.5, True, [], {}, math.nan, -1, 0)
 NEMOTRON = [
     *((("text_config", name), value) for name in ("vocab_size", "hidden_size", "mamba_num_heads", "head_dim",
@@ -30,12 +33,16 @@ NEMOTRON = [
       for value in NO_COUNT),
     *((("vision_config", name), value) for name in ("layer_norm_eps", "mlp_ratio")
       for value in ("x", [], -1, math.nan)),
+    (("vision_config", "num_hidden_layers"), HUGE),
     *((("downsample_ratio",), value) for value in ("x", [], 0, math.nan)),
     *(((name,), value) for name in ("norm_mean", "norm_std")
       for value in ("x", 1, [1, 1], [1, True, 1], [math.nan, 1, 1], [1, 1, math.inf])),
     *(((name,), value) for name in ("text_config", "vision_config") for value in (3, "x", [1])),
 ]  # fmt: skip
 QWEN = [
+    (("vision_config", "depth"), HUGE),
+    *((("text_config", name), value) for name in ("num_hidden_layers", "head_dim") for value in (HUGE, 2**70)),
+    *((("text_config", "rope_parameters", "partial_rotary_factor"), value) for value in (1.5, HUGE, 1e308)),
     *((("vision_config", name), value) for name in ("hidden_size", "depth", "num_heads", "patch_size")
       for value in NO_COUNT),
     *((("vision_config", "rope_parameters"), value) for value in (3, "x", [1])),
@@ -57,7 +64,22 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def refused(model: Path, folder: Path, place: tuple[str, ...], value: Any) -> None:
+@pytest.fixture(scope="module")
+def minicpm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("minicpm")
+    make_minicpm(path, 3)
+    return path
+
+
+@pytest.fixture(scope="module", params=["bamba", "granitemoehybrid"])
+def text_only(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    make_text_checkpoint(path, request.param, 3)
+    return path
+
+
+def refused(model: Path, folder: Path, place: tuple[str, ...], value: Any, *, match: str = "") -> None:
+    """`match`: by default the field's name."""
     for file in model.iterdir():
         (folder / file.name).symlink_to(file)
     config = json.loads((model / "config.json").read_text())
@@ -67,7 +89,7 @@ def refused(model: Path, folder: Path, place: tuple[str, ...], value: Any) -> No
     holder[place[-1]] = value
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=place[-1]):
+    with pytest.raises(CheckpointError, match=match or place[-1]):
         open_checkpoint(str(folder), None, outline=True)
 
 
@@ -79,3 +101,22 @@ def test_nemotron(nemotron: Path, tmp_path: Path, place: tuple[str, ...], value:
 @pytest.mark.parametrize(("place", "value"), QWEN, ids=str)
 def test_qwen(qwen: Path, tmp_path: Path, place: tuple[str, ...], value: Any) -> None:
     refused(qwen, tmp_path, place, value)
+
+
+@pytest.mark.parametrize("value", [HUGE, 1.5, 0])
+def test_minicpm(minicpm: Path, tmp_path: Path, value: Any) -> None:
+    refused(minicpm, tmp_path, ("vision_config", "num_hidden_layers"), value)
+
+
+@pytest.mark.parametrize("value", [HUGE, 0])
+def test_text_only(text_only: Path, tmp_path: Path, value: Any) -> None:
+    refused(text_only, tmp_path, ("num_hidden_layers",), value)
+
+
+def test_numbers_too_large_for_any_field(nemotron: Path, minicpm: Path, text_only: Path, tmp_path: Path) -> None:
+    places = [(nemotron, ("vision_config", "video_temporal_patch_size")), (nemotron, ("vision_config", "mlp_ratio")),
+              (minicpm, ("vision_config", "patch_size")), (text_only, ("mamba_n_heads",))]  # fmt: skip
+    for number, (model, place) in enumerate(places):
+        (folder := tmp_path / str(number)).mkdir()
+        value = 1e308 if place[-1] == "mlp_ratio" else math.inf
+        refused(model, folder, place, value, match="its configuration has a number that is too large")
