@@ -69,8 +69,9 @@ def _weights_kind(path: Path, config: Mapping[str, Any]) -> str | None:
     entry = config.get(WEIGHTS_KEY)
     if entry is None:
         return None
-    found = entry.get("format") if isinstance(entry, dict) else entry
-    if found != WEIGHTS_FORMAT:
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{path}: {WEIGHTS_KEY} must be an object, not {entry!r}")
+    if (found := entry.get("format")) != WEIGHTS_FORMAT:
         raise CheckpointError(
             f"{path}: {WEIGHTS_KEY} has format {found!r} and this server reads {WEIGHTS_FORMAT}; "
             "quantise the original again"
