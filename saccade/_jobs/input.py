@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ class BatchInput:
     Raises:
         InvalidArgument: the file cannot be read, or has lines that are no requests; the error's `problems` has a
             sentence for each of the first 20, with its line number.
+        FailedPrecondition: there is no space for the temporary database.
     """
 
     def __init__(self, path: Path, folder: ImageFolder, *, strict: bool = False) -> None:
@@ -39,7 +41,8 @@ class BatchInput:
             " custom_id TEXT UNIQUE, line_digest BLOB, digest BLOB, done INTEGER DEFAULT 0);"
         )
         try:
-            self._check()
+            with _kept():
+                self._check()
         except BaseException:
             self._db.close()
             raise
@@ -95,9 +98,10 @@ class BatchInput:
         return None if found is None else (found[0], self.row_id(found[1]))
 
     def skip(self, positions: Iterator[int]) -> None:
-        self._db.execute("BEGIN")
-        self._db.executemany("UPDATE input SET done = 1 WHERE position = ?", ((p,) for p in positions))
-        self._db.execute("COMMIT")
+        with _kept():
+            self._db.execute("BEGIN")
+            self._db.executemany("UPDATE input SET done = 1 WHERE position = ?", ((p,) for p in positions))
+            self._db.execute("COMMIT")
 
     def rows(self) -> Generator[Row, None, None]:
         """The rows that are not yet done, read again. Raises FailedPrecondition if the file has changed."""
@@ -126,6 +130,17 @@ class BatchInvalid(InvalidArgument):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.problems), self.__dict__
+
+
+@contextmanager
+def _kept() -> Iterator[None]:
+    """Raises FailedPrecondition where the temporary database cannot be written."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise FailedPrecondition(
+            f"cannot write the temporary file with the ids of the rows: {error}; SQLITE_TMPDIR names another folder"
+        ) from error
 
 
 def _lines(file: Any) -> Iterator[tuple[int, int, bytes]]:

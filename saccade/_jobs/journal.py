@@ -108,6 +108,9 @@ class Journal:
         except OSError as error:
             self.close()
             raise FailedPrecondition(f"cannot write {error.filename or str(output)!r}: {error.strerror}") from error
+        except sqlite3.Error as error:  # a full disk, for example
+            self.close()
+            raise FailedPrecondition(f"cannot write {str(self.path)!r}: {error}") from error
         except BaseException:
             self.close()
             raise

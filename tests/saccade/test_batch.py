@@ -602,6 +602,24 @@ def test_a_full_disk_leaves_whole_lines(address: str, script: Script, tmp_path: 
     assert answers(output) == expected(300)
 
 
+def test_a_full_disk_for_the_ids_of_an_input(address: str, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"messages": [{"role": "user", "content": "?"}]}
+    rows = (json.dumps({"custom_id": f"{i:0500}", "body": body}) for i in range(5000))
+    source.write_text("\n".join(rows))
+    program = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY)); "
+        "from saccade.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", program, "batch", str(source), str(output), "--server", address, "--quiet"],
+        cwd=CHECKOUT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "cannot write the temporary file with the ids of the rows" in done.stderr and not output.exists()
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 

@@ -254,6 +254,23 @@ def test_which_errors_are_asked_again(tmp_path: Path, status: int, kept: bool) -
         assert journal.totals()["failed"] == (kept and status != 200)
 
 
+def test_a_full_disk_for_a_journal_that_is_rebuilt(tmp_path: Path) -> None:
+    """A limit on file sizes simulates a full disk."""
+    output = tmp_path / "out.jsonl"
+    content = b"".join(line(position) for position in range(2000))
+    output.write_bytes(content)
+    program = (
+        "import resource, signal, sys; from pathlib import Path; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY)); "
+        "from saccade._jobs.journal import Journal; Journal(Path(sys.argv[1]), lambda custom_id: None)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", program, str(output)], cwd=CHECKOUT, capture_output=True, text=True
+    )
+    assert done.stderr.splitlines()[-1].startswith("saccade.errors.FailedPrecondition: cannot write ")
+    assert output.read_bytes() == content
+
+
 def test_one_process_at_a_time_and_the_second_changes_nothing(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     with opened(output) as journal:
