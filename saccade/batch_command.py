@@ -187,9 +187,13 @@ class _Target:
 
     def begin(self, batch_id: str) -> None:
         """Prepares the output for appending; deletes answers of another batch."""
-        if batch_id != self._held:
+        if batch_id == self._held:
+            return
+        try:
             self._output.unlink(missing_ok=True)
             self._mark.write_text(json.dumps({"request_id": self._fingerprint, "batch_id": batch_id}), "utf-8")
+        except OSError as error:
+            raise FailedPrecondition(f"cannot write {error.filename or str(self._mark)!r}: {error.strerror}") from error
 
 
 def _fingerprint(options: argparse.Namespace) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from saccade._core.retrying import Deadline, Retries
 from saccade._core.settings import CallSettings
@@ -154,7 +155,8 @@ class Download:
         self._batch_id = batch_id
         self.path = Path(target)
         try:
-            self.file: BinaryIO = open(self.path, "ab" if resume else "xb")
+            # Unbuffered: what the disk did not take would be written once more when the file is closed.
+            self.file: FileIO = open(self.path, "ab" if resume else "xb", buffering=0)
         except OSError as error:
             hint = "; resume=True continues it" if isinstance(error, FileExistsError) else ""
             raise FailedPrecondition(f"cannot write {str(self.path)!r}: {error.strerror}{hint}") from error
@@ -165,5 +167,14 @@ class Download:
         return Call("batch", "DownloadBatchOutput", request)
 
     def write(self, data: bytes) -> None:
-        self.file.write(data)
-        self.offset += len(data)
+        """Raises FailedPrecondition, on a full disk for example; what has been written can be resumed."""
+        rest = memoryview(data)
+        try:
+            while rest:
+                written = self.file.write(rest)
+                self.offset += written
+                rest = rest[written:]
+        except OSError as error:
+            raise FailedPrecondition(
+                f"cannot write {str(self.path)!r} after {self.offset} bytes: {error.strerror}"
+            ) from error

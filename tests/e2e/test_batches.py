@@ -23,7 +23,7 @@ from running import RunningServer
 
 import saccade
 import service.common.errors
-from saccade import errors
+from saccade import cli, errors
 from saccade.v1 import batch_pb2, media_pb2
 from service.batches.batch_store import BatchRecord, BatchStore
 from service.common.config import ConfigError
@@ -122,6 +122,16 @@ def test_the_same_from_asyncio(server: RunningServer, tmp_path: Path) -> None:
             assert await client.batches.list() == []
 
     asyncio.run(main())
+
+
+def test_the_commands_mark_that_cannot_be_written_is_named(
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_bytes(lines([row(1)]))
+    (mark := tmp_path / "out.jsonl.batch").mkdir()
+    files = [str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")]
+    assert cli.main(["batch", *files, "--server-side", "--server", server.address, "--quiet"]) == 2
+    assert f"cannot write '{mark}': Is a directory" in capsys.readouterr().err
 
 
 def test_a_wrong_file_is_refused_with_its_lines(client: saccade.Client) -> None:

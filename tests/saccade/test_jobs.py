@@ -90,6 +90,21 @@ def test_a_download_goes_on_where_it_broke_off(batches: tuple[Batches, str], tmp
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_download_to_a_full_disk_says_so(batches: tuple[Batches, str], kind: str) -> None:
+    async def by_asyncio() -> None:
+        async with saccade.AsyncClient(batches[1]) as client:
+            await client.batches.download("b", "/dev/full", resume=True)
+
+    message = "cannot write '/dev/full' after 0 bytes: No space left on device"
+    with pytest.raises(errors.FailedPrecondition, match=message):
+        if kind == "sync":
+            with saccade.Client(batches[1]) as client:
+                client.batches.download("b", "/dev/full", resume=True)
+        else:
+            asyncio.run(by_asyncio())
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
 def test_watching_goes_on_until_the_batch_is_over(batches: tuple[Batches, str], kind: str) -> None:
     _, address = batches
 
