@@ -11,7 +11,7 @@ from saccade._async.jobs import run_job
 from saccade._core.retrying import Deadline, retry_delay
 from saccade._jobs.job import BatchJob, BatchOptions, BatchSummary
 from saccade._jobs.rows import ImageFolder
-from saccade.errors import InvalidArgument, error_from_service
+from saccade.errors import DeadlineExceeded, InvalidArgument, error_from_service
 from saccade.types import Model
 from saccade.v1 import inference_pb2, types_pb2
 from service.answers import convert
@@ -55,6 +55,7 @@ class Inside:
     gate: asyncio.Semaphore
     """Limits the rows in progress, over all batches."""
     row_timeout: float
+    """Seconds that a row may take, over all its attempts."""
     budget: ByteBudget
     """Limits the bytes that rows and their media hold while they run."""
 
@@ -65,27 +66,35 @@ class Inside:
         self, request: inference_pb2.GenerateRequest, timeout: float | None
     ) -> inference_pb2.GenerateResponse:
         """Retries as long as it may help: a full queue, a dead engine or an exhausted rate is not the row's fault."""
-        failures = 0
+        deadline, failures = Deadline(self.row_timeout), 0
         while True:
             try:
                 async with self.gate:
-                    return await self._once(request)
+                    return await self._once(request, deadline.left())
             except errors.StatusError as status:
                 error = error_from_service(status, request.request_id)
             failures += 1
-            delay = retry_delay(error, min(failures, 10), 10, Deadline(None))
+            delay = retry_delay(error, min(failures, 10), 10, deadline)
+            if delay is None and error.retryable:
+                raise DeadlineExceeded(
+                    f"no answer within the batch_row_timeout of {self.row_timeout:g} seconds; the last of {failures} "
+                    f"attempts: {error.message}",
+                    request_id=error.request_id,
+                ) from error
             if delay is None:
                 raise error from error.__cause__
             await asyncio.sleep(delay)
 
-    async def _once(self, request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateResponse:
+    async def _once(
+        self, request: inference_pb2.GenerateRequest, timeout: float | None
+    ) -> inference_pb2.GenerateResponse:
         tenant, size = self.tenant(), request.ByteSize()
         with self.budget.hold(tenant.name) as add:
             add(size)
             set_current_call(CallInfo(METHOD, tenant, request_bytes=size, hold_bytes=add))
             builder = convert.ResponseBuilder()
             spec = convert.spec_from_proto(request, whole=True)
-            async with contextlib.aclosing(self.calls.stream(spec, timeout=self.row_timeout)) as events:
+            async with contextlib.aclosing(self.calls.stream(spec, timeout=timeout)) as events:
                 async for event in events:
                     builder.add(event)
             return builder.response()

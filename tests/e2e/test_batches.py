@@ -268,6 +268,22 @@ def test_tenants_do_not_see_each_other_and_take_turns(model: Path, tmp_path: Pat
             one.close()
 
 
+def test_a_rows_timeout_includes_its_waiting(text_model: Path, tmp_path: Path) -> None:
+    """The first row uses up more than the tokens of a minute, and the others would wait for the next ones."""
+    digest = hashlib.sha256(b"sk-a").hexdigest()
+    (tmp_path / "keys.toml").write_text(f'[[key]]\nname = "a"\nsha256 = "{digest}"\ntokens_per_minute = 10\n')
+    options = {"api_keys": str(tmp_path / "keys.toml"), "batch_concurrency": 1, "batch_row_timeout": 5.0, **LIMITS}
+    with RunningServer(str(text_model), **options) as server:
+        with saccade.Client(server.address, api_key="sk-a") as client:
+            rows = [row(i, tokens=300, ignore_eos=True) for i in range(4)]
+            batch = client.batches.wait(client.batches.create(lines(rows)).batch_id)
+            assert (batch.state, batch.completed, batch.failed) == ("completed", 1, 3)
+            found = answers(client.batches.download(batch.batch_id, tmp_path / "out.jsonl"))
+    for i in (1, 2, 3):
+        assert found[str(i)]["status_code"] == 504
+        assert "within the batch_row_timeout of 5 seconds" in found[str(i)]["body"]["error"]["message"]
+
+
 async def _over(server: RunningServer, tenant: str, batch_id: str) -> tuple[str, str]:
     assert server.server.batches is not None
     async for record in server.server.batches.watch(tenant, batch_id):
