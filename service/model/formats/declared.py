@@ -20,6 +20,10 @@ MODELOPT = {
 """Schemes of the tensors that each of modelopt's algorithms writes; empty for those that are not supported."""
 NAMES = {"groups": "g_idx, the groups of its inputs", "zeros": "zero points"}
 """Of tensors that a configuration may ask for."""
+IN_WEIGHTS = ("weight_input", "weight_output")
+"""Places of compressed-tensors' transforms, such as rotations, that are part of the stored weights. At the others the
+runtime has to multiply activations, without which answers would be meaningless.
+"""
 Listed = Literal["table", "default", "excluded"]
 
 
@@ -198,6 +202,14 @@ def _modelopt(entry: Mapping[str, Any], where: str) -> Declared:
 
 def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
     overall, ignored = str(entry.get("format") or ""), _names(entry, where, "ignore")
+    transforms = (entry.get("transform_config") or {}).get("config_groups") or {}
+    for name, scheme in transforms.items():
+        for applied in scheme["apply"]:
+            if applied["location"] not in IN_WEIGHTS:
+                raise CheckpointError(
+                    f"{where}: transform_config {name} is applied at {applied['location']!r}, while the model runs; "
+                    f"read are transforms that the weights contain: {', '.join(IN_WEIGHTS)}"
+                )
     groups: list[tuple[list[str], Said]] = []
     blocks: set[tuple[int, int]] = set()
     for name, group in entry["config_groups"].items():

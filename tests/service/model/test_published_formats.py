@@ -361,12 +361,23 @@ def compressed(weights: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": group}, **more}
 
 
+def transformed(*locations: str) -> dict[str, Any]:
+    applied = [{"targets": ["Linear"], "location": location} for location in locations]
+    return {"transform_config": {"config_groups": {"u": {"type": "hadamard", "apply": applied}}}}
+
+
 BROKEN: list[tuple[dict[str, Any], str]] = [
     (compressed({"group_size": 32}, ignore="lm_head"), "ignore is 'lm_head', not a list"),
     (compressed({"group_size": 32}, ignore=[3]), r"ignore is \[3\], not a list"),
     (compressed({"group_size": 32}, ignore=["re:(lm_head"]), r"'re:\(lm_head' is no regular expression"),
     (compressed({"group_size": "32"}), "group_size '32' of config group g"),
     (compressed({"group_size": True}), "group_size True of config group g"),
+    (
+        compressed({"group_size": 32}, **transformed("weight_input", "input")),
+        "transform_config u is applied at 'input'",
+    ),
+    (compressed({"group_size": 32}, **transformed("k_cache")), "transform_config u is applied at 'k_cache'"),
+    (compressed({"group_size": 32}, transform_config=[1]), "cannot be read"),
     (compressed({"group_size": -32}), "group_size -32 of config group g"),
     ({"quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": {"a": 1}}, "modules_to_not_conv"),
     ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, "version 'gemv'"),
@@ -384,6 +395,11 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
 def test_a_broken_configuration_is_refused_before_any_weight_is_read(config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_declared({"quantization_config": config}, {})
+
+
+def test_transforms_that_the_weights_contain_are_read() -> None:
+    for transforms in (transformed("weight_input", "weight_output"), {"transform_config": {}}):
+        assert read_declared({"quantization_config": compressed({"group_size": 32}, **transforms)}, {}) is not None
 
 
 def test_a_module_of_the_table_without_quantised_tensors_is_named() -> None:
