@@ -84,7 +84,8 @@ def _size(source: str | os.PathLike[str] | bytes) -> int:
     if isinstance(source, bytes):
         return len(source)
     try:
-        return os.stat(source).st_size
+        with open(source, "rb") as file:  # a folder, or a file without permission, has a size too
+            return os.fstat(file.fileno()).st_size
     except OSError as error:
         raise InvalidArgument(f"cannot read {os.fspath(source)!r}: {error.strerror}") from error
 

@@ -89,6 +89,13 @@ def test_a_download_goes_on_where_it_broke_off(batches: tuple[Batches, str], tmp
     assert target.read_bytes() == OUTPUT and servicer.offsets == [0, 6, 12, 18, 24]
 
 
+def test_a_batch_of_a_folder_is_refused_before_anything_is_sent(batches: tuple[Batches, str], tmp_path: Path) -> None:
+    with saccade.Client(batches[1]) as client:
+        for name, why in ((tmp_path, "Is a directory"), (tmp_path / "missing", "No such file")):
+            with pytest.raises(errors.InvalidArgument, match=f"cannot read '{name}': {why}"):
+                client.batches.create(name)
+
+
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_download_to_a_full_disk_says_so(batches: tuple[Batches, str], kind: str) -> None:
     async def by_asyncio() -> None:
