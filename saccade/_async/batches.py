@@ -95,7 +95,7 @@ class AsyncBatchMethods:
         """Writes the output of an ended batch to a new file; with `resume`, appends to what the file has."""
         download = Download(batch_id, target, resume)
         exchange = self._session._exchange()
-        with download.file:
+        with download:
             async with aclosing(self._messages(download.call)) as messages:
                 async for message in messages:
                     await exchange.do(partial(download.write, message.data))

@@ -150,7 +150,8 @@ def watch_call(batch_id: str) -> Call:
 
 
 class Download:
-    """Writes the output to a file as it is received, and knows the offset to resume from."""
+    """Writes the output to a file as it is received, and knows the offset to resume from. A context manager, which
+    closes the file, and removes a new one to which nothing has been written when an error occurs."""
 
     def __init__(self, batch_id: str, target: str | os.PathLike[str], resume: bool) -> None:
         self._batch_id = batch_id
@@ -162,6 +163,15 @@ class Download:
             hint = "; resume=True continues it" if isinstance(error, FileExistsError) else ""
             raise FailedPrecondition(f"cannot write {str(self.path)!r}: {error.strerror}{hint}") from error
         self.offset = self.file.seek(0, os.SEEK_END)
+        self._new = not resume
+
+    def __enter__(self) -> Download:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.file.close()
+        if kind is not None and self._new and self.offset == 0:
+            self.path.unlink(missing_ok=True)
 
     def call(self) -> Call:
         request = batch_pb2.DownloadBatchOutputRequest(batch_id=self._batch_id, offset=self.offset)

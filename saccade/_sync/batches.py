@@ -94,7 +94,7 @@ class BatchMethods:
         """Writes the output of an ended batch to a new file; with `resume`, appends to what the file has."""
         download = Download(batch_id, target, resume)
         exchange = self._session._exchange()
-        with download.file:
+        with download:
             with closing(self._messages(download.call)) as messages:
                 for message in messages:
                     exchange.do(partial(download.write, message.data))

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from kernels.linear import quantise
@@ -81,14 +82,19 @@ def quantise_checkpoint(source: Checkpoint, out: Path, kind: str, form: str = "s
         raise ConfigError(f"OUT: {out} is a file; name a folder that does not exist or is empty")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"OUT: {out} is not empty; name a folder that does not exist or is empty")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+    except OSError as error:
+        raise ConfigError(f"OUT: {out} cannot be written: {error.strerror}") from error
     try:
         written = _write(source, unfinished, kind, form)
         unfinished.chmod(0o755)
         unfinished.rename(out)  # target is absent or an empty folder
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):  # a full disk, for example
+            raise ConfigError(f"OUT: {out} cannot be written: {error}") from error
         raise
     return written
 

@@ -17,6 +17,8 @@ _LITERAL_OPEN, _LITERAL_CLOSE = "\ufdd0", "\ufdd1"
 _REPLACEMENT = "\ufffd"
 _INCOMPLETE = 3
 """Largest number of bytes of an incomplete character."""
+MOST_IDS = 1 << 24
+"""Above the vocabulary of every published model. There is a table of all ids."""
 _WINDOW = 16
 """From this number of held-back ids on, they are checked for whether they can still become a character."""
 
@@ -36,6 +38,9 @@ class Tokenizer:
             tokenizer.no_truncation()
             tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        largest = max(vocabulary.values(), default=-1)
+        if largest >= MOST_IDS:
+            raise CheckpointError(f"{path}: a token has the id {largest}; ids must be below {MOST_IDS}")
         self.longest = max(map(len, vocabulary), default=1)
         """Largest number of characters of one token."""
         self._to_bytes = to_bytes(self._tokenizer)
@@ -43,7 +48,7 @@ class Tokenizer:
         """Whether text is the bytes of its tokens, one after another."""
         self._shown: dict[int, bytes] = {}
         self._special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
-        self._has_text = bytearray(max(vocabulary.values(), default=-1) + 1)  # by id; asking the library takes longer
+        self._has_text = bytearray(largest + 1)  # by id; asking the library takes longer
         for i in vocabulary.values():
             self._has_text[i] = i not in self._special
 

@@ -89,6 +89,23 @@ def test_a_download_goes_on_where_it_broke_off(batches: tuple[Batches, str], tmp
     assert target.read_bytes() == OUTPUT and servicer.offsets == [0, 6, 12, 18, 24]
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_download_that_is_refused_leaves_no_file(tmp_path: Path, kind: str) -> None:
+    """A second call would otherwise be refused because of it."""
+
+    async def by_asyncio() -> None:
+        async with saccade.AsyncClient(address) as client:
+            await client.batches.download("b", tmp_path / "out")
+
+    with serve(Script()) as address, pytest.raises(errors.Unimplemented):
+        if kind == "sync":
+            with saccade.Client(address) as client:
+                client.batches.download("b", tmp_path / "out")
+        else:
+            asyncio.run(by_asyncio())
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_batch_of_a_folder_is_refused_before_anything_is_sent(batches: tuple[Batches, str], tmp_path: Path) -> None:
     with saccade.Client(batches[1]) as client:
         for name, why in ((tmp_path, "Is a directory"), (tmp_path / "missing", "No such file")):

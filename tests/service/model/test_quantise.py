@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,32 @@ def test_wrong_formats_are_named(tmp_path: Path) -> None:
     file.write_text(json.dumps(config | {"saccade_weights": {"format": 1, "kind": "int2"}}))
     with pytest.raises(CheckpointError, match="kind 'int2' is not one of int8, int4"):
         Checkpoint(tmp_path / "small")
+
+
+@pytest.mark.parametrize("limit", [100, 20_000])
+def test_a_full_disk_is_named_and_leaves_nothing(limit: int, tmp_path: Path) -> None:
+    """Over a configuration file, and over the weights."""
+    source = make_checkpoint(tmp_path / "source", 3, vision=False).path
+    program = (
+        "import resource, sys; from service.commands.cli import main; "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY)); "
+        "sys.exit(main(['quantize', *sys.argv[1:], '--weights', 'int8']))"
+    )
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", program, source, out], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and f"OUT: {out} cannot be written: " in done.stderr, done.stderr
+    assert "File too large" in done.stderr and "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    source = Checkpoint(make_checkpoint(tmp_path / "source", 3, vision=False).path)
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file" / "out", Path("/proc/out")):
+        with pytest.raises(ConfigError, match=f"OUT: {out} cannot be written: "):
+            quantise_checkpoint(source, out, "int8")
 
 
 def test_a_refusal_in_the_middle_leaves_nothing(tmp_path: Path) -> None:

@@ -143,6 +143,13 @@ def template(source: str | None = TEMPLATE) -> ChatTemplate:
     return ChatTemplate(source, image_token="<image>", special_tokens={"bos_token": "<s>"})
 
 
+def test_an_id_that_no_model_has_is_refused(tmp_path: Path) -> None:
+    raw = RawTokenizer(models.WordLevel(vocab={"a": 0, "b": 4_000_000_000}, unk_token="a"))
+    raw.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match="tokenizer.json: a token has the id 4000000000; ids must be below 16777"):
+        Tokenizer(tmp_path / "tokenizer.json")
+
+
 def test_parts_keep_their_order_and_arguments_reach_the_template() -> None:
     messages = [Message("system", ("be brief",)), Message("user", ("left", None, "right", None))]
     text = template().render(messages, {"enable_thinking": True})
