@@ -106,10 +106,11 @@ class Scheduler:
 
     def _drafted(self, sequence: Sequence, spare: int) -> Row | None:
         """The row of a sequence with drafts, at most `spare` of them; `None` where there are none. No sequence is
-        preempted for a draft, and none is made for a token that could not be generated any more.
+        preempted for a draft, and none is made for a token that could not be generated any more. A row that ends the
+        prompt has none: further samples start from the state after it, and hidden states of prompts end with it.
         """
         drafts = min(sequence.draft.limit, spare, sequence.limit - sequence.output_len - 1)
-        if drafts <= 0 or not sequence.decoding:
+        if drafts <= 0 or not sequence.decoding or sequence.computed < sequence.prompt_len:
             return None
         row = Row(sequence, 1 + drafts, sequence.computed, drafts)
         missing = self.memory.pages_for(row.end) - len(sequence.held.pages)

@@ -68,6 +68,18 @@ def test_forked_equals_alone(pattern: str, length: int, options: dict[str, Any])
         assert stats["free_blocks"] == stats["total_blocks"]
 
 
+@pytest.mark.parametrize("spec_state", ["replay", "slots"])
+def test_a_row_that_ends_the_prompt_has_no_drafts(spec_state: str) -> None:
+    """The last chunk is one token, after a repetition that drafts would continue."""
+    plain = make_runner(CONFIGS["M-*EM*"], WEIGHTS["M-*EM*"], state_cache="none")
+    group = [replace(sample, prompt_ids=[20, 21, 22] * 3) for sample in samples(3, images=False)]
+    alone = {name: tokens(events) for sample in group for name, events in run(plain, sample).items()}
+    options: dict[str, Any] = {"speculative": "ngram", "draft_policy": "fixed", "max_chunk": 8}
+    runner = make_runner(CONFIGS["M-*EM*"], WEIGHTS["M-*EM*"], spec_state=spec_state, **options)
+    assert {name: tokens(events) for name, events in drive(runner, group).items()} == alone
+    assert runner.stats()["forks"] == 2
+
+
 def test_pages_are_shared_and_the_last_one_is_not() -> None:
     runner = make_runner(CONFIGS["**"], WEIGHTS["**"], page_size=4)
     runner.add(*samples(3, 30, images=False))

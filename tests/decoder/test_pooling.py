@@ -67,6 +67,18 @@ def test_a_request_that_goes_on_is_told_once(options: dict[str, Any], expected: 
     assert not runner.answers.reading, "nothing more is to be read"
 
 
+def test_drafts_are_no_part_of_a_prompt() -> None:
+    """Although its last chunk is one token, after a repetition that drafts would continue."""
+    item = request("a", [20, 21, 22] * 3, greedy_params(10), pooled=True)
+    plain = run(make(), item)["a"]
+    drafted = run(make(speculative="ngram", draft_policy="fixed", max_chunk=8), item)["a"]
+    assert tokens(drafted) == tokens(plain)
+    mine, expected = drafted[0].pooled, plain[0].pooled
+    assert mine is not None and expected is not None
+    torch.testing.assert_close(mine.last, expected.last, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mine.mean, expected.mean, rtol=1e-4, atol=1e-4)
+
+
 def test_every_sample_of_a_prompt_is_told(expected: tuple[list[int], Pooled, int]) -> None:
     runner = make()
     group = [asked(name, 10) for name in "abc"]
