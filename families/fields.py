@@ -126,9 +126,9 @@ def layer_kinds(kinds: object, layers: int, field: str) -> list[str]:
 
 def mamba2(text: Mapping[str, Any], hidden_size: int, norm_eps: float) -> Mamba2:
     """Reads the fields `mamba_*` and `time_step_limit`. Raises CheckpointError."""
-    heads, expand = int(first(text, "mamba_n_heads", default=128)), int(first(text, "mamba_expand", default=2))
+    heads, expand = count(text, "mamba_n_heads", 128), count(text, "mamba_expand", 2)
     width = first(text, "mamba_d_head", default="auto")
-    if heads < 1 or (expand * hidden_size) % heads:
+    if (expand * hidden_size) % heads:
         raise CheckpointError(
             f"config.json: mamba_n_heads {heads} does not divide {expand} x hidden_size {hidden_size}"
         )
@@ -142,10 +142,10 @@ def mamba2(text: Mapping[str, Any], hidden_size: int, norm_eps: float) -> Mamba2
         hidden_size=hidden_size,
         mamba_num_heads=heads,
         mamba_head_dim=each,
-        n_groups=int(first(text, "mamba_n_groups", default=1)),
-        ssm_state_size=int(first(text, "mamba_d_state", default=256)),
-        conv_kernel=int(first(text, "mamba_d_conv", default=4)),
-        chunk_size=int(first(text, "mamba_chunk_size", default=256)),
+        n_groups=count(text, "mamba_n_groups", 1),
+        ssm_state_size=count(text, "mamba_d_state", 256),
+        conv_kernel=count(text, "mamba_d_conv", 4),
+        chunk_size=count(text, "mamba_chunk_size", 256),
         time_step_limit=(float(low), math.inf if high is None else float(high)),
         use_conv_bias=bool(first(text, "mamba_conv_bias", default=True)),
         use_bias=bool(first(text, "mamba_proj_bias", default=False)),
@@ -157,12 +157,12 @@ def attention(
     text: Mapping[str, Any], hidden_size: int, *, rotated: float = 0.0, scale: float | None = None
 ) -> Attention:
     """Reads the usual attention fields. `rotated`: share of each head that takes rotary positions."""
-    heads = int(first(text, "num_attention_heads", default=32))
-    width = int(first(text, "head_dim", default=hidden_size // max(1, heads)))
+    heads = count(text, "num_attention_heads", 32)
+    width = count(text, "head_dim", hidden_size // heads)
     return Attention(
         hidden_size=hidden_size,
         num_attention_heads=heads,
-        num_key_value_heads=int(first(text, "num_key_value_heads", default=heads)),
+        num_key_value_heads=count(text, "num_key_value_heads", heads),
         head_dim=width,
         attention_bias=bool(first(text, "attention_bias", default=False)),
         scale=scale,

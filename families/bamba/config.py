@@ -16,9 +16,9 @@ ROTATED = 0.5
 
 
 def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
-    vocab, hidden, _, inner = fields.required(
-        text, "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"
-    )
+    names = ("vocab_size", "hidden_size", "intermediate_size")
+    fields.required(text, *names, "num_hidden_layers")
+    vocab, hidden, inner = (fields.count(text, name) for name in names)
     layers = fields.count(text, "num_hidden_layers", most=fields.MOST_LAYERS)
     fields.only(text, "hidden_act", "silu")
     eps = float(first(text, "rms_norm_eps", default=1e-5))
@@ -40,7 +40,7 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
         layers=tuple(found),
         norm_eps=eps,
         tie_word_embeddings=bool(first(text, "tie_word_embeddings", default=False)),
-        max_position_embeddings=int(first(text, "max_position_embeddings", default=262144)),
+        max_position_embeddings=fields.count(text, "max_position_embeddings", 262144),
         position_axes=int(bool(attention_layers)),
     )
 

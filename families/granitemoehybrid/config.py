@@ -13,9 +13,9 @@ from families.files import CheckpointError, first
 
 
 def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
-    vocab, hidden, _, shared = fields.required(
-        text, "vocab_size", "hidden_size", "num_hidden_layers", "shared_intermediate_size"
-    )
+    names = ("vocab_size", "hidden_size", "shared_intermediate_size")
+    fields.required(text, *names, "num_hidden_layers")
+    vocab, hidden, shared = (fields.count(text, name) for name in names)
     layers = fields.count(text, "num_hidden_layers", most=fields.MOST_LAYERS)
     fields.only(text, "hidden_act", "silu")
     eps = float(first(text, "rms_norm_eps", default=1e-6))
@@ -43,7 +43,7 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
         tie_word_embeddings=bool(first(text, "tie_word_embeddings", default=False)),
         embedding_scale=float(first(text, "embedding_multiplier", default=1.0)),
         logits_scale=1.0 / logits_scaling,
-        max_position_embeddings=int(first(text, "max_position_embeddings", default=2048)),
+        max_position_embeddings=fields.count(text, "max_position_embeddings", 2048),
         position_axes=int(rotary and "attention" in kinds),
     )
 
@@ -58,16 +58,14 @@ def _rotary(text: Mapping[str, Any]) -> bool:
 
 def _feed_forward(text: Mapping[str, Any], hidden: int, shared: int) -> tuple[tuple[str, MixerSpec], ...]:
     """The layer after each mixer: routed experts if the model has any, and the shared MLP."""
-    count = int(first(text, "num_local_experts", default=8))
     mlp = ("shared_mlp", Mlp(hidden, shared, "silu", gated=True))
-    if count == 0:
+    if first(text, "num_local_experts") == 0:
         return (mlp,)
-    [inner] = fields.required(text, "intermediate_size")
     experts = Experts(
         hidden_size=hidden,
-        n_routed_experts=count,
-        num_experts_per_tok=int(first(text, "num_experts_per_tok", default=2)),
-        moe_intermediate_size=inner,
+        n_routed_experts=fields.count(text, "num_local_experts", 8),
+        num_experts_per_tok=fields.count(text, "num_experts_per_tok", 2),
+        moe_intermediate_size=fields.count(text, "intermediate_size"),
         moe_shared_expert_intermediate_size=None,
         mlp_hidden_act="silu",
         gated=True,
