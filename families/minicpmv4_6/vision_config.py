@@ -161,15 +161,15 @@ def vision_fields(config: Mapping[str, Any], text_hidden_size: int, processor: M
         raise CheckpointError(f"config.json: vision_config must be an object, not {vision!r}")
     try:
         fields = {
-            "hidden_size": int(first(vision, "hidden_size", default=768)),
+            "hidden_size": count(vision, "hidden_size", 768),
             "num_layers": count(vision, "num_hidden_layers", 12, most=MOST_LAYERS),
-            "num_heads": int(first(vision, "num_attention_heads", default=12)),
-            "intermediate_size": int(first(vision, "intermediate_size", default=3072)),
+            "num_heads": count(vision, "num_attention_heads", 12),
+            "intermediate_size": count(vision, "intermediate_size", 3072),
             "text_hidden_size": text_hidden_size,
             "hidden_act": str(first(vision, "hidden_act", default="gelu_pytorch_tanh")),
             "layer_norm_eps": float(first(vision, "layer_norm_eps", default=1e-6)),
-            "patch_size": int(first(vision, "patch_size", default=16)),
-            "image_size": int(first(vision, "image_size", default=224)),
+            "patch_size": count(vision, "patch_size", 16),
+            "image_size": count(vision, "image_size", 224),
             "insert_layer": _insert_layer(config, vision),
             "max_slice_nums": int(first(processor, "max_slice_nums", default=9)),
             "scale_resolution": int(first(processor, "scale_resolution", default=448)),
@@ -178,9 +178,9 @@ def vision_fields(config: Mapping[str, Any], text_hidden_size: int, processor: M
             "image_mean": per_channel(first(processor, "image_mean", default=(0.5, 0.5, 0.5)), "image_mean"),
             "image_std": per_channel(first(processor, "image_std", default=(0.5, 0.5, 0.5)), "image_std"),
         }
-    except (TypeError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"vision_config: {error}") from None
     _check(config, vision, processor, fields)
     return fields

@@ -98,7 +98,7 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
             text_hidden_size=text.hidden_size,
             final_layernorm=bool(text.mtp),
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"vision_config: {error}") from None
 
 

@@ -222,6 +222,8 @@ def test_bytes_become_the_same_numbers(tmp_path: Path) -> None:
         ("config.json", {"merge_kernel_size": [4, 4]}, "merge_kernel_size"),
         ("config.json", {"text_config": {"model_type": "qwen3"}}, "text_config.model_type is 'qwen3'"),
         ("config.json", {"image_token_id": 10**6}, "image_token_id 1000000"),
+        ("config.json", {"vision_config": {"hidden_size": 4.5}}, "hidden_size must be a whole number of at least 1"),
+        ("preprocessor_config.json", {"scale_resolution": float("inf")}, "cannot convert float infinity"),
         ("preprocessor_config.json", {"downsample_mode": "4x"}, "downsample_mode is '4x'"),
         ("preprocessor_config.json", {"patch_size": 7}, "patch_size is 7"),
         ("preprocessor_config.json", {"resample": 2}, "resample is 2"),
