@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 from saccade._openai.answers import extension
 from saccade._openai.anthropic_schema import CountTokens, MessagesRequest, chat_of
 from saccade._openai.problems import validated
-from saccade.types import Delta, Generation
+from saccade.types import Delta, Generation, ToolCallDelta
 from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, beside
 from service.http.chat import build_chat
 from service.http.json_text import compact
-from service.http.streams import Events, stream_events, whole_answer
+from service.http.streams import Events, calls_of, stream_events, whole_answer
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -110,8 +110,8 @@ class MessageEvents(Events):
     def __init__(self, request_id: str) -> None:
         self._id = request_id
         self._index = -1
-        self._kind: Any = None
-        """The block that is being written: "thinking", "text", or the index of a call."""
+        self._kind: Literal["thinking", "text", "call"] | None = None
+        """The block that is being written."""
 
     @staticmethod
     def _event(kind: str, **fields: Any) -> bytes:
@@ -123,7 +123,7 @@ class MessageEvents(Events):
         made["usage"]["input_tokens"] = started.prompt_tokens
         return self._event("message_start", message=made)
 
-    def _open(self, kind: Any, block: dict[str, Any]) -> bytes:
+    def _open(self, kind: Literal["thinking", "text", "call"], block: dict[str, Any]) -> bytes:
         data = self._close()
         self._kind, self._index = kind, self._index + 1
         return data + self._event("content_block_start", index=self._index, content_block=block)
@@ -135,7 +135,8 @@ class MessageEvents(Events):
         return self._event("content_block_stop", index=self._index)
 
     def piece(self, delta: Delta) -> bytes:
-        data = b""
+        rest, begun = calls_of(delta)
+        data = b"".join(map(self._arguments, rest))
         if delta.reasoning:
             if self._kind != "thinking":
                 data += self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
@@ -144,13 +145,15 @@ class MessageEvents(Events):
             if self._kind != "text":
                 data += self._open("text", {"type": "text", "text": ""})
             data += self._delta({"type": "text_delta", "text": delta.text})
-        for called in delta.tool_calls:
-            if self._kind != ("call", called.index):
-                block = {"type": "tool_use", "id": called.id, "name": called.name, "input": {}}
-                data += self._open(("call", called.index), block)
-            if called.arguments:
-                data += self._delta({"type": "input_json_delta", "partial_json": called.arguments})
+        for called in begun:
+            data += self._open("call", {"type": "tool_use", "id": called.id, "name": called.name, "input": {}})
+            data += self._arguments(called)
         return data
+
+    def _arguments(self, called: ToolCallDelta) -> bytes:
+        if not called.arguments:
+            return b""
+        return self._delta({"type": "input_json_delta", "partial_json": called.arguments})
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return self._event("content_block_delta", index=self._index, delta=delta)

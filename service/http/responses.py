@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 from saccade._openai.answers import extension, logprobs_object
 from saccade._openai.problems import validated
 from saccade._openai.response_schema import ResponseRequest, chat_of
-from saccade.types import Delta, Generation, TokenLogprob, Usage
+from saccade.types import Delta, Generation, TokenLogprob, ToolCallDelta, Usage
 from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, beside
 from service.http.chat import build_chat
 from service.http.json_text import compact
-from service.http.streams import Events, stream_events, whole_answer
+from service.http.streams import Events, calls_of, stream_events, whole_answer
 
 
 async def responses(call: HttpCall) -> None:
@@ -90,16 +90,16 @@ def _items(request_id: str, answer: Generation) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     calls = answer.samples[0].tool_calls
     if answer.reasoning:
-        items.append(_reasoning(request_id, answer.reasoning))
+        items.append(_reasoning(f"rs_{request_id}_0", answer.reasoning))
     if answer.text or not calls:
-        items.append(_message(request_id, answer.text, answer.logprobs))
+        items.append(_message(f"msg_{request_id}_{len(items)}", answer.text, answer.logprobs))
     items += (_call(f"fc_{request_id}_{i}", c.id, c.name, c.arguments) for i, c in enumerate(calls))
     return items
 
 
-def _reasoning(request_id: str, text: str | None) -> dict[str, Any]:
+def _reasoning(item_id: str, text: str | None) -> dict[str, Any]:
     content = [] if text is None else [{"type": "reasoning_text", "text": text}]
-    return {"type": "reasoning", "id": f"rs_{request_id}", "summary": [], "content": content}
+    return {"type": "reasoning", "id": item_id, "summary": [], "content": content}
 
 
 def _text(text: str, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
@@ -107,10 +107,10 @@ def _text(text: str, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": scored}
 
 
-def _message(request_id: str, text: str | None, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
+def _message(item_id: str, text: str | None, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
     return {
         "type": "message",
-        "id": f"msg_{request_id}",
+        "id": item_id,
         "role": "assistant",
         "status": "in_progress" if text is None else "completed",
         "content": [] if text is None else [_text(text, logprobs)],
@@ -132,8 +132,8 @@ class ResponseEvents(Events):
         self._sequence = 0
         self._output: list[dict[str, Any]] = []
         """Items that are complete."""
-        self._kind: Any = None
-        """The item that is being written: "reasoning", "message", or the index of a call."""
+        self._kind: Literal["reasoning", "message", "call"] | None = None
+        """The item that is being written."""
         self._parts: list[str] = []
         self._scores: list[TokenLogprob] = []
         self._item: dict[str, Any] = {}
@@ -153,7 +153,11 @@ class ResponseEvents(Events):
     def _at(self) -> dict[str, Any]:
         return {"item_id": self._item["id"], "output_index": len(self._output)}
 
-    def _open(self, kind: Any, item: dict[str, Any]) -> bytes:
+    def _next_id(self, kind: str) -> str:
+        """The id of the item after the one that is being written: text may go on after a call."""
+        return f"{kind}_{self._id}_{len(self._output) + (self._kind is not None)}"
+
+    def _open(self, kind: Literal["reasoning", "message", "call"], item: dict[str, Any]) -> bytes:
         """Ends the item before it and begins another."""
         data = self._close()
         self._kind, self._item, self._parts, self._scores = kind, item, [], []
@@ -167,13 +171,13 @@ class ResponseEvents(Events):
         if self._kind is None:
             return data
         if self._kind == "message":
-            done = _message(self._id, text, self._scores)
+            done = _message(self._item["id"], text, self._scores)
             part = done["content"][0]
             at = {**self._at(), "content_index": 0}
             data += self._event("response.output_text.done", **at, text=text, logprobs=part["logprobs"])
             data += self._event("response.content_part.done", **at, part=part)
         elif self._kind == "reasoning":
-            done = _reasoning(self._id, text)
+            done = _reasoning(self._item["id"], text)
             data += self._event("response.reasoning_text.done", **self._at(), content_index=0, text=text)
         else:
             done = {**self._item, "arguments": text, "status": "completed"}
@@ -185,15 +189,16 @@ class ResponseEvents(Events):
         return data
 
     def piece(self, delta: Delta) -> bytes:
-        data = b""
+        rest, begun = calls_of(delta)
+        data = b"".join(map(self._arguments, rest))
         if delta.reasoning:
             if self._kind != "reasoning":
-                data += self._open("reasoning", _reasoning(self._id, None))
+                data += self._open("reasoning", _reasoning(self._next_id("rs"), None))
             self._parts.append(delta.reasoning)
             data += self._event("response.reasoning_text.delta", **self._at(), content_index=0, delta=delta.reasoning)
         if delta.text:
             if self._kind != "message":
-                data += self._open("message", _message(self._id, None, None))
+                data += self._open("message", _message(self._next_id("msg"), None, None))
             self._parts.append(delta.text)
             scores = delta.logprobs or []
             self._scores += scores
@@ -201,19 +206,21 @@ class ResponseEvents(Events):
                 "response.output_text.delta", **self._at(), content_index=0, delta=delta.text,
                 logprobs=logprobs_object(scores)["content"] if scores else [],
             )  # fmt: skip
-        for call in delta.tool_calls:
-            if self._kind != ("call", call.index):
-                item = _call(f"fc_{self._id}_{call.index}", call.id, call.name, "", "in_progress")
-                data += self._open(("call", call.index), item)
-            if call.arguments:
-                self._parts.append(call.arguments)
-                data += self._event("response.function_call_arguments.delta", **self._at(), delta=call.arguments)
+        for call in begun:
+            item = _call(f"fc_{self._id}_{call.index}", call.id, call.name, "", "in_progress")
+            data += self._open("call", item) + self._arguments(call)
         return data
+
+    def _arguments(self, call: ToolCallDelta) -> bytes:
+        if not call.arguments:
+            return b""
+        self._parts.append(call.arguments)
+        return self._event("response.function_call_arguments.delta", **self._at(), delta=call.arguments)
 
     def end(self, answer: Generation) -> bytes:
         data = self._close()
         if not self._output:
-            data += self._open("message", _message(self._id, None, None)) + self._close()
+            data += self._open("message", _message(self._next_id("msg"), None, None)) + self._close()
         made = {**self._response, "output": self._output, **_end_of(answer), "saccade": extension(answer)}
         return data + self._event(f"response.{made['status']}", response=made)
 

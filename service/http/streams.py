@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from saccade._core.results import generation_from
 from saccade._openai.errors import error_object
 from saccade.errors import SaccadeError
-from saccade.types import Delta, Generation
+from saccade.types import Delta, Generation, ToolCallDelta
 from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, http_status
 from service.http.upstream import Answer, Caller
@@ -37,6 +37,12 @@ class Events(Protocol):
 
     def error(self, error: dict[str, Any]) -> bytes:
         """The last events of an answer that broke off."""
+
+
+def calls_of(delta: Delta) -> tuple[list[ToolCallDelta], list[ToolCallDelta]]:
+    """The rest of a call that an earlier piece has begun, which comes before this piece's text, and the calls that
+    begin here."""
+    return [call for call in delta.tool_calls if not call.name], [call for call in delta.tool_calls if call.name]
 
 
 async def stream_events(call: HttpCall, caller: Caller, request: inference_pb2.GenerateRequest, events: Events) -> None:

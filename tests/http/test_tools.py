@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,12 @@ from running import RunningServer
 from running_http import RunningHttp
 
 import saccade
+from saccade._openai.response_schema import ResponseRequest
+from saccade.types import Delta, Generation, Sample, ToolCallDelta, Usage
+from saccade.v1 import inference_pb2
+from service.http.messages import MessageEvents
+from service.http.responses import ResponseEvents
+from service.http.streams import Events
 
 ASK: list[Any] = [{"role": "user", "content": "?"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": SCHEMA}}]
@@ -114,3 +123,77 @@ def test_messages_use_tools(http: RunningHttp) -> None:
             (block,) = stream.get_final_message().content
         assert block.type == "tool_use"
         jsonschema.validate(block.input, SCHEMA)
+
+
+APART = [
+    Delta("Let me see.", []),
+    Delta("", [], tool_calls=[ToolCallDelta(0, '{"city": "Oslo"}', "c0", "weather")]),
+    Delta("Wait.", []),
+    Delta("", [], tool_calls=[ToolCallDelta(1, '{"city": "Rome"}', "c1", "weather")]),
+]
+TOGETHER = [
+    Delta("Let me see.", [], tool_calls=[ToolCallDelta(0, '{"city": ', "c0", "weather")]),
+    Delta("Wait.", [], tool_calls=[ToolCallDelta(0, '"Oslo"}'), ToolCallDelta(1, '{"city": ', "c1", "weather")]),
+    Delta("", [], tool_calls=[ToolCallDelta(1, '"Rome"}')]),
+]
+"""A piece has what was generated since the one before it: under load, text and parts of the calls around it."""
+
+
+@contextlib.contextmanager
+def sending(events: Events, pieces: list[Delta]) -> Iterator[str]:
+    """The address of a server that answers with these events."""
+    sample = Sample("Let me see.Wait.", [], "tool_calls", Usage())
+    answer = Generation(sample.text, [], sample.finish_reason, sample.usage, None, [sample])
+    begun = events.begin(inference_pb2.Started(model="tiny"))
+    body = b"".join([begun, *map(events.piece, pieces), events.end(answer)])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("pieces", [APART, TOGETHER], ids=["apart", "together"])
+def test_text_between_calls_in_a_streamed_response(pieces: list[Delta]) -> None:
+    events = ResponseEvents("r", ResponseRequest(input="?"))
+    with (
+        sending(events, pieces) as url,
+        openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client,
+        client.responses.stream(model="", input="?") as stream,
+    ):
+        output = stream.get_final_response().output
+    found = [i.content[0].text if i.type == "message" else (i.call_id, i.name, i.arguments) for i in output]
+    assert found == [
+        "Let me see.", ("c0", "weather", '{"city": "Oslo"}'), "Wait.", ("c1", "weather", '{"city": "Rome"}')
+    ]  # fmt: skip
+    assert len({item.id for item in output}) == 4
+
+
+@pytest.mark.parametrize("pieces", [APART, TOGETHER], ids=["apart", "together"])
+def test_text_between_calls_in_a_streamed_message(pieces: list[Delta]) -> None:
+    ask: dict[str, Any] = {"model": "", "max_tokens": 9, "messages": ASK}
+    with (
+        sending(MessageEvents("r"), pieces) as url,
+        anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as client,
+        client.messages.stream(**ask) as stream,
+    ):
+        content = stream.get_final_message().content
+    found = [block.text if block.type == "text" else (block.id, block.name, block.input) for block in content]
+    assert found == [
+        "Let me see.", ("c0", "weather", {"city": "Oslo"}), "Wait.", ("c1", "weather", {"city": "Rome"})
+    ]  # fmt: skip
