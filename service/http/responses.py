@@ -219,7 +219,7 @@ class ResponseEvents(Events):
 
     def end(self, answer: Generation) -> bytes:
         data = self._close()
-        if not self._output:
+        if all(item["type"] == "reasoning" for item in self._output):
             data += self._open("message", _message(self._next_id("msg"), None, None)) + self._close()
         made = {**self._response, "output": self._output, **_end_of(answer), "saccade": extension(answer)}
         return data + self._event(f"response.{made['status']}", response=made)

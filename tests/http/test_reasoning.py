@@ -94,6 +94,16 @@ def test_responses(client: openai.OpenAI, expected: saccade.Sample) -> None:
     assert again.usage and made.usage and again.usage.input_tokens > made.usage.input_tokens
 
 
+def test_a_response_of_reasoning_alone_has_an_empty_message_in_both_forms(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "", "input": "?", "max_output_tokens": 3, "extra_body": {"seed": 7}}
+    whole = client.responses.create(**options)
+    with client.responses.stream(**options) as stream:
+        streamed = [event.response for event in stream if event.type == "response.incomplete"]
+    for made in (whole, *streamed):
+        assert [item.type for item in made.output] == ["reasoning", "message"] and made.output_text == ""
+    assert len(streamed) == 1
+
+
 def test_messages_have_thinking_blocks(http: RunningHttp, expected: saccade.Sample) -> None:
     with anthropic.Anthropic(base_url=http.url, api_key="none", max_retries=0, timeout=60) as client:
         options: dict[str, Any] = {
