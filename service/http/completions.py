@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Sequence
@@ -14,16 +13,12 @@ from saccade._openai.answers import extension, token_text, usage_object
 from saccade._openai.chat import sampling_options
 from saccade._openai.problems import validated
 from saccade._openai.schema import Completion, prompt_list
-from saccade.errors import SaccadeError
 from saccade.types import Delta, Generation, Sample, TokenLogprob
 from saccade.v1 import inference_pb2, model_pb2
 from service.http.call import HttpCall, beside
 from service.http.json_text import compact, quoted
 from service.http.streams import DONE, Events, stream_events
-from service.http.upstream import Caller
-
-CONCURRENT = 16
-"""Prompts of one request that run at a time."""
+from service.http.upstream import Caller, all_of
 
 
 async def completions(call: HttpCall) -> None:
@@ -40,8 +35,13 @@ async def completions(call: HttpCall) -> None:
         await beside(call.held, _request, call, body, prompt, f"{call.request_id}-{i}" if many else call.request_id)
         for i, prompt in enumerate(prompts)
     ]
+
+    async def generate(request: inference_pb2.GenerateRequest) -> Generation:
+        response = await caller.call("inference", "Generate", request)
+        return generation_from(response, request.sampling.HasField("logprobs"))
+
     async with call.connected():
-        answers = await _all(caller, requests)
+        answers = await all_of(generate, requests)
         echoes: list[tuple[str, list[bytes]]] = [("", [])] * len(prompts)
         if body.echo:
             echoes = [await _prompt_tokens(caller, requests[i], prompts[i]) for i in range(len(prompts))]
@@ -74,26 +74,6 @@ def _request(
     if options["priority"] is None:
         options["priority"] = call.priority
     return build_request(prompt, raw=isinstance(prompt, str), request_id=request_id, **options)
-
-
-async def _all(caller: Caller, requests: Sequence[inference_pb2.GenerateRequest]) -> list[Generation]:
-    """The answers, in order. The first error cancels the rest."""
-    places = asyncio.Semaphore(CONCURRENT)
-
-    async def one(request: inference_pb2.GenerateRequest) -> Generation:
-        async with places:
-            response = await caller.call("inference", "Generate", request)
-            return generation_from(response, request.sampling.HasField("logprobs"))
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(request)) for request in requests]
-    except* SaccadeError as errors:
-        failure: BaseException = errors
-        while isinstance(failure, BaseExceptionGroup):
-            failure = failure.exceptions[0]
-        raise failure from None
-    return [task.result() for task in tasks]
 
 
 async def _prompt_tokens(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
+from collections.abc import Sequence
 from typing import Any
 
 from saccade._core.requests import build_request, embed_request
@@ -15,22 +15,21 @@ from saccade.types import Embedding
 from saccade.v1 import inference_pb2, model_pb2
 from service.http.call import HttpCall, beside
 from service.http.chat import no_paths
-
-CONCURRENT = 16
+from service.http.upstream import all_of
 
 
 async def embeddings(call: HttpCall) -> None:
     """Hidden states of the model as embeddings, one for each prompt."""
     body = validated(Embeddings, await call.json())
-    caller, places = call.caller(), asyncio.Semaphore(CONCURRENT)
+    caller = call.caller()
+    prompts: Sequence[str | list[int]] = prompt_list(body.input)
 
     async def one(prompt: str | list[int]) -> Embedding:
         request = embed_request(prompt, raw=isinstance(prompt, str), model=body.model or "", priority=call.priority)
-        async with places:
-            return embedding_from(await caller.call("inference", "Embed", request))
+        return embedding_from(await caller.call("inference", "Embed", request))
 
     async with call.connected():
-        found = await asyncio.gather(*map(one, prompt_list(body.input)))
+        found = await all_of(one, prompts)
     tokens = sum(embedding.prompt_tokens for embedding in found)
     await call.respond({
         "object": "list",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from saccade._async.driver import run
 from saccade._core.affinity import prompt_key
@@ -22,6 +23,10 @@ from service.common.config import HttpFrontOptions
 
 Connection = AsyncConnection | AsyncLocalConnection
 Metadata = tuple[tuple[str, str], ...]
+T = TypeVar("T")
+R = TypeVar("R")
+CONCURRENT = 16
+"""Calls of one request that run at a time."""
 RESUMES = 8
 """Attempts to continue an answer that broke off, since its last piece."""
 
@@ -107,6 +112,25 @@ class Caller:
     def stream(self, request: inference_pb2.GenerateRequest) -> Answer:
         """A streamed answer, from the first server that takes the request."""
         return Answer(request, _Authorized(self.upstream.order(request), self.metadata), self.deadline)
+
+
+async def all_of(make: Callable[[T], Awaitable[R]], items: Sequence[T]) -> list[R]:
+    """The results of a call for each item, in order. The first error cancels the rest."""
+    places = asyncio.Semaphore(CONCURRENT)
+
+    async def one(item: T) -> R:
+        async with places:
+            return await make(item)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(item)) for item in items]
+    except* SaccadeError as errors:
+        failure: BaseException = errors
+        while isinstance(failure, BaseExceptionGroup):
+            failure = failure.exceptions[0]
+        raise failure from None
+    return [task.result() for task in tasks]
 
 
 class _Authorized:

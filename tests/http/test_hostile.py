@@ -73,6 +73,18 @@ def test_both_halves_of_a_character_are_text(http: RunningHttp) -> None:
     assert answers[0].json() == answers[1].json()
 
 
+@pytest.mark.parametrize(("path", "field"), [("/v1/embeddings", "input"), ("/v1/completions", "prompt")])
+def test_the_first_error_of_many_prompts_ends_the_others(
+    http: RunningHttp, server: RunningServer, path: str, field: str
+) -> None:
+    made = server.drained()["decoder"]["output_tokens"]
+    extra = {"max_tokens": 1} if field == "prompt" else {}
+    answer = post(http, {field: ["", *("abc" * 40 for _ in range(300))], **extra}, path)
+    assert answer.status_code == 400 and "empty" in answer.json()["error"]["message"]
+    http.idle()
+    assert server.drained()["decoder"]["output_tokens"] - made < 100, "no further prompts begin after the error"
+
+
 def test_limits_on_bodies_and_heads(server: RunningServer) -> None:
     limits = {"max_message_bytes": 2000, "http_max_header_bytes": 1024, "http_header_timeout": 0.3}
     with RunningHttp([server.address], receive_timeout=0.3, **limits) as http:
