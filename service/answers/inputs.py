@@ -144,7 +144,12 @@ def _template_arguments(holder: inference_pb2.ChatInput | inference_pb2.PromptIn
     if holder.chat_template_kwargs_json:
         arguments = json_object("chat_template_kwargs_json", holder.chat_template_kwargs_json, MAX_TEMPLATE_JSON)
     else:  # a Struct holds only doubles: whole numbers were meant as integers
-        arguments = _whole(json_format.MessageToDict(holder.chat_template_kwargs))
+        try:
+            arguments = _whole(json_format.MessageToDict(holder.chat_template_kwargs))
+        except ValueError as error:  # a number that is infinite, or none
+            raise errors.InvalidArgument(
+                f"chat_template_kwargs cannot be read as JSON: {error}", field="chat_template_kwargs"
+            ) from None
     if bad := sorted({"messages", "add_generation_prompt"} & set(arguments)):
         raise errors.InvalidArgument(f"chat_template_kwargs may not set {', '.join(bad)}", field="chat_template_kwargs")
     return arguments

@@ -88,6 +88,13 @@ def test_what_a_template_is_told_by_this_server_is_not_the_client_s_to_say(name:
     refused(request, "chat_template_kwargs", f"may not set {name}")
 
 
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_arguments_of_a_template_are_json(number: float) -> None:
+    request = prompt()
+    request.prompt.chat_template_kwargs.fields["budget"].number_value = number
+    refused(request, "chat_template_kwargs", "chat_template_kwargs cannot be read as JSON: .*(Infinity|NaN)")
+
+
 TOOL = {
     "type": "function",
     "function": {
