@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -12,8 +13,8 @@ from saccade.errors import InvalidArgument
 
 
 def load_json(data: bytes) -> Any:
-    """The value of a JSON document. Raises InvalidArgument, also for constants such as NaN, for repeated keys, for
-    half characters and for values nested more than `MAX_NESTING` deep."""
+    """The value of a JSON document. Raises InvalidArgument, also for constants such as NaN, for numbers too large for a
+    double, for repeated keys, for half characters and for values nested more than `MAX_NESTING` deep."""
 
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is no JSON value")
@@ -21,7 +22,7 @@ def load_json(data: bytes) -> Any:
     if depth := excessive_nesting(data, MAX_NESTING):
         raise InvalidArgument(f"nested {depth} deep; at most {MAX_NESTING} are allowed")
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=refuse, object_pairs_hook=_unique)
+        value = json.loads(data.decode("utf-8"), parse_constant=refuse, parse_float=_finite, object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"not UTF-8 at byte {error.start}") from error
     except ValueError as error:
@@ -48,6 +49,13 @@ def _check_texts(document: Any) -> None:
             for key, item in value.items():
                 check_text(f"a key of {place or 'the document'}", key)
                 waiting.append((f"{place}.{key}" if place else key, item))
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"the number {number[:40]} is outside of the range of doubles")
+    return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

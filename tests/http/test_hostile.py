@@ -85,6 +85,22 @@ def test_the_first_error_of_many_prompts_ends_the_others(
     assert server.drained()["decoder"]["output_tokens"] - made < 100, "no further prompts begin after the error"
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", '"input": "?", "max_output_tokens": 1, "metadata": {"a": 1e999}'),
+        (
+            "/v1/chat/completions",
+            '"messages": [{"role": "user", "content": "?"}], "chat_template_kwargs": {"a": 1e999}',
+        ),
+    ],
+)
+def test_numbers_that_json_cannot_hold_are_errors_of_the_client(http: RunningHttp, path: str, fields: str) -> None:
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(http.url + path, content=f"{{{fields}}}", headers=headers, timeout=60)
+    assert answer.status_code == 400 and "1e999" in answer.json()["error"]["message"]
+
+
 def test_limits_on_bodies_and_heads(server: RunningServer) -> None:
     limits = {"max_message_bytes": 2000, "http_max_header_bytes": 1024, "http_header_timeout": 0.3}
     with RunningHttp([server.address], receive_timeout=0.3, **limits) as http:

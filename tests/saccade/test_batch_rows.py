@@ -68,6 +68,7 @@ WRONG = [
     (b"[]", "expected an object"),
     (b"\xff{}", "not UTF-8 at byte 0"),
     (b'{"custom_id": NaN}', "NaN"),
+    (b'{"custom_id": -1e999}', "the number -1e999 is outside of the range of doubles"),
     (b'{"custom_id": "a", "custom_id": "b"}', "twice"),
     (b'{"a":' * 100_000, "nested 100000 deep; at most 128 are allowed"),
     (line(method="GET"), "method"),
