@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,7 +78,7 @@ async def list_batches(call: HttpCall) -> None:
 
     query = parse_qs(call.scope["query_string"].decode("latin-1"))
     text = query.get("limit", ["20"])[0]
-    if not text.isdigit() or not 1 <= int(text) <= 100:
+    if not re.fullmatch(r"[0-9]{1,3}", text) or not 1 <= int(text) <= 100:
         raise InvalidArgument(f"limit: expected a number from 1 to 100, got {text[:40]!r}")
     found = [batch for batches in (await batch_calls(call)).values() for batch in batches]
     found.sort(key=lambda batch: -(batch.created or 0))

@@ -101,6 +101,12 @@ def test_numbers_that_json_cannot_hold_are_errors_of_the_client(http: RunningHtt
     assert answer.status_code == 400 and "1e999" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("limit", ["0", "101", "-1", "x", "\u00b2", "\u0663", "1" * 5000], ids=range(7))
+def test_a_page_has_from_1_to_100_batches(http: RunningHttp, limit: str) -> None:
+    answer = httpx.get(f"{http.url}/v1/batches", params={"limit": limit}, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
+
+
 def test_limits_on_bodies_and_heads(server: RunningServer) -> None:
     limits = {"max_message_bytes": 2000, "http_max_header_bytes": 1024, "http_header_timeout": 0.3}
     with RunningHttp([server.address], receive_timeout=0.3, **limits) as http:
