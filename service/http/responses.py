@@ -136,6 +136,8 @@ class ResponseEvents(Events):
         """The item that is being written."""
         self._parts: list[str] = []
         self._scores: list[TokenLogprob] = []
+        self._held: list[TokenLogprob] = []
+        """Of tokens that have no text yet: a character may take several."""
         self._item: dict[str, Any] = {}
         self._response: dict[str, Any] = {}
 
@@ -167,7 +169,8 @@ class ResponseEvents(Events):
         return data
 
     def _close(self) -> bytes:
-        text, data = "".join(self._parts), b""
+        data = self._written("") if self._kind == "message" and self._held else b""
+        text = "".join(self._parts)
         if self._kind is None:
             return data
         if self._kind == "message":
@@ -191,6 +194,10 @@ class ResponseEvents(Events):
     def piece(self, delta: Delta) -> bytes:
         rest, begun = calls_of(delta)
         data = b"".join(map(self._arguments, rest))
+        if delta.reasoning or delta.tool_calls:  # tokens without text before these are markup
+            self._held = []
+        if delta.text or not (delta.reasoning or delta.tool_calls):
+            self._held += delta.logprobs or []
         if delta.reasoning:
             if self._kind != "reasoning":
                 data += self._open("reasoning", _reasoning(self._next_id("rs"), None))
@@ -199,17 +206,18 @@ class ResponseEvents(Events):
         if delta.text:
             if self._kind != "message":
                 data += self._open("message", _message(self._next_id("msg"), None, None))
-            self._parts.append(delta.text)
-            scores = delta.logprobs or []
-            self._scores += scores
-            data += self._event(
-                "response.output_text.delta", **self._at(), content_index=0, delta=delta.text,
-                logprobs=logprobs_object(scores)["content"] if scores else [],
-            )  # fmt: skip
+            data += self._written(delta.text)
         for call in begun:
             item = _call(f"fc_{self._id}_{call.index}", call.id, call.name, "", "in_progress")
             data += self._open("call", item) + self._arguments(call)
         return data
+
+    def _written(self, text: str) -> bytes:
+        scores, self._held = self._held, []
+        self._parts.append(text)
+        self._scores += scores
+        logprobs = logprobs_object(scores)["content"] if scores else []
+        return self._event("response.output_text.delta", **self._at(), content_index=0, delta=text, logprobs=logprobs)
 
     def _arguments(self, call: ToolCallDelta) -> bytes:
         if not call.arguments:

@@ -157,6 +157,24 @@ def test_responses(client: openai.OpenAI) -> None:
         client.responses.create(input="x", previous_response_id="resp_1", model="")
 
 
+def test_a_streamed_response_has_the_log_probabilities_of_all_tokens(client: openai.OpenAI) -> None:
+    """Tokens of this model are bytes, and some of them are only a part of a character."""
+    for seed in range(4):
+        options: dict[str, Any] = {
+            "model": "", "input": "?", "max_output_tokens": 40, "temperature": 1.0, "top_logprobs": 1,
+            "include": ["message.output_text.logprobs"], "extra_body": {"seed": seed},
+        }  # fmt: skip
+        whole: Any = client.responses.create(**options).output[0]
+        with client.responses.stream(**options) as stream:
+            events: list[Any] = list(stream)
+        expected = [(item.token, item.logprob) for item in whole.content[0].logprobs]
+        pieces = [event for event in events if event.type == "response.output_text.delta"]
+        assert [(item.token, item.logprob) for piece in pieces for item in piece.logprobs] == expected
+        (done,) = [event for event in events if event.type == "response.output_text.done"]
+        assert [(item.token, item.logprob) for item in done.logprobs] == expected
+        assert events[-1].response.output[0].content[0].text == whole.content[0].text
+
+
 def test_embeddings(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
     made = client.embeddings.create(model="", input=["abc", "d"])
     same = [grpc_client.embed(text, raw=True).mean for text in ("abc", "d")]
