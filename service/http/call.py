@@ -36,7 +36,8 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 PASSED = ("authorization", "x-api-key", "traceparent", "tracestate")
 """Headers that gRPC servers get as metadata."""
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+MAX_REQUEST_ID = 128
+_REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID}}}")
 BESIDE_THE_LOOP = 256 * 1024
 """Bodies of more bytes than this are parsed in a thread, so that other streams go on meanwhile."""
 

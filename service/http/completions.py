@@ -15,7 +15,7 @@ from saccade._openai.problems import validated
 from saccade._openai.schema import Completion, prompt_list
 from saccade.types import Delta, Generation, Sample, TokenLogprob
 from saccade.v1 import inference_pb2, model_pb2
-from service.http.call import HttpCall, beside
+from service.http.call import MAX_REQUEST_ID, HttpCall, beside
 from service.http.json_text import compact, quoted
 from service.http.streams import DONE, Events, stream_events
 from service.http.upstream import Caller, all_of
@@ -32,7 +32,9 @@ async def completions(call: HttpCall) -> None:
         return
     many = len(prompts) > 1
     requests = [
-        await beside(call.held, _request, call, body, prompt, f"{call.request_id}-{i}" if many else call.request_id)
+        await beside(
+            call.held, _request, call, body, prompt, _numbered(call.request_id, i) if many else call.request_id
+        )
         for i, prompt in enumerate(prompts)
     ]
 
@@ -61,6 +63,12 @@ async def completions(call: HttpCall) -> None:
         "usage": _summed(usages),
         "saccade": extension(answers[0]),
     })  # fmt: skip
+
+
+def _numbered(request_id: str, index: int) -> str:
+    """The id of one of several prompts, no longer than the id of a request may be."""
+    number = f"-{index}"
+    return request_id[: MAX_REQUEST_ID - len(number)] + number
 
 
 def _request(

@@ -125,6 +125,13 @@ def test_completions_with_echo_and_logprobs(client: openai.OpenAI, grpc_client: 
     assert both.choices[1].logprobs and both.choices[1].logprobs.token_logprobs == expected[:4]
 
 
+def test_a_request_id_of_any_length_serves_several_prompts(client: openai.OpenAI) -> None:
+    for length in (126, 127, 128):
+        headers = {"x-request-id": "x" * length}
+        made = client.completions.create(model="", prompt=["ab"] * 12, max_tokens=1, extra_headers=headers)
+        assert made.id == f"cmpl-{'x' * length}" and len(made.choices) == 12
+
+
 def test_completions_stream(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "", "prompt": "abcd", "max_tokens": 20, "seed": 3, "n": 2, "temperature": 1}
     whole = client.completions.create(**options)
