@@ -115,9 +115,15 @@ def _choice(
         "index": index,
         "text": text + generated,
         "logprobs": logprobs,
-        "finish_reason": "length" if body.max_tokens == 0 else sample.finish_reason,
-        "stop_reason": sample.stop_match,
+        **_ending(body, sample),
     }
+
+
+def _ending(body: Completion, sample: Sample) -> dict[str, Any]:
+    """Why a choice ends: with `max_tokens` 0 before the token that was drawn."""
+    if body.max_tokens == 0:
+        return {"finish_reason": "length", "stop_reason": None}
+    return {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_match}
 
 
 def _logprobs(scored: Sequence[tuple[str, TokenLogprob | None]], most: int) -> dict[str, Any]:
@@ -172,10 +178,10 @@ class CompletionEvents(Events):
         self._tail = ',"usage":null}\n\n' if self._usage else "}\n\n"
         if not self._echo:
             return b""
-        return b"".join(self._chunk(i, quoted(self._echo), "null", "null") for i in range(self._body.n or 1))
+        return b"".join(self._chunk(i, quoted(self._echo), "null") for i in range(self._body.n or 1))
 
-    def _chunk(self, index: int, text: str, logprobs: str, reason: str) -> bytes:
-        choice = f'{{"index":{index},"text":{text},"logprobs":{logprobs},"finish_reason":{reason}}}'
+    def _chunk(self, index: int, text: str, logprobs: str, ending: str = '"finish_reason":null') -> bytes:
+        choice = f'{{"index":{index},"text":{text},"logprobs":{logprobs},{ending}}}'
         return f"{self._head}{choice}]{self._tail}".encode("utf-8", "replace")
 
     def piece(self, delta: Delta) -> bytes:
@@ -190,10 +196,10 @@ class CompletionEvents(Events):
             made["text_offset"] = [at + offset for offset in made["text_offset"]]
             self._offsets[delta.index] = at + sum(len(piece) for piece, _ in scored)
             logprobs = compact(made)
-        return self._chunk(delta.index, quoted(text), logprobs, "null")
+        return self._chunk(delta.index, quoted(text), logprobs)
 
     def end(self, answer: Generation) -> bytes:
-        chunks = [self._chunk(s.index, '""', "null", quoted(s.finish_reason)) for s in answer.samples]
+        chunks = [self._chunk(s.index, '""', "null", compact(_ending(self._body, s))[1:-1]) for s in answer.samples]
         if self._usage:
             usage = json.dumps(usage_object([sample.usage for sample in answer.samples]))
             chunks.append(f'{self._head}],"usage":{usage},"saccade":{json.dumps(extension(answer))}}}\n\n'.encode())

@@ -142,6 +142,19 @@ def test_completions_stream(client: openai.OpenAI) -> None:
     assert texts == [choice.text for choice in whole.choices]
 
 
+@pytest.mark.parametrize("fields", [{"max_tokens": 20}, {"max_tokens": 0, "echo": True}], ids=["stopped", "echo"])
+def test_the_end_of_a_streamed_completion_is_that_of_the_whole(client: openai.OpenAI, fields: dict[str, Any]) -> None:
+    """With these strings the first drawn token would end the answer."""
+    drawn = client.completions.create(model="", prompt="abcd", max_tokens=1, seed=3, temperature=0).choices[0].text
+    options: dict[str, Any] = {"model": "", "prompt": "abcd", "seed": 3, "temperature": 0, "stop": drawn, **fields}
+    whole: Any = client.completions.create(**options).choices[0]
+    (last,) = [
+        c for chunk in client.completions.create(**options, stream=True) for c in chunk.choices if c.finish_reason
+    ]
+    expected = ("length", None) if not fields["max_tokens"] else ("stop", drawn)
+    assert (whole.finish_reason, whole.stop_reason) == (last.finish_reason, last.stop_reason) == expected
+
+
 def test_responses(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "", "temperature": 1, "max_output_tokens": 20, "extra_body": {"seed": 3}}
     chat = client.chat.completions.create(
