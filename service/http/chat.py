@@ -125,7 +125,7 @@ class ChatEvents(Events):
             chunks.append(f'{self._head}],"usage":{usage},"saccade":{compact(extension(answer))}}}\n\n'.encode())
         return self._after_roles(b"".join([*chunks, DONE]))
 
-    def error(self, error: dict[str, Any]) -> bytes:
+    def error(self, error: dict[str, Any], status: int) -> bytes:
         return b"data: " + compact({"error": error}).encode("utf-8", "replace") + b"\n\n" + DONE
 
 

@@ -205,5 +205,5 @@ class CompletionEvents(Events):
             chunks.append(f'{self._head}],"usage":{usage},"saccade":{json.dumps(extension(answer))}}}\n\n'.encode())
         return b"".join([*chunks, DONE])
 
-    def error(self, error: dict[str, Any]) -> bytes:
+    def error(self, error: dict[str, Any], status: int) -> bytes:
         return b"data: " + json.dumps({"error": error}).encode() + b"\n\n" + DONE

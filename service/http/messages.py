@@ -165,7 +165,7 @@ class MessageEvents(Events):
             + self._event("message_stop")
         )
 
-    def error(self, error: dict[str, Any]) -> bytes:
-        made = anthropic_error(error, 500)
+    def error(self, error: dict[str, Any], status: int) -> bytes:
+        made = anthropic_error(error, status)
         del made["type"]
         return self._event("error", **made)

@@ -232,7 +232,7 @@ class ResponseEvents(Events):
         made = {**self._response, "output": self._output, **_end_of(answer), "saccade": extension(answer)}
         return data + self._event(f"response.{made['status']}", response=made)
 
-    def error(self, error: dict[str, Any]) -> bytes:
+    def error(self, error: dict[str, Any], status: int) -> bytes:
         failed = {"code": error["code"], "message": error["message"]}
         made = {**self._response, "output": self._output, "status": "failed", "error": failed}
         return self._event("response.failed", response=made)

@@ -35,8 +35,8 @@ class Events(Protocol):
     def end(self, answer: Generation) -> bytes:
         """The last events, for the whole answer."""
 
-    def error(self, error: dict[str, Any]) -> bytes:
-        """The last events of an answer that broke off."""
+    def error(self, error: dict[str, Any], status: int) -> bytes:
+        """The last events of an answer that broke off; `status` is that of the error."""
 
 
 def calls_of(delta: Delta) -> tuple[list[ToolCallDelta], list[ToolCallDelta]]:
@@ -70,5 +70,5 @@ async def _pieces(call: HttpCall, answer: Answer, events: Events) -> None:
     except SaccadeError as error:
         error.request_id = error.request_id or call.request_id
         call.status = http_status(error)
-        data = events.error(error_object(error, call.status))
+        data = events.error(error_object(error, call.status), call.status)
     await call.write(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,10 @@ from running import RunningServer
 from running_http import RunningHttp
 
 import saccade
+from saccade import errors
+from saccade._openai.errors import error_object
+from service.http.call import http_status
+from service.http.messages import MessageEvents, anthropic_error
 
 ASK: dict[str, Any] = {"model": "", "max_tokens": 20, "messages": [{"role": "user", "content": "what is it?"}]}
 
@@ -70,3 +75,19 @@ def test_errors_are_anthropics(client: anthropic.Anthropic) -> None:
     assert "max_tokens" in body["error"]["message"] and body["request_id"]
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(**{**ASK, "model": "nothing"})
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (errors.DeadlineExceeded("x"), "timeout_error"), (errors.Unavailable("x"), "overloaded_error"),
+        (errors.Internal("x"), "api_error"),
+    ],
+)  # fmt: skip
+def test_an_error_within_a_stream_has_the_type_of_one_before_it(error: errors.SaccadeError, kind: str) -> None:
+    status = http_status(error)
+    told = error_object(error, status)
+    event, data = MessageEvents("r").error(told, status).decode().splitlines()[:2]
+    assert event == "event: error"
+    assert json.loads(data.removeprefix("data: ")) == anthropic_error(told, status)
+    assert json.loads(data.removeprefix("data: "))["error"]["type"] == kind
