@@ -262,12 +262,13 @@ class CallScanner:
             arguments = item.get("arguments", item.get("parameters", {}))
             if isinstance(arguments, str):  # as in OpenAI's protocol
                 arguments = json_value(arguments)
+            told = json_text(arguments)
         except ValueError:
             raise Mismatch from None
         if not isinstance(item.get("name"), str) or not isinstance(arguments, dict):
             raise Mismatch
         self._start(item["name"])
-        self._argue(json_text(arguments))
+        self._argue(told)
         self.complete += 1
 
     # -- results -------------------------------------------------------------------------------------------------------

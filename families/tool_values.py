@@ -60,8 +60,9 @@ def json_value(text: str) -> Any:
 
 
 def json_text(value: Any) -> str:
-    """JSON with its characters as they are, if they can be sent: half of a surrogate pair cannot."""
-    text = json.dumps(value, ensure_ascii=False)
+    """JSON with its characters as they are, if they can be sent: half of a surrogate pair cannot. Raises ValueError for
+    infinite numbers, which JSON cannot hold, but a number like 1e999 is read as one."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text) else json.dumps(value)
 
 

@@ -39,6 +39,8 @@ def scanned(markup: ToolMarkup, text: str, **options: Any) -> tuple[str, list[tu
         (HERMES, '<tool_call>{"arguments": {"city": "é"}, "name": "weather"}</tool_call>', "",
          [("weather", {"city": "é"})]),
         (HERMES, '<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
+        (HERMES, huge := '<tool_call>{"arguments": {"days": 1e999}, "name": "weather"}</tool_call>', huge, []),
+        (HERMES, huge := '<tool_call>{"name": "now", "arguments": "{\\"days\\": 1e999}"}</tool_call>', huge, []),
         (HERMES, '<tool_call>{"name": "weather", "arguments": "{\\"days\\": 1}"}</tool_call>', "",
          [("weather", {"days": 1})]),
         (HERMES, deep := f'<tool_call>{{"name": "now", "arguments": "{"[" * 900 + "]" * 900}"}}</tool_call>', deep, []),
