@@ -22,7 +22,7 @@ def load_json(data: bytes) -> Any:
     if depth := excessive_nesting(data, MAX_NESTING):
         raise InvalidArgument(f"nested {depth} deep; at most {MAX_NESTING} are allowed")
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=refuse, parse_float=_finite, object_pairs_hook=_unique)
+        value = json.loads(data.decode("utf-8"), parse_constant=refuse, parse_float=finite, object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"not UTF-8 at byte {error.start}") from error
     except ValueError as error:
@@ -51,7 +51,8 @@ def _check_texts(document: Any) -> None:
                 waiting.append((f"{place}.{key}" if place else key, item))
 
 
-def _finite(number: str) -> float:
+def finite(number: str) -> float:
+    """The value of a number in JSON. Raises ValueError for one that a double cannot hold."""
     value = float(number)
     if math.isinf(value):
         raise ValueError(f"the number {number[:40]} is outside of the range of doubles")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from saccade._openai.answers import extension
 from saccade._openai.anthropic_schema import CountTokens, MessagesRequest, chat_of
+from saccade._openai.documents import finite
 from saccade._openai.problems import validated
 from saccade.types import Delta, Generation, ToolCallDelta
 from saccade.v1 import inference_pb2
@@ -78,9 +79,9 @@ def _blocks(answer: Generation) -> list[dict[str, Any]]:
 
 
 def _object(arguments: str) -> Any:
-    """A call's arguments; a call that was cut off has no whole object."""
+    """A call's arguments. A call that was cut off has no whole object, and numbers like 1e999 could not be sent."""
     try:
-        return json.loads(arguments or "{}")
+        return json.loads(arguments or "{}", parse_float=finite)
     except ValueError:
         return {"arguments": arguments}
 

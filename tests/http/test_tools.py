@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import jsonschema
 import openai
 import pytest
 from calling import SCHEMA, make_calling
 from running import RunningServer
 from running_http import RunningHttp
+from scripted import Scripted
 
 import saccade
 from saccade._openai.response_schema import ResponseRequest
@@ -25,6 +27,7 @@ from saccade.v1 import inference_pb2
 from service.http.messages import MessageEvents
 from service.http.responses import ResponseEvents
 from service.http.streams import Events
+from service.model.tokenizer import Tokenizer
 
 ASK: list[Any] = [{"role": "user", "content": "?"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": SCHEMA}}]
@@ -123,6 +126,18 @@ def test_messages_use_tools(http: RunningHttp) -> None:
             (block,) = stream.get_final_message().content
         assert block.type == "tool_use"
         jsonschema.validate(block.input, SCHEMA)
+
+
+def test_a_number_that_no_double_holds_is_sent_as_it_was_written(tmp_path: Path) -> None:
+    model = make_calling(tmp_path / "tiny")
+    text = "<tool_call><function=weather><parameter=days>1e999</parameter></function></tool_call>"
+    engine = Scripted(Tokenizer(model / "tokenizer.json").encode(text))
+    schema = {"type": "object", "properties": {"days": {"type": "number"}}}
+    ask: Any = {"messages": ASK, "max_tokens": 400, "tools": [{"name": "weather", "input_schema": schema}]}
+    with RunningServer(str(model), engine=engine) as server, RunningHttp([server.address]) as http:
+        answer = httpx.post(f"{http.url}/v1/messages", json=ask, timeout=60)
+    assert "Infinity" not in answer.text
+    assert answer.json()["content"][0]["input"] == {"arguments": '{"days": 1e999}'}
 
 
 APART = [
