@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any, Literal
 
@@ -93,7 +94,9 @@ def _items(request_id: str, answer: Generation) -> list[dict[str, Any]]:
         items.append(_reasoning(f"rs_{request_id}_0", answer.reasoning))
     if answer.text or not calls:
         items.append(_message(f"msg_{request_id}_{len(items)}", answer.text, answer.logprobs))
-    items += (_call(f"fc_{request_id}_{i}", c.id, c.name, c.arguments) for i, c in enumerate(calls))
+    items += (
+        _call(f"fc_{request_id}_{i}", c.id, c.name, c.arguments, _state(c.arguments)) for i, c in enumerate(calls)
+    )
     return items
 
 
@@ -117,7 +120,16 @@ def _message(item_id: str, text: str | None, logprobs: list[TokenLogprob] | None
     }
 
 
-def _call(item_id: str, call_id: str, name: str, arguments: str, status: str = "completed") -> dict[str, Any]:
+def _state(arguments: str) -> str:
+    """Of a call that has ended: one that broke off has no whole object."""
+    try:
+        json.loads(arguments)
+    except ValueError:
+        return "incomplete"
+    return "completed"
+
+
+def _call(item_id: str, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
     return {
         "type": "function_call", "id": item_id, "call_id": call_id, "name": name, "arguments": arguments,
         "status": status,
@@ -183,7 +195,7 @@ class ResponseEvents(Events):
             done = _reasoning(self._item["id"], text)
             data += self._event("response.reasoning_text.done", **self._at(), content_index=0, text=text)
         else:
-            done = {**self._item, "arguments": text, "status": "completed"}
+            done = {**self._item, "arguments": text, "status": _state(text)}
             name = self._item["name"]
             data += self._event("response.function_call_arguments.done", **self._at(), name=name, arguments=text)
         data += self._event("response.output_item.done", output_index=len(self._output), item=done)

@@ -140,6 +140,24 @@ def test_a_number_that_no_double_holds_is_sent_as_it_was_written(tmp_path: Path)
     assert answer.json()["content"][0]["input"] == {"arguments": '{"days": 1e999}'}
 
 
+def test_a_call_that_breaks_off_is_incomplete_in_a_response(tmp_path: Path) -> None:
+    model = make_calling(tmp_path / "tiny")
+    text = "<tool_call><function=weather><parameter=city>Os"
+    engine = Scripted(Tokenizer(model / "tokenizer.json").encode(text))
+    tools: Any = [{"type": "function", "name": "weather", "parameters": SCHEMA}]
+    ask: dict[str, Any] = {"model": "", "input": "?", "tools": tools, "max_output_tokens": 400}
+    with (
+        RunningServer(str(model), engine=engine) as server,
+        RunningHttp([server.address]) as http,
+        openai.OpenAI(base_url=f"{http.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        whole = client.responses.create(**ask)
+        events: list[Any] = list(client.responses.create(**ask, stream=True))
+    for made in (whole, events[-1].response):
+        (call,) = made.output
+        assert (made.status, call.status, call.arguments) == ("incomplete", "incomplete", '{"city": "Os')
+
+
 APART = [
     Delta("Let me see.", []),
     Delta("", [], tool_calls=[ToolCallDelta(0, '{"city": "Oslo"}', "c0", "weather")]),
