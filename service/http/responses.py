@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from saccade._openai.answers import extension, logprobs_object
 from saccade._openai.problems import validated
-from saccade._openai.response_schema import ResponseRequest, chat_of
+from saccade._openai.response_schema import InputImage, ResponseRequest, chat_of
 from saccade.types import Delta, Generation, TokenLogprob, ToolCallDelta, Usage
 from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, beside
@@ -21,11 +22,19 @@ async def responses(call: HttpCall) -> None:
     """Answers one request, whole or as events."""
     body = validated(ResponseRequest, await call.json())
     request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
+    if any(isinstance(part, InputImage) and part.detail for part in _parts(body)):
+        call.notes.append(("x-saccade-ignored", "detail"))
     if body.stream:
         await stream_events(call, call.caller(), request, ResponseEvents(call.request_id, body))
         return
     answer = await whole_answer(call, call.caller(), request)
     await call.respond({**_finished(call.request_id, body, answer), "saccade": extension(answer)})
+
+
+def _parts(body: ResponseRequest) -> Iterator[Any]:
+    for item in body.input if isinstance(body.input, list) else ():
+        content = getattr(item, "output" if item.type == "function_call_output" else "content", None)
+        yield from content if isinstance(content, list) else ()
 
 
 def _response(request_id: str, body: ResponseRequest, model: str, created: int) -> dict[str, Any]:

@@ -170,8 +170,11 @@ def test_responses(client: openai.OpenAI) -> None:
     assert final.type == f"response.{made.status}" and final.response.output_text == made.output_text
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == made.output_text
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    parts: list[Any] = [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": data_url(png(40))}]
-    seen = client.responses.create(input=[{"role": "user", "content": parts}], **options)
+    image = {"type": "input_image", "image_url": data_url(png(40)), "detail": "high"}
+    parts: list[Any] = [{"type": "input_text", "text": "x"}, image]
+    raw = client.responses.with_raw_response.create(input=[{"role": "user", "content": parts}], **options)
+    seen = raw.parse()
+    assert raw.headers["x-saccade-ignored"] == "detail"
     assert seen.model_extra and seen.model_extra["saccade"]["image_tokens"] > 0
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         client.responses.create(input="x", previous_response_id="resp_1", model="")
