@@ -52,9 +52,9 @@ class ProcessLink:
 
     name = "process"
 
-    def __init__(self, options: EngineOptions, *, segment_bytes: int, log_level: str = "info") -> None:
+    def __init__(self, options: EngineOptions, *, segment_bytes: int) -> None:
         """`segment_bytes`: limit on pixels and rows in progress."""
-        self._options, self._log_level = options, log_level
+        self._options = options
         self._pool = SegmentPool(segment_bytes)
         self._lock = threading.Lock()
         self._works: dict[int, Work] = {}
@@ -192,7 +192,7 @@ class ProcessLink:
         self._process, connection = start_helper("service.servers.encoder_process")
         try:
             with contextlib.suppress(ConnectionError):  # a process that has ended already is reported by the next line
-                connection.send((self._options, self._log_level))
+                connection.send((self._options, logging.getLogger().getEffectiveLevel()))
             verdict, *value = first_message(self._process, connection, self._options.load_timeout, "encoder")
         except HelperFailed as error:
             raise ConfigError(str(error)) from None

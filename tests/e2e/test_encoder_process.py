@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import resource
 import signal
@@ -183,6 +184,17 @@ def test_shared_memory_that_is_full_is_one_images_error(options: EngineOptions) 
         entry.release()
     pool.close()
     handoff.check_integrity(idle=True)
+
+
+def test_it_logs_what_the_engine_logs(
+    options: EngineOptions, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    vision = resolve_vision(options, open_checkpoint(options.model))
+    assert vision is not None
+    for level, is_logged in ((logging.ERROR, False), (logging.INFO, True)):
+        caplog.set_level(level)
+        encoder_process(options, vision, Handoff(1 << 20, vision.text_hidden_size, torch.float32)).close()
+        assert (" INFO " in capfd.readouterr().err) == is_logged
 
 
 def test_what_the_encoder_refuses_is_said_in_its_words(options: EngineOptions) -> None:
