@@ -223,6 +223,7 @@ class ProcessLink:
                 log.error("the encoder process did not start again: %s", error)
                 continue
             log.warning("the encoder runs again, as process %d", self.pid)
+            self._send_waiting()  # images that were assigned just after the last process had ended
             self._owner.changed(self)
 
     def _read(self, connection: Connection) -> None:

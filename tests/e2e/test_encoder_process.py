@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import queue
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,7 +25,8 @@ import saccade
 import saccade.errors
 from encoder.item import VIDEO, EncoderItem
 from service.common.config import ConfigError, EngineOptions
-from service.encoding.entries import EncoderUnavailable
+from service.encoding.encoder_pool import Link
+from service.encoding.entries import EncoderUnavailable, Work
 from service.encoding.handoff import Handoff
 from service.encoding.process_link import ProcessLink
 from service.encoding.segments import SegmentPool, create_segment, open_segment, rounded
@@ -184,6 +186,40 @@ def test_shared_memory_that_is_full_is_one_images_error(options: EngineOptions) 
         entry.release()
     pool.close()
     handoff.check_integrity(idle=True)
+
+
+class Told:
+    """An owner of a link that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[tuple[str, list[int]]] = queue.SimpleQueue()
+
+    def written(self, link: Link, work: Work, counts: tuple[int, ...]) -> None:
+        self.events.put(("written", [work.ticket]))
+
+    def failed(self, link: Link, work: Work, error: Exception) -> None:
+        self.events.put((str(error), [work.ticket]))
+
+    def lost(self, link: Link, works: Sequence[Work], reason: str) -> None:
+        self.events.put(("lost", [work.ticket for work in works]))
+
+    def changed(self, link: Link) -> None:
+        pass
+
+
+def test_an_image_assigned_just_after_the_process_had_ended(options: EngineOptions) -> None:
+    """The next process gets it, and not only after the image's lease has run out."""
+    vision = resolve_vision(options, open_checkpoint(options.model))
+    assert vision is not None
+    link, told = ProcessLink(options, segment_bytes=1 << 18), Told()
+    link.start(told)
+    image = EncoderItem((2, 4), torch.randn(8, vision.patch_dim))
+    assert link.pid is not None
+    os.kill(link.pid, signal.SIGKILL)
+    assert told.events.get(timeout=60) == ("lost", [])
+    link.send(Work(b"", image, torch.zeros(image.tokens, vision.text_hidden_size), 7), None)
+    assert told.events.get(timeout=60) == ("written", [7])
+    link.close()
 
 
 def test_it_logs_what_the_engine_logs(
