@@ -85,6 +85,7 @@ class Hub:
         self._frontends: dict[int, _Frontend] = {}
         self._failures: dict[int, int] = {}
         self._stopping = threading.Event()
+        self._draining = False
         self._threads: list[threading.Thread] = []
         self.engine = SupervisedEngine(
             options, log_level=options.log_level, on_change=self._engine_changed,
@@ -131,13 +132,16 @@ class Hub:
             if self._stopping.is_set():
                 return
             process, connection = start_helper("service.servers.frontend_process")
-            frontend = self._frontends[member] = _Frontend(member, process, connection)
-        private_socket = None if self._http is None else self._http.socket_of(member)
-        frontend.send((share(self._options, member, self.port), self.engine.info, member, private_socket))
+            frontend = _Frontend(member, process, connection)
+            private_socket = None if self._http is None else self._http.socket_of(member)
+            frontend.send((share(self._options, member, self.port), self.engine.info, member, private_socket))
+            self._frontends[member] = frontend  # from here on other threads send to it
         if not self.engine.alive:
             frontend.send(("alive", False))
         if self.engine.given_up:
             frontend.send(("given up",))
+        if self._draining:
+            frontend.send(("drain",))
         thread = threading.Thread(target=self._read, args=(frontend,), name=f"saccade-frontend-{member}", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -183,6 +187,7 @@ class Hub:
             case ("cancel", number, salt, request_id):
                 frontend.send(("answer", number, {"found": self._cancel(salt, request_id)}, None))
             case ("drain",):
+                self._draining = True
                 for other in list(self._frontends.values()):
                     other.send(("drain",))
             case ("beat",):

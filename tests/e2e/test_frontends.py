@@ -171,6 +171,32 @@ def test_a_frontend_that_does_not_get_ready_is_killed(text_model: Path) -> None:
             asyncio.run(hub.stop())
 
 
+def test_a_frontend_that_is_replaced_during_a_drain_rejects_calls(text_model: Path) -> None:
+    options = ServerOptions(
+        model=str(text_model), max_seqs=2, max_len=600, frontends=2, admin=True, warmup=False, image_workers=1,
+        log_level="error",
+    )  # fmt: skip
+    with reserved_port(options) as port:
+        hub = Hub(options, port)
+        try:
+            hub.start()
+            before = list(hub._frontends.values())
+            with connect(f"127.0.0.1:{port}") as stubs:
+                stubs.admin.Drain(admin_pb2.DrainRequest())
+            for frontend in before:
+                frontend.process.kill()
+            while any(frontend in before for frontend in list(hub._frontends.values())):
+                time.sleep(0.01)
+            for frontend in list(hub._frontends.values()):
+                frontend.serving.result(60)
+            for client in clients(f"127.0.0.1:{port}", 8, max_retries=0):
+                with client, pytest.raises(errors.Overloaded) as refused:
+                    client.generate("x", max_tokens=1)
+                assert refused.value.reason == "DRAINING"
+        finally:
+            asyncio.run(hub.stop())
+
+
 @pytest.mark.parametrize("shared", ["port", "media_dir"])
 def test_a_second_instance_is_told(frontends: ServerProcess, arguments: list[str], shared: str) -> None:
     port = frontends.address.rpartition(":")[2]
