@@ -43,6 +43,8 @@ from service.servers.lifetime import stop_signals, until_stopped
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE, STEADY = 0.2, 10.0, 60.0
+END_SECONDS = 10.0
+"""Seconds that a frontend has for its end after the running calls; then it is killed."""
 BEAT_SECONDS = 1.0
 """Time between two heartbeats, by which the hub checks that a frontend's event loop still runs."""
 
@@ -245,17 +247,26 @@ class Hub:
 
     async def stop(self, grace: float | None = None) -> None:
         """Sends SIGTERM to all frontends, which let running calls end within `options.grace`; a second call makes them
-        end at once. Returns when all have ended and the engine is closed. Idempotent."""
+        end at once. A frontend that does not end is killed `END_SECONDS` after `grace`, by default `options.grace`.
+        Returns when all have ended and the engine is closed. Idempotent; may be cancelled and called again."""
         with self._life:
             self._stopping.set()
         for frontend in self._frontends.values():
             if frontend.process.poll() is None:
                 frontend.process.send_signal(signal.SIGTERM)
-        await asyncio.get_running_loop().run_in_executor(None, self._join)
+        seconds = (self._options.grace if grace is None else grace) + END_SECONDS
+        await asyncio.get_running_loop().run_in_executor(None, self._join, seconds)
 
-    def _join(self) -> None:
+    def _join(self, seconds: float) -> None:
+        """Returns when all has ended. Frontends that run after `seconds` are killed."""
+        deadline = time.monotonic() + seconds
         for frontend in list(self._frontends.values()):
-            frontend.process.wait()
+            try:
+                frontend.process.wait(max(deadline - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                log.error("frontend %d did not end within %g s: it is killed", frontend.member, seconds)
+                frontend.process.kill()
+                frontend.process.wait()
         for thread in self._threads:
             thread.join()
         self.engine.close()

@@ -26,6 +26,7 @@ from rpc import connect
 from running import RunningServer, children
 
 import saccade
+import service.servers.frontends
 from saccade import errors
 from saccade.v1 import admin_pb2, inference_pb2
 from service.commands.cli import ServerProcess
@@ -168,6 +169,36 @@ def test_a_frontend_that_does_not_get_ready_is_killed(text_model: Path) -> None:
             with pytest.raises(ConfigError, match="frontend 0 ended with code -9 while starting"):
                 started.result(60)
         finally:
+            asyncio.run(hub.stop())
+
+
+def test_a_frontend_that_does_not_end_is_killed(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by the second of two calls, while the thread of the first one, which was cancelled, still waits for it."""
+    monkeypatch.setattr(service.servers.frontends, "END_SECONDS", 0.5)
+    options = ServerOptions(
+        model=str(text_model), max_seqs=2, max_len=600, frontends=2, warmup=False, image_workers=1, log_level="error"
+    )
+
+    async def stop_twice(hub: Hub) -> None:
+        first = asyncio.create_task(hub.stop(grace=600.0))
+        while not hub._stopping.is_set():
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait({first})
+        async with asyncio.timeout(60):
+            await hub.stop(grace=0.0)
+
+    with reserved_port(options) as port:
+        hub = Hub(options, port)
+        try:
+            hub.start()
+            for frontend in hub._frontends.values():
+                os.kill(frontend.process.pid, signal.SIGSTOP)
+            asyncio.run(stop_twice(hub))
+            assert [frontend.process.returncode for frontend in hub._frontends.values()] == [-signal.SIGKILL] * 2
+        finally:
+            for frontend in hub._frontends.values():
+                frontend.process.kill()
             asyncio.run(hub.stop())
 
 
