@@ -224,7 +224,8 @@ class EngineProcess(EngineLink):
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join()
         self._outbox.close()
-        self._connection.close()
+        with self._state_lock:  # a second signal closes it from another thread, while the first one is here
+            self._connection.close()
 
     def _ended(self) -> None:
         self._over.set()

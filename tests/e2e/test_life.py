@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from service.commands.cli import ServerProcess
 from service.common.config import ServerOptions
 from service.encoding.handoff import Handoff
 from service.engine import engine_client
-from service.engine.engine_client import SupervisedEngine
+from service.engine.engine_client import EngineProcess, SupervisedEngine
 from service.servers.exposure import channel_options
 from service.servers.health import LIVENESS
 
@@ -220,6 +222,26 @@ def test_a_second_sigterm_stops_now(text_model: Path) -> None:
                 with pytest.raises(saccade.errors.SaccadeError):
                     stream.final()
         assert server.stop() == 0
+
+
+def test_an_engine_that_two_threads_close_is_closed_once(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the second one would close whatever has the descriptor's number by then."""
+    engine = EngineProcess(ServerOptions(model=str(text_model), max_seqs=2, max_len=600), log_level="error")
+    engine.start(lambda events: None)
+    connection, both, closes = engine._connection, threading.Barrier(2), []
+
+    def close() -> None:
+        closes.append(connection.fileno())
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # time for the other thread to come as far
+
+    monkeypatch.setattr(connection, "_close", close)
+    descriptor = connection.fileno()
+    with ThreadPoolExecutor(2) as pool:
+        for closed in [pool.submit(engine.close) for _ in range(2)]:
+            closed.result(60)
+    os.close(descriptor)
+    assert closes == [descriptor]
 
 
 @pytest.mark.parametrize(
