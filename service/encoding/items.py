@@ -67,9 +67,9 @@ def item_from_proto(message: encoder_pb2.EncodeItem, pixels: torch.Tensor) -> En
     rows, columns, *slice_grid = message.slices or (0, 0, 0, 0)
     if len(slice_grid) != 2:
         raise ValueError(f"slices are {list(message.slices)}; rows, columns and a grid would work")
-    sequences, dimensions = (pixels.shape[0], 3) if message.num_frames else (1 + rows * columns, 2)
-    if pixels.dim() != dimensions:
+    if pixels.dim() != (3 if message.num_frames else 2):
         raise ValueError(f"pixels of shape {list(message.shape)} of an item of {message.num_frames} frames")
+    sequences = pixels.shape[0] if message.num_frames else 1 + rows * columns
     description = ItemDescription(
         (message.grid_rows, message.grid_columns), pixels.shape[-1], str(pixels.dtype).removeprefix("torch."),
         kind=VIDEO if message.num_frames else IMAGE, num_sequences=sequences, num_frames=message.num_frames,

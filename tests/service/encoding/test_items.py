@@ -100,6 +100,9 @@ def test_what_cannot_be_is_refused_with_its_numbers() -> None:
     message.num_frames = 3
     with pytest.raises(ValueError, match=r"shape \[8, 12\] of an item of 3 frames"):
         item_from_proto(message, torch.zeros(8, 12))
+    message.shape.clear()  # one number, without a shape
+    with pytest.raises(ValueError, match=r"shape \[\] of an item of 3 frames"):
+        item_from_proto(message, torch.zeros(()))
     message.num_frames, message.grid_rows, message.merge_size = 0, 2, 0
     with pytest.raises(ValueError, match="merge_size 0"):
         item_from_proto(message, torch.zeros(8, 12))
