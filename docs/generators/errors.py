@@ -36,14 +36,16 @@ def reasons_raised(folder: Path) -> Iterator[tuple[str, str, bool]]:
                         yield name, kind + value, "retry_after" in given
 
 
-def server_reasons() -> set[tuple[str, str, bool]]:
-    """(status code, reason, whether the error says how long to wait) of all errors of the server."""
+def server_reasons(http: bool = True) -> set[tuple[str, str, bool]]:
+    """(status code, reason, whether the error says how long to wait) of all errors of the server, of the HTTP server in
+    front of it only with `http`."""
     from service.common import errors
 
     kinds = {name: kind for name, kind in vars(errors).items() if getattr(kind, "code", None) and name != "StatusError"}
     found = {(kind.code.name, kind.reason, False) for kind in kinds.values()}
     found |= {(target.code.name, reason, False) for _, target, reason, _ in errors.FOREIGN}
-    raised = list(reasons_raised(CHECKOUT / "service"))
+    folders = [folder for folder in (CHECKOUT / "service").iterdir() if http or folder.name != "http"]
+    raised = [each for folder in folders for each in reasons_raised(folder)]
     return found | {(kinds[name].code.name, reason, wait) for name, reason, wait in raised if name in kinds}
 
 
@@ -71,7 +73,7 @@ def troubleshooting() -> str:
     for reason, text in sorted(told.items()):
         kinds = {
             type(error_from_status(code, "", StatusDetails(reason=reason))).__name__ if code.isupper() else code
-            for code in codes.get(reason, {"DEADLINE_EXCEEDED"})
+            for code in codes.get(reason, {"DEADLINE_EXCEEDED"} if reason in _COMPUTED else ())
         } - {"__init__"}
         shown = ", ".join(f"`{kind}`" for kind in sorted(kinds))
         lines.append(f'| <a id="{reason}"></a>`{reason}` | {shown} | {text["cause"]} | {text["fix"]} |')
@@ -79,8 +81,8 @@ def troubleshooting() -> str:
 
 
 def reasons() -> str:
-    """The reasons of the server by status code, and whether they come with a time to wait."""
-    found = server_reasons()
+    """The reasons over gRPC by status code, and whether they come with a time to wait."""
+    found = server_reasons(http=False)
     waits = {(code, reason) for code, reason, wait in found if wait}
     lines = ["| code | reasons | with a time to wait (RetryInfo) |", "| --- | --- | --- |"]
     for code in sorted({code for code, _, _ in found}):

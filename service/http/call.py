@@ -143,7 +143,8 @@ class HttpCall:
         """The whole body. Raises SaccadeError if it is too large or too slow, and ClientGone."""
         options = self.front.options
         if self.headers.get("content-encoding", "identity").lower() != "identity":
-            raise WrongContent(f"content-encoding: expected none, got {self.headers['content-encoding'][:40]!r}")
+            coding = self.headers["content-encoding"][:40]
+            raise WrongContent(f"content-encoding: expected none, got {coding!r}", reason="WRONG_CONTENT")
         declared = self.headers.get("content-length", "")
         if declared.isdigit():
             self._check_size(int(declared))
@@ -177,7 +178,7 @@ class HttpCall:
         """The body as JSON. Raises SaccadeError and ClientGone."""
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise WrongContent(f"content-type: expected application/json, got {kind[:60]!r}")
+            raise WrongContent(f"content-type: expected application/json, got {kind[:60]!r}", reason="WRONG_CONTENT")
         data = await self.body()
         return await beside(len(data), load_json, data)
 

@@ -29,7 +29,7 @@ OUTPUT, ERRORS = "file-output-", "file-errors-"
 async def upload(call: HttpCall) -> None:
     """Stores a file for `/v1/batches`."""
     if not call.headers.get("content-type", "").startswith("multipart/form-data"):
-        raise WrongContent("content-type: expected multipart/form-data")
+        raise WrongContent("content-type: expected multipart/form-data", reason="WRONG_CONTENT")
     await call.caller().call("batch", "ListBatches", batch_pb2.ListBatchesRequest(page_size=1))  # may this key upload?
     store, owner = call.front.files, owner_of(call.headers)
     limited = _LimitedBody(call, store.capacity)

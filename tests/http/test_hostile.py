@@ -8,6 +8,7 @@ import random
 import socket
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -127,9 +128,12 @@ def test_content_types_and_codings(http: RunningHttp) -> None:
     plain = httpx.post(
         f"{http.url}/v1/chat/completions", content=json.dumps(ASK), headers={"content-type": "text/plain"}
     )
-    assert plain.status_code == 415
     coded = post(http, ASK, headers={"content-encoding": "gzip"})
-    assert coded.status_code == 415
+    form = httpx.post(f"{http.url}/v1/files", content="{}", headers={"content-type": "application/json"})
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text("utf-8")
+    for answer in (plain, coded, form):
+        assert answer.status_code == 415
+        assert f"`{answer.json()['error']['code']}`" in page
 
 
 def test_there_is_no_cors_unless_it_is_asked_for(http: RunningHttp, server: RunningServer) -> None:
