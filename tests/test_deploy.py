@@ -41,7 +41,9 @@ def test_the_dockerfile_copies_what_there_is_and_sets_options_that_there_are() -
         if name == "ENV":
             values = dict(part.split("=", 1) for part in shlex.split(rest))
             options = resolve(ServerOptions, {}, {k: v for k, v in values.items() if k.startswith(ENV_PREFIX)})
-            assert options.host == "0.0.0.0" and options.metrics_port == 9100 and options.log_json
+            assert options.host == options.http_host == options.metrics_host == "0.0.0.0", "published ports reach it"
+            assert options.metrics_port == 9100 and options.log_json
+            assert options.model == "/models/model", "arguments of `docker run` would replace a CMD that names it"
     ignored = (ROOT / ".dockerignore").read_text().split()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = {name.partition(".")[0] for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}

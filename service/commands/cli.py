@@ -122,9 +122,13 @@ def demo(argv: Sequence[str]) -> int:
     return _demo_page() if parser.parse_args(list(argv)).open else _demo_questions()
 
 
+# The address is given, because the image's environment sets the one of `saccade serve` to 0.0.0.0.
+_DEMO = ("demo", "--host", "127.0.0.1", "--log-level", "warning")
+
+
 def _demo_page() -> int:
     # --admin: the page's status view needs it, and only this machine can reach the server.
-    with ServerProcess(["demo", "--log-level", "warning", "--admin", "--http-port", "0"]) as server:
+    with ServerProcess([*_DEMO, "--admin", "--http-host", "127.0.0.1", "--http-port", "0"]) as server:
         print(f"playground and OpenAI's API: {server.http_url}\ngRPC: {server.address}\nCtrl-C ends both", flush=True)
         if not webbrowser.open(server.http_url):
             print(f"no browser was found here: open {server.http_url} in one", file=sys.stderr, flush=True)
@@ -138,7 +142,7 @@ def _demo_questions() -> int:
 
     questions = json.loads((ROOT / "demo" / "questions.json").read_text("utf-8"))
     started = time.perf_counter()
-    with ServerProcess(["demo", "--log-level", "warning"]) as server:
+    with ServerProcess(_DEMO) as server:
         print(f"server ready on {server.address} after {time.perf_counter() - started:.1f} s\n", flush=True)
         wrong = 0
         tokens, seconds = 0, 0.0

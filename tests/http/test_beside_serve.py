@@ -71,21 +71,24 @@ def test_a_folder_for_the_socket_is_needed(tmp_path: Path) -> None:
 
 
 def test_the_demo_opens_the_playground_and_its_status(tmp_path: Path) -> None:
+    """With the addresses that the image's environment sets: the demo is for this machine alone, also there."""
     opened = tmp_path / "opened"
     os.mkfifo(opened)
     browser = tmp_path / "browser"
     browser.write_text(f'#!/bin/sh\necho "$1" >{opened}\n')
     browser.chmod(0o755)
     command = [sys.executable, "-m", "service", "demo", "--open"]
+    image = {"SACCADE_HOST": "0.0.0.0", "SACCADE_HTTP_HOST": "0.0.0.0", "SACCADE_IMAGE_WORKERS": "1"}
     with subprocess.Popen(
-        command, env={**os.environ, "BROWSER": f"{browser} %s", "SACCADE_IMAGE_WORKERS": "1"},
+        command, env={**os.environ, **image, "BROWSER": f"{browser} %s"},
         stdout=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored if tests run in the background
     ) as demo:  # fmt: skip
         assert demo.stdout is not None
         page, grpc = (demo.stdout.readline().split()[-1] for _ in range(2))
         assert "Ctrl-C" in demo.stdout.readline()
-        assert opened.read_text().strip() == page
+        assert opened.read_text().strip() == page and page.startswith("http://127.0.0.1:")
+        assert grpc.startswith("127.0.0.1:")
         assert "<title>Saccade playground</title>" in httpx.get(page).text
         assert httpx.get(f"{page}/status").json()["servers"][0]["loads"]["max_requests"] > 0
         with saccade.Client(grpc) as client:
