@@ -68,7 +68,6 @@ def test_manifests_fit_together(path: Path) -> None:
         (container,) = pod["spec"]["containers"]
         names = {volume["name"] for volume in pod["spec"]["volumes"]}
         assert {mount["name"] for mount in container["volumeMounts"]} <= names
-        assert "/dev/shm" in {mount["mountPath"] for mount in container["volumeMounts"]}
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert ports == {"grpc": 50051, "metrics": 9100}
         arguments = _options(container["args"])
