@@ -29,6 +29,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "methods": sdk.methods,
     "exceptions": sdk.client_errors,
     "options": options.options,
+    "options of http": options.http_options,
     "metrics": metrics.metrics,
     "comparison": results.overview,
     "hybrid beside vllm": results.hybrid_vllm,

@@ -69,7 +69,7 @@ def parse_value(options: type, name: str, raw: Any) -> Any:
             if kind is float and not math.isfinite(value):
                 raise ValueError("not finite")
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{name}: {raw!r} is not {_describe(kind, spec.metadata['size'])}") from None
+        raise ConfigError(f"{name}: {raw!r} is not {_describe(kind, spec)}") from None
     if spec.metadata["choices"] and value not in spec.metadata["choices"]:
         raise ConfigError(f"{name}: {value!r} is not one of {', '.join(spec.metadata['choices'])}")
     minimum, maximum = spec.metadata["minimum"], spec.metadata["maximum"]
@@ -101,9 +101,13 @@ def _parse_bool(raw: Any) -> bool:
     return words[str(raw).lower()]
 
 
-def _describe(kind: Any, size: bool) -> str:
-    if size:
-        return "a number of bytes, such as 67108864 or 64Mi"
+def _counts_bytes(spec: dataclasses.Field[Any]) -> bool:
+    return "bytes" in spec.name
+
+
+def _describe(kind: Any, spec: dataclasses.Field[Any]) -> str:
+    if spec.metadata["size"]:
+        return "a number of bytes, such as 67108864 or 64Mi" if _counts_bytes(spec) else "a count, such as 64M"
     if typing.get_origin(kind) is tuple:
         return "a list" if typing.get_args(kind)[0] is str else "a list of whole numbers, such as 64,256"
     return {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
@@ -120,20 +124,22 @@ def value_words(options: type, spec: dataclasses.Field[Any]) -> str:
     if spec.metadata["choices"]:
         return ", ".join(spec.metadata["choices"])
     if spec.metadata["size"]:
-        return "bytes, such as 64Mi" if "bytes" in spec.name else "count, such as 64M"
+        return "bytes, such as 64Mi" if _counts_bytes(spec) else "count, such as 64M"
     if typing.get_origin(kind) is tuple:
         return "list" if typing.get_args(kind)[0] is str else "list of numbers"
     return {bool: "flag", int: "number", float: "number"}.get(kind, "text")
 
 
 def shown_default(spec: dataclasses.Field[Any]) -> str:
-    """An option's default for help texts: `64Mi` instead of 67108864, empty if there is none."""
+    """An option's default for help texts: `64Mi` instead of 67108864 bytes, `64M` of other things; empty if there is
+    none."""
     value: Any = spec.default
     if value in (None, ()) or isinstance(value, bool):
         return ""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
-    units = ("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10), ("M", 10**6)
+    binary, decimal = (("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10)), (("G", 10**9), ("M", 10**6))
+    units = (*binary, *decimal) if _counts_bytes(spec) else (*decimal, *binary)
     if spec.metadata["size"]:
         return next((f"{value // size}{unit}" for unit, size in units if value % size == 0), str(value))
     return f"{value:g}" if isinstance(value, float) else str(value)

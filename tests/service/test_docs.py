@@ -67,7 +67,8 @@ def test_it_is_fresh(fresh: Path, name: str) -> None:
         ("http-reference.md", ("`/v1/chat/completions`", "### ChatCompletion", "`max_tokens`")),
         ("sdk.md", ("videos=()", "`RateLimited`", "client.batches.download(", "`prompt_logprobs`")),
         ("operations.md", ("| `saccade_calls_total` | counter | calls | `method`, `code` |", "`saccade_http_streams`")),
-        ("options.md", ("`--tls-client-ca`", "`--max-seqs`", "`MODEL`", "`--metrics-port`")),
+        ("options.md", ("`--tls-client-ca`", "`--max-seqs`", "`MODEL`", "`--metrics-port`", "`--servers-cert-key`")),
+        ("options.md", ("| `--max-image-pixels` | count, such as 64M | 64M |",)),
     ],
 )
 def test_services_and_options_are_there(fresh: Path, page: str, words: tuple[str, ...]) -> None:

@@ -92,6 +92,7 @@ def test_help_says_what_each_option_takes(capsys: pytest.CaptureFixture[str], mo
         (["--dtype", "int3"], {}, "dtype: 'int3' is not one of float32, bfloat16"),
         (["--token-budgets", "64,0"], {}, "token_budgets: 0 is below"),
         (["--handoff-bytes", "lots"], {}, "handoff_bytes: 'lots' is not a number of bytes"),
+        (["--max-image-pixels", "lots"], {}, "max_image_pixels: 'lots' is not a count, such as 64M"),
         ([], {"SACCADE_MAX_SEQ": "1"}, "SACCADE_MAX_SEQ: max_seq: no option has this name; did you mean max_seqs"),
         ([], {"SACCADE_XYZZY": "1"}, "xyzzy: no option has this name; `saccade serve --help` lists"),
         ([], {"SACCADE_MAX_SEQS": "x"}, "^environment variable SACCADE_MAX_SEQS: max_seqs: 'x' is not a whole number"),
