@@ -61,6 +61,15 @@ def test_help_says_what_each_option_takes(capsys: pytest.CaptureFixture[str], mo
         assert words in told["serve"]
 
 
+def test_an_unknown_option_is_named_without_the_list_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("serve", "plan", "http"):
+        with pytest.raises(SystemExit, match="2"):
+            main([command, "--max-sequences", "3"])
+        usage, error, *rest = capsys.readouterr().err.splitlines()
+        assert usage.startswith(f"usage: saccade {command} [options]") and rest == []
+        assert error.startswith(f"saccade {command}: error: unrecognized arguments: --max-sequences")
+
+
 @pytest.mark.parametrize(
     ("argv", "env", "message"),
     [
