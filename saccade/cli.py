@@ -33,7 +33,7 @@ SERVER_COMMANDS = {
     "http": "serve OpenAI's HTTP API and a playground, in front of gRPC servers",
     "demo": "start a server on the embedded model and ask it about the shipped images",
     "plan": "print what a configuration will do before it runs",
-    "tune": "measure this machine and suggest options",
+    "tune": "choose the encoder's token budgets for recorded sizes of images",
     "quantize": "write a checkpoint with weights of 8 or 4 bits",
     "key": "make an API key for a key file",
     "probe": "ask a server whether it is healthy",
