@@ -71,7 +71,8 @@ def open_video(data: bytes, limits: VideoLimits | None = None) -> Clip:
     """
     limits = limits or VideoLimits()
     if len(data) > limits.max_bytes:
-        raise VideoError(f"the video has {len(data)} bytes, more than the {limits.max_bytes} that are allowed")
+        what = f"the video has {len(data)} bytes, more than the {limits.max_bytes} that are allowed"
+        raise VideoError(what, too_large=True)
     container = sniff_container(data)
     return _AvClip(data, limits, container) if container is not None else _PillowClip(data, limits)
 
@@ -111,7 +112,7 @@ class _PillowClip(Clip):
         try:
             return open_image_file(self._data, self._limits.frame)
         except ImageError as error:
-            raise VideoError(error.reason) from error
+            raise VideoError(error.reason, too_large=error.too_large) from error
 
     @property
     def num_frames(self) -> int:
@@ -148,7 +149,7 @@ class _PillowClip(Clip):
             self._limits.frame.check_size(image.width, image.height)
             return upright(to_rgb(image), orientation_of(image)) if wanted else None
         except ImageError as error:
-            raise VideoError(f"frame {index}: {error.reason}") from error
+            raise VideoError(f"frame {index}: {error.reason}", too_large=error.too_large) from error
         except Exception as error:  # Pillow and codecs raise any exception on hostile bytes
             raise VideoError(f"frame {index} of the {image.format} cannot be decoded: {words(error)}") from error
 
@@ -166,7 +167,7 @@ class _AvClip(Clip):
             try:
                 limits.frame.check_size(self.width, self.height)
             except ImageError as error:
-                raise VideoError(error.reason) from error
+                raise VideoError(error.reason, too_large=error.too_large) from error
             self._count = self._count_packets(file, stream)
             limits.check(self._count, self.width, self.height)
             rate = stream.average_rate or stream.guessed_rate
@@ -212,7 +213,7 @@ class _AvClip(Clip):
         try:
             self._limits.frame.check_size(frame.width, frame.height)
         except ImageError as error:
-            raise VideoError(f"frame {index}: {error.reason}") from error
+            raise VideoError(f"frame {index}: {error.reason}", too_large=error.too_large) from error
         pixels_HWC: Pixels = frame.to_ndarray(format="rgb24")
         turns = round(getattr(frame, "rotation", 0) / 90) % 4  # counter-clockwise, as numpy.rot90
         return np.ascontiguousarray(np.rot90(pixels_HWC, turns))

@@ -21,11 +21,15 @@ def video_formats() -> list[str]:
 
 
 class ImageError(ValueError):
-    """An image that is not accepted; the message tells the client why."""
+    """An image that is not accepted; the message tells the client why.
 
-    def __init__(self, reason: str) -> None:
+    `too_large`: the image exceeds a limit, and nothing else is known to be wrong with it.
+    """
+
+    def __init__(self, reason: str, *, too_large: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.too_large = too_large
 
 
 class VideoError(ImageError):
@@ -47,7 +51,8 @@ class ImageLimits:
 
     def check_bytes(self, size: int) -> None:
         if size > self.max_bytes:
-            raise ImageError(f"the image has {size} bytes, more than the {self.max_bytes} that are allowed")
+            words = f"the image has {size} bytes, more than the {self.max_bytes} that are allowed"
+            raise ImageError(words, too_large=True)
 
     def check_size(self, width: int, height: int) -> None:
         """Raises `ImageError` with both numbers if an image of this size is not allowed."""
@@ -55,9 +60,10 @@ class ImageLimits:
         if width < 1 or height < 1:
             raise ImageError(f"{what}: it is empty")
         if width * height > self.max_pixels:
-            raise ImageError(f"{what}, {width * height} in all, more than the {self.max_pixels} that are allowed")
+            what = f"{what}, {width * height} in all, more than the {self.max_pixels} that are allowed"
+            raise ImageError(what, too_large=True)
         if max(width, height) > self.max_side:
-            raise ImageError(f"{what}, a side longer than the {self.max_side} that are allowed")
+            raise ImageError(f"{what}, a side longer than the {self.max_side} that are allowed", too_large=True)
         if max(width, height) > self.max_aspect * min(width, height):
             aspect = max(width, height) / min(width, height)
             raise ImageError(f"{what}, an aspect of {aspect:.0f} to 1, more than the {self.max_aspect:g} allowed")
@@ -98,9 +104,11 @@ class VideoLimits:
         if frames < 1:
             raise VideoError("the video has no frame")
         if frames > self.max_frames:
-            raise VideoError(f"the video has {frames} frames, more than the {self.max_frames} that are allowed")
+            words = f"the video has {frames} frames, more than the {self.max_frames} that are allowed"
+            raise VideoError(words, too_large=True)
         if frames * width * height > self.max_total_pixels:
             raise VideoError(
                 f"the video has {frames} frames of {width}x{height}, {frames * width * height} pixels in all, more "
-                f"than the {self.max_total_pixels} that are allowed"
+                f"than the {self.max_total_pixels} that are allowed",
+                too_large=True,
             )

@@ -138,8 +138,9 @@ class Preparer:
         except ImageError as error:
             kind = "VIDEO" if isinstance(source, Video) else "IMAGE"
             raise errors.InvalidArgument(
-                f"{source.field}: {error}", reason=f"{kind}_DECODE_FAILED", field=source.field
-            ) from error
+                f"{source.field}: {error}", field=source.field,
+                reason=f"{kind}_TOO_LARGE" if error.too_large else f"{kind}_DECODE_FAILED",
+            ) from error  # fmt: skip
         except ValueError as error:
             raise errors.InvalidArgument(f"{source.field}: {error}", field=source.field) from error
         finally:
@@ -207,7 +208,8 @@ class Preparer:
         limits = self._limits.video
         size = sum(len(frame.data) for frame in source.frames)
         if size > limits.max_bytes:
-            raise VideoError(f"the video has {size} bytes, more than the {limits.max_bytes} that are allowed")
+            words = f"the video has {size} bytes, more than the {limits.max_bytes} that are allowed"
+            raise VideoError(words, too_large=True)
         limits.check(len(source.frames), 1, 1)
 
     def _file_key(self, source: MediaSource, salt: bytes, digests: Sequence[bytes]) -> bytes:

@@ -350,17 +350,17 @@ def _check(reply: dict[str, Any]) -> None:
     """Raises the error that a reply describes."""
     if "error" not in reply:
         return
-    words = str(reply["error"])[:400]
+    words, too_large = str(reply["error"])[:400], reply.get("too_large") is True
     match reply.get("kind"):
         case "video":
-            raise VideoError(words)
+            raise VideoError(words, too_large=too_large)
         case "value":
             raise ValueError(words)
         case "memory":
             raise errors.Unavailable(
                 f"no shared memory for the request's images: {words}", reason="SHARED_MEMORY_FULL", retry_after=1.0
             )
-    raise ImageError(words)
+    raise ImageError(words, too_large=too_large)
 
 
 def _description(value: Any) -> ItemDescription:

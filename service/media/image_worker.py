@@ -69,7 +69,8 @@ class _Worker:
                 reply["item"] = {name: getattr(sealed.layout, name) for name in ITEM_FIELDS}
                 file = sealed.file
         except ImageError as error:
-            reply = {"error": error.reason, "kind": "video" if isinstance(error, VideoError) else "image"}
+            kind = "video" if isinstance(error, VideoError) else "image"
+            reply = {"error": error.reason, "kind": kind, "too_large": error.too_large}
         except ValueError as error:  # what the model's rules do not accept
             reply = {"error": str(error), "kind": "value"}
         except OSError as error:  # there is no memory for the file

@@ -288,7 +288,9 @@ class Upload:
         try:
             header = self._spool.describe(self._path.read_bytes())
         except ImageError as error:
-            raise errors.InvalidArgument(str(error), reason="IMAGE_DECODE_FAILED", field="chunk") from error
+            raise errors.InvalidArgument(
+                str(error), reason="IMAGE_TOO_LARGE" if error.too_large else "IMAGE_DECODE_FAILED", field="chunk"
+            ) from error
         media = Media(media_id, self._file.size, header.width, header.height, header.format, 0.0)
         return self._spool._keep(self._tenant, self._path, media)
 

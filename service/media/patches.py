@@ -101,7 +101,7 @@ class Patcher:
             except VideoError:
                 raise
             except ImageError as error:
-                raise VideoError(f"frame {index}: {error}") from error
+                raise VideoError(f"frame {index}: {error}", too_large=error.too_large) from error
             yield torch.from_numpy(pixels_HWC)
 
 

@@ -205,6 +205,15 @@ def test_an_undecodable_image_has_its_own_reason(client: saccade.Client) -> None
     assert error.value.reason == "IMAGE_DECODE_FAILED"
 
 
+def test_an_image_above_a_limit_is_too_large_in_a_request_and_as_an_upload(client: saccade.Client) -> None:
+    file = io.BytesIO()
+    Image.new("1", (8001, 8000)).save(file, "PNG")
+    for call in (lambda: client.generate("x", images=[file.getvalue()]), lambda: client.media.upload(file.getvalue())):
+        with pytest.raises(saccade.errors.InvalidArgument, match="64008000 in all, more than the 64000000") as error:
+            call()
+        assert error.value.reason == "IMAGE_TOO_LARGE"
+
+
 def test_unknown_model(server: RunningServer) -> None:
     with grpc.insecure_channel(server.address) as channel:
         with pytest.raises(grpc.RpcError) as error:

@@ -274,7 +274,7 @@ def test_limits_are_named_with_both_numbers(
         ]:
             with pytest.raises(saccade.errors.InvalidArgument) as error:
                 small.generate(QUESTION, videos=videos, max_tokens=2)
-            assert words in str(error.value)
+            assert words in str(error.value) and error.value.reason == "VIDEO_TOO_LARGE"
     with pytest.raises(saccade.errors.InvalidArgument, match="one image; a clip is a file or a list"):
         video_client.generate(QUESTION, videos=[np.zeros((4, 4, 3), np.uint8)])
     assert video_client.get_model().takes_videos and video_client.get_model().limits.max_video_frames == 32

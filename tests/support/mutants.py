@@ -17,8 +17,9 @@ from running import RunningServer
 import saccade
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-REFUSALS = {"IMAGE_DECODE_FAILED", "INVALID_ARGUMENT"}
-"""Allowed errors for a broken image: it cannot be decoded, or its size fits no grid."""
+REFUSALS = {"IMAGE_DECODE_FAILED", "IMAGE_TOO_LARGE", "INVALID_ARGUMENT"}
+"""Allowed errors for a broken image: it cannot be decoded, its header names a size above a limit, or one that fits no
+grid."""
 
 
 def original(rng: random.Random) -> bytes:

@@ -135,11 +135,12 @@ def test_refusals_are_those_of_this_process(pool: ImagePool) -> None:
             try:
                 processor.image(data, Stopwatch())
             except ValueError as error:
-                refused.append((type(error), str(error)))
+                refused.append((type(error), str(error), getattr(error, "too_large", None)))
         assert not refused or refused[0] == refused[1]
     long = animation(moving_frames(21, 4, 4), "GIF")
-    with pytest.raises(VideoError, match="21 frames, more than the 20"):
+    with pytest.raises(VideoError, match="21 frames, more than the 20") as error:
         pool.video(long, 4, Stopwatch())
+    assert error.value.too_large
     with pytest.raises(VideoError):
         pool.video(animation(moving_frames(5, 40, 40), "GIF")[:-900], 5, Stopwatch())
 
