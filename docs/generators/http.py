@@ -24,8 +24,9 @@ def _limits(schema: dict[str, Any]) -> str:
     """The bounds of a value, also where null is allowed beside it."""
     parts = [schema, *schema.get("anyOf", [])]
     words = {
-        "minimum": "at least", "maximum": "at most", "exclusiveMinimum": "above", "minLength": "characters, at least",
-        "maxLength": "characters, at most", "minItems": "entries, at least", "maxItems": "entries, at most",
+        "minimum": "at least", "maximum": "at most", "exclusiveMinimum": "above", "exclusiveMaximum": "below",
+        "minLength": "characters, at least", "maxLength": "characters, at most",
+        "minItems": "entries, at least", "maxItems": "entries, at most",
     }  # fmt: skip
     return "; ".join(f"{words[key]} {part[key]}" for part in parts for key in words if key in part)
 

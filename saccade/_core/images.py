@@ -62,7 +62,7 @@ def image_message(image: ImageInput, name: str = "image") -> types_pb2.Image:
     """The message for one image.
 
     Args:
-        image: a path, an http(s) or data URL, the bytes of an encoded file, a binary file object, a Pillow image, or a
+        image: a path, an https or data URL, the bytes of an encoded file, a binary file object, a Pillow image, or a
             uint8 array `[H, W]` or `[H, W, C]` with 1 to 4 channels; an `Image` message stays as it is.
         name: what to call it in an error.
 

@@ -21,7 +21,7 @@ class Video:
     """A clip with options for it."""
 
     source: Any
-    """A path, an http(s) or data URL, the bytes of a GIF, APNG, WebP, MP4 or WebM file, a binary file object; or
+    """A path, an https or data URL, the bytes of a GIF, APNG, WebP, MP4 or WebM file, a binary file object; or
     frames: a list of anything that `images=` accepts, or a uint8 array `[T, H, W, C]`."""
     fps: float | None = None
     """Frame rate of frames that are given one by one: the prompt then has their timestamps. None: it numbers them."""

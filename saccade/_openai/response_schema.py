@@ -19,7 +19,7 @@ class InputText(Strict):
 
 class InputImage(Strict):
     type: Literal["input_image"]
-    image_url: str | None = Field(None, description="A data URL, media:ID, or an http URL that the operator allows.")
+    image_url: str | None = Field(None, description="A data URL, media:ID, or an https URL that the operator allows.")
     file_id: str | None = Field(None, description="The id of an uploaded image.")
     detail: str | None = Field(None, description="Ignored.")
 

@@ -39,7 +39,7 @@ class TextPart(Strict):
 
 
 class Location(Strict):
-    """Where an image or a clip is: a data URL, media:ID or, if the server's operator allows its host, an http URL."""
+    """Where an image or a clip is: a data URL, media:ID or, if the server's operator allows its host, an https URL."""
 
     url: str
     detail: str | None = Field(None, description="Ignored: an image is always read in the resolution of the model.")
@@ -49,7 +49,7 @@ def _located(value: Any) -> Any:
     return {"url": value} if isinstance(value, str) else value
 
 
-LocationOrUrl: TypeAlias = Annotated[Location, BeforeValidator(_located)]
+LocationOrUrl: TypeAlias = Annotated[Location, BeforeValidator(_located, json_schema_input_type=str | Location)]
 
 
 class ImageUrlPart(Strict):
@@ -183,7 +183,7 @@ def _typed(value: dict[str, Any]) -> dict[str, Any]:
 
 
 TokenId: TypeAlias = Annotated[int, Field(ge=0, le=UINT32)]
-Strings: TypeAlias = Annotated[list[str], BeforeValidator(_listed)]
+Strings: TypeAlias = Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
 ResponseFormat: TypeAlias = Annotated[dict[str, Any], AfterValidator(_typed)]
 
 
