@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -235,8 +235,9 @@ class GrpcLink:
                 session.write(message.rows.ticket, message.rows.data)
                 self._count("received_row", len(message.rows.data))
             case "encoded":
-                if (work := session.finish(message.encoded.ticket)) is not None:
-                    owner.written(self, work, tuple(message.encoded.counts))
+                counts = tuple(message.encoded.counts)
+                if (work := session.finish(message.encoded.ticket, counts)) is not None:
+                    owner.written(self, work, counts)
             case "failure":
                 failure = message.failure
                 if (work := session.drop(failure.ticket)) is not None:
@@ -314,8 +315,9 @@ class _Session:
             if (work := self._works.get(ticket)) is not None:
                 self._written[ticket] = write_bytes(work.rows, self._written[ticket], data)
 
-    def finish(self, ticket: int) -> Work | None:
-        """Ends an image; None if it has been revoked. Raises ValueError if rows are missing."""
+    def finish(self, ticket: int, counts: Sequence[int]) -> Work | None:
+        """Ends an image; None if it has been revoked. Raises ValueError if rows are missing, or if `counts`, the rows
+        of each of its sequences, are not those of all its rows: prompts are laid out by them."""
         with self._changed:
             work = self._works.get(ticket)
             if work is None:
@@ -323,6 +325,11 @@ class _Session:
             written, size = self._written[ticket], work.rows.numel() * work.rows.itemsize
             if written != size:
                 raise ValueError(f"the encoder sent {written} of the {size} bytes of ticket {ticket}")
+            if (len(counts), sum(counts)) != (work.image.num_sequences, work.image.tokens):
+                raise ValueError(
+                    f"the encoder counts {sum(counts)} rows of {len(counts)} sequences in ticket {ticket}, which has "
+                    f"{work.image.tokens} of {work.image.num_sequences}"
+                )
             return self._remove(ticket)
 
     def drop(self, ticket: int) -> Work | None:

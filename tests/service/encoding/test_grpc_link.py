@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from encoder.item import EncoderItem
+from encoder.item import VIDEO, EncoderItem
 from saccade.v1 import encoder_pb2
 from service.encoding.entries import Work
 from service.encoding.grpc_link import _Session
@@ -93,8 +93,8 @@ def test_rows_of_what_was_revoked_are_not_written() -> None:
     session.write(2, row[4:])
     session.write(1, row[4:])
     assert revoked.rows.tolist() == [[1.0, 0.0]] and kept.rows.tolist() == [[1.0, 1.0]]
-    assert session.finish(2) is None and session.drop(2) is None
-    assert session.finish(1) is kept and session.finish(1) is None and session.in_progress == 0
+    assert session.finish(2, (1,)) is None and session.drop(2) is None
+    assert session.finish(1, (1,)) is kept and session.finish(1, (1,)) is None and session.in_progress == 0
 
 
 def test_an_encoder_that_sends_too_little_or_too_much_is_not_believed() -> None:
@@ -102,9 +102,22 @@ def test_an_encoder_that_sends_too_little_or_too_much_is_not_believed() -> None:
     session.add(work_for(1), None)
     session.write(1, bytes(7))
     with pytest.raises(ValueError, match="sent 7 of the 8 bytes of ticket 1"):
-        session.finish(1)
+        session.finish(1, (1,))
     with pytest.raises(ValueError, match="9 bytes for a tensor of 8"):
         session.write(1, bytes(2))
+
+
+@pytest.mark.parametrize("counts", [(), (3, 1), (1, 1, 3), (2**32 - 1, 0, 0), (0, 0, 0)])
+def test_an_encoder_that_counts_other_rows_than_it_sent_is_not_believed(counts: tuple[int, ...]) -> None:
+    """By the counts of a pruned clip its rows are placed in a prompt, which must not be longer than they are."""
+    clip = EncoderItem((2, 4), torch.zeros(24, 3), kind=VIDEO, num_sequences=3, num_frames=5, pruning_rate=0.3)
+    assert clip.tokens == 4
+    session, _, _ = opened(1 << 20)
+    session.add(Work(b"clip", clip, torch.zeros(4, 2), 1), None)
+    session.write(1, bytes(32))
+    with pytest.raises(ValueError, match=rf"{sum(counts)} rows of {len(counts)} sequences .* has 4 of 3"):
+        session.finish(1, counts)
+    assert session.finish(1, (2, 2, 0)) is not None
 
 
 def test_an_encoder_that_drains_keeps_what_it_has_been_sent() -> None:
@@ -116,7 +129,7 @@ def test_an_encoder_that_drains_keeps_what_it_has_been_sent() -> None:
     assert session.drain() == [unsent]
     assert next(messages, None) is None and not session.add(work_for(3), None)
     session.write(1, bytes(8))
-    assert session.finish(1) is sent and session.end() == []
+    assert session.finish(1, (1,)) is sent and session.end() == []
 
 
 def test_a_connection_that_ends_takes_with_it_what_was_in_progress() -> None:
@@ -126,7 +139,7 @@ def test_a_connection_that_ends_takes_with_it_what_was_in_progress() -> None:
         session.add(work, 2.5)
     assert session.end() == works and session.end() == []
     session.write(1, bytes(8))
-    assert session.finish(1) is None and not session.revoke(works[0])
+    assert session.finish(1, (1,)) is None and not session.revoke(works[0])
 
 
 def test_an_encoder_is_told_the_highest_priority_of_those_who_wait_for_an_image() -> None:
