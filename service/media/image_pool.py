@@ -381,7 +381,7 @@ def _description(value: Any) -> ItemDescription:
         found = ItemDescription(**{**value, **grids})
         found.tokens  # noqa: B018  raises for a ragged grid
         return found
-    except ValueError:
+    except (ValueError, OverflowError):
         raise _Lost("nonsense") from None
 
 
@@ -393,6 +393,6 @@ def _grid(value: Any) -> Grid:
 
 def _number(reply: dict[str, Any], name: str) -> int:
     value = reply.get(name)
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 1 <= value < 2**63:  # families compute with it in floats
         raise _Lost("nonsense")
     return value

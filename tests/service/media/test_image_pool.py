@@ -25,6 +25,9 @@ from PIL import Image
 from encoder.item import EncoderItem
 from encoder.media_limits import ImageError, ImageLimits, VideoError, VideoLimits
 from encoder.stopwatch import Stopwatch
+from encoder.tower import patch_order
+from families import VisionSpec
+from families.qwen3_5.vision import QwenVision
 from service.common import errors
 from service.common.config import ConfigError, ServerOptions
 from service.media.image_pool import ImagePool
@@ -201,6 +204,7 @@ def test_what_a_worker_says_is_believed_where_all_of_it_fits() -> None:
         pytest.param(words(width=3), memory_file, id="another-width"),
         pytest.param(words(kind="video"), memory_file, id="another-kind"),
         pytest.param(words(merge_size=4), memory_file, id="another-merge"),
+        pytest.param(words(num_sequences=10**400, pruning_rate=0.5), memory_file, id="more-than-a-float-holds"),
         pytest.param(words(pruning_rate=0.5), memory_file, id="pruned"),
         pytest.param(words(order="blocks"), memory_file, id="another-order"),
         pytest.param(words(order="spiral"), memory_file, id="no-order"),
@@ -318,13 +322,15 @@ def test_a_rate_that_no_video_has_is_not_believed(fps: bytes) -> None:
         pool.close()
 
 
-@pytest.mark.parametrize(("total", "frames"), [(0, 2), (3, 2), (True, 1), (1, 2)])
-def test_frames_that_a_video_cannot_have_are_not_believed(total: int, frames: int) -> None:
-    pool = make_pool(seconds=30)
-    item = {**ITEM, "kind": "video", "num_frames": frames, "width": VISION.patch_widths["video"]}
+@pytest.mark.parametrize("vision", [VISION, QwenVision(8, 1, 1, 8, 8)], ids=["nemotron", "qwen"])
+@pytest.mark.parametrize(("total", "frames"), [(0, 2), (3, 2), (True, 1), (1, 2), pytest.param(10**400, 2, id="huge")])
+def test_frames_that_a_video_cannot_have_are_not_believed(total: int, frames: int, vision: VisionSpec) -> None:
+    pool = ImagePool(LIMITS, 1, image_seconds=30, video_seconds=30, vision=vision)
+    width, order = vision.patch_widths["video"], patch_order(vision)
+    item = {**ITEM, "kind": "video", "num_frames": frames, "width": width, "order": order}
     said = json.dumps({"item": item, "seconds": SECONDS, "total": total, "fps": 2.0}).encode()
     try:
-        with lying(pool, said, memory_file(2 * SIZE)), pytest.raises(VideoError, match="its decoder broke"):
+        with lying(pool, said, memory_file(16 * width * 4)), pytest.raises(VideoError, match="its decoder broke"):
             pool.video(b"a video", 8, Stopwatch())
     finally:
         pool.close()
