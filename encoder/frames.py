@@ -70,9 +70,7 @@ def open_video(data: bytes, limits: VideoLimits | None = None) -> Clip:
     not installed.
     """
     limits = limits or VideoLimits()
-    if len(data) > limits.max_bytes:
-        what = f"the video has {len(data)} bytes, more than the {limits.max_bytes} that are allowed"
-        raise VideoError(what, too_large=True)
+    limits.check_bytes(len(data))
     container = sniff_container(data)
     return _AvClip(data, limits, container) if container is not None else _PillowClip(data, limits)
 

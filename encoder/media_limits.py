@@ -99,6 +99,11 @@ class VideoLimits:
         """The limits of one frame."""
         return ImageLimits(self.max_bytes, self.max_pixels, self.max_side, self.max_aspect)
 
+    def check_bytes(self, size: int) -> None:
+        if size > self.max_bytes:
+            words = f"the video has {size} bytes, more than the {self.max_bytes} that are allowed"
+            raise VideoError(words, too_large=True)
+
     def check(self, frames: int, width: int, height: int) -> None:
         """Raises `VideoError` with both numbers if a clip of `frames` frames of this size exceeds a limit."""
         if frames < 1:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from threading import Lock
 from typing import Any, TypeVar
 
-from encoder.media_limits import ImageError, VideoError
+from encoder.media_limits import ImageError
 from encoder.stopwatch import Stopwatch
 from families import VisionSpec
 from service.answers.bounds import FrontendLimits, characters, check_counts, check_size
@@ -206,10 +206,7 @@ class Preparer:
 
     def _check_frames(self, source: Video) -> None:
         limits = self._limits.video
-        size = sum(len(frame.data) for frame in source.frames)
-        if size > limits.max_bytes:
-            words = f"the video has {size} bytes, more than the {limits.max_bytes} that are allowed"
-            raise VideoError(words, too_large=True)
+        limits.check_bytes(sum(len(frame.data) for frame in source.frames))
         limits.check(len(source.frames), 1, 1)
 
     def _file_key(self, source: MediaSource, salt: bytes, digests: Sequence[bytes]) -> bytes:
