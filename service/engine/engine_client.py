@@ -158,12 +158,15 @@ class EngineProcess(EngineLink):
     """An engine in a process of its own. It is killed when it does not answer a heartbeat within `hang_timeout`."""
 
     def __init__(
-        self, options: EngineOptions, *, log_level: str = "info", on_death: Callable[[], None] = lambda: None
-    ) -> None:
+        self, options: EngineOptions, *, log_level: str = "info", on_death: Callable[[], None] = lambda: None,
+        on_start: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
+    ) -> None:  # fmt: skip
         """Starts the process and waits until its model is loaded. Raises ConfigError with the engine's message if it
         rejects the options, and EngineDied if it ends while loading or takes longer than `load_timeout`. `on_death` is
-        called once, from the reader thread, if the process ends by itself."""
+        called once, from the reader thread, if the process ends by itself; `on_start` with the process before its model
+        is loaded."""
         self._process, connection = start_helper("service.servers.engine_process")
+        on_start(self._process)
         super().__init__(connection, on_death)
         self._hang_timeout = options.hang_timeout
         self._over = threading.Event()
@@ -253,11 +256,20 @@ class SupervisedEngine:
         """Whether no further engine will be started."""
         self._started = time.monotonic()
         self._restarter: threading.Thread | None = None
+        self._loading: subprocess.Popen[bytes] | None = None
         self._engine = self._new_engine()
         self.info: EngineInfo = self._engine.info
 
     def _new_engine(self) -> EngineProcess:
-        return EngineProcess(self._options, log_level=self._log_level, on_death=self._died)
+        engine = EngineProcess(self._options, log_level=self._log_level, on_death=self._died, on_start=self._loads)
+        self._loading = None
+        return engine
+
+    def _loads(self, process: subprocess.Popen[bytes]) -> None:
+        """Called when an engine begins to load its model, which may take minutes."""
+        self._loading = process
+        if self._closing.is_set():
+            process.kill()
 
     @property
     def alive(self) -> bool:
@@ -285,8 +297,10 @@ class SupervisedEngine:
         return self._engine.query(what)
 
     def close(self) -> None:
-        """Ends the engine and the attempts to replace it. Idempotent."""
+        """Ends the engine and the attempts to replace it, without waiting for a model to be loaded. Idempotent."""
         self._closing.set()
+        if (loading := self._loading) is not None:
+            loading.kill()
         if self._restarter is not None:
             self._restarter.join()
         self._engine.close()
@@ -309,6 +323,8 @@ class SupervisedEngine:
             try:
                 engine = self._new_engine()
             except Exception as error:  # the cause may be temporary
+                if self._closing.is_set():
+                    return
                 log.error("the engine did not start again (attempt %d of %d): %s", self._deaths, MAX_RESTARTS, error)
                 continue
             self._started = time.monotonic()

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -222,6 +223,22 @@ def test_a_second_sigterm_stops_now(text_model: Path) -> None:
                 with pytest.raises(saccade.errors.SaccadeError):
                     stream.final()
         assert server.stop() == 0
+
+
+def test_sigterm_does_not_wait_until_a_new_engine_has_loaded_its_model(text_model: Path) -> None:
+    with ServerProcess([str(text_model), *PLAIN, "--no-warmup"]) as server:
+        (engine,) = children(server.pid, "service.servers.engine_process")
+        os.kill(engine, signal.SIGKILL)
+        while not (started := set(children(server.pid, "service.servers.engine_process")) - {engine}):
+            time.sleep(0.001)
+        (loading,) = started
+        os.kill(loading, signal.SIGSTOP)
+        os.kill(server.pid, signal.SIGTERM)
+        try:
+            assert server._process.wait(60) == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(loading, signal.SIGKILL)
 
 
 def test_an_engine_that_two_threads_close_is_closed_once(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
