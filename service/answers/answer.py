@@ -145,7 +145,8 @@ class Answer:
             prompt.video_tokens, prompt.frames, sample.reasoning_tokens, clock.last_token,
         )  # fmt: skip
         scores = tuple(self.prompt_scores) if index == 0 else ()
-        return Finished(index, reason, usage, sample.stop_string, stop_token, scores)
+        asked = stop_token if stop_token in self._params.stop_token_ids else None  # not the model's own end
+        return Finished(index, reason, usage, sample.stop_string, asked, scores)
 
     def _new_sample(self, index: int) -> SampleState:
         spec, assets = self._spec, self._assets

@@ -328,6 +328,7 @@ class Finished:
     usage: Usage
     stop_string: str | None = None
     stop_token: int | None = None
+    """The one of the request's `stop_token_ids` that ended it; None for the model's own end token."""
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
     """With the first sample, if prompt log-probabilities were requested."""
 

@@ -247,8 +247,23 @@ def test_an_answer_that_had_ended_is_not_gone_on_with(
             return
         started, end = await task
         assert isinstance(started, Started) and isinstance(end, Finished) and not engine.requests
-        assert end.reason == reason and end.stop_token == (last if reason == "stop" else None)
+        assert end.reason == reason and end.stop_token == (last if "stop_token_ids" in sampling else None)
         assert end.usage.completion_tokens == 3
+
+    with_frontend(assets, body)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_model_s_own_end_is_no_stop_token_of_the_request(assets: ModelAssets, given: bool) -> None:
+    end = min(assets.config.eos_token_ids)
+
+    async def body(frontend: Frontend, engine: Told) -> None:
+        stopping = {"stop_token_ids": frozenset({end})} if given else {}
+        task = await asked(frontend, engine, spec(sampling={"max_tokens": 9, **stopping}))
+        name = engine.requests[-1].request_id
+        engine.say(EngineEvent(name, 5), EngineEvent(name, end, finish_reason="stop", stop_token=end))
+        (finished,) = ends(await task)
+        assert (finished.reason, finished.stop_token) == ("stop", end if given else None)
 
     with_frontend(assets, body)
 
