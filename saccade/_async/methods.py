@@ -100,6 +100,8 @@ class AsyncMethods(AsyncSession):
                 For models that reason before they answer: enable_thinking, reasoning_effort, max_reasoning_tokens.
                 tools: `saccade.Tool`s or dicts in OpenAI's form, which the model may call (`Generation.tool_calls`);
                 tool_choice: "auto", "none", "required" or a tool's name; parallel_tool_calls.
+                continue_final_message: the answer continues the text of the last chat message, the assistant's, and is
+                only what is new.
 
         Raises:
             SaccadeError: one of its subclasses, see `saccade.errors`.
@@ -227,6 +229,7 @@ class AsyncMethods(AsyncSession):
         videos: Iterable[VideoInput] | VideoInput = (),
         raw: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
         model: str = "",
         timeout: float | None = None,
     ) -> Tokens:
@@ -234,7 +237,8 @@ class AsyncMethods(AsyncSession):
 
         def build() -> inference_pb2.TokenizeRequest:
             return tokenize_request(
-                prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model,
+                prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs,
+                continue_final_message=continue_final_message, model=model,
             )  # fmt: skip
 
         return await self._run(tokenize_steps(build, self._calls.upload_above), timeout)

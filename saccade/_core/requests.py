@@ -67,6 +67,7 @@ class Sampling(TypedDict, total=False):
     tools: Iterable[ToolInput]
     tool_choice: ToolChoice | None
     parallel_tool_calls: bool | None
+    continue_final_message: bool
 
 
 class AllSampling(Sampling, total=False):
@@ -114,12 +115,14 @@ def build_request(
     with _naming("model"):
         request.model = sampling.get("model") or ""
     media = _Media(image_messages(images), video_messages(videos))
-    thinking = {name: sampling[name] for name in _THINKING if sampling.get(name) is not None}  # type: ignore[literal-required]
+    chat: dict[str, Any] = {name: sampling[name] for name in _THINKING if sampling.get(name) is not None}  # type: ignore[literal-required]
+    if sampling.get("continue_final_message"):
+        chat["continue_final_message"] = sampling["continue_final_message"]
     tools, choice = sampling.get("tools") or (), sampling.get("tool_choice")
-    if (thinking or tools) and isinstance(prompt, str) and not raw:
+    if (chat or tools) and isinstance(prompt, str) and not raw:
         prompt = [{"role": "user", "content": prompt}]  # the same prompt, in the form that has these fields
     _set_input(request, prompt, media, raw, chat_template_kwargs)
-    _set_thinking(request, thinking)
+    _set_chat_options(request, chat)
     if tools or choice not in (None, "none", "auto"):
         if not request.HasField("chat") and tools:
             raise InvalidArgument("tools: a prompt that is raw or token ids does not pass through the chat template")
@@ -134,8 +137,8 @@ def build_request(
     return request
 
 
-def _set_thinking(request: inference_pb2.GenerateRequest, thinking: Mapping[str, Any]) -> None:
-    for name, value in thinking.items():
+def _set_chat_options(request: inference_pb2.GenerateRequest, options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
         if not request.HasField("chat"):
             raise InvalidArgument(f"{name}: a prompt that is raw or token ids does not pass through the chat template")
         with _naming(name):
@@ -415,11 +418,13 @@ def tokenize_request(
     videos: Iterable[VideoInput] | VideoInput = (),
     raw: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
     model: str = "",
 ) -> inference_pb2.TokenizeRequest:
     """The message for `tokenize`."""
     built = build_request(
         prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model,
+        continue_final_message=continue_final_message,
     )  # fmt: skip
     request = inference_pb2.TokenizeRequest(model=model)
     _copy_input(built, request)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import takewhile
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
 from saccade._openai.problems import validated
 from saccade._openai.schema import ChatCompletion, Messages, Strict
+from saccade.errors import InvalidArgument
 
 
 class Block(Strict):
@@ -176,12 +178,13 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 def chat_of(body: CountTokens) -> ChatCompletion:
     """The same request as a chat completion."""
     messages: list[dict[str, Any]] = []
+    continues = _continues(body.messages[-1], f"messages[{len(body.messages) - 1}].content")
     if body.system is not None:
         text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
         messages.append({"role": "system", "content": text})
     for message in body.messages:
         _add_message(messages, message)
-    options: dict[str, Any] = {"model": body.model}
+    options: dict[str, Any] = {"model": body.model, "continue_final_message": continues or None}
     if isinstance(body, MessagesRequest):
         options |= {
             "max_tokens": body.max_tokens, "stop": body.stop_sequences, "temperature": body.temperature,
@@ -206,6 +209,22 @@ def chat_of(body: CountTokens) -> ChatCompletion:
             options["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     given = {name: value for name, value in options.items() if value is not None}
     return validated(ChatCompletion, {"messages": messages, **given})
+
+
+def _continues(last: AnthropicMessage, name: str) -> bool:
+    """Whether the answer continues the last message: text of the assistant. Raises InvalidArgument."""
+    text = _final_text(last) if last.role == "assistant" else ""
+    if text != text.rstrip():
+        raise InvalidArgument(f"{name}: final assistant content cannot end with trailing whitespace")
+    return bool(text)
+
+
+def _final_text(message: AnthropicMessage) -> str:
+    """The text with which a message ends; empty if it ends with something else."""
+    if isinstance(message.content, str):
+        return message.content
+    end = takewhile(lambda block: isinstance(block, TextBlock), reversed(message.content))
+    return "".join(block.text for block in reversed(list(end)) if isinstance(block, TextBlock))
 
 
 def _tool(tool: AnthropicTool) -> dict[str, Any]:

@@ -33,7 +33,13 @@ _SAME = (
     "response_format", "priority",
 )  # fmt: skip
 """Fields that the client's methods call by the same name."""
-_TEMPLATE = ("chat_template_kwargs", "reasoning_effort", "enable_thinking", "max_reasoning_tokens")
+_TEMPLATE = (
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "enable_thinking",
+    "max_reasoning_tokens",
+    "continue_final_message",
+)
 
 
 def chat_request(body: ChatCompletion, opener: Opener, *, request_id: str = "") -> inference_pb2.GenerateRequest:

@@ -227,7 +227,28 @@ class Sampling(Strict):
         return self
 
 
-class ChatCompletion(Sampling):
+class Continuing(Strict):
+    """Where the answer to messages begins."""
+
+    add_generation_prompt: bool | None = Field(
+        None, description="Whether the answer begins a message: the opposite of `continue_final_message`."
+    )
+    continue_final_message: bool | None = Field(
+        None,
+        description="The answer continues the text of the last message, which is the assistant's; it is only what is "
+        "new. Not with `response_format`.",
+    )
+
+    @model_validator(mode="after")
+    def _begins_or_continues(self) -> Continuing:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("add_generation_prompt: true and continue_final_message exclude each other")
+        if self.add_generation_prompt is False and not self.continue_final_message:
+            raise ValueError("add_generation_prompt: false needs continue_final_message to be true")
+        return self
+
+
+class ChatCompletion(Continuing, Sampling):
     """The body of `/v1/chat/completions`."""
 
     messages: Messages[Message]
@@ -326,7 +347,7 @@ class Embeddings(Strict):
     user: str | None = Field(None, description="Ignored.")
 
 
-class Tokenize(Strict):
+class Tokenize(Continuing):
     """The body of `/tokenize`: a prompt, which is tokenized literally, or messages."""
 
     model: str | None = None
@@ -339,6 +360,8 @@ class Tokenize(Strict):
     def _one_input(self) -> Tokenize:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("expected either prompt or messages")
+        if self.continue_final_message and self.messages is None:
+            raise ValueError("continue_final_message: needs messages")
         return self
 
 

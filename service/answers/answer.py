@@ -11,6 +11,7 @@ from service.answers.reasoning import ReasoningSplit, phase_of, with_reasoning
 from service.answers.relay import Clock, SampleState, Shown, engine_error, merged, read_logprob
 from service.answers.tool_calls import CallSplit, silent_markers, tool_use
 from service.common.types import (
+    ChatInput,
     Delta,
     Finished,
     FinishReason,
@@ -41,7 +42,8 @@ class Answer:
         self.prompt_scores: list[PromptLogprob] = []
         self._spec, self._prompt, self._params, self._assets, self._info = spec, prompt, params, assets, info
         self._arrived, self._clock = arrived, Clock(arrived)
-        self._phase = phase_of(prompt.ids, assets)
+        continued = spec.input.continued_text if isinstance(spec.input, ChatInput) else ""
+        self._phase = phase_of(prompt.ids, assets, continued=bool(continued.strip()))
         self._samples = [self._new_sample(index) for index in range(spec.n)]
 
     @property

@@ -57,7 +57,12 @@ def spec_from_proto(request: inference_pb2.GenerateRequest, *, whole: bool = Fal
     """Converts a request. `whole`: nothing of its answer is read before the end. Raises InvalidArgument or
     Unimplemented with the path of the field at fault."""
     value, media = input_from_proto(request)
-    sampling = request.sampling
+    sampling, constraint = request.sampling, constraint_from_proto(request.sampling)
+    if constraint is not None and constraint.format is not None and request.chat.continue_final_message:
+        raise errors.InvalidArgument(
+            "response_format is that of a whole answer, and chat.continue_final_message continues one",
+            field="sampling.response_format",
+        )
     return GenerateSpec(
         request_id=_request_id(request.request_id),
         model=request.model,
@@ -68,7 +73,7 @@ def spec_from_proto(request: inference_pb2.GenerateRequest, *, whole: bool = Fal
         n=sampling.n if sampling.HasField("n") else 1,
         continued=tuple(request.continued_token_ids),
         priority=request.priority,
-        constraint=constraint_from_proto(sampling),
+        constraint=constraint,
         max_reasoning_tokens=sampling.max_reasoning_tokens if sampling.HasField("max_reasoning_tokens") else None,
         thinking=asked_thinking(value),
         whole=whole,

@@ -95,8 +95,26 @@ def _chat(chat: inference_pb2.ChatInput, media: list[MediaSource]) -> ChatInput:
         media_of.append(found)
     order = in_order_of_calls(messages)
     media += (source for i in order for source in media_of[i])
-    value = ChatInput(tuple(messages[i] for i in order), _template_arguments(chat))
+    if chat.continue_final_message:
+        _check_continued(messages[-1])
+    value = ChatInput(
+        tuple(messages[i] for i in order), _template_arguments(chat), continue_final=chat.continue_final_message
+    )
     return _with_tools(_with_reasoning_options(value, chat), chat)
+
+
+def _check_continued(last: Message) -> None:
+    """Raises InvalidArgument for a last message that no answer can continue."""
+    fault = ""
+    if last.role != "assistant":
+        fault = f"the last message's role is {last.role}, not assistant"
+    elif last.tool_calls:
+        fault = f"the last message ends with {len(last.tool_calls)} tool calls; only text can be continued"
+    elif not last.parts or last.parts[-1] is None:
+        fault = "the last message does not end with text"
+    if fault:
+        field = "chat.continue_final_message"
+        raise errors.InvalidArgument(f"{field}: {fault}", field=field)
 
 
 def _with_tools(value: ChatInput, chat: inference_pb2.ChatInput) -> ChatInput:
@@ -150,7 +168,7 @@ def _template_arguments(holder: inference_pb2.ChatInput | inference_pb2.PromptIn
             raise errors.InvalidArgument(
                 f"chat_template_kwargs cannot be read as JSON: {error}", field="chat_template_kwargs"
             ) from None
-    if bad := sorted({"messages", "add_generation_prompt"} & set(arguments)):
+    if bad := sorted({"messages", "add_generation_prompt", "continue_final_message"} & set(arguments)):
         raise errors.InvalidArgument(f"chat_template_kwargs may not set {', '.join(bad)}", field="chat_template_kwargs")
     return arguments
 

@@ -21,7 +21,7 @@ from service.common.types import ChatInput, GenerateSpec, MediaLayout, Message, 
 from service.engine.types import EngineInfo
 from service.media.prepared import PreparedItem
 from service.model.assets import ModelAssets
-from service.model.chat import ChatTemplate, Clip, Marked
+from service.model.chat import ChatTemplate, Clip, Marked, NotContinued
 from service.model.tokenizer import Tokenizer, literal, substitute
 
 SYSTEM_ROLES = ("system", "developer")
@@ -91,7 +91,13 @@ def read(spec: GenerateSpec, media: Sequence[PreparedItem], assets: ModelAssets)
     known = None if assets.video_token is None else Clip(assets.video_token)
     clips = [(known or part) if item.labels else None for item, part in zip(media, words, strict=True)]
     try:
-        text = assets.template.render(_with_clips(spec.input.messages, clips), spec.input.template_arguments)
+        text = assets.template.render(
+            _with_clips(spec.input.messages, clips), spec.input.template_arguments,
+            continue_final=spec.input.continue_final,
+        )  # fmt: skip
+    except NotContinued as error:
+        field = "chat.continue_final_message"
+        raise errors.InvalidArgument(f"{field}: {error}", field=field) from None
     except ValueError as error:
         raise errors.InvalidArgument(str(error), field="chat") from None
     return assets.wrap_images(assets.tokenizer.encode(_placed(text, media, words, assets)))

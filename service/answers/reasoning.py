@@ -1,7 +1,8 @@
 """Separates a model's reasoning from its answer, by token ids: both markers are single tokens of the vocabulary.
 
 Reasoning is at the beginning of the output. Either the prompt ends with the opening marker, as chat templates of
-reasoning models write it, or the opening marker is the first token of the output.
+reasoning models write it, or the opening marker is the first token of the output. An answer that continues a message
+goes on with its reasoning if that is still open, and else has none.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from typing import Literal
 from service.common import errors
 from service.common.types import ConstraintSpec, GenerateSpec, ReasoningSpec
 from service.model.assets import ModelAssets, ReasoningMarkers
+from service.model.tokenizer import Tokenizer
 
-Phase = Literal["opened", "possible", "none"]
-"""`opened`: the prompt ends inside reasoning. `possible`: the output may begin with the opening marker. `none`: the
-prompt ends with the closing marker, or the model has no markers."""
+Phase = Literal["opened", "inside", "possible", "none"]
+"""`opened`: the prompt ends with the opening marker. `inside`: it ends later within reasoning. `possible`: the output
+may begin with the opening marker. `none`: the prompt is past its reasoning, or the model has no markers."""
 _LONGEST_GAP = 16
 """Tokens of white space after a marker at the end of a prompt."""
 
 
-def phase_of(ids: Sequence[int], assets: ModelAssets) -> Phase:
-    """Where the output of a prompt begins."""
+def phase_of(ids: Sequence[int], assets: ModelAssets, *, continued: bool = False) -> Phase:
+    """Where the output of a prompt begins. `continued`: the prompt ends in the text of the assistant's message."""
     markers = assets.reasoning
     if markers is None or assets.tokenizer is None:
         return "none"
@@ -33,7 +35,17 @@ def phase_of(ids: Sequence[int], assets: ModelAssets) -> Phase:
             return "none"
         if assets.tokenizer.silent(token) or assets.tokenizer.token_bytes(token).strip():
             break
-    return "possible"
+    return _phase_in_message(ids, markers, assets.tokenizer) if continued else "possible"
+
+
+def _phase_in_message(ids: Sequence[int], markers: ReasoningMarkers, tokenizer: Tokenizer) -> Phase:
+    """The same for a prompt that ends in a message's text: its last marker decides. Special tokens begin a message."""
+    for token in reversed(ids):
+        if token == markers.open:
+            return "inside"
+        if token == markers.close or tokenizer.silent(token):
+            break
+    return "none"
 
 
 def with_reasoning(spec: GenerateSpec, phase: Phase, assets: ModelAssets) -> ConstraintSpec | None:
@@ -46,7 +58,7 @@ def with_reasoning(spec: GenerateSpec, phase: Phase, assets: ModelAssets) -> Con
             f"max_reasoning_tokens: {assets.config.name} does not mark its reasoning",
             field="sampling.max_reasoning_tokens",
         )
-    if phase == "opened" and spec.thinking is False:
+    if phase in ("opened", "inside") and spec.thinking is False:
         raise errors.FailedPrecondition(
             "enable_thinking is false, and the model's chat template begins reasoning all the same",
             field="chat.enable_thinking",
@@ -57,7 +69,7 @@ def with_reasoning(spec: GenerateSpec, phase: Phase, assets: ModelAssets) -> Con
     if limit is None and constraint is None:
         return None
     markers = assets.reasoning
-    reasoning = ReasoningSpec(markers.close, None if phase == "opened" else markers.open, limit)
+    reasoning = ReasoningSpec(markers.close, markers.open if phase == "possible" else None, limit)
     return replace(constraint or ConstraintSpec(), reasoning=reasoning)
 
 
@@ -66,9 +78,11 @@ class ReasoningSplit:
 
     def __init__(self, markers: ReasoningMarkers | None, phase: Phase) -> None:
         self._markers = markers
-        self.reasoning = phase == "opened"
+        self.reasoning = phase in ("opened", "inside")
         """Whether the last token left the output inside reasoning."""
-        self._may_open = phase != "none"
+        self.after_marker = phase == "opened"
+        """Whether the prompt ends with the opening marker."""
+        self._may_open = phase in ("opened", "possible")
         """Whether the next token is the first, and an opening marker there begins reasoning."""
 
     def take(self, token: int) -> Literal["reasoning", "marker", "text"]:

@@ -45,7 +45,7 @@ class SampleState:
         self._stops = StopMatcher(stops)
         self._min_tokens = min_tokens
         self._split, self._exact, self._calls = split, exact, calls
-        self._after_marker = split.reasoning
+        self._after_marker = split.after_marker
         """Whether nothing but newlines has followed the last marker."""
         self.tokens = self.reasoning_tokens = 0
         self.sequence = 0

@@ -31,6 +31,7 @@ def with_tools(spec: GenerateSpec, assets: ModelAssets) -> GenerateSpec:
     markup = _markup(assets)
     if use.choice == "none":
         return _without_calls(spec, markup, assets)
+    _check_continued(spec, markup)
     constraint = spec.constraint or ConstraintSpec()
     answer = constraint.format
     if use.choice == "auto" and answer is None and not any(tool.strict for tool in use.tools):
@@ -45,6 +46,18 @@ def with_tools(spec: GenerateSpec, assets: ModelAssets) -> GenerateSpec:
             "ignore_eos and calls that keep to a schema exclude each other", field="sampling.ignore_eos"
         )
     return replace(spec, constraint=replace(constraint, format=calls_format(markup, use, answer)))
+
+
+def _check_continued(spec: GenerateSpec, markup: ToolMarkup) -> None:
+    """Raises InvalidArgument if the text that the answer continues ends within a call, whose beginning is not part of
+    the answer."""
+    assert isinstance(spec.input, ChatInput)
+    text = spec.input.continued_text
+    if text.rfind(markup.begin) > text.rfind(markup.end):
+        field = "chat.continue_final_message"
+        raise errors.InvalidArgument(
+            f"{field}: the last message ends within a tool call; only text can be continued", field=field
+        )
 
 
 def calls_format(markup: ToolMarkup, use: ToolUse, answer: TextFormat | None = None) -> TextFormat:

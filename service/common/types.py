@@ -110,6 +110,13 @@ class ChatInput:
     needed: tuple[str, ...] = ()
     """Names among the arguments that the template must read, since the request could not be followed otherwise."""
     tool_use: ToolUse | None = None
+    continue_final: bool = False
+    """Whether the answer continues the last message, which is the assistant's and ends with text."""
+
+    @property
+    def continued_text(self) -> str:
+        """The text that the answer continues; empty if it begins a message."""
+        return "".join(part or "" for part in self.messages[-1].parts) if self.continue_final else ""
 
 
 @dataclass(frozen=True)

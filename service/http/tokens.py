@@ -74,7 +74,10 @@ def _tokenize_request(body: Tokenize) -> inference_pb2.TokenizeRequest:
         built = build_request(body.prompt or "", raw=True)
         return inference_pb2.TokenizeRequest(model=body.model or "", prompt=built.prompt)
     messages = message_dicts(body.messages, no_paths)
-    built = build_request(messages, chat_template_kwargs=body.chat_template_kwargs)
+    built = build_request(
+        messages, chat_template_kwargs=body.chat_template_kwargs,
+        continue_final_message=bool(body.continue_final_message),
+    )  # fmt: skip
     return inference_pb2.TokenizeRequest(model=body.model or "", chat=built.chat)
 
 

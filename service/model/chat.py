@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,17 @@ class Marked(str):
     """Text from the server in which image tokens are meant as such: the text of a clip."""
 
 
+class NotContinued(ValueError):
+    """The template does not print the last message's text as it is."""
+
+
 class Clip(Marked):
     """Marks a clip in the messages of a model whose template has a token for clips; its text is that token."""
+
+
+_END = "\ufdd2 "
+"""Appended to the text that an answer continues, to find its end in the prompt: a code point that does not occur in
+exchanged text, and a space, which is missing where the template strips texts."""
 
 
 class _Generation(Extension):
@@ -77,11 +87,14 @@ class ChatTemplate:
         """Whether the checkpoint has a template; otherwise contents are only concatenated."""
         return self._template is not None
 
-    def render(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> str:
-        """The prompt text, with one image token per image and one video token per `Clip`, up to the assistant's turn.
+    def render(
+        self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None, *, continue_final: bool = False
+    ) -> str:
+        """The prompt text, with one image token per image and one video token per `Clip`, up to the assistant's turn;
+        with `continue_final` up to the end of the text with which the last message ends, as in transformers.
 
         Such tokens in a user's text are marked as literal. Raises ValueError with the template's own message if it
-        rejects the messages.
+        rejects the messages, and NotContinued.
         """
         parts = [part for message in messages for part in message.parts]
         images = sum(part is None for part in parts)
@@ -89,6 +102,10 @@ class ChatTemplate:
             raise ValueError(f"the messages hold {images} images and this model takes none")
         if self._template is None:
             return "\n".join(self._flat(message) for message in messages)
+        final = messages[-1].parts[-1] if continue_final else None
+        if final is not None:
+            last = replace(messages[-1], parts=(*messages[-1].parts[:-1], final + _END))
+            messages, arguments = [*messages[:-1], last], {**(arguments or {}), "add_generation_prompt": False}
         text = self._render([self._structured(m) for m in messages], arguments)
         if self._missing(text, parts):
             # A text-only template prints a list literally or drops it: pass strings.
@@ -96,7 +113,7 @@ class ChatTemplate:
             text = self._render(flat, arguments)
             if missing := self._missing(text, parts):
                 raise ValueError(f"the chat template does not place all {missing} of these messages")
-        return text
+        return text if final is None else _up_to_end(text, self._safe(final))
 
     def _missing(self, text: str, parts: Sequence[str | None]) -> str:
         """Describes the images and clips that do not appear in the text as often as they should; empty if all do."""
@@ -164,6 +181,17 @@ class ChatTemplate:
 
     def _flat(self, message: Message) -> str:
         return "".join(self.image_token or "" if p is None else self._safe(p) for p in message.parts)
+
+
+def _up_to_end(text: str, final: str) -> str:
+    """The prompt up to the end of `final`. White space at its end is kept if the template keeps it."""
+    end = text.rfind(_END.strip())
+    prompt = text[: max(end, 0)]
+    if not text.startswith(_END, end):
+        prompt = prompt.rstrip()
+    if end < 0 or not prompt.rstrip().endswith(final.strip()):
+        raise NotContinued("the chat template does not print the last message's text as it is")
+    return prompt
 
 
 def load_template(path: Path, *, image_token: str | None, video_token: str | None = None) -> ChatTemplate:

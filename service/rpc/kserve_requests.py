@@ -22,8 +22,8 @@ LONGEST_TIMEOUT = 366 * 86400.0
 _OUR_PARAMETERS = {"triton_enable_empty_final_response", "timeout", "priority", "sequence_id", "sequence_start",
                    "sequence_end", "stream", "exclude_input_in_output"}  # fmt: skip
 _SAMPLING = frozenset(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"n"}
-_THINKING: dict[str, type] = {"enable_thinking": bool, "reasoning_effort": str}
-"""Options of the chat template, with their types."""
+_CHAT_OPTIONS: dict[str, type] = {"enable_thinking": bool, "reasoning_effort": str, "continue_final_message": bool}
+"""Options of a chat's prompt, with their types."""
 _LISTS = {"stop", "stop_token_ids", "allowed_token_ids", "bad_words"}
 _TOOLS = ("tool_choice", "parallel_tool_calls")
 _ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
@@ -47,11 +47,11 @@ def read_request(request: Any) -> Question:
     tensors = read_tensors(request)
     parameters = {name: _parameter(name, value) for name, value in request.parameters.items()}
     values = _values(tensors, parameters)
-    thinking = {name: values.pop(name) for name in _THINKING if name in values}
+    options = {name: values.pop(name) for name in _CHAT_OPTIONS if name in values}
     choice, parallel = (values.pop(name, None) for name in _TOOLS)
     generate = inference_pb2.GenerateRequest(sampling=_sampling(values))
     _fill_prompt(generate, tensors)
-    _set_thinking(generate, thinking)
+    _set_options(generate, options)
     _set_tools(generate, tensors, choice, parallel)
     if parameters.get("sequence_id"):
         raise errors.InvalidArgument("stateful sequences are not served", field="parameters.sequence_id")
@@ -120,16 +120,15 @@ def _values(tensors: dict[str, list[Any]], parameters: dict[str, Any]) -> dict[s
     return values | {name: value for name, value in parameters.items() if name not in _OUR_PARAMETERS}
 
 
-def _set_thinking(generate: inference_pb2.GenerateRequest, thinking: dict[str, Any]) -> None:
-    """Sets options of the chat template, which belong to a chat: a prompt becomes one of a single message. Raises
-    InvalidArgument."""
-    for name, value in thinking.items():
-        if not isinstance(value, _THINKING[name]):
-            kind = {bool: "true or false", str: "a string"}[_THINKING[name]]
+def _set_options(generate: inference_pb2.GenerateRequest, options: dict[str, Any]) -> None:
+    """Sets options that belong to a chat: a prompt becomes one of a single message. Raises InvalidArgument."""
+    for name, value in options.items():
+        if not isinstance(value, _CHAT_OPTIONS[name]):
+            kind = {bool: "true or false", str: "a string"}[_CHAT_OPTIONS[name]]
             raise errors.InvalidArgument(
                 f"{name} is {str(value)[:100]!r}; it must be {kind}", field=f"parameters.{name}"
             )
-    if not thinking:
+    if not options:
         return
     if generate.HasField("prompt"):
         text, images = generate.prompt.text, list(generate.prompt.images)
@@ -137,7 +136,7 @@ def _set_thinking(generate: inference_pb2.GenerateRequest, thinking: dict[str, A
         for image in images:
             message.parts.add(image=image)
         message.parts.add(text=text)
-    for name, value in thinking.items():
+    for name, value in options.items():
         setattr(generate.chat, name, value)
 
 
@@ -146,7 +145,7 @@ def _sampling(values: dict[str, Any]) -> types_pb2.SamplingParams:
     for name, value in values.items():
         if name not in _SAMPLING:
             raise errors.InvalidArgument(
-                f"no parameter {name!r}; there are {', '.join(sorted(_SAMPLING | _THINKING.keys()))}",
+                f"no parameter {name!r}; there are {', '.join(sorted(_SAMPLING | _CHAT_OPTIONS.keys()))}",
                 field=f"parameters.{name}"[:100],
             )  # fmt: skip
         if name in _LISTS and not isinstance(value, list):

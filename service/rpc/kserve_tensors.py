@@ -9,11 +9,11 @@ Inputs (BYTES unless said otherwise; all but the first two are optional):
     tools [1]                a JSON list of tools, as OpenAI has them; with messages
     sampling_parameters [1]  a JSON object of fields of saccade.v1.SamplingParams
     exclude_input_in_output BOOL [1]  false: text_output begins with text_input; not on streams, not with messages
-The same fields may also be request parameters, and so may enable_thinking (bool) and reasoning_effort (string), options
-of the chat template, `tool_choice` and `parallel_tool_calls`. Outputs: text_output BYTES [1], token_ids INT32 [-1],
-finish_reason BYTES [1], reasoning BYTES [1] (the model's reasoning before text_output; empty for most models),
-tool_calls BYTES [1] (a JSON list of `{"index", "id", "name", "arguments"}`; on a stream, of parts of calls); the token
-counts are response parameters.
+The same fields may also be request parameters, and so may enable_thinking (bool), reasoning_effort (string) and
+continue_final_message (bool), options of a chat's prompt, `tool_choice` and `parallel_tool_calls`. Outputs:
+text_output BYTES [1], token_ids INT32 [-1], finish_reason BYTES [1], reasoning BYTES [1] (the model's reasoning before
+text_output; empty for most models), tool_calls BYTES [1] (a JSON list of `{"index", "id", "name", "arguments"}`; on a
+stream, of parts of calls); the token counts are response parameters.
 """
 
 from __future__ import annotations

@@ -106,6 +106,25 @@ def test_a_continued_answer_equals_the_uninterrupted_one(client: saccade.Client,
     assert rest.usage.completion_tokens == whole.usage.completion_tokens == 12
 
 
+@pytest.mark.parametrize("cut", [1, 6, 19])
+def test_a_message_is_continued_where_it_was_cut(client: saccade.Client, local: saccade.LocalClient, cut: int) -> None:
+    letters = client.tokenize("abcdefgh klmn", raw=True).token_ids  # bytes that are characters
+    options: Request = {"temperature": 0, "ignore_eos": True, "allowed_token_ids": letters}
+    asked: list[Request] = [{"role": "user", "content": [{"type": "image", "image": png(1)}, "what is it?"]}]
+    whole = client.chat(asked, max_tokens=20, **options)
+    begun = [*asked, {"role": "assistant", "content": whole.text[:cut]}]
+    for server in (client, local):
+        rest = server.chat(begun, max_tokens=20 - cut, continue_final_message=True, **options)
+        assert whole.text[:cut] + rest.text == whole.text
+        assert rest.usage.prompt_tokens == whole.usage.prompt_tokens + cut
+        assert server.tokenize(begun, continue_final_message=True).prompt_tokens == rest.usage.prompt_tokens
+    with client.stream(begun, max_tokens=20 - cut, continue_final_message=True, **options) as stream:
+        assert "".join(delta.text for delta in stream) == rest.text
+    with pytest.raises(saccade.errors.InvalidArgument, match="the last message's role is user") as error:
+        client.chat(asked, continue_final_message=True)
+    assert error.value.field == "chat.continue_final_message"
+
+
 def test_stop_strings_and_ids(client: saccade.Client) -> None:
     whole = client.generate("abc", max_tokens=40, temperature=0, ignore_eos=True)
     assert len(whole.text) > 8

@@ -56,6 +56,27 @@ def test_a_stream_says_the_same(client: anthropic.Anthropic) -> None:
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", text[3:5])
 
 
+def test_a_final_message_of_the_assistant_is_continued(
+    client: anthropic.Anthropic, grpc_client: saccade.Client
+) -> None:
+    asked: dict[str, Any] = {"model": "", "max_tokens": 20, "extra_body": GREEDY}
+    for content in ("It is", [{"type": "text", "text": "It"}, {"type": "text", "text": " is"}]):
+        messages: list[Any] = [*ASK["messages"], {"role": "assistant", "content": content}]
+        same = grpc_client.chat(messages, max_tokens=20, temperature=0, continue_final_message=True)
+        made = client.messages.create(messages=messages, **asked)
+        assert "".join(block.text for block in made.content if block.type == "text") == same.text
+        with client.messages.stream(messages=messages, **asked) as stream:
+            assert "".join(stream.text_stream) == same.text
+        counted = client.messages.count_tokens(model="", messages=messages)
+        assert counted.input_tokens == same.usage.prompt_tokens
+    for content in ("It is ", [{"type": "text", "text": "It is\n"}]):
+        messages = [*ASK["messages"], {"role": "assistant", "content": content}]
+        with pytest.raises(
+            anthropic.BadRequestError, match=r"messages\[1\].content: final assistant content cannot end"
+        ):
+            client.messages.create(messages=messages, **asked)
+
+
 def test_images(client: anthropic.Anthropic, grpc_client: saccade.Client) -> None:
     photo = png(40)
     source: Any = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(photo).decode()}

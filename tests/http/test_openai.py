@@ -92,6 +92,25 @@ def test_images_and_their_tokens(client: openai.OpenAI, grpc_client: saccade.Cli
     assert raw.headers["x-saccade-ignored"] == "detail"
 
 
+def test_a_message_is_continued(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
+    messages: list[Any] = [*ASK, {"role": "assistant", "content": "It is"}]
+    options: dict[str, Any] = {**GREEDY, "messages": messages}
+    continuing = {"add_generation_prompt": False, "continue_final_message": True}
+    same = grpc_client.chat(messages, max_tokens=12, temperature=0, continue_final_message=True)
+    whole = client.chat.completions.create(**options, extra_body=continuing)
+    assert whole.choices[0].message.content == same.text != client.chat.completions.create(**options)
+    assert whole.usage is not None and whole.usage.prompt_tokens == same.usage.prompt_tokens
+    chunks = client.chat.completions.create(**options, extra_body=continuing, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == same.text
+    counted = client.post("/../tokenize", cast_to=object, body={"messages": messages, **continuing})
+    assert isinstance(counted, dict) and counted["count"] == same.usage.prompt_tokens
+    for wrong, words in (
+        ({"messages": ASK}, "role is user"), ({"response_format": {"type": "json_object"}}, "response_format is that"),
+    ):  # fmt: skip
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.chat.completions.create(**{**options, **wrong}, extra_body=continuing)
+
+
 class Point(pydantic.BaseModel):
     x: int
     ok: bool

@@ -64,6 +64,26 @@ def test_chat_completions(client: openai.OpenAI, expected: saccade.Sample) -> No
     assert "21" not in order, "reasoning comes before the text"
 
 
+def test_reasoning_that_was_cut_off_is_continued(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
+    letters = grpc_client.tokenize("abcdefgh", raw=True).token_ids
+    bias: dict[int, float] = dict.fromkeys(letters, 100.0)
+    whole = grpc_client.generate(ASK, max_tokens=24, max_reasoning_tokens=BUDGET, temperature=0, logit_bias=bias)
+    assert len(whole.reasoning) == BUDGET and len(whole.text) == 24 - BUDGET - 1
+
+    def rest(said: str, most: int, **fields: Any) -> Any:
+        messages = [*ASK, {"role": "assistant", "content": said}]
+        made = client.chat.completions.create(
+            model="", messages=messages, max_tokens=most, temperature=0,  # type: ignore[arg-type]
+            logit_bias={str(token): 100 for token in letters}, extra_body={**fields, "continue_final_message": True},
+        )  # fmt: skip
+        return made.choices[0].message
+
+    inside = rest(f"<think>{whole.reasoning[:2]}", 22, max_reasoning_tokens=BUDGET - 2)
+    assert (inside.reasoning_content, inside.content) == (whole.reasoning[2:], whole.text)
+    after = rest(f"<think>{whole.reasoning}</think>{whole.text[:4]}", 24 - BUDGET - 1 - 4)
+    assert after.content == whole.text[4:] and not hasattr(after, "reasoning_content")
+
+
 def test_a_request_without_reasoning(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
     asked = {**CHAT, "extra_body": {"enable_thinking": False}}
     same = grpc_client.generate(ASK, max_tokens=24, enable_thinking=False, **SAMPLED)

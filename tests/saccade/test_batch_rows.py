@@ -59,6 +59,14 @@ def test_a_whole_row() -> None:
     assert built.chat.chat_template_kwargs["enable_thinking"] is False
 
 
+def test_a_row_may_continue_its_last_message() -> None:
+    said = {"messages": [{"role": "assistant", "content": "It is"}]}
+    for begins in ({"add_generation_prompt": False}, {"add_generation_prompt": None}, {}):
+        assert request({**said, "continue_final_message": True, **begins}).chat.continue_final_message
+    for begins in ({"add_generation_prompt": True}, {"continue_final_message": False}, {}):
+        assert not request({**said, **begins}).chat.continue_final_message
+
+
 def test_method_and_url_may_be_left_out() -> None:
     assert parse_line(line(method=..., url=...), 3, HERE).position == 3
 
@@ -98,6 +106,8 @@ WRONG = [
     (line(body={"response_format": {"type": "json"}}), "response_format"),
     (line(body={"response_format": {"type": "regex", "regex": 3}}), "response_format.regex: expected str, got int"),
     (line(body={"top_logprobs": 2}), "top_logprobs"),
+    (line(body={"add_generation_prompt": False}), "add_generation_prompt: false needs continue_final_message"),
+    (line(body={"add_generation_prompt": True, "continue_final_message": True}), "add_generation_prompt: true and"),
     (line(body={"logit_bias": {"x": 1}}), "logit_bias"),
     (line(body={"temprature": 1}), "temprature"),
     (line(body={"allowed_token_ids": []}), "allowed_token_ids: expected at least one token id"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import saccade
 from saccade import errors
-from saccade._core.requests import build_request
+from saccade._core.requests import build_request, tokenize_request
 from saccade.v1 import types_pb2
 
 PNG = b"\x89PNG any bytes"
@@ -45,6 +45,17 @@ def test_options_of_reasoning_need_the_chat_template() -> None:
         build_request("Hi", reasoning_effort=3)  # type: ignore[arg-type]
     with pytest.raises(errors.InvalidArgument, match="max_reasoning_tokens is -1"):
         build_request("Hi", max_reasoning_tokens=-1)
+
+
+def test_a_message_to_continue_needs_the_chat_template() -> None:
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "It is"}]
+    assert build_request(messages, continue_final_message=True).chat.continue_final_message
+    assert tokenize_request(messages, continue_final_message=True).chat.continue_final_message
+    assert build_request("Hi", raw=True, continue_final_message=False).WhichOneof("input") == "prompt"
+    with pytest.raises(errors.InvalidArgument, match="continue_final_message: a prompt that is raw or token ids"):
+        build_request([1, 2], continue_final_message=True)
+    with pytest.raises(errors.InvalidArgument, match="continue_final_message: "):
+        build_request(messages, continue_final_message="yes")  # type: ignore[arg-type]
 
 
 def test_reasoning_is_a_part_of_the_assistant_s_message() -> None:

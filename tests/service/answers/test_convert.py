@@ -68,7 +68,7 @@ def test_frames_keep_their_order_and_where_they_are() -> None:
     assert (there.media_id, there.elsewhere, there.field) == ("b", True, "prompt.videos[0].frames.images[1]")
 
 
-@pytest.mark.parametrize("name", ["messages", "add_generation_prompt"])
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "continue_final_message"])
 @pytest.mark.parametrize("form", ["chat", "prompt"])
 def test_what_a_template_is_told_by_this_server_is_not_the_client_s_to_say(name: str, form: str) -> None:
     """Without the generation prompt, a model would continue the user's text."""
@@ -219,6 +219,32 @@ def test_options_of_reasoning_are_arguments_of_the_template() -> None:
     with pytest.raises(errors.InvalidArgument, match="is True, and chat_template_kwargs set it to False") as error:
         convert.spec_from_proto(both)
     assert error.value.field == "chat.enable_thinking"
+
+
+def test_only_text_of_the_assistant_is_continued() -> None:
+    said = {"role": "ROLE_ASSISTANT", "parts": [{"text": "It is"}]}
+    continuing = thinking_request(messages=[said], continue_final_message=True)
+    for message in (continuing, inference_pb2.TokenizeRequest(chat=continuing.chat)):
+        read = (
+            convert.spec_from_tokenize
+            if isinstance(message, inference_pb2.TokenizeRequest)
+            else convert.spec_from_proto
+        )
+        value = read(message).input  # type: ignore[operator]
+        assert isinstance(value, ChatInput) and value.continue_final and value.continued_text == "It is"
+    call = {"id": "1", "name": "f", "arguments": "{}"}
+    photo = {"image": {"media_id": "0"}}
+    for last, why in (
+        ({"role": "ROLE_USER", "parts": [{"text": "a"}]}, "role is user, not assistant"),
+        ({**said, "toolCalls": [call]}, "ends with 1 tool calls; only text can be continued"),
+        ({**said, "parts": [{"text": "a"}, photo]}, "does not end with text"),
+        ({"role": "ROLE_ASSISTANT", "reasoning": "so"}, "does not end with text"),
+    ):
+        wrong = thinking_request(messages=[said, last], continue_final_message=True)
+        refused(wrong, "chat.continue_final_message", f"chat.continue_final_message: the last message.* {why}")
+    formatted = thinking_request(messages=[said], continue_final_message=True)
+    formatted.sampling.response_format.json_object.SetInParent()
+    refused(formatted, "sampling.response_format", "is that of a whole answer, and chat.continue_final_message")
 
 
 def test_only_the_assistant_reasons() -> None:

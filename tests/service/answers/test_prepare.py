@@ -433,9 +433,11 @@ def test_long_definitions_of_tools_are_rendered_off_the_event_loop(assets: Model
     where: list[int] = []
 
     class Probing(ChatTemplate):
-        def render(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> str:
+        def render(
+            self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None, **options: Any
+        ) -> str:
             where.append(threading.get_ident())
-            return super().render(messages, arguments)
+            return super().render(messages, arguments, **options)
 
     probing = copy.copy(assets)
     probing.template = Probing("{{ tools | tojson }}{{ messages[0].content }}", image_token=None, special_tokens={})

@@ -205,6 +205,38 @@ def test_reasoning_of_earlier_messages_goes_through_the_template(thinking: Model
     assert thinking.image_token_id not in request.prompt_ids, "a user's text is no image"
 
 
+@pytest.mark.parametrize(
+    ("said", "reasoned", "output", "expected"),
+    [
+        ("It is", "", " red", ("", " red")),
+        ("It is", "so", " <think>a</think>red", ("", " ared")),  # past its reasoning
+        ("It is", "", "<think>so</think>red", ("", "sored")),
+        ("", "", "<think>so</think>red", ("so", "red")),  # nothing to continue
+        ("<think>\nit", "", "\nis</think>\n\nred", ("\nis", "red")),
+        ("<think>\nit", "", "<think>is</think>red", ("is", "red")),
+        ("<think>", "", "\nso</think>red", ("so", "red")),
+        ("<think>so</think>It", "", "\nred", ("", "\nred")),
+    ],
+)
+def test_a_continued_message_goes_on_with_its_reasoning_or_has_none(
+    assets: ModelAssets, said: str, reasoned: str, output: str, expected: tuple[str, str]
+) -> None:
+    thinking = ModelAssets(assets.config, assets.vision)
+    thinking.template = ChatTemplate(
+        TEMPLATE.replace("[{{ m.role }}]", "<|im_start|>{{ m.role }}\n"), image_token=None, special_tokens={}
+    )
+    messages = (Message("user", ("is <think> a word?",)), Message("assistant", (said,), reasoned))
+    events, (request,) = answered(thinking, output, input=ChatInput(messages, continue_final=True))
+    assert split(events) == expected
+    assert request.prompt_ids == ids(thinking, thinking.template.render(messages, continue_final=True))
+    limited = answered(thinking, output, input=ChatInput(messages, continue_final=True), max_reasoning_tokens=3)[1][0]
+    limits = [None if limited.constraint is None else limited.constraint.reasoning]
+    markers = thinking.reasoning
+    assert markers is not None
+    opening = markers.open if not said and not reasoned else None
+    assert limits == [ReasoningSpec(markers.close, opening, 3) if expected[0] else None]
+
+
 def test_a_model_without_markers_has_no_budget(assets: ModelAssets, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = ModelAssets(replace(assets.config, family=replace(assets.config.family, reasoning=None)), assets.vision)
     with pytest.raises(errors.FailedPrecondition, match="does not mark its reasoning"):

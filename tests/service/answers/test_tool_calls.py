@@ -100,6 +100,23 @@ def reason(events: Sequence[Event]) -> str:
     return end.reason
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", "none"])
+def test_a_message_that_ends_within_a_call_is_not_continued(assets: ModelAssets, choice: str) -> None:
+    (begin, end), asked = (XML.begin, XML.end), using(choice=choice)["input"]
+
+    def continuing(text: str) -> dict[str, Any]:
+        messages = (Message("user", ("a",)), Message("assistant", (text,)))
+        return {"input": replace(asked, messages=messages, continue_final=True)}
+
+    calls = f"So:\n{WRITTEN[XML]}\n<|im_end|>"
+    events, _ = answered(assets, calls, **continuing(f"b {begin} c {end} d"))
+    assert choice == "none" or parsed(events) == CALLS
+    if choice != "none":
+        with pytest.raises(errors.InvalidArgument, match="the last message ends within a tool call") as error:
+            answered(assets, calls, **continuing(f"b {begin}\n<function=weather>"))
+        assert error.value.field == "chat.continue_final_message"
+
+
 @pytest.mark.parametrize("markup", WRITTEN, ids=lambda markup: markup.body)
 def test_calls_are_apart_from_text(markup: ToolMarkup) -> None:
     events, _ = answered(made_assets(markup), f"So:\n{WRITTEN[markup]}\n<|im_end|>", **using())

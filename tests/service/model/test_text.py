@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from qwen_prompt import TEMPLATE as QWEN
+from served import TEMPLATE as SERVED
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from families import CheckpointError
 from service.answers.stops import StopMatcher
 from service.common.types import Message
-from service.model.chat import ChatTemplate, Marked, load_template
+from service.model.chat import ChatTemplate, Marked, NotContinued, load_template
 from service.model.tokenizer import Detokenizer, Tokenizer, literal
 
 SPECIAL = ["<image>", "<img>", "</img>", "<|im_start|>", "<|im_end|>"]
@@ -157,6 +160,54 @@ def test_parts_keep_their_order_and_arguments_reach_the_template() -> None:
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nleft<image>right<image><|im_end|>\n"
         "<|im_start|>assistant\n<think>"
     )
+
+
+STRIPPING = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}</s>{% endfor %}"
+DEMO = Path("demo/model/chat_template.jinja").read_text()
+
+
+@pytest.mark.parametrize(
+    "source", [TEMPLATE, SERVED, QWEN, DEMO, STRIPPING], ids=["own", "served", "qwen", "demo", "strip"]
+)
+@pytest.mark.parametrize(
+    "content", ["a cat", "a", "a cat \n", " a  ", "a<|im_end|>b", "<think>\nso", "<think>a</think>\nb", ""]
+)
+def test_a_continued_message_ends_where_transformers_ends_it(source: str, content: str) -> None:
+    oracle = PreTrainedTokenizerFast(tokenizer_object=RawTokenizer(models.WordLevel({"a": 0}, "a")))
+    said = [("system", "be"), ("user", "what?"), ("assistant", "a cat"), ("user", "sure?"), ("assistant", content)]
+    expected = oracle.apply_chat_template(
+        [{"role": role, "content": text} for role, text in said], chat_template=source, tokenize=False,
+        continue_final_message=True,
+    )  # fmt: skip
+    messages = [Message(role, (text,)) for role, text in said]
+    assert template(source).render(messages, continue_final=True) == expected
+    assert expected.rstrip().endswith(content.strip())
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{{ m.role }}{% endfor %}", "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
+        "{% for m in messages %}{{ m.content[:4] }}{% endfor %}",
+        "{% for m in messages %}{{ m.content | replace('a', 'b') }}{% endfor %}",
+    ],
+)  # fmt: skip
+def test_a_message_that_the_template_changes_cannot_be_continued(source: str) -> None:
+    with pytest.raises(NotContinued, match="does not print the last message's text as it is"):
+        template(source).render([Message("user", ("what?",)), Message("assistant", ("a cat",))], continue_final=True)
+
+
+def test_other_ends_of_a_continued_message() -> None:
+    messages = [Message("user", (None, "what?")), Message("assistant", ("left ", None, "right <image>"))]
+    text = template().render(messages, continue_final=True)
+    assert text.endswith(f"<|im_start|>assistant\nleft <image>right {literal('<image>', '<image>')}")
+    text_only = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}."
+    assert (
+        template(text_only)
+        .render(messages, continue_final=True)
+        .startswith("[user]<image>what?[assistant]left <image>")
+    )
+    assert template(None).render(messages[1:], continue_final=True) == template(None).render(messages[1:])
 
 
 def test_a_text_only_template_still_places_images() -> None:

@@ -195,6 +195,12 @@ def test_options_of_the_template_are_parameters_or_in_the_tensor(thinking: dict[
         assert read[0].sampling.max_tokens == (3 if tensor else 0)
 
 
+def test_a_message_is_continued() -> None:
+    message = chat([{"role": "assistant", "content": "It is"}])
+    message.parameters["continue_final_message"].bool_param = True
+    assert read_request(message).request.chat.continue_final_message
+
+
 def test_the_input_is_in_the_output_only_where_that_is_asked_for() -> None:
     """As in Triton's own vLLM back end, except for the default."""
     for value, prefix in ((b"\x01", ""), (b"\x00", "a")):
