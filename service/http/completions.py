@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from saccade._core.requests import build_request
@@ -52,7 +53,7 @@ async def completions(call: HttpCall) -> None:
         for i, (answer, echo) in enumerate(zip(answers, echoes, strict=True))
         for sample in answer.samples
     ]
-    usages = [usage_object([sample.usage for sample in answer.samples]) for answer in answers]
+    usages = [_usage(body, answer) for answer in answers]
     await call.respond({
         "id": f"cmpl-{call.request_id}",
         "object": "text_completion",
@@ -124,6 +125,14 @@ def _ending(body: Completion, sample: Sample) -> dict[str, Any]:
     if body.max_tokens == 0:
         return {"finish_reason": "length", "stop_reason": None}
     return {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_match}
+
+
+def _usage(body: Completion, answer: Generation) -> dict[str, Any]:
+    """Usage of all samples, in which a token that was drawn for `max_tokens` 0 does not count."""
+    usages = [sample.usage for sample in answer.samples]
+    if body.max_tokens == 0:
+        usages = [replace(usage, completion_tokens=0, reasoning_tokens=0) for usage in usages]
+    return usage_object(usages)
 
 
 def _logprobs(scored: Sequence[tuple[str, TokenLogprob | None]], most: int) -> dict[str, Any]:
@@ -201,7 +210,7 @@ class CompletionEvents(Events):
     def end(self, answer: Generation) -> bytes:
         chunks = [self._chunk(s.index, '""', "null", compact(_ending(self._body, s))[1:-1]) for s in answer.samples]
         if self._usage:
-            usage = json.dumps(usage_object([sample.usage for sample in answer.samples]))
+            usage = json.dumps(_usage(self._body, answer))
             chunks.append(f'{self._head}],"usage":{usage},"saccade":{json.dumps(extension(answer))}}}\n\n'.encode())
         return b"".join([*chunks, DONE])
 

@@ -142,6 +142,7 @@ def test_completions_with_echo_and_logprobs(client: openai.OpenAI, grpc_client: 
     both = client.completions.create(model="", prompt=[ids, ids], max_tokens=0, temperature=0, echo=True, logprobs=1)
     assert [c.index for c in both.choices] == [0, 1] and {c.text for c in both.choices} == {"abcd"}
     assert both.choices[1].logprobs and both.choices[1].logprobs.token_logprobs == expected[:4]
+    assert both.usage is not None and (both.usage.prompt_tokens, both.usage.completion_tokens) == (8, 0)
 
 
 def test_a_request_id_of_any_length_serves_several_prompts(client: openai.OpenAI) -> None:
@@ -166,10 +167,13 @@ def test_the_end_of_a_streamed_completion_is_that_of_the_whole(client: openai.Op
     """With these strings the first drawn token would end the answer."""
     drawn = client.completions.create(model="", prompt="abcd", max_tokens=1, seed=3, temperature=0).choices[0].text
     options: dict[str, Any] = {"model": "", "prompt": "abcd", "seed": 3, "temperature": 0, "stop": drawn, **fields}
-    whole: Any = client.completions.create(**options).choices[0]
-    (last,) = [
-        c for chunk in client.completions.create(**options, stream=True) for c in chunk.choices if c.finish_reason
-    ]
+    made = client.completions.create(**options)
+    whole: Any = made.choices[0]
+    chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    (last,) = [c for chunk in chunks for c in chunk.choices if c.finish_reason]
+    for usage in (made.usage, chunks[-1].usage):
+        assert usage is not None and usage.completion_tokens == min(fields["max_tokens"], 1)
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     expected = ("length", None) if not fields["max_tokens"] else ("stop", drawn)
     assert (whole.finish_reason, whole.stop_reason) == (last.finish_reason, last.stop_reason) == expected
 
