@@ -182,8 +182,11 @@ def chat_of(body: CountTokens) -> ChatCompletion:
     if body.system is not None:
         text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
         messages.append({"role": "system", "content": text})
-    for message in body.messages:
-        _add_message(messages, message)
+    for i, message in enumerate(body.messages):
+        if message.content:
+            _add_message(messages, message)
+        elif message.role != "assistant" or i + 1 < len(body.messages):  # an empty last one begins the answer
+            raise InvalidArgument(f"messages[{i}].content: it is empty; only a final message of the assistant may be")
     options: dict[str, Any] = {"model": body.model, "continue_final_message": continues or None}
     if isinstance(body, MessagesRequest):
         options |= {

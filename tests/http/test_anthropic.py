@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,6 +76,23 @@ def test_a_final_message_of_the_assistant_is_continued(
             anthropic.BadRequestError, match=r"messages\[1\].content: final assistant content cannot end"
         ):
             client.messages.create(messages=messages, **asked)
+
+
+@pytest.mark.parametrize("empty", ["", []], ids=["text", "blocks"])
+def test_only_a_final_message_of_the_assistant_may_be_empty(client: anthropic.Anthropic, empty: Any) -> None:
+    said: Any = {"role": "assistant", "content": empty}
+    for path, messages in (
+        ("messages[0]", [{"role": "user", "content": empty}]),
+        ("messages[1]", [*ASK["messages"], {"role": "user", "content": empty}]),
+        ("messages[1]", [*ASK["messages"], said, *ASK["messages"]]),
+    ):
+        for ask in (client.messages.create, client.messages.count_tokens):
+            limit = {"max_tokens": 1} if ask == client.messages.create else {}
+            with pytest.raises(anthropic.BadRequestError, match=re.escape(f"{path}.content: it is empty")):
+                ask(model="", messages=messages, **limit)
+    whole, same = (client.messages.create(**{**ASK, "messages": m}, extra_body=GREEDY).content
+                   for m in (ASK["messages"], [*ASK["messages"], said]))  # fmt: skip
+    assert whole == same
 
 
 def test_images(client: anthropic.Anthropic, grpc_client: saccade.Client) -> None:
