@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from saccade import errors
+from saccade._openai.fields import CHAT, Rules, field_named
 from saccade.errors import SaccadeError
 
 _STATUS: dict[type[SaccadeError], int] = {
@@ -46,11 +47,11 @@ def error_type(status: int) -> str:
     return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
-def error_object(error: SaccadeError, status: int) -> dict[str, Any]:
+def error_object(error: SaccadeError, status: int, rules: Rules = CHAT) -> dict[str, Any]:
     """OpenAI's error object; `code` is our reason, and `param` the field at fault: the error's, or the one with which
-    its message begins."""
+    its message begins. `rules`: of the request's fields."""
     named = _FIELD.match(error.message)
-    field = named[1] if named else error.field.removeprefix("sampling.")
+    field = field_named(error.field or (named[1] if named else ""), rules)
     return {
         "message": error.message,
         "type": error_type(status),

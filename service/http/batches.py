@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from saccade._core.batches import batch_from
+from saccade._openai.fields import BATCH
 from saccade._openai.problems import validated
 from saccade._openai.schema import Strict
 from saccade.errors import InvalidArgument, NotFound, SaccadeError, Unimplemented
@@ -38,6 +39,7 @@ class BatchRequest(Strict):
 
 async def create(call: HttpCall) -> None:
     """Starts a batch from an uploaded file."""
+    call.fields = BATCH
     body = validated(BatchRequest, await call.json())
     stored = call.front.files.get(body.input_file_id, owner_of(call.headers))
     header = batch_pb2.BatchHeader(

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from saccade._openai.documents import load_json
 from saccade._openai.errors import error_object, status_code
+from saccade._openai.fields import CHAT
 from saccade._transport.local_aio import AsyncLocalConnection
 from saccade.errors import (
     DeadlineExceeded,
@@ -101,6 +102,8 @@ class HttpCall:
         """Further headers of the answer."""
         self.error_form: Callable[[dict[str, Any], int], dict[str, Any]] | None = None
         """Another form of errors than OpenAI's."""
+        self.fields = CHAT
+        """How errors name the fields of the request."""
         self.held = 0
         """Bytes of the body."""
         self._sending_since: float | None = None
@@ -223,7 +226,7 @@ class HttpCall:
         status = http_status(error)
         error.request_id = error.request_id or self.request_id
         headers = retry_headers(error, status)
-        told: dict[str, Any] = {"error": error_object(error, status)}
+        told: dict[str, Any] = {"error": error_object(error, status, self.fields)}
         if self.error_form is not None:
             told = self.error_form(told["error"], status)
         body = json.dumps(told, ensure_ascii=False).encode("utf-8", "replace")

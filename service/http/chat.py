@@ -8,6 +8,7 @@ from typing import Any
 from saccade._core.results import media_from
 from saccade._openai.answers import completion, extension, logprobs_object, media_objects, usage_object
 from saccade._openai.chat import chat_request
+from saccade._openai.fields import CHAT, Rules
 from saccade._openai.problems import validated
 from saccade._openai.schema import ChatCompletion
 from saccade.errors import InvalidArgument
@@ -28,6 +29,7 @@ def no_paths(source: str | types_pb2.Image, name: str) -> types_pb2.Image:
 async def chat_completions(call: HttpCall) -> None:
     """Answers one chat completion, whole or as a stream of events."""
     body = validated(ChatCompletion, await call.json())
+    call.fields = _fields(body)
     request = await beside(call.held, build_chat, call, body)
     caller = call.caller()
     if any(getattr(part, "type", "") == "image_url" and part.image_url.detail for part in _parts(body)):  # type: ignore[union-attr]
@@ -37,6 +39,12 @@ async def chat_completions(call: HttpCall) -> None:
     else:
         answer = await whole_answer(call, caller, request)
         await call.respond({**completion(answer), "saccade": extension(answer)})
+
+
+def _fields(body: ChatCompletion) -> Rules:
+    """Two fields of gRPC have several names here."""
+    longest = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    return (*CHAT, ("^max_tokens$", longest), ("^logprobs$", "top_logprobs"))
 
 
 def _parts(body: ChatCompletion) -> list[Any]:

@@ -12,6 +12,7 @@ from saccade._core.requests import build_request
 from saccade._core.results import generation_from
 from saccade._openai.answers import extension, token_text, usage_object
 from saccade._openai.chat import sampling_options
+from saccade._openai.fields import prompt_rules
 from saccade._openai.problems import validated
 from saccade._openai.schema import Completion, prompt_list
 from saccade.types import Delta, Generation, Sample, TokenLogprob
@@ -24,6 +25,7 @@ from service.http.upstream import Caller, all_of
 
 async def completions(call: HttpCall) -> None:
     """Answers one request for completions."""
+    call.fields = prompt_rules("prompt")
     body = validated(Completion, await call.json())
     caller, prompts = call.caller(), prompt_list(body.prompt)
     if body.stream:

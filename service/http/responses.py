@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from saccade._openai.answers import extension, logprobs_object
+from saccade._openai.fields import RESPONSE
 from saccade._openai.problems import validated
 from saccade._openai.response_schema import InputImage, ResponseRequest, chat_of
 from saccade.types import Delta, Generation, TokenLogprob, ToolCallDelta, Usage
@@ -20,6 +21,7 @@ from service.http.streams import Events, calls_of, stream_events, whole_answer
 
 async def responses(call: HttpCall) -> None:
     """Answers one request, whole or as events."""
+    call.fields = RESPONSE
     body = validated(ResponseRequest, await call.json())
     request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
     if any(isinstance(part, InputImage) and part.detail for part in _parts(body)):

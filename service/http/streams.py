@@ -70,5 +70,5 @@ async def _pieces(call: HttpCall, answer: Answer, events: Events) -> None:
     except SaccadeError as error:
         error.request_id = error.request_id or call.request_id
         call.status = http_status(error)
-        data = events.error(error_object(error, call.status), call.status)
+        data = events.error(error_object(error, call.status, call.fields), call.status)
     await call.write(data)

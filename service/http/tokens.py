@@ -9,6 +9,7 @@ from typing import Any
 from saccade._core.requests import build_request, embed_request
 from saccade._core.results import embedding_from
 from saccade._openai.chat import message_dicts
+from saccade._openai.fields import CHAT, DETOKENIZE, prompt_rules
 from saccade._openai.problems import validated
 from saccade._openai.schema import Detokenize, Embeddings, Tokenize, prompt_list
 from saccade.types import Embedding
@@ -20,6 +21,7 @@ from service.http.upstream import all_of
 
 async def embeddings(call: HttpCall) -> None:
     """Hidden states of the model as embeddings, one for each prompt."""
+    call.fields = prompt_rules("input")
     body = validated(Embeddings, await call.json())
     caller = call.caller()
     prompts: Sequence[str | list[int]] = prompt_list(body.input)
@@ -50,6 +52,7 @@ def _vector(embedding: Embedding, body: Embeddings) -> Any:
 async def tokenize(call: HttpCall) -> None:
     """The token ids of a prompt, and how much of the context it takes."""
     body = validated(Tokenize, await call.json())
+    call.fields = CHAT if body.prompt is None else prompt_rules("prompt")
     caller = call.caller()
     request = await beside(call.held, _tokenize_request, body)
     async with call.connected():
@@ -83,6 +86,7 @@ def _tokenize_request(body: Tokenize) -> inference_pb2.TokenizeRequest:
 
 async def detokenize(call: HttpCall) -> None:
     """The text of token ids."""
+    call.fields = DETOKENIZE
     body = validated(Detokenize, await call.json())
     request = model_pb2.DetokenizeRequest(model=body.model or "", token_ids=body.tokens)
     async with call.connected():

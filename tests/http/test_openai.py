@@ -278,22 +278,66 @@ def test_files_and_batches(client: openai.OpenAI) -> None:
         ({"max_tokens": 10**9}, 400, "max_tokens"),
         ({"response_format": {"type": "choice", "choices": []}}, 400, "response_format.choice"),
         ({"temperature": -1}, 400, "temperature"),
-        ({"logprobs": True, "top_logprobs": 100_000}, 400, None),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}]},
          400, "messages[0].content[0].image_url.url"),
         ({"messages": [{"role": "user", "content": [
             {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}]}]},
-         403, "chat.messages[0].parts[0].image"),
+         403, "messages[0].content[0]"),
+        ({"max_tokens": None, "max_completion_tokens": 10**9}, 400, "max_completion_tokens"),
+        ({"logprobs": True, "top_logprobs": 101}, 400, "top_logprobs"),
+        ({"reasoning_effort": "low"}, 400, "reasoning_effort"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "messages"),
+        ({"messages": [*ASK, {"role": "tool", "content": "", "tool_call_id": "1"}]}, 400, "messages[1].tool_call_id"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, 400, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+         400, "tools[0].function.parameters"),
+        ({"response_format": {"type": "regex", "regex": "("}}, 400, "response_format.regex"),
+        ({"extra_body": {"chat_template_kwargs": {"messages": 1}}}, 400, "chat_template_kwargs"),
         ({"extra_body": {"nonsense": 1}}, 400, "nonsense"),
     ],
 )  # fmt: skip
-def test_errors_name_the_field(client: openai.OpenAI, changes: dict[str, Any], status: int, param: str | None) -> None:
+def test_errors_name_the_field(client: openai.OpenAI, changes: dict[str, Any], status: int, param: str) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         client.chat.completions.create(**{**GREEDY, **changes})
     error = caught.value
     assert error.status_code == status and error.code and error.request_id
-    assert param is None or error.param == param
+    assert error.param == param
     assert isinstance(error.body, dict) and error.body["request_id"] == error.request_id
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", {"prompt": ""}, "prompt"), ("completions", {"prompt": [10**6]}, "prompt"),
+        ("completions", {"prompt": "a", "echo": True, "logprobs": 101}, "logprobs"),
+        ("completions", {"prompt": "a", "stream": True, "stop_token_ids": [10**6]}, "stop_token_ids"),
+        ("embeddings", {"input": [10**6]}, "input"), ("embeddings", {"input": ["a", 1]}, "input[1]"),
+        ("responses", {"input": "x" * 5000}, "input"), ("responses", {"input": "a", "max_output_tokens": 10**6},
+                                                        "max_output_tokens"),
+        ("responses", {"input": "a", "reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ("responses", {"input": "a", "top_logprobs": 101}, "top_logprobs"),
+        ("responses", {"input": "a", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ("../tokenize", {"prompt": "a" * 100_000}, "prompt"), ("../detokenize", {"tokens": [1, 10**6]}, "tokens[1]"),
+        ("../tokenize", {"messages": [{"role": "user", "content": "a" * 100_000}]}, "messages"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_field_of_any_request(
+    client: openai.OpenAI, path: str, body: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.post(f"/{path}", cast_to=object, body=body)
+    assert caught.value.param == param
+
+
+def test_errors_name_the_field_of_a_batch(client: openai.OpenAI) -> None:
+    uploaded = client.files.create(file=("in.jsonl", b"{}"), purpose="batch")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.batches.create(
+            input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h",
+            metadata={str(i): "" for i in range(17)},
+        )  # fmt: skip
+    assert caught.value.param == "metadata"
+    client.files.delete(uploaded.id)
 
 
 def test_a_deadline_and_a_vanished_client_end_the_work(

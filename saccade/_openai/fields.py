@@ -1,0 +1,47 @@
+"""Paths of fields in our messages -> the fields of the requests that they were made from.
+
+Rules are regular expressions with what replaces their match, applied in order; a path that none matches stays.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TypeAlias
+
+Rules: TypeAlias = tuple[tuple[str, str], ...]
+
+_ALL: Rules = (
+    (r"^(?:sampling|chat|header)\.", ""),
+    (r"^(messages\[\d+\])\.parts(\[\d+\]).*", r"\1.content\2"),
+    (
+        r"^((?:messages\[\d+\]\.tool_calls|tools)\[\d+\])\.(name|arguments|description|parameters)(?:_json)?$",
+        r"\1.function.\2",
+    ),
+    (r"^tool_choice\.name$", "tool_choice.function.name"),
+    (r"^tool_choice\.mode$", "tool_choice"),
+    (r"^(?:prompt\.)?chat_template_kwargs(?:_json)?$", "chat_template_kwargs"),
+)
+CHAT: Rules = (*_ALL, (r"^(?:input|chat|images|videos)$", "messages"))
+RESPONSE: Rules = (
+    *_ALL,
+    (r"^(?:messages|chat|images|videos)\b.*", "input"),
+    (r"^(tools\[\d+\]|tool_choice)\.function\.", r"\1."),
+    (r"^max_tokens$", "max_output_tokens"),
+    (r"^logprobs$", "top_logprobs"),
+    (r"^reasoning_effort$", "reasoning.effort"),
+    (r"^response_format\b.*", "text.format"),
+)
+BATCH: Rules = (*_ALL, (r"^(?:input_name|size_bytes|chunk)$", "input_file_id"))
+DETOKENIZE: Rules = (("^token_ids", "tokens"),)
+
+
+def prompt_rules(name: str) -> Rules:
+    """Of a request whose prompt, text or token ids, has this name."""
+    return (*_ALL, (r"^(?:input|tokens|prompt)(?:\..*)?$", name), (r"^prompt_logprobs$", "logprobs"))
+
+
+def field_named(path: str, rules: Rules) -> str:
+    """The field of the request."""
+    for pattern, replacement in rules:
+        path = re.sub(pattern, replacement, path)
+    return path
