@@ -211,7 +211,7 @@ class Sampling(Strict):
     ignore_eos: bool | None = None
     stop: Strings | None = None
     stop_token_ids: list[TokenId] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], float] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")], float] | None = None
     allowed_token_ids: list[TokenId] | None = None
     bad_words: Strings | None = None
     response_format: ResponseFormat | None = None

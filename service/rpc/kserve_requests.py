@@ -25,6 +25,8 @@ _SAMPLING = frozenset(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"n"
 _CHAT_OPTIONS: dict[str, type] = {"enable_thinking": bool, "reasoning_effort": str, "continue_final_message": bool}
 """Options of a chat's prompt, with their types."""
 _LISTS = {"stop", "stop_token_ids", "allowed_token_ids", "bad_words"}
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+"""As a key of JSON: protobuf also reads 01 and +1, of which the last one with the same number would count."""
 _TOOLS = ("tool_choice", "parallel_tool_calls")
 _ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 
@@ -155,6 +157,8 @@ def _sampling(values: dict[str, Any]) -> types_pb2.SamplingParams:
         if name == "response_format" and isinstance(value, dict) and "type" in value:
             value = _of_openai(value)
         try:
+            if name == "logit_bias" and not all(_TOKEN_ID.fullmatch(key) for key in value or ()):
+                raise ValueError
             json_format.ParseDict({name: value}, sampling)
         except (json_format.ParseError, ValueError, TypeError):
             raise errors.InvalidArgument(f"{name} cannot be {str(value)[:100]!r}", field=f"parameters.{name}") from None

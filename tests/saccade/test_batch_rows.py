@@ -109,6 +109,7 @@ WRONG = [
     (line(body={"add_generation_prompt": False}), "add_generation_prompt: false needs continue_final_message"),
     (line(body={"add_generation_prompt": True, "continue_final_message": True}), "add_generation_prompt: true and"),
     (line(body={"logit_bias": {"x": 1}}), "logit_bias"),
+    *((line(body={"logit_bias": {key: 1}}), "logit_bias") for key in ("01", "00", " 1", "+1", "1_0", "\u0661", "1\n")),
     (line(body={"temprature": 1}), "temprature"),
     (line(body={"allowed_token_ids": []}), "allowed_token_ids: expected at least one token id"),
     (line(body=image_message("data:image/png;base64,???")), "base64"),

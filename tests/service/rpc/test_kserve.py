@@ -163,6 +163,15 @@ def test_nonsense_is_an_invalid_argument_that_says_which(message: Any, words: st
     trailers(refused.value, "id")
 
 
+@pytest.mark.parametrize("key", ["01", "00", "+1", "1_0", " 1", "\u0661", ""])
+def test_a_token_id_is_written_in_one_way(key: str) -> None:
+    message = prompt()
+    message.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1])
+    message.raw_input_contents.append(element(json.dumps({"logit_bias": {"1": 5, key: 1}}).encode()))
+    with pytest.raises(errors.InvalidArgument, match="logit_bias cannot be"):
+        read_request(message)
+
+
 def test_what_makes_sense_is_taken() -> None:
     question = read_request(prompt(priority=2**40, timeout=2_500_000, stream=True))
     assert (question.request.priority, question.timeout, question.stream) == (-(2**31 - 1), 2.5, True)
