@@ -160,7 +160,7 @@ class ResponseEvents(Events):
         self._parts: list[str] = []
         self._scores: list[TokenLogprob] = []
         self._held: list[TokenLogprob] = []
-        """Of tokens that have no text yet: a character may take several."""
+        """Of tokens before the next text of a message: those of reasoning, and of a character that takes several."""
         self._item: dict[str, Any] = {}
         self._response: dict[str, Any] = {}
 
@@ -217,9 +217,9 @@ class ResponseEvents(Events):
     def piece(self, delta: Delta) -> bytes:
         rest, begun = calls_of(delta)
         data = b"".join(map(self._arguments, rest))
-        if delta.reasoning or delta.tool_calls:  # tokens without text before these are markup
+        if delta.tool_calls:  # tokens without text before these are markup
             self._held = []
-        if delta.text or not (delta.reasoning or delta.tool_calls):
+        if delta.text or not delta.tool_calls:
             self._held += delta.logprobs or []
         if delta.reasoning:
             if self._kind != "reasoning":

@@ -124,6 +124,21 @@ def test_a_response_of_reasoning_alone_has_an_empty_message_in_both_forms(client
     assert len(streamed) == 1
 
 
+@pytest.mark.parametrize("most", [3, 24], ids=["reasoning-alone", "both"])
+def test_responses_have_the_log_probabilities_of_all_tokens_in_both_forms(client: openai.OpenAI, most: int) -> None:
+    options: dict[str, Any] = {
+        "model": "", "input": "?", "max_output_tokens": most, "temperature": 1.0, "top_logprobs": 1,
+        "include": ["message.output_text.logprobs"], "extra_body": {"seed": 7, "max_reasoning_tokens": BUDGET},
+    }  # fmt: skip
+    whole: Any = client.responses.create(**options)
+    with client.responses.stream(**options) as stream:
+        events: list[Any] = list(stream)
+    scores = [item.content[0].logprobs for made in (whole, events[-1].response) for item in made.output[1:]]
+    assert scores[0] == scores[1] and len(scores[0]) == whole.usage.output_tokens
+    deltas = [score for event in events if event.type == "response.output_text.delta" for score in event.logprobs]
+    assert [score.logprob for score in deltas] == [score.logprob for score in scores[0]]
+
+
 def test_messages_have_thinking_blocks(http: RunningHttp, expected: saccade.Sample) -> None:
     with anthropic.Anthropic(base_url=http.url, api_key="none", max_retries=0, timeout=60) as client:
         options: dict[str, Any] = {
