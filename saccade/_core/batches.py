@@ -9,6 +9,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from saccade._core.ranges import check_integer, check_string
 from saccade._core.retrying import Deadline, Retries
 from saccade._core.settings import CallSettings
 from saccade._core.steps import Actions, Call, Open, Receive, Steps, Wait
@@ -64,9 +65,11 @@ def create_steps(
 ) -> Steps[Batch]:
     """The file is read while it is sent, again for each attempt."""
     header = batch_pb2.BatchHeader(
-        request_id=request_id or uuid.uuid4().hex, size_bytes=_size(source), ordered=ordered, max_errors=max_errors,
-        metadata=metadata, input_name=input_name,
+        request_id=check_string("request_id", request_id or uuid.uuid4().hex), size_bytes=_size(source),
+        ordered=bool(ordered), metadata=_metadata(metadata or {}), input_name=check_string("input_name", input_name),
     )  # fmt: skip
+    if max_errors is not None:
+        header.max_errors = check_integer("max_errors", max_errors)
 
     def messages() -> Iterator[batch_pb2.CreateBatchRequest]:
         yield batch_pb2.CreateBatchRequest(header=header)
@@ -80,9 +83,19 @@ def create_steps(
     return batch_from((yield Call("batch", "CreateBatch", messages)).batch)
 
 
+def _metadata(given: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(given, Mapping):
+        raise InvalidArgument(f"metadata: expected a mapping from strings to strings, got {type(given).__name__}")
+    return {
+        check_string("metadata: a key", key): check_string(f"metadata[{key!r}]", value) for key, value in given.items()
+    }
+
+
 def _size(source: str | os.PathLike[str] | bytes) -> int:
     if isinstance(source, bytes):
         return len(source)
+    if not isinstance(source, str | os.PathLike):
+        raise InvalidArgument(f"source: expected a path or bytes, got {type(source).__name__}")
     try:
         with open(source, "rb") as file:  # a folder, or a file without permission, has a size too
             return os.fstat(file.fileno()).st_size
@@ -91,7 +104,8 @@ def _size(source: str | os.PathLike[str] | bytes) -> int:
 
 
 def get_steps(batch_id: str) -> Steps[Batch]:
-    return batch_from((yield Call("batch", "GetBatch", batch_pb2.GetBatchRequest(batch_id=batch_id))).batch)
+    request = batch_pb2.GetBatchRequest(batch_id=check_string("batch_id", batch_id))
+    return batch_from((yield Call("batch", "GetBatch", request)).batch)
 
 
 def list_steps() -> Steps[list[Batch]]:
@@ -105,11 +119,12 @@ def list_steps() -> Steps[list[Batch]]:
 
 
 def cancel_steps(batch_id: str) -> Steps[Batch]:
-    return batch_from((yield Call("batch", "CancelBatch", batch_pb2.CancelBatchRequest(batch_id=batch_id))).batch)
+    request = batch_pb2.CancelBatchRequest(batch_id=check_string("batch_id", batch_id))
+    return batch_from((yield Call("batch", "CancelBatch", request)).batch)
 
 
 def delete_steps(batch_id: str) -> Steps[None]:
-    yield Call("batch", "DeleteBatch", batch_pb2.DeleteBatchRequest(batch_id=batch_id))
+    yield Call("batch", "DeleteBatch", batch_pb2.DeleteBatchRequest(batch_id=check_string("batch_id", batch_id)))
 
 
 class Messages:
@@ -146,7 +161,7 @@ class Messages:
 
 
 def watch_call(batch_id: str) -> Call:
-    return Call("batch", "WatchBatch", batch_pb2.WatchBatchRequest(batch_id=batch_id))
+    return Call("batch", "WatchBatch", batch_pb2.WatchBatchRequest(batch_id=check_string("batch_id", batch_id)))
 
 
 class Download:
@@ -154,7 +169,7 @@ class Download:
     closes the file, and removes a new one to which nothing has been written when an error occurs."""
 
     def __init__(self, batch_id: str, target: str | os.PathLike[str], resume: bool) -> None:
-        self._batch_id = batch_id
+        self._batch_id = check_string("batch_id", batch_id)
         self.path = Path(target)
         try:
             # Unbuffered: what the disk did not take would be written once more when the file is closed.

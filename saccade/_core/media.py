@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from saccade._core.images import ImageInput, image_message
+from saccade._core.ranges import check_string
 from saccade._core.steps import Call, Do, Steps
 from saccade._core.uploads import media_from, upload_steps
 from saccade.errors import InvalidArgument
@@ -33,8 +34,9 @@ def upload_file_steps(image: ImageInput) -> Steps[Media]:
 
 
 def get_steps(media_id: str) -> Steps[Media]:
-    return media_from((yield Call("media", "GetMedia", media_pb2.GetMediaRequest(media_id=media_id))).media)
+    request = media_pb2.GetMediaRequest(media_id=check_string("media_id", media_id))
+    return media_from((yield Call("media", "GetMedia", request)).media)
 
 
 def delete_steps(media_id: str) -> Steps[None]:
-    yield Call("media", "DeleteMedia", media_pb2.DeleteMediaRequest(media_id=media_id))
+    yield Call("media", "DeleteMedia", media_pb2.DeleteMediaRequest(media_id=check_string("media_id", media_id)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from saccade._core.ranges import check_string
 from saccade._core.results import embedding_from, generation_from, model_from, tensor_from, tokens_from
 from saccade._core.steps import Call, Do, Steps
 from saccade._core.uploads import call_steps
@@ -58,4 +59,5 @@ def models_steps() -> Steps[list[Model]]:
 
 
 def get_model_steps(name: str) -> Steps[Model]:
-    return model_from((yield Call("model", "GetModel", model_pb2.GetModelRequest(name=name))).model)
+    request = model_pb2.GetModelRequest(name=check_string("name", name))
+    return model_from((yield Call("model", "GetModel", request)).model)

@@ -34,7 +34,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_reasoning_tokens": (0, 2**31 - 1),
 }
 """Smallest and largest value; both are allowed."""
-_SEEDS = (0, 2**64 - 1)
+_OTHERS = {"seed": (0, 2**64 - 1), "priority": (-(2**31), 2**31 - 1), "max_errors": (0, 2**63 - 1)}
+"""The same for what is no field of the sampling parameters, or no number that a double holds."""
 
 
 def check_integer(name: str, value: Any) -> int:
@@ -42,9 +43,9 @@ def check_integer(name: str, value: Any) -> int:
     if not hasattr(type(value), "__index__"):
         raise InvalidArgument(f"{name}: expected an integer, got {value!r}")
     number = operator.index(value)
-    low, high = _SEEDS if name == "seed" else _RANGES[name]
+    low, high = _OTHERS.get(name) or _RANGES[name]
     if not low <= number <= high:
-        raise InvalidArgument(f"{name} is {number}; it must be from {low:g} to {_exact(high)}", field=name)
+        raise InvalidArgument(f"{name} is {number}; it must be from {_exact(low)} to {_exact(high)}", field=name)
     return number
 
 
@@ -65,6 +66,13 @@ def check_text(name: str, text: str) -> str:
     return text
 
 
+def check_string(name: str, value: Any) -> str:
+    """The value of a string argument. Raises InvalidArgument."""
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{name}: expected a string, got {type(value).__name__}")
+    return check_text(name, value)
+
+
 def check_strings(name: str, values: Any) -> list[str]:
     """A string, or several, as a list. Raises InvalidArgument with the position of what is no string."""
     if isinstance(values, str):
@@ -72,11 +80,7 @@ def check_strings(name: str, values: Any) -> list[str]:
     if isinstance(values, bytes) or not isinstance(values, Iterable):
         raise InvalidArgument(f"{name}: expected a string or a list of strings, got {type(values).__name__}")
     strings = list(values)
-    for i, value in enumerate(strings):
-        if not isinstance(value, str):
-            raise InvalidArgument(f"{name}[{i}]: expected a string, got {type(value).__name__}")
-        check_text(f"{name}[{i}]", value)
-    return strings
+    return [check_string(f"{name}[{i}]", value) for i, value in enumerate(strings)]
 
 
 def check_request(request: inference_pb2.GenerateRequest) -> None:

@@ -12,7 +12,7 @@ from google.protobuf import json_format
 
 from saccade._core.formats import ResponseFormat, format_message
 from saccade._core.images import ImageInput, image_message, image_messages
-from saccade._core.ranges import check_integer, check_request, check_strings, check_text
+from saccade._core.ranges import check_integer, check_request, check_string, check_strings, check_text
 from saccade._core.tools import ToolChoice, ToolInput, add_calls, set_tools
 from saccade._core.videos import VideoInput, video_from_part, video_messages
 from saccade.errors import InvalidArgument
@@ -110,10 +110,8 @@ def build_request(
     if unknown:
         raise InvalidArgument(f"unknown arguments: {', '.join(unknown)}; known are {', '.join(sorted(known))}")
     request = inference_pb2.GenerateRequest()
-    with _naming("request_id"):
-        request.request_id = sampling.get("request_id") or uuid.uuid4().hex
-    with _naming("model"):
-        request.model = sampling.get("model") or ""
+    request.request_id = check_string("request_id", sampling.get("request_id") or uuid.uuid4().hex)
+    request.model = check_string("model", sampling.get("model") or "")
     media = _Media(image_messages(images), video_messages(videos))
     chat: dict[str, Any] = {name: sampling[name] for name in _THINKING if sampling.get(name) is not None}  # type: ignore[literal-required]
     if sampling.get("continue_final_message"):
@@ -131,8 +129,7 @@ def build_request(
     with _naming("continued_token_ids"):
         request.continued_token_ids.extend(_token_ids(sampling.get("continued_token_ids") or ()))
     if (priority := sampling.get("priority")) is not None:
-        with _naming("priority"):
-            request.priority = operator.index(priority)
+        request.priority = check_integer("priority", priority)
     check_request(request)
     return request
 
@@ -401,8 +398,9 @@ def embed_request(
 def embed_image_request(image: ImageInput, *, model: str = "", request_id: str = "") -> inference_pb2.EmbedRequest:
     """The message for `embed_image`."""
     return inference_pb2.EmbedRequest(
-        request_id=request_id or uuid.uuid4().hex, model=model, image=image_message(image)
-    )
+        request_id=check_string("request_id", request_id or uuid.uuid4().hex), model=check_string("model", model),
+        image=image_message(image),
+    )  # fmt: skip
 
 
 def _copy_input(source: inference_pb2.GenerateRequest, target: Any) -> None:
@@ -426,6 +424,6 @@ def tokenize_request(
         prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model,
         continue_final_message=continue_final_message,
     )  # fmt: skip
-    request = inference_pb2.TokenizeRequest(model=model)
+    request = inference_pb2.TokenizeRequest(model=built.model)
     _copy_input(built, request)
     return request
