@@ -11,8 +11,10 @@ their age is their modification time. All methods block and may be called from a
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
+import math
 import os
 import re
 import secrets
@@ -59,7 +61,6 @@ class Spool:
         self._directory, self._capacity, self._ttl, self._limits, self._clock = directory, capacity, ttl, limits, clock
         self._lock = threading.Lock()
         self._media: dict[tuple[str, str], Media] = {}
-        self._used = 0
         self._reserved: Counter[str] = Counter()
         self._incoming = directory / incoming
         self._incoming.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -71,7 +72,19 @@ class Spool:
     def used_bytes(self) -> int:
         """Bytes of complete files and of running uploads."""
         with self._lock:
-            return self._used + self._reserved.total()
+            return sum(size for _, size, _ in self._held())
+
+    def _held(self) -> Iterator[tuple[str, int, float]]:
+        """Tenant, bytes and expiry of what counts: running uploads, whose expiry is infinite, and complete files. The
+        caller must hold the lock."""
+        for tenant, size in self._reserved.items():
+            yield tenant, size, math.inf
+        for (tenant, _), media in self._media.items():
+            yield tenant, media.size, media.expires
+
+    def _exclusive(self) -> contextlib.AbstractContextManager[Any]:
+        """Keeps out other processes that use the folder: none."""
+        return contextlib.nullcontext()
 
     def _adopt(self) -> None:
         for path in self._directory.glob("*/*"):
@@ -87,7 +100,6 @@ class Spool:
                 path.name, status.st_size, header.width, header.height, header.format, status.st_mtime + self._ttl
             )
             self._media[path.parent.name, path.name] = media
-            self._used += media.size
         self.sweep()
 
     def sweep(self) -> int:
@@ -99,7 +111,6 @@ class Spool:
 
     def _forget(self, key: tuple[str, str]) -> int:
         media = self._media.pop(key)
-        self._used -= media.size
         self._path(key).unlink(missing_ok=True)
         return media.size
 
@@ -118,41 +129,43 @@ class Spool:
                 field="header.size_bytes", reason="IMAGE_TOO_LARGE",
             )  # fmt: skip
         self.sweep()
-        with self._lock:
-            if (used := self._used + self._reserved.total()) + size > self._capacity:
-                raise self._no_room(f"uploaded media fill {used} of {self._capacity} bytes, and this one has {size}")
-            used = sum(m.size for (owner, _), m in self._media.items() if owner == tenant) + self._reserved[tenant]
-            if used + size > self._tenant_capacity:
-                raise self._no_room(
-                    f"your uploads fill {used} of {self._tenant_capacity} bytes, and this one has {size}", tenant
-                )
-            self._reserved[tenant] += size
-        path = self._incoming / secrets.token_hex(16)
-        try:
-            upload = Upload(self, path, tenant, size)
-            try:
-                yield upload
-            finally:
-                upload.close()
-                path.unlink(missing_ok=True)
-        finally:
-            with self._lock:
-                self._reserved[tenant] -= size
+        path = self._incoming / f"{tenant}-{size}-{secrets.token_hex(16)}"
+        with contextlib.ExitStack() as ends:
+            with self._exclusive(), self._lock:
+                self._check_room(tenant, size)
+                upload = Upload(self, path, tenant, size)
+                self._reserved[tenant] += size
+            ends.callback(self._release, tenant, size)
+            ends.callback(path.unlink, missing_ok=True)
+            ends.callback(upload.close)
+            yield upload
 
-    def _no_room(self, message: str, tenant: str | None = None) -> errors.ResourceExhausted:
-        """The error for a full spool, with the time until a file expires, if there is one."""
-        times = [m.expires for (owner, _), m in self._media.items() if tenant in (None, owner)]
-        return _full(message, max(0.001, min(times) - self._clock()) if times else None)
+    def _release(self, tenant: str, size: int) -> None:
+        with self._lock:
+            self._reserved[tenant] -= size
+
+    def _check_room(self, tenant: str, size: int) -> None:
+        """Raises ResourceExhausted, with the time until a file expires, if there is one. The caller must hold the
+        lock."""
+        held = list(self._held())
+        mine = [item for item in held if item[0] == tenant]
+        for items, capacity, whose in (
+            (held, self._capacity, "uploaded media"), (mine, self._tenant_capacity, "your uploads"),
+        ):  # fmt: skip
+            used = sum(count for _, count, _ in items)
+            first = min((expires for _, _, expires in items), default=math.inf)
+            if used + size > capacity:
+                raise _full(
+                    f"{whose} fill {used} of {capacity} bytes, and this one has {size}",
+                    None if first == math.inf else max(0.001, first - self._clock()),
+                )
 
     def _keep(self, tenant: str, path: Path, media: Media) -> Media:
         key = (tenant, media.media_id)
-        with self._lock, _disk():
+        with _disk(), self._exclusive(), self._lock:
             self._path(key).parent.mkdir(exist_ok=True, mode=0o700)
             os.replace(path, self._path(key))
-            if key in self._media:
-                self._used -= self._media[key].size
             self._media[key] = media = replace(media, expires=self._clock() + self._ttl)
-            self._used += media.size
         return media
 
     def get(self, tenant: str, media_id: str) -> Media:
@@ -195,7 +208,6 @@ class Spool:
     def check_integrity(self) -> None:
         """`AssertionError` unless the counts agree with the disk and, while no upload runs, no partial file is left."""
         with self._lock:
-            assert self._used == sum(media.size for media in self._media.values())
             for key, media in self._media.items():
                 assert self._path(key).stat().st_size == media.size, key
             if not self._reserved.total():
@@ -203,18 +215,43 @@ class Spool:
 
 
 class SharedSpool(Spool):
-    """A spool that several frontend processes share: each counts the files that it has received, and all read the same
-    folder. Each has its share of the limits. Files of other processes are found on disk; expired files of a process
-    that has died are deleted by the first process that finds them."""
+    """A spool that several frontend processes share. The limits are those of all of them together, and what counts is
+    the folder: so they hold whichever process receives a file, and after one has been replaced. The name of a running
+    upload has its tenant and its size."""
 
-    def __init__(self, *arguments: Any, member: int, **keywords: Any) -> None:
-        self._member = member
+    def __init__(self, *arguments: Any, member: int, members: int, **keywords: Any) -> None:
+        """`member`: the number of this process, of `members`."""
+        self._member, self._members = member, members
         keywords["incoming"] = f"incoming-{member}"
         super().__init__(*arguments, **keywords)
 
     def _adopt(self) -> None:
         if self._member == 0:
             super()._adopt()
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Keeps out the other processes while an upload is begun or committed and while expired files are deleted."""
+        with (self._directory / "uploads.lock").open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _held(self) -> Iterator[tuple[str, int, float]]:
+        """What counts, of all processes."""
+        for member in range(self._members):  # uploads first: one that is committed meanwhile counts at least once
+            for path in self._directory.glob(f"incoming-{member}/*-*-*"):
+                tenant, reserved, _ = path.name.rsplit("-", 2)
+                yield tenant, int(reserved), math.inf
+        for path, size, expires in self._files():
+            yield path.parent.name, size, expires
+
+    def _files(self) -> Iterator[tuple[Path, int, float]]:
+        """Path, bytes and expiry of the complete files of all processes."""
+        for path in self._directory.glob("*/*"):
+            if _ID.fullmatch(path.name):
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    yield path, status.st_size, status.st_mtime + self._ttl
 
     def get(self, tenant: str, media_id: str) -> Media:
         """Raises NotFound."""
@@ -223,15 +260,17 @@ class SharedSpool(Spool):
             if not _ID.fullmatch(media_id):
                 raise FileNotFoundError
             expires = path.stat().st_mtime + self._ttl
+            if expires <= self._clock():
+                raise FileNotFoundError
             with self._lock:
                 known = self._media.get((tenant, media_id))
-            if known is None and expires > self._clock():
-                data = path.read_bytes()
-                header = self.describe(data)
-                return Media(media_id, len(data), header.width, header.height, header.format, expires)
+            if known is not None:  # another process may have renewed it
+                return replace(known, expires=expires)
+            data = path.read_bytes()
+            header = self.describe(data)
+            return Media(media_id, len(data), header.width, header.height, header.format, expires)
         except (FileNotFoundError, ImageError):
             raise _unknown(media_id) from None
-        return super().get(tenant, media_id)
 
     def size(self, tenant: str, media_id: str) -> int:
         """Size of a file in bytes; the content is not checked. Raises NotFound."""
@@ -254,18 +293,15 @@ class SharedSpool(Spool):
         self._path((tenant, media_id)).unlink(missing_ok=True)
 
     def sweep(self) -> int:
-        """Deletes expired files; returns the bytes freed."""
-        with self._lock:
-            for key, media in list(self._media.items()):
-                with contextlib.suppress(FileNotFoundError):  # another process may have renewed it
-                    expires = self._path(key).stat().st_mtime + self._ttl
-                    self._media[key] = replace(media, expires=expires)
-        freed = super().sweep()
-        for path in self._directory.glob("*/*") if self._member == 0 else ():
-            with contextlib.suppress(FileNotFoundError):
-                if _ID.fullmatch(path.name) and path.stat().st_mtime + self._ttl <= self._clock():
-                    freed += path.stat().st_size
-                    path.unlink()
+        """Deletes expired files of all processes; returns the bytes freed."""
+        now, freed = self._clock(), 0
+        with self._exclusive(), self._lock:
+            for path, size, expires in list(self._files()):
+                if expires <= now:
+                    path.unlink(missing_ok=True)
+                    freed += size
+            for key in [key for key in self._media if not self._path(key).exists()]:
+                del self._media[key]
         return freed
 
 

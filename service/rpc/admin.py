@@ -38,6 +38,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def GetLoads(self, request: admin_pb2.GetLoadsRequest, context: Any) -> admin_pb2.GetLoadsResponse:
         stats = await asyncio.wrap_future(self._frontend.engine.query("stats"))
         decoder, handoff = stats["decoder"], stats["handoff"]
+        media_bytes = await asyncio.to_thread(lambda: self._spool.used_bytes)  # several frontends count on disk
         return admin_pb2.GetLoadsResponse(
             live_requests=self._frontend.live,
             running=decoder["running"],
@@ -47,7 +48,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             handoff_used_bytes=handoff.get("used_bytes", 0),
             handoff_capacity_bytes=handoff.get("capacity_bytes", 0),
             inflight_bytes=self._budget.used,
-            media_bytes=self._spool.used_bytes,
+            media_bytes=media_bytes,
             draining=self._draining(),
             max_running=self._frontend.engine.info.max_seqs,
             max_requests=self._frontend.limits.max_queue,

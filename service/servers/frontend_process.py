@@ -108,7 +108,7 @@ class FrontendServer(Server):
         link.on_drain, link.on_beat = drain, beat
 
     def _make_spool(self, folder: Path, *arguments: Any, **keywords: Any) -> Spool:
-        return SharedSpool(folder, *arguments, member=self._member, **keywords)
+        return SharedSpool(folder, *arguments, member=self._member, members=self.options.frontends, **keywords)
 
     def _drain_asked(self) -> None:
         self._link.drain_all()

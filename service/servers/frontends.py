@@ -6,7 +6,8 @@ and events back to the frontend that submitted the request. A frontend that dies
 engine are aborted; the other frontends go on. The hub binds the port and holds a file lock on it: without them a
 second server on the same port would silently receive part of the connections.
 
-Limits on what a server holds at a time are divided among the frontends.
+Limits on what a server holds at a time are divided among the frontends, except those on uploaded files, whose folder
+they share.
 """
 
 from __future__ import annotations
@@ -278,7 +279,8 @@ def _answer(frontend: _Frontend, number: int, future: Future[dict[str, Any]]) ->
 
 
 def share(options: ServerOptions, member: int, port: int) -> ServerOptions:
-    """The options of one frontend: limits that hold for the whole server are divided by the number of frontends."""
+    """The options of one frontend: limits that hold for the whole server are divided by the number of
+    frontends, except those of the media folder, which all count together."""
 
     def part(total: int) -> int:
         return max(1, total // options.frontends)
@@ -288,10 +290,8 @@ def share(options: ServerOptions, member: int, port: int) -> ServerOptions:
         options, port=port, max_queue=part(options.max_queue), max_inflight_bytes=part(options.max_inflight_bytes),
         max_tenant_calls=part(options.max_tenant_calls),
         max_tenant_requests=None if options.max_tenant_requests is None else part(options.max_tenant_requests),
-        media_bytes=part(options.media_bytes), image_workers=part(options.image_workers),
-        preprocess_bytes=part(options.preprocess_bytes),
+        image_workers=part(options.image_workers), preprocess_bytes=part(options.preprocess_bytes),
         image_cache_bytes=options.image_cache_bytes // options.frontends,
-        media_tenant_bytes=None if options.media_tenant_bytes is None else part(options.media_tenant_bytes),
         metrics_port=metrics + member if metrics else metrics,
     )  # fmt: skip
 

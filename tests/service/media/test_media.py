@@ -153,7 +153,9 @@ def test_frontends_share_their_files(tmp_path: Path) -> None:
     clock = Clock()
 
     def member(number: int) -> SharedSpool:
-        return SharedSpool(tmp_path, 10**6, 100.0, ImageLimits(max_bytes=10**5), clock, member=number)
+        return SharedSpool(
+            tmp_path, 10**6, 100.0, ImageLimits(max_bytes=10**5), clock, member=number, members=2
+        )  # fmt: skip
 
     one, other = member(0), member(1)
     media, data = put(one, png(1)), png(1)
@@ -164,7 +166,7 @@ def test_frontends_share_their_files(tmp_path: Path) -> None:
         for asked in (other.get, other.size, other.read, other.delete):
             with pytest.raises(errors.NotFound):
                 asked(owner, name)
-    assert other.used_bytes == 0 and one.used_bytes == len(data), "each counts what it has taken itself"
+    assert other.used_bytes == one.used_bytes == len(data), "both count what either has taken"
     clock.now += 99.0
     other.renew("t", media.media_id)
     clock.now += 99.0
@@ -173,14 +175,69 @@ def test_frontends_share_their_files(tmp_path: Path) -> None:
     for asked in (one.get, other.get, other.size, other.read):
         with pytest.raises(errors.NotFound):
             asked("t", media.media_id)
-    # the files of a frontend that has died are deleted by the first frontend, and by no other
+    # expired files of others are deleted by the first that finds them
     (tmp_path / "t" / ("1" * 64)).write_bytes(data)
     os.utime(tmp_path / "t" / ("1" * 64), (clock.now - 100.0, clock.now - 100.0))
-    assert other.sweep() == 0 and (tmp_path / "t" / ("1" * 64)).exists()
-    assert one.sweep() == 2 * len(data) and not (tmp_path / "t" / ("1" * 64)).exists()
+    assert other.sweep() == 2 * len(data) and not (tmp_path / "t" / ("1" * 64)).exists()
+    assert one.sweep() == other.used_bytes == one.used_bytes == 0
     again = put(other, png(2))
     one.delete("t", again.media_id)
     assert not (tmp_path / "t" / again.media_id).exists()
+
+
+def test_the_limits_of_frontends_hold_after_restarts(tmp_path: Path) -> None:
+    """Whichever is replaced, and for running uploads of the others, too."""
+    clock, data = Clock(), [png(i, (8, 8)) for i in range(3)]
+    sizes = [len(file) for file in data]
+
+    def member(number: int) -> SharedSpool:
+        return SharedSpool(
+            tmp_path, sum(sizes[:3]) + 1, 100.0, ImageLimits(max_bytes=10**5), clock, sum(sizes[:2]) + 1,
+            member=number, members=2,
+        )  # fmt: skip
+
+    spools = [member(0), member(1)]
+    for number in range(2):
+        put(spools[number], data[number])
+        spools[number] = member(number)  # a replacement, which has received nothing itself
+    for path in tmp_path.glob("t/*"):
+        os.utime(path, (clock.now, clock.now))
+    for spool in spools:
+        assert spool.used_bytes == sum(sizes[:2])
+        with pytest.raises(errors.ResourceExhausted, match="your uploads") as full, spool.upload("t", sizes[2]):
+            pass
+        assert full.value.retry_after == pytest.approx(100)
+        with pytest.raises(errors.ResourceExhausted, match="uploaded media"), spool.upload("u", sizes[2] + 2):
+            pass
+    with spools[0].upload("u", sizes[2]) as upload:
+        with pytest.raises(errors.ResourceExhausted, match="uploaded media"), spools[1].upload("v", 2):
+            pass
+        assert spools[1].sweep() == 0, "does not wait for the upload"
+        upload.write(data[2])
+        upload.commit()
+    assert spools[0].used_bytes == spools[1].used_bytes == sum(sizes[:3])
+    clock.now += 100.0
+    with spools[1].upload("t", sizes[0] + sizes[1] + 1):  # where the files of others have expired, there is room
+        assert not list(tmp_path.glob("t/*"))
+
+
+def test_an_upload_of_a_frontend_that_was_killed_counts_until_it_is_replaced(tmp_path: Path) -> None:
+    clock = Clock()
+
+    def member(number: int, members: int = 2) -> SharedSpool:
+        limits = ImageLimits(max_bytes=10**5)
+        return SharedSpool(tmp_path, 1000, 100.0, limits, clock, member=number, members=members)
+
+    one, other = member(0), member(1)
+    killed = other.upload("t", 900)
+    killed.__enter__()
+    with pytest.raises(errors.ResourceExhausted, match="fill 900 of 1000 bytes, and this one has 101"):
+        one.upload("t", 101).__enter__()
+    with member(0, 1).upload("t", 1000):  # a later server has fewer frontends
+        pass
+    member(1)
+    with one.upload("t", 1000):
+        pass
 
 
 def test_a_full_disk_is_an_error_of_its_own(tmp_path: Path) -> None:

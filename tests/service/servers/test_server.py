@@ -103,8 +103,8 @@ def test_limits_are_divided_among_frontends_and_each_gets_at_least_one() -> None
     }  # fmt: skip
     part = share(ServerOptions(frontends=3, **bounds), 1, 77)
     assert {name: getattr(part, name) for name in bounds} == {
-        "max_queue": 1, "max_tenant_calls": 3, "max_tenant_requests": 2, "max_inflight_bytes": 2000, "media_bytes": 10,
-        "media_tenant_bytes": 2, "image_workers": 1, "preprocess_bytes": 3, "metrics_port": 9101,
+        "max_queue": 1, "max_tenant_calls": 3, "max_tenant_requests": 2, "max_inflight_bytes": 2000, "media_bytes": 30,
+        "media_tenant_bytes": 8, "image_workers": 1, "preprocess_bytes": 3, "metrics_port": 9101,
     }  # fmt: skip
     assert part.port == 77
     unset = share(ServerOptions(frontends=3), 2, 77)
