@@ -65,7 +65,9 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateLogLevel(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Until a restart, in all processes of the server: others than the one that answers follow within seconds, an encoder
+        process with its next image. Encoders on other hosts keep theirs.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import socket
 import subprocess
@@ -46,6 +47,11 @@ def start_helper(module: str, descriptors: Sequence[int] = ()) -> tuple[subproce
     finally:
         theirs.close()
     return process, Connection(ours.detach())
+
+
+def log_level() -> int:
+    """The log level of this process, which its helpers have too."""
+    return logging.getLogger().getEffectiveLevel()
 
 
 def first_message(process: subprocess.Popen[bytes], connection: Connection, load_timeout: float, name: str) -> Any:

@@ -3,10 +3,10 @@ on.
 
 Pixels and rows are in shared segments (`segments.py`); control messages are sent through a socket pair, as between
 frontend and engine. Decoder to encoder: (options, log level) first, then ("segment", number) with a descriptor,
-("forget", number), ("encode", ticket, description, segment, rows), ("cancel", ticket), ("close",). Encoder to decoder:
-("ready",) or ("failed", message), then for each ticket exactly one of ("done", ticket, counts, stats), ("error",
-ticket, message, invalid) and ("cancelled", ticket). Until then, or until the process is dead, its segment is not
-reused: a late encoder may still write a revoked image there.
+("forget", number), ("encode", ticket, description, segment, rows), ("cancel", ticket), ("log level", level),
+("close",). Encoder to decoder: ("ready",) or ("failed", message), then for each ticket exactly one of ("done", ticket,
+counts, stats), ("error", ticket, message, invalid) and ("cancelled", ticket). Until then, or until the process is dead,
+its segment is not reused: a late encoder may still write a revoked image there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 from service.common.channel import send
 from service.common.config import ConfigError, EngineOptions
-from service.common.helper_process import HelperFailed, first_message, start_helper
+from service.common.helper_process import HelperFailed, first_message, log_level, start_helper
 from service.encoding.encoder_pool import LinkOwner
 from service.encoding.entries import EncoderUnavailable, EncodingFailed, Work
 from service.encoding.segments import Segment, SegmentPool, rounded
@@ -62,7 +62,7 @@ class ProcessLink:
         self._unsent: deque[Work] = deque()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._reason = "not started"
+        self._reason, self._log_level = "not started", log_level()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._counts: dict[str, float] = {"starts": 0}
@@ -180,9 +180,13 @@ class ProcessLink:
         return True
 
     def _post(self, message: Any, descriptor: int | None = None) -> None:
-        """Sends a message; the lock must be held. The reader thread notices broken connections."""
+        """Sends a message, after this process's log level if that has changed; the lock must be held. The reader thread
+        notices broken connections."""
         if self._connection is not None:
             with contextlib.suppress(OSError, ValueError):
+                if (level := log_level()) != self._log_level:
+                    self._log_level = level
+                    send(self._connection, ("log level", level))
                 send(self._connection, message, () if descriptor is None else (descriptor,))
 
     # -- from the encoder ----------------------------------------------------------------------------------------------
@@ -192,7 +196,8 @@ class ProcessLink:
         self._process, connection = start_helper("service.servers.encoder_process")
         try:
             with contextlib.suppress(ConnectionError):  # a process that has ended already is reported by the next line
-                connection.send((self._options, logging.getLogger().getEffectiveLevel()))
+                self._log_level = log_level()
+                connection.send((self._options, self._log_level))
             verdict, *value = first_message(self._process, connection, self._options.load_timeout, "encoder")
         except HelperFailed as error:
             raise ConfigError(str(error)) from None

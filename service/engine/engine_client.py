@@ -23,7 +23,7 @@ from typing import Any
 from service.common.channel import Outbox
 from service.common.config import ConfigError, EngineOptions
 from service.common.errors import EngineDied
-from service.common.helper_process import POLLS, HelperFailed, first_message, start_helper
+from service.common.helper_process import POLLS, HelperFailed, first_message, log_level, start_helper
 from service.engine import wire
 from service.engine.types import EngineEvent, EngineInfo, EngineRequest, EventSink, Query
 
@@ -158,7 +158,7 @@ class EngineProcess(EngineLink):
     """An engine in a process of its own. It is killed when it does not answer a heartbeat within `hang_timeout`."""
 
     def __init__(
-        self, options: EngineOptions, *, log_level: str = "info", on_death: Callable[[], None] = lambda: None,
+        self, options: EngineOptions, *, on_death: Callable[[], None] = lambda: None,
         on_start: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
     ) -> None:  # fmt: skip
         """Starts the process and waits until its model is loaded. Raises ConfigError with the engine's message if it
@@ -172,7 +172,8 @@ class EngineProcess(EngineLink):
         self._over = threading.Event()
         try:
             with contextlib.suppress(ConnectionError):  # a process that has ended already is reported by the next line
-                self._connection.send((options, log_level))
+                self._log_level = log_level()
+                self._connection.send((options, self._log_level))
             verdict, value = first_message(self._process, self._connection, options.load_timeout, "engine")
         except HelperFailed as error:
             raise EngineDied(str(error)) from None
@@ -198,9 +199,12 @@ class EngineProcess(EngineLink):
         threading.Thread(target=self._watch, name="saccade-engine-watch", daemon=True).start()
 
     def _watch(self) -> None:
-        """Sends heartbeats that the engine's loop answers, and kills an engine that does not answer one within
-        `hang_timeout`; its end is then handled like any other."""
+        """Sends new log levels of this process, and heartbeats that the engine's loop answers. Kills an engine that
+        does not answer one within `hang_timeout`; its end is then handled like any other."""
         while not self._over.wait(BEAT_SECONDS):
+            if (level := log_level()) != self._log_level:
+                self._log_level = level
+                self._outbox.put(("log level", level))
             beat = self.query("beat")
             for _ in range(POLLS):
                 if wait([beat], self._hang_timeout / POLLS).done or self._over.is_set():
@@ -241,13 +245,12 @@ class SupervisedEngine:
     """An `EngineProcess` that is replaced when it dies, with the same methods. Thread-safe."""
 
     def __init__(
-        self, options: EngineOptions, *, log_level: str = "info",
-        on_change: Callable[[bool], None] = lambda alive: None, on_give_up: Callable[[], None] = lambda: None,
+        self, options: EngineOptions, *, on_change: Callable[[bool], None] = lambda alive: None,
+        on_give_up: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """Starts the first engine; its ConfigError is raised. `on_change` is called from other threads with whether
         there is an engine, and `on_give_up` when no further engine will be started."""
-        self._options, self._log_level, self._on_change = options, log_level, on_change
-        self._on_give_up = on_give_up
+        self._options, self._on_change, self._on_give_up = options, on_change, on_give_up
         self._emit: EventSink = lambda events: None
         self._closing = threading.Event()
         self._deaths = 0
@@ -261,7 +264,7 @@ class SupervisedEngine:
         self.info: EngineInfo = self._engine.info
 
     def _new_engine(self) -> EngineProcess:
-        engine = EngineProcess(self._options, log_level=self._log_level, on_death=self._died, on_start=self._loads)
+        engine = EngineProcess(self._options, on_death=self._died, on_start=self._loads)
         self._loading = None
         return engine
 

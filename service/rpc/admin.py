@@ -21,10 +21,11 @@ LEVELS = ("debug", "info", "warning", "error")
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     def __init__(
         self, frontend: Frontend, spool: Spool, budget: ByteBudget, *, drain: Callable[[], None],
-        draining: Callable[[], bool],
+        draining: Callable[[], bool], tell_log_level: Callable[[], None],
     ) -> None:  # fmt: skip
+        """`tell_log_level`: called when the log level of this process has changed."""
         self._frontend, self._spool, self._budget = frontend, spool, budget
-        self._drain, self._draining = drain, draining
+        self._drain, self._draining, self._tell_log_level = drain, draining, tell_log_level
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
         log.warning("draining, as an operator asked: %d requests are running", self._frontend.live)
@@ -70,6 +71,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         root = logging.getLogger()
         previous = logging.getLevelName(root.level).lower()
         root.setLevel(request.level.upper())
+        self._tell_log_level()
         return admin_pb2.UpdateLogLevelResponse(previous_level=previous)
 
 

@@ -58,6 +58,8 @@ class SegmentWork:
                     case ("cancel", ticket):
                         if self._waiting.pop(ticket, None) is not None:
                             self.send(("cancelled", ticket))
+                    case ("log level", level):
+                        logging.getLogger().setLevel(level)
                     case ("close",):
                         return
         except (EOFError, OSError):

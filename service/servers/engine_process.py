@@ -1,9 +1,9 @@
 """The engine process: `python -m service.servers.engine_process FD`, started by `service.engine.engine_client`.
 
-Protocol on the socket pair FD. Frontend to engine: the options first, then ("submit", request) followed by the
-descriptors of its images, ("abort", id), ("query", number, what), ("close",). Engine to frontend: ("ready", info) or
-("failed", message) first, then ("events", [...]), ("answer", number, value, error). Each side treats the end of the
-stream as the end of the other.
+Protocol on the socket pair FD. Frontend to engine: (options, log level) first, then ("submit", request) followed by the
+descriptors of its images, ("abort", id), ("query", number, what), ("log level", level), ("close",). Engine to frontend:
+("ready", info) or ("failed", message) first, then ("events", [...]), ("answer", number, value, error). Each side treats
+the end of the stream as the end of the other.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ def main(descriptor: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     options, log_level = connection.recv()
-    logging.basicConfig(
-        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     keep_freed_memory()
     try:
         return _serve(connection, options)
@@ -73,6 +71,8 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
                         engine.abort(request_id)
                     case ("query", number, what):
                         engine.query(what).add_done_callback(functools.partial(answer, number))
+                    case ("log level", level):
+                        logging.getLogger().setLevel(level)
                     case ("close",):
                         return
         except (EOFError, ConnectionError):

@@ -1,11 +1,11 @@
 """One of several frontend processes: `python -m service.servers.frontend_process FD`, started by
 `service.servers.frontends`.
 
-Protocol on the socket pair FD. Hub to frontend: (options, engine info, member, path of a private
-socket or None) first; then what an engine process
-sends, and ("alive", bool), ("given up",), ("drain",), ("beat",). Frontend to hub: ("serving", port) or ("failed",
-message) first; then what an engine process receives, and ("cancel", number, salt, request id), ("drain",), and
-("beat",) as the answer to each ("beat",). A frontend whose connection to the hub closes ends its process.
+Protocol on the socket pair FD. Hub to frontend: (options, engine info, member, path of a private socket or None) first;
+then what an engine process sends, and ("alive", bool), ("given up",), ("drain",), ("beat", log level). Frontend to hub:
+("serving", port) or ("failed", message) first; then what an engine process receives, and ("cancel", number, salt,
+request id), ("drain",), ("log level", level), and ("beat",) as the answer to each heartbeat. A frontend whose
+connection to the hub closes ends its process.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 from kernels.host_memory import release_program_pages
 from service.common.config import ServerOptions
+from service.common.helper_process import log_level
 from service.engine.engine_client import EngineLink
 from service.engine.types import EngineInfo
 from service.media.media import SharedSpool, Spool
@@ -59,7 +60,8 @@ class HubLink(EngineLink):
                 self.on_give_up()
             case ("drain",):
                 self.on_drain()
-            case ("beat",):
+            case ("beat", level):
+                logging.getLogger().setLevel(level)
                 self.on_beat()
             case _:
                 super()._other(message)
@@ -106,6 +108,7 @@ class FrontendServer(Server):
             loop.call_soon_threadsafe(link.tell, ("beat",))
 
         link.on_drain, link.on_beat = drain, beat
+        self.tell_log_level = lambda: link.tell(("log level", log_level()))
 
     def _make_spool(self, folder: Path, *arguments: Any, **keywords: Any) -> Spool:
         return SharedSpool(folder, *arguments, member=self._member, members=self.options.frontends, **keywords)

@@ -33,7 +33,7 @@ from typing import Any
 from service.common.channel import Outbox, receive_descriptor
 from service.common.config import ConfigError, ServerOptions
 from service.common.folders import OwnedFolder, locked
-from service.common.helper_process import start_helper
+from service.common.helper_process import log_level, start_helper
 from service.engine import wire
 from service.engine.engine_client import SupervisedEngine
 from service.engine.types import EngineEvent
@@ -90,10 +90,7 @@ class Hub:
         self._stopping = threading.Event()
         self._draining = False
         self._threads: list[threading.Thread] = []
-        self.engine = SupervisedEngine(
-            options, log_level=options.log_level, on_change=self._engine_changed,
-            on_give_up=self._engine_given_up,
-        )  # fmt: skip
+        self.engine = SupervisedEngine(options, on_change=self._engine_changed, on_give_up=self._engine_given_up)
         self.engine.start(self._deliver)
 
     def start(self) -> None:
@@ -128,7 +125,7 @@ class Hub:
                     frontend.process.kill()
                 frontend.waits += 1
                 if serving:  # also while a heartbeat is unanswered: its answer may have come just before `waits` rose
-                    frontend.send(("beat",))
+                    frontend.send(("beat", log_level()))
 
     def _start_frontend(self, member: int) -> None:
         with self._life:
@@ -189,6 +186,10 @@ class Hub:
                 self.engine.query(what).add_done_callback(lambda future: _answer(frontend, number, future))
             case ("cancel", number, salt, request_id):
                 frontend.send(("answer", number, {"found": self._cancel(salt, request_id)}, None))
+            case ("log level", level):  # the others and the engine get it with their heartbeats
+                logging.getLogger().setLevel(level)
+                if self._http is not None:
+                    self._http.tell_log_level()
             case ("drain",):
                 self._draining = True
                 for other in list(self._frontends.values()):

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from service.common.config import ConfigError, HttpFrontOptions, ServerOptions
 from service.common.folders import OwnedFolder
-from service.common.helper_process import HelperFailed, first_message, start_helper
+from service.common.helper_process import HelperFailed, first_message, log_level, start_helper
 from service.http.listen import bind, check_packages, url_of
 from service.servers.exposure import check_exposure
 
@@ -72,9 +72,13 @@ class HttpProcess:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        if self._grpc_address and self._connection is not None:
+        if self._connection is not None:
             with contextlib.suppress(OSError):  # it has ended; the next one is told when it has started
-                self._connection.send(self._grpc_address)
+                self._connection.send((self._grpc_address, log_level()))
+
+    def tell_log_level(self) -> None:
+        """Tells the process, and those that replace it, the log level of this one."""
+        self._pass_on()
 
     def start(self) -> None:
         """Starts the process; it serves on return. Raises ConfigError if it cannot."""

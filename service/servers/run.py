@@ -35,14 +35,15 @@ async def serve(options: ServerOptions) -> int:
 
     def build() -> tuple[SupervisedEngine, ModelAssets]:
         assets = load_assets(options)
-        engine = SupervisedEngine(options, log_level=options.log_level, on_change=on_change, on_give_up=on_give_up)
+        engine = SupervisedEngine(options, on_change=on_change, on_give_up=on_give_up)
         return engine, assets
 
     async with http_beside(options) as http:
         engine, assets = await loop.run_in_executor(None, build)
         try:
             server = Server(options, engine, assets)
-            server.private_socket = None if http is None else http.socket_of(0)
+            if http is not None:
+                server.private_socket, server.tell_log_level = http.socket_of(0), http.tell_log_level
             servers.append(server)
             await server.start()
         except BaseException:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,8 @@ class Server:
         self.metrics_port = 0
         self.private_socket: str | None = None
         """Path of a Unix socket to listen on besides, in plain text: for the HTTP server beside this one."""
+        self.tell_log_level: Callable[[], None] = lambda: None
+        """Called when the log level of this process has changed. The engine's processes follow without it."""
 
     async def start(self) -> None:
         """Listens and warms up; health is SERVING on return. Raises ConfigError if the address cannot be bound or the
@@ -169,8 +171,9 @@ class Server:
             batch_pb2_grpc.add_BatchServiceServicer_to_server(BatchServicer(self._batches()), server)
             names.append("Batch")
         admin = AdminServicer(
-            self.frontend, self.spool, self.budget, drain=self._drain_asked, draining=lambda: self._draining
-        )
+            self.frontend, self.spool, self.budget, drain=self._drain_asked, draining=lambda: self._draining,
+            tell_log_level=self.tell_log_level,
+        )  # fmt: skip
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         triton = KServeServicer(
             self.calls, self._model, self.budget, version=_version(),

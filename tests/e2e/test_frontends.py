@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import signal
@@ -226,6 +227,66 @@ def test_a_frontend_that_is_replaced_during_a_drain_rejects_calls(text_model: Pa
                 assert refused.value.reason == "DRAINING"
         finally:
             asyncio.run(hub.stop())
+
+
+TELL_LEVEL = """
+import logging, os, signal, sys
+
+def tell(*_):
+    with open(f"{os.path.dirname(__file__)}/{os.getpid()}.new", "w") as file:
+        file.write(str(logging.getLogger().level))
+    os.replace(file.name, file.name.removesuffix(".new"))
+
+signal.signal(signal.SIGURG, tell)
+"""
+"""A module that Python imports when it starts: on SIGURG, which others ignore, the process writes its log level to a
+file."""
+
+
+@pytest.mark.parametrize("frontends", [1, 2])
+def test_a_log_level_reaches_all_processes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frontends: int
+) -> None:
+    """Those that are replaced later, too; the encoder's with its next image."""
+    (tmp_path / "sitecustomize.py").write_text(TELL_LEVEL)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    options = ["--admin", "--encoder-process", "--http-port", "0", "--frontends", str(frontends)]
+
+    with ServerProcess([str(model), *ARGUMENTS, *options]) as server, saccade.Client(server.address) as client:
+
+        def processes() -> list[int]:
+            engines = children(server.pid, "service.servers.engine_process")
+            encoders = [pid for engine in engines for pid in children(engine, "service.servers.encoder_process")]
+            others = ("service.servers.frontend_process", "service.http.process")
+            return [server.pid, *engines, *encoders, *(pid for name in others for pid in children(server.pid, name))]
+
+        def wait_for(level: str) -> None:
+            for number in range(200):
+                client.generate("x", images=[png(number)], max_tokens=1)
+                pids = processes()
+                files = [tmp_path / str(pid) for pid in pids]
+                for file in files:
+                    file.unlink(missing_ok=True)
+                while processes() == pids and not all(file.exists() for file in files):
+                    for pid in pids:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGURG)
+                    time.sleep(0.01)
+                levels = {file.read_text() for file in files if file.exists()}
+                if levels == {level} and len(pids) == count and all(file.exists() for file in files):
+                    return
+            pytest.fail(f"after 200 images the log levels are {levels}")
+
+        count = 4 if frontends == 1 else 6
+        assert len(processes()) == count
+        with connect(server.address) as stubs:
+            answer = stubs.admin.UpdateLogLevel(admin_pb2.UpdateLogLevelRequest(level="warning"))
+        assert answer.previous_level == "error"
+        wait_for("30")
+        several = ("service.servers.engine_process", "service.servers.frontend_process")
+        for name in several if frontends > 1 else ("service.http.process",):
+            os.kill(children(server.pid, name)[0], signal.SIGKILL)
+        wait_for("30")
 
 
 @pytest.mark.parametrize("shared", ["port", "media_dir"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -88,7 +87,7 @@ class RunningServer:
             "image_workers": 1,
         } | options
         self.options = ServerOptions(model=model, port=0, **values)
-        make_engine = functools.partial(EngineProcess, log_level="warning") if engine_process else EngineHere
+        make_engine = EngineProcess if engine_process else EngineHere
         self.engine: EngineHandle = engine or make_engine(self.options)
         self._images_here = "image_workers" not in options
         self.loop = asyncio.new_event_loop()
