@@ -210,11 +210,25 @@ def _kind(code: str, message: str, reason: str) -> type[SaccadeError]:
 def error_from_rpc(rpc_error: Any, *, request_id: str = "") -> SaccadeError:
     """Converts a `grpc.RpcError` that is also a call (sync or aio); it becomes the error's `__cause__`."""
     trailers = _items(rpc_error.trailing_metadata())
-    error = error_from_status(
-        rpc_error.code().name, rpc_error.details() or "", parse_trailers(trailers), request_id=request_id
-    )
+    code, message = rpc_error.code().name, rpc_error.details() or ""
+    if code == "UNAVAILABLE" and (hint := _tls_hint(message)):
+        message = f"{message}; {hint}"
+    error = error_from_status(code, message, parse_trailers(trailers), request_id=request_id)
     error.__cause__ = rpc_error
     return error
+
+
+def _tls_hint(message: str) -> str:
+    """What gRPC's words about a connection that could not be established say about TLS; empty if nothing."""
+    if not message.startswith("failed to connect"):
+        return ""
+    if "WRONG_VERSION_NUMBER" in message:
+        return "the server may not use TLS: connect without it"
+    if "CERTIFICATE_VERIFY_FAILED" in message:
+        return "the server's certificate is not signed by a trusted CA"
+    if message.endswith("Socket closed"):  # in the handshake: the server expects it, or a certificate in it
+        return "the server may expect TLS, or a client certificate"
+    return ""
 
 
 def _items(metadata: Any) -> list[tuple[str, str | bytes]]:

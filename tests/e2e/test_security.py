@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from keys import KEYS, bearer, fails, key_file
 from rpc import Stubs, ask, connect, reason, upload
 from running import RunningServer
 
+import saccade
+from saccade.cli import main
 from saccade.v1 import admin_pb2, inference_pb2, media_pb2, model_pb2
 from service.common.config import ConfigError, ServerOptions
 from service.servers.exposure import check_exposure
@@ -198,6 +201,38 @@ def test_clients_with_certificates(model: Path, tmp_path: Path) -> None:
                 assert fails(stubs.inference.Generate, ask())[0] == "UNAVAILABLE"
         with connect(running.address, credentials(authority, clients.issue("client"))) as stubs:
             assert stubs.inference.Generate(ask()).samples
+
+
+def test_a_client_is_told_if_tls_may_be_the_reason(
+    model: Path, tmp_path: Path, server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    authority, clients, other = (Authority.create(tmp_path / name) for name in ("server", "clients", "other"))
+    certificate, key = authority.issue("server")
+    options = {"tls_cert": str(certificate), "tls_key": str(key), "tls_client_ca": str(clients.certificate)}
+    expects, unused = "the server may expect TLS, or a client certificate", "the server may not use TLS"
+    with RunningServer(str(model), **SMALL, **options) as running:
+        cases = [
+            (running.address, None, expects),
+            (running.address, authority, expects),
+            (running.address, other, "not signed by a trusted CA"),
+            (server.address, authority, unused),
+            ("127.0.0.1:1", None, "Connection refused"),
+        ]
+        for address, trusted, words in cases:
+            tls = None if trusted is None else saccade.TLSConfig(ca=str(trusted.certificate))
+            with saccade.Client(address, tls=tls, max_retries=0) as client:
+                with pytest.raises(saccade.errors.Unavailable, match=words) as refused:
+                    client.generate("x")
+            assert refused.value.retryable and ("TLS" in str(refused.value)) == ("TLS" in words)
+
+            async def ask_it(address: str = address, tls: saccade.TLSConfig | None = tls, words: str = words) -> None:
+                async with saccade.AsyncClient(address, tls=tls, max_retries=0) as client:
+                    with pytest.raises(saccade.errors.Unavailable, match=words):
+                        await client.stream("x").final()
+
+            asyncio.run(ask_it())
+        assert main(["ask", "x", "--server", running.address]) == 1
+        assert expects in capsys.readouterr().err
 
 
 def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
