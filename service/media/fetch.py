@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
@@ -36,6 +37,9 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 HTTPS = 443
 CONCURRENCY = 16
 _MOVED = {301, 302, 303, 307, 308}
+_NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))*")
+MAX_NAME = 253
+"""Characters of a name in DNS."""
 _UNICAST6 = ipaddress.IPv6Network("2000::/3")
 """Networks of public addresses. Python's `is_global` also accepts site-local addresses and private NAT64, which are not
 public."""
@@ -107,21 +111,23 @@ class Fetcher:
         if url.userinfo:
             raise _denied(source, "a URL with a user or password is not fetched")
         port = url.port or HTTPS
-        if not any(_matches(entry, url.host, port) for entry in self._hosts):
-            raise _denied(source, f"the host {url.host[:100]}:{port} is not one that this server fetches from")
+        host = _host(url)
+        if not any(_matches(entry, host, port) for entry in self._hosts):
+            raise _denied(source, f"the host {host[:100]}:{port} is not one that this server fetches from")
         return url
 
     async def _address(self, source: MediaSource, url: httpx.URL) -> Address:
         """The address to connect to. All addresses of the name must be allowed, since the owner of the name chooses
         which of them is used."""
+        host = _host(url)
         try:
-            found = [ipaddress.ip_address(text) for text in await self._resolve(url.host, url.port or HTTPS)]
+            found = [ipaddress.ip_address(text) for text in await self._resolve(host, url.port or HTTPS)]
         except (OSError, UnicodeError, ValueError):
             found = []
         if not found:
-            raise _failed(source, f"the host {url.host[:100]} has no address")
+            raise _failed(source, f"the host {host[:100]} has no address")
         if not all(self._allowed(address) for address in found):
-            raise _denied(source, f"the host {url.host[:100]} has an address that is not public")
+            raise _denied(source, f"the host {host[:100]} has an address that is not public")
         return found[0]
 
     def _allowed(self, address: Address) -> bool:
@@ -143,7 +149,7 @@ class Fetcher:
                     "Accept": "image/*, video/*",
                     "Accept-Encoding": "identity",
                 },
-                extensions={"sni_hostname": url.host},
+                extensions={"sni_hostname": _host(url)},
             )
             response = await client.send(request, stream=True)
             try:
@@ -182,14 +188,26 @@ def make_fetcher(options: ServerOptions, limits: MediaLimits) -> Fetcher | None:
     )  # fmt: skip
 
 
+def _host(url: httpx.URL) -> str:
+    """The host's name in ASCII, as DNS has it, so that the name that is resolved is the one that was checked. httpx's
+    `host` decodes some punycode, and the system's resolver would encode that by older rules (ß as ss)."""
+    return url.raw_host.decode("ascii")
+
+
 def _host_entry(entry: str) -> tuple[str, int]:
-    name, colon, port = entry.strip().lower().rpartition(":")
+    import httpx
+
+    name, colon, port = entry.strip().rpartition(":")
     if not colon:
         name, port = port, str(HTTPS)
     plain = name.removeprefix("*.")
-    if not port.isdecimal() or not 0 < int(port) < 2**16 or not plain or set(plain) & set("*/@: "):
+    try:
+        host = "" if set(plain) & set("/?#@:[]") else _host(httpx.URL(f"https://{plain}")).removesuffix(".")
+    except httpx.InvalidURL:
+        host = ""
+    if not port.isdecimal() or not 0 < int(port) < 2**16 or len(host) > MAX_NAME or not _NAME.fullmatch(host):
         raise ConfigError(f"image_url_hosts: {entry!r} is not a host such as example.org, *.example.org or a.b:8443")
-    return name, int(port)
+    return f"*.{host}" if plain != name else host, int(port)
 
 
 def _network(entry: str) -> Network:
@@ -201,7 +219,7 @@ def _network(entry: str) -> Network:
 
 def _matches(entry: tuple[str, int], host: str, port: int) -> bool:
     name, allowed_port = entry
-    host = host.lower().rstrip(".")
+    host = host.rstrip(".")
     if port != allowed_port:
         return False
     return host.endswith(name[1:]) if name.startswith("*.") else host == name

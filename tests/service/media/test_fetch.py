@@ -283,16 +283,47 @@ def test_what_is_no_url(authority: Authority, url: str) -> None:
     with_site(authority, body)
 
 
+@pytest.mark.parametrize(
+    "entry", ["münchen.example", "MÜNCHEN.example.", "xn--mnchen-3ya.example", "XN--MNCHEN-3YA.example"]
+)
+def test_a_host_matches_in_unicode_and_in_punycode(authority: Authority, entry: str) -> None:
+    """On both sides, also below a name; and it is resolved in the spelling that was matched."""
+
+    async def body(site: Site, fetcher: Callable[..., Fetcher]) -> None:
+        asked: list[str] = []
+
+        async def resolve(host: str, port: int) -> Sequence[str]:
+            asked.append(host)
+            return []
+
+        one = fetcher(hosts=[entry, f"*.{entry}"], resolve=resolve)
+        for name in ("münchen.example", "MÜNCHEN.example", "xn--mnchen-3ya.example", "Xn--Mnchen-3ya.example."):
+            for url in (f"https://{name}/a.png", f"https://bild.{name}/a.png"):
+                with pytest.raises(errors.Unavailable, match="has no address"):
+                    await one(source(url))
+        assert {name.removesuffix(".") for name in asked} == {
+            "xn--mnchen-3ya.example", "bild.xn--mnchen-3ya.example",
+        }  # fmt: skip
+        await denied(one, "https://munchen.example/a.png", "munchen.example:443 is not one")
+        await denied(fetcher(hosts=["fass.example"]), "https://faß.example/a.png", "xn--fa-hia.example:443 is not one")
+        await denied(one, "https://xn--zz.example/a.png", "xn--zz.example:443 is not one")
+
+    with_site(authority, body)
+
+
 def test_hosts_of_the_list() -> None:
     from service.media.fetch import _host_entry, _matches
 
     exact, below = _host_entry("Example.org"), _host_entry("*.example.org:8443")
-    assert _matches(exact, "example.org", 443) and _matches(exact, "EXAMPLE.org.", 443)
+    assert _matches(exact, "example.org", 443) and _matches(exact, "example.org.", 443)
     assert not _matches(exact, "a.example.org", 443) and not _matches(exact, "example.org", 8443)
     assert _matches(below, "a.b.example.org", 8443)
     for host in ("example.org", "badexample.org", "example.org.evil.test"):
         assert not _matches(below, host, 8443)
-    for entry in ("", "*", "*.", "a b", "a:0", "a:99999", "https://a", "a@b", "a.*"):
+    for entry in (
+        "", "*", "*.", "a b", "a:0", "a:99999", "https://a", "a@b", "a.*", "a..b", "-a.b", "a%2e.b", "a?b", "a#b",
+        "[::1]", "☃.net", "999.1.1.1", "a" * 64, ".".join(["a" * 50] * 6),
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match="image_url_hosts"):
             _host_entry(entry)
     with pytest.raises(ConfigError, match="image_url_networks"):
