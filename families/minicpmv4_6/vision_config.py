@@ -103,10 +103,11 @@ class VisionConfig(VitSizes):
 
     @property
     def max_image_tokens(self) -> int:
-        """Tokens of a whole image with the most slices, each side rounded up by half a token. Very flat images may have
-        more."""
+        """Tokens of a whole image with the most slices, each side rounded up by half a token, but not more than the
+        context holds. Very flat images may have more."""
         each = max(int((self.scale_resolution / self.factor + 0.5) ** 2), 1)
-        return each * (1 + self.max_slice_nums) if self.slice_mode and self.max_slice_nums > 1 else each
+        tokens = each * (1 + self.max_slice_nums) if self.slice_mode and self.max_slice_nums > 1 else each
+        return tokens if self.max_model_len is None else max(min(tokens, self.max_model_len), self.min_image_tokens)
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Every weight of the tower, with its shape."""

@@ -15,6 +15,9 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 ACTIVATIONS = frozenset({"gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu"})
 
+MOST_PATCHES = 2**15
+"""Above all that is published. The encoder is timed on an image with the fewest patches before it serves."""
+
 
 @dataclass(frozen=True)
 class VisionConfig(VitSizes):
@@ -77,6 +80,8 @@ class VisionConfig(VitSizes):
         for name in ("num_cls_tokens", "num_registers", "max_num_patches"):
             if getattr(self, name) < 0:
                 raise ValueError(f"vision {name} must not be negative, got {getattr(self, name)}")
+        if self.min_num_patches > MOST_PATCHES:
+            raise ValueError(f"vision min_num_patches is {self.min_num_patches}; at most {MOST_PATCHES} is served")
         if self.hidden_size % self.num_heads:
             raise ValueError(f"vision hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
         if self.max_img_size < self.patch_size:

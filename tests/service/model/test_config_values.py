@@ -78,6 +78,15 @@ def text_only(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
     return path
 
 
+def copied(model: Path, folder: Path, name: str, fields: dict[str, Any]) -> None:
+    """The model with other fields in one of its files."""
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file)
+    values = json.loads((folder / name).read_text()) | fields
+    (folder / name).unlink()
+    (folder / name).write_text(json.dumps(values))
+
+
 def refused(model: Path, folder: Path, place: tuple[str, ...], value: Any, *, match: str = "") -> None:
     """`match`: by default the field's name."""
     for file in model.iterdir():
@@ -101,6 +110,22 @@ def test_nemotron(nemotron: Path, tmp_path: Path, place: tuple[str, ...], value:
 @pytest.mark.parametrize(("place", "value"), QWEN, ids=str)
 def test_qwen(qwen: Path, tmp_path: Path, place: tuple[str, ...], value: Any) -> None:
     refused(qwen, tmp_path, place, value)
+
+
+def test_the_smallest_image_has_a_bound(nemotron: Path, tmp_path: Path) -> None:
+    """The encoder is timed on it, at the start."""
+    copied(nemotron, tmp_path, "preprocessor_config.json", {"min_num_patches": 2**20})
+    with pytest.raises(CheckpointError, match="min_num_patches is 1048576; at most 32768 is served"):
+        open_checkpoint(str(tmp_path), None, outline=True)
+
+
+def test_the_largest_image_is_no_larger_than_the_context(minicpm: Path, tmp_path: Path) -> None:
+    """The encoder's buffers are allocated for it."""
+    copied(minicpm, tmp_path, "preprocessor_config.json", {"max_slice_nums": HUGE, "slice_mode": True})
+    vision = open_checkpoint(str(tmp_path), None, outline=True).config.vision
+    assert vision is not None
+    assert vision.max_image_tokens > HUGE and vision.limited(max_model_len=2000).max_image_tokens == 2000
+    assert vision.limited(max_model_len=1).max_image_tokens == vision.min_image_tokens
 
 
 @pytest.mark.parametrize("value", [HUGE, 1.5, 0])
