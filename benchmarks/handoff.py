@@ -93,7 +93,7 @@ class Asker:
     """An engine in its process, and the times of its events."""
 
     def __init__(self, options: EngineOptions) -> None:
-        self.engine = EngineProcess(options, log_level="error")
+        self.engine = EngineProcess(options)
         self._names = count()
         self._queues: dict[str, queue.SimpleQueue[tuple[float, EngineEvent]]] = {}
         self.engine.start(self._deliver)

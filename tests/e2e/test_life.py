@@ -46,7 +46,7 @@ def supervised(model: Path, **options: Any) -> Iterator[RunningServer]:
     values = {"dtype": "float32", "threads": 1, "max_seqs": 4, "max_len": 600, **options}
     running: list[RunningServer] = []
     engine = SupervisedEngine(
-        ServerOptions(model=str(model), **values), log_level="error",
+        ServerOptions(model=str(model), **values),
         on_change=lambda alive: running[0].server.engine_changed(alive),
         on_give_up=lambda: running[0].server.engine_given_up(),
     )  # fmt: skip
@@ -243,7 +243,7 @@ def test_sigterm_does_not_wait_until_a_new_engine_has_loaded_its_model(text_mode
 
 def test_an_engine_that_two_threads_close_is_closed_once(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the second one would close whatever has the descriptor's number by then."""
-    engine = EngineProcess(ServerOptions(model=str(text_model), max_seqs=2, max_len=600), log_level="error")
+    engine = EngineProcess(ServerOptions(model=str(text_model), max_seqs=2, max_len=600))
     engine.start(lambda events: None)
     connection, both, closes = engine._connection, threading.Barrier(2), []
 

@@ -36,7 +36,7 @@ LIMITS: dict[str, Any] = {"max_seqs": 16, "max_len": 600}
 @pytest.fixture(scope="module")
 def supervised(model: Path) -> Iterator[RunningServer]:
     options = ServerOptions(model=str(model), dtype="float32", threads=1, **LIMITS)
-    engine = SupervisedEngine(options, log_level="error")
+    engine = SupervisedEngine(options)
     with RunningServer(str(model), engine=engine, **LIMITS) as running:
         yield running
 

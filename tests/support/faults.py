@@ -102,7 +102,7 @@ def streams_over(
 def engine_killed(model: str, streams: int, *, image_token: int | None = None) -> Numbers:
     """kill -9 of the engine under `streams` streams, which the client resumes."""
     options: dict[str, Any] = {"max_seqs": streams, "max_len": 600, "dtype": "float32", "threads": 1}
-    engine = SupervisedEngine(ServerOptions(model=model, **options), log_level="critical")
+    engine = SupervisedEngine(ServerOptions(model=model, **options))
     requests = long_requests(streams, image_token)
     with RunningServer(model, engine=engine, **options) as server:
         with saccade.Client(server.address, max_retries=60) as client:

@@ -23,7 +23,7 @@ class Engine:
     starts: list[float] = []
     made: list[Engine] = []
 
-    def __init__(self, options: Any, *, log_level: str, on_death: Callable[[], None], on_start: Any) -> None:
+    def __init__(self, options: Any, *, on_death: Callable[[], None], on_start: Any) -> None:
         Engine.starts.append(time.monotonic())
         if not (Engine.outcomes.pop(0) if Engine.outcomes else True):
             raise OSError("it does not start")
