@@ -62,10 +62,15 @@ class _NotStarted(Exception):
 
 
 class _Worker:
-    """One worker process, started again when needed after it has ended. Used by one thread at a time."""
+    """One worker process, started again when needed after it has ended. Used by one thread at a time, except that any
+    may end it."""
 
     def __init__(self, greeting: dict[str, Any]) -> None:
         self._greeting = greeting
+        self._life = threading.RLock()
+        """Held while the process is started or stopped: a second signal closes the pool from another thread, while the
+        first one does."""
+        self._ended = False
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._greeted = False
@@ -77,14 +82,17 @@ class _Worker:
 
     def start(self) -> None:
         """Starts the process, unless there is one, without waiting until it is ready. Raises _NotStarted."""
-        if self._process is not None and self._process.poll() is None:
-            return
-        self.stop()
-        try:
-            self._launch()
-        except OSError as error:
+        with self._life:
+            if self._ended:
+                raise _NotStarted("the server is stopping")
+            if self._process is not None and self._process.poll() is None:
+                return
             self.stop()
-            raise _NotStarted(error.strerror or str(error)) from error
+            try:
+                self._launch()
+            except OSError as error:
+                self.stop()
+                raise _NotStarted(error.strerror or str(error)) from error
 
     def _launch(self) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -104,14 +112,27 @@ class _Worker:
 
     def stop(self) -> None:
         """Kills the process. Idempotent."""
-        self._file = None
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        with self._life:
+            self._file = None
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+                self._process = None
+
+    def end(self) -> None:
+        """Kills the process and starts no other. Idempotent; may be called from any thread."""
+        with self._life:
+            self._ended = True
+            self.stop()
+
+    def _open(self) -> socket.socket:
+        """The connection. Raises _Lost if another thread has ended the process."""
+        if (connection := self._connection) is None:
+            raise _Lost("died")
+        return connection
 
     def take_file(self) -> MemoryFile:
         """The memory file that came with the last reply. Raises _Lost."""
@@ -133,12 +154,11 @@ class _Worker:
         return self._receive(seconds)
 
     def _send(self, command: dict[str, Any], data: bytes, seconds: float) -> None:
-        assert self._connection is not None
-        words = json.dumps(command).encode()
-        self._connection.settimeout(seconds)
+        connection, words = self._open(), json.dumps(command).encode()
         try:
-            self._connection.sendall(LENGTH.pack(len(words)) + words)
-            self._connection.sendall(data)
+            connection.settimeout(seconds)
+            connection.sendall(LENGTH.pack(len(words)) + words)
+            connection.sendall(data)
         except TimeoutError:
             raise _Lost("time") from None
         except OSError:
@@ -163,23 +183,22 @@ class _Worker:
 
     def _length(self, deadline: float) -> bytes:
         """Receives the bytes of a length, and the descriptor that may come with them."""
-        assert self._connection is not None
-        self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
-        data, descriptors, _, _ = socket.recv_fds(self._connection, LENGTH.size, 1, socket.MSG_CMSG_CLOEXEC)
+        connection = self._open()
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        data, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, 1, socket.MSG_CMSG_CLOEXEC)
         self._file = MemoryFile(descriptors[0]) if descriptors else None
         if not data:
             raise _Lost("died")
         return data + self._exactly(LENGTH.size - len(data), deadline)
 
     def _exactly(self, size: int, deadline: float) -> bytes:
-        assert self._connection is not None
-        data = b""
+        connection, data = self._open(), b""
         while len(data) < size:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError
-            self._connection.settimeout(left)
-            part = self._connection.recv(size - len(data))
+            connection.settimeout(left)
+            part = connection.recv(size - len(data))
             if not part:
                 raise _Lost("died")
             data += part
@@ -275,10 +294,10 @@ class ImagePool:
             return ImageHeader(str(reply.get("format"))[:16], width, height, str(reply.get("mode"))[:16])
 
     def close(self) -> None:
-        """Ends all processes; files that are being decoded are refused. Idempotent."""
+        """Ends all processes; files that are being decoded are refused. Idempotent; may be called from any thread."""
         self._closed = True
         for worker in self.workers:
-            worker.stop()
+            worker.end()
 
     @contextmanager
     def _borrowed(self, seconds: float, kind: Callable[[str], ImageError]) -> Iterator[_Worker]:

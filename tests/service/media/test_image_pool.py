@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -334,3 +335,39 @@ def test_frames_that_a_video_cannot_have_are_not_believed(total: int, frames: in
             pool.video(b"a video", 8, Stopwatch())
     finally:
         pool.close()
+
+
+def test_two_threads_may_close_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a second signal. While the first one kills a process, the second gets no further than that process."""
+    pool, inside, beside, errors_seen = make_pool(), threading.Event(), threading.Event(), []
+    pool.start()
+    kill, (worker,) = subprocess.Popen.kill, pool.workers
+
+    def slowly(process: subprocess.Popen[bytes]) -> None:
+        kill(process)
+        if inside.is_set():  # the second thread
+            beside.set()
+            first.join(60)
+        else:
+            inside.set()
+            beside.wait(0.5)
+
+    def close() -> None:
+        try:
+            pool.close()
+        except BaseException as error:
+            errors_seen.append(error)
+
+    monkeypatch.setattr(subprocess.Popen, "kill", slowly)
+    first, second = threading.Thread(target=close), threading.Thread(target=close)
+    first.start()
+    assert inside.wait(60)
+    second.start()
+    first.join(60)
+    second.join(60)
+    assert not errors_seen and worker.pid is None and not beside.is_set()
+    with pytest.raises(errors.Unavailable, match="the server is stopping"):
+        pool.describe(png(1))
+    worker.stop()
+    pool._restart(worker)
+    assert worker.pid is None, "none is started after the end"
