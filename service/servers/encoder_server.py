@@ -35,7 +35,7 @@ from service.servers.lifetime import stop_signals, until_stopped
 from service.servers.limits import byte_budget, door_limits
 from service.telemetry.access_log import AccessLog
 from service.telemetry.metrics import make_metrics
-from service.telemetry.sizes import check_sizes_file, record_sizes
+from service.telemetry.sizes import SizesFile, check_sizes_file
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ class EncoderServer:
         check_exposure(options)
         check_sizes_file(options)
         self.options, self._thread = options, thread
+        self._sizes = None if options.sizes_file is None else SizesFile(Path(options.sizes_file))
         self._credentials = server_credentials(options)
         guard = Guard(watch_keys(options.api_keys) if options.api_keys else None)
         self.metrics = make_metrics()
@@ -155,8 +156,8 @@ class EncoderServer:
             await self._server.stop(grace=0)
             self._server = None
         await asyncio.to_thread(self._thread.close)
-        if self.options.sizes_file is not None:
-            await asyncio.to_thread(record_sizes, Path(self.options.sizes_file), self._thread.encoder.histogram())
+        if self._sizes is not None:
+            await self._sizes.record(self._thread.encoder.histogram())
         await asyncio.to_thread(self._ends.close)
 
     def _query(self) -> Future[dict[str, Any]]:

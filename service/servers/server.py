@@ -60,7 +60,7 @@ from service.servers.limits import byte_budget, door_limits, frontend_limits
 from service.servers.preflight import check_batches, gateway
 from service.telemetry.access_log import AccessLog
 from service.telemetry.metrics import make_metrics
-from service.telemetry.sizes import check_sizes_file, record_sizes
+from service.telemetry.sizes import SizesFile, check_sizes_file
 from service.telemetry.tracing import Spans
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class Server:
         check_exposure(options)
         check_sizes_file(options)
         self.options = options
+        self._sizes = None if options.sizes_file is None else SizesFile(Path(options.sizes_file))
         limits = frontend_limits(options)
         self.image_pool = image_pool or ImagePool(
             limits.media, decoder_processes(options.image_workers), image_seconds=options.image_timeout,
@@ -287,10 +288,10 @@ class Server:
             # The port stays open meanwhile, so that new calls get DRAINING instead of CANCELLED.
             async with asyncio.timeout(self.options.grace if grace is None else grace):
                 await self.frontend.idle.wait()
-        if self.options.sizes_file is not None and self.frontend.engine.alive:
+        if self._sizes is not None and self.frontend.engine.alive:
             try:
                 sizes = await asyncio.wrap_future(self.frontend.engine.query("histogram"))
-                await asyncio.to_thread(record_sizes, Path(self.options.sizes_file), sizes)
+                await self._sizes.record(sizes)
             except EngineDied as error:  # everything else has to be stopped anyway
                 log.error("sizes_file: %s is not written: %s", self.options.sizes_file, error)
         if self._server is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -55,6 +56,20 @@ def check_sizes_file(options: ServerOptions) -> None:
             read_histogram(path)
         except ValueError as error:
             raise ConfigError(f"sizes_file: {error}") from None
+
+
+class SizesFile:
+    """The file of a running server, which is added to once: the end of a server may be asked for again meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._recording: asyncio.Future[None] | None = None
+
+    async def record(self, sizes: Mapping[int, int]) -> None:
+        """Adds `sizes` at the first call; others wait for it. Goes on if the caller is cancelled."""
+        if self._recording is None:
+            self._recording = asyncio.get_running_loop().run_in_executor(None, record_sizes, self._path, sizes)
+        await asyncio.shield(self._recording)
 
 
 def record_sizes(path: Path, sizes: Mapping[int, int]) -> None:

@@ -3,6 +3,7 @@ model."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import signal
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from service.encoding.handoff import Handoff
 from service.engine.build import connect_encoders
 from service.model.checkpoint import open_checkpoint
 from service.model.resolve import resolve_vision
+from service.telemetry.sizes import read_histogram
 
 SMALL = {"max_seqs": 8, "max_len": 600}
 LEASE = 2.0
@@ -443,6 +446,40 @@ def test_tls_and_keys(model: Path, tmp_path: Path) -> None:
 def test_roles_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineOptions(**options)
+
+
+@pytest.mark.parametrize("role", ["all", "encoder"])
+def test_sizes_are_added_once_if_a_second_signal_comes_while_they_are(
+    model: Path, tmp_path: Path, role: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first stop waits for a FIFO in the file's place and is cancelled, as by a second signal."""
+    sizes = tmp_path / "sizes.json"
+
+    async def stop_twice(server: Any) -> None:
+        first = asyncio.create_task(server.stop(grace=0.0))
+        with await asyncio.to_thread(open, sizes, "w") as file:  # returns when the first stop reads it
+            first.cancel()
+            await asyncio.wait({first})
+            second = asyncio.create_task(server.stop(grace=0.0))
+            await asyncio.sleep(0)
+            file.write('{"2": 5}')
+        await second
+        await server.stop(grace=0.0)
+
+    with ExitStack() as ends:
+        if role == "encoder":
+            running: Any = ends.enter_context(RunningEncoder(str(model), sizes_file=str(sizes)))
+            with Pool(model, running) as pool:
+                lease = pool.lease(1, pool.image(1))
+                pool.settled([lease])
+                lease.release()
+        else:
+            running = ends.enter_context(RunningServer(str(model), sizes_file=str(sizes), **SMALL))
+            with saccade.Client(running.address) as client:
+                ask(client, 1)
+        os.mkfifo(sizes)
+        running.run(stop_twice(running.server))
+    assert sum(read_histogram(sizes).values()) == 6 and "sizes_file" not in caplog.text
 
 
 def test_sizes_are_recorded_for_tune(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
