@@ -2,7 +2,8 @@
 
 Only JSON, chat templates and safetensors are downloaded, never code or pickles. Small files come first, so that an
 unsupported model is rejected before its weights are downloaded. `HF_ENDPOINT`, `HF_TOKEN` (or the token's file),
-`HF_HUB_CACHE` and `HF_HUB_OFFLINE` mean the same as for the Hugging Face tools, and the cache is shared with them.
+`HF_HUB_CACHE` and `HF_HUB_OFFLINE` (or `TRANSFORMERS_OFFLINE`) mean the same as for the Hugging Face tools, and the
+cache is shared with them.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ def fetch(model: str, revision: str | None = None, *, weights: bool = True) -> P
     complete = cached is not None and not missing_files(cached, weights=weights)
     if cached is not None and complete and cached.name == revision:
         return cached  # a commit never changes
-    if _offline():
+    if variable := _offline():
         if cached is not None and complete:
             return cached
-        raise CheckpointError(_not_cached(model, cached, "HF_HUB_OFFLINE is set", "unset it, or"))
+        raise CheckpointError(_not_cached(model, cached, f"{variable} is set", "unset it, or"))
     try:
         return _Download(model, revision or "main").run(weights=weights)
     except _Unavailable as error:
@@ -97,9 +98,10 @@ class _Unreachable(_Unavailable):
     """The hub cannot be reached."""
 
 
-def _offline() -> bool:
-    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
-    return value.upper() in ("1", "ON", "YES", "TRUE")
+def _offline() -> str:
+    """The variable that forbids the hub; empty if none does. The first that is set counts, as for its tools."""
+    variable = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)), "")
+    return variable if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE") else ""
 
 
 def _not_cached(model: str, cached: Path | None, reason: str, first: str = "") -> str:

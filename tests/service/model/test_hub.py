@@ -295,6 +295,10 @@ def test_each_revision_is_a_model_of_its_own(hub: HubServer, caplog: pytest.LogC
 def test_offline_only_the_cache_counts(hub: HubServer) -> None:
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set: unset it, or run `hf download some/model`"):
         fetch_offline()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRANSFORMERS_OFFLINE", "1")
+        with pytest.raises(CheckpointError, match="TRANSFORMERS_OFFLINE is set: unset it"):
+            fetch(MODEL)
     fetch(MODEL)
     asked = len(hub.requests)
     assert fetch_offline().name == COMMIT and len(hub.requests) == asked
