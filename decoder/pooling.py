@@ -37,8 +37,10 @@ class Pools:
         first = 0
         for row in rows:
             sequence = row.sequence
-            if sequence.request.pooled and sequence.output_len == len(sequence.request.output_ids):
-                self._add(row, self._norm(hidden_TD[first : first + row.count]))
+            unreported = sequence.output_len == len(sequence.request.output_ids)
+            if sequence.request.pooled and unreported and row.start < sequence.prompt_len:
+                count = min(row.end, sequence.prompt_len) - row.start  # without the output of a resumed request
+                self._add(row, self._norm(hidden_TD[first : first + count]))
             first += row.count
 
     def _add(self, row: Row, x_TD: Tensor) -> None:
@@ -46,11 +48,11 @@ class Pools:
         known = self._sums.get(row.sequence.request_id)
         if known is None or row.start == 0:
             assert row.start == 0, "a prompt that is pooled was not read from its start"
-            self._sums[row.sequence.request_id] = _Sum(total, last, row.count)
+            self._sums[row.sequence.request_id] = _Sum(total, last, len(x_TD))
             return
         assert known.count == row.start, "a prompt that is pooled was read with a gap"
         known.total += total
-        known.last, known.count = last, row.end
+        known.last, known.count = last, row.start + len(x_TD)
 
     def share(self, leader_id: str, follower_id: str) -> None:
         """`follower` is a sample of the same prompt, which `leader` has computed."""

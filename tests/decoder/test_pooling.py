@@ -67,6 +67,13 @@ def test_a_request_that_goes_on_is_told_once(options: dict[str, Any], expected: 
     assert not runner.answers.reading, "nothing more is to be read"
 
 
+@pytest.mark.parametrize("chunk", [5, 23, 24, 64])
+def test_output_that_exists_already_is_no_part_of_a_prompt(chunk: int, expected: tuple[list[int], Pooled, int]) -> None:
+    answer, pooled, scores = expected
+    events = run(make(max_chunk=chunk), asked("a", 10, output_ids=answer[:4]))["a"]
+    check(events, (answer[4:], pooled, scores))
+
+
 def test_drafts_are_no_part_of_a_prompt() -> None:
     """Although its last chunk is one token, after a repetition that drafts would continue."""
     item = request("a", [20, 21, 22] * 3, greedy_params(10), pooled=True)
