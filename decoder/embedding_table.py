@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from kernels.host_memory import kept_copy
 from kernels.linear import CompactTable, Linear, Packed, Quantised
-from kernels.native import Kind
+from kernels.native import Kind, NativeUnavailable
 from kernels.native.structs import Weight
 
 
@@ -47,8 +47,10 @@ class EmbeddingTable:
 
     @property
     def address(self) -> int | None:
-        """Address of contiguous rows, for compiled code; None if there is only a packed weight."""
-        assert not isinstance(self._rows, Quantised), "compiled code reads quantised rows out of packed weights only"
+        """Address of contiguous rows, for compiled code; None if there is only a packed weight. Raises
+        NativeUnavailable for quantised rows of a projection that could not be packed."""
+        if isinstance(self._rows, Quantised):
+            raise NativeUnavailable("compiled code reads quantised embeddings out of packed weights only")
         return None if self._rows is None else self._rows.data_ptr()
 
     @property

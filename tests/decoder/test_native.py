@@ -430,3 +430,17 @@ def test_a_tied_table_has_the_numbers_of_the_quantised_projection(kind: str, dty
         for wrong in (-1 if native == "on" else 198, 197):
             with pytest.raises(IndexError):
                 model.embed_ids(torch.tensor([5, wrong]))
+
+
+@pytest.mark.parametrize(("kind", "hidden"), [("fp8", 36), ("int4-32", 36), ("nvfp4", 40)])
+def test_a_tied_table_that_cannot_be_packed_is_read_without_compiled_code(kind: str, hidden: int) -> None:
+    """Rows of these widths have no compiled product, so the whole step runs in torch."""
+    config = tiny_config(pattern="M*-", hidden_size=hidden, tie_word_embeddings=True, vocab_size=197)
+    weights = dict(random_weights(config))
+    options = DecoderOptions(max_seqs=8, max_len=64, page_size=4, weights=kind)
+    model = DecoderRunner(config, options, weights.items()).model
+    assert model.native is None
+    expected = quantise(weights["model.embeddings.weight"], kind).dequantise(torch.float32)
+    assert torch.equal(model.embed_ids(torch.arange(197)), expected)
+    with pytest.raises(ValueError, match="native: 'on' cannot be had: compiled code reads quantised embeddings"):
+        DecoderRunner(config, replace(options, native="on"), weights.items())
