@@ -1,7 +1,8 @@
 """Names of published weights -> our names.
 
 A published layer is two of ours: Mamba-2 or attention, then experts beside the shared MLP. Gate and up projections are
-one published tensor and two of ours. Released files and transformers' modules name the experts' tensors differently.
+one published tensor and two of ours. Released files and transformers' modules name the experts' tensors differently;
+quantised files have each expert's matrices one by one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _PARTS = {
     "block_sparse_moe.router.layer.weight": (1, "moe.gate.weight"),
     "block_sparse_moe.router.weight": (1, "moe.gate.weight"),
 }
+_EXPERT = re.compile(r"^block_sparse_moe\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 _FUSED = {
     "shared_mlp.input_linear.weight": ("shared_mlp.gate_proj.weight", "shared_mlp.up_proj.weight"),
     "block_sparse_moe.input_linear.weight": ("moe.experts.gate_proj", "moe.experts.up_proj"),
@@ -41,6 +43,8 @@ def targets(name: str) -> list[Target]:
         index, inner = 2 * int(layer[1]), layer[2]
         if fused := _FUSED.get(inner):
             return [Target(f"model.layers.{index + 1}.{ours}", "part", i, len(fused)) for i, ours in enumerate(fused)]
+        if expert := _EXPERT.match(inner):
+            return [Target(f"model.layers.{index + 1}.moe.experts.{expert[2]}", "stack", int(expert[1]))]
         for prefix, (which, ours) in _PARTS.items():
             if inner.startswith(prefix):
                 return [Target(f"model.layers.{index + which}.{ours}{inner.removeprefix(prefix)}")]

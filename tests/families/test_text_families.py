@@ -19,6 +19,7 @@ from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.recurrence_operations import MAX_TAPS
 from decoder.runner import DecoderRunner
 from families import CheckpointError
+from kernels.linear import Quantised, quantise
 from kernels.native import NativeUnavailable, library
 from service.model.checkpoint import Checkpoint
 from service.model.modelconfig import load_config
@@ -106,6 +107,23 @@ def test_quantised_files_are_read_back(tmp_path: Path, family: str) -> None:
         return tokens(run(runner, request("a", [5, 7, 9], greedy_params(12)))["a"])
 
     assert answer(Checkpoint(tmp_path / "small"), None) == answer(checkpoint, "int8")
+
+
+@pytest.mark.parametrize("naming", ["released", "native"])
+def test_experts_of_granite_are_read_back_from_compressed_tensors(tmp_path: Path, naming: str) -> None:
+    """Stacks become one module for each matrix of an expert, whatever their names in the file."""
+    tiny = make_text_checkpoint(tmp_path / "model", "granitemoehybrid", 1)
+    tiny.model.save_pretrained(tiny.path, save_original_format=naming == "released")
+    original = Checkpoint(tiny.path)
+    quantise_checkpoint(original, tmp_path / "small", "fp8", "compressed-tensors")
+    plain, experts = dict(original.decoder_weights()), 0
+    for name, weight in Checkpoint(tmp_path / "small").decoder_weights():
+        if isinstance(weight, Quantised):
+            assert torch.equal(weight.dequantise(), quantise(plain[name], "fp8").dequantise()), name
+            experts += "experts" in name
+        else:
+            assert torch.equal(weight, plain[name]), name
+    assert experts > 0
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,13 @@ from kernels.weight_forms import kind_and_group
 
 PUBLISHED = ("fp8", "int4", "int4-32")
 """Forms that have a published format."""
+_EXPERTS = {
+    "gate_up_proj": ("", ("gate_proj", "up_proj")),
+    "input_linear": (".experts", ("gate_proj", "up_proj")),
+    "output_linear": (".experts", ("down_proj",)),
+}
+"""Last part of the name of stacked experts -> what follows the name before it, and an expert's modules. Granite's
+released names are the latter two."""
 
 
 def modules_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -22,12 +29,10 @@ def modules_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield name.removesuffix(".weight"), tensor
         return
     stack, _, last = name.removesuffix(".weight").rpartition(".")
+    inner, parts = _EXPERTS.get(last, ("", (last,)))
     for expert, matrix in enumerate(tensor):
-        if last == "gate_up_proj":
-            for part, half in zip(("gate_proj", "up_proj"), matrix.chunk(2)):
-                yield f"{stack}.{expert}.{part}", half
-        else:
-            yield f"{stack}.{expert}.{last}", matrix
+        for part, share in zip(parts, matrix.chunk(len(parts)), strict=True):
+            yield f"{stack}{inner}.{expert}.{part}", share
 
 
 def writable(matrix: Tensor, form: str) -> bool:
