@@ -12,7 +12,7 @@ from families import fields
 from families.files import CheckpointError, first
 
 ROTATED = 0.5
-"""Share of each head that takes rotary positions; the same for all published models."""
+"""Share of each head that takes rotary positions if `rope_parameters` do not say; the same for all published models."""
 
 
 def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
@@ -22,9 +22,10 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
     layers = fields.count(text, "num_hidden_layers", most=fields.MOST_LAYERS)
     fields.only(text, "hidden_act", "silu")
     eps = float(first(text, "rms_norm_eps", default=1e-5))
+    rotated = fields.number(fields.rope_parameters(text), "partial_rotary_factor", ROTATED)
     kinds: dict[str, MixerSpec] = {
         "mamba": fields.mamba2(text, hidden, eps),
-        "attention": fields.attention(text, hidden, rotated=ROTATED),
+        "attention": fields.attention(text, hidden, rotated=rotated),
     }
     mlp = Mlp(hidden, inner, "silu", gated=True, mlp_bias=bool(first(text, "mlp_bias", default=False)))
     attention_layers = set(first(text, "attn_layer_indices", default=()))

@@ -44,9 +44,11 @@ def _shared(rng: random.Random, layers: int) -> dict[str, Any]:
 def bamba(rng: random.Random) -> Any:
     layers = rng.randint(1, 4)
     attention = [index for index in range(layers) if rng.random() < 0.5]
-    return BambaForCausalLM(
-        BambaConfig(**_shared(rng, layers), attn_layer_indices=attention, mlp_bias=rng.random() < 0.3)
-    )
+    fields = {**_shared(rng, layers), "attn_layer_indices": attention, "mlp_bias": rng.random() < 0.3}
+    if rng.random() < 0.5:
+        share = rng.choice([0.25, 0.5, 1.0])
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": share}
+    return BambaForCausalLM(BambaConfig(**fields))
 
 
 def granite(rng: random.Random) -> Any:
