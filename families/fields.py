@@ -62,26 +62,29 @@ def check_types(config: type, values: Mapping[str, Any]) -> None:
             raise CheckpointError(f"config.json: {name} must be {_KINDS[kind]}, not {value!r}")
 
 
+CONFIG = "config.json"
 MOST_LAYERS, WIDEST_HEAD = 2**12, 2**16
 """Above all that is published. Each layer's weights and each number of a head are listed before the files are
 compared: with a much larger number that takes minutes and all memory."""
 
 
-def count(text: Mapping[str, Any], name: str, default: int | None = None, *, most: int | None = None) -> int:
-    """Reads an integer from 1 to `most`. Raises CheckpointError naming the field."""
+def count(
+    text: Mapping[str, Any], name: str, default: int | None = None, *, most: int | None = None, file: str = CONFIG
+) -> int:
+    """Reads an integer from 1 to `most`. Raises CheckpointError naming the field and the file."""
     [value] = required(text, name) if default is None else [first(text, name, default=default)]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"config.json: {name} must be a whole number of at least 1, not {value!r}")
+        raise CheckpointError(f"{file}: {name} must be a whole number of at least 1, not {value!r}")
     if most is not None and value > most:
-        raise CheckpointError(f"config.json: {name} is {value}; at most {most} is served")
+        raise CheckpointError(f"{file}: {name} is {value}; at most {most} is served")
     return value
 
 
-def number(text: Mapping[str, Any], name: str, default: float) -> float:
-    """Reads a finite number above 0. Raises CheckpointError naming the field."""
+def number(text: Mapping[str, Any], name: str, default: float, *, file: str = CONFIG) -> float:
+    """Reads a finite number above 0. Raises CheckpointError naming the field and the file."""
     value = first(text, name, default=default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise CheckpointError(f"config.json: {name} must be a number above 0, not {value!r}")
+    if not _is_finite(value) or value <= 0:
+        raise CheckpointError(f"{file}: {name} must be a number above 0, not {value!r}")
     return float(value)
 
 
@@ -97,12 +100,22 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
-def flag(text: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """Reads a JSON boolean; 0, 1 and strings are errors. Raises CheckpointError naming the field."""
+def flag(text: Mapping[str, Any], name: str, default: bool = False, *, file: str = CONFIG) -> bool:
+    """Reads a JSON boolean; 0, 1 and strings are errors. Raises CheckpointError naming the field and the file."""
     value = first(text, name, default=default)
     if not isinstance(value, bool):
-        raise CheckpointError(f"config.json: {name} must be true or false, not {value!r}")
+        raise CheckpointError(f"{file}: {name} must be true or false, not {value!r}")
     return value
+
+
+def time_steps(text: Mapping[str, Any]) -> tuple[float, float]:
+    """Both numbers of `time_step_limit`; the upper one may be null. Raises CheckpointError naming the field."""
+    limit = first(text, "time_step_limit", default=(0.0, math.inf))
+    if isinstance(limit, list | tuple) and len(limit) == 2:
+        low, high = limit[0], math.inf if limit[1] is None else limit[1]
+        if isinstance(low, int | float) and isinstance(high, int | float) and 0 <= low <= high:
+            return float(low), float(high)
+    raise CheckpointError(f"{CONFIG}: time_step_limit must be two numbers in increasing order, not {limit!r}")
 
 
 def only(text: Mapping[str, Any], name: str, served: object) -> None:
@@ -137,7 +150,6 @@ def mamba2(text: Mapping[str, Any], hidden_size: int, norm_eps: float) -> Mamba2
         raise CheckpointError(
             f"config.json: mamba_d_head is {width}, and mamba_expand and mamba_n_heads make it {each}"
         )
-    low, high = first(text, "time_step_limit", default=(0.0, math.inf))
     return Mamba2(
         hidden_size=hidden_size,
         mamba_num_heads=heads,
@@ -146,9 +158,9 @@ def mamba2(text: Mapping[str, Any], hidden_size: int, norm_eps: float) -> Mamba2
         ssm_state_size=count(text, "mamba_d_state", 256),
         conv_kernel=count(text, "mamba_d_conv", 4),
         chunk_size=count(text, "mamba_chunk_size", 256),
-        time_step_limit=(float(low), math.inf if high is None else float(high)),
-        use_conv_bias=bool(first(text, "mamba_conv_bias", default=True)),
-        use_bias=bool(first(text, "mamba_proj_bias", default=False)),
+        time_step_limit=time_steps(text),
+        use_conv_bias=flag(text, "mamba_conv_bias", True),
+        use_bias=flag(text, "mamba_proj_bias"),
         norm_eps=norm_eps,
     )
 
@@ -164,7 +176,7 @@ def attention(
         num_attention_heads=heads,
         num_key_value_heads=count(text, "num_key_value_heads", heads),
         head_dim=width,
-        attention_bias=bool(first(text, "attention_bias", default=False)),
+        attention_bias=flag(text, "attention_bias"),
         scale=scale,
         rope=rope(text, int(width * rotated)) if rotated else None,
     )

@@ -21,16 +21,14 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
     vocab, hidden, inner = (fields.count(text, name) for name in names)
     layers = fields.count(text, "num_hidden_layers", most=fields.MOST_LAYERS)
     fields.only(text, "hidden_act", "silu")
-    eps = float(first(text, "rms_norm_eps", default=1e-5))
+    eps = fields.number(text, "rms_norm_eps", 1e-5)
     rotated = fields.number(fields.rope_parameters(text), "partial_rotary_factor", ROTATED)
     kinds: dict[str, MixerSpec] = {
         "mamba": fields.mamba2(text, hidden, eps),
         "attention": fields.attention(text, hidden, rotated=rotated),
     }
-    mlp = Mlp(hidden, inner, "silu", gated=True, mlp_bias=bool(first(text, "mlp_bias", default=False)))
-    attention_layers = set(first(text, "attn_layer_indices", default=()))
-    if beyond := sorted(index for index in attention_layers if not 0 <= index < layers):
-        raise CheckpointError(f"config.json: attn_layer_indices names layer {beyond[0]} of {layers}")
+    mlp = Mlp(hidden, inner, "silu", gated=True, mlp_bias=fields.flag(text, "mlp_bias"))
+    attention_layers = _attention_layers(text, layers)
     found = []
     for index in range(layers):
         mixer = kinds["attention" if index in attention_layers else "mamba"]
@@ -40,10 +38,20 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
         hidden_size=hidden,
         layers=tuple(found),
         norm_eps=eps,
-        tie_word_embeddings=bool(first(text, "tie_word_embeddings", default=False)),
+        tie_word_embeddings=fields.flag(text, "tie_word_embeddings"),
         max_position_embeddings=fields.count(text, "max_position_embeddings", 262144),
         position_axes=int(bool(attention_layers)),
     )
+
+
+def _attention_layers(text: Mapping[str, Any], layers: int) -> set[int]:
+    """The indices of layers that are attention. Raises CheckpointError."""
+    found = first(text, "attn_layer_indices", default=[])
+    if not isinstance(found, list) or any(type(index) is not int for index in found):
+        raise CheckpointError(f"config.json: attn_layer_indices must be a list of whole numbers, not {found!r}")
+    if beyond := sorted(index for index in found if not 0 <= index < layers):
+        raise CheckpointError(f"config.json: attn_layer_indices names layer {beyond[0]} of {layers}")
+    return set(found)
 
 
 read_config = fields.text_only(decoder_config)

@@ -18,31 +18,28 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
     vocab, hidden, shared = (fields.count(text, name) for name in names)
     layers = fields.count(text, "num_hidden_layers", most=fields.MOST_LAYERS)
     fields.only(text, "hidden_act", "silu")
-    eps = float(first(text, "rms_norm_eps", default=1e-6))
+    eps = fields.number(text, "rms_norm_eps", 1e-6)
     rotary = _rotary(text)
-    scale = float(first(text, "attention_multiplier", default=1.0))
+    scale = fields.number(text, "attention_multiplier", 1.0)
     mixers: dict[str, MixerSpec] = {
         "mamba": fields.mamba2(text, hidden, eps),
         "attention": fields.attention(text, hidden, rotated=float(rotary), scale=scale),
     }
     kinds = first(text, "layer_types", "layers_block_type", default=["mamba"] * layers)
     kinds = fields.layer_kinds(kinds, layers, "layer_types")
-    residual = float(first(text, "residual_multiplier", default=1.0))
+    residual = fields.number(text, "residual_multiplier", 1.0)
     feed_forward = _feed_forward(text, hidden, shared)
     found = []
     for kind in kinds:
         found += [Layer((("mixer", mixers[kind]),), residual), Layer(feed_forward, residual)]
-    logits_scaling = float(first(text, "logits_scaling", default=1.0))
-    if not logits_scaling > 0:
-        raise CheckpointError(f"config.json: logits_scaling must be above 0, not {logits_scaling}")
     return DecoderConfig(
         vocab_size=vocab,
         hidden_size=hidden,
         layers=tuple(found),
         norm_eps=eps,
-        tie_word_embeddings=bool(first(text, "tie_word_embeddings", default=False)),
-        embedding_scale=float(first(text, "embedding_multiplier", default=1.0)),
-        logits_scale=1.0 / logits_scaling,
+        tie_word_embeddings=fields.flag(text, "tie_word_embeddings"),
+        embedding_scale=fields.number(text, "embedding_multiplier", 1.0),
+        logits_scale=1.0 / fields.number(text, "logits_scaling", 1.0),
         max_position_embeddings=fields.count(text, "max_position_embeddings", 2048),
         position_axes=int(rotary and "attention" in kinds),
     )

@@ -6,7 +6,7 @@ Reference: transformers, models/minicpmv4_6/configuration_minicpmv4_6.py. `text_
 from __future__ import annotations
 
 from families.family import FamilyConfig, ModelFiles
-from families.fields import section
+from families.fields import flag, section
 from families.files import CheckpointError, first, token_id
 from families.minicpmv4_6.vision import SlicingVision
 from families.minicpmv4_6.vision_config import vision_fields
@@ -19,7 +19,7 @@ def read_config(files: ModelFiles) -> FamilyConfig:
     text = section(config, "text_config")
     if (kind := first(text, "model_type", default="qwen3_5_text")) != "qwen3_5_text":
         raise CheckpointError(f"config.json: text_config.model_type is {kind!r}; 'qwen3_5_text' is served here")
-    tied = bool(first(config, "tie_word_embeddings", default=first(text, "tie_word_embeddings", default=False)))
+    tied = flag(config, "tie_word_embeddings", flag(text, "tie_word_embeddings"))
     # Image tokens take one position each, like text, so positions have one axis.
     decoder = decoder_config(text, tied=tied)
     try:

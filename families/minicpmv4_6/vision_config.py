@@ -10,7 +10,7 @@ from typing import Any
 from encoder.item import IMAGE
 from encoder.media_limits import RGB
 from encoder.vit_sizes import VitSizes
-from families.fields import MOST_LAYERS, count, per_channel
+from families.fields import MOST_LAYERS, count, flag, number, per_channel
 from families.files import CheckpointError, first
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu")
@@ -18,6 +18,7 @@ WINDOW = 2
 """Patches, or tower rows, per window along each side, of both the window merger and the last merger."""
 MERGER_EPS = 1e-6
 _BICUBIC = 3
+_PROCESSOR = "preprocessor_config.json"
 
 
 @dataclass(frozen=True)
@@ -168,14 +169,14 @@ def vision_fields(config: Mapping[str, Any], text_hidden_size: int, processor: M
             "intermediate_size": count(vision, "intermediate_size", 3072),
             "text_hidden_size": text_hidden_size,
             "hidden_act": str(first(vision, "hidden_act", default="gelu_pytorch_tanh")),
-            "layer_norm_eps": float(first(vision, "layer_norm_eps", default=1e-6)),
+            "layer_norm_eps": number(vision, "layer_norm_eps", 1e-6),
             "patch_size": count(vision, "patch_size", 16),
             "image_size": count(vision, "image_size", 224),
             "insert_layer": _insert_layer(config, vision),
-            "max_slice_nums": int(first(processor, "max_slice_nums", default=9)),
-            "scale_resolution": int(first(processor, "scale_resolution", default=448)),
-            "slice_mode": bool(first(processor, "slice_mode", default=True)),
-            "use_image_id": bool(first(processor, "use_image_id", default=True)),
+            "max_slice_nums": count(processor, "max_slice_nums", 9, file=_PROCESSOR),
+            "scale_resolution": count(processor, "scale_resolution", 448, file=_PROCESSOR),
+            "slice_mode": flag(processor, "slice_mode", True, file=_PROCESSOR),
+            "use_image_id": flag(processor, "use_image_id", True, file=_PROCESSOR),
             "image_mean": per_channel(first(processor, "image_mean", default=(0.5, 0.5, 0.5)), "image_mean"),
             "image_std": per_channel(first(processor, "image_std", default=(0.5, 0.5, 0.5)), "image_std"),
         }
@@ -193,7 +194,10 @@ def _insert_layer(config: Mapping[str, Any], vision: Mapping[str, Any]) -> int |
         raise CheckpointError(f"config.json: downsample_mode is {mode!r}; '16x' and '4x' are served")
     if mode == "4x":
         return None
-    return int(first(config, "insert_layer_id", default=first(vision, "insert_layer_id", default=6)))
+    index = first(config, "insert_layer_id", default=first(vision, "insert_layer_id", default=6))
+    if type(index) is not int:
+        raise CheckpointError(f"config.json: insert_layer_id must be a whole number, not {index!r}")
+    return index
 
 
 def _check(
@@ -207,17 +211,16 @@ def _check(
         ("config.json", config, "drop_vision_last_layer", False),
         ("vision_config", vision, "window_kernel_size", square),
         ("vision_config", vision, "num_channels", RGB),
-        ("preprocessor_config.json", processor, "downsample_mode", first(config, "downsample_mode", default="16x")),
-        ("preprocessor_config.json", processor, "patch_size", fields["patch_size"]),
-        ("preprocessor_config.json", processor, "resample", _BICUBIC),
+        (_PROCESSOR, processor, "downsample_mode", first(config, "downsample_mode", default="16x")),
+        (_PROCESSOR, processor, "patch_size", fields["patch_size"]),
+        (_PROCESSOR, processor, "resample", _BICUBIC),
     ]
     served += [
-        ("preprocessor_config.json", processor, name, True)
-        for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
+        (_PROCESSOR, processor, name, True) for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
     ]
     for file, section, name, value in served:
         given = first(section, name, default=value)
         if (list(given) if isinstance(given, tuple) else given) != value:
             raise CheckpointError(f"{file}: {name} is {given!r}; this model is served with {value!r}")
-    if abs(float(first(processor, "rescale_factor", default=1 / 255)) - 1 / 255) > 1e-9:
-        raise CheckpointError(f"preprocessor_config.json: rescale_factor is {processor['rescale_factor']!r}, not 1/255")
+    if abs(number(processor, "rescale_factor", 1 / 255, file=_PROCESSOR) - 1 / 255) > 1e-9:
+        raise CheckpointError(f"{_PROCESSOR}: rescale_factor is {processor['rescale_factor']!r}, not 1/255")

@@ -6,7 +6,6 @@ Two generations of field names are in use: transformers writes `layers_block_typ
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
@@ -16,7 +15,7 @@ from decoder.config import DecoderConfig
 from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
 from decoder.layers.spec import Layer, MixerSpec
 from families.family import FamilyConfig, ModelFiles
-from families.fields import check_types, count
+from families.fields import check_types, count, time_steps
 from families.files import CheckpointError, first
 
 LAYER_KINDS = "M*-E"
@@ -177,15 +176,6 @@ def _letters(kinds: Any, field: str) -> str:
     return "".join(_LAYER_LETTERS[kind] for kind in kinds)
 
 
-def _time_steps(limit: Any) -> tuple[float, float]:
-    """Both bounds of the time step; the upper one may be null. Raises CheckpointError."""
-    if isinstance(limit, list | tuple) and len(limit) == 2:
-        low, high = limit[0], math.inf if limit[1] is None else limit[1]
-        if isinstance(low, int | float) and isinstance(high, int | float) and 0 <= low <= high:
-            return float(low), float(high)
-    raise CheckpointError(f"config.json: time_step_limit must be two numbers in increasing order, not {limit!r}")
-
-
 def layer_pattern(text: Mapping[str, Any]) -> str:
     """The layer kinds as a string over `M*-E`, from either spelling."""
     if (kinds := first(text, "layers_block_type", "layer_types")) is not None:
@@ -217,8 +207,7 @@ def decoder_config(text: Mapping[str, Any]) -> NemotronHConfig:
         values["mtp_pattern"] = pattern
     if text.get("num_key_value_heads") is None and "num_attention_heads" in values:
         values["num_key_value_heads"] = values["num_attention_heads"]
-    if "time_step_limit" in values:
-        values["time_step_limit"] = _time_steps(values["time_step_limit"])
+    values["time_step_limit"] = time_steps(values)
     for name in ("mlp_hidden_act", "mamba_hidden_act"):
         expected = "relu2" if name.startswith("mlp") else "silu"
         if text.get(name, expected) != expected:

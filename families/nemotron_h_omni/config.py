@@ -12,7 +12,7 @@ from typing import Any
 
 from decoder.config import DecoderConfig
 from families.family import FamilyConfig, ModelFiles
-from families.fields import MOST_LAYERS, count, number, per_channel, section
+from families.fields import CONFIG, MOST_LAYERS, count, flag, number, per_channel, section
 from families.files import CheckpointError, first, token_id
 from families.nemotron_h.config import decoder_config
 from families.nemotron_h_omni.vision import RadioVision
@@ -60,13 +60,15 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
     if not 0 < downsample <= 1 or (1 / downsample) % 1:
         raise CheckpointError(f"downsample_ratio {downsample} must be the reciprocal of a whole number, such as 0.5")
     inner = int(hidden * number(vision, "mlp_ratio", 4.0))
-    swiglu = bool(first(vision, "use_swiglu_ffn", default=False))
-
-    def setting(name: str, default: Any) -> Any:
-        """A preprocessing setting: from the processor's own file first, then from the sections that released files
-        use."""
-        return first(preprocessor, name, default=first(vision, name, default=first(args, name, default=default)))
-
+    swiglu = flag(vision, "use_swiglu_ffn")
+    pruned = first(config, "video_pruning_rate", default=0) != 0
+    # Preprocessing settings are in the processor's own file, or in the sections that released files use.
+    settings = {
+        name: first(preprocessor, name, default=first(vision, name, default=args.get(name)))
+        for name in ("video_target_num_patches", "video_maintain_aspect_ratio", "min_num_patches", "max_num_patches",
+                     "max_model_len")
+    }  # fmt: skip
+    files = "config.json or preprocessor_config.json"
     mean = first(preprocessor, "image_mean", "norm_mean", default=first(config, "norm_mean")) or CLIP_MEAN
     std = first(preprocessor, "image_std", "norm_std", default=first(config, "norm_std")) or CLIP_STD
     try:
@@ -77,20 +79,22 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
             intermediate_size=RadioVision.swiglu_size(inner) if swiglu else inner,
             hidden_act=str(first(vision, "hidden_act", default="gelu")),
             use_swiglu_ffn=swiglu,
-            qkv_bias=bool(first(vision, "qkv_bias", default=True)),
+            qkv_bias=flag(vision, "qkv_bias", True),
             layer_norm_eps=number(vision, "layer_norm_eps", 1e-6),
             layerscale_value=number(vision, "layerscale_value", 1.0),
             patch_size=count(vision, "patch_size", count(config, "patch_size", 16)),
             max_img_size=count(vision, "max_img_size", count(args, "cpe_max_size", 2048)),
             num_cls_tokens=cls_tokens,
             num_registers=registers,
-            video_temporal_patch_size=_video_patch(config, vision),
-            video_target_num_patches=int(setting("video_target_num_patches", 1024)),
-            video_maintain_aspect_ratio=bool(setting("video_maintain_aspect_ratio", True)),
-            video_pruning_rate=float(first(config, "video_pruning_rate", default=0.0)),
-            min_num_patches=int(setting("min_num_patches", 1024)),
-            max_num_patches=int(setting("max_num_patches", 13312)),
-            max_model_len=int(setting("max_model_len", 16384)),
+            video_temporal_patch_size=count(
+                vision, "video_temporal_patch_size", count(config, "video_temporal_patch_size", 2)
+            ),
+            video_target_num_patches=count(settings, "video_target_num_patches", 1024, file=files),
+            video_maintain_aspect_ratio=flag(settings, "video_maintain_aspect_ratio", True, file=files),
+            video_pruning_rate=number(config, "video_pruning_rate", 1.0) if pruned else 0.0,
+            min_num_patches=count(settings, "min_num_patches", 1024, file=files),
+            max_num_patches=_or_zero(settings, "max_num_patches", 13312, file=files),
+            max_model_len=count(settings, "max_model_len", 16384, file=files),
             image_mean=per_channel(mean, "image_mean or norm_mean"),
             image_std=per_channel(std, "image_std or norm_std"),
             merge_size=round(1 / downsample),
@@ -98,13 +102,16 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
             text_hidden_size=text.hidden_size,
             final_layernorm=bool(text.mtp),
         )
+    except CheckpointError:
+        raise
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"vision_config: {error}") from None
 
 
-def _video_patch(config: Mapping[str, Any], vision: Mapping[str, Any]) -> int | None:
-    value = first(vision, "video_temporal_patch_size", default=first(config, "video_temporal_patch_size", default=2))
-    return None if value is None else int(value)
+def _or_zero(text: Mapping[str, Any], name: str, default: int, *, file: str = CONFIG) -> int:
+    """Like `count`, but 0 is a value too."""
+    value = text.get(name)
+    return 0 if type(value) is int and value == 0 else count(text, name, default, file=file)
 
 
 def _prefix_tokens(vision: Mapping[str, Any], args: Mapping[str, Any]) -> tuple[int, int]:
@@ -122,5 +129,5 @@ def _prefix_tokens(vision: Mapping[str, Any], args: Mapping[str, Any]) -> tuple[
         registers = int(args["cpe_num_registers"])
     return (
         count(vision, "num_cls_tokens", cls_tokens),
-        0 if vision.get("num_registers") == 0 else count(vision, "num_registers", registers),
+        _or_zero(vision, "num_registers", registers),
     )

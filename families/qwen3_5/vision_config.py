@@ -11,7 +11,7 @@ from typing import Any
 from encoder.item import BLOCK_MAJOR, IMAGE, VIDEO
 from encoder.media_limits import RGB
 from encoder.vit_sizes import VitSizes
-from families.fields import MOST_LAYERS, count, number, per_channel, section
+from families.fields import MOST_LAYERS, count, flag, number, per_channel, section
 from families.files import CheckpointError, first
 
 MAX_ASPECT = 200
@@ -19,6 +19,7 @@ MAX_ASPECT = 200
 NORM_EPS = 1e-6
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu")
 _BICUBIC = 3
+_IMAGE_FILE, _VIDEO_FILE = "preprocessor_config.json", "video_preprocessor_config.json"
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -235,10 +236,10 @@ def vision_fields(
             "num_positions": count(vision, "num_position_embeddings", 2304),
             "rope_theta": number(rope, "rope_theta", 10000.0),
         }
-        for settings, name in ((image, "preprocessor_config.json"), (video, "video_preprocessor_config.json")):
+        for settings, name in ((image, _IMAGE_FILE), (video, _VIDEO_FILE)):
             _check_processor(settings, name, fields)
-        fields["image"] = _resizing(image, IMAGE_DEFAULTS if image else RELEASED_IMAGE)
-        fields["video"] = _resizing(video, VIDEO_DEFAULTS if video else RELEASED_VIDEO)
+        fields["image"] = _resizing(image, IMAGE_DEFAULTS if image else RELEASED_IMAGE, _IMAGE_FILE)
+        fields["video"] = _resizing(video, VIDEO_DEFAULTS if video else RELEASED_VIDEO, _VIDEO_FILE)
         fields["sampling"] = _sampling(video)
     except (TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
@@ -257,27 +258,33 @@ def _check_processor(settings: Mapping[str, Any], name: str, fields: Mapping[str
     for field, value in served.items():
         if (given := first(settings, field, default=value)) != value:
             raise CheckpointError(f"{name}: {field} is {given!r}; this model is served with {value!r}")
-    if abs(float(first(settings, "rescale_factor", default=1 / 255)) - 1 / 255) > 1e-9:
+    if abs(number(settings, "rescale_factor", 1 / 255, file=name) - 1 / 255) > 1e-9:
         raise CheckpointError(f"{name}: rescale_factor is {settings['rescale_factor']!r}; 1/255 is served")
 
 
-def _resizing(settings: Mapping[str, Any], released: Resizing) -> Resizing:
+def _resizing(settings: Mapping[str, Any], released: Resizing, file: str) -> Resizing:
     size = first(settings, "size", default={})
     if not isinstance(size, Mapping):
         raise ValueError(f"size {size!r} holds no shortest_edge and longest_edge")
-    low = first(settings, "min_pixels", default=first(size, "shortest_edge", "min_pixels", default=released.min_pixels))
-    high = first(settings, "max_pixels", default=first(size, "longest_edge", "max_pixels", default=released.max_pixels))
+
+    def pixels(name: str, edge: str, default: int) -> int:
+        """`name` in the file, else in its `size`, where it may be called `edge`."""
+        inner = count(size, edge, count(size, name, default, file=file), file=file)
+        return count(settings, name, inner, file=file)
+
+    low = pixels("min_pixels", "shortest_edge", released.min_pixels)
+    high = pixels("max_pixels", "longest_edge", released.max_pixels)
     mean, std = (first(settings, f"image_{name}", default=getattr(released, name)) for name in ("mean", "std"))
-    return Resizing(int(low), int(high), per_channel(mean, "image_mean"), per_channel(std, "image_std"))
+    return Resizing(low, high, per_channel(mean, "image_mean"), per_channel(std, "image_std"))
 
 
 def _sampling(settings: Mapping[str, Any]) -> Sampling:
     if settings.get("num_frames") is not None:
         raise ValueError(f"num_frames is {settings['num_frames']}; clips are sampled by fps")
-    capped = first(settings, "cap_pixels_per_frame", default=False)
+    capped = flag(settings, "cap_pixels_per_frame", file=_VIDEO_FILE)
     return Sampling(
-        fps=float(first(settings, "fps", default=2.0)),
-        min_frames=int(first(settings, "min_frames", default=4)),
-        max_frames=int(first(settings, "max_frames", default=768)),
-        frame_tokens=int(first(settings, "max_video_tokens", default=768)) if capped else None,
+        fps=number(settings, "fps", 2.0, file=_VIDEO_FILE),
+        min_frames=count(settings, "min_frames", 4, file=_VIDEO_FILE),
+        max_frames=count(settings, "max_frames", 768, file=_VIDEO_FILE),
+        frame_tokens=count(settings, "max_video_tokens", 768, file=_VIDEO_FILE) if capped else None,
     )

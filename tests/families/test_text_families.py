@@ -142,7 +142,7 @@ def test_experts_of_granite_are_read_back_from_compressed_tensors(tmp_path: Path
         ("granitemoehybrid", {"layer_types": ["mamba", "sliding"]}, "sliding"),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 9}, "names 9 layers and num_hidden_layers is"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "'alibi'"),
-        ("granitemoehybrid", {"logits_scaling": 0}, "logits_scaling must be above 0"),
+        ("granitemoehybrid", {"logits_scaling": 0}, "logits_scaling must be a number above 0, not 0"),
         ("granitemoehybrid", {"num_local_experts": 2, "num_experts_per_tok": 3}, "3 is above the 2 experts"),
     ],
 )

@@ -266,7 +266,7 @@ def test_a_published_tower_is_what_its_files_say() -> None:
         ({}, {"image_mean": [0.5]}, {}, "image_mean must be three finite numbers"),
         ({}, {"image_std": [0.5, float("nan"), 0.5]}, {}, "image_std must be three finite numbers"),
         ({}, {}, {"merge_size": 3}, "video_preprocessor_config.json: merge_size is 3"),
-        ({}, {}, {"fps": 0}, "video fps must be above 0, got 0.0"),
+        ({}, {}, {"fps": 0}, "video_preprocessor_config.json: fps must be a number above 0, not 0"),
         ({}, {}, {"min_frames": 9, "max_frames": 8}, "videos of 9 to 8 frames"),
         ({}, {}, {"num_frames": 8}, "num_frames is 8; clips are sampled by fps"),
     ],

@@ -15,11 +15,14 @@ from qwen_vision import random_tower
 from served import make_served
 from text_families import make_text_checkpoint
 
-from families.files import CheckpointError
+from families.files import CheckpointError, optional_json
 from service.model.checkpoint import open_checkpoint
 
 HUGE = 2**31
 NO_COUNT = ("x", "", 1.5, True, [], {}, math.nan, -1, 0)
+NO_FACTOR = ("x", "1", True, [], math.nan, math.inf, -1, 0)
+NO_FLAG = ("false", "", 0, 1, [])
+IMAGES, VIDEOS = "preprocessor_config.json", "video_preprocessor_config.json"
 NEMOTRON = [
     *((("text_config", name), value) for name in ("vocab_size", "hidden_size", "mamba_num_heads", "head_dim",
       "max_position_embeddings") for value in ("x", 1.5, True, [], {}, math.nan)),
@@ -31,6 +34,8 @@ NEMOTRON = [
     *((("text_config", "time_step_limit"), value) for value in (3, "ab", [], [1], [2, 1], ["0", 1], [math.nan, 1])),
     *((("vision_config", name), value) for name in ("hidden_size", "num_hidden_layers", "patch_size")
       for value in NO_COUNT),
+    *((("vision_config", name), value) for name in ("qkv_bias", "use_swiglu_ffn") for value in NO_FLAG),
+    *((("video_pruning_rate",), value) for value in ("x", [], 1, -1, math.nan)),
     *((("vision_config", name), value) for name in ("layer_norm_eps", "mlp_ratio")
       for value in ("x", [], -1, math.nan)),
     (("vision_config", "num_hidden_layers"), HUGE),
@@ -47,6 +52,38 @@ QWEN = [
       for value in NO_COUNT),
     *((("vision_config", "rope_parameters"), value) for value in (3, "x", [1])),
     *(((name,), value) for name in ("text_config", "vision_config") for value in (3, "x", [1])),
+]  # fmt: skip
+
+
+MINICPM = [
+    *((("vision_config", "num_hidden_layers"), value) for value in (HUGE, 1.5, 0)),
+    *((("vision_config", "layer_norm_eps"), value) for value in NO_FACTOR),
+    *((("tie_word_embeddings",), value) for value in NO_FLAG),
+    *((("insert_layer_id",), value) for value in ("x", 1.5, True, [], math.nan, -1)),
+]
+TEXT_ONLY = [
+    *((("num_hidden_layers",), value) for value in (HUGE, 0)),
+    *(((name,), value) for name in ("tie_word_embeddings", "attention_bias", "mamba_conv_bias", "mamba_proj_bias")
+      for value in NO_FLAG),
+    *((("rms_norm_eps",), value) for value in NO_FACTOR),
+    *((("time_step_limit",), value) for value in (3, "ab", [], [1], [2, 1], ["0", 1], [math.nan, 1])),
+]  # fmt: skip
+BAMBA = [
+    *(("attn_layer_indices", value) for value in (3, "x", ["0"], [0.0], [True], [-1], [99])),
+    *(("mlp_bias", value) for value in NO_FLAG),
+]
+PROCESSORS = [
+    *(("minicpm", IMAGES, (name,), value) for name in ("slice_mode", "use_image_id") for value in NO_FLAG),
+    *(("minicpm", IMAGES, (name,), value) for name in ("max_slice_nums", "scale_resolution") for value in NO_COUNT),
+    *(("nemotron", IMAGES, ("video_maintain_aspect_ratio",), value) for value in NO_FLAG),
+    *(("nemotron", IMAGES, (name,), value) for name in ("min_num_patches", "max_model_len") for value in NO_COUNT),
+    *(("nemotron", IMAGES, ("max_num_patches",), value) for value in NO_COUNT[:-1]),
+    *(("qwen", IMAGES, place, value) for place in (("min_pixels",), ("max_pixels",), ("size", "shortest_edge"))
+      for value in NO_COUNT),
+    *(("qwen", VIDEOS, (name,), value) for name in ("min_frames", "max_frames") for value in NO_COUNT),
+    *(("qwen", VIDEOS, ("cap_pixels_per_frame",), value) for value in NO_FLAG),
+    *(("qwen", VIDEOS, ("fps",), value) for value in NO_FACTOR),
+    *(("qwen", IMAGES, ("rescale_factor",), value) for value in NO_FACTOR),
 ]  # fmt: skip
 
 
@@ -87,17 +124,19 @@ def copied(model: Path, folder: Path, name: str, fields: dict[str, Any]) -> None
     (folder / name).write_text(json.dumps(values))
 
 
-def refused(model: Path, folder: Path, place: tuple[str, ...], value: Any, *, match: str = "") -> None:
+def refused(
+    model: Path, folder: Path, place: tuple[str, ...], value: Any, *, match: str = "", file: str = "config.json"
+) -> None:
     """`match`: by default the field's name."""
-    for file in model.iterdir():
-        (folder / file.name).symlink_to(file)
-    config = json.loads((model / "config.json").read_text())
+    for source in model.iterdir():
+        (folder / source.name).symlink_to(source)
+    config = optional_json(model / file)
     holder = config
     for name in place[:-1]:
-        holder = holder[name]
+        holder = holder.setdefault(name, {})
     holder[place[-1]] = value
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / file).unlink(missing_ok=True)
+    (folder / file).write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=match or place[-1]):
         open_checkpoint(str(folder), None, outline=True)
 
@@ -128,14 +167,34 @@ def test_the_largest_image_is_no_larger_than_the_context(minicpm: Path, tmp_path
     assert vision.limited(max_model_len=1).max_image_tokens == vision.min_image_tokens
 
 
-@pytest.mark.parametrize("value", [HUGE, 1.5, 0])
-def test_minicpm(minicpm: Path, tmp_path: Path, value: Any) -> None:
-    refused(minicpm, tmp_path, ("vision_config", "num_hidden_layers"), value)
+@pytest.mark.parametrize(("place", "value"), MINICPM, ids=str)
+def test_minicpm(minicpm: Path, tmp_path: Path, place: tuple[str, ...], value: Any) -> None:
+    refused(minicpm, tmp_path, place, value)
 
 
-@pytest.mark.parametrize("value", [HUGE, 0])
-def test_text_only(text_only: Path, tmp_path: Path, value: Any) -> None:
-    refused(text_only, tmp_path, ("num_hidden_layers",), value)
+@pytest.mark.parametrize(("place", "value"), TEXT_ONLY, ids=str)
+def test_text_only(text_only: Path, tmp_path: Path, place: tuple[str, ...], value: Any) -> None:
+    refused(text_only, tmp_path, place, value)
+
+
+@pytest.mark.parametrize(("name", "value"), BAMBA, ids=str)
+def test_bamba(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, name: str, value: Any) -> None:
+    make_text_checkpoint(model := tmp_path_factory.mktemp("bamba"), "bamba", 3)
+    refused(model, tmp_path, (name,), value)
+
+
+@pytest.mark.parametrize("value", NO_FACTOR, ids=str)
+@pytest.mark.parametrize("name", ["embedding", "residual", "attention"])
+def test_granite(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, name: str, value: Any) -> None:
+    make_text_checkpoint(model := tmp_path_factory.mktemp("granite"), "granitemoehybrid", 3)
+    refused(model, tmp_path, (f"{name}_multiplier",), value)
+
+
+@pytest.mark.parametrize(("family", "file", "place", "value"), PROCESSORS, ids=str)
+def test_processors(
+    family: str, file: str, place: tuple[str, ...], value: Any, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    refused(request.getfixturevalue(family), tmp_path, place, value, file=file)
 
 
 def test_numbers_too_large_for_any_field(nemotron: Path, minicpm: Path, text_only: Path, tmp_path: Path) -> None:
@@ -144,4 +203,4 @@ def test_numbers_too_large_for_any_field(nemotron: Path, minicpm: Path, text_onl
     for number, (model, place) in enumerate(places):
         (folder := tmp_path / str(number)).mkdir()
         value = 1e308 if place[-1] == "mlp_ratio" else math.inf
-        refused(model, folder, place, value, match="cannot convert" if model == nemotron else place[-1])
+        refused(model, folder, place, value, match="cannot convert" if place[-1] == "mlp_ratio" else place[-1])
