@@ -20,6 +20,9 @@ from families.files import optional_json
 from service.common.types import Message
 from service.model.tokenizer import literal, without_literals
 
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Names that every tokenizer has. Files may define further ones, such as `image_token`."""
+
 
 class Marked(str):
     """Text from the server in which image tokens are meant as such: the text of a clip."""
@@ -125,9 +128,10 @@ class ChatTemplate:
 
     def _render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any] | None) -> str:
         assert self._template is not None
-        values = {"add_generation_prompt": True, **self._special_tokens, **(arguments or {}), "messages": messages}
-        if "tools" in values:
-            values["tools"] = self._safe_json(values["tools"])
+        # As in transformers, `tools` and `documents` are none and not undefined: templates compare them with none.
+        absent = {"tools": None, "documents": None, "add_generation_prompt": True}
+        values = {**self._special_tokens, **absent, **(arguments or {}), "messages": messages}
+        values["tools"] = self._safe_json(values["tools"])
         try:
             return self._template.render(values)
         except Exception as error:  # whatever the template's code does, such as dividing by zero
@@ -211,13 +215,15 @@ def load_template(path: Path, *, image_token: str | None, video_token: str | Non
     elif field is not None:
         # Either the text itself or a list of named templates.
         source = field if isinstance(field, str) else _named(holder, field)
-    specials = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        if (value := config.get(name)) is not None:
-            text = value.get("content") if isinstance(value, dict) else value
-            if not isinstance(text, str):
-                raise CheckpointError(f"{about}: {name} must be a string or an object with its content, not {value!r}")
+    named, specials = {name: value for name, value in config.items() if name.endswith("_token")}, {}
+    if isinstance(extra := config.get("extra_special_tokens"), dict):  # a list has no names
+        named |= extra
+    for name, value in named.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
             specials[name] = text
+        elif name in SPECIAL_TOKENS and value is not None:
+            raise CheckpointError(f"{about}: {name} must be a string or an object with its content, not {value!r}")
     try:
         return ChatTemplate(source, image_token=image_token, special_tokens=specials, video_token=video_token)
     except CheckpointError as error:

@@ -289,10 +289,24 @@ def test_the_default_template_is_chosen_by_its_name(tmp_path: Path) -> None:
     assert load_template(tmp_path, image_token=None).render([Message("user", ("a",))]) == "D</s>"
 
 
+def test_templates_see_all_named_tokens_of_the_tokenizer(tmp_path: Path) -> None:
+    """Including a model's own names, as in transformers; flags are none of them."""
+    config = {
+        "chat_template": "{{ bos_token }}{{ sep_token }}{{ image_token }}{{ audio }}{{ add_bos_token }}{{ tokenizer }}",
+        "bos_token": {"content": "<s>"}, "sep_token": "<sep>", "image_token": "<img>", "add_bos_token": True,
+        "tokenizer": "x", "extra_special_tokens": {"audio": "<audio>"}, "mask_token": None,
+    }  # fmt: skip
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    loaded = load_template(tmp_path, image_token=None)
+    assert loaded.render([Message("user", ("a",))]) == "<s><sep><img><audio>"
+
+
 @pytest.mark.parametrize(
     ("source", "arguments", "text"),
     [
         ("{{ messages[0].content }}", {"messages": []}, "a"),
+        ("{% if tools is not none %}T{% endif %}{% if documents is not none %}D{% endif %}x", {}, "x"),
+        ("{% if tools is not none %}{{ tools | length }}{% endif %}", {"tools": [{}]}, "1"),
         ("{{ bos_token }}", {"bos_token": "<t>"}, "<t>"),
         ("{{ add_generation_prompt }}", {}, "True"),
         ("{{ add_generation_prompt }}", {"add_generation_prompt": False}, "False"),
