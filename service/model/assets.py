@@ -7,10 +7,14 @@ from typing import Any, NamedTuple
 
 from decoder.sampling import SamplingParams
 from families import CheckpointError, VisionSpec
+from families.fields import count, flag
 from families.tool_calls import ToolMarkup
 from service.model.chat import ChatTemplate, load_template
 from service.model.modelconfig import ModelConfig
 from service.model.tokenizer import Tokenizer
+
+MOST_TOKENS = 2**31 - 1
+"""Largest `max_tokens` that a message of the protocol holds."""
 
 
 class ReasoningMarkers(NamedTuple):
@@ -80,20 +84,20 @@ class ModelAssets:
 def sampling_defaults(config: ModelConfig) -> dict[str, Any]:
     """Sampling fields that `generation_config.json` sets. `do_sample: false` means greedy. Raises CheckpointError for
     values that no request could use."""
-    source = config.generation
+    source, file = config.generation, str(config.path / "generation_config.json")
     defaults: dict[str, Any] = {}
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-        if source.get(name) is not None:
-            defaults[name] = source[name]
+        if (value := source.get(name)) is not None:
+            if type(value) is not int and (type(value) is not float or name == "top_k"):
+                kind = "whole number" if name == "top_k" else "number"
+                raise CheckpointError(f"{file}: {name} must be a {kind}, not {value!r}")
+            defaults[name] = value
     if source.get("max_new_tokens") is not None:
-        defaults["max_tokens"] = source["max_new_tokens"]
-    if source.get("do_sample") is False:
+        defaults["max_tokens"] = count(source, "max_new_tokens", most=MOST_TOKENS, file=file)
+    if not flag(source, "do_sample", True, file=file):
         defaults["temperature"] = 0.0
     try:
-        for name in ("top_k", "max_tokens"):
-            if type(value := defaults.get(name, 0)) is not int:
-                raise ValueError(f"{name} must be a whole number, not {value!r}")
         SamplingParams(**defaults)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{config.path / 'generation_config.json'}: {error}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from None
     return defaults

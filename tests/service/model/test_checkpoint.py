@@ -344,13 +344,17 @@ def test_the_first_and_the_last_token_may_end(tmp_path: Path) -> None:
         ("repetition_penalty", 0),
         ("max_new_tokens", 0),
         ("top_k", 1.5),
+        ("top_p", "0.9"),
+        ("min_p", True),
         ("max_new_tokens", True),
+        ("max_new_tokens", 2**31),
+        ("do_sample", "false"),
     ],
 )
 def test_sampling_defaults_that_no_request_could_use_are_named(tmp_path: Path, field: str, value: object) -> None:
     make_checkpoint(tmp_path, 2, text={"pattern": "M"})
     (tmp_path / "generation_config.json").write_text(json.dumps({field: value}))
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: "):
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {field} "):
         sampling_defaults(load_config(tmp_path))
 
 
