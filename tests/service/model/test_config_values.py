@@ -115,19 +115,8 @@ def text_only(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
     return path
 
 
-def copied(model: Path, folder: Path, name: str, fields: dict[str, Any]) -> None:
-    """The model with other fields in one of its files."""
-    for file in model.iterdir():
-        (folder / file.name).symlink_to(file)
-    values = json.loads((folder / name).read_text()) | fields
-    (folder / name).unlink()
-    (folder / name).write_text(json.dumps(values))
-
-
-def refused(
-    model: Path, folder: Path, place: tuple[str, ...], value: Any, *, match: str = "", file: str = "config.json"
-) -> None:
-    """`match`: by default the field's name."""
+def changed(model: Path, folder: Path, file: str, place: tuple[str, ...], value: Any) -> None:
+    """Makes `folder` the model with another value in one of its files."""
     for source in model.iterdir():
         (folder / source.name).symlink_to(source)
     config = optional_json(model / file)
@@ -137,6 +126,13 @@ def refused(
     holder[place[-1]] = value
     (folder / file).unlink(missing_ok=True)
     (folder / file).write_text(json.dumps(config))
+
+
+def refused(
+    model: Path, folder: Path, place: tuple[str, ...], value: Any, *, match: str = "", file: str = "config.json"
+) -> None:
+    """`match`: by default the field's name."""
+    changed(model, folder, file, place, value)
     with pytest.raises(CheckpointError, match=match or place[-1]):
         open_checkpoint(str(folder), None, outline=True)
 
@@ -153,14 +149,13 @@ def test_qwen(qwen: Path, tmp_path: Path, place: tuple[str, ...], value: Any) ->
 
 def test_the_smallest_image_has_a_bound(nemotron: Path, tmp_path: Path) -> None:
     """The encoder is timed on it, at the start."""
-    copied(nemotron, tmp_path, "preprocessor_config.json", {"min_num_patches": 2**20})
-    with pytest.raises(CheckpointError, match="min_num_patches is 1048576; at most 32768 is served"):
-        open_checkpoint(str(tmp_path), None, outline=True)
+    match = "min_num_patches is 1048576; at most 32768 is served"
+    refused(nemotron, tmp_path, ("min_num_patches",), 2**20, match=match, file="preprocessor_config.json")
 
 
 def test_the_largest_image_is_no_larger_than_the_context(minicpm: Path, tmp_path: Path) -> None:
     """The encoder's buffers are allocated for it."""
-    copied(minicpm, tmp_path, "preprocessor_config.json", {"max_slice_nums": HUGE, "slice_mode": True})
+    changed(minicpm, tmp_path, "preprocessor_config.json", ("max_slice_nums",), HUGE)
     vision = open_checkpoint(str(tmp_path), None, outline=True).config.vision
     assert vision is not None
     assert vision.max_image_tokens > HUGE and vision.limited(max_model_len=2000).max_image_tokens == 2000
