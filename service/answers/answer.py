@@ -83,19 +83,28 @@ class Answer:
 
     def replay(self) -> None:
         """Brings the sample to the end of the tokens that the client has already received."""
-        self._samples[0].replay(self._spec.continued)
+        continued, end = self._spec.continued, self._end_token
+        self._samples[0].replay(continued if end is None else continued[:-1])
+        if end is not None:
+            self._samples[0].push(end, shown=False)
 
     def already_ended(self) -> Finished | None:
         """The end of an answer that is to be continued but has ended."""
         continued, params, sample = self._spec.continued, self._params, self._samples[0]
         if not continued:
             return None
-        if sample.over:
-            return self._finish(0, sample.reason("stop"))
+        full = params.max_tokens is not None and len(continued) >= params.max_tokens
+        if not sample.over and self._end_token is None and not full:
+            return None
+        sample.flush()  # what it had held back was sent with the last token
+        return self._finish(0, *sample.end("length" if self._end_token is None else "stop", self._end_token))
+
+    @property
+    def _end_token(self) -> int | None:
+        """The last of the tokens that are continued, if it ends the answer."""
+        continued, params = self._spec.continued, self._params
         if len(continued) > params.min_tokens and continued[-1] in (self._eos | params.stop_token_ids):
-            return self._finish(0, sample.reason("stop"), continued[-1])
-        if params.max_tokens is not None and len(continued) >= params.max_tokens:
-            return self._finish(0, "length")
+            return continued[-1]
         return None
 
     def tick(self, events: list[EngineEvent]) -> None:
@@ -125,7 +134,7 @@ class Answer:
                 break
             if event.finish_reason is not None:
                 pieces.append(sample.flush())
-                reason, stop_token = sample.reason(cast(FinishReason, event.finish_reason)), event.stop_token
+                reason, stop_token = sample.end(cast(FinishReason, event.finish_reason), event.stop_token)
         delta = self._delta(index, merged(pieces), ids, logprobs)
         if reason is None:
             return delta, None, False

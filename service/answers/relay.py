@@ -66,6 +66,11 @@ class SampleState:
         """Why the sample ended: "tool_calls" if it stopped after tool calls, else `given`."""
         return "tool_calls" if given == "stop" and self._calls is not None and self._calls.called else given
 
+    def end(self, given: FinishReason, stop_token: int | None) -> tuple[FinishReason, int | None]:
+        """Why the sample ended, and the token that ended it, after `flush`: a stop string may begin in text that was
+        held back until then, and then the text ends before it."""
+        return (self.reason("stop"), None) if self.over else (self.reason(given), stop_token)
+
     def push(self, token: int, *, shown: bool = True) -> Shown:
         """Counts a token and returns the output that can be sent now. `shown` is False for an end token."""
         self.tokens += 1

@@ -20,19 +20,22 @@ END = 4
 
 
 class Scripted(FakeEngine):
-    """Sends fixed tokens as the only sample of each request, one per event, after those that it is given."""
+    """Sends fixed tokens as the only sample of each request, one per event, after those that it is given. `end`: the
+    token that ends an answer."""
 
-    def __init__(self, tokens: Sequence[int]) -> None:
+    def __init__(self, tokens: Sequence[int], end: int = END) -> None:
         super().__init__(vocabulary=1024, max_len=1000)
-        self.tokens, self.requests = list(tokens), list[EngineRequest]()
+        self.tokens, self.requests, self.end = list(tokens), list[EngineRequest](), end
 
     def submit(self, request: EngineRequest) -> None:
         self.requests.append(request)
         left = self.tokens[len(request.output_ids) :]
         for name in request.names:
             events = [EngineEvent(name, token) for token in left[:-1]]
-            ended = {"finish_reason": "stop", "stop_token": END} if left[-1] == END else {"finish_reason": "length"}
-            for event in [*events, EngineEvent(name, left[-1], **ended)]:
+            last = EngineEvent(name, left[-1], finish_reason="length")
+            if left[-1] == self.end:
+                last = last._replace(finish_reason="stop", stop_token=self.end)
+            for event in [*events, last]:
                 self._emit([event])
 
     def abort(self, request_id: str) -> None:
@@ -50,12 +53,13 @@ def answered(
     prompt: str = "a<think>\n",
     *,
     chunk: int | None = None,
+    end: int = END,
     **fields: Any,
 ) -> tuple[list[Event], list[EngineRequest]]:  # fmt: skip
-    """The events of an answer whose tokens are those of `output`, or these, to a raw prompt."""
+    """The events of an answer whose tokens are those of `output`, or these, to a raw prompt. `end`: see `Scripted`."""
 
     async def run() -> tuple[list[Event], list[EngineRequest]]:
-        engine = Scripted(ids(assets, output) if isinstance(output, str) else output)
+        engine = Scripted(ids(assets, output) if isinstance(output, str) else output, end)
         processor = local_processor(FrontendLimits().media, assets.vision, "float32")
         frontend = Frontend(engine, assets, FrontendLimits(), processor=processor)
         frontend.start()

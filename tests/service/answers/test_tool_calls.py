@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from scripted import answered, ids, split
+from scripted import END, answered, ids, split
 from tool_texts import TOOLS, random_text, xml
 
 from families.tool_calls import CALL_LIST, HERMES, XML, CallScanner, TextPiece, ToolMarkup
@@ -166,6 +166,37 @@ def test_calls_within_reasoning_are_not_lost(assets: ModelAssets) -> None:
     events, _ = answered(assets, broken, **using(thinking=True))
     assert split(events)[1] == "red" and split(events)[0].startswith("so <tool_call> is how")
     assert calls_of(events) == [("now", "{")] and reason(events) == "stop"
+
+
+@pytest.mark.parametrize(
+    ("output", "options", "end"),  # the reason, the stop string, the text of the stop token
+    [
+        # The beginning of a call's marker is held back until the end shows that it is text.
+        ("so <tool_ca", {"stop": ("_",)}, ("stop", "_", None)),
+        ("so <tool_ca<|im_end|>", {"stop": ("_", "x")}, ("stop", "_", None)),
+        ("so <tool_ca", {"stop": ("x",)}, ("length", None, None)),
+        ("so<|im_end|>", {"thinking": True}, ("stop", None, None)),
+        (WRITTEN[XML], {"stop": ("x",)}, ("length", None, None)),
+        (f"{WRITTEN[XML]}<|im_end|>", {"stop": ("x",)}, ("tool_calls", None, None)),
+        ("so red", {"stop": ("redder",)}, ("stop", None, "red")),
+        ("so red", {"stop": ("d",)}, ("stop", None, "red")),
+    ],
+)
+def test_an_answer_ends_at_once_and_resumed_after_its_last_token_in_the_same_way(
+    assets: ModelAssets, output: str, options: dict[str, Any], end: tuple[str, str | None, str | None]
+) -> None:
+    tokens = ids(assets, output)
+    sampling = {"max_tokens": len(tokens)} | ({"stop_token_ids": frozenset({tokens[-1]})} if end[2] else {})
+    given = {**using(thinking=options.get("thinking", False)), "stop": options.get("stop", ()), "sampling": sampling}
+    whole, _ = answered(assets, tokens, **given, end=tokens[-1] if end[2] else END)
+    resumed, requests = answered(assets, tokens, **given, continued=tuple(tokens))
+    assert not requests and split(resumed) == ("", "")
+    for events in (whole, resumed):
+        last = events[-1]
+        assert isinstance(last, Finished)
+        assert (last.reason, last.stop_string, last.stop_token) == (*end[:2], tokens[-1] if end[2] else None)
+        assert last.usage.completion_tokens == len(tokens)
+        assert last.usage.reasoning_tokens == (len(ids(assets, "so")) if "thinking" in options else 0)
 
 
 def test_samples_have_calls_of_their_own(assets: ModelAssets) -> None:
