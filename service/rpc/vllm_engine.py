@@ -71,6 +71,7 @@ def request_from(request: Any) -> inference_pb2.GenerateRequest:
             target: Any = made.tokens
         case "text":
             made.prompt.text = request.text
+            made.prompt.raw = True
             target = made.prompt
         case _:
             raise errors.InvalidArgument("one of tokenized, text must be set", field="input")

@@ -99,6 +99,17 @@ def test_constraints_and_stops(stub: Any) -> None:
     assert stopped.complete.finish_reason == "stop" and stopped.complete.matched_token_id == stop
 
 
+def test_a_text_is_tokenised_as_it_is(stub: Any, worker: RunningServer) -> None:
+    from smg_grpc_proto import vllm_engine_pb2 as pb
+
+    sampling = pb.SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
+    (found,) = stub.Generate(pb.GenerateRequest(request_id="t", text="what?", sampling_params=sampling), timeout=60)
+    with saccade.Client(worker.address) as client:
+        wanted = client.generate("what?", raw=True, max_tokens=4, seed=3, ignore_eos=True)
+    assert found.complete.prompt_tokens == wanted.usage.prompt_tokens == len("what?")
+    assert list(found.complete.output_ids) == wanted.token_ids
+
+
 @pytest.mark.parametrize(
     ("change", "code", "named"),
     [
