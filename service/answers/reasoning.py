@@ -49,9 +49,9 @@ def _phase_in_message(ids: Sequence[int], markers: ReasoningMarkers, tokenizer: 
 
 
 def with_reasoning(spec: GenerateSpec, phase: Phase, assets: ModelAssets) -> ConstraintSpec | None:
-    """The request's constraint, which begins after the reasoning if there is any. If the prompt does not open
-    reasoning, a constrained answer has some only if the request asks for it. Raises FailedPrecondition for a request
-    that the model or its template cannot follow."""
+    """The request's constraint, which begins after the reasoning if there is any and the request does not constrain
+    that. If the prompt does not open reasoning, a constrained answer has some only if the request asks for it. Raises
+    FailedPrecondition for a request that the model or its template cannot follow."""
     limit, constraint = spec.max_reasoning_tokens, spec.constraint
     if assets.reasoning is None and limit is not None:
         raise errors.FailedPrecondition(
@@ -64,7 +64,7 @@ def with_reasoning(spec: GenerateSpec, phase: Phase, assets: ModelAssets) -> Con
             field="chat.enable_thinking",
         )
     asked = limit is not None or spec.thinking is True
-    if assets.reasoning is None or phase == "none" or (phase == "possible" and not asked):
+    if assets.reasoning is None or phase == "none" or (phase == "possible" and not asked) or spec.constrain_reasoning:
         return constraint
     if limit is None and constraint is None:
         return None

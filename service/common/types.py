@@ -190,6 +190,8 @@ class GenerateSpec:
     max_reasoning_tokens: int | None = None
     thinking: bool | None = None
     """Whether the request asks for reasoning, or for none; None: it leaves that to the chat template."""
+    constrain_reasoning: bool = False
+    """Whether the constraint holds from the first token on, even if that is reasoning."""
     whole: bool = False
     """Whether the caller reads nothing before the answer's end, so that few and large deltas are enough."""
 

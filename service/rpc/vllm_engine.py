@@ -18,8 +18,7 @@ import time
 import urllib.parse
 import zipfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -30,6 +29,7 @@ from service.answers import convert
 from service.answers.calls import Calls
 from service.common import errors
 from service.common.types import Delta, Finished, Logprob, Started, Usage
+from service.model.assets import ModelAssets
 from service.rpc.servicer import read
 from service.telemetry.call_context import current_call
 
@@ -216,10 +216,11 @@ class VllmEngineServicer:
     """The methods by their names in the protocol. `service.rpc.interceptor` converts their errors to statuses."""
 
     def __init__(
-        self, calls: Calls, model: model_pb2.Model, folder: Path, *, ready: Callable[[], bool], version: str,
+        self, calls: Calls, model: model_pb2.Model, assets: ModelAssets, *, ready: Callable[[], bool], version: str,
         max_seqs: int,
     ) -> None:  # fmt: skip
-        self._calls, self._model, self._folder = calls, model, folder
+        self._calls, self._model, self._folder = calls, model, assets.config.path
+        self._reasons = assets.reasoning is not None
         self._ready, self._version, self._max_seqs = ready, version, max_seqs
         self._started = time.monotonic()
         self._last_request = 0.0
@@ -242,6 +243,7 @@ class VllmEngineServicer:
 
     async def Generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         spec = convert.spec_from_proto(await read(request_from, request), whole=not request.stream)
+        spec = replace(spec, constrain_reasoning=request.sampling_params.grammar_from_first_token)
         current_call().request_id = spec.request_id
         self._last_request = time.time()
         answer = _Answer(request.stream)
@@ -286,7 +288,7 @@ class VllmEngineServicer:
             mm_media_ref_schemes=",".join(("data", *limits.uri_schemes)) if self._takes_images else "",
             mm_processor_source="flag" if self._takes_images else "",
             mm_item_limits=",".join(f"{kind}={count}" for kind, count in kinds.items() if count),
-            constrained_decoding_start="first_token",
+            constrained_decoding_start="after_reasoning" if self._reasons else "first_token",
         )  # fmt: skip
 
     async def GetLoads(self, request: Any, context: Any) -> Any:

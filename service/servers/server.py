@@ -189,7 +189,7 @@ class Server:
     def _add_gateway_service(self, server: grpc.aio.Server) -> str:
         vllm_engine = gateway()
         servicer = vllm_engine.VllmEngineServicer(
-            self.calls, self._model, self.frontend.assets.config.path, version=_version(),
+            self.calls, self._model, self.frontend.assets, version=_version(),
             max_seqs=self.frontend.engine.info.max_seqs,
             ready=lambda: self.frontend.engine.alive and self._refusal() is None,
         )  # fmt: skip

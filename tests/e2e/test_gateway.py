@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import pytest
 from images import png
+from reasoner import OPEN, make_reasoner
 from running import RunningServer
 from served import IMAGE_TOKEN
 
@@ -23,6 +24,7 @@ import saccade
 from benchmarks.gateway import ARGUMENTS, chat, gateway, hit_rate, image_messages, text_messages
 from benchmarks.replicas import flush
 from service.commands.cli import ServerProcess
+from service.servers.limits import load_assets
 
 pytest.importorskip("smg_grpc_proto", reason="smg-grpc-proto is not installed")
 needs_smg = pytest.mark.skipif(not Path(sys.executable).with_name("smg").exists(), reason="smg is not installed")
@@ -110,6 +112,30 @@ def test_a_text_is_tokenised_as_it_is(stub: Any, worker: RunningServer) -> None:
     assert list(found.complete.output_ids) == wanted.token_ids
 
 
+def test_a_grammar_starts_where_the_gateway_is_told_and_says(tmp_path: Path) -> None:
+    """For a prompt that ends in the model's thought: after it, unless the grammar includes it."""
+    from smg_grpc_proto import vllm_engine_pb2 as pb
+    from smg_grpc_proto import vllm_engine_pb2_grpc
+
+    model = make_reasoner(tmp_path / "tiny")
+    with (
+        RunningServer(str(model), max_seqs=4, max_len=100, vllm_engine=True) as worker,
+        grpc.insecure_channel(worker.address) as channel,
+    ):
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        told = stub.GetServerInfo(pb.GetServerInfoRequest())
+        assert told.constrained_decoding_start == "after_reasoning"
+        options = {"stream": False, "ignore_eos": False, "regex": "[ab]{3}"}
+        found = {}
+        for first in (False, True):
+            (answer,) = generate(stub, [50, OPEN], grammar_from_first_token=first, **options)
+            found[first] = list(answer.complete.output_ids)
+        tokenizer = load_assets(worker.options).tokenizer
+        assert tokenizer is not None
+        letters = set(tokenizer.encode("ab"))
+        assert set(found[True][:3]) <= letters and len(found[True]) == 4 and not set(found[False]) <= letters
+
+
 @pytest.mark.parametrize(
     ("change", "code", "named"),
     [
@@ -141,6 +167,7 @@ def test_what_gateways_ask_about_a_worker(stub: Any, worker: RunningServer, mode
     assert info.is_generation and info.supports_vision and info.max_context_length == 600 and info.vocab_size > 256
     server = stub.GetServerInfo(pb.GetServerInfoRequest())
     assert (server.mm_processor, server.mm_media_ref_schemes, server.max_num_seqs) == ("inprocess", "data", 16)
+    assert server.constrained_decoding_start == "first_token", "this model marks no reasoning"
     (load,) = stub.GetLoads(pb.GetLoadsRequest()).loads
     assert load.num_total_reqs == 0 and load.max_running_requests == 16 and 0 <= load.token_usage < 1
     chunks = list(stub.GetTokenizer(common_pb2.GetTokenizerRequest()))
