@@ -234,8 +234,9 @@ class _Session:
             if ticket not in self._leases:
                 return
         _, size = self._leases.pop(ticket)
-        yield Response(encoded=encoder_pb2.Encoded(ticket=ticket, counts=lease.counts))
-        lease.release()
+        encoded = encoder_pb2.Encoded(ticket=ticket, counts=lease.counts)
+        lease.release()  # before the message: a decoder that disconnects meanwhile ends this generator there
+        yield Response(encoded=encoded)
         self._credit(size)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Admission of decoders to an encoder: several at once, and while the encoder stops."""
+"""Sessions of decoders at an encoder: their admission, several at once and while the encoder stops, and their end."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ class Peer:
         return "ipv4:127.0.0.1:1"
 
 
-def attach(servicer: EncoderServicer) -> Any:
+def attach(servicer: EncoderServicer, *messages: encoder_pb2.AttachRequest) -> Any:
     async def requests() -> AsyncIterator[encoder_pb2.AttachRequest]:
         yield encoder_pb2.AttachRequest(hello=partner_to_proto(PARTNER))
+        for message in messages:
+            yield message
         await asyncio.Event().wait()
 
     return servicer.Attach(requests(), Peer())
@@ -51,5 +53,30 @@ def test_what_has_changed_since_the_hello_counts(then: str, reason: str) -> None
         await asyncio.wait({attached})
         await first.aclose()
         assert servicer.idle.is_set() and not servicer.sessions
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("last", ["rows", "encoded", "credit"])
+def test_a_decoder_that_leaves_while_a_message_is_sent_leaves_no_lease(last: str) -> None:
+    item = encoder_pb2.EncodeItem(
+        ticket=5, key=b"k", grid_rows=2, grid_columns=2, merge_size=2, shape=(4, 3), dtype="float32"
+    )
+    pixels = encoder_pb2.Piece(ticket=5, data=bytes(4 * 3 * 4))
+
+    async def body() -> None:
+        handoff = Handoff(1000, 8, torch.float32)
+        servicer = EncoderServicer(handoff, PARTNER, window_bytes=1000, max_sessions=1)
+        call = attach(servicer, encoder_pb2.AttachRequest(item=item), encoder_pb2.AttachRequest(pixels=pixels))
+        assert (await anext(call)).HasField("welcome")
+        message = asyncio.ensure_future(anext(call))
+        while not (works := handoff.take()):
+            await asyncio.sleep(0)
+        handoff.publish(works)
+        servicer.poll()
+        while not (await message).HasField(last):
+            message = asyncio.ensure_future(anext(call))
+        await call.aclose()
+        handoff.check_integrity(idle=True)
 
     asyncio.run(body())
