@@ -84,8 +84,7 @@ def _too_much(what: str, quota: str) -> errors.ResourceExhausted:
 
 @dataclass
 class Places:
-    """Counts what each tenant holds at a time, with a limit per tenant; callers without a key share one count. Used on
-    one event loop."""
+    """Counts what each tenant holds at a time, with a limit for each tenant with a key. Used on one event loop."""
 
     limit: int
     what: str
@@ -94,8 +93,8 @@ class Places:
 
     @contextmanager
     def hold(self, owner: str) -> Iterator[None]:
-        """Counts one for the tenant until the context ends. Raises ResourceExhausted if the tenant has reached the
-        limit."""
+        """Counts one for the tenant, whose name is empty for callers without a key, until the context ends. Raises
+        ResourceExhausted if a tenant with a key has reached the limit."""
         held = self._held.get(owner, 0)
         if owner and held >= self.limit:
             raise _too_much(

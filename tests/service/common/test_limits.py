@@ -123,7 +123,7 @@ def test_places_are_each_tenant_s_own_and_come_back() -> None:
                 assert full.value.quota == "tenant_requests" and full.value.retry_after is not None
         with places.hold("a"):
             pass
-    with places.hold(""), places.hold(""), places.hold(""):  # callers without a key share one limit
+    with places.hold(""), places.hold(""), places.hold(""):  # callers without a key have no limit of their own
         pass
     assert not places._held
 
