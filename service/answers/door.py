@@ -81,10 +81,10 @@ class Door:
             info.code = errors.Code.CANCELLED.name
             raise
         except errors.StatusError as error:
-            _note(info, error)
+            note(info, error)
             raise
         except Exception as error:
-            raise _note(info, errors.to_status(error), error) from error
+            raise note(info, errors.to_status(error), error) from error
         finally:
             set_current_call(before)
             self._metrics.call(info.method, info.code, info.request_bytes)
@@ -217,11 +217,11 @@ class _Stall:
             self._held.release()
 
 
-def _note(info: CallInfo, status: errors.StatusError, cause: Exception | None = None) -> errors.StatusError:
+def note(info: CallInfo, status: errors.StatusError, cause: Exception | None = None) -> errors.StatusError:
     """Records the status that the call ends with; returns it."""
     info.fail(status)
     # With this id a client's report and the log can be matched.
     status.request_id = info.request_id = info.request_id or secrets.token_hex(8)
     if isinstance(status, errors.Internal):
-        log.error("%s failed, request %s", info.method, info.request_id, exc_info=cause or status)
+        log.error("%s failed, request %r", info.method, info.request_id, exc_info=cause or status)
     return status

@@ -188,5 +188,5 @@ def engine_error(event: EngineEvent) -> errors.StatusError:
         return errors.Unavailable(
             "the engine stopped while it worked on this request", reason="ENGINE_DIED", retry_after=1.0
         )
-    log.error("request %s failed in the engine: %s", event.request_id, event.message)
+    log.error("request %r failed in the engine: %s", event.request_id, event.message)
     return errors.Internal("the engine failed on this request; the server's log has the details")

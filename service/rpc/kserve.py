@@ -22,6 +22,7 @@ from google.protobuf.message_factory import GetMessageClass
 from saccade.v1 import model_pb2
 from service.answers import convert
 from service.answers.calls import Calls
+from service.answers.door import note
 from service.common import errors
 from service.common.limits import ByteBudget
 from service.common.types import CallDelta, Delta, Finished, Started
@@ -237,31 +238,35 @@ class KServeServicer:
 
     async def _answer(self, request: Any, first: bool, context: Any, out: asyncio.Queue[Any]) -> None:
         """One request of a stream: if it fails, the stream gets an error message and goes on."""
-        wrap = message("ModelStreamInferResponse")
+        wrap, call = message("ModelStreamInferResponse"), current_call()
+        mine = replace(
+            call, request_bytes=request.ByteSize(), request_id=request.id[:128], started=time.monotonic(), generations=0
+        )
         try:
-            call = current_call()
             if not first:  # the first was counted with the call
                 call.tenant.limits.admit("requests", 1)
             with self._budget.hold(call.tenant.name) as add:
-                add(request.ByteSize())
+                add(mine.request_bytes)
                 # This request holds the bytes of its media, not the whole stream.
-                mine = replace(call, hold_bytes=add, generations=0)
+                mine.hold_bytes = add
                 set_current_call(mine)
                 responses = self._responses(request, context.time_remaining(), streaming=True)
-                try:
-                    async with contextlib.aclosing(responses):
-                        async for response in responses:
-                            await out.put(wrap(infer_response=response))
-                finally:
-                    call.generations += mine.generations
+                async with contextlib.aclosing(responses):
+                    async for response in responses:
+                        await out.put(wrap(infer_response=response))
         except Exception as error:  # each becomes an error message
-            status = errors.to_status(error)
+            status = note(mine, errors.to_status(error), error)
+            if not mine.generations:  # rejected before it could have a line of its own
+                self._calls.access.write(mine, seconds=time.monotonic() - mine.started)
+                mine.generations = 1
             response = message("ModelInferResponse")(model_name=request.model_name, id=request.id)
             response.parameters["triton_final_response"].bool_param = True
             # Triton's client shows only the text, so the request id is in the text, as in Triton's own errors.
             prefix = f"[request id: {request.id[:128]}] " if request.id else ""
             text = f"{prefix}[{status.code.name}] {status.message}"
             await out.put(wrap(error_message=text, infer_response=response))
+        finally:
+            call.generations += mine.generations
 
     async def _responses(self, request: Any, remaining: float | None, *, streaming: bool) -> AsyncGenerator[Any, None]:
         began, ok, queue = time.monotonic(), False, 0.0

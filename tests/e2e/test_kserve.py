@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import queue
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -194,6 +196,26 @@ def test_many_requests_on_one_stream_and_errors_of_their_own(server: RunningServ
 def _id_of(error: Any) -> str:
     """Triton's client drops the response of an error, so the id is in the message."""
     return str(error).partition("[request id: ")[2].partition("]")[0]
+
+
+def test_each_request_of_a_stream_has_a_line_in_the_log(
+    server: RunningServer, client: Any, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent = [("first", name, {}), ("none", "unknown", {}), ("bad\nline", name, {"temperature": "x"}), ("last", name, {})]
+    got = Collector()
+    with caplog.at_level(logging.INFO, "service.access"):
+        client.start_stream(got)
+        for request_id, model, parameters in sent:
+            client.async_stream_infer(model, inputs("q"), request_id=request_id, parameters={**GREEDY, **parameters})
+            got.take()
+        client.stop_stream()
+        server.drained()
+    lines = [record.getMessage() for record in caplog.records if record.name == "service.access"]
+    codes = [code for line in lines for code in re.findall(r'code="(\w+)"', line)]
+    assert codes == ["OK", "NOT_FOUND", "INVALID_ARGUMENT", "OK"] and len(lines) == 4
+    assert 'request_id="none"' in lines[1] and r'request_id="bad\nline"' in lines[2]
+    sizes = [int(line.partition("request_bytes=")[2].partition(" ")[0]) for line in lines]
+    assert sizes[0] - len("first") == sizes[3] - len("last") < 1.5 * min(sizes), "of the request, not of the stream"
 
 
 def test_what_a_request_of_a_stream_has_fetched_is_given_back_at_its_end(
