@@ -27,8 +27,10 @@ class Watched(Generic[T]):
         self._paths = [Path(p) for p in paths]
         self._parse = parse
         self._lock = threading.Lock()
+        self._told = ""
+        """The last error that was logged, until the files are usable again."""
         try:
-            self._stamp = self._stat()
+            self._stamp: list[tuple[int, int, int]] | None = self._stat()
             self._value = self._load()
         except OSError as error:
             raise ConfigError(f"{names}: cannot read {error.filename}: {error.strerror}") from None
@@ -45,12 +47,18 @@ class Watched(Generic[T]):
             try:
                 stamp = self._stat()
                 if stamp != self._stamp:
-                    self._stamp = stamp  # updated first, so that a bad file is logged only once
+                    self._stamp = stamp  # updated first, so that bad content is parsed only once
                     self._value = self._load()
+                    self._told = ""
                     log.info("%s: read again", ", ".join(map(str, self._paths)))
             except (OSError, ConfigError) as error:
-                reason = error.strerror if isinstance(error, OSError) else error
-                log.error(
-                    "%s: not usable, the last valid version stays in use: %s", ", ".join(map(str, self._paths)), reason
-                )
+                if isinstance(error, OSError):
+                    self._stamp = None  # tried again: another file mode or owner, for example, leaves no mark in it
+                reason = str(error.strerror if isinstance(error, OSError) else error)
+                if reason != self._told:
+                    log.error(
+                        "%s: not usable, the last valid version stays in use: %s",
+                        ", ".join(map(str, self._paths)), reason,
+                    )  # fmt: skip
+                self._told = reason
             return self._value

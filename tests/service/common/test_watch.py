@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -70,6 +71,30 @@ def test_a_bad_version_is_not_used_and_the_next_good_one_is(tmp_path: Path, capl
     assert watched.current() == "three"
     path.unlink()
     assert watched.current() == "three" and "No such file" in caplog.text
+
+
+def test_a_file_that_could_not_be_read_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its time, size and place stay the same when its owner or mode are corrected."""
+    path = tmp_path / "file"
+    path.write_text("one")
+    denied = [False]
+
+    def parse(contents: list[bytes]) -> str:
+        if denied[0]:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return text_of(contents)
+
+    watched = Watched("option", [path], parse)
+    for fault, words in ((lambda: path.write_text("three"), "Permission denied"), (path.unlink, "No such file")):
+        denied[0] = True
+        fault()
+        assert watched.current() == watched.current() == watched.current() != "two"
+        assert len([r for r in caplog.records if words in r.getMessage()]) == 1
+        denied[0] = False
+        if path.exists():
+            assert watched.current() == "three"
+    path.write_text("two")
+    assert watched.current() == "two"
 
 
 def test_what_is_bad_at_the_start_is_an_error(tmp_path: Path) -> None:
