@@ -20,6 +20,8 @@ from service.servers.health import LIVENESS
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
+PROBE_SECONDS = 2.0
+"""For which `saccade probe` waits by default."""
 SERVE_CONFIGS = sorted((ROOT / "deploy" / "ray").glob("*.yaml"))
 
 
@@ -85,6 +87,7 @@ def test_manifests_fit_together(path: Path) -> None:
             else:
                 command = check["exec"]["command"]
                 assert command[:4] == ["python", "-m", "service", "probe"]
+                assert check["timeoutSeconds"] > 2 * PROBE_SECONDS, "Kubernetes' default is one second"
                 asked[kind] = command[command.index("--service") + 1] if "--service" in command else ""
         assert asked["livenessProbe"] == LIVENESS, "a drain would be a reason to kill the pod"
         assert LIVENESS not in (asked["readinessProbe"], asked["startupProbe"])
