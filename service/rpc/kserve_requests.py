@@ -59,7 +59,8 @@ def read_request(request: Any) -> Question:
         raise errors.InvalidArgument("stateful sequences are not served", field="parameters.sequence_id")
     # Triton counts from 1, the most urgent; 0 is its default.
     generate.priority = -min(_count(parameters, "priority"), 2**31 - 1)
-    wanted = tuple(output.name for output in request.outputs) or tuple(name for name, _, _ in OUTPUTS)
+    # Each once: an answer would else be as many times as large as there are outputs in the request.
+    wanted = tuple(dict.fromkeys(output.name for output in request.outputs)) or tuple(name for name, _, _ in OUTPUTS)
     if unknown := sorted(set(wanted) - {name for name, _, _ in OUTPUTS}):
         raise errors.InvalidArgument(
             f"no output {unknown[0]!r}; outputs are {', '.join(n for n, _, _ in OUTPUTS)}", field="outputs"

@@ -23,8 +23,10 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from service.answers.weigh import MAX_FIELDS
 from service.common import errors
 
+MAX_DIMENSIONS = 8
 INPUTS = (
     ("text_input", "BYTES", [1]), ("messages", "BYTES", [1]), ("image", "BYTES", [-1]), ("image_url", "BYTES", [-1]),
     ("tools", "BYTES", [1]),
@@ -59,22 +61,44 @@ def read_tensors(request: Any) -> dict[str, list[Any]]:
             raise errors.Unimplemented(f"{tensor.name}: shared memory is not served; send the bytes", field=where)
         if raw and tensor.HasField("contents"):
             raise errors.InvalidArgument(f"{tensor.name} has contents beside raw_input_contents", field=where)
-        if tensor.datatype == "BOOL":
-            values: list[Any] = [b != 0 for b in raw[index]] if raw else list(tensor.contents.bool_contents)
+        count = _count(tensor, where)
+        if not raw:
+            contents = tensor.contents
+            values: list[Any] = list(contents.bool_contents if tensor.datatype == "BOOL" else contents.bytes_contents)
+        elif tensor.datatype == "BOOL":
+            values = [b != 0 for b in raw[index][: count + 1]]
         else:
-            values = _split(raw[index], tensor.name) if raw else list(tensor.contents.bytes_contents)
-        if any(d < 0 for d in tensor.shape) or prod(tensor.shape) != len(values):
+            values = _split(raw[index], tensor.name, count + 1)
+        if count != len(values):
+            found = f"more than {count}" if len(values) > count else str(len(values))
             raise errors.InvalidArgument(
-                f"{tensor.name} has the shape {list(tensor.shape)} and {len(values)} elements", field=where
+                f"{tensor.name} has the shape {list(tensor.shape)} and {found} elements", field=where
             )
         tensors[tensor.name] = values
     return tensors
 
 
-def _split(raw: bytes, name: str) -> list[bytes]:
-    """Elements of a BYTES tensor: each is its length as four little-endian bytes, then itself."""
-    values, at = [], 0
-    while at < len(raw):
+def _count(tensor: Any, where: str) -> int:
+    """Elements that the tensor has by its shape. Raises InvalidArgument."""
+    if len(tensor.shape) > MAX_DIMENSIONS or any(d < 0 for d in tensor.shape):
+        raise errors.InvalidArgument(
+            f"{tensor.name} has the shape {list(tensor.shape[:MAX_DIMENSIONS])} of {len(tensor.shape)} dimensions; "
+            f"at most {MAX_DIMENSIONS} are allowed, each from 0", field=where,
+        )  # fmt: skip
+    # Raw tensors are one field of the message, however many elements they have, so that nothing else has counted them.
+    if (count := prod(tensor.shape)) > MAX_FIELDS:
+        raise errors.InvalidArgument(
+            f"{tensor.name} has {count} elements; at most {MAX_FIELDS} are allowed", reason="MESSAGE_TOO_LARGE",
+            field=where,
+        )  # fmt: skip
+    return count
+
+
+def _split(raw: bytes, name: str, most: int) -> list[bytes]:
+    """The first `most` elements of a BYTES tensor: each is its length as four little-endian bytes, then itself."""
+    values: list[bytes] = []
+    at = 0
+    while at < len(raw) and len(values) < most:
         if at + 4 > len(raw) or at + 4 + (size := struct.unpack_from("<I", raw, at)[0]) > len(raw):
             raise errors.InvalidArgument(f"{name}: the {len(raw)} bytes of the tensor end inside an element")
         values.append(raw[at + 4 : at + 4 + size])

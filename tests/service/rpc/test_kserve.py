@@ -74,6 +74,31 @@ def test_bytes_tensors(values: list[bytes]) -> None:
     assert read_tensors(request(image=("BYTES", [len(values)], raw)))["image"] == values
 
 
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (("BYTES", [2**16 + 1], bytes(4)), "image has 65537 elements; at most 65536 are allowed"),
+        (("BYTES", [2**40, 0, 2**40], bytes(4)), "image has the shape .* and more than 0 elements"),
+        (("BYTES", [1] * 9, bytes(4)), "of 9 dimensions; at most 8 are allowed"),
+        (("BYTES", [2**62] * 50_000, bytes(4)), "of 50000 dimensions; at most 8 are allowed"),
+        (("BYTES", [-1], bytes(4)), r"shape \[-1\] of 1 dimensions"),
+        (("BYTES", [3], bytes(4 * 2**20)), "and more than 3 elements"),
+    ],
+)
+def test_elements_are_counted_before_they_are_read(tensor: tuple[str, list[int], bytes], message: str) -> None:
+    """A raw tensor is one field of a message, and may have a million elements of no bytes."""
+    with pytest.raises(errors.InvalidArgument, match=message) as refused:
+        read_tensors(request(image=tensor))
+    assert len(str(refused.value)) < 300
+
+
+def test_an_output_that_is_named_twice_is_sent_once() -> None:
+    message = request(text_input=("BYTES", [1], b"\x01\0\0\0x"))
+    for name in ("token_ids", "text_output", "token_ids"):
+        message.outputs.add(name=name)
+    assert read_request(message).outputs == ("token_ids", "text_output")
+
+
 @given(st.binary(max_size=40), st.lists(st.integers(-2, 5), max_size=3))
 def test_garbage_is_refused_and_nothing_else(raw: bytes, shape: list[int]) -> None:
     try:
