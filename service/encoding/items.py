@@ -56,6 +56,8 @@ def empty_pixels(message: encoder_pb2.EncodeItem, limit: int) -> torch.Tensor:
     """A tensor to receive the item's pixels. Raises ValueError for a dtype or size that is not allowed."""
     if message.dtype not in DTYPE_BYTES:
         raise ValueError(f"pixels of type {message.dtype!r}; known are {', '.join(DTYPE_BYTES)}")
+    if len(message.shape) > 3:
+        raise ValueError(f"pixels of {len(message.shape)} dimensions; an image has 2 and a clip 3")
     size = math.prod(message.shape) * DTYPE_BYTES[message.dtype]
     if not 0 < size <= limit:
         raise ValueError(f"{size} bytes of pixels, where from 1 to {limit} can be in progress")

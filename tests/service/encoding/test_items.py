@@ -97,6 +97,10 @@ def test_what_cannot_be_is_refused_with_its_numbers() -> None:
     message.dtype, message.grid_rows = "float32", 6
     with pytest.raises(ValueError, match="6x4 needs 24"):
         item_from_proto(message, torch.zeros(8, 12))
+    message.shape[:] = [2**32 - 1] * 1000  # their product has more digits than Python writes
+    with pytest.raises(ValueError, match="pixels of 1000 dimensions; an image has 2 and a clip 3"):
+        empty_pixels(message, 384)
+    message.shape[:] = [8, 12]
     message.num_frames = 3
     with pytest.raises(ValueError, match=r"shape \[8, 12\] of an item of 3 frames"):
         item_from_proto(message, torch.zeros(8, 12))
