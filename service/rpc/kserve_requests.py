@@ -21,7 +21,8 @@ LONGEST_TIMEOUT = 366 * 86400.0
 """Seconds; a longer timeout is cut to this, so that no clock overflows."""
 _OUR_PARAMETERS = {"triton_enable_empty_final_response", "timeout", "priority", "sequence_id", "sequence_start",
                    "sequence_end", "stream", "exclude_input_in_output"}  # fmt: skip
-_SAMPLING = frozenset(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"n"}
+_SAMPLING = frozenset(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"n", "logprobs", "prompt_logprobs"}
+"""An answer has one sample, and no outputs for log-probabilities."""
 _CHAT_OPTIONS: dict[str, type] = {"enable_thinking": bool, "reasoning_effort": str, "continue_final_message": bool}
 """Options of a chat's prompt, with their types."""
 _LISTS = {"stop", "stop_token_ids", "allowed_token_ids", "bad_words"}

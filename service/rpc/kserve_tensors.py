@@ -7,7 +7,8 @@ Inputs (BYTES unless said otherwise; all but the first two are optional):
     image_url [-1]           the same as URLs, after those of `image`; data URLs always work
     stream BOOL [1]          on a stream: one response for each piece of the answer
     tools [1]                a JSON list of tools, as OpenAI has them; with messages
-    sampling_parameters [1]  a JSON object of fields of saccade.v1.SamplingParams
+    sampling_parameters [1]  a JSON object of fields of saccade.v1.SamplingParams, except those of
+                             samples and log-probabilities
     exclude_input_in_output BOOL [1]  false: text_output begins with text_input; not on streams, not with messages
 The same fields may also be request parameters, and so may enable_thinking (bool), reasoning_effort (string) and
 continue_final_message (bool), options of a chat's prompt, `tool_choice` and `parallel_tool_calls`. Outputs:

@@ -264,6 +264,8 @@ def test_a_request_of_its_own_time(client: Any, name: str) -> None:
         ([tensor("words", [b"a"])], {}, "words"),
         ([tensor("text_input", [b"a"])], {"colour": "red"}, "colour"),
         ([tensor("text_input", [b"a"])], {"n": 2}, "'n'"),
+        ([tensor("text_input", [b"a"])], {"logprobs": 2}, "'logprobs'"),
+        ([tensor("text_input", [b"a"])], {"prompt_logprobs": 2}, "'prompt_logprobs'"),
         ([tensor("text_input", [b"a"])], {"max_tokens": "many"}, "max_tokens"),
         ([tensor("text_input", [b"a"])], {"top_p": 7.0}, "top_p"),
         ([tensor("text_input", [True], "BOOL")], {}, "BYTES"),
