@@ -171,7 +171,18 @@ def _parse_entry(entry: Any, where: str) -> tuple[bytes, Tenant]:
     return digest, Tenant(entry["name"], salt, frozenset(scopes), RateLimits(limits))
 
 
-def watch_keys(path: str) -> Watched[dict[bytes, Tenant]]:
+def watch_keys(path: str, frontends: int = 1) -> Watched[dict[bytes, Tenant]]:
     """The key file at `path`, read again when it changes (which resets the rates). Raises ConfigError if it cannot be
-    read the first time."""
-    return Watched("api_keys", [path], parse_keys)
+    read the first time. Several `frontends` take no keys with rates, of which each would count its own calls."""
+
+    def parse(contents: list[bytes]) -> dict[bytes, Tenant]:
+        tenants = parse_keys(contents)
+        limited = [tenant.name for tenant in tenants.values() if tenant.limits.limited]
+        if limited and frontends > 1:
+            raise ConfigError(
+                f"api_keys: {limited[0]!r} has a rate limit, which each of {frontends} frontends would count by "
+                "itself; remove the rate limits, or use frontends 1"
+            )
+        return tenants
+
+    return Watched("api_keys", [path], parse)

@@ -74,12 +74,7 @@ def check_frontends(options: ServerOptions) -> None:
                 f"{options.frontends}, or at most {total} frontends"
             )
     if options.api_keys is not None:
-        limited = [t.name for t in watch_keys(options.api_keys).current().values() if t.limits.limited]
-        if limited:
-            raise ConfigError(
-                f"api_keys: {limited[0]!r} has a rate limit, which each of {options.frontends} frontends would count "
-                "by itself; remove the rate limits, or use frontends 1"
-            )
+        watch_keys(options.api_keys, options.frontends)
 
 
 def check_batches(options: ServerOptions) -> None:

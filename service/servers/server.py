@@ -89,7 +89,9 @@ class Server:
         self._model = convert.model_to_proto(engine.info, assets, limits, options)
         fetcher = make_fetcher(options, limits.media)
         self._credentials = server_credentials(options)
-        self._guard = Guard(watch_keys(options.api_keys) if options.api_keys else None, admin=options.admin)
+        self._guard = Guard(
+            watch_keys(options.api_keys, options.frontends) if options.api_keys else None, admin=options.admin
+        )
         self.metrics, self.budget = make_metrics(), byte_budget(options)
         self.metrics.watch_engine(
             lambda: engine.query("stats"), self._gauges, lambda: {"preprocess": self.frontend.stats()}

@@ -189,6 +189,22 @@ def test_a_wrong_key_file_says_what_is_wrong(text: str, message: str) -> None:
     assert message in str(error.value)
 
 
+def test_several_frontends_take_no_rates_at_the_start_or_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys.toml"
+    entry = f'[[key]]\nname = "a"\nsha256 = "{"0" * 64}"\n'
+    path.write_text(entry)
+    watched = watch_keys(str(path), frontends=2)
+    before = watched.current()
+    path.write_text(f"{entry}requests_per_minute = 5\n")
+    assert watched.current() is before, "each frontend would allow five"
+    assert "'a' has a rate limit, which each of 2 frontends would count by itself" in caplog.text
+    with pytest.raises(ConfigError, match="rate limit"):
+        watch_keys(str(path), frontends=2)
+    assert watch_keys(str(path)).current()
+
+
 def test_the_command_makes_a_pair_that_works() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "service", "key", "team"], capture_output=True, text=True, check=True,
