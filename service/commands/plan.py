@@ -29,6 +29,7 @@ from service.engine.build import (
     check_segment,
     check_state_dtype,
     decoder_options,
+    dtype_loss,
     encoder_options,
     resolve_device,
     resolve_dtype,
@@ -141,6 +142,8 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
         quantised = f"; the files would be smaller: {checkpoint.declared.method}"
     what = f"{checkpoint.parameters(options.role) / 1e6:.1f} M parameters of {item} bytes{quantised}"
     rows.append(("weights", size(total), what))
+    if loss := dtype_loss(options, checkpoint):
+        rows.append(("  dtype", "", loss))
     if saved := compact_savings(options, checkpoint):
         how = "decoder's weights of 16 bits in 12 without loss, where that is as fast; unusual ones stay in 16"
         rows.append(("  as compiled code", size(total - saved), how))

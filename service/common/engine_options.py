@@ -21,7 +21,9 @@ class EngineOptions:
     revision: str | None = _option(
         None, "branch, tag or commit of a model given by its hub id; unset: the latest commit of main"
     )
-    dtype: str | None = _option(None, "dtype of computation; unset: the checkpoint's", choices=("float32", "bfloat16"))
+    dtype: str | None = _option(
+        None, "dtype of computation; unset: the checkpoint's, and bfloat16 for float16", choices=("float32", "bfloat16")
+    )
     weights: str | None = _option(
         None,
         "quantise the weights of the decoder's linear layers to this format while loading (int4: a scale for 128 "

@@ -33,6 +33,7 @@ from service.model.resolve import resolve_max_len, resolve_vision
 log = logging.getLogger(__name__)
 
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def resolve_device(options: EngineOptions) -> str:
@@ -43,7 +44,21 @@ def resolve_device(options: EngineOptions) -> str:
 
 
 def resolve_dtype(options: EngineOptions, checkpoint: Checkpoint) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype or checkpoint.config.dtype]
+    """The dtype of computation: bfloat16 for checkpoints of other dtypes than these two."""
+    return _DTYPES.get(options.dtype or checkpoint.config.dtype, torch.bfloat16)
+
+
+def dtype_loss(options: EngineOptions, checkpoint: Checkpoint) -> str:
+    """What to tell about a checkpoint whose dtype is not one of computation; empty if it is, or if `options` choose."""
+    declared = checkpoint.config.dtype
+    if options.dtype is not None or declared in _DTYPES:
+        return ""
+    return f"{declared} is rounded to bfloat16, which has 8 bits of precision; --dtype float32 has 24"
+
+
+def _report_loss(options: EngineOptions, checkpoint: Checkpoint) -> None:
+    if loss := dtype_loss(options, checkpoint):
+        log.warning("%s: %s", checkpoint.config.name, loss)
 
 
 def resolve_step_tokens(options: EngineOptions) -> int:
@@ -142,6 +157,7 @@ def build_engine(options: EngineOptions) -> Engine:
     check_state_dtype(options, checkpoint)
     check_drafting(options, checkpoint)
     dtype = resolve_dtype(options, checkpoint)
+    _report_loss(options, checkpoint)
     vision = resolve_vision(options, checkpoint)
     with weights_progress("decoder") as progress:
         decoder = DecoderRunner(
@@ -319,6 +335,7 @@ def build_encoder(options: EngineOptions) -> tuple[LocalEncoder, Handoff, Partne
     dtype = resolve_dtype(options, checkpoint)
     vision = resolve_vision(options, checkpoint)
     assert vision is not None
+    _report_loss(options, checkpoint)
     check_handoff(options, vision, dtype)
     # Rows are sent over the network, so they are kept in host memory.
     handoff = Handoff(options.handoff_bytes, vision.row_width, dtype)

@@ -24,7 +24,7 @@ class ModelConfig:
     """The name for clients: the directory's name, `demo`, or the hub id."""
     family: Family
     dtype: str
-    """The dtype the checkpoint declares, `bfloat16` or `float32`."""
+    """The dtype that the checkpoint declares, such as `bfloat16`."""
     model: FamilyConfig
     published: Mapping[str, Any] = field(compare=False, repr=False)
     """`config.json` as published: equal configurations may be spelled differently."""
@@ -54,7 +54,7 @@ class ModelConfig:
 
 def _declared_dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     value = first(config, "dtype", "torch_dtype", default=first(text, "dtype", "torch_dtype", default="bfloat16"))
-    return "float32" if str(value).endswith("float32") else "bfloat16"
+    return str(value).removeprefix("torch.")
 
 
 def _eos_ids(vocab_size: int, *sources: Mapping[str, Any]) -> frozenset[int]:

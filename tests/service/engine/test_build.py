@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tiny_checkpoint import make_checkpoint
 from decoder.config import DecoderOptions
 from service.commands.plan import plan
 from service.common.config import EngineOptions
-from service.engine.build import build_engine, decoder_options, resolve_step_tokens
+from service.engine.build import build_encoder, build_engine, decoder_options, resolve_step_tokens
 from service.model.checkpoint import open_checkpoint
 
 FIXED = {"page_size"}
@@ -69,3 +70,33 @@ def test_heads_that_cannot_draft_are_an_error_of_server_and_plan(
     for check in (build_engine, plan):
         with pytest.raises(ValueError, match=words):
             check(options)
+
+
+@pytest.mark.parametrize("declared", ["float16", "torch.float16", "float64"])
+def test_a_dtype_that_is_not_computed_is_reported_unless_another_is_chosen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, declared: str
+) -> None:
+    make_checkpoint(tmp_path, 3)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": declared}))
+    loss = f"{declared.removeprefix('torch.')} is rounded to bfloat16"
+    for dtype, told in ((None, True), ("bfloat16", False), ("float32", False)):
+        options = EngineOptions(model=str(tmp_path), dtype=dtype, max_seqs=2, max_len=64)
+        caplog.clear()
+        assert build_engine(options).info.dtype == (dtype or "bfloat16")
+        assert (loss in caplog.text) is told
+        assert (loss in str(plan(options)[0])) is told
+        caplog.clear()
+        build_encoder(replace(options, role="encoder"))
+        assert (loss in caplog.text) is told
+
+
+@pytest.mark.parametrize("declared", ["float32", "bfloat16"])
+def test_the_dtype_of_a_checkpoint_is_that_of_computation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, declared: str
+) -> None:
+    make_checkpoint(tmp_path, 3)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": f"torch.{declared}"}))
+    assert build_engine(EngineOptions(model=str(tmp_path), max_seqs=2, max_len=64)).info.dtype == declared
+    assert "rounded" not in caplog.text
