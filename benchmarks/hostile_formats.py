@@ -44,6 +44,8 @@ HOSTILE: dict[str, Any] = {
     "nested arrays": _nested(4),
     "small steps": {"type": "number", "multipleOf": 1e-6, "minimum": -1e9, "maximum": 1e9},
     "large bounds": {"type": "integer", "minimum": -(10**300), "maximum": 10**300},
+    "smallest integer": {"type": "integer", "const": -(2**63)},
+    "remainders": {"anyOf": [{"type": "integer", "multipleOf": 65_537}, {"type": "integer", "multipleOf": 65_539}]},
     "ambiguous rules": saccade.Lark('start: a\na: a a | a a a | "x" | ""'),
     "left recursion": saccade.Lark('start: start start start | "a" | "aa" | "aaa"'),
     "exponential rules": saccade.Lark(

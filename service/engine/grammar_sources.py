@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from service.common.types import TextFormat
+from service.engine.schema_numbers import check_numbers
 from service.engine.tool_grammars import ToolGrammar
 from service.engine.types import UnusableConstraint
 
@@ -24,6 +25,7 @@ def grammar_source(format: TextFormat, specials: Collection[str]) -> str:
     from llguidance import LLMatcher
 
     try:
+        check_numbers(format)
         match format.kind:
             case "json_schema":
                 return json_grammar(format.source)

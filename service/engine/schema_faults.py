@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from service.common.types import TextFormat
@@ -52,8 +52,13 @@ def pointer_of_fault(schema: Any, message: str, fault: Callable[[Any], str]) -> 
     keywords = [name for name in part if not same({key: value for key, value in part.items() if key != name})]
     if len(keywords) == 1 and time.thread_time() <= until:
         path = (*path, keywords[0])
-    pointer = "".join(f"/{name.replace('~', '~0').replace('/', '~1')}" for name in path)
-    return pointer if len(pointer) <= MAX_POINTER else f"{pointer[: MAX_POINTER - 3]}..."
+    return pointer(path)
+
+
+def pointer(path: Sequence[str]) -> str:
+    """The JSON pointer (RFC 6901) of these keys; at most MAX_POINTER characters, shortened at the end."""
+    made = "".join(f"/{name.replace('~', '~0').replace('/', '~1')}" for name in path)
+    return made if len(made) <= MAX_POINTER else f"{made[: MAX_POINTER - 3]}..."
 
 
 def _faulty(
@@ -95,14 +100,14 @@ def _target(part: Mapping[str, Any]) -> _Path | None:
 
 def located(format: TextFormat, message: str, fault: Callable[[Any], str]) -> str:
     """`message` with the place that it is about, if it is the fault of one of the format's JSON schemas."""
-    for name, schema in _schemas(format):
+    for name, schema in schemas_of(format):
         if fault(schema) == message:
-            pointer = pointer_of_fault(schema, message, fault)
-            return f"{name}{message}{pointer and f', at {pointer}'}"
+            place = pointer_of_fault(schema, message, fault)
+            return f"{name}{message}{place and f', at {place}'}"
     return message
 
 
-def _schemas(format: TextFormat) -> Iterator[tuple[str, Any]]:
+def schemas_of(format: TextFormat) -> Iterator[tuple[str, Any]]:
     """The schemas of a format, with the beginnings of messages about them."""
     match format.kind:
         case "json_schema":
@@ -112,6 +117,9 @@ def _schemas(format: TextFormat) -> Iterator[tuple[str, Any]]:
                 if tag["kind"] == "json_schema":
                     yield f"tags[{i}].json_schema: ", json.loads(tag["content"])
         case "tool_calls":
-            for tool in json.loads(format.source)["tools"]:
+            calls = json.loads(format.source)
+            for tool in calls["tools"]:
                 if tool["schema"] is not None:
                     yield f"tool {tool['name']!r}: ", tool["schema"]
+            if calls["answer"] and calls["answer"][0] == "json_schema":
+                yield "response_format: ", json.loads(calls["answer"][1])

@@ -212,6 +212,15 @@ def test_output_that_exists_is_accepted_first(constraining: Constraining, tokeni
         (schema({"$ref": "http://elsewhere/schema"}), "elsewhere"),
         (schema({"type": "array", "items": {"type": "object", "x-guidance": {"lenient": True}, "not": {}}}), "not"),
         (schema(False), "nsatisfiable"),
+        (schema({"type": "integer", "const": -(2**63)}), "-9223372036854775808 would be rounded"),
+        (schema({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}), "minimum is -9223372036854775808"),
+        (schema({"type": "integer", "minimum": -(10**300)}), "minimum is -10+[.]{3}; numbers beyond 9007199254740991"),
+        (schema({"default": {"multipleOf": 4_000_003}, "$ref": "#/default"}), "multipleOf is 4000003.* 50000 is"),
+        (schema({"allOf": [{"multipleOf": 9.97}, {"multipleOf": 991}]}), "is 988027; at most 50000 is implemented"),
+        (
+            TextFormat("lark", 'start: "a" %json\n{"const": 9007199254740993}'),
+            "%json: 9007199254740993 would be rounded",
+        ),
         (TextFormat("json_schema", "[" * 200 + "]" * 200), "recursion"),
         (TextFormat("regex", "[ab"), "unclosed"),
         (TextFormat("regex", "(?=a)b"), "look-around"),
@@ -259,6 +268,9 @@ TREE = {"properties": {"next": {"$ref": "#/$defs/tree"}, "value": WRONG}}
         ({"properties": {**MANY, "last": WRONG}}, "/properties/last/type"),
         ({"properties": {"enum": WRONG}}, "/properties/enum/type"),
         ({"properties": {"t": {"format": "time", "allOf": 3}}}, "/properties/t/allOf"),
+        ({"properties": {"a/b": {"enum": [0, {"x": [2**53 + 1]}]}}}, "/properties/a~1b/enum/1/x/0"),
+        ({"$defs": {"n": {"exclusiveMinimum": 2**53}}}, "/$defs/n/exclusiveMinimum"),
+        ({"anyOf": [{"multipleOf": 499}, {"multipleOf": 503}]}, "/anyOf/1/multipleOf"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -391,6 +403,30 @@ def test_a_sample_of_schemas(constraining: Constraining, tokenizer: Tokenizer) -
             checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
             jsonschema.Draft202012Validator(value, format_checker=checker).validate(found)
     assert ended > 60
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "integer", "const": 2**60},
+        {"enum": [-(2**53) + 1, 1e15, 0.1, [2**62]]},
+        {"type": "integer", "minimum": 2**53 - 2, "exclusiveMaximum": 2**53 - 1},
+        {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
+        {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**63},
+        {"type": "integer", "multipleOf": 360, "minimum": 0, "maximum": 10**4},
+        {"type": "number", "multipleOf": 12.5, "minimum": 0, "maximum": 1000},
+        {"properties": {"minimum": {"const": True}, "multipleOf": {"const": False}}, "type": "object"},
+    ],
+    ids=str,
+)
+def test_numbers_are_kept_to_exactly(value: Any, constraining: Constraining, tokenizer: Tokenizer) -> None:
+    rng, ended = random.Random(3), 0
+    for _ in range(20):
+        drawn = walk(begun(constraining, schema(value)), rng, end=0.9)
+        if drawn[-1] == END:
+            ended += 1
+            jsonschema.Draft202012Validator(value).validate(json.loads(tokenizer.decode(drawn)))
+    assert ended
 
 
 @pytest.mark.parametrize("format", ["time", "date-time"])

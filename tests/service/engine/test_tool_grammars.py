@@ -194,3 +194,18 @@ def test_a_fault_in_a_schema_is_found_by_tool_and_place(constraining: Constraini
     with pytest.raises(UnusableConstraint) as error:
         begun(constraining, HERMES, ToolUse(tools, "required"))
     assert str(error.value) == "tools: tool 'two': Invalid type: strnig, at /properties/a/items/type"
+
+
+@pytest.mark.parametrize("markup", MARKUPS, ids=lambda markup: markup.body)
+def test_numbers_that_cannot_be_kept_to_are_refused_by_tool_and_place(
+    markup: ToolMarkup, constraining: Constraining
+) -> None:
+    message = refused(constraining, markup, {"properties": {"id": {"const": 2**53 + 1}}})
+    assert message.startswith("tool 'f': 9007199254740993 would be rounded") and message.endswith(
+        "/properties/id/const"
+    )
+    steps = (Tool("one", "", {"properties": {"a": {"multipleOf": 499}}}, strict=True), Tool("two"))
+    answer = TextFormat("json_schema", '{"items": {"multipleOf": 503}}')
+    spec = ConstraintSpec(calls_format(markup, ToolUse(steps), answer))
+    with pytest.raises(UnusableConstraint, match="response_format: multipleOf is 503.* 250997.*/items/multipleOf"):
+        constraining.begin(spec, frozenset({END}), frozenset(), ()).result(timeout=60)

@@ -1,0 +1,121 @@
+"""Numbers of JSON schemas that the grammar compiler does not keep to exactly, or that it cannot bear.
+
+It reads numbers as floats, and bounds of integers as floats and then as 64-bit integers. So it would round an id of 18
+digits to another one, and a minimum of 10^20 to less. A range that consists of -2^63 ends the process: the compiler
+negates it, which overflows, and recurses without end. `multipleOf` becomes an automaton with a state for each
+remainder, and several of them can become one with a state for each combination, which no limit of the compiler bounds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+from service.common.types import TextFormat
+from service.engine.schema_faults import pointer, schemas_of
+
+EXACT = 2**53 - 1
+"""Up to it, neighbouring whole numbers differ as floats, too."""
+MAX_MULTIPLE = 50_000
+"""Limit on the least common multiple of the `multipleOf` of a format, without factors 2 and 5, which cost little: the
+decimal digits at the end decide about these. It takes about half a second to compile and 20 MB."""
+_LARGEST = 2**63 - 1
+_BOUNDS = {"minimum": math.inf, "exclusiveMinimum": math.inf, "maximum": _LARGEST, "exclusiveMaximum": _LARGEST + 1}
+"""Keywords with the smallest number beyond EXACT that does no harm: the compiler reads it as the largest integer of 64
+bits, and refuses it for numbers that are not integers."""
+_Path = tuple[Any, ...]
+"""Keys from the innermost outwards: `(key, (key, ...))`."""
+
+
+def check_numbers(format: TextFormat) -> None:
+    """Raises ValueError for the numbers of a format's schemas, with the JSON pointer to the first that is at fault."""
+    multiple = 1
+    for name, schema in [*schemas_of(format), *_embedded(format)]:
+        for path, value in _numbers(schema):
+            fault = ""
+            keyword = path[0]
+            if keyword == "multipleOf":
+                multiple = math.lcm(multiple, _digits(value))
+                if multiple > MAX_MULTIPLE:
+                    fault = (
+                        f"multipleOf is {_short(value)}, and the least common multiple of all, without factors 2 and "
+                        f"5, is {_short(multiple)}; at most {MAX_MULTIPLE} is implemented"
+                    )
+            elif keyword in _BOUNDS:
+                if abs(value) > EXACT and value < _BOUNDS[keyword]:
+                    fault = f"{keyword} is {_short(value)}; numbers beyond {EXACT} are rounded, and not implemented"
+            elif not _is_exact(value) and _in_data(path):
+                fault = f"{_short(value)} would be rounded; only some numbers beyond {EXACT} are implemented"
+            if fault:
+                raise ValueError(f"{name}{fault}, at {pointer(_keys(path))}")
+
+
+def _short(value: float) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _is_exact(value: float) -> bool:
+    return abs(value) <= _LARGEST and int(float(value)) == int(value)
+
+
+def _digits(value: float) -> int:
+    """The digits of a decimal number as a whole number, without factors 2 and 5."""
+    digits = int("".join(map(str, Decimal(repr(value)).as_tuple().digits)))
+    for factor in (2, 5):
+        while digits and digits % factor == 0:
+            digits //= factor
+    return max(digits, 1)
+
+
+def _numbers(schema: Any) -> Iterator[tuple[_Path, float]]:
+    """The numbers in a document, with their paths. A reference can make a schema of every part of it."""
+    waiting: list[tuple[_Path, Any]] = [((), schema)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += (((key, path), inner) for key, inner in reversed(value.items()))
+        elif isinstance(value, list):
+            waiting += (((index, path), inner) for index, inner in reversed([*enumerate(value)]))
+        elif isinstance(value, int | float) and not isinstance(value, bool) and path:
+            yield path, value
+
+
+def _keys(path: _Path) -> list[str]:
+    keys = []
+    while path:
+        keys.append(str(path[0]))
+        path = path[1]
+    return keys[::-1]
+
+
+def _in_data(path: _Path) -> bool:
+    """Whether a number is one that an answer may contain."""
+    return not {"const", "enum"}.isdisjoint(_keys(path))
+
+
+def _embedded(format: TextFormat) -> Iterator[tuple[str, Any]]:
+    """The schemas within a format's Lark grammars, with the beginnings of messages about them. What cannot be read is
+    no schema for the compiler either."""
+    for lark in _grammars(format):
+        for found in re.finditer(r"%json[ \t\r\n]*", lark):
+            try:
+                yield "%json: ", json.JSONDecoder().raw_decode(lark, found.end())[0]
+            except (ValueError, RecursionError):
+                pass
+
+
+def _grammars(format: TextFormat) -> Iterator[str]:
+    match format.kind:
+        case "lark":
+            yield format.source
+        case "structural_tags":
+            yield from (tag["content"] for tag in json.loads(format.source)["tags"] if tag["kind"] == "lark")
+        case "tool_calls":
+            kind, source = json.loads(format.source)["answer"] or ("", "")
+            if kind == "lark":
+                yield source
