@@ -8,9 +8,10 @@ from typing import Any
 
 from families.tool_steps import SPACE, Cursor, Mismatch, json_steps
 
-_TYPES: dict[type, str] = {
+TYPES: dict[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null",
 }  # fmt: skip
+"""JSON's types by those of `json.loads`."""
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 """Chat templates print such values of earlier calls in Python's notation, so models write them, too."""
 _DEEPEST = 16
@@ -34,7 +35,7 @@ def typed(text: str, schema: Mapping[str, Any], key: str) -> str:
     kinds = kinds_of(schema, key)
     told = _PYTHON.get(text.strip(), text.strip())
     try:
-        kind = _TYPES[type(json_value(told))]
+        kind = TYPES[type(json_value(told))]
     except ValueError:
         return json_text(text)
     if kind == "string":  # quotation marks would belong to it
@@ -102,7 +103,7 @@ def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def _type_name(value: Any) -> str:
-    return _TYPES.get(type(value), "string")
+    return TYPES.get(type(value), "string")
 
 
 def _refuse(constant: str) -> None:

@@ -13,6 +13,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from families.tool_values import TYPES, typed
+
 Literal = Callable[[str], str]
 """A fixed text as Lark, with special tokens as such."""
 _ANNOTATIONS = frozenset({
@@ -127,15 +129,19 @@ class ToolGrammar:
         if not isinstance(schema, dict) or "x-guidance" in schema:
             raise ValueError(f"{where}: this schema cannot be followed")
         choices = schema.get("anyOf", schema.get("oneOf"))
-        if isinstance(choices, list) and not schema.keys() - _ANNOTATIONS - {"anyOf", "oneOf"}:
+        if isinstance(choices, list) and len(schema.keys() - _ANNOTATIONS) == 1:
             followed = [_followed(where, choice, definitions) for choice in choices]
             strings = [choice for choice in followed if _kind(choice) == "string"]
             others = [choice for choice in followed if _kind(choice) not in ("string", "null")]
             if strings and not others:
+                if "oneOf" in schema:
+                    _check_disjoint(where, strings)
                 nulls = ["null"] * (len(strings) < len(followed))
                 return self._one_of(where, strings, nulls)
-        types = schema.get("type")
-        if isinstance(types, list) and "string" in types:
+        types, values = schema.get("type"), _listed(schema)
+        if _kind(schema) != "string" and any(isinstance(value, str) for value in values):
+            return self._mixed(where, schema, values)
+        if isinstance(types, list) and "string" in types and not schema.keys() & {"enum", "const"}:
             if set(types) - {"string", "null"}:
                 raise ValueError(
                     f"{where}: a string, and {', '.join(sorted(set(types) - {'string'}))}, look alike here"
@@ -143,11 +149,6 @@ class ToolGrammar:
             return self._one_of(where, [{**schema, "type": "string"}], ["null"] * ("null" in types))
         if _kind(schema) == "string":
             return self._one_of(where, [schema], [])
-        if "enum" in schema or "const" in schema:
-            values = [schema["const"]] if "const" in schema else schema["enum"]
-            if any(isinstance(value, str) for value in values):
-                texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-                return self._texts(where, texts)
         if _may_be_string(schema, definitions):
             raise ValueError(f"{where}: a union of strings with other types cannot be told apart in this markup")
         return self._rule(f"{self._json({**schema, **definitions})} {_quoted(_CLOSE)}")
@@ -156,13 +157,22 @@ class ToolGrammar:
         rules = [self._string(where, schema) for schema in strings]
         return self._rule(" | ".join([*rules, *([self._texts(where, others)] if others else [])]))
 
+    def _mixed(self, where: str, schema: Mapping[str, Any], values: list[Any]) -> str:
+        """The rule for one of several values, some of them strings: what looks like another value is read as it."""
+        _check_alone(where, schema)
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        known = {json.dumps(value) for value in values}
+        for text in texts:
+            read = json.dumps(json.loads(typed(text, {"properties": {"value": schema}}, "value")))
+            if read not in known:
+                raise ValueError(f"{where}: {text[:50]!r} would be read as {read[:50]}, which is none of its values")
+        return self._texts(where, texts)
+
     def _string(self, where: str, schema: Mapping[str, Any]) -> str:
         _check_keywords(where, schema, _STRING)
         if "enum" in schema or "const" in schema:
-            values = [schema["const"]] if "const" in schema else schema["enum"]
-            if schema.keys() & {"minLength", "maxLength", "pattern", "format"}:
-                raise ValueError(f"{where}: enum with further keywords is not implemented")
-            return self._texts(where, [value for value in values if isinstance(value, str)])
+            _check_alone(where, schema)
+            return self._texts(where, [value for value in _listed(schema) if isinstance(value, str)])
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         if most is not None and most > _MAX_LENGTH:
             raise ValueError(f"{where}: maxLength is {most}; at most {_MAX_LENGTH} is implemented")
@@ -201,6 +211,35 @@ def _object(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _check_keywords(where: str, schema: Mapping[str, Any], known: frozenset[str]) -> None:
     if extra := sorted(schema.keys() - known):
         raise ValueError(f"{where}: {extra[0][:50]!r} is not implemented in this markup")
+
+
+def _check_alone(where: str, schema: Mapping[str, Any]) -> None:
+    if len(schema.keys() - _ANNOTATIONS - {"type"}) > 1:
+        raise ValueError(f"{where}: enum with further keywords is not implemented")
+
+
+def _check_disjoint(where: str, strings: list[dict[str, Any]]) -> None:
+    """Raises ValueError if a string may be of several of these schemas."""
+    values = [value for choice in strings for value in _listed(choice)]
+    if len(strings) > 1 and not (all(map(_listed, strings)) and len({*values}) == len(values)):
+        raise ValueError(f"{where}: oneOf of strings that may overlap is not implemented")
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any]:
+    """The values of `enum` or `const` that the schema's type allows; empty without these keywords."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list):
+        return []
+    types = schema.get("type")
+    allowed = [types] if isinstance(types, str) else types
+    return values if not isinstance(allowed, list) else [value for value in values if _is_one_of(value, allowed)]
+
+
+def _is_one_of(value: Any, types: list[Any]) -> bool:
+    kind = TYPES[type(value)]
+    if kind in ("integer", "number") and "number" in types:
+        return True
+    return kind in types or (kind == "number" and "integer" in types and value.is_integer())
 
 
 def _kind(schema: Any) -> str:
