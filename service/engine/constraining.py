@@ -103,21 +103,25 @@ class Constraining:
             raise ConstraintFailed(f"a constraint could not be made: {error}") from error
 
     def _constraint(self, spec: ConstraintSpec, ends: frozenset[int], stops: frozenset[int]) -> Constraint:
-        made = self._parts(spec, ends, stops)
+        # A stop id that stands for text is text to the grammar; where it is drawn the answer is cut short.
+        ends_of_text = ends | self._textless(stops) if spec.format is not None else frozenset[int]()
+        made = self._parts(spec, ends, ends_of_text)
         if spec.reasoning is None:
             assert made, "a constraint without a part"
             return made[0] if len(made) == 1 else AllOf(*made)
         reasoning, inner = spec.reasoning, AllOf(*made) if made else None
         return ReasoningBudget(
             (reasoning.close,), reasoning.limit, inner, opening=() if reasoning.open is None else (reasoning.open,),
-            ends=ends if spec.format is not None else (),
+            ends=ends_of_text - {reasoning.close},
         )  # fmt: skip
 
-    def _parts(self, spec: ConstraintSpec, ends: frozenset[int], stops: frozenset[int]) -> list[Constraint]:
+    def _textless(self, ids: frozenset[int]) -> frozenset[int]:
+        vocabulary = self._vocabulary
+        return frozenset(i for i in ids if i in vocabulary.special or not vocabulary.tokens[i])
+
+    def _parts(self, spec: ConstraintSpec, ends: frozenset[int], ends_of_text: frozenset[int]) -> list[Constraint]:
         made: list[Constraint] = []
         if spec.format is not None:
-            # A stop id that stands for text is text to the grammar; where it is drawn the answer is cut short.
-            ends_of_text = ends | {i for i in stops if i in self._vocabulary.special or not self._vocabulary.tokens[i]}
             if not ends_of_text:
                 raise UnusableConstraint(
                     "the model has no end-of-sequence id; stop_token_ids could give one", "sampling.response_format"

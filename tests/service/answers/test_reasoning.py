@@ -142,6 +142,10 @@ def test_the_budget_closes_the_reasoning_and_the_format_follows(assets: ModelAss
         assert constraint.valid_prefix([markers.open, thought[0]]) == 1, "the budget is spent"
         assert constraint.valid_prefix(rest) == len(rest)
         assert constraint.valid_prefix([markers.close, *thought]) == 1
+        special = frozenset({assets.tokenizer.token_id("<pad>")})
+        constraint = made.begin(spec, frozenset({END}), special | {markers.close}, ()).result(timeout=60)
+        assert [constraint.valid_prefix([token]) for token in (*special, markers.close)] == [0, 1]
+        assert constraint.valid_prefix([markers.close, *answer, *special]) == len(answer) + 2
         bare = made.begin(ConstraintSpec(reasoning=ReasoningSpec(markers.close, None, 0)), frozenset({END}),
                           frozenset(), ()).result(timeout=60)  # fmt: skip
         assert bare.forced() == [markers.close]
