@@ -51,6 +51,15 @@ HOSTILE: dict[str, Any] = {
     "exponential rules": saccade.Lark(
         "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(40)) + '\nr40: "a" | "b"'
     ),
+    "sequence of repetitions": saccade.Regex("x*" * 65_000),
+    "terminals of terminals": saccade.Lark(
+        'start: T17\nT0: "x"?\n' + "\n".join(f"T{i}: T{i - 1} T{i - 1}" for i in range(1, 18))
+    ),
+    "intersection of terminals": saccade.Lark("start: T\nT: " + " & ".join(f"/.*a{i}.*/" for i in range(24))),
+    "simple patterns": {"type": "string", "allOf": [{"pattern": f"a{i}"} for i in range(64)]},
+    "patterns of a property": {
+        "allOf": [{"type": "object", "properties": {"p": {"type": "string", "pattern": f"a{i}"}}} for i in range(24)]
+    },
     "many terminals": saccade.Lark(
         f"start: ({' | '.join(f'T{i}' for i in range(1500))})*\n"
         + "\n".join(f"T{i}: /(a|b|c){{{i % 50}}}x{i}.*/" for i in range(1500))

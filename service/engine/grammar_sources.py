@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from service.common.types import TextFormat
+from service.engine.grammar_sizes import check_sizes
 from service.engine.schema_numbers import check_numbers
 from service.engine.tool_grammars import ToolGrammar
 from service.engine.types import UnusableConstraint
@@ -25,6 +26,7 @@ def grammar_source(format: TextFormat, specials: Collection[str]) -> str:
     from llguidance import LLMatcher
 
     try:
+        check_sizes(format)
         check_numbers(format)
         match format.kind:
             case "json_schema":

@@ -6,12 +6,12 @@ part, the faulty keyword is the one without which the message changes.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from service.common.types import TextFormat
+from service.engine.format_parts import schemas_of
 
 SECONDS = 0.25
 """Limit on the processor time of a search; after it, the part that has been found contains the fault."""
@@ -105,21 +105,3 @@ def located(format: TextFormat, message: str, fault: Callable[[Any], str]) -> st
             place = pointer_of_fault(schema, message, fault)
             return f"{name}{message}{place and f', at {place}'}"
     return message
-
-
-def schemas_of(format: TextFormat) -> Iterator[tuple[str, Any]]:
-    """The schemas of a format, with the beginnings of messages about them."""
-    match format.kind:
-        case "json_schema":
-            yield "", json.loads(format.source)
-        case "structural_tags":
-            for i, tag in enumerate(json.loads(format.source)["tags"]):
-                if tag["kind"] == "json_schema":
-                    yield f"tags[{i}].json_schema: ", json.loads(tag["content"])
-        case "tool_calls":
-            calls = json.loads(format.source)
-            for tool in calls["tools"]:
-                if tool["schema"] is not None:
-                    yield f"tool {tool['name']!r}: ", tool["schema"]
-            if calls["answer"] and calls["answer"][0] == "json_schema":
-                yield "response_format: ", json.loads(calls["answer"][1])

@@ -8,15 +8,14 @@ remainder, and several of them can become one with a state for each combination,
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
 from service.common.types import TextFormat
-from service.engine.schema_faults import pointer, schemas_of
+from service.engine.format_parts import embedded_schemas, schemas_of
+from service.engine.schema_faults import pointer
 
 EXACT = 2**53 - 1
 """Up to it, neighbouring whole numbers differ as floats, too."""
@@ -34,7 +33,7 @@ _Path = tuple[Any, ...]
 def check_numbers(format: TextFormat) -> None:
     """Raises ValueError for the numbers of a format's schemas, with the JSON pointer to the first that is at fault."""
     multiple = 1
-    for name, schema in [*schemas_of(format), *_embedded(format)]:
+    for name, schema in [*schemas_of(format), *embedded_schemas(format)]:
         for path, value in _numbers(schema):
             fault = ""
             keyword = path[0]
@@ -96,26 +95,3 @@ def _keys(path: _Path) -> list[str]:
 def _in_data(path: _Path) -> bool:
     """Whether a number is one that an answer may contain."""
     return not {"const", "enum"}.isdisjoint(_keys(path))
-
-
-def _embedded(format: TextFormat) -> Iterator[tuple[str, Any]]:
-    """The schemas within a format's Lark grammars, with the beginnings of messages about them. What cannot be read is
-    no schema for the compiler either."""
-    for lark in _grammars(format):
-        for found in re.finditer(r"%json[ \t\r\n]*", lark):
-            try:
-                yield "%json: ", json.JSONDecoder().raw_decode(lark, found.end())[0]
-            except (ValueError, RecursionError):
-                pass
-
-
-def _grammars(format: TextFormat) -> Iterator[str]:
-    match format.kind:
-        case "lark":
-            yield format.source
-        case "structural_tags":
-            yield from (tag["content"] for tag in json.loads(format.source)["tags"] if tag["kind"] == "lark")
-        case "tool_calls":
-            kind, source = json.loads(format.source)["answer"] or ("", "")
-            if kind == "lark":
-                yield source

@@ -241,6 +241,66 @@ def test_what_cannot_be_served_is_refused(format: TextFormat, words: str, constr
         assert len(str(error.value)) < 400
 
 
+def doubling(levels: int, name: str = "T") -> TextFormat:
+    """A Lark grammar whose last terminal has 2^levels times the first one."""
+    lines = [f"{name}{i}: {name}{i - 1} {name}{i - 1}" for i in range(1, levels + 1)]
+    return TextFormat("lark", "\n".join([f"start: {name}{levels}", f'{name}0: "x"?', *lines]))
+
+
+def conjunction(count: int) -> list[dict[str, Any]]:
+    return [{"type": "string", "pattern": f"^a{{{i},}}$"} for i in range(count)]
+
+
+def defined(count: int, keyword: str = "") -> dict[str, Any]:
+    """A schema of `$ref`s to others with a pattern each, by their anchors if `keyword` is that."""
+    parts = {f"d{i}": {**part, **({keyword: f"d{i}"} if keyword else {})} for i, part in enumerate(conjunction(count))}
+    prefix = "#" if keyword else "#/$defs/"
+    return {"$defs": parts, "allOf": [{"$ref": f"{prefix}{name}"} for name in parts]}
+
+
+@pytest.mark.parametrize(
+    ("format", "words"),
+    [
+        (TextFormat("regex", "x*" * 8193), "has 16386 characters; at most 16384 are implemented"),
+        (schema({"type": "string", "pattern": "x*" * 8193}), "has 16386 characters"),
+        (schema({"patternProperties": {"x*" * 8193: {}}}), "has 16386 characters"),
+        (TextFormat("lark", f"start: T\nT: /{'x*' * 8193}/"), "has 16386 characters"),
+        (TextFormat("lark", f"start: %json {json.dumps({'pattern': 'x*' * 8193})}"), "has 16386 characters"),
+        (doubling(17), "T[0-9]+ has [0-9]+ characters when others are written out in it; at most 65536"),
+        (doubling(60, "_LONGER_"), "_LONGER_[0-9]+ has"),
+        (TextFormat("lark", "start: A\nA: B\nB: A"), "contains itself"),
+        (TextFormat("lark", "start: T\nT: " + " & ".join(["/.*/"] * 17)), "T intersects 17 expressions; at most 16"),
+        (schema({"allOf": conjunction(17)}), "has to match 17 schemas with patterns or formats; at most 16"),
+        (schema(defined(17)), "has to match 17 schemas"),
+        (schema(defined(17, "$anchor")), "has to match [0-9]+ schemas"),
+        (schema({"allOf": [{"properties": {"p": part}} for part in conjunction(17)]}), "has to match 17 schemas"),
+        (schema({"allOf": [*conjunction(8), {"anyOf": [{"allOf": conjunction(9)}, {}]}]}), "has to match 17 schemas"),
+    ],
+    ids=lambda value: f"{value.kind}-{value.source[-40:]}" if isinstance(value, TextFormat) else "",
+)
+def test_what_expands_beyond_measure_is_refused(format: TextFormat, words: str, constraining: Constraining) -> None:
+    with pytest.raises(UnusableConstraint, match=words) as error:
+        begun(constraining, format)
+    assert error.value.field == f"sampling.response_format.{format.kind}"
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        TextFormat("regex", "(abc|de)?" * 1000),
+        doubling(9),
+        TextFormat("lark", "start: A B\nA: /a+/ & /.{3}/\nB: LETTER{4}\nLETTER: /[a-z]/"),
+        schema({"allOf": conjunction(3)}),
+        schema({"type": "object", "properties": {f"p{i}": part for i, part in enumerate(conjunction(40))}}),
+        schema({"anyOf": conjunction(40)}),
+        schema({"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}),
+    ],
+    ids=lambda value: f"{value.kind}-{value.source[-40:]}",
+)
+def test_what_does_not_expand_much_is_served(format: TextFormat, constraining: Constraining) -> None:
+    assert begun(constraining, format).valid_prefix([]) == 0
+
+
 MANY = {f"p{i}": {"type": "string", "minLength": 2} for i in range(500)}
 WRONG = {"type": "strnig"}
 TREE = {"properties": {"next": {"$ref": "#/$defs/tree"}, "value": WRONG}}

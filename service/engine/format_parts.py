@@ -1,0 +1,54 @@
+"""The JSON schemas, regular expressions and Lark grammars of a format, with the beginnings of messages about them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from service.common.types import TextFormat
+
+
+def schemas_of(format: TextFormat) -> Iterator[tuple[str, Any]]:
+    """The schemas that are parts of a format by themselves."""
+    if format.kind == "tool_calls":
+        for tool in json.loads(format.source)["tools"]:
+            if tool["schema"] is not None:
+                yield f"tool {tool['name']!r}: ", tool["schema"]
+    for name, kind, source in _parts(format):
+        if kind == "json_schema":
+            yield name, json.loads(source)
+
+
+def embedded_schemas(format: TextFormat) -> Iterator[tuple[str, Any]]:
+    """The schemas within a format's Lark grammars. What cannot be read is no schema for the compiler either."""
+    for _, lark in grammars_of(format):
+        for found in re.finditer(r"%json[ \t\r\n]*", lark):
+            try:
+                yield "%json: ", json.JSONDecoder().raw_decode(lark, found.end())[0]
+            except (ValueError, RecursionError):
+                pass
+
+
+def grammars_of(format: TextFormat) -> Iterator[tuple[str, str]]:
+    """The Lark grammars of a format."""
+    return ((name, source) for name, kind, source in _parts(format) if kind == "lark")
+
+
+def expressions_of(format: TextFormat) -> Iterator[tuple[str, str]]:
+    """The regular expressions of a format, without those of its schemas and grammars."""
+    return ((name, source) for name, kind, source in _parts(format) if kind == "regex")
+
+
+def _parts(format: TextFormat) -> Iterator[tuple[str, str, str]]:
+    """The name, kind and source of a format's parts other than tools."""
+    match format.kind:
+        case "structural_tags":
+            for i, tag in enumerate(json.loads(format.source)["tags"]):
+                yield f"tags[{i}].{tag['kind']}: ", tag["kind"], tag["content"]
+        case "tool_calls":
+            if answer := json.loads(format.source)["answer"]:
+                yield "response_format: ", answer[0], answer[1]
+        case _:
+            yield "", format.kind, format.source
