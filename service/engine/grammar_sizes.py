@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import Any
 
 from service.common.types import TextFormat
 from service.engine.format_parts import embedded_schemas, expressions_of, grammars_of, schemas_of
+from service.engine.schema_faults import at_path, target_path
 
 MAX_EXPRESSION = 2**14
 """Limit on the characters of a regular expression. The worst ones of this length take a second and 140 MB."""
@@ -53,8 +55,8 @@ def _check_expression(name: str, expression: str) -> None:
 def _check_terminals(name: str, grammar: str) -> None:
     bodies: dict[str, list[str]] = {}
     found = list(_DEFINITION.finditer(_LITERAL.sub(lambda match: "." * len(match[0]), grammar)))
-    for definition, following in zip(found, [*found[1:], None], strict=True):
-        if _TERMINAL.fullmatch(definition[1]):
+    for definition, following in pairwise([*found, None]):
+        if definition is not None and _TERMINAL.fullmatch(definition[1]):
             body = grammar[definition.end() : None if following is None else following.start()]
             bodies.setdefault(definition[1], []).append(body)
     texts = {terminal: _LITERAL.sub("", " ".join(body)) for terminal, body in bodies.items()}
@@ -104,7 +106,10 @@ def _check_patterns(name: str, schema: Any) -> None:
     """Counts what each schema demands of one string: its own patterns, those of all of `allOf`, of the schema that it
     refers to, and of one of `anyOf` and `oneOf`."""
     parts = {id(part): part for part in _mappings(schema)}
-    total = sum(_own(part) for part in parts.values())
+    total = sum(isinstance(part.get(key), str) for part in parts.values() for key in ("pattern", "format"))
+    if total <= MAX_PATTERNS:
+        return
+    own = {key: _own(part) for key, part in parts.items()}
     within = {key: [*_all_of(part, schema), *_one_of(part)] for key, part in parts.items()}
     counts: dict[int, int] = {}
     try:
@@ -113,7 +118,7 @@ def _check_patterns(name: str, schema: Any) -> None:
         order, counts = [], {0: total}
     for key in order:
         part = parts[key]
-        counts[key] = _own(part) + sum(counts[id(inner)] for inner in _all_of(part, schema))
+        counts[key] = own[key] + sum(counts[id(inner)] for inner in _all_of(part, schema))
         counts[key] += max((counts[id(inner)] for inner in _one_of(part)), default=0)
         if _refers_elsewhere(part):  # by a name and not by a path: it may be any schema
             counts[key] += total
@@ -135,14 +140,10 @@ def _all_of(part: Mapping[str, Any], schema: Any) -> list[dict[str, Any]]:
     """The schemas that a value has to match besides `part`."""
     inner = part.get("allOf")
     found = [each for each in inner if isinstance(each, dict)] if isinstance(inner, list) else []
-    reference = part.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#") and not _refers_elsewhere(part):
-        target = schema
-        for key in filter(None, reference[1:].split("/")):
-            key = key.replace("~1", "/").replace("~0", "~")
-            target = target.get(key) if isinstance(target, dict) else None
-        if isinstance(target, dict):
-            found.append(target)
+    path = () if part.get("$ref") == "#" else target_path(part)
+    target = None if path is None else at_path(schema, path)
+    if isinstance(target, dict):
+        found.append(target)
     return found
 
 

@@ -67,7 +67,7 @@ def _faulty(
     """The first part directly within `part` that has the fault. `seen`: paths that were tried, extended; what refers to
     one of them adds nothing."""
     for inner_path, inner in _parts(path, part, schema):
-        if inner_path not in seen and isinstance(inner, dict) and _target(inner) not in seen:
+        if inner_path not in seen and isinstance(inner, dict) and target_path(inner) not in seen:
             seen.add(inner_path)
             if same(inner):
                 return inner_path, inner
@@ -83,15 +83,19 @@ def _parts(path: _Path, part: Mapping[str, Any], schema: Any) -> Iterator[tuple[
         if isinstance(part.get(name), list):
             yield from (((*path, name, str(i)), value) for i, value in enumerate(part[name]))
     yield from (((*path, name), part[name]) for name in _SINGLE if name in part)
-    if (target := _target(part)) is not None:
-        found = schema
-        for name in target:
-            found = found.get(name) if isinstance(found, dict) else None
-        yield target, found
+    if (target := target_path(part)) is not None:
+        yield target, at_path(schema, target)
 
 
-def _target(part: Mapping[str, Any]) -> _Path | None:
-    """The path that a schema refers to."""
+def at_path(schema: Any, path: _Path) -> Any:
+    """What a path leads to; None if there is nothing."""
+    for name in path:
+        schema = schema.get(name) if isinstance(schema, dict) else None
+    return schema
+
+
+def target_path(part: Mapping[str, Any]) -> _Path | None:
+    """The path that a schema refers to; None if it refers to nothing, to the whole document, or by a name."""
     reference = part.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None

@@ -226,6 +226,7 @@ def test_output_that_exists_is_accepted_first(constraining: Constraining, tokeni
         (TextFormat("regex", "(?=a)b"), "look-around"),
         (TextFormat("regex", "(" * 20000 + "a" + ")" * 20000), "regex"),
         (TextFormat("lark", "start: foo"), "foo"),
+        (TextFormat("lark", "no definition"), "(?i)expected|unexpected|parse|start"),
         (TextFormat("lark", "start: start"), "there is no text that it allows"),
         (TextFormat("regex", r"[^\s\S]"), "there is no text that it allows"),
         (schema({"$ref": "#"}), "there is no text that it allows"),
