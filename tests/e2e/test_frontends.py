@@ -233,9 +233,12 @@ TELL_LEVEL = """
 import logging, os, signal, sys
 
 def tell(*_):
-    with open(f"{os.path.dirname(__file__)}/{os.getpid()}.new", "w") as file:
-        file.write(str(logging.getLogger().level))
-    os.replace(file.name, file.name.removesuffix(".new"))
+    try:
+        with open(f"{os.path.dirname(__file__)}/{os.getpid()}.new", "w") as file:
+            file.write(str(logging.getLogger().level))
+        os.replace(file.name, file.name.removesuffix(".new"))
+    except OSError:
+        pass  # the next signal came meanwhile and was faster
 
 signal.signal(signal.SIGURG, tell)
 """
