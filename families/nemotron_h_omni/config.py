@@ -62,13 +62,6 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
     inner = int(hidden * number(vision, "mlp_ratio", 4.0))
     swiglu = flag(vision, "use_swiglu_ffn")
     pruned = first(config, "video_pruning_rate", default=0) != 0
-    # Preprocessing settings are in the processor's own file, or in the sections that released files use.
-    settings = {
-        name: first(preprocessor, name, default=first(vision, name, default=args.get(name)))
-        for name in ("video_target_num_patches", "video_maintain_aspect_ratio", "min_num_patches", "max_num_patches",
-                     "max_model_len")
-    }  # fmt: skip
-    files = "config.json or preprocessor_config.json"
     mean = first(preprocessor, "image_mean", "norm_mean", default=first(config, "norm_mean")) or CLIP_MEAN
     std = first(preprocessor, "image_std", "norm_std", default=first(config, "norm_std")) or CLIP_STD
     try:
@@ -89,12 +82,8 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
             video_temporal_patch_size=count(
                 vision, "video_temporal_patch_size", count(config, "video_temporal_patch_size", 2)
             ),
-            video_target_num_patches=count(settings, "video_target_num_patches", 1024, file=files),
-            video_maintain_aspect_ratio=flag(settings, "video_maintain_aspect_ratio", True, file=files),
             video_pruning_rate=number(config, "video_pruning_rate", 1.0) if pruned else 0.0,
-            min_num_patches=count(settings, "min_num_patches", 1024, file=files),
-            max_num_patches=_or_zero(settings, "max_num_patches", 13312, file=files),
-            max_model_len=count(settings, "max_model_len", 16384, file=files),
+            **_sizes(preprocessor, vision, args),
             image_mean=per_channel(mean, "image_mean or norm_mean"),
             image_std=per_channel(std, "image_std or norm_std"),
             merge_size=round(1 / downsample),
@@ -106,6 +95,24 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
         raise
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"vision_config: {error}") from None
+
+
+def _sizes(*sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Limits on the patches of an image and of a video's frame: from the processor's own file, or from the sections
+    that released files use. Raises CheckpointError."""
+    names = (
+        "video_target_num_patches", "video_maintain_aspect_ratio", "min_num_patches", "max_num_patches",
+        "max_model_len",
+    )  # fmt: skip
+    settings = {name: next((found[name] for found in sections if found.get(name) is not None), None) for name in names}
+    files = "config.json or preprocessor_config.json"
+    return {
+        "video_target_num_patches": count(settings, "video_target_num_patches", 1024, file=files),
+        "video_maintain_aspect_ratio": flag(settings, "video_maintain_aspect_ratio", True, file=files),
+        "min_num_patches": count(settings, "min_num_patches", 1024, file=files),
+        "max_num_patches": _or_zero(settings, "max_num_patches", 13312, file=files),
+        "max_model_len": count(settings, "max_model_len", 16384, file=files),
+    }
 
 
 def _or_zero(text: Mapping[str, Any], name: str, default: int, *, file: str = CONFIG) -> int:

@@ -21,8 +21,10 @@ def schemas_of(format: TextFormat) -> Iterator[tuple[str, Any]]:
             yield name, json.loads(source)
 
 
-def embedded_schemas(format: TextFormat) -> Iterator[tuple[str, Any]]:
-    """The schemas within a format's Lark grammars. What cannot be read is no schema for the compiler either."""
+def all_schemas(format: TextFormat) -> Iterator[tuple[str, Any]]:
+    """The same with the schemas within a format's Lark grammars. What cannot be read is no schema for the compiler
+    either."""
+    yield from schemas_of(format)
     for _, lark in grammars_of(format):
         for found in re.finditer(r"%json[ \t\r\n]*", lark):
             try:

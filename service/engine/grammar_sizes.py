@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from service.common.types import TextFormat
-from service.engine.format_parts import embedded_schemas, expressions_of, grammars_of, schemas_of
+from service.engine.format_parts import all_schemas, expressions_of, grammars_of
 from service.engine.schema_faults import at_path, target_path
 
 MAX_EXPRESSION = 2**14
@@ -38,7 +38,7 @@ def check_sizes(format: TextFormat) -> None:
             if literal.startswith("/"):
                 _check_expression(name, literal[1:-1])
         _check_terminals(name, grammar)
-    for name, schema in [*schemas_of(format), *embedded_schemas(format)]:
+    for name, schema in all_schemas(format):
         for part in _mappings(schema):
             for expression in _expressions(part):
                 _check_expression(name, expression)

@@ -14,7 +14,7 @@ from decimal import Decimal
 from typing import Any
 
 from service.common.types import TextFormat
-from service.engine.format_parts import embedded_schemas, schemas_of
+from service.engine.format_parts import all_schemas
 from service.engine.schema_faults import pointer
 
 EXACT = 2**53 - 1
@@ -33,7 +33,7 @@ _Path = tuple[Any, ...]
 def check_numbers(format: TextFormat) -> None:
     """Raises ValueError for the numbers of a format's schemas, with the JSON pointer to the first that is at fault."""
     multiple = 1
-    for name, schema in [*schemas_of(format), *embedded_schemas(format)]:
+    for name, schema in all_schemas(format):
         for path, value in _numbers(schema):
             fault = ""
             keyword = path[0]

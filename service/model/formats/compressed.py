@@ -18,8 +18,7 @@ _EXPERTS = {
     "input_linear": (".experts", ("gate_proj", "up_proj")),
     "output_linear": (".experts", ("down_proj",)),
 }
-"""Last part of the name of stacked experts -> what follows the name before it, and an expert's modules. Granite's
-released names are the latter two."""
+"""Last part of the name of stacked experts -> what follows the name before it, and an expert's modules."""
 
 
 def modules_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
