@@ -55,6 +55,25 @@ inline ALWAYS void finish_group(Words (&sum)[R][V], const int32_t* less, const W
     });
 }
 
+#if !BYTE_DOTS
+// SUMMED inputs: sums of 16 products of at most 15 x 127 fit 16 bits. column(i, c) loads what the words `i` of the rows are multiplied with.
+template <int R, int V, class Column>
+inline ALWAYS void add_block(const int8_t* a, int64_t lda, const Column& column, Words (&sum)[R][V]) {
+    Words half[R][V];
+    unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { half[r][v] = zero_words(); }); });
+    for (int i = 0; i < SUMMED / 4; i++) {
+        Words own[V];
+        column(i, own);
+        unrolled<R>([&](int r) ALWAYS {
+            const Words x = broadcast_word(a + r * lda + 4 * i);
+            unrolled<V>([&](int v) ALWAYS { half[r][v] = dot_in_halves(half[r][v], own[v], x); });
+        });
+    }
+    in_registers(half);
+    unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = dot_halves(sum[r][v], half[r][v], splat_half(1)); }); });
+}
+#endif
+
 // A group that another tile has unpacked to bytes. Each group is a call: in a loop over groups, GCC would keep sums in memory.
 template <int R, int V, bool ZEROS>
 __attribute__((noinline)) void add_unpacked_group(
@@ -64,6 +83,14 @@ __attribute__((noinline)) void add_unpacked_group(
     const int8_t* const a_end = a + count;
     Words sum[R][V];
     begin_group<R, V, ZEROS>(less, sum);
+#if !BYTE_DOTS
+    for (; a < a_end; a += SUMMED, b += SUMMED / 4 * UNPACKED_VECTORS * LINE) {
+        ahead.step(), ahead.step();
+        add_block(a, lda, [&](int i, Words (&column)[V]) ALWAYS {
+            unrolled<V>([&](int v) ALWAYS { column[v] = in_register(load_words(b + (i * UNPACKED_VECTORS + v) * LINE)); });
+        }, sum);
+    }
+#else
     while (a < a_end) {
         const int8_t* const stop = ahead.step() ? std::min(a_end, a + 8 * STRIDE) : a_end;
         for (; a < stop; a += 4, b += UNPACKED_VECTORS * LINE) {
@@ -72,6 +99,7 @@ __attribute__((noinline)) void add_unpacked_group(
             add_bytes_of(a, lda, column, sum);
         }
     }
+#endif
     finish_group<R, V, ZEROS>(sum, less, w, scales, from_zero, out);
 }
 
@@ -85,18 +113,26 @@ __attribute__((noinline)) void add_packed_group(
     const int8_t* const a_end = a + count;
     Words sum[R][V];
     begin_group<R, V, ZEROS>(less, sum);
-    for (; a < a_end; a += 4 * STRIDE) {
+    constexpr int64_t INPUTS = BYTE_DOTS ? 4 * STRIDE : SUMMED;  // at a time
+    for (; a < a_end; a += INPUTS) {
         ahead.step();
-        const int64_t lines = first ? 0 : 2 * STRIDE * PANEL;  // the first vectors' pass reads for the others
+        const int64_t lines = first ? 0 : INPUTS * PANEL / 2;  // the first vectors' pass reads for the others
         for (int64_t at = 0; at < lines; at += step) prefetch_far(b + at + FETCHED);
-        unrolled<STRIDE>([&](int i) ALWAYS {
-            Words column[V];
+        const auto unpack = [&](int, Words (&column)[V]) ALWAYS {
             unpack_int4(b, first, column);
             b += 2 * PANEL;
             if constexpr (KEPT) unrolled<V>([&](int v) ALWAYS { store_words(unpacked + unpacked_at(w, v), column[v]); });
             if constexpr (KEPT) unpacked += UNPACKED_VECTORS * LINE;
+        };
+#if BYTE_DOTS
+        unrolled<STRIDE>([&](int i) ALWAYS {
+            Words column[V];
+            unpack(i, column);
             add_bytes_of(a + 4 * i, lda, column, sum);
         });
+#else
+        add_block(a, lda, unpack, sum);
+#endif
     }
     finish_group<R, V, ZEROS>(sum, less, w, scales, from_zero, out);
 }
@@ -173,12 +209,20 @@ struct Int4Words {
                     unrolled<V>([&](int v) ALWAYS { sum[r][v] = ZEROS ? zero_words() : less[r]; });
                 });
                 sums += blocks;
-                for (; x < stop; x += 4, b += V * LINE) {
+                const auto load = [&](int, Words (&column)[V]) ALWAYS {
                     for (int64_t line = 0; line < lines; line++, ahead.at += LINE) prefetch_far(ahead.at);
-                    Words column[V];
                     unrolled<V>([&](int v) ALWAYS { column[v] = in_register(load_words(b + v * LINE)); });
+                    b += V * LINE;
+                };
+#if BYTE_DOTS
+                for (; x < stop; x += 4) {
+                    Words column[V];
+                    load(0, column);
                     add_bytes_of(reinterpret_cast<const int8_t*>(x), lda, column, sum);
                 }
+#else
+                for (; x < stop; x += SUMMED) add_block(reinterpret_cast<const int8_t*>(x), lda, load, sum);
+#endif
                 in_registers(sum);
                 unrolled<V>([&](int v) ALWAYS {
                     const Floats scale = group_scales(w, scales + v * 16);

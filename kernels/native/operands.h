@@ -43,8 +43,17 @@ float largest_magnitude(const T* values, int64_t k) {
     return std::isfinite(top) ? top : std::numeric_limits<float>::quiet_NaN();
 }
 
-// x in steps of its row's largest value / LIMIT, as 256 high + low, both signed bytes, which lie as BYTE_PLANES says. Weights are stored
-// unsigned, so the row is followed by what that adds to a sum: for each group of inputs -offset times the sum of lows, and of highs.
+// Sixteen numbers of 16 bits: of each four the first and the third, then the second and the fourth.
+inline void store_halves(int8_t* p, Words x) {
+    alignas(16) static constexpr int8_t ORDER[16] = {0, 1, 8, 9, 4, 5, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1};
+    alignas(64) int8_t quarters[64];
+    store_words(quarters, shuffle_bytes(x, splat_quarter(ORDER)));
+    for (int i = 0; i < 4; i++) std::memcpy(p + 8 * i, quarters + 16 * i, 8);
+}
+
+// x in steps of its row's largest value / LIMIT, as 256 high + low, both signed bytes, which lie as BYTE_PLANES says, or as one number
+// (INTEGER_HALVES). Weights are stored unsigned, so the row is followed by what that adds to a sum: for each group of inputs -offset times
+// the sum of lows, and of highs.
 void make_integers(const float* values, int64_t k, int64_t kind, int8_t* out, float* scale) {
     const float top = largest_magnitude(values, k);
     *scale = top / LIMIT;
@@ -58,7 +67,8 @@ void make_integers(const float* values, int64_t k, int64_t kind, int8_t* out, fl
             const Words high = shift_right32<8>(add32(whole, splat_word(128)));
             const Words low = sub32(whole, shift_left32<8>(high));
             lows = add32(lows, low), highs = add32(highs, high);
-            if (BYTE_PLANES) store_low_bytes(out + i, low), store_low_bytes(out + kpad + i, high);
+            if (INTEGER_HALVES) store_halves(out + 2 * i, whole);
+            else if (BYTE_PLANES) store_low_bytes(out + i, low), store_low_bytes(out + kpad + i, high);
             else store_bytes_in_fours(out + 2 * i, low, high);
         }
         const int32_t both[2] = {int32_t(-offset * total_of(lows)), int32_t(-offset * total_of(highs))};

@@ -95,6 +95,10 @@ inline WordPart dot_bytes(WordPart sum, WordPart unsigned_bytes, WordPart signed
     const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
     return sum + (WordPart)even + (WordPart)odd;
 }
+inline WordPart dot_halves(WordPart sum, WordPart a, WordPart b) { return sum + (WordPart)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+inline WordPart dot_in_halves(WordPart sum, WordPart unsigned_bytes, WordPart signed_bytes) {
+    return (WordPart)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)unsigned_bytes, (__m256i)signed_bytes));
+}
 #endif
 
 }  // namespace

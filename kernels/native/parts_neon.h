@@ -85,6 +85,16 @@ inline WordPart without_offset(WordPart unsigned_bytes) { return unsigned_bytes 
 inline WordPart dot_stored(WordPart sum, WordPart a, WordPart b) {
     return (WordPart)vdotq_s32((int32x4_t)sum, (int8x16_t)a, (int8x16_t)b);
 }
+#else
+inline WordPart dot_halves(WordPart sum, WordPart a, WordPart b) {
+    const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
+    return sum + (WordPart)vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
+}
+inline WordPart dot_in_halves(WordPart sum, WordPart unsigned_bytes, WordPart signed_bytes) {  // below 128
+    const int8x16_t x = (int8x16_t)unsigned_bytes, y = (int8x16_t)signed_bytes;
+    const int16x8_t pairs = vpaddq_s16(vmull_s8(vget_low_s8(x), vget_low_s8(y)), vmull_high_s8(x, y));
+    return (WordPart)vaddq_s16((int16x8_t)sum, pairs);
+}
 #endif
 #endif
 

@@ -136,9 +136,9 @@ void blocks_of_integers(const Product& job, int64_t begin, int64_t end, const ch
         for (int64_t r = 0; r < rows; r++) {
             const char* const behind = a + r * lda + 2 * w.kpad;  // what the weights' offset adds
             for (int64_t at = r * PANEL; at < r * PANEL + 16 * V; at += 16) {
-                const Words both[2] = {add32(load_words(parts[0] + at), broadcast_word(behind)), add32(load_words(parts[1] + at), broadcast_word(behind + 4))};
+                const LongSum sum = LongSum::of(add32(load_words(parts[0] + at), broadcast_word(behind)), add32(load_words(parts[1] + at), broadcast_word(behind + 4)));
                 const Floats scale = load_floats(w.scale + panel * PANEL + first * 16 + at % PANEL);
-                store_floats(sums + at, (joined(both) * scale) * splat(job.scales[row + r]));
+                store_floats(sums + at, (sum.rounded() * scale) * splat(job.scales[row + r]));
             }
         }
         finish<V>(job, sums, row, rows, panel * PANEL + first * 16);

@@ -307,60 +307,93 @@ inline ALWAYS void add_bytes_of(const int8_t* a, int64_t lda, const Words (&colu
     });
 }
 
-// Sums of low and high bytes -> sums of 256 high + low.
-inline Floats joined(const Words* sums) {
-    return fmadd(to_floats(sums[1]), splat(256.0f), to_floats(sums[0]));
-}
+// Products of unsigned 1-byte integers with 2-byte integers. A sum is that of the products with a row's numbers (INTEGER_HALVES), or those
+// with its lows and its highs.
+constexpr int PARTS = INTEGER_HALVES ? 1 : 2;
 
-// Products of unsigned 1-byte integers with 2-byte integers: R rows are 2 R rows of bytes. `sum` is initialised with the
-// values after the rows.
+// R rows times four inputs of V vectors of outputs.
 template <int R, int V>
-inline ALWAYS void begin_sums(const int8_t* behind, int64_t lda, Words (&sum)[V][R][2]) {
-    unrolled<2 * R>([&](int i) ALWAYS {
-        const Words x = broadcast_word(behind + i / 2 * lda + 4 * (i % 2));
-        unrolled<V>([&](int v) ALWAYS { sum[v][i / 2][i % 2] = x; });
+inline ALWAYS void add_products(const int8_t* a, int64_t lda, int64_t highs, const Words (&column)[V], Words (&sum)[V][R][PARTS]) {
+#if !BYTE_DOTS && !AMX_TILES
+    Words even[V], odd[V];
+    unrolled<V>([&](int v) ALWAYS { even[v] = column[v] & splat_half(255), odd[v] = shift_right16(column[v], 8); });
+    unrolled<R>([&](int r) ALWAYS {
+        const Words first = broadcast_word(a + r * lda), second = broadcast_word(a + r * lda + highs);
+        unrolled<V>([&](int v) ALWAYS { sum[v][r][0] = dot_halves(dot_halves(sum[v][r][0], even[v], first), odd[v], second); });
     });
-}
-
-template <int R, int V>
-inline ALWAYS void add_products(const int8_t* a, int64_t lda, int64_t highs, const Words (&column)[V], Words (&sum)[V][R][2]) {
+#else
     unrolled<2 * R>([&](int i) ALWAYS {
         const Words x = broadcast_word(a + i / 2 * lda + (i % 2 ? highs : 0));
-        unrolled<V>([&](int v) ALWAYS { sum[v][i / 2][i % 2] = dot_bytes(sum[v][i / 2][i % 2], column[v], x); });
+        unrolled<V>([&](int v) ALWAYS { sum[v][i / 2][i % 2] = dot_stored(sum[v][i / 2][i % 2], column[v], x); });
     });
+#endif
 }
 
-// V vectors of a tile, from column 16 * first on, at a time.
+// A sum of many products: 65,536 high + low.
+struct LongSum {
+    Words low, high;
+    // 256 highs + lows.
+    static inline ALWAYS LongSum of(Words lows, Words highs) {
+        return {add32(lows & splat_word(0xffff), shift_left32<8>(highs & splat_word(255))), add32(shift_right32<16>(lows), shift_right32<8>(highs))};
+    }
+    static inline ALWAYS LongSum of(const Words (&sum)[PARTS]) {
+        if constexpr (PARTS == 2) return of(sum[0], sum[1]);
+        else return {sum[0] & splat_word(0xffff), shift_right32<16>(sum[0])};
+    }
+    inline ALWAYS void add(LongSum other) { low = add32(low, other.low), high = add32(high, other.high); }
+    // Rounded once: both parts are exact, whatever the order of the products was.
+    inline ALWAYS Floats rounded() const {
+        return fmadd(to_floats(add32(high, shift_right32<16>(low))), splat(65536.0f), to_floats(low & splat_word(0xffff)));
+    }
+};
+
+// Inputs whose products are summed in 32 bits: 255 x 32,639 each.
+constexpr int64_t SUMMED_HALVES = 256;
+
+// V vectors of a tile from `b` on, some inputs: added to `total`.
 template <int R, int V>
 __attribute__((noinline)) void add_int8(
-    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int64_t first, Ahead ahead, float* out
+    const int8_t* a, int64_t lda, int64_t highs, int64_t inputs, const uint8_t* b, Ahead& ahead, LongSum (&total)[V][R]
 ) {
-    const uint8_t* b = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL + first * 64;
-    const int8_t* const a_end = a + w.kpad / 4 * FOUR_INPUTS;
-    const int64_t highs = highs_at(w.kpad);
-    Words sum[V][R][2];
-    begin_sums<R, V>(a + 2 * w.kpad, lda, sum);
+    const int8_t* const a_end = a + inputs / 4 * FOUR_INPUTS;
+    Words sum[V][R][PARTS];
+    unrolled<V>([&](int v) ALWAYS { unrolled<R * PARTS>([&](int i) ALWAYS { sum[v][i / PARTS][i % PARTS] = zero_words(); }); });
     while (a < a_end) {
         const int8_t* const stop = ahead.step() ? std::min(a_end, a + FOUR_INPUTS * STRIDE) : a_end;
         for (; a < stop; a += FOUR_INPUTS, b += 4 * PANEL) {
             Words column[V];
-            unrolled<V>([&](int v) ALWAYS { column[v] = in_register(load_words(b + v * 64)); });
+            unrolled<V>([&](int v) ALWAYS { column[v] = in_register(without_offset(load_words(b + v * 64))); });
             add_products<R, V>(a, lda, highs, column, sum);
         }
     }
     unrolled<V>([&](int v) ALWAYS { in_registers(sum[v]); });
-    unrolled<V>([&](int v) ALWAYS {
-        const Floats scale = load_floats(w.scale + panel * PANEL + (first + v) * 16);
-        unrolled<R>([&](int r) ALWAYS { store_floats(out + r * PANEL + v * 16, (joined(sum[v][r]) * scale) * splat(scales[r])); });
-    });
+    unrolled<V>([&](int v) ALWAYS { unrolled<R>([&](int r) ALWAYS { total[v][r].add(LongSum::of(sum[v][r])); }); });
 }
 
+// From column 16 * first on.
 template <int R, int V>
 void tile_int8(
     const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int64_t first, Ahead ahead, float* out
 ) {
     constexpr int W = integers_beside(R) < V ? integers_beside(R) : V;
-    for (int v = 0; v < V; v += W) add_int8<R, W>(a, lda, scales, w, panel, first + v, v ? Ahead{} : ahead, out + v * 16);
+    const int64_t each = INTEGER_HALVES ? SUMMED_HALVES : w.kpad;
+    const uint8_t* const columns = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL + first * 64;
+    for (int v = 0; v < V; v += W, ahead = {}) {
+        LongSum total[W][R];
+        for (int r = 0; r < R; r++) {
+            const int8_t* const behind = a + r * lda + 2 * w.kpad;
+            const LongSum offset = LongSum::of(broadcast_word(behind), broadcast_word(behind + 4));
+            for (int i = 0; i < W; i++) total[i][r] = SIGNED_DOTS ? LongSum{zero_words(), zero_words()} : offset;
+        }
+        for (int64_t at = 0; at < w.kpad; at += each)
+            add_int8<R, W>(
+                a + at / 4 * FOUR_INPUTS, lda, highs_at(w.kpad), std::min(each, w.kpad - at), columns + at * PANEL + v * 64, ahead, total);
+        for (int i = 0; i < W; i++) {
+            const Floats scale = load_floats(w.scale + panel * PANEL + (first + v + i) * 16);
+            for (int r = 0; r < R; r++)
+                store_floats(out + r * PANEL + (v + i) * 16, (total[i][r].rounded() * scale) * splat(scales[r]));
+        }
+    }
 }
 
 // Four inputs of vectors [first, first + V) of an int4 panel, as bytes of 0 to 15. A byte of the panel holds the same input of
@@ -379,6 +412,19 @@ inline ALWAYS void unpack_int4(const uint8_t* b, int64_t first, Words (&column)[
     }
 }
 
+// The sums of a group fit 32 bits. They are initialised with the values after the rows.
+template <int R, int V>
+inline ALWAYS void begin_sums(const int8_t* behind, int64_t lda, Words (&sum)[V][R][PARTS]) {
+    unrolled<R>([&](int r) ALWAYS {
+        const Words lows = broadcast_word(behind + r * lda), highs = broadcast_word(behind + r * lda + 4);
+        const Words parts[2] = {PARTS == 2 ? lows : add32(lows, shift_left32<8>(highs)), highs};
+        unrolled<V * PARTS>([&](int i) ALWAYS { sum[i / PARTS][r][i % PARTS] = parts[i % PARTS]; });
+    });
+}
+inline ALWAYS Floats group_sum(const Words (&sum)[PARTS]) {
+    return to_floats(PARTS == 2 ? add32(sum[0], shift_left32<8>(sum[PARTS - 1])) : sum[0]);
+}
+
 // Vectors [first, first + V) of a panel.
 template <int R, int V>
 __attribute__((noinline)) void add_int4(
@@ -390,7 +436,7 @@ __attribute__((noinline)) void add_int4(
     Floats total[V][R];
     unrolled<V>([&](int v) ALWAYS { unrolled<R>([&](int r) ALWAYS { total[v][r] = zero(); }); });
     for (int64_t g = 0; g < groups; g++, behind += 8) {
-        Words sum[V][R][2];
+        Words sum[V][R][PARTS];
         begin_sums<R, V>(behind, lda, sum);
         for (const int8_t* const a_end = a + GROUP / 4 * FOUR_INPUTS; a < a_end;) {
             ahead.step();
@@ -402,7 +448,7 @@ __attribute__((noinline)) void add_int4(
         }
         unrolled<V>([&](int v) ALWAYS {
             const Floats scale = load_floats(w.scale + (panel * groups + g) * PANEL + (first + v) * 16);
-            unrolled<R>([&](int r) ALWAYS { total[v][r] = fmadd(joined(sum[v][r]), scale, total[v][r]); });
+            unrolled<R>([&](int r) ALWAYS { total[v][r] = fmadd(group_sum(sum[v][r]), scale, total[v][r]); });
         });
     }
     unrolled<V>([&](int v) ALWAYS {
@@ -429,17 +475,19 @@ void tile_f32(const float* a, int64_t lda, const Weight& w, int64_t panel, float
         const float* b[W];
         for (int v = 0; v < W; v++) b[v] = data + std::min(panel * PANEL + c + v, last) * w.k;
         Floats sum[R][W];
-        for (int r = 0; r < R; r++)
-            for (int v = 0; v < W; v++) sum[r][v] = zero();
-        for (int64_t i = 0; i < w.k; i += 16) {
-            const Mask m = w.k - i >= 16 ? Mask(0xffff) : Mask((1 << (w.k - i)) - 1);
+        set_zero(sum);
+        const auto add = [&](const auto& load, int64_t i) ALWAYS {
             Floats column[W];
-            for (int v = 0; v < W; v++) column[v] = load16(b[v] + i, m);
-            for (int r = 0; r < R; r++) {
-                const Floats x = load16(a + r * lda + i, m);
-                for (int v = 0; v < W; v++) sum[r][v] = fmadd(x, column[v], sum[r][v]);
-            }
-        }
+            unrolled<W>([&](int v) ALWAYS { column[v] = load(b[v] + i); });
+            unrolled<R>([&](int r) ALWAYS {
+                const Floats x = load(a + r * lda + i);
+                unrolled<W>([&](int v) ALWAYS { sum[r][v] = fmadd(x, column[v], sum[r][v]); });
+            });
+        };
+        int64_t i = 0;
+        for (; i + 16 <= w.k; i += 16) add([](const float* p) ALWAYS { return load_floats(p); }, i);
+        in_registers(sum);
+        if (const Mask rest = first_lanes(w.k - i)) add([&](const float* p) ALWAYS { return load16(p, rest); }, i);
         for (int r = 0; r < R; r++)
             for (int v = 0; v < W; v++) out[r * PANEL + c + v] = total_of(sum[r][v]);
     }

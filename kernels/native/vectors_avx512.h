@@ -181,6 +181,10 @@ inline Words dot_bytes(Words sum, Words u, Words s) {
     const Words odd = _mm512_madd_epi16(_mm512_srli_epi16(u, 8), _mm512_srai_epi16(s, 8));
     return add32(add32(sum, even), odd);
 }
+inline Words dot_halves(Words sum, Words a, Words b) { return add32(sum, _mm512_madd_epi16(a, b)); }
+inline Words dot_in_halves(Words sum, Words unsigned_bytes, Words signed_bytes) {
+    return add16(sum, _mm512_maddubs_epi16(unsigned_bytes, signed_bytes));
+}
 #endif
 
 // -- bfloat16 ----------------------------------------------------------------------------------------------------------------

@@ -99,6 +99,9 @@ OF_TWO(larger) OF_TWO(smaller) OF_TWO(times_power)
 OF_TWO(add32) OF_TWO(sub32) OF_TWO(add16) OF_TWO(sub16_saturating)
 OF_TWO(low_bytes) OF_TWO(high_bytes) OF_TWO(low_words) OF_TWO(high_words) OF_TWO(low_pairs) OF_TWO(high_pairs) OF_TWO(shuffle_bytes)
 OF_THREE(fmadd) OF_THREE(fnmadd) OF_THREE(fmsub) OF_THREE(choose_bits) OF_THREE(or_and) OF_THREE(dot_bytes)
+#if !BYTE_DOTS
+OF_THREE(dot_halves) OF_THREE(dot_in_halves)
+#endif
 #if SIGNED_DOTS
 OF_ONE(without_offset) OF_THREE(dot_stored)
 #endif

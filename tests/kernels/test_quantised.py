@@ -104,6 +104,23 @@ def test_long_sums_do_not_overflow(kind: str, sign: int) -> None:
         torch.testing.assert_close(Linear(packed)(row), torch.full((2, 3), expected), rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("inner", [5, 256, 260, 2000, MOST_INPUTS])
+@pytest.mark.parametrize("value", [None, -128, 127])
+def test_sums_with_rows_of_16_bits_are_exact_and_rounded_once(chosen: str, value: int | None, inner: int) -> None:
+    """Whole numbers up to the 32,639 steps of a row are rows as they are."""
+    generator = torch.Generator().manual_seed(inner)
+    x = torch.randint(-32639, 32640, (7, inner), generator=generator)
+    weight = torch.randint(-128, 128, (70, inner), generator=generator)
+    if value is not None:
+        x, weight = x.sign() * 32639, torch.full_like(weight, value)
+        x[0], x[1] = 32639, -32639
+    x[:, 0] = 32639
+    product = Packed(Quantised("int8", weight.to(torch.int8), torch.ones(70), inner), None)
+    exact = (x.double() @ weight.double().t()).float()
+    for rows in (1, 2, 3, 7):
+        assert torch.equal(product(x[:rows].float()), exact[:rows])
+
+
 def test_more_inputs_than_sums_can_hold_have_no_compiled_product() -> None:
     long = quantise(torch.ones(1, MOST_INPUTS + 1), "int8")
     with pytest.raises(NativeUnavailable, match="131072 inputs are more than the 131071"):
