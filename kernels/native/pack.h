@@ -1,4 +1,4 @@
-// Weights from rows, as files store them, to the panels that products read (README.md; scaled.h for FP8, NVFP4 and UINT4).
+// Weights from rows, as files store them, to the panels that products read (README.md; packed_numbers.h for FP8, NVFP4 and UINT4).
 
 #pragma once
 

@@ -70,6 +70,8 @@ inline WordPart lookup_32_bytes(const uint8_t* table, WordPart index) {
     return (WordPart)_mm256_or_si256(first, _mm256_shuffle_epi8((__m256i)quarter_everywhere(table + 16), _mm256_adds_epu8(other, above)));
 }
 
+#define SLOW_HALF_TABLES 1
+#define SLOW_BYTE_TABLES 1
 // In a table of 128: one shuffle for each 16 of them.
 inline WordPart lookup_bytes_of(const uint8_t* table, WordPart index) {
     const __m256i own = _mm256_and_si256((__m256i)index, _mm256_set1_epi8(127));

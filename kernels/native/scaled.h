@@ -7,148 +7,18 @@
 //
 // The first tile of rows unpacks numbers in registers, in parallel with its products. If there are more tiles, it stores
 // them as pairs of bfloat16, [k / 2][64][2], which the other tiles multiply. All tiles add in the same order.
-//
-// Layouts, in panels of 64 outputs. fp8 [k / 4][4][64] bytes: 16 outputs and 4 inputs, in an order that two instructions
-// unpack to two vectors of pairs. nvfp4 [k / 16] of 64 bytes of scales (see Nvfp4), then [2][4][64] bytes: 16 outputs, 4
-// inputs as in fp8 in the low halves, and the next 4 in the high halves. int4 [k / 8][4][16][2] words: 16 outputs, even
-// and odd inputs, four inputs two apart, the first in the lowest bits.
 
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
-#include <vector>
 
 #include "compact.h"
+#include "packed_numbers.h"
 #include "products.h"
 
 namespace {
-
-constexpr int64_t CHUNK = 8;         // inputs that are unpacked together
-constexpr int64_t E4M3_GROUP = 16;   // inputs that share a scale in nvfp4
-constexpr int LARGEST_EXPONENT = 8;  // of e4m3
-
-// The bits of a bfloat16; `value` is exactly one.
-inline uint16_t bits_of(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    return uint16_t(bits >> 16);
-}
-
-// A table of 128 bfloat16, as a table of upper bytes and one of lower bytes.
-struct ByteTables {
-    Words upper[2], lower[2];
-    template <class F>
-    explicit ByteTables(const F& word) {
-        alignas(64) uint8_t high[128], low[128];
-        for (int i = 0; i < 128; i++) high[i] = uint8_t(word(i) >> 8), low[i] = uint8_t(word(i));
-        for (int i = 0; i < 2; i++) upper[i] = load_words(high + 64 * i), lower[i] = load_words(low + 64 * i);
-    }
-    // Bit 7 of an index is ignored.
-    Words high(Words index) const { return lookup_bytes(upper, index); }
-    Words low(Words index) const { return lookup_bytes(lower, index); }
-};
-
-// Unpackers, one for each kind. begin() prepares the scales or zero points of a group for 16 outputs; unpack() returns two
-// vectors of pairs: half a chunk of inputs for 16 outputs. BYTES: of a chunk, of one output. SPARSE: whether
-// one line in four is prefetched for one or two rows, because the processor's own prefetchers follow the others.
-
-// e4m3 bytes. NaN is rejected when the weight is packed.
-struct Fp8 {
-    static constexpr int64_t KIND = FP8, BYTES = 8;
-    static constexpr bool SPARSE = true;
-    struct Group {};
-    const ByteTables tables = made();
-    static ByteTables made() {
-        static const ByteTables all([](int i) {
-            return bits_of(i < 8 ? std::ldexp(i / 8.0f, -6) : std::ldexp(1.0f + (i & 7) / 8.0f, (i >> 3) - 7));
-        });
-        return all;
-    }
-    static const uint8_t* chunk(const uint8_t* panel, int64_t i) { return panel + i * PANEL; }
-    Group begin(const Weight&, const uint8_t*, int64_t, int64_t, int64_t) const { return {}; }
-    void unpack(const uint8_t* from, int half, const Group&, Words (&words)[2]) const {
-        const Words bytes = in_register(load_words(from + half * 4 * PANEL)), low = tables.low(bytes);
-        const Words sign = splat_byte(int8_t(0x80));
-        const Words high = or_and(tables.high(bytes), bytes, sign);
-        words[0] = low_bytes(low, high), words[1] = high_bytes(low, high);
-    }
-};
-
-// e2m1 numbers times the scale of their group, (1 + m / 8) * 2^(8 - d). The byte of a scale has m in bits 4 to 6, the lowest
-// bit of d in bit 7 and its other bits in bits 0 to 3. The table is indexed by m and the number and has the product for
-// d = 0; d is then subtracted from the exponent. Zero is stored as 0x8000 (-0), the only word that a saturating subtraction
-// leaves unchanged; in a group whose scale is zero, all numbers are packed as zeros.
-struct Nvfp4 {
-    static constexpr int64_t KIND = NVFP4, BYTES = 4;
-    static constexpr bool SPARSE = false;
-    struct Group {
-        Words scale, exponent;  // the scale of each byte's output; d of each word's output
-    };
-    const ByteTables tables = made();
-    static ByteTables made() {
-        static const ByteTables all([](int i) {
-            const float e2m1[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f}, size = e2m1[i & 7] * (1.0f + (i >> 4) / 8.0f);
-            return size == 0.0f ? uint16_t(0x8000) : bits_of(std::ldexp(i & 8 ? -size : size, LARGEST_EXPONENT));
-        });
-        return all;
-    }
-    static const uint8_t* chunk(const uint8_t* panel, int64_t i) {
-        return panel + i / E4M3_GROUP * (E4M3_GROUP / 2 + 1) * PANEL + PANEL + i % E4M3_GROUP * (PANEL / 2);
-    }
-    Group begin(const Weight&, const uint8_t* panel, int64_t, int64_t input, int64_t vector) const {
-        const uint8_t* scales = chunk(panel, input) - PANEL + vector * 16;
-        const Words each = splat_quarter(scales);
-        alignas(64) static const uint64_t order[8] = {  // for each lane's 4 outputs, the scale in all four bytes of the output
-            0x0303020201010000, 0x0303020201010000, 0x0707060605050404, 0x0707060605050404, 0x0b0b0a0a09090808, 0x0b0b0a0a09090808,
-            0x0f0f0e0e0d0d0c0c, 0x0f0f0e0e0d0d0c0c};
-        const Words bytes = shuffle_bytes(each, load_words(order));
-        return {bytes, low_bytes(bytes, bytes) & splat_half(0x0f80)};
-    }
-    void unpack(const uint8_t* from, int half, const Group& group, Words (&words)[2]) const {
-        const Words bytes = load_words(from), code = half ? shift_right16(bytes, 4) : bytes;
-        const Words index = choose_bits(splat_byte(15), code, group.scale);
-        const Words low = tables.low(index), high = tables.high(index);
-        words[0] = sub16_saturating(low_bytes(low, high), group.exponent);
-        words[1] = sub16_saturating(high_bytes(low, high), group.exponent);
-    }
-};
-
-// Four bits less 8, or less a zero point, in the lowest bits of words, by a table of 32 words. Bit 4 of an index is undefined, so
-// the table repeats itself; with zero points the index is number - zero point + 16.
-template <bool ZEROS>
-struct Uint4 {
-    static constexpr int64_t KIND = UINT4, BYTES = 4;
-    static constexpr bool SPARSE = true;
-    struct Group {
-        Words shift;  // of even and odd inputs
-    };
-    const HalfTable table = made();
-    static HalfTable made() {
-        uint16_t halves[32];
-        for (int i = 0; i < 32; i++) halves[i] = bits_of(float(ZEROS ? i - 16 : (i & 15) - 8));
-        return HalfTable(halves);
-    }
-    static const uint8_t* chunk(const uint8_t* panel, int64_t i) { return panel + i * (PANEL / 2); }
-    Group begin(const Weight& w, const uint8_t*, int64_t scales, int64_t, int64_t vector) const {
-        if (!ZEROS) return {zero_words()};
-        const Words zeros = to_integers(load_floats(w.zeros + scales + vector * 16));
-        const Words shift = sub32(splat_word(16), zeros);
-        return {shift | shift_left32<16>(shift)};
-    }
-    void unpack(const uint8_t* from, int half, const Group& group, Words (&words)[2]) const {
-        const Words four = load_words(from);
-        for (int pair = 0; pair < 2; pair++) {
-            const int shift = 8 * half + 4 * pair;
-            Words index = shift ? shift_right16(four, shift) : four;
-            if constexpr (ZEROS) index = add16(index & splat_half(15), group.shift);
-            words[pair] = lookup_halves(index, table);
-        }
-    }
-};
 
 // A pair of inputs of a row times those of 16 outputs. keep() stores a pair of 16 outputs for `tile_unpacked` or `tile_floats`.
 #if PAIR_PRODUCTS
@@ -218,6 +88,50 @@ inline ALWAYS void add_group(const Weight& w, int64_t scales, int64_t g, int64_t
     }
 }
 
+// CHUNK inputs of R rows, at `a`, times V vectors of outputs, at `chunk`.
+template <class Rows, class Numbers, bool KEPT, int R, int V>
+inline ALWAYS void add_chunk(
+    const Numbers& numbers, const typename Numbers::Group (&group)[V], const typename Rows::Element* a, int64_t lda, const uint8_t* chunk,
+    int64_t first, typename Rows::Element* keep, Floats (&sum)[R][V]
+) {
+    if constexpr (Numbers::FLOATS) {
+        unrolled<CHUNK>([&](int input) ALWAYS {
+            Floats column[V];
+            unrolled<V>([&](int v) ALWAYS {
+                column[v] = in_register(numbers.input(chunk + v * 64, input, group[v]));
+                if constexpr (KEPT) store_floats(keep + input * PANEL + (first + v) * 16, column[v]);
+            });
+            unrolled<R>([&](int r) ALWAYS {
+                const Floats x = splat(a[r * lda + input]);
+                unrolled<V>([&](int v) ALWAYS { sum[r][v] = fmadd(x, column[v], sum[r][v]); });
+            });
+        });
+    } else {
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            Words words[V][2];
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) numbers.unpack(chunk + v * 64, half, group[v], words[v]);
+#pragma GCC unroll 2
+            for (int pair = 0; pair < 2; pair++) {
+                const int64_t at = 2 * half + pair;
+                typename Rows::Column column[V];
+#pragma GCC unroll 4
+                for (int v = 0; v < V; v++) {
+                    column[v] = typename Rows::Column(words[v][pair]);
+                    if constexpr (KEPT) column[v].keep(keep, at, (first + v) * 16);
+                }
+#pragma GCC unroll 6
+                for (int r = 0; r < R; r++) {
+                    const auto x = Rows::cell(a + r * lda + 2 * at);
+#pragma GCC unroll 4
+                    for (int v = 0; v < V; v++) sum[r][v] = Rows::add(sum[r][v], x, column[v]);
+                }
+            }
+        }
+    }
+}
+
 // R rows times V vectors of outputs, from vector `first` of a panel on. Numbers are unpacked in registers, and if KEPT, stored in
 // `keep` for other rows. `a` and `keep` begin with the first of the inputs; `out` has what those before them gave.
 template <class Rows, class Numbers, bool KEPT, int R, int V>
@@ -243,28 +157,7 @@ __attribute__((noinline)) void tile_packed(
             ahead.step();
             const int64_t lines = first ? 0 : Numbers::BYTES * PANEL;  // the first vectors' pass reads for the others
             for (int64_t at = Numbers::KIND == NVFP4 ? -LINE : 0; at < lines; at += step) prefetch_far(chunk + at + FETCHED);
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; half++) {
-                Words words[V][2];
-#pragma GCC unroll 4
-                for (int v = 0; v < V; v++) numbers.unpack(chunk + v * 64, half, group[v], words[v]);
-#pragma GCC unroll 2
-                for (int pair = 0; pair < 2; pair++) {
-                    const int64_t at = 2 * half + pair, input = i - inputs.begin + 2 * at;
-                    typename Rows::Column column[V];
-#pragma GCC unroll 4
-                    for (int v = 0; v < V; v++) {
-                        column[v] = typename Rows::Column(words[v][pair]);
-                        if constexpr (KEPT) column[v].keep(keep, at, (first + v) * 16);
-                    }
-#pragma GCC unroll 6
-                    for (int r = 0; r < R; r++) {
-                        const auto x = Rows::cell(a + r * lda + input);
-#pragma GCC unroll 4
-                        for (int v = 0; v < V; v++) sum[r][v] = Rows::add(sum[r][v], x, column[v]);
-                    }
-                }
-            }
+            add_chunk<Rows, Numbers, KEPT>(numbers, group, a + i - inputs.begin, lda, chunk, first, keep, sum);
             if constexpr (KEPT) keep += CHUNK * PANEL;
         }
         if (grouped) {
@@ -298,17 +191,18 @@ __attribute__((noinline)) void tile_unpacked(
     else store_scaled(w, panel, first, sum, out);
 }
 
-// Calls work(Type<...>()) with the unpacker of a weight.
+// Calls work(Type<...>()) with the unpacker of a weight, for rows of float32 or of pairs.
 template <class T>
 struct Type {
     using type = T;
 };
-template <class F>
+template <bool FLOATS, class F>
 void with_numbers(const Weight& w, const F& work) {
-    if (w.kind == FP8) work(Type<Fp8>());
-    else if (w.kind == NVFP4) work(Type<Nvfp4>());
-    else if (w.zeros) work(Type<Uint4<true>>());
-    else work(Type<Uint4<false>>());
+    constexpr bool BYTES = FLOATS && SLOW_BYTE_TABLES, HALVES = FLOATS && SLOW_HALF_TABLES;
+    if (w.kind == FP8) work(Type<std::conditional_t<BYTES, Fp8Floats, Fp8>>());
+    else if (w.kind == NVFP4) work(Type<std::conditional_t<BYTES, Nvfp4Floats, Nvfp4>>());
+    else if (w.zeros) work(Type<std::conditional_t<HALVES, Uint4Floats<true>, Uint4<true>>>());
+    else work(Type<std::conditional_t<HALVES, Uint4Floats<false>, Uint4<false>>>());
 }
 
 #if AMX_TILES
@@ -358,7 +252,7 @@ void with_panel(const Weight& w, int64_t panel, const F& f) {
         CompactNumbers numbers(w, panel);
         return f(numbers);
     }
-    with_numbers(w, [&](auto type) {
+    with_numbers<false>(w, [&](auto type) {
         PackedNumbers<typename decltype(type)::type> numbers(w, panel);
         f(numbers);
     });
@@ -383,10 +277,11 @@ void tile_of_numbers(
     float* out
 ) {
     if (w.kind == COMPACT_BF16) return tiles_compact<Rows, KEPT, R, 0, 4>(a, lda, w, panel, inputs, keep, ahead, out);
-    with_numbers(w, [&](auto numbers) {
-        constexpr int V = VECTOR_REGISTERS > 1 ? 1 : R <= 3 ? 4 : 2;
+    with_numbers<std::is_same_v<typename Rows::Element, float>>(w, [&](auto type) {
+        using Numbers = typename decltype(type)::type;
+        constexpr int V = VECTOR_REGISTERS == 1 ? R <= 3 ? 4 : 2 : Numbers::FLOATS && R <= 2 ? 2 : 1;
         for (int64_t first = 0; first < 4; first += V)
-            tile_packed<Rows, typename decltype(numbers)::type, KEPT, R, V>(
+            tile_packed<Rows, Numbers, KEPT, R, V>(
                 a, lda, w, panel, first, inputs, keep, first + V < 4 ? Ahead{} : ahead, out + first * 16);
     });
 }

@@ -39,6 +39,12 @@
 #ifndef SIGNED_DOTS  // whether that instruction takes signed bytes only
 #define SIGNED_DOTS 0
 #endif
+#ifndef SLOW_BYTE_TABLES  // whether lookup_bytes is a shuffle for each part of its table
+#define SLOW_BYTE_TABLES 0
+#endif
+#ifndef SLOW_HALF_TABLES  // whether lookup_halves is several shuffles
+#define SLOW_HALF_TABLES 0
+#endif
 #ifndef BF16_PAIRS  // whether one instruction multiplies pairs of bfloat16: dot_pairs, and functions that arrange pairs
 #define BF16_PAIRS 0
 #endif

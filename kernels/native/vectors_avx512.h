@@ -133,6 +133,7 @@ inline Words lookup_halves(Words index, const HalfTable& table) { return _mm512_
 #if defined(__AVX512VBMI__)
 inline Words lookup_bytes(const Words (&table)[2], Words index) { return _mm512_permutex2var_epi8(table[0], index, table[1]); }
 #else
+#define SLOW_BYTE_TABLES 1
 // One shuffle for each 16 of the table, which gives 0 where bit 7 of its index is set.
 inline Words lookup_bytes(const Words (&table)[2], Words index) {
     const Words own = index & splat_byte(127);

@@ -1,4 +1,4 @@
-"""Compiled code lays weights out as README.md and scaled.h in kernels/native say; here the same in torch."""
+"""Compiled code lays weights out as README.md and packed_numbers.h in kernels/native say; here the same in torch."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ EVERY = {
 
 @DTYPES
 @pytest.mark.parametrize("kind", EVERY)
-def test_every_number_is_multiplied_as_it_is(kind: str, dtype: torch.dtype) -> None:
+def test_every_number_is_multiplied_as_it_is(chosen: str, kind: str, dtype: torch.dtype) -> None:
     """Rows with a single one return the weight's numbers exactly, alone and in a batch."""
     weight = EVERY[kind]()
     linear, rows = Linear(weight, dtype=dtype), torch.eye(weight.in_features, dtype=dtype)
