@@ -65,7 +65,7 @@ inline ALWAYS void add_block(const int8_t* a, int64_t lda, const Column& column,
         Words own[V];
         column(i, own);
         unrolled<R>([&](int r) ALWAYS {
-            const Words x = broadcast_word(a + r * lda + 4 * i);
+            const Words x = word_of_row(a + r * lda + 4 * i);
             unrolled<V>([&](int v) ALWAYS { half[r][v] = dot_in_halves(half[r][v], own[v], x); });
         });
     }

@@ -38,6 +38,7 @@ struct ByteWords {
     static constexpr int beside(int rows) { return bytes_beside(rows); }
     static Sum none() { return zero_words(); }
     static Words column(const uint8_t* b) { return in_register(without_offset(load_words(b))); }
+    static Words row(const char* a) { return word_of_row(a); }
     static Sum add(Sum sum, Words x, Words column) { return dot_stored(sum, column, x); }
     // The sums of row `row`, whose first input is at `a`, of V vectors from output `begin` on.
     template <int V>
@@ -60,6 +61,7 @@ struct PairWords {
     static constexpr int beside(int rows) { return vectors_beside(rows); }
     static Sum none() { return zero(); }
     static Words column(const uint8_t* b) { return in_register(load_words(b)); }
+    static Words row(const char* a) { return broadcast_word(a); }
     static Sum add(Sum sum, Words x, Words column) { return dot_pairs(sum, x, column); }
     template <int V>
     static inline ALWAYS void outputs(const Product& job, int64_t, int64_t begin, const char*, const Sum (&sum)[V], Floats (&y)[V]) {
@@ -100,7 +102,7 @@ struct WordTiles {
                     Words column[V];
                     unrolled<V>([&](int v) ALWAYS { column[v] = Cells::column(b + v * LINE); });
                     unrolled<R>([&](int r) ALWAYS {
-                        const Words cell = broadcast_word(reinterpret_cast<const int8_t*>(x + r * lda));
+                        const Words cell = Cells::row(x + r * lda);
                         unrolled<V>([&](int v) ALWAYS { sum[r][v] = Cells::add(sum[r][v], cell, column[v]); });
                     });
                 }

@@ -30,6 +30,9 @@ inline Words broadcast_word(const void* p) {
     return splat_word(v);
 }
 
+// Of a row of integers. Where their products are several instructions, GCC would compute those of all rows first and keep sums in memory.
+inline Words word_of_row(const void* p) { return BYTE_DOTS ? broadcast_word(p) : in_register(broadcast_word(p)); }
+
 // Memory that is needed next, prefetched into the second-level cache while the current panel is multiplied: some lines
 // every STRIDE steps of the inputs.
 struct Ahead {
@@ -302,7 +305,7 @@ inline ALWAYS void in_registers(T (&sum)[R][V]) {
 template <int R, int V>
 inline ALWAYS void add_bytes_of(const int8_t* a, int64_t lda, const Words (&column)[V], Words (&sum)[R][V]) {
     unrolled<R>([&](int r) ALWAYS {
-        const Words x = broadcast_word(a + r * lda);
+        const Words x = word_of_row(a + r * lda);
         unrolled<V>([&](int v) ALWAYS { sum[r][v] = dot_stored(sum[r][v], column[v], x); });
     });
 }
@@ -318,7 +321,7 @@ inline ALWAYS void add_products(const int8_t* a, int64_t lda, int64_t highs, con
     Words even[V], odd[V];
     unrolled<V>([&](int v) ALWAYS { even[v] = column[v] & splat_half(255), odd[v] = shift_right16(column[v], 8); });
     unrolled<R>([&](int r) ALWAYS {
-        const Words first = broadcast_word(a + r * lda), second = broadcast_word(a + r * lda + highs);
+        const Words first = word_of_row(a + r * lda), second = word_of_row(a + r * lda + highs);
         unrolled<V>([&](int v) ALWAYS { sum[v][r][0] = dot_halves(dot_halves(sum[v][r][0], even[v], first), odd[v], second); });
     });
 #else
