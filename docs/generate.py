@@ -37,6 +37,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "a zen 5 processor": results.zen5,
     "a zen 4 processor": results.zen4,
     "a processor with amx": results.amx,
+    "a processor with avx2 alone": results.avx2,
     "memory": results.memory,
     "contexts": results.contexts,
     "load over http": results.http_load,

@@ -110,6 +110,13 @@ INTEL = {
     "llamacpp-int4-32-intel": ("llama.cpp", "int4 in groups of 32, beside Q4_0"),
 }  # fmt: skip
 """The same for results labelled `intel`, with their weights."""
+ZEN1 = {
+    "llamacpp-int8-decode-zen1": ("llama.cpp", "int8, beside Q8_0"),
+    "llamacpp-int4-32-activations-int8-*-zen1": (
+        "llama.cpp", "int4 in groups of 32 with activations in int8, beside Q4_0",
+    ),
+}  # fmt: skip
+"""The same for results labelled `zen1`."""
 KINDS = {
     "vllm": ("vLLM", "116 M parameters, bfloat16"),
     "vllm-8192-tokens": ("vLLM", "116 M parameters, bfloat16, prompts of 8,192 tokens"),
@@ -164,6 +171,11 @@ def amx() -> str:
 def zen4() -> str:
     """The comparisons on Zen 4."""
     return titled_tables(labelled("zen4"))
+
+
+def avx2() -> str:
+    """The comparisons on Zen 1."""
+    return titled_tables(ZEN1)
 
 
 def contexts() -> str:
