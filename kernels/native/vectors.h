@@ -17,9 +17,9 @@
 //   transpose_quarters  quarter j of vector i becomes quarter i of vector j
 //   shuffle_bytes    within each 16 bytes; lookup_bytes: in a table of 128 (bit 7 of an index is ignored); lookup_halves: of 32
 //   dot_bytes        sum + 4 products of unsigned and signed bytes, in each word
+//   dot_stored       the same for bytes without_offset, which removes an offset of 128 if products take signed bytes only
 //   dot_halves       sum + 2 products of signed halves, in each word, and dot_in_halves: sum + 2 products of bytes below 128 and signed
 //                    bytes, in each half, which must hold it; both where no instruction adds four products of bytes
-//   dot_stored       the same for bytes without_offset, which removes an offset of 128 if products take signed bytes only
 //   store_low_bytes  the lowest byte of each word; store_bytes: words that are signed bytes, of four vectors, which it returns
 //   in_register      prevents the compiler from loading a value again for each use
 
