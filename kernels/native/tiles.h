@@ -332,6 +332,17 @@ inline ALWAYS void add_products(const int8_t* a, int64_t lda, int64_t highs, con
 #endif
 }
 
+// What the weights' offset adds to the products of R rows: the values after the rows. A sum that would leave 32 bits without it is right with
+// it, because both wrap around.
+template <int R, int V>
+inline ALWAYS void begin_sums(const int8_t* behind, int64_t lda, Words (&sum)[V][R][PARTS]) {
+    unrolled<R>([&](int r) ALWAYS {
+        const Words lows = broadcast_word(behind + r * lda), highs = broadcast_word(behind + r * lda + 4);
+        const Words parts[2] = {PARTS == 2 ? lows : add32(lows, shift_left32<8>(highs)), highs};
+        unrolled<V * PARTS>([&](int i) ALWAYS { sum[i / PARTS][r][i % PARTS] = parts[i % PARTS]; });
+    });
+}
+
 // A sum of many products: 65,536 high + low.
 struct LongSum {
     Words low, high;
@@ -350,17 +361,18 @@ struct LongSum {
     }
 };
 
-// Inputs whose products are summed in 32 bits: 255 x 32,639 each.
+// Inputs whose products are summed in 32 bits: 255 x 32,639 each (INTEGER_HALVES). Sums of lows and of highs fit for all inputs of a row.
 constexpr int64_t SUMMED_HALVES = 256;
 
-// V vectors of a tile from `b` on, some inputs: added to `total`.
+// V vectors of a tile from `b` on, some inputs: added to `total`. `behind`: the values after the rows.
 template <int R, int V>
 __attribute__((noinline)) void add_int8(
-    const int8_t* a, int64_t lda, int64_t highs, int64_t inputs, const uint8_t* b, Ahead& ahead, LongSum (&total)[V][R]
+    const int8_t* a, int64_t lda, int64_t highs, int64_t inputs, const int8_t* behind, const uint8_t* b, Ahead& ahead, LongSum (&total)[V][R]
 ) {
     const int8_t* const a_end = a + inputs / 4 * FOUR_INPUTS;
     Words sum[V][R][PARTS];
-    unrolled<V>([&](int v) ALWAYS { unrolled<R * PARTS>([&](int i) ALWAYS { sum[v][i / PARTS][i % PARTS] = zero_words(); }); });
+    if constexpr (PARTS == 2 && !SIGNED_DOTS) begin_sums<R, V>(behind, lda, sum);
+    else unrolled<V>([&](int v) ALWAYS { unrolled<R * PARTS>([&](int i) ALWAYS { sum[v][i / PARTS][i % PARTS] = zero_words(); }); });
     while (a < a_end) {
         const int8_t* const stop = ahead.step() ? std::min(a_end, a + FOUR_INPUTS * STRIDE) : a_end;
         for (; a < stop; a += FOUR_INPUTS, b += 4 * PANEL) {
@@ -381,16 +393,18 @@ void tile_int8(
     constexpr int W = integers_beside(R) < V ? integers_beside(R) : V;
     const int64_t each = INTEGER_HALVES ? SUMMED_HALVES : w.kpad;
     const uint8_t* const columns = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL + first * 64;
+    const int8_t* const behind = a + 2 * w.kpad;
     for (int v = 0; v < V; v += W, ahead = {}) {
         LongSum total[W][R];
         for (int r = 0; r < R; r++) {
-            const int8_t* const behind = a + r * lda + 2 * w.kpad;
-            const LongSum offset = LongSum::of(broadcast_word(behind), broadcast_word(behind + 4));
-            for (int i = 0; i < W; i++) total[i][r] = SIGNED_DOTS ? LongSum{zero_words(), zero_words()} : offset;
+            const int8_t* const own = behind + r * lda;
+            const LongSum offset = LongSum::of(broadcast_word(own), broadcast_word(own + 4));
+            for (int i = 0; i < W; i++) total[i][r] = INTEGER_HALVES ? offset : LongSum{zero_words(), zero_words()};
         }
         for (int64_t at = 0; at < w.kpad; at += each)
             add_int8<R, W>(
-                a + at / 4 * FOUR_INPUTS, lda, highs_at(w.kpad), std::min(each, w.kpad - at), columns + at * PANEL + v * 64, ahead, total);
+                a + at / 4 * FOUR_INPUTS, lda, highs_at(w.kpad), std::min(each, w.kpad - at), behind, columns + at * PANEL + v * 64, ahead,
+                total);
         for (int i = 0; i < W; i++) {
             const Floats scale = load_floats(w.scale + panel * PANEL + (first + v + i) * 16);
             for (int r = 0; r < R; r++)
@@ -415,15 +429,6 @@ inline ALWAYS void unpack_int4(const uint8_t* b, int64_t first, Words (&column)[
     }
 }
 
-// The sums of a group fit 32 bits. They are initialised with the values after the rows.
-template <int R, int V>
-inline ALWAYS void begin_sums(const int8_t* behind, int64_t lda, Words (&sum)[V][R][PARTS]) {
-    unrolled<R>([&](int r) ALWAYS {
-        const Words lows = broadcast_word(behind + r * lda), highs = broadcast_word(behind + r * lda + 4);
-        const Words parts[2] = {PARTS == 2 ? lows : add32(lows, shift_left32<8>(highs)), highs};
-        unrolled<V * PARTS>([&](int i) ALWAYS { sum[i / PARTS][r][i % PARTS] = parts[i % PARTS]; });
-    });
-}
 inline ALWAYS Floats group_sum(const Words (&sum)[PARTS]) {
     return to_floats(PARTS == 2 ? add32(sum[0], shift_left32<8>(sum[PARTS - 1])) : sum[0]);
 }
