@@ -11,6 +11,9 @@ ARGS ?=
 # Processes that run tests, each with one thread for torch; a file's tests stay in one of them. Files begin in the order of
 # their names: xdist's own order, by the number of tests, begins the slowest files last, because they have few tests.
 JOBS ?= 2
+# Of the instruction sets, which are compiled by `libraries` and for `release-check`: all, or those of this processor, with
+# which the compiler only checks the others.
+SETS ?= all
 MODEL ?= demo
 HTTP_PORT ?= 8000
 PEER ?= transformers
@@ -162,13 +165,14 @@ $(RELEASE_STAMP):
 	@rm -f build/release/.installed-* && touch $@
 
 libraries:  ## compile the CPU's kernels for every instruction set, into the cache that servers, tests and wheels take them from
-	@nice $(PYTHON) -c 'from kernels.native import prebuilt as p; print(*p.build(p.Path("build/libraries")), sep="\n")'
+	@nice $(PYTHON) -c 'from kernels.native import prebuilt as p; \
+	  print(*p.build(p.Path("build/libraries"), p.processor_features() if "$(SETS)" == "processor" else None), sep="\n")'
 
 wheels: $(RELEASE_STAMP)  ## build both packages in dist/: source distributions and wheels, the server's with compiled code
 	@$(RELEASE_PY) -m release.wheels
 
 release-check: $(RELEASE_STAMP)  ## build the wheels, install them in empty environments, and run the demo and the client there
-	@nice $(RELEASE_PY) -m release.check
+	@WITH_COMPILED_CODE=$(if $(filter processor,$(SETS)),processor,1) nice $(RELEASE_PY) -m release.check
 
 demo-model: setup  ## train the embedded model (resumes where it stopped)
 	$(call needs,demo/train.py)

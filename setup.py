@@ -2,8 +2,9 @@
 
 - the version, which is the client's, and the pin of the client to it;
 - with WITH_COMPILED_CODE=1 in the environment, compiled code for every instruction set of the compiler's architecture
-  (`kernels/native/prebuilt.py`), which makes the wheel one of this platform. Without it the wheel serves any platform,
-  and the code is compiled where it is first used.
+  (`kernels/native/prebuilt.py`), which makes the wheel one of this platform; with WITH_COMPILED_CODE=processor, for
+  those of them that this processor has, which is enough to test it here. Without it the wheel serves any platform, and
+  the code is compiled where it is first used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 PROJECT = tomllib.loads((HERE / "pyproject.toml").read_text("utf-8"))
-WITH_COMPILED_CODE = os.environ.get("WITH_COMPILED_CODE", "") not in ("", "0")
+WITH_COMPILED_CODE = os.environ.get("WITH_COMPILED_CODE") or "0"
 
 
 def version() -> str:
@@ -40,7 +41,7 @@ def import_prebuilt() -> ModuleType:
 class ServerDistribution(Distribution):
     def has_ext_modules(self) -> bool:
         """Whether the wheel belongs to one platform."""
-        return WITH_COMPILED_CODE
+        return WITH_COMPILED_CODE != "0"
 
 
 class BuildPackages(build_py):
@@ -51,15 +52,16 @@ class BuildPackages(build_py):
 
     def run(self) -> None:
         super().run()
-        if WITH_COMPILED_CODE and not self.editable_mode:
+        if WITH_COMPILED_CODE != "0" and not self.editable_mode:
             prebuilt = import_prebuilt()
-            prebuilt.build(Path(self.build_lib, "kernels", "native", prebuilt.FOLDER.name))
+            features = prebuilt.processor_features() if WITH_COMPILED_CODE == "processor" else None
+            prebuilt.build(Path(self.build_lib, "kernels", "native", prebuilt.FOLDER.name), features)
 
 
 class BuildWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         """Any Python 3, because compiled code is called through ctypes; the platform is the compiler's."""
-        platform = f"linux_{import_prebuilt().architecture()}" if WITH_COMPILED_CODE else "any"
+        platform = f"linux_{import_prebuilt().architecture()}" if WITH_COMPILED_CODE != "0" else "any"
         return "py3", "none", platform
 
 

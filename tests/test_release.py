@@ -149,7 +149,7 @@ def test_the_example_for_github_calls_what_contributors_call() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     assert workflow[True].keys() == {"push", "pull_request"}  # YAML 1.1 reads `on` as true
     commands = {job: [s["run"] for s in of["steps"] if "run" in s] for job, of in workflow["jobs"].items()}
-    assert commands == {"test": [".ci/run"]}
+    assert commands == {"test": [".ci/run", "make release-check"]}  # the second for tags, with every instruction set
 
 
 def test_ci_makes_what_contributors_are_told() -> None:

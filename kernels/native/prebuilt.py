@@ -17,8 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
 
-from kernels.native.compiler import FLAGS, compiled, digest, find_compiler
-from kernels.native.instruction_sets import SETS, InstructionSet
+from kernels.native.compiler import FLAGS, compiled, digest, find_compiler, translate
+from kernels.native.instruction_sets import SETS, InstructionSet, processor_features
+
+__all__ = ["FOLDER", "architecture", "build", "file_name", "find", "processor_features"]
 
 FOLDER = Path(__file__).with_name("prebuilt")
 """Where a wheel has them; a checkout has no such folder."""
@@ -41,9 +43,10 @@ def architecture() -> str:
     return said.partition("-")[0]
 
 
-def build(folder: Path) -> list[Path]:
+def build(folder: Path, processor: Set[str] | None = None) -> list[Path]:
     """Puts every library of the compiler's architecture into `folder`, one for each combination of what a set uses
-    where it is there; what the compiler's cache has is not compiled again. Raises NativeUnavailable."""
+    where it is there; what the compiler's cache has is not compiled again. With the flags of a processor only what this
+    runs becomes a library, and the rest is only checked by the compiler. Raises NativeUnavailable."""
     is_arm = architecture() == "aarch64"
     wanted = [
         (each, set(each.needs).union(flag for flag, _ in extra))
@@ -54,10 +57,13 @@ def build(folder: Path) -> list[Path]:
     ]
     folder.mkdir(parents=True, exist_ok=True)
 
-    def one(each: InstructionSet, features: Set[str]) -> Path:
+    def one(each: InstructionSet, features: Set[str]) -> Path | None:
+        if processor is not None and not features <= processor:
+            return translate(each.options(features))
         with contextlib.ExitStack() as ends:
             library = compiled(each.name, each.options(features), ends)
             return Path(shutil.copyfile(library, folder / file_name(each, features)))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(one, *zip(*reversed(wanted))))  # sets with short registers take longest
+        made = pool.map(one, *zip(*reversed(wanted)))  # sets with short registers take longest
+        return [library for library in made if library is not None]

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.linear import Linear, quantise
-from kernels.native import NativeUnavailable, library, prebuilt, structs
+from kernels.native import NativeUnavailable, compiler, library, prebuilt, structs
 from kernels.native.compiler import compiled
 from kernels.native.instruction_sets import SETS, processor_features, supported
 from kernels.native.layout import check_layout, mirrored
@@ -193,6 +193,20 @@ def test_a_library_is_built_for_each_processor_of_the_compiler_s_kind(
     assert found == set(built) and len(built) == sum(2 ** len(flags) for flags in optional.values())
     assert all("=native" not in path.read_text() for path in built), "for this processor only"
     assert not any(prebuilt.find(each, each.needs) for each in SETS if each not in ours)
+    least = ours[-1]
+    alone = tmp_path / "alone" / prebuilt.file_name(least, least.needs)
+    assert prebuilt.build(alone.parent, least.needs) == [alone]
+
+
+def test_code_for_another_processor_is_checked_by_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    wrong = tmp_path / "wrong.cpp"
+    wrong.write_text("#ifdef __AVX512F__\nint wrong() { return right; }\n#endif\n")
+    monkeypatch.setattr(compiler, "SOURCE", wrong)
+    with pytest.raises(NativeUnavailable, match=r"-mavx512f.* failed: [^$]*right.* was not declared"):
+        prebuilt.build(tmp_path / "here", set())
+    wrong.write_text("int right();\n")
+    assert prebuilt.build(tmp_path / "here", set()) == []
 
 
 MANY_UNITS = """
