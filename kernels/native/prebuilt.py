@@ -59,7 +59,8 @@ def build(folder: Path, processor: Set[str] | None = None) -> list[Path]:
 
     def one(each: InstructionSet, features: Set[str]) -> Path | None:
         if processor is not None and not features <= processor:
-            return translate(each.options(features))
+            translate(each.options(features))
+            return None
         with contextlib.ExitStack() as ends:
             library = compiled(each.name, each.options(features), ends)
             return Path(shutil.copyfile(library, folder / file_name(each, features)))
