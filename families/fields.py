@@ -183,18 +183,26 @@ def attention(
 
 
 def rope(text: Mapping[str, Any], dims: int, *, kinds: tuple[str, ...] = ("default",)) -> Rope:
-    """Reads `rope_parameters`, or `rope_theta` and `rope_scaling` in older files. Raises CheckpointError for a
+    """Reads `rope_parameters`, or `rope_theta` and `rope_scaling` of older files. Raises CheckpointError for a
     `rope_type` that is not one of `kinds`."""
     parameters = rope_parameters(text)
     kind = first(parameters, "rope_type", "type", default="default")
     if kind not in kinds:
         raise CheckpointError(f"config.json: rope_type {kind!r} is not served; {kinds[0]!r} is")
+    if dims < 2 or dims % 2:
+        raise CheckpointError(
+            f"config.json: head_dim times partial_rotary_factor is {dims}; the rotated dimensions must be an even number"
+        )
     return Rope(dims, number(parameters, "rope_theta", number(text, "rope_theta", 10000.0)))
 
 
 def rope_parameters(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`rope_parameters`, or `rope_scaling` in older files; empty where neither is set. Raises CheckpointError."""
-    found = first(text, "rope_parameters", "rope_scaling", default={})
+    """`rope_parameters`, unless the name of older files, `rope_scaling`, is set, which goes first as in transformers;
+    empty where neither is. Raises CheckpointError, also where kinds of layers have parameters of their own."""
+    name = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
+    found = first(text, name, default={})
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"config.json: rope_parameters must be an object, not {found!r}")
+        raise CheckpointError(f"config.json: {name} must be an object, not {found!r}")
+    if nested := [kind for kind, value in found.items() if isinstance(value, Mapping)]:
+        raise CheckpointError(f"config.json: {name}.{nested[0]} is an object; only one for all layers is served")
     return found
