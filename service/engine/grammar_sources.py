@@ -9,6 +9,7 @@ from typing import Any
 
 from service.common.types import TextFormat
 from service.engine.grammar_sizes import check_sizes
+from service.engine.schema_faults import BY_NAME
 from service.engine.schema_numbers import check_numbers
 from service.engine.tool_grammars import ToolGrammar
 from service.engine.types import UnusableConstraint
@@ -73,7 +74,12 @@ def _without_leap_seconds(schema: Any) -> Any:
         return [_without_leap_seconds(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {key: value if key in _DATA else _without_leap_seconds(value) for key, value in schema.items()}
+    made = {}
+    for key, value in schema.items():
+        if key in BY_NAME and isinstance(value, dict):
+            made[key] = {name: _without_leap_seconds(part) for name, part in value.items()}
+        else:
+            made[key] = value if key in _DATA else _without_leap_seconds(value)
     pattern = _SECONDS.get(made["format"]) if isinstance(made.get("format"), str) else None
     if pattern is not None and isinstance(others := made.get("allOf", []), list):  # else the library refuses it
         made["allOf"] = [*others, {"pattern": pattern}]

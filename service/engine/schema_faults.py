@@ -17,7 +17,7 @@ SECONDS = 0.25
 """Limit on the processor time of a search; after it, the part that has been found contains the fault."""
 MAX_POINTER = 150
 """Largest number of characters of a pointer."""
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values are schemas by name."""
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE = (
@@ -76,7 +76,7 @@ def _faulty(
 
 def _parts(path: _Path, part: Mapping[str, Any], schema: Any) -> Iterator[tuple[_Path, Any]]:
     """The schemas within a schema, and the one that it refers to, with their paths."""
-    for name in _MAPS:
+    for name in BY_NAME:
         if isinstance(part.get(name), dict):
             yield from (((*path, name, key), value) for key, value in part[name].items())
     for name in _LISTS:

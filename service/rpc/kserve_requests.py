@@ -156,6 +156,8 @@ def _sampling(values: dict[str, Any]) -> types_pb2.SamplingParams:
             value = [value]
         if name == "response_format" and isinstance(value, str):  # a parameter of a request is never an object
             value = _json(value.encode(), "response_format")
+        if name == "response_format" and value == {"type": "text"}:  # as without
+            continue
         if name == "response_format" and isinstance(value, dict) and "type" in value:
             value = _of_openai(value)
         try:

@@ -268,12 +268,14 @@ def test_kserve_parameters(server: RunningServer) -> None:
     client = triton.InferenceServerClient(server.address)
 
     def asked(format: Any) -> str:
-        parameters = {"response_format": json.dumps(format), "max_tokens": 60}
+        parameters = {"response_format": json.dumps(format)} if format else {}
+        parameters |= {"max_tokens": 60, "temperature": 0.0}
         name = client.get_model_repository_index().models[0].name
         return str(client.infer(name, [question], parameters=parameters).as_numpy("text_output")[0].decode())
 
     jsonschema.validate(json.loads(asked({"type": "json_schema", "json_schema": {"schema": SCHEMA}})), SCHEMA)
     jsonschema.validate(json.loads(asked({"json_schema": json.dumps(SCHEMA)})), SCHEMA)
     assert asked({"type": "choice", "choices": ["left"]}) == "left"
+    assert asked({"type": "text"}) == asked(None)
     with pytest.raises(InferenceServerException, match="response_format cannot be"):
         asked({"type": "nothing"})

@@ -495,5 +495,8 @@ def test_no_minute_has_a_second_60(format: str, constraining: Constraining, toke
     start = '"23:59:' if format == "time" else '"2016-12-31T23:59:'
     made = begun(constraining, schema({"type": "string", "format": format}), tokenizer.encode(start))
     assert {tokenizer.decode([token]) for token in allowed(made)} == set("012345")
+    named = {"properties": {"default": {"format": format, "type": "string"}}, "required": ["default"]}
+    made = begun(constraining, schema({"type": "object"} | named), tokenizer.encode('{"default": ' + start))
+    assert {tokenizer.decode([token]) for token in allowed(made)} == set("012345")
     data = {"enum": [{"format": "time"}]}
     assert '{"format": "time"}' in tokenizer.decode(walk(begun(constraining, schema(data)), random.Random(1)))
