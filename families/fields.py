@@ -191,7 +191,7 @@ def rope(text: Mapping[str, Any], dims: int, *, kinds: tuple[str, ...] = ("defau
         raise CheckpointError(f"config.json: rope_type {kind!r} is not served; {kinds[0]!r} is")
     if dims < 2 or dims % 2:
         raise CheckpointError(
-            f"config.json: head_dim times partial_rotary_factor is {dims}; the rotated dimensions must be an even number"
+            f"config.json: head_dim times partial_rotary_factor is {dims}; it must be even and at least 2"
         )
     return Rope(dims, number(parameters, "rope_theta", number(text, "rope_theta", 10000.0)))
 

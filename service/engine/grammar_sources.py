@@ -74,7 +74,7 @@ def _without_leap_seconds(schema: Any) -> Any:
         return [_without_leap_seconds(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {}
+    made: dict[str, Any] = {}
     for key, value in schema.items():
         if key in BY_NAME and isinstance(value, dict):
             made[key] = {name: _without_leap_seconds(part) for name, part in value.items()}

@@ -127,7 +127,7 @@ def test_text_only_files_hold_their_fields_at_the_top(tmp_path: Path, name: str,
         ("text_config", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention is an object"),
         ("text_config", {"rope_parameters": {"mrope_interleaved": False}}, "mrope_interleaved is False"),
         ("text_config", {"rope_parameters": {"mrope_section": [11, 11]}}, r"mrope_section must be three .* \[11, 11\]"),
-        ("text_config", {"rope_parameters": {"partial_rotary_factor": 0.001}}, "partial_rotary_factor is 0; the rotated"),
+        ("text_config", {"rope_parameters": {"partial_rotary_factor": 0.001}}, "partial_rotary_factor is 0; it must"),
         (
             "text_config",
             {"rope_parameters": {"partial_rotary_factor": 2}},
