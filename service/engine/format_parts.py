@@ -43,6 +43,16 @@ def expressions_of(format: TextFormat) -> Iterator[tuple[str, str]]:
     return ((name, source) for name, kind, source in _parts(format) if kind == "regex")
 
 
+def texts_of(format: TextFormat) -> Iterator[tuple[str, str]]:
+    """The fixed texts of a format, without those of its schemas and grammars."""
+    for name, kind, source in _parts(format):
+        if kind == "choice":
+            yield from ((name, text) for text in json.loads(source))
+    if format.kind == "structural_tags":
+        for i, tag in enumerate(json.loads(format.source)["tags"]):
+            yield from ((f"tags[{i}].{end}: ", tag[end]) for end in ("begin", "end"))
+
+
 def _parts(format: TextFormat) -> Iterator[tuple[str, str, str]]:
     """The name, kind and source of a format's parts other than tools."""
     match format.kind:

@@ -5,6 +5,7 @@ with each pattern that one string has to match.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -12,13 +13,15 @@ from itertools import pairwise
 from typing import Any
 
 from service.common.types import TextFormat
-from service.engine.format_parts import all_schemas, expressions_of, grammars_of
+from service.engine.format_parts import all_schemas, expressions_of, grammars_of, texts_of
 from service.engine.schema_faults import at_path, target_path
 
 MAX_EXPRESSION = 2**14
 """Limit on the characters of a regular expression. The worst ones of this length take a second and 140 MB."""
 MAX_TERMINAL = 2**16
 """Limit on the characters of a Lark grammar's terminal in which others are written out. The worst take a second."""
+MAX_TEXT = 2**13
+"""Limit on the characters of a fixed text: each step reads the rest of it, which takes two milliseconds."""
 MAX_PATTERNS = 16
 """Limit on the patterns and formats that one string has to match, and on the schemas with patterns that are combined
 for one object. Half of them are too many for most patterns."""
@@ -33,15 +36,18 @@ def check_sizes(format: TextFormat) -> None:
     """Raises ValueError for a format that expands to more than the limits."""
     for name, expression in expressions_of(format):
         _check_expression(name, expression)
+    for name, text in texts_of(format):
+        _check_text(name, text)
     for name, grammar in grammars_of(format):
         for literal in _LITERAL.findall(grammar):
-            if literal.startswith("/"):
-                _check_expression(name, literal[1:-1])
+            (_check_expression if literal.startswith("/") else _check_text)(name, literal[1:-1])
         _check_terminals(name, grammar)
     for name, schema in all_schemas(format):
         for part in _mappings(schema):
             for expression in _expressions(part):
                 _check_expression(name, expression)
+            for value in _values(part):
+                _check_text(name, json.dumps(value, ensure_ascii=False))
         _check_patterns(name, schema)
 
 
@@ -50,6 +56,11 @@ def _check_expression(name: str, expression: str) -> None:
         raise ValueError(
             f"{name}a regular expression has {len(expression)} characters; at most {MAX_EXPRESSION} are implemented"
         )
+
+
+def _check_text(name: str, text: str) -> None:
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"{name}a fixed text has {len(text)} characters; at most {MAX_TEXT} are implemented")
 
 
 def _check_terminals(name: str, grammar: str) -> None:
@@ -100,6 +111,14 @@ def _expressions(part: Mapping[str, Any]) -> Iterator[str]:
         yield part["pattern"]
     if isinstance(part.get("patternProperties"), dict):
         yield from part["patternProperties"]
+
+
+def _values(part: Mapping[str, Any]) -> Iterator[Any]:
+    """What a schema lists: each is written as it is."""
+    if "const" in part:
+        yield part["const"]
+    if isinstance(part.get("enum"), list):
+        yield from part["enum"]
 
 
 def _check_patterns(name: str, schema: Any) -> None:

@@ -263,6 +263,10 @@ def defined(count: int, keyword: str = "") -> dict[str, Any]:
     ("format", "words"),
     [
         (TextFormat("regex", "x*" * 8193), "has 16386 characters; at most 16384 are implemented"),
+        (TextFormat("choice", json.dumps(["no", "x" * 8193])), "a fixed text has 8193 characters; at most 8192 are"),
+        (TextFormat("lark", f'start: "{"x" * 8193}"'), "a fixed text has 8193 characters"),
+        (schema({"properties": {"a": {"enum": [1, {"b": "x" * 8192}]}}}), "a fixed text has 8201 characters"),
+        (schema({"items": {"const": "x" * 8191}}), "a fixed text has 8193 characters"),
         (schema({"type": "string", "pattern": "x*" * 8193}), "has 16386 characters"),
         (schema({"patternProperties": {"x*" * 8193: {}}}), "has 16386 characters"),
         (TextFormat("lark", f"start: T\nT: /{'x*' * 8193}/"), "has 16386 characters"),
