@@ -58,7 +58,7 @@ def build(folder: Path, processor: Set[str] | None = None) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
 
     def one(each: InstructionSet, features: Set[str]) -> Path | None:
-        if processor is not None and not features <= processor:
+        if processor is not None and features != processor & each.needs.union(flag for flag, _ in each.optional):
             translate(each.options(features))
             return None
         with contextlib.ExitStack() as ends:

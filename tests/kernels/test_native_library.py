@@ -194,8 +194,9 @@ def test_a_library_is_built_for_each_processor_of_the_compiler_s_kind(
     assert all("=native" not in path.read_text() for path in built), "for this processor only"
     assert not any(prebuilt.find(each, each.needs) for each in SETS if each not in ours)
     least = ours[-1]
-    alone = tmp_path / "alone" / prebuilt.file_name(least, least.needs)
-    assert prebuilt.build(alone.parent, least.needs) == [alone]
+    for features in (least.needs, least.needs.union(optional[least])):
+        alone = tmp_path / "alone" / prebuilt.file_name(least, features)
+        assert prebuilt.build(alone.parent, features) == [alone]
 
 
 def test_code_for_another_processor_is_checked_by_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
