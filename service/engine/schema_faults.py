@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from service.common.types import TextFormat
-from service.engine.format_parts import schemas_of
+from service.engine.format_parts import BY_NAME, schemas_of
 
 SECONDS = 0.25
 """Limit on the processor time of a search; after it, the part that has been found contains the fault."""
 MAX_POINTER = 150
 """Largest number of characters of a pointer."""
-BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose values are schemas by name."""
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE = (
     "items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames",
