@@ -166,7 +166,9 @@ $(RELEASE_STAMP):
 
 libraries:  ## compile the CPU's kernels for every instruction set, into the cache that servers, tests and wheels take them from
 	@nice $(PYTHON) -c 'from kernels.native import prebuilt as p; \
-	  print(*p.build(p.Path("build/libraries"), p.processor_features() if "$(SETS)" == "processor" else None), sep="\n")'
+	  here = p.processor_features() if "$(SETS)" == "processor" else None; \
+	  print(*p.build(p.Path("build/libraries"), here), sep="\n"); \
+	  None if here is None else p.check_others(here)'
 
 wheels: $(RELEASE_STAMP)  ## build both packages in dist/: source distributions and wheels, the server's with compiled code
 	@$(RELEASE_PY) -m release.wheels

@@ -20,7 +20,7 @@ from pathlib import Path
 from kernels.native.compiler import FLAGS, compiled, digest, find_compiler, translate
 from kernels.native.instruction_sets import SETS, InstructionSet, processor_features
 
-__all__ = ["FOLDER", "architecture", "build", "file_name", "find", "processor_features"]
+__all__ = ["FOLDER", "architecture", "build", "check_others", "file_name", "find", "processor_features"]
 
 FOLDER = Path(__file__).with_name("prebuilt")
 """Where a wheel has them; a checkout has no such folder."""
@@ -43,28 +43,47 @@ def architecture() -> str:
     return said.partition("-")[0]
 
 
-def build(folder: Path, processor: Set[str] | None = None) -> list[Path]:
-    """Puts every library of the compiler's architecture into `folder`, one for each combination of what a set uses
-    where it is there; what the compiler's cache has is not compiled again. With the flags of a processor only what this
-    runs becomes a library, and the rest is only checked by the compiler. Raises NativeUnavailable."""
+_Variant = tuple[InstructionSet, Set[str]]
+"""A set and the flags of the processors for which a library of it is built."""
+
+
+def _variants() -> list[_Variant]:
+    """Those of the compiler's architecture. Sets with short registers, which take longest, go first."""
     is_arm = architecture() == "aarch64"
-    wanted = [
-        (each, set(each.needs).union(flag for flag, _ in extra))
+    found: list[_Variant] = [
+        (each, each.needs.union(flag for flag, _ in extra))
         for each in SETS
         if ("asimd" in each.needs) == is_arm
         for count in range(len(each.optional) + 1)
         for extra in combinations(each.optional, count)
     ]
+    return found[::-1]
+
+
+def _is_for(variant: _Variant, processor: Set[str]) -> bool:
+    """Whether a processor with these flags uses this variant of the set."""
+    each, features = variant
+    return features == processor & each.needs.union(flag for flag, _ in each.optional)
+
+
+def build(folder: Path, processor: Set[str] | None = None) -> list[Path]:
+    """Puts every library of the compiler's architecture into `folder`, one for each combination of what a set uses
+    where it is there; what the compiler's cache has is not compiled again. With the flags of a processor only what this
+    uses. Raises NativeUnavailable."""
     folder.mkdir(parents=True, exist_ok=True)
 
-    def one(each: InstructionSet, features: Set[str]) -> Path | None:
-        if processor is not None and features != processor & each.needs.union(flag for flag, _ in each.optional):
-            translate(each.options(features))
-            return None
+    def one(variant: _Variant) -> Path:
+        each, features = variant
         with contextlib.ExitStack() as ends:
             library = compiled(each.name, each.options(features), ends)
             return Path(shutil.copyfile(library, folder / file_name(each, features)))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = pool.map(one, *zip(*reversed(wanted)))  # sets with short registers take longest
-        return [library for library in made if library is not None]
+        return list(pool.map(one, (each for each in _variants() if processor is None or _is_for(each, processor))))
+
+
+def check_others(processor: Set[str]) -> None:
+    """Has the compiler check what `build` leaves out for a processor with these flags. Raises NativeUnavailable."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        others = [(each, features) for each, features in _variants() if not _is_for((each, features), processor)]
+        list(pool.map(translate, (each.options(features) for each, features in others)))
