@@ -12,8 +12,9 @@ from compiled_elsewhere import COMPILER, EMULATOR, attention, build, product
 from instruction_set import using
 from torch import Tensor
 
-from kernels.linear import Packed, quantise
+from kernels.linear import Packed, Quantised, quantise
 from kernels.linear.int8_rows import int8_linear
+from kernels.linear.packed import MOST_INPUTS
 from kernels.native import Activation, NativeUnavailable
 
 pytestmark = pytest.mark.skipif(
@@ -79,6 +80,16 @@ def test_products_without_bfloat16_instructions_have_the_bits_of_the_other_sets(
                 x = torch.randn(count, k).to(getattr(torch, rows))
                 found = product(programs(name), weight, x, Activation.SILU)
                 assert torch.equal(found, weight(x, Activation.SILU)), (k, count)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_sums_of_the_longest_rows_are_exact(programs: Callable[[str], Path], name: str) -> None:
+    values = torch.full((70, MOST_INPUTS), 127, dtype=torch.int8)
+    weight = Packed(Quantised("int8", values, torch.ones(70), MOST_INPUTS), None, torch.float32)
+    x = torch.full((3, MOST_INPUTS), 32639.0)
+    x[1] = -x[1]
+    exact = (x.double() @ values.double().t()).float()
+    assert torch.equal(product(programs(name), weight, x, Activation.NONE), exact)
 
 
 @pytest.mark.parametrize(("stored", "k"), [("bfloat16", 640), *((stored, 1280) for stored, _ in IN_BFLOAT16)])
