@@ -85,5 +85,5 @@ def build(folder: Path, processor: Set[str] | None = None) -> list[Path]:
 def check_others(processor: Set[str]) -> None:
     """Has the compiler check what `build` leaves out for a processor with these flags. Raises NativeUnavailable."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        others = [(each, features) for each, features in _variants() if not _is_for((each, features), processor)]
+        others = (variant for variant in _variants() if not _is_for(variant, processor))
         list(pool.map(translate, (each.options(features) for each, features in others)))

@@ -11,8 +11,6 @@ from service.common.types import TextFormat
 
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords of JSON Schema whose values are schemas by name."""
-DATA = ("enum", "const", "default", "examples")
-"""Keywords of JSON Schema whose values are data and no schemas."""
 
 
 def schemas_of(format: TextFormat) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from service.common.types import TextFormat
-from service.engine.format_parts import BY_NAME, DATA, all_schemas, expressions_of, grammars_of, texts_of
+from service.engine.format_parts import all_schemas, expressions_of, grammars_of, texts_of
 from service.engine.schema_faults import at_path, target_path
 
 MAX_EXPRESSION = 2**14
@@ -43,7 +43,7 @@ def check_sizes(format: TextFormat) -> None:
             (_check_expression if literal.startswith("/") else _check_text)(name, literal[1:-1])
         _check_terminals(name, grammar)
     for name, schema in all_schemas(format):
-        for part in _parts(schema):
+        for part in _mappings(schema):
             for expression in _expressions(part):
                 _check_expression(name, expression)
             for value in _values(part):
@@ -95,7 +95,7 @@ def _check_terminals(name: str, grammar: str) -> None:
 
 
 def _mappings(value: Any) -> Iterator[dict[str, Any]]:
-    """All mappings within a document."""
+    """All mappings within a document: a reference can make a schema of each of them."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -104,22 +104,6 @@ def _mappings(value: Any) -> Iterator[dict[str, Any]]:
             waiting += value.values()
         elif isinstance(value, list):
             waiting += value
-
-
-def _parts(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and those within it."""
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, list):
-            waiting += part
-        elif isinstance(part, dict):
-            yield part
-            for key, value in part.items():
-                if key in BY_NAME and isinstance(value, dict):
-                    waiting += value.values()
-                elif key not in DATA:
-                    waiting.append(value)
 
 
 def _expressions(part: Mapping[str, Any]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from service.common.types import TextFormat
-from service.engine.format_parts import BY_NAME, DATA
+from service.engine.format_parts import BY_NAME
 from service.engine.grammar_sizes import check_sizes
 from service.engine.schema_numbers import check_numbers
 from service.engine.tool_grammars import ToolGrammar
@@ -64,6 +64,8 @@ def json_grammar(schema: str) -> str:
 
 
 _SECONDS = {"time": "^.{6}[0-5]", "date-time": "^.{17}[0-5]"}
+_DATA = ("enum", "const", "default", "examples")
+"""Keywords whose values are data and no schemas."""
 
 
 def _without_leap_seconds(schema: Any) -> Any:
@@ -77,7 +79,7 @@ def _without_leap_seconds(schema: Any) -> Any:
         if key in BY_NAME and isinstance(value, dict):
             made[key] = {name: _without_leap_seconds(part) for name, part in value.items()}
         else:
-            made[key] = value if key in DATA else _without_leap_seconds(value)
+            made[key] = value if key in _DATA else _without_leap_seconds(value)
     pattern = _SECONDS.get(made["format"]) if isinstance(made.get("format"), str) else None
     if pattern is not None and isinstance(others := made.get("allOf", []), list):  # else the library refuses it
         made["allOf"] = [*others, {"pattern": pattern}]
