@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from service.encoding.partner import Partner, PartnerRefused
 log = logging.getLogger(__name__)
 
 Response = encoder_pb2.AttachResponse
+MAX_KEY = 64
+"""Limit on the bytes of an image's key, which stays as long as its rows are cached."""
 
 
 class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
@@ -155,6 +158,12 @@ class _Session:
     def _begin(self, item: encoder_pb2.EncodeItem) -> None:
         if item.ticket in self._arriving or item.ticket in self._leases:
             raise errors.InvalidArgument(f"ticket {item.ticket} is in use", field="item.ticket")
+        if not 0 < len(item.key) <= MAX_KEY:
+            raise errors.InvalidArgument(f"a key of {len(item.key)} bytes; it has 1 to {MAX_KEY}", field="item.key")
+        if item.HasField("seconds_left") and not 0 <= item.seconds_left < math.inf:
+            raise errors.InvalidArgument(
+                f"{item.seconds_left:g} seconds left; a finite number from 0 on would work", field="item.seconds_left"
+            )
         try:
             pixels = empty_pixels(item, self._window)
         except ValueError as error:

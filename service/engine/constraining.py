@@ -16,14 +16,11 @@ from families import CheckpointError
 from service.common.types import ConstraintSpec
 from service.engine.bad_words import BadWords, TokenText
 from service.engine.grammars import Grammars
+from service.engine.trials import STACK_BYTES, Trials
 from service.engine.types import ConstraintFailed, UnusableConstraint
 from service.model.token_bytes import ByteVocabulary
 
 log = logging.getLogger(__name__)
-
-_STACK = 512 * 2**20
-"""Stack size in bytes (of address space, not memory) for the recursion of llguidance's compiler: a chain of rules of
-the maximum length would overflow the default stack and end the process."""
 
 
 class Constraining:
@@ -34,6 +31,7 @@ class Constraining:
         self._path, self._vocab_size, self._ends = tokenizer, vocab_size, ends
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
+        self._trials = Trials(tokenizer, vocab_size, ends)
 
     def begin(
         self, spec: ConstraintSpec, ends: frozenset[int], stops: frozenset[int], output_ids: Sequence[int]
@@ -49,12 +47,13 @@ class Constraining:
         with self._lock:
             if self._pool is not None:
                 self._pool.shutdown(wait=False, cancel_futures=True)
+        self._trials.close()
 
     def _started_pool(self) -> ThreadPoolExecutor:
         """A pool of one thread: a constraint takes about a millisecond, and the cores are needed for the engine."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="saccade-constraints")
-            previous = threading.stack_size(_STACK)
+            previous = threading.stack_size(STACK_BYTES)
             try:
                 self._pool.submit(int)  # the thread starts with the first task
             finally:
@@ -76,7 +75,7 @@ class Constraining:
 
     @cached_property
     def _grammars(self) -> Grammars:
-        return Grammars(self._vocabulary, self._ends)
+        return Grammars(self._vocabulary, self._ends, self._trials.check)
 
     @cached_property
     def _text(self) -> TokenText:

@@ -4,7 +4,7 @@ field and has the library's message.
 
 Hostile formats: size and nesting of the source are limited before compilation, and `LIMITS` bounds what the compiler
 and each mask may build. A grammar that exceeds its processor time for compilation or for a mask is rejected from then
-on.
+on. What none of these bounds ends another process, which compiles each format first (`service.engine.trials`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -139,8 +139,11 @@ class GrammarConstraint:
 class Grammars:
     """Compiles formats for one model and caches the results. Used by one thread."""
 
-    def __init__(self, vocabulary: ByteVocabulary, ends: Collection[int]) -> None:
-        """`ends`: the model's end-of-sequence ids, which are not text in any grammar."""
+    def __init__(
+        self, vocabulary: ByteVocabulary, ends: Collection[int], check: Callable[[TextFormat], None] | None = None
+    ) -> None:
+        """`ends`: the model's end-of-sequence ids, which are not text in any grammar. `check`: called before a format
+        is compiled; may raise UnusableConstraint."""
         from llguidance import LLTokenizer
 
         textless = set(ends) | vocabulary.special.keys() | {i for i, t in enumerate(vocabulary.tokens) if not t}
@@ -154,13 +157,16 @@ class Grammars:
         self._tokenizer = LLTokenizer(_Wrapper(vocabulary, self._placeholder, special))
         self._cached: OrderedDict[TextFormat, Grammar | UnusableConstraint] = OrderedDict()
         self._bytes = 0
+        self._check = check
 
     def grammar(self, format: TextFormat) -> Grammar:
         """The compiled format. Raises UnusableConstraint."""
         found = self._cached.get(format)
         if found is None:
             try:
-                found = self._compile(format)
+                if self._check is not None:
+                    self._check(format)
+                found = self.compile(format)
             except UnusableConstraint as error:
                 found = error
             self._cached[format] = found
@@ -172,7 +178,8 @@ class Grammars:
             raise UnusableConstraint(found.message, found.field)
         return found
 
-    def _compile(self, format: TextFormat) -> Grammar:
+    def compile(self, format: TextFormat) -> Grammar:
+        """Compiles a format, which is not cached. Raises UnusableConstraint."""
         from llguidance import LLMatcher, LLParserLimits
 
         field = field_of(format)

@@ -19,11 +19,9 @@ the reply's length.
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import os
 import pickle
-import resource
 import signal
 import socket
 import sys
@@ -39,6 +37,7 @@ from encoder.media_limits import ImageError, ImageLimits, VideoError, VideoLimit
 from encoder.stopwatch import Stopwatch
 from kernels.host_memory import keep_freed_memory
 from service.common.helper_process import lasting_objects
+from service.common.process_limits import allow_seconds, confine
 from service.media.images import LENGTH, Frame, MediaLimits
 from service.media.prepared import PreparedItem
 
@@ -49,8 +48,6 @@ ITEM_FIELDS = tuple(field.name for field in fields(ItemDescription))
 KEPT_BYTES = 256 << 20
 """Freed memory that is kept for the next image: getting it from the kernel again took twice as long as decoding a 1080p
 image."""
-START_BYTES = 8 << 30
-"""Memory that the process is assumed to use at its start if it cannot be measured."""
 
 
 class _Worker:
@@ -110,7 +107,7 @@ class _Worker:
         for _ in range(count - 1):
             send(self._connection, {"wanted": True})
             command, data = receive(self._connection)
-            _allow_seconds(command["seconds"])
+            allow_seconds(command["seconds"])
             yield command["index"], data
 
 
@@ -143,28 +140,6 @@ def _exactly(connection: socket.socket, size: int) -> bytearray:
     return data
 
 
-def _confine(memory_bytes: int) -> None:
-    """Sets limits for the rest of this process's life: on memory beyond what is mapped already (mostly torch's
-    libraries), and on processes."""
-    try:
-        with open("/proc/self/statm") as file:
-            mapped = int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:  # where /proc is not mounted
-        mapped = START_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_bytes, mapped + memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):  # where /proc is not mounted
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # the kernel ends this process first where the machine runs out of memory
-
-
-def _allow_seconds(seconds: float) -> None:
-    """Lets the kernel end a command that takes longer, even if nothing waits for it any more."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    end = int(usage.ru_utime + usage.ru_stime + seconds) + 2
-    resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-
-
 def _begin(connection: socket.socket) -> _Worker:
     """Imports what files and the model need, then drops privileges that are not needed."""
     command, _ = receive(connection)
@@ -181,7 +156,7 @@ def _begin(connection: socket.socket) -> _Worker:
         # changed.
         vision = pickle.loads(base64.b64decode(command["vision"]))
         patcher = Patcher(LocalDecoder(limits), vision, command["dtype"], limits)
-    _confine(command["memory_bytes"])
+    confine(command["memory_bytes"])
     keep_freed_memory(KEPT_BYTES)
     send(connection, {})
     return _Worker(connection, limits, patcher)
@@ -195,7 +170,7 @@ def main(descriptor: int) -> int:
             worker = _begin(connection)
             while True:
                 command, data = receive(connection)
-                _allow_seconds(command["seconds"])
+                allow_seconds(command["seconds"])
                 worker.answer(command, data)
         except (EOFError, ConnectionError):
             return 0  # the server has ended

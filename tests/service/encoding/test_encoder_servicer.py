@@ -57,6 +57,32 @@ def test_what_has_changed_since_the_hello_counts(then: str, reason: str) -> None
     asyncio.run(body())
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("key", b"", "a key of 0 bytes; it has 1 to 64"),
+        ("key", bytes(65), "a key of 65 bytes; it has 1 to 64"),
+        ("seconds_left", -1.0, "-1 seconds left"),
+        ("seconds_left", float("inf"), "inf seconds left"),
+        ("seconds_left", float("nan"), "nan seconds left"),
+    ],
+)
+def test_keys_and_deadlines_out_of_range_end_the_session(field: str, value: Any, words: str) -> None:
+    options = {"ticket": 5, "key": bytes(64), "grid_rows": 2, "grid_columns": 2, "merge_size": 2, "dtype": "float32"}
+    message = encoder_pb2.AttachRequest(item=encoder_pb2.EncodeItem(**{**options, "shape": (4, 3), field: value}))
+
+    async def body() -> None:
+        handoff = Handoff(1000, 8, torch.float32)
+        call = attach(EncoderServicer(handoff, PARTNER, window_bytes=1000, max_sessions=1), message)
+        assert (await anext(call)).HasField("welcome")
+        with pytest.raises(errors.InvalidArgument, match=words) as refused:
+            await anext(call)
+        assert refused.value.field == f"item.{field}"
+        handoff.check_integrity(idle=True)
+
+    asyncio.run(body())
+
+
 @pytest.mark.parametrize("last", ["rows", "encoded", "credit"])
 def test_a_decoder_that_leaves_while_a_message_is_sent_leaves_no_lease(last: str) -> None:
     item = encoder_pb2.EncodeItem(

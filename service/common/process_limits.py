@@ -1,0 +1,30 @@
+"""Limits that a process sets for itself before it reads what may be hostile."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+START_BYTES = 8 << 30
+"""Memory that the process is assumed to use at its start if it cannot be measured."""
+
+
+def confine(memory_bytes: int) -> None:
+    """Sets limits for the rest of this process's life: on memory beyond what is mapped already, and on core dumps."""
+    try:
+        with open("/proc/self/statm") as file:
+            mapped = int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:  # where /proc is not mounted
+        mapped = START_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_bytes, mapped + memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # where /proc is not mounted
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # the kernel ends this process first where the machine runs out of memory
+
+
+def allow_seconds(seconds: float) -> None:
+    """Lets the kernel end the process (SIGXCPU) after this much more processor time and up to two seconds."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    end = int(usage.ru_utime + usage.ru_stime + seconds) + 2
+    resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
