@@ -17,6 +17,7 @@ import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from families import CheckpointError
 from service.common.process_limits import allow_seconds, confine
 from service.common.types import TextFormat
 from service.engine.grammars import COMPILE_SECONDS, Grammars
@@ -48,6 +49,8 @@ def _until_the_end(connection: Connection) -> None:
         _serve(connection)
     except (EOFError, ConnectionError):
         return  # the engine has ended
+    except (CheckpointError, UnusableConstraint):
+        return  # the engine reads the same vocabulary, and says what is wrong with it
 
 
 def main(descriptor: int) -> None:

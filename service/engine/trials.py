@@ -3,6 +3,7 @@ a hostile one cannot be computed beforehand, and the engine must not run out of 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import signal
@@ -30,8 +31,8 @@ WAIT_SECONDS = 120.0
 
 
 class Trials:
-    """The process, started when a format is first tried and again after it has ended. `check` is called by one thread,
-    `close` by any."""
+    """The process, started when a format is first tried and again after it has ended. `start` and `check` are called by
+    one thread, `close` by any."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, ends: Collection[int]) -> None:
         """`tokenizer`: path of `tokenizer.json`. `ends`: the model's end-of-sequence ids."""
@@ -41,6 +42,7 @@ class Trials:
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._ready = False
 
     @property
     def pid(self) -> int | None:
@@ -52,8 +54,8 @@ class Trials:
         memory or time, and ConstraintFailed if the process cannot be used."""
         if self._process is not None and self._process.poll() is not None:
             self._end()  # since the last format, for which this one is not to blame
-        if self._process is None:
-            self._start()
+        self.start()
+        self._wait_until_ready()
         try:
             found = self._ask({"kind": format.kind, "source": format.source})
         except (EOFError, OSError):
@@ -73,23 +75,42 @@ class Trials:
                 self._process.kill()
                 self._process.wait()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Starts the process, which then reads the vocabulary. Does nothing if there is one. Raises
+        ConstraintFailed."""
+        if self._process is not None:
+            return
         with self._lock:
             self._raise_if_closed()
             try:
                 self._process, self._connection = start_helper("service.engine.trial_process")
             except OSError as error:
                 raise ConstraintFailed(f"no process for formats could be started: {error}") from error
+            self._ready = False
+            with contextlib.suppress(OSError):  # a process that has ended already is reported by the first `check`
+                self._send(self._first)
+
+    def _wait_until_ready(self) -> None:
+        if self._ready:
+            return
         try:
-            self._ask(self._first)
+            self._receive()
         except (EOFError, OSError):
             raise ConstraintFailed(f"the process for formats ended with code {self._end()} while starting") from None
+        self._ready = True
 
     def _ask(self, message: dict[str, object]) -> dict[str, str]:
         """Sends a message and returns the reply. Raises EOFError or OSError if the process has ended or does not
         reply."""
+        self._send(message)
+        return self._receive()
+
+    def _send(self, message: dict[str, object]) -> None:
         assert self._connection is not None
         self._connection.send_bytes(json.dumps(message).encode())
+
+    def _receive(self) -> dict[str, str]:
+        assert self._connection is not None
         if not self._connection.poll(WAIT_SECONDS):
             raise TimeoutError
         reply: dict[str, str] = json.loads(self._connection.recv_bytes())
