@@ -24,7 +24,8 @@ def confine(memory_bytes: int) -> None:
 
 
 def allow_seconds(seconds: float) -> None:
-    """Lets the kernel end the process (SIGXCPU) after this much more processor time and up to two seconds."""
+    """Lets the kernel end the process (SIGXCPU) when it has used `seconds` of processor time from now on, or up to two
+    seconds more: the limit is a whole number."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     end = int(usage.ru_utime + usage.ru_stime + seconds) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))

@@ -75,8 +75,7 @@ class Constraining:
 
     @cached_property
     def _grammars(self) -> Grammars:
-        if self._path.exists():
-            self._trials.start()  # reads the vocabulary at the same time
+        self._trials.start()  # reads the vocabulary at the same time
         return Grammars(self._vocabulary, self._ends, self._trials.check)
 
     @cached_property

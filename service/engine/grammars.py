@@ -4,7 +4,8 @@ field and has the library's message.
 
 Hostile formats: size and nesting of the source are limited before compilation, and `LIMITS` bounds what the compiler
 and each mask may build. A grammar that exceeds its processor time for compilation or for a mask is rejected from then
-on. What none of these bounds ends another process, which compiles each format first (`service.engine.trials`).
+on. Each format is compiled in a separate process first (`service.engine.trials`): one that still takes too much ends
+that process instead of the engine.
 """
 
 from __future__ import annotations

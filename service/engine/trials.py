@@ -1,5 +1,5 @@
-"""Compiles text formats in a process of their own first (`service.engine.trial_process`): what the compiler takes for
-a hostile one cannot be computed beforehand, and the engine must not run out of memory or time for it."""
+"""Compiles each text format in a separate process before the engine does (`service.engine.trial_process`): the memory
+and time that the compiler needs for a hostile format cannot be computed beforehand, and must not be the engine's."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ WAIT_SECONDS = 120.0
 
 
 class Trials:
-    """The process, started when a format is first tried and again after it has ended. `start` and `check` are called by
-    one thread, `close` by any."""
+    """The separate process, which is started again after a format has ended it. `start` and `check` are called by one
+    thread, `close` by any."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, ends: Collection[int]) -> None:
         """`tokenizer`: path of `tokenizer.json`. `ends`: the model's end-of-sequence ids."""
@@ -57,7 +57,8 @@ class Trials:
         self.start()
         self._wait_until_ready()
         try:
-            found = self._ask({"kind": format.kind, "source": format.source})
+            self._send({"kind": format.kind, "source": format.source})
+            found = self._receive()
         except (EOFError, OSError):
             code = self._end()
             log.warning("the process for formats ended with code %d", code)
@@ -99,17 +100,13 @@ class Trials:
             raise ConstraintFailed(f"the process for formats ended with code {self._end()} while starting") from None
         self._ready = True
 
-    def _ask(self, message: dict[str, object]) -> dict[str, str]:
-        """Sends a message and returns the reply. Raises EOFError or OSError if the process has ended or does not
-        reply."""
-        self._send(message)
-        return self._receive()
-
     def _send(self, message: dict[str, object]) -> None:
+        """Raises OSError if the process has ended."""
         assert self._connection is not None
         self._connection.send_bytes(json.dumps(message).encode())
 
     def _receive(self) -> dict[str, str]:
+        """The next reply. Raises EOFError or OSError if the process has ended or does not reply."""
         assert self._connection is not None
         if not self._connection.poll(WAIT_SECONDS):
             raise TimeoutError
