@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import resource
+import signal
 
 START_BYTES = 8 << 30
 """Memory that the process is assumed to use at its start if it cannot be measured."""
@@ -29,3 +32,11 @@ def allow_seconds(seconds: float) -> None:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     end = int(usage.ru_utime + usage.ru_stime + seconds) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def end_with_parent(parent: int) -> None:
+    """Lets the kernel kill this process when the process `parent`, which has forked it, ends."""
+    PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
+        os._exit(1)

@@ -1,14 +1,20 @@
-"""The process that makes patches of images and videos: `python -m service.media.image_worker FD`, run by the pool.
+"""The processes that make patches of images and videos: `python -m service.media.image_worker FD`, run by the pool,
+forks a worker for each socket that it gets.
 
-A hostile file can at most crash or take over this process: its memory and processor time are limited, it has no keys
-and no weights, and its end costs one request. It reads one command at a time from the socket FD. Its replies are JSON,
-which the other end does not have to trust; patches are written to sealed memory files, whose descriptors are sent with
-the reply's length.
+A hostile file can at most crash or take over a worker: its memory and processor time are limited, it has no keys and no
+weights, and its end costs one request. The process that they are forked from reads no files.
+
+Commands come one at a time, from the socket FD or to a worker from its own. A worker's replies are JSON, which the
+other end does not have to trust; patches are written to sealed memory files, whose descriptors are sent with the
+reply's length.
 
     command   4 bytes of length, JSON {"op": ..., "size": n}, n bytes of a file
     reply     4 bytes of length, JSON
 
-    limits    the first command: limits on files and this process, the model's vision part  -> {}
+    limits    the first command to the fork server: limits on files and on a worker, the model's vision part
+    fork      forks a worker; the command comes with the descriptor of its socket. The worker sends {"pid"} there
+    kill      kills the worker "pid"
+
     describe  format and size of a file, without decoding it                -> {"format", "width", "height", "mode"}
     image     its patches                                                   -> {"item", "seconds"}
     video     patches of at most "frames" frames                            -> as image, with "total" and "fps"
@@ -27,7 +33,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from PIL import Image
 
@@ -37,7 +43,7 @@ from encoder.media_limits import ImageError, ImageLimits, VideoError, VideoLimit
 from encoder.stopwatch import Stopwatch
 from kernels.host_memory import keep_freed_memory
 from service.common.helper_process import lasting_objects
-from service.common.process_limits import allow_seconds, confine
+from service.common.process_limits import allow_seconds, confine, end_with_parent
 from service.media.images import LENGTH, Frame, MediaLimits
 from service.media.prepared import PreparedItem
 
@@ -140,40 +146,90 @@ def _exactly(connection: socket.socket, size: int) -> bytearray:
     return data
 
 
-def _begin(connection: socket.socket) -> _Worker:
-    """Imports what files and the model need, then drops privileges that are not needed."""
-    command, _ = receive(connection)
-    files = {"image": ImageLimits, "video": VideoLimits}
-    limits = MediaLimits(**{name: kind(**command[name]) for name, kind in files.items()})
-    Image.init()  # loads all readers now, not with the first image of each format
-    patcher = None
-    if command["vision"] is not None:
-        with lasting_objects():
-            from service.media.patches import LocalDecoder, Patcher, use_one_thread  # not above: it has torch
+class _ForkServer:
+    """Forks workers, and kills them when told to."""
 
-        use_one_thread()
-        # From the server, which is trusted: the rules that its prompts count tokens with, even if the files have
-        # changed.
-        vision = pickle.loads(base64.b64decode(command["vision"]))
-        patcher = Patcher(LocalDecoder(limits), vision, command["dtype"], limits)
-    confine(command["memory_bytes"])
-    keep_freed_memory(KEPT_BYTES)
-    send(connection, {})
-    return _Worker(connection, limits, patcher)
+    def __init__(self, connection: socket.socket) -> None:
+        """Receives the first command, and imports what files and the model need."""
+        self._connection = connection
+        self._pid = os.getpid()
+        self._workers: set[int] = set()
+        command, _ = receive(connection)
+        files = {"image": ImageLimits, "video": VideoLimits}
+        self._limits = MediaLimits(**{name: kind(**command[name]) for name, kind in files.items()})
+        self._memory_bytes: int = command["memory_bytes"]
+        Image.init()  # loads all readers now, not with the first image of each format
+        self._patcher: Patcher | None = None
+        if command["vision"] is not None:
+            with lasting_objects():
+                from service.media.patches import LocalDecoder, Patcher, use_one_thread  # not above: it has torch
+
+            use_one_thread()
+            # From the server, which is trusted: the rules that its prompts count tokens with, even if the files have
+            # changed.
+            vision = pickle.loads(base64.b64decode(command["vision"]))
+            self._patcher = Patcher(LocalDecoder(self._limits), vision, command["dtype"], self._limits)
+        keep_freed_memory(KEPT_BYTES)
+
+    def run(self) -> NoReturn:
+        """Raises EOFError when the server has ended, or in a worker, when it needs this worker no longer."""
+        while True:
+            command, descriptor = _receive_with_descriptor(self._connection)
+            self._reap()
+            if command["op"] == "kill":
+                # Only a child that has not been reaped has this id for certain.
+                if command["pid"] in self._workers:
+                    os.kill(command["pid"], signal.SIGKILL)
+                continue
+            assert command["op"] == "fork" and descriptor is not None
+            with socket.socket(fileno=descriptor) as theirs:
+                try:
+                    pid = os.fork()
+                except OSError as error:  # too many processes; the server sees that the socket is closed
+                    print(f"no image worker could be forked: {error}", file=sys.stderr, flush=True)
+                    continue
+                if pid == 0:
+                    self._work(theirs)
+                self._workers.add(pid)
+
+    def _reap(self) -> None:
+        for pid in list(self._workers):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                self._workers.remove(pid)
+
+    def _work(self, connection: socket.socket) -> NoReturn:
+        """In a new worker: answers commands, without privileges that are not needed, until the server closes its
+        socket."""
+        self._connection.close()
+        end_with_parent(self._pid)
+        confine(self._memory_bytes)
+        worker = _Worker(connection, self._limits, self._patcher)
+        send(connection, {"pid": os.getpid()})
+        while True:
+            command, data = receive(connection)
+            allow_seconds(command["seconds"])
+            worker.answer(command, data)
+
+
+def _receive_with_descriptor(connection: socket.socket) -> tuple[dict[str, Any], int | None]:
+    """Receives the next command and the descriptor that may come with it. Raises EOFError at the end."""
+    head, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, 1, socket.MSG_CMSG_CLOEXEC)
+    if not head:
+        raise EOFError
+    (length,) = LENGTH.unpack(head + _exactly(connection, LENGTH.size - len(head)))
+    command: dict[str, Any] = json.loads(_exactly(connection, length))
+    return command, descriptors[0] if descriptors else None
 
 
 def main(descriptor: int) -> int:
-    # A Ctrl-C in the terminal reaches the whole process group; the server decides when this process stops.
+    # A Ctrl-C in the terminal reaches the whole process group; the server decides when these processes stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as connection:
         try:
-            worker = _begin(connection)
-            while True:
-                command, data = receive(connection)
-                allow_seconds(command["seconds"])
-                worker.answer(command, data)
+            _ForkServer(connection).run()
         except (EOFError, ConnectionError):
-            return 0  # the server has ended
+            pass  # the server has ended, or needs this worker no longer
+    return 0
 
 
 if __name__ == "__main__":

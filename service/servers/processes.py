@@ -7,7 +7,8 @@ from service.answers.prepare import decoder_processes
 from service.common.config import ConfigError, ServerOptions
 
 PROCESS_BYTES = 120 * 2**20
-"""Memory that a frontend or an image worker does not share with other processes, measured after its start."""
+"""Memory that is counted for a frontend and for each of its image workers. Measured without an image: a frontend has
+40 MiB of its own, the process that its workers are forked from 150, a worker 8."""
 
 
 def check_processes(options: ServerOptions, memory: int | None = None) -> None:

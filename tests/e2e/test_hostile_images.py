@@ -11,7 +11,7 @@ import pytest
 from images import png
 from mutants import MUTATIONS, run_mutants
 from running import RunningServer
-from waiting import sent_to
+from waiting import ended, sent_to
 
 import saccade
 
@@ -43,7 +43,7 @@ def test_a_worker_that_is_killed_costs_its_own_request_only(model: Path) -> None
             # Between two images, its end costs nobody anything.
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGKILL)
-            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+            ended(worker.pid)
             assert client.generate("what?", images=[png(1)], max_tokens=3, temperature=0) == good
             assert server.server.image_pool.stats()["workers_lost_died"] == 1
 
@@ -54,10 +54,12 @@ def test_an_image_that_takes_too_long(model: Path) -> None:
         with saccade.Client(server.address) as client:
             good = client.generate("what?", images=[png(1)], max_tokens=3, temperature=0)
             pool._image_seconds = 0.2
-            assert pool.workers[0].pid is not None
-            os.kill(pool.workers[0].pid, signal.SIGSTOP)
+            pid = pool.workers[0].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
             with pytest.raises(saccade.errors.InvalidArgument, match="longer than the 0.2 s") as error:
                 client.generate("what?", images=[png(1)], max_tokens=3)
             assert error.value.reason == "IMAGE_DECODE_FAILED" and pool.stats()["workers_lost_time"] == 1
+            ended(pid)
             pool._image_seconds = 20.0
             assert client.generate("what?", images=[png(1)], max_tokens=3, temperature=0) == good

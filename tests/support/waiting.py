@@ -1,9 +1,11 @@
-"""Waits for other processes by polling."""
+"""Waits for other processes."""
 
 from __future__ import annotations
 
 import array
 import fcntl
+import os
+import select
 import termios
 import time
 from typing import Any
@@ -17,3 +19,15 @@ def sent_to(worker: Any, timeout: float = 30.0) -> None:
         assert time.monotonic() < deadline, "nothing was sent"
         time.sleep(0.002)
         fcntl.ioctl(worker._connection, termios.TIOCOUTQ, unread)
+
+
+def ended(pid: int) -> None:
+    """Waits until a process has ended, of which this one need not be the parent."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([descriptor], [], [], 60)[0]
+    finally:
+        os.close(descriptor)

@@ -6,6 +6,7 @@ import fcntl
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from clips import animation, moving_frames
 from fake_engine import FakeEngine
 from images import png
 from PIL import Image
+from waiting import ended
 
 from encoder.item import EncoderItem
 from encoder.media_limits import ImageError, ImageLimits, VideoError, VideoLimits
@@ -240,12 +242,11 @@ def test_another_takes_the_place_of_one_that_lies() -> None:
 
 @contextmanager
 def lying(pool: ImagePool, said: bytes, file: int | None) -> Iterator[None]:
-    """Replaces the pool's worker by a process that has sent this reply and file in advance."""
+    """Replaces the pool's worker by one that has sent this reply and file in advance."""
     worker = pool.workers[0]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs:
-        worker._process = subprocess.Popen(["sleep", "600"])
-        worker._connection, worker._greeted = ours, True
+        worker._connection, worker.pid = ours, os.getpid()
         socket.send_fds(theirs, [LENGTH.pack(len(said))], [] if file is None else [file])
         if file is not None:
             os.close(file)
@@ -289,12 +290,38 @@ def test_a_worker_without_a_model_has_no_torch_and_ends_with_its_server() -> Non
     assert told == "False False\n"
     pool = ImagePool(LIMITS, 1, image_seconds=60, video_seconds=60)
     assert pool.describe(png(1)).format == "PNG"
-    worker = pool.workers[0]
-    assert worker._process is not None and worker._connection is not None
+    worker, server = pool.workers[0], pool._fork_server
+    assert worker.pid is not None and server._process is not None and server._connection is not None
     assert "libtorch" not in Path(f"/proc/{worker.pid}/maps").read_text()
-    worker._connection.close()
-    assert worker._process.wait(timeout=60) == 0
+    server._connection.close()
+    assert server._process.wait(timeout=60) == 0
+    ended(worker.pid)
     pool.close()
+
+
+def test_workers_are_forked_and_end_with_what_they_are_forked_from() -> None:
+    """A new worker needs no second import of torch, and shares what the import has made."""
+    pool = make_pool()
+    try:
+        assert image(pool, png(1)).tokens
+        worker, first = pool.workers[0], pool._fork_server._process
+        assert worker.pid is not None and first is not None
+        pids = [worker.pid]
+        for _ in range(3):
+            os.kill(worker.pid, signal.SIGKILL)
+            ended(worker.pid)
+            assert image(pool, png(1)).tokens
+            pids.append(worker.pid)
+        assert len(set(pids)) == 4 and pool._fork_server._process is first
+        shared = Path(f"/proc/{worker.pid}/smaps_rollup").read_text()
+        kib = {line.split(":")[0]: int(line.split()[1]) for line in shared.splitlines()[1:]}
+        assert kib["Private_Dirty"] < kib["Shared_Dirty"] / 4
+        first.kill()
+        ended(worker.pid)
+        assert image(pool, png(1)).tokens and pool._fork_server._process is not first
+    finally:
+        pool.close()
+    assert pool.stats()["workers_lost_died"] == 0, "between two images, an end costs nothing"
 
 
 def test_a_worker_sees_no_secret_of_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,9 +392,9 @@ def test_two_threads_may_close_it_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     second.start()
     first.join(60)
     second.join(60)
-    assert not errors_seen and worker.pid is None and not beside.is_set()
+    assert not errors_seen and pool._fork_server._process is None and not beside.is_set()
     with pytest.raises(errors.Unavailable, match="the server is stopping"):
         pool.describe(png(1))
     worker.stop()
     pool._restart(worker)
-    assert worker.pid is None, "none is started after the end"
+    assert worker._connection is None and pool._fork_server._process is None, "none is started after the end"

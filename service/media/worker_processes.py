@@ -1,0 +1,245 @@
+"""Image workers as processes: the fork server that they come from, and the connection to each
+(`service.media.image_worker` is the other end)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from service.media.images import LENGTH
+from service.media.prepared import MemoryFile
+
+START_SECONDS = 60.0
+MAX_REPLY = 64 * 1024
+_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "TMPDIR")
+"""Environment variables that the processes get; others may be secrets."""
+
+
+class Lost(Exception):
+    """A worker can no longer be used; `why` is "time", "died" or "nonsense"."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+class NotStarted(Exception):
+    """No worker process could be started, for reasons other than the file; the text gives the reason."""
+
+
+class ForkServer:
+    """The process that workers are forked from, started again when needed after it has ended. Thread-safe.
+
+    It has imported what the model's images need (1 s, 120 MiB), so a worker is there within milliseconds and shares
+    that memory. It reads no files of clients. When it ends, so do its workers.
+    """
+
+    def __init__(self, greeting: dict[str, Any]) -> None:
+        """`greeting`: its first command."""
+        self._greeting = greeting
+        self._lock = threading.Lock()
+        self._closed = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+
+    def fork(self, theirs: socket.socket) -> None:
+        """Lets it fork a worker that uses this socket, without waiting for it. Raises NotStarted."""
+        with self._lock:
+            if self._closed:
+                raise NotStarted("the server is stopping")
+            try:
+                if self._process is None or self._process.poll() is not None:
+                    self._stop()
+                    self._launch()
+                assert self._connection is not None
+                command = json.dumps({"op": "fork"}).encode()
+                socket.send_fds(self._connection, [LENGTH.pack(len(command)) + command], [theirs.fileno()])
+            except OSError as error:
+                self._stop()
+                raise NotStarted(error.strerror or str(error)) from error
+
+    def kill(self, pid: int) -> None:
+        """Kills a worker, if there is one of this id, without waiting for it."""
+        with self._lock, suppress(OSError):  # if the fork server has ended, its workers have
+            if self._connection is not None:
+                command = json.dumps({"op": "kill", "pid": pid}).encode()
+                self._connection.sendall(LENGTH.pack(len(command)) + command)
+
+    def close(self) -> None:
+        """Ends it and all workers. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._stop()
+
+    def _launch(self) -> None:
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._connection.settimeout(START_SECONDS)
+        with theirs:
+            root = str(Path(__file__).resolve().parent.parent.parent)
+            path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "service.media.image_worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**_environment(), "PYTHONPATH": path},
+            )
+        command = json.dumps(self._greeting).encode()
+        self._connection.sendall(LENGTH.pack(len(command)) + command)
+
+    def _stop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+class Worker:
+    """One worker process, forked again when needed after it has ended. Used by one thread at a time, except that any
+    may end it."""
+
+    def __init__(self, fork_server: ForkServer) -> None:
+        self._fork_server = fork_server
+        self._life = threading.RLock()
+        """Held while the process is started or stopped: a second signal closes the pool from another thread, while the
+        first one does."""
+        self._ended = False
+        self._connection: socket.socket | None = None
+        self.pid: int | None = None
+        """None until it has answered for the first time."""
+        self._file: MemoryFile | None = None
+
+    def start(self) -> None:
+        """Forks the process, unless there is one, without waiting until it is ready. Raises NotStarted."""
+        with self._life:
+            if self._ended:
+                raise NotStarted("the server is stopping")
+            if self._connection is not None and not _closed(self._connection):
+                return
+            self.stop()
+            self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            with theirs:
+                try:
+                    self._fork_server.fork(theirs)
+                except NotStarted:
+                    self.stop()
+                    raise
+
+    def stop(self) -> None:
+        """Kills the process. Idempotent."""
+        with self._life:
+            self._file = None
+            if self._connection is not None:
+                self._connection.close()  # which ends a worker that is not ready yet
+                self._connection = None
+            if self.pid is not None:
+                self._fork_server.kill(self.pid)
+                self.pid = None
+
+    def end(self) -> None:
+        """Kills the process and starts no other. Idempotent; may be called from any thread."""
+        with self._life:
+            self._ended = True
+            self.stop()
+
+    def _open(self) -> socket.socket:
+        """The connection. Raises Lost if another thread has ended the process."""
+        if (connection := self._connection) is None:
+            raise Lost("died")
+        return connection
+
+    def take_file(self) -> MemoryFile:
+        """The memory file that came with the last reply. Raises Lost."""
+        file, self._file = self._file, None
+        if file is None:
+            raise Lost("nonsense")
+        return file
+
+    def ask(self, command: dict[str, Any], data: bytes, seconds: float) -> dict[str, Any]:
+        """Sends a command and returns the reply. Raises Lost, or NotStarted if the worker could not be started."""
+        self.start()
+        if self.pid is None:
+            try:
+                self.pid = int(self._receive(START_SECONDS)["pid"])
+            except Lost as lost:
+                raise NotStarted(f"it was lost while starting ({lost.why})") from lost
+        self._send({**command, "seconds": seconds, "size": len(data)}, data, seconds)
+        return self._receive(seconds)
+
+    def _send(self, command: dict[str, Any], data: bytes, seconds: float) -> None:
+        connection, words = self._open(), json.dumps(command).encode()
+        try:
+            connection.settimeout(seconds)
+            connection.sendall(LENGTH.pack(len(words)) + words)
+            connection.sendall(data)
+        except TimeoutError:
+            raise Lost("time") from None
+        except OSError:
+            raise Lost("died") from None
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        try:
+            (length,) = LENGTH.unpack(self._length(deadline))
+            if length > MAX_REPLY:
+                raise Lost("nonsense")
+            reply = json.loads(self._exactly(length, deadline))
+            if not isinstance(reply, dict):
+                raise Lost("nonsense")
+            return reply
+        except TimeoutError:
+            raise Lost("time") from None
+        except OSError:
+            raise Lost("died") from None
+        except ValueError:
+            raise Lost("nonsense") from None
+
+    def _length(self, deadline: float) -> bytes:
+        """Receives the bytes of a length, and the descriptor that may come with them."""
+        connection = self._open()
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        data, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, 1, socket.MSG_CMSG_CLOEXEC)
+        self._file = MemoryFile(descriptors[0]) if descriptors else None
+        if not data:
+            raise Lost("died")
+        return data + self._exactly(LENGTH.size - len(data), deadline)
+
+    def _exactly(self, size: int, deadline: float) -> bytes:
+        connection, data = self._open(), b""
+        while len(data) < size:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            connection.settimeout(left)
+            part = connection.recv(size - len(data))
+            if not part:
+                raise Lost("died")
+            data += part
+        return data
+
+
+def _environment() -> dict[str, str]:
+    passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    return {**passed_on, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def _closed(connection: socket.socket) -> bool:
+    """Whether the process at the other end has ended."""
+    connection.settimeout(0)
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
