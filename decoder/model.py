@@ -119,7 +119,7 @@ class HybridModel:
         table = upload(rows, torch.int64, self.options.device)
         if self.native is not None:
             self.native.advance(table)
-        batch_slots, slots, targets, counts = table.t()
+        batch_slots, slots, targets, counts = table.t().contiguous()  # kernels read them without a stride
         span = max(row[3] for row in rows)
         for mixer in self._advanced:
             mixer.advance(batch_slots, slots, targets, counts, span)

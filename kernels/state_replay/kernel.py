@@ -336,6 +336,8 @@ def mix_ring(
     taps, channels = weight_WC.shape
     assert 2 <= taps <= 4 and windows_SWC.stride()[1:] == (channels, 1) and rings_QLX.stride()[1:] == (size, 1)
     assert inputs_RTX is None or inputs_RTX.stride(2) == 1
+    of_rows = (batch_slots_R, slots_R, counts_R, lengths_R, targets_R)
+    assert all(each is None or each.is_contiguous() for each in of_rows)
     mixed = torch.empty(slots_R.shape[0], steps, channels, dtype=windows_SWC.dtype, device=windows_SWC.device)
     launch(
         _mix_kernel,

@@ -51,3 +51,29 @@ def test_kernels_give_what_the_references_give(pattern: str, options: dict[str, 
     for name, (ids, logprobs) in expected.items():
         assert found[name][0] == ids
         assert found[name][1] == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("pattern", ["M*", "G*"])
+def test_rings_of_several_sequences_are_emptied_together(pattern: str) -> None:
+    """Into the slot that they continue, and into another one."""
+    config = gated_config(pattern) if "G" in pattern else tiny_config(pattern)
+    weights = dict(random_weights(config))
+
+    def emptied(choice: Any) -> list[torch.Tensor]:
+        draw = torch.Generator().manual_seed(0)
+        with forced(choice):
+            runner = make_runner(
+                config, weights, native="off", device=str(DEVICE), max_seqs=3, max_len=16, max_batched_tokens=16,
+                speculative="ngram", draft_tokens=2, spec_state="replay", graphs="off",
+            )  # fmt: skip
+            arena = runner.arena
+            held = (*arena.states, *arena.windows)
+            for tensor in (*held, *arena.rings):
+                tensor.copy_(torch.randn(tensor.shape, generator=draw))
+            runner.model.advance([(0, 1, 1, 3), (2, 0, 2, 5), (1, 3, 3, 2)])
+        return [tensor.cpu() for tensor in held]
+
+    with torch.no_grad():
+        expected, found = emptied("reference"), emptied("triton")
+    for exact, state in zip(expected, found, strict=True):
+        torch.testing.assert_close(state, exact, rtol=1e-4, atol=1e-5)
