@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -54,12 +54,15 @@ def recording(architecture: str) -> Iterator[list[Launch]]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
-    """`kernel[grid](**arguments)`; nothing at all for an empty grid."""
+    """`kernel[grid](**arguments)` on the device of the first tensor; nothing at all for an empty grid."""
     if 0 in grid:
         return
     if _recorder is not None:
         _recorder.launches.append(Launch(kernel, grid, arguments))
-    else:
+        return
+    device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
+    # Triton launches on the thread's current device: the first GPU, whichever the tensors are on.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](**arguments)
 
 

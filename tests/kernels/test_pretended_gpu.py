@@ -61,9 +61,9 @@ def on_the_host(model: str) -> Answers:
 )
 def test_decoder(model: str, options: dict[str, Any], replayed: set[str]) -> None:
     expected = on_the_host(model)
-    with pretended():
+    with pretended("cuda:1"):
         found = answers(
-            **SMALL, **MODELS[model], **options, graphs="on", max_capture=8, device="cuda", known=expected.drawn
+            **SMALL, **MODELS[model], **options, graphs="on", max_capture=8, device="cuda:1", known=expected.drawn
         )
     assert found.drawn == expected.drawn
     assert replayed <= {name.rpartition("_")[0] for name, count in found.stats.items() if count}
@@ -86,8 +86,8 @@ def test_encoder(graphs: str) -> None:
         return [rows.cpu() for rows in out]
 
     expected = encode("cpu", "off")
-    with pretended():
-        found = encode("cuda", graphs)
+    with pretended("cuda:1"):
+        found = encode("cuda:1", graphs)
     for rows, exact in zip(found, expected, strict=True):
         assert relative_error(rows, exact) <= 1e-5
 
@@ -158,6 +158,12 @@ def test_a_side_stream_begins_behind_what_is_in_progress(gpu: None) -> None:
         y = x + 1
         event = mark("cuda")
     assert (behind(event, y) + 1).tolist() == [3.0] * 4
+
+
+def test_kernels_run_on_the_device_of_their_tensors() -> None:
+    with pretended("cuda:1"):
+        x, weight = torch.ones(2, 16, device="cuda:1"), torch.ones(16, device="cuda:1")
+        assert rms_norm(x, weight, 1e-5).device == x.device
 
 
 def test_devices_do_not_mix(gpu: None) -> None:

@@ -12,6 +12,9 @@ A non-blocking copy to the host arrives only when the host waits. Kernels run in
 
 Work is done in the order of the calls, but two streams count as unordered unless an event or a wait orders them: an
 operation that uses memory last written, used or allocated by an unordered stream is refused. One thread only.
+
+There is one GPU, which need not be the first one: the current device is device 0 unless something sets another one, and
+a kernel that is launched while another device than its tensors' is current is refused.
 """
 
 from __future__ import annotations
@@ -297,6 +300,8 @@ def _launch(run: Callable[..., Any]) -> Callable[..., Any]:
     def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
         strangers = [name for name, value in tensors.items() if not isinstance(value, GpuTensor)]
+        if tensors and not strangers and _Device.current != GPU.index:
+            strangers = list(tensors)
         if strangers:
             raise ValueError(f"{self.fn.__name__}: {', '.join(strangers)} cannot be accessed from Triton (cpu tensor?)")
         inner = {name: value.inner if isinstance(value, GpuTensor) else value for name, value in kwargs.items()}
@@ -316,7 +321,8 @@ def _graph(graph: Capture, **_: Any) -> Iterator[None]:
     assert Capture.running is None, "captures do not nest"
     Capture.running = graph
     try:
-        yield
+        with _Device(GPU):  # that of the stream
+            yield
     finally:
         Capture.running = None
 
@@ -381,6 +387,21 @@ class _Stream:
         _later(_order.host, self.clock)
 
 
+class _Device:
+    """Makes a device the current one."""
+
+    current: ClassVar[int] = 0
+
+    def __init__(self, device: Any) -> None:
+        self.index, self.before = torch.device(device).index or 0, 0
+
+    def __enter__(self) -> None:
+        self.before, _Device.current = _Device.current, self.index
+
+    def __exit__(self, *_: object) -> None:
+        _Device.current = self.before
+
+
 class _Event:
     def __init__(self) -> None:
         self.clock: Clock = {}
@@ -408,7 +429,8 @@ def recorded() -> set[tuple[int, int]]:
 def _streamed(stream: _Stream) -> Iterator[None]:
     _order.current.append(stream)
     try:
-        yield
+        with _Device(GPU):
+            yield
     finally:
         _order.current.pop()
 
@@ -427,8 +449,8 @@ def _guarded() -> Iterator[None]:
 
 
 @contextmanager
-def pretended() -> Iterator[None]:
-    """Inside, `device="cuda"` works. Needs Triton's interpreter."""
+def pretended(device: str = "cuda:0") -> Iterator[None]:
+    """Inside, this is a GPU, and `device="cuda"` is the same one. Needs Triton's interpreter."""
     tensor, generator, executor = torch.tensor, torch.Generator, interpreter.GridExecutor
 
     def make(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
@@ -439,14 +461,14 @@ def pretended() -> Iterator[None]:
     properties = SimpleNamespace(major=9, minor=0, total_memory=1 << 33, gcnArchName="")
     fakes = {
         "_lazy_init": lambda: None, "is_available": lambda: True, "synchronize": _wait_all,
-        "Stream": _Stream, "Event": _Event,
+        "Stream": _Stream, "Event": _Event, "device": _Device,
         "current_stream": lambda *_: _order.current[-1], "stream": _streamed, "CUDAGraph": Capture, "graph": _graph,
         "graph_pool_handle": lambda: (0, 1), "memory_reserved": lambda *_: 0, "empty_cache": lambda: None,
         "get_device_properties": lambda *_: properties,
     }  # fmt: skip
-    global _order
+    global _order, GPU
     _Stream.made.clear()
-    _order = Order()
+    _order, GPU = Order(), torch.device(device)
     _device_constructors()  # torch keeps what it finds the first time, and that must not be what follows
     with ExitStack() as stack:
         stack.enter_context(_guarded())
