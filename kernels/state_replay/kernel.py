@@ -146,7 +146,8 @@ def _tokens_kernel(
         p_C = p_mixed + step * CHANNELS + GROUPS * STATE + o_group
         b_C = tl.load(p_C, mask=m_n & known & (token < tl.load(p_lengths + i_row)), other=0.0).to(tl.float32)
         here = tl.sum(tl.where(o_l == step, b_sum, 0.0), 0)
-        b_decay = tl.where(o_l <= step, here - b_sum, float("-inf"))
+        # Behind the ring's end `here` is no sum, and its difference to one could be too large for a power.
+        b_decay = tl.where((o_l <= step) & known, here - b_sum, float("-inf"))
         b_weight = tl.sum(b_B * b_C[None, :], 1) * tl.exp2(b_decay) * b_dt + tl.where(o_l == step, d, 0.0)
         b_y = tl.sum(b_h * b_C[None, :], 1) * tl.exp2(here) + tl.sum(b_weight[:, None] * b_x, 0)
         tl.store(p_out + token * (HEADS * WIDTH), b_y.to(p_out.dtype.element_ty), mask=m_p)

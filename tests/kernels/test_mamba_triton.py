@@ -357,6 +357,18 @@ def test_replayed_tokens() -> None:
         assert_as_good(out[row, :length], y, plain[row, :length])
 
 
+def test_tokens_behind_a_full_ring_are_finite() -> None:
+    """Padding of a row whose ring has no more room, with a decay whose inverse over the ring is too large a number."""
+    made = Replay()
+    made.rings[2, :7] = torch.randn(7, made.rings.shape[2], device=DEVICE)
+    made.i.A.fill_(-30.0)
+    inputs = torch.randn(1, 4, made.rings.shape[2], device=DEVICE)
+    rows = (made.batch_slots[:1], made.slots[:1], places([7]), places([1]))
+    with forced("triton"), poisoned():
+        out = replay_tokens(made.states, made.windows, made.rings, *rows, inputs, made.terms, 8)
+    assert out.isfinite().all()
+
+
 def test_replay_advances_a_state() -> None:
     """To another slot, and for a row without steps to its own."""
     made = Replay()
