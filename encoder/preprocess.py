@@ -22,9 +22,9 @@ def resize_pixels(pixels_NCHW: torch.Tensor, size: tuple[int, int]) -> torch.Ten
 
 
 def normalise(pixels_CHW: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
-    """Float32 `[..., 3, H, W]` in 0..255 -> `(x / 255 - mean) / std` per channel."""
-    mean_C11 = torch.tensor(mean, dtype=torch.float32).view(RGB, 1, 1) * 255.0
-    std_C11 = torch.tensor(std, dtype=torch.float32).view(RGB, 1, 1) * 255.0
+    """Float32 `[..., 3, H, W]` in 0..255 -> `(x / 255 - mean) / std` per channel, on the same device."""
+    mean_C11 = torch.tensor(mean, dtype=torch.float32, device=pixels_CHW.device).view(RGB, 1, 1) * 255.0
+    std_C11 = torch.tensor(std, dtype=torch.float32, device=pixels_CHW.device).view(RGB, 1, 1) * 255.0
     return (pixels_CHW - mean_C11) / std_C11
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from gated_decoder import gated_config
 from pretend_gpu import GpuTensor, pretended
+from qwen_vision import tiny_qwen
 from speculation import Answers, answers
 from tiny_encoder import random_image, relative_error, tiny_tower
 from torch import Tensor
@@ -90,6 +91,17 @@ def test_encoder(graphs: str) -> None:
         found = encode("cuda:1", graphs)
     for rows, exact in zip(found, expected, strict=True):
         assert relative_error(rows, exact) <= 1e-5
+
+
+@pytest.mark.parametrize("make", [tiny_tower, tiny_qwen])
+def test_patches_in_bytes_become_floats_on_the_device(make: Any, gpu: None) -> None:
+    given = make()
+    for kind, width in given.config.patch_widths.items():
+        octets, found = torch.randint(0, 256, (5, width), dtype=torch.uint8), []
+        for device in ("cpu", "cuda"):
+            tower = given.config.build(given.weights.items(), dtype=torch.float32, device=torch.device(device))
+            found.append(tower.as_floats(octets.to(device)).cpu())
+        assert torch.equal(*found), kind
 
 
 def test_a_replay_reads_and_writes_the_memory_of_its_capture(gpu: None) -> None:
