@@ -89,6 +89,19 @@ class Sampler:
         self._slots = [_SlotState() for _ in range(max_seqs)]
         self._in_context: Tensor | None = None
         self._counts: Tensor | None = None
+        if implementation(torch.device(device).type)[0] == "triton":
+            self._compile()
+
+    def _compile(self) -> None:
+        """Draws once without a mask and once with one: compiling the kernel takes seconds, which no step should wait
+        for."""
+        single, double, whole = (
+            torch.zeros(1, dtype=dtype, device=self.device) for dtype in (torch.float32, torch.float64, torch.int64)
+        )
+        logits = torch.zeros(1, self.vocab_size, device=self.device)
+        words = torch.zeros(1, -(-self.vocab_size // 32), dtype=torch.int32, device=self.device)
+        for masks in (None, Masks(words, whole)):
+            sample(logits, RowParams(single, whole, double, double, whole, whole, whole, masks))
 
     def sample(
         self, logits_LV: Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]] | None = None

@@ -157,7 +157,12 @@ def _filtered(  # type: ignore[no-untyped-def]
     return place
 
 
-@triton.jit
+# Numbers of rows are parts of one tensor, which have any alignment; compiling for each would stall the steps that meet
+# a new one.
+OF_ROWS = ["p_temperature", "p_top_k", "p_top_p", "p_min_p", "p_seeds", "p_samples", "p_positions", "p_masks"]
+
+
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _sample(  # type: ignore[no-untyped-def]
     p_logits,  # [R, V]
     p_temperature,  # [R] float32

@@ -10,7 +10,12 @@ from gated_decoder import gated_config
 from tiny_decoder import greedy_params, make_runner, random_weights, request, run, tiny_config, tokens
 from triton_kernels import DEVICE
 
+from decoder.request import DecoderRequest
+from decoder.sampler import Sampler
+from decoder.sampling import SamplingParams
+from decoder.sequence import Sequence
 from kernels.dispatch import forced
+from kernels.launch import recording
 
 PROMPTS = {"a": [5, 9, 2, 5, 9, 2, 5, 9, 2, 5], "b": [4, 4, 4, 4]}
 
@@ -77,3 +82,26 @@ def test_rings_of_several_sequences_are_emptied_together(pattern: str) -> None:
         expected, found = emptied("reference"), emptied("triton")
     for exact, state in zip(expected, found, strict=True):
         torch.testing.assert_close(state, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_draws_are_compiled_before_the_first_step() -> None:
+    """Without masks and with masks, for any number of rows: how their numbers are aligned must not matter."""
+    rows = []
+    for slot in range(5):
+        rows.append(Sequence(DecoderRequest(str(slot), [1], SamplingParams(seed=slot)), slot, 16))
+        rows[-1].held.batch_slot = rows[-1].held.admission = slot
+    with forced("triton"), recording("sm_90") as launches:
+        sampler = Sampler(97, len(rows), DEVICE, compiled=False)
+        assert [launch.arguments["MASKED"] for launch in launches] == [False, True]
+        for count in range(1, len(rows) + 1):
+            sampler.draw(torch.zeros(count, 97, device=DEVICE), rows[:count])
+    pointers = [name for name in launches[0].arguments if name.startswith("p_")]
+    varying = {
+        name
+        for name in pointers
+        if len({launch.arguments[name].data_ptr() % 16 == 0 for launch in launches if not launch.arguments["MASKED"]})
+        > 1
+    }
+    assert varying == {"p_top_p", "p_seeds", "p_positions", "p_masks"}
+    kernel = launches[0].kernel
+    assert varying <= set(getattr(kernel, "kwargs", vars(kernel))["do_not_specialize_on_alignment"])
