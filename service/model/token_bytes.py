@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 ToBytes = Callable[[str], bytes]
+_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
+_DECODERS = re.compile(
+    r"ByteLevel( Fuse)?|WordPiece|BPEDecoder|(\b(Replace|Metaspace) ?)*(\bByteFallback ?)?(\bFuse( Strip)?)?"
+)
+"""Steps of decoders with which tokens do not change the text of those before them, except within a run of bytes."""
 
 
 def to_bytes(tokenizer: Tokenizer) -> ToBytes | None:
@@ -37,7 +43,45 @@ def to_bytes(tokenizer: Tokenizer) -> ToBytes | None:
 
 def joins_bytes(tokenizer: Tokenizer) -> bool:
     """Whether decoding joins the bytes of tokens and does nothing else."""
-    return [step["type"] for step in _decoder_steps(tokenizer)] == ["ByteLevel"]
+    return _kinds(_decoder_steps(tokenizer)).startswith("ByteLevel")
+
+
+def has_fallback(tokenizer: Tokenizer) -> bool:
+    """Whether tokens such as `<0xE2>` stand for bytes."""
+    return "ByteFallback" in _kinds(_decoder_steps(tokenizer))
+
+
+def fallback_byte(entry: str) -> bytes | None:
+    """The byte of a vocabulary entry for byte fallback; None for others."""
+    return bytes.fromhex(entry[3:5]) if _FALLBACK.fullmatch(entry) else None
+
+
+def check_decoder(tokenizer: Tokenizer) -> None:
+    """Raises ValueError for decoders with which tokens may change the text of those before them, and for those that
+    `tokenizers` fails on."""
+    steps = _decoder_steps(tokenizer)
+    kinds = _kinds(steps)
+    if not _DECODERS.fullmatch(kinds):
+        raise ValueError(
+            f"its decoder is {kinds}, with which later tokens may change earlier text; supported are ByteLevel, "
+            "WordPiece, BPEDecoder, and, in this order and each optional, Replace or Metaspace, ByteFallback, Fuse, "
+            "Strip"
+        )
+    for step in steps:
+        if step["type"] == "Strip" and (step["start"] > 1 or step["stop"] > 0):
+            raise ValueError(
+                f"its decoder strips {step['start']} characters at the beginning and {step['stop']} at the end of a "
+                "text; at most 1 and 0 are supported"
+            )
+        if step["type"] == "BPEDecoder":
+            suffix = step["suffix"]
+            for entry in tokenizer.get_vocab(with_added_tokens=True):
+                if suffix in entry[:-1]:
+                    raise ValueError(f"its token {entry!r} has the decoder's suffix {suffix!r} before its end")
+
+
+def _kinds(steps: Sequence[Mapping[str, Any]]) -> str:
+    return " ".join(step["type"] for step in steps)
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -48,11 +92,8 @@ def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def _pieces(entry: str, replaced: list[tuple[str, str]], *, fallback: bool) -> bytes:
-    if fallback and len(entry) == 6 and entry.startswith("<0x") and entry.endswith(">"):
-        try:
-            return bytes([int(entry[3:5], 16)])
-        except ValueError:
-            pass
+    if fallback and (byte := fallback_byte(entry)) is not None:
+        return byte
     for old, new in replaced:
         entry = entry.replace(old, new)
     return entry.encode()

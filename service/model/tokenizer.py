@@ -10,17 +10,17 @@ from pathlib import Path
 from tokenizers import Tokenizer as _Tokenizer
 
 from families import CheckpointError
-from service.model.token_bytes import joins_bytes, to_bytes
+from service.model.token_bytes import check_decoder, fallback_byte, has_fallback, joins_bytes, to_bytes
 
 # Private-use code points, which do not occur in exchanged text.
 _LITERAL_OPEN, _LITERAL_CLOSE = "\ufdd0", "\ufdd1"
 _REPLACEMENT = "\ufffd"
-_INCOMPLETE = 3
-"""Largest number of bytes of an incomplete character."""
+_BEFORE = 2
+"""Number of ids after which a token's text does not depend on those before them: a decoder may remove the space of the
+first token, and one at the beginning of the text."""
 MOST_IDS = 1 << 24
 """Above the vocabulary of every published model. There is a table of all ids."""
-_WINDOW = 16
-"""From this number of held-back ids on, they are checked for whether they can still become a character."""
+_strict_utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Tokenizer:
@@ -37,6 +37,10 @@ class Tokenizer:
         for tokenizer in (self._tokenizer, self._plain):
             tokenizer.no_truncation()
             tokenizer.no_padding()
+        try:
+            check_decoder(self._tokenizer)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from None
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         largest = max(vocabulary.values(), default=-1)
         if largest >= MOST_IDS:
@@ -46,7 +50,9 @@ class Tokenizer:
         self._to_bytes = to_bytes(self._tokenizer)
         self.joins_bytes = joins_bytes(self._tokenizer)
         """Whether text is the bytes of its tokens, one after another."""
+        self._has_fallback = has_fallback(self._tokenizer)
         self._shown: dict[int, bytes] = {}
+        self._empty: dict[int, bool] = {}
         self._special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         self._has_text = bytearray(largest + 1)  # by id; asking the library takes longer
         for i in vocabulary.values():
@@ -90,6 +96,19 @@ class Tokenizer:
     def silent(self, token_id: int) -> bool:
         """Whether a token has no text: a special one, or an id without an entry."""
         return token_id >= len(self._has_text) or not self._has_text[token_id]
+
+    def empty(self, token_id: int) -> bool:
+        """Whether the decoder makes nothing of a token that is not `silent`, wherever it stands."""
+        found = self._empty.get(token_id)
+        if found is None:
+            # A decoder may remove the space of the first token, and another one at the beginning of the text.
+            found = self._empty[token_id] = not self.decode([token_id] * 3)
+        return found
+
+    def fallback_byte(self, token_id: int) -> bytes | None:
+        """The byte that a token without text of its own stands for; None for other tokens."""
+        entry = self.token(token_id) if self._has_fallback else None
+        return None if entry is None else fallback_byte(entry)
 
     def shown_bytes(self, token_id: int) -> bytes:
         """The bytes of a token in decoded text, if `joins_bytes`: none of a token without text."""
@@ -138,23 +157,25 @@ def substitute(text: str, token: str, words: Iterable[str | None]) -> str:
 
 
 class Detokenizer:
-    """Converts ids to text as soon as the text is certain.
+    """Converts ids to text as soon as the text is certain: the texts together are that of `Tokenizer.decode`.
 
     A character may span several byte-level tokens; an incomplete one at the end is held back. In other vocabularies a
-    token's text may depend on the token before it, so a short window is decoded with and without the new ids, and the
-    difference is their text.
+    token's text depends on whether it is the first, so it is decoded after those before it, and their text is left out.
+    Of byte fallback, a run of byte tokens is text if all of it is UTF-8, and otherwise one U+FFFD per byte: it is held
+    back until it ends or cannot become text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._prefix = self._read = 0
+        self._before: list[int] = []
+        """The last ids whose text is certain."""
+        self._run: list[int] = []
+        """A run of byte tokens that may become text."""
+        self._run_utf8 = _strict_utf8()
+        self._broken = False
+        """Whether the last token was a byte of a run that is no text."""
         joins_bytes = tokenizer is not None and tokenizer.joins_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if joins_bytes else None
-
-    def _text(self, start: int, stop: int) -> str:
-        assert self._tokenizer is not None
-        return self._tokenizer.decode(self._ids[start:stop])
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that became certain with `ids`."""
@@ -162,38 +183,43 @@ class Detokenizer:
             return ""
         if self._utf8 is not None:
             return self._utf8.decode(b"".join(map(self._tokenizer.shown_bytes, ids)))
-        # Ids without text would only lengthen the window.
-        self._ids.extend([i for i in ids if not self._tokenizer.silent(i)])
-        return self._advance(final=False)
+        return "".join([self._pushed(i) for i in ids if not self._tokenizer.silent(i)])
 
     def flush(self) -> str:
         """The text that was held back, an incomplete character as U+FFFD."""
-        return self._advance(final=True) if self._utf8 is None else self._utf8.decode(b"", final=True)
+        return self._ended_run() if self._utf8 is None else self._utf8.decode(b"", final=True)
 
-    def _advance(self, *, final: bool) -> str:
-        if self._tokenizer is None or self._read == len(self._ids):
+    def _pushed(self, token: int) -> str:
+        assert self._tokenizer is not None
+        byte = self._tokenizer.fallback_byte(token)
+        if byte is None:
+            text = self._ended_run()
+            if not self._tokenizer.empty(token):
+                return text + self._decoded([token])
+            if self._before and self._tokenizer.fallback_byte(self._before[-1]) is not None:
+                self._before = [self._before[-1], token]  # it separates this byte from the next one
+            return text
+        if self._broken:
+            return _REPLACEMENT
+        self._run.append(token)
+        try:
+            self._run_utf8.decode(byte)
+        except UnicodeDecodeError:
+            text, self._broken = self._ended_run(), True
+            return text
+        return ""
+
+    def _ended_run(self) -> str:
+        run, self._run = self._run, []
+        self._run_utf8.reset()
+        self._broken = False
+        return self._decoded(run)
+
+    def _decoded(self, ids: list[int]) -> str:
+        """The text of `ids` after those before them; nothing after `ids` can change it."""
+        if self._tokenizer is None or not ids:
             return ""
-        shown = self._text(self._prefix, self._read)
-        text = self._text(self._prefix, len(self._ids))
-        if len(text) <= len(shown):
-            return ""
-        end = len(self._ids)
-        if text.endswith(_REPLACEMENT) and not final:
-            end, text = self._certain(text)
-            if len(text) <= len(shown):
-                return ""
-        self._prefix, self._read = self._read, end
+        shown = self._tokenizer.decode(self._before)
+        text = self._tokenizer.decode(self._before + ids)
+        self._before = (self._before + ids)[-_BEFORE:]
         return text[len(shown) :]
-
-    def _certain(self, text: str) -> tuple[int, str]:
-        """For a long window that ends in bytes that are no characters: (end of what no later byte can change, its
-        text).
-
-        A character that is still incomplete has at most its first three bytes, and so the last three tokens.
-        """
-        end = len(self._ids) - _INCOMPLETE
-        if end - self._read >= _WINDOW:
-            certain = self._text(self._prefix, end)
-            if certain + self._text(end, len(self._ids)) == text:
-                return end, certain
-        return self._read, ""

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from qwen_prompt import TEMPLATE as QWEN
 from served import TEMPLATE as SERVED
@@ -31,24 +31,64 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module", params=["bytes", "window"])
+@pytest.fixture(scope="module", params=["bytes", "fused"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """One token per byte, so that characters are split in every possible way. With and without a second step of
-    decoding, which changes nothing but is not known to."""
+    decoding, which changes nothing."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = RawTokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r"\s"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     raw.decoder = decoders.ByteLevel()
-    if request.param == "window":
+    if request.param == "fused":
         raw.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
     raw.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     raw.save(str(path))
     made = Tokenizer(path)
-    assert made.joins_bytes == (request.param == "bytes")
+    assert made.joins_bytes
     return made
+
+
+SPACES = decoders.Replace("\u2581", " ")
+BYTES, FUSE, STRIP = decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+DECODERS = {
+    "none": None,
+    "llama": decoders.Sequence([SPACES, BYTES, FUSE, STRIP]),
+    "gemma": decoders.Sequence([SPACES, BYTES, FUSE]),
+    "metaspace": decoders.Metaspace(),
+    "first": decoders.Metaspace(prepend_scheme="first"),
+    "never": decoders.Metaspace(prepend_scheme="never"),
+    "metaspace-bytes": decoders.Sequence([decoders.Metaspace(), BYTES, FUSE, STRIP]),
+    "wordpiece": decoders.WordPiece(),
+    "wordpiece-as-it-is": decoders.WordPiece(cleanup=False),
+    "bpe": decoders.BPEDecoder(),
+}
+PIECES = [
+    "\u2581", "\u2581\u2581", "\u2581a", "a", "é", "", "##", "##b", ".", "b</w>", "</w>", " do not", "\u2581a\u2581",
+]  # fmt: skip
+BYTE_IDS = 256
+IDS = BYTE_IDS + len(PIECES) + 2
+
+
+def of_pieces(path: Path, decoder: decoders.Decoder | None) -> Tokenizer:
+    """A token for each byte, then pieces of words, a special and an added token."""
+    vocabulary = [*(f"<0x{byte:02X}>" for byte in range(BYTE_IDS)), *PIECES]
+    raw = RawTokenizer(models.WordLevel({piece: i for i, piece in enumerate(vocabulary)}, unk_token="a"))
+    if decoder is not None:
+        raw.decoder = decoder
+    raw.add_special_tokens([AddedToken("<s>", special=True)])
+    raw.add_tokens([AddedToken("<call>", special=False)])
+    assert raw.get_vocab_size() == IDS
+    raw.save(str(path / "tokenizer.json"))
+    return Tokenizer(path / "tokenizer.json")
+
+
+@pytest.fixture(scope="module", params=DECODERS)
+def pieces(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A vocabulary that is not byte-level, with one decoder of those that published tokenizers have."""
+    return of_pieces(tmp_path_factory.mktemp("pieces"), DECODERS[request.param])
 
 
 @given(text=st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\ufdd0\ufdd1")), cut=st.integers(1, 5))
@@ -61,6 +101,67 @@ def test_streamed_text_equals_the_whole_and_is_never_half_a_character(
     pieces = [detokenizer.push(ids[i : i + cut]) for i in range(0, len(ids), cut)]
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
     assert "".join(pieces) + detokenizer.flush() == text == tokenizer.decode(ids)
+
+
+@given(
+    parts=st.lists(
+        st.text("aé€😀", max_size=2).map(lambda text: list(text.encode()))
+        | st.lists(st.integers(0, IDS) | st.integers(BYTE_IDS, IDS) | st.sampled_from([0x80, 0xE2, 0xFF]), max_size=5),
+        max_size=8,
+    )
+)
+@example(parts=[[BYTE_IDS + PIECES.index(piece) for piece in ("a", "", "", "\u2581a")]])
+def test_pieces_of_words_are_streamed_as_they_decode(pieces: Tokenizer, parts: list[list[int]]) -> None:
+    """A run of byte tokens is no text at all if one of them makes it none, even if it began with whole characters."""
+    ids = [i for part in parts for i in part]
+    for division in (parts, [[i] for i in ids]):
+        detokenizer = Detokenizer(pieces)
+        assert "".join(map(detokenizer.push, division)) + detokenizer.flush() == pieces.decode(ids)
+
+
+def test_bytes_of_no_text_are_shown_at_once(tmp_path: Path) -> None:
+    detokenizer = Detokenizer(of_pieces(tmp_path, DECODERS["llama"]))
+    shown = [detokenizer.push([i]) for i in (0xE2, 0x82, 0xAC, 0xFF, 0x41, BYTE_IDS + PIECES.index("a"), 0x41)]
+    assert shown == ["", "", "", "\ufffd" * 4, "\ufffd", "a", ""] and detokenizer.flush() == "A"
+
+
+@pytest.mark.parametrize("run", ["FF", "E2 82 AC", None], ids=["no text", "characters", "empty pieces"])
+def test_a_long_answer_of_pieces_costs_no_more_for_each_token(pieces: Tokenizer, run: str | None) -> None:
+    decoded = 0
+
+    class Counting:
+        silent, empty, joins_bytes, fallback_byte = (
+            pieces.silent, pieces.empty, pieces.joins_bytes, pieces.fallback_byte
+        )  # fmt: skip
+
+        def decode(self, ids: list[int]) -> str:
+            nonlocal decoded
+            decoded += len(ids)
+            return pieces.decode(ids)
+
+    detokenizer = Detokenizer(Counting())  # type: ignore[arg-type]
+    ids = [*(bytes.fromhex(run) if run else [BYTE_IDS + PIECES.index(piece) for piece in ("##", "")])] * 500
+    text = "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush()
+    assert text == pieces.decode(ids) and decoded <= 6 * len(ids)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "fault"),
+    [
+        (decoders.CTC(), "its decoder is CTC"),
+        (decoders.Sequence([FUSE, SPACES]), "its decoder is Fuse Replace"),
+        (decoders.Sequence([decoders.ByteLevel(), STRIP]), "its decoder is ByteLevel Strip"),
+        (decoders.Sequence([FUSE, decoders.Strip(" ", 0, 1)]), "strips 0 characters at the beginning and 1 at the end"),
+        (decoders.Sequence([FUSE, decoders.Strip(" ", 2, 0)]), "strips 2 characters at the beginning and 0 at the end"),
+        (decoders.BPEDecoder("##"), "'##b' has the decoder's suffix '##' before its end"),
+    ],
+    ids=["ctc", "replace", "bytes", "end", "two", "suffix"],
+)
+def test_a_decoder_whose_text_may_change_later_is_refused(
+    tmp_path: Path, decoder: decoders.Decoder, fault: str
+) -> None:
+    with pytest.raises(CheckpointError, match=fault):
+        of_pieces(tmp_path, decoder)
 
 
 def test_an_incomplete_character_is_shown_at_the_end_only(tokenizer: Tokenizer) -> None:
