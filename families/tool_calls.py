@@ -61,10 +61,13 @@ Piece = TextPiece | CallPiece
 class CallScanner:
     """Converts one sample's text to text and calls."""
 
-    def __init__(self, markup: ToolMarkup, tools: Mapping[str, Mapping[str, Any]], *, single: bool = False) -> None:
+    def __init__(
+        self, markup: ToolMarkup, tools: Mapping[str, Mapping[str, Any]], *, single: bool = False,
+        at_once: bool = False,
+    ) -> None:  # fmt: skip
         """`tools`: the JSON schema of each tool's arguments, by name. `single`: the first complete call is the end of
-        the answer; nothing after it is reported."""
-        self._markup, self._tools, self._single = markup, tools, single
+        the answer; nothing after it is reported. `at_once`: a text that does not begin with a call has none."""
+        self._markup, self._tools, self._single, self._at_once = markup, tools, single, at_once
         self._longest_name = max(map(len, tools), default=0) + 2
         self._cursor = Cursor()
         self._pieces: list[Piece] = []
@@ -104,6 +107,14 @@ class CallScanner:
         cursor = self._cursor
         body = {"xml": self._xml, "object": self._item, "list": self._list}[self._markup.body]
         begin = self._markup.begin
+        if self._at_once:
+            try:
+                yield from cursor.word(begin)
+                cursor.at = 0
+            except Mismatch:
+                while True:
+                    self._pass_on(len(cursor.text))
+                    yield
         while True:
             yield from self._outside()
             if cursor.final and begin not in cursor.text:

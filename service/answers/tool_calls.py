@@ -74,6 +74,11 @@ def calls_format(markup: ToolMarkup, use: ToolUse, answer: TextFormat | None = N
     return TextFormat("tool_calls", json.dumps(made))
 
 
+def has_answer_format(format: TextFormat | None) -> bool:
+    """Whether an answer of this format has either calls only or a text in a format, in which nothing is a call."""
+    return format is not None and format.kind == "tool_calls" and json.loads(format.source)["answer"] is not None
+
+
 def _markup(assets: ModelAssets) -> ToolMarkup:
     markup = assets.tool_markup
     if markup is None or assets.tokenizer is None:
@@ -104,12 +109,14 @@ def silent_markers(markup: ToolMarkup, assets: ModelAssets) -> Mapping[int, str]
 class CallSplit:
     """Separates one sample's calls from its text, and from its reasoning, within which some models begin a call."""
 
-    def __init__(self, markup: ToolMarkup, use: ToolUse, silent: Mapping[int, str], name: str) -> None:
+    def __init__(
+        self, markup: ToolMarkup, use: ToolUse, silent: Mapping[int, str], name: str, *, or_format: bool = False
+    ) -> None:
         """`silent`: see `silent_markers`. `name`: of the sample, for the ids of its calls: these are the same if the
-        request is sent again."""
-        self._markup, self._use, self._name = markup, use, name
+        request is sent again. `or_format`: see `has_answer_format`."""
+        self._markup, self._use, self._name, self._or_format = markup, use, name, or_format
         self.silent = silent
-        self.in_reasoning = use.choice == "auto" and not any(tool.strict for tool in use.tools)
+        self.in_reasoning = use.choice == "auto" and not or_format and not any(tool.strict for tool in use.tools)
         """Whether reasoning may contain calls; where a constraint makes them, it begins after the reasoning."""
         self._tools: dict[str, Mapping[str, Any]] = {tool.name: tool.parameters for tool in use.tools}
         self._before = 0
@@ -118,7 +125,7 @@ class CallSplit:
         self._scanner = self._made()
 
     def _made(self) -> CallScanner:
-        return CallScanner(self._markup, self._tools, single=not self._use.parallel)
+        return CallScanner(self._markup, self._tools, single=not self._use.parallel, at_once=self._or_format)
 
     @property
     def done(self) -> bool:

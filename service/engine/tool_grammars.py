@@ -10,6 +10,7 @@ what begins like a call is one.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -72,9 +73,10 @@ class ToolGrammar:
 
     def _free(self, begin: str, rest: str) -> str:
         """Text in which the marker is followed by the rest of a call."""
-        self._rules.append("TEXT: /(.|\\n)*/")
-        if begin.startswith("<"):  # a special token, which is no text
+        if begin.startswith("<"):  # a special token; text that looks like it would begin a call, too
+            self._rules.append(f"TEXT: /(.|\\n)*/ & ~/(?s:.*{re.escape(self._markup['begin'])}.*)/")
             return f"start: (TEXT {begin} {rest})* TEXT"
+        self._rules.append("TEXT: /(.|\\n)*/")
         self._rules.append(f"trigger[lazy]: TEXT {begin}")
         return f"start: (trigger {rest})* TEXT"
 

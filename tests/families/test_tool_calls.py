@@ -101,6 +101,21 @@ def test_after_a_single_call_the_answer_is_over(markup: ToolMarkup) -> None:
     assert scanner.done and not scanner.pending
 
 
+@pytest.mark.parametrize("markup", [XML, HERMES, CALL_LIST], ids=lambda markup: markup.body)
+def test_where_a_call_begins_at_once_or_never_a_later_one_is_text(markup: ToolMarkup) -> None:
+    now = '{"name": "now", "arguments": {}}'
+    body = {"xml": xml("now")[len(XML.begin) : -len(XML.end)], "object": now, "list": f"[{now}]"}[markup.body]
+    call = f"{markup.begin}{body}{markup.end}"
+    for text, rest, calls in (
+        (f'{{"a": "{call}"}}', f'{{"a": "{call}"}}', []), (f" {call}", f" {call}", []), (call[:5], call[:5], []),
+        (f"{call}\n{call}", "", [("now", "{}")] * 2), (call, "", [("now", "{}")]),
+    ):  # fmt: skip
+        for parts in ([text], list(text)):
+            scanner = CallScanner(markup, TOOLS, at_once=True)
+            pieces = [piece for part in parts for piece in scanner.feed(part)]
+            assert joined(pieces + scanner.finish()) == (rest, calls), text
+
+
 SCHEMA = {
     "properties": {
         "text": {"type": "string"}, "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},

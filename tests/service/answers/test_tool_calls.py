@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from families.tool_calls import CALL_LIST, HERMES, XML, CallScanner, TextPiece, 
 from service.answers.convert import ResponseBuilder, event_to_proto
 from service.answers.reasoning import ReasoningSplit
 from service.answers.relay import SampleState, Shown, merged
-from service.answers.tool_calls import CallSplit
+from service.answers.tool_calls import CallSplit, calls_format
 from service.common import errors
 from service.common.config import ServerOptions
 from service.common.types import (
@@ -33,8 +34,10 @@ from service.common.types import (
     ToolCall,
     ToolUse,
 )
+from service.engine.constraining import Constraining
 from service.model.assets import ModelAssets
 from service.model.chat import ChatTemplate
+from service.model.tokenizer import Tokenizer, literal
 from service.servers.limits import load_assets
 
 TEMPLATE = (
@@ -43,7 +46,7 @@ TEMPLATE = (
     "{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}{{ '<think>\n' if enable_thinking }}"
 )
 WEATHER = json.dumps({"name": "weather", "arguments": {"city": "Köln", "days": 2}}, ensure_ascii=False)
-BEGIN = 943
+BEGIN = 979
 """The first id that the embedded model's vocabulary has no entry for."""
 CALLS = [("weather", {"city": "Köln", "days": 2}), ("now", {})]
 WRITTEN = {
@@ -278,6 +281,16 @@ def test_calls_that_keep_to_a_schema_have_a_constraint_after_the_reasoning(asset
     assert {tool["schema"] is None for tool in json.loads(both.format.source)["tools"]} == {True}
 
 
+def test_a_text_in_the_required_format_is_no_call_and_kept_as_it_is(assets: ModelAssets) -> None:
+    quoting = json.dumps({"a": f"{XML.begin}<function=now></function>{XML.end}"})
+    for text_format, text in ((TextFormat("json_object"), quoting), (TextFormat("regex", "\\n+a"), "\n\na")):
+        fields: dict[str, Any] = {**using(thinking=True), "constraint": ConstraintSpec(text_format)}
+        events, _ = answered(assets, f"so</think>{text}<|im_end|>", **fields)
+        assert (split(events), calls_of(events), reason(events)) == (("so", text), [], "stop")
+        events, _ = answered(assets, f"so</think>{WRITTEN[XML]}<|im_end|>", **fields)
+        assert (split(events), parsed(events), reason(events)) == (("so", ""), CALLS, "tool_calls")
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
@@ -319,6 +332,28 @@ def test_markers_that_are_special_tokens_are_found_by_their_ids(special: ModelAs
     assert split(answered(special, output, "a")[0])[1].count("<tool_call>") == 0, "special tokens have no text"
     _, (request,) = answered(special, "x", **using(choice="none"))
     assert request.sampling.logit_bias[BEGIN] <= -1e9, "no call can begin"
+
+
+def test_text_that_looks_like_a_special_marker_begins_no_call_of_a_strict_tool(
+    special: ModelAssets, tmp_path: Path
+) -> None:
+    """It would be a call that nothing holds to the tool's schema."""
+    file = json.loads((special.config.path / "tokenizer.json").read_text())
+    del file["added_tokens"][-1], file["model"]["vocab"]["<function="]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    schema = {"properties": {"n": {"const": 7}}, "required": ["n"]}
+    spec = ConstraintSpec(calls_format(XML, ToolUse((Tool("strict", "", schema, strict=True),))))
+    constraining = Constraining(tmp_path / "tokenizer.json", 1024, frozenset({END}))
+    try:
+        made = constraining.begin(spec, frozenset({END}), frozenset(), ()).result(timeout=60)
+    finally:
+        constraining.close()
+    for text, fine in (("a <tool> <tool_call", True), ("a <tool_call>", False)):
+        tokens = tokenizer.encode(literal(text, XML.begin))
+        assert BEGIN not in tokens and (made.valid_prefix(tokens) == len(tokens)) == fine
+    tokens = tokenizer.encode(f"a {xml('strict', n='7')} b")
+    assert BEGIN in tokens and made.valid_prefix([*tokens, END]) == len(tokens) + 1
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------
