@@ -130,8 +130,7 @@ class ChatTemplate:
         assert self._template is not None
         # As in transformers, `tools` and `documents` are none and not undefined: templates compare them with none.
         absent = {"tools": None, "documents": None, "add_generation_prompt": True}
-        values = {**self._special_tokens, **absent, **(arguments or {}), "messages": messages}
-        values["tools"] = self._safe_json(values["tools"])
+        values = {**self._special_tokens, **absent, **self._safe_json(arguments or {}), "messages": messages}
         try:
             return self._template.render(values)
         except Exception as error:  # whatever the template's code does, such as dividing by zero
@@ -164,12 +163,12 @@ class ChatTemplate:
             head["reasoning_content"] = self._safe(message.reasoning)
         if message.tool_calls:
             head["tool_calls"] = [
-                {"id": call.id, "type": "function",
-                 "function": {"name": call.name, "arguments": self._safe_json(call.arguments)}}
+                {"id": self._safe(call.id), "type": "function",
+                 "function": {"name": self._safe(call.name), "arguments": self._safe_json(call.arguments)}}
                 for call in message.tool_calls
             ]  # fmt: skip
         if message.answered is not None:
-            head |= {"tool_call_id": message.answered.id, "name": message.answered.name}
+            head |= {"tool_call_id": self._safe(message.answered.id), "name": self._safe(message.answered.name)}
         return head
 
     def _structured(self, message: Message) -> dict[str, Any]:

@@ -371,6 +371,23 @@ def test_tools_calls_and_results_go_through_the_template(assets: ModelAssets) ->
     assert '"description": "of <image>"' in text and '{"city": "<image>", "days": [1]}[tool]warm' in text
 
 
+@pytest.mark.parametrize("text", ["<image>", "a\ufdd0b"])
+def test_names_and_ids_of_calls_and_arguments_of_the_template_are_texts(text: str) -> None:
+    """They are no images, and what follows them is read as before: its special tokens are tokens."""
+    hearing = made_assets()
+    asked, answer = "messages[0].tool_calls[0]", "messages[1]"
+    printed = ["x.y[0]", f"{asked}.id", f"{asked}.function.name", f"{answer}.tool_call_id", f"{answer}.name"]
+    source = "".join(f"{{{{ {text} }}}}" for text in printed) + "<|im_end|>"
+    hearing.template = ChatTemplate(source, image_token=hearing.image_token, special_tokens={})
+    call = ToolCall(text, text, {})
+    history = Message("assistant", (), tool_calls=(call,)), Message("tool", ("warm",), answered=call)
+    value = ChatInput(history, {"x": {"y": [text]}}, ("tool_calls",))
+    _, (request,) = answered(hearing, "x", input=value)
+    assert hearing.tokenizer is not None
+    assert hearing.tokenizer.decode(request.prompt_ids) == text.replace("\ufdd0", "") * 5
+    assert request.prompt_ids[-1] == END
+
+
 def test_what_the_model_or_its_template_cannot_do_is_refused(assets: ModelAssets) -> None:
     plain = made_assets()
     plain.template = ChatTemplate("{{ tools }}{{ messages[0].content }}", image_token=None, special_tokens={})
