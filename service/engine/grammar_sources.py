@@ -11,7 +11,7 @@ from service.common.types import TextFormat
 from service.engine.format_parts import BY_NAME
 from service.engine.grammar_sizes import check_sizes
 from service.engine.schema_numbers import check_numbers
-from service.engine.tool_grammars import ToolGrammar
+from service.engine.tool_grammars import ToolGrammar, text_without
 from service.engine.types import UnusableConstraint
 
 JSON_OPTIONS: dict[str, Any] = {
@@ -107,7 +107,8 @@ def _structural_tags(tags: dict[str, Any], specials: Collection[str]) -> str:
     triggers = tags["triggers"] or [tag["begin"] for tag in tags["tags"]]
     grammars: list[dict[str, Any]] = [{"name": "tags", "lark_grammar": ""}]
     names = [f"tag_{i}" for i in range(len(tags["tags"]))]
-    lines = [f"start: ({' | '.join(names)})* TEXT", "TEXT: /(.|\\n)*/"]
+    lines = [f"start: ({' | '.join(names)})* TEXT"]
+    special = set[str]()
     for name, tag in zip(names, tags["tags"], strict=True):
         trigger = max((t for t in triggers if tag["begin"].startswith(t)), key=len, default=None)
         if trigger is None:
@@ -115,12 +116,13 @@ def _structural_tags(tags: dict[str, Any], specials: Collection[str]) -> str:
         trigger = next((name for name in specials if tag["begin"].startswith(name)), trigger)
         rest = [_literal(tag["begin"][len(trigger) :], specials), f"@{name}_content", _literal(tag["end"], specials)]
         if trigger in specials:
+            special.add(trigger)  # written in other tokens it would be text that begins no tag
             lines.append(f"{name}: TEXT {trigger} {' '.join(rest)}")
         else:
             lines.append(f"{name}_trigger[lazy]: TEXT {_quoted(trigger)}")
             lines.append(f"{name}: {name}_trigger {' '.join(rest)}")
         grammars.append({"name": f"{name}_content", **_content(tag["kind"], tag["content"])})
-    grammars[0]["lark_grammar"] = "\n".join(lines)
+    grammars[0]["lark_grammar"] = "\n".join([*lines, text_without(sorted(special))])
     return json.dumps({"grammars": grammars})
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from families.tool_values import TYPES, typed
@@ -74,9 +74,9 @@ class ToolGrammar:
     def _free(self, begin: str, rest: str) -> str:
         """Text in which the marker is followed by the rest of a call."""
         if begin.startswith("<"):  # a special token; text that looks like it would begin a call, too
-            self._rules.append(f"TEXT: /(.|\\n)*/ & ~/(?s:.*{re.escape(self._markup['begin'])}.*)/")
+            self._rules.append(text_without([self._markup["begin"]]))
             return f"start: (TEXT {begin} {rest})* TEXT"
-        self._rules.append("TEXT: /(.|\\n)*/")
+        self._rules.append(text_without([]))
         self._rules.append(f"trigger[lazy]: TEXT {begin}")
         return f"start: (trigger {rest})* TEXT"
 
@@ -199,6 +199,12 @@ class ToolGrammar:
         if not texts or any("</parameter>" in text for text in texts):
             raise ValueError(f"{where}: none of its values can be written in this markup")
         return self._rule(f"({' | '.join(_quoted(text + _CLOSE) for text in texts)})")
+
+
+def text_without(texts: Collection[str]) -> str:
+    """A terminal of Lark for any text that contains none of `texts`."""
+    pattern = "|".join(map(re.escape, texts)).replace("/", "\\/")
+    return "TEXT: /(.|\\n)*/" + (f" & ~/(?s:.*({pattern}).*)/" if texts else "")
 
 
 def _quoted(text: str) -> str:

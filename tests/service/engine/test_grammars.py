@@ -18,7 +18,7 @@ from service.common.types import ConstraintSpec, TextFormat
 from service.engine.constraining import Constraining
 from service.engine.grammars import GrammarConstraint
 from service.engine.types import UnusableConstraint
-from service.model.tokenizer import Tokenizer
+from service.model.tokenizer import Tokenizer, literal
 
 SCHEMA = {
     "type": "object",
@@ -117,6 +117,23 @@ def test_a_special_token_can_begin_a_tag(constraining: Constraining, tokenizer: 
         (token,) = tokenizer.encode(text)
         made.accept(token)
     assert allowed(made) == {tokenizer.token_id("<s>")}
+
+
+def test_text_that_looks_like_a_special_trigger_is_never_drawn(
+    constraining: Constraining, tokenizer: Tokenizer
+) -> None:
+    """It would be a trigger in the text that begins no tag."""
+    tags = [
+        {"begin": begin, "kind": "regex", "content": "[pq]", "end": end}
+        for begin, end in (("<|im_start|>a", "."), ("<|im_start|>b", ""), ("</img>", ""), ("@", "."))
+    ]
+    made = begun(constraining, TextFormat("structural_tags", json.dumps({"tags": tags, "triggers": []})))
+    special = tokenizer.encode("x<|im_start|>ap.y<|im_start|>bq</img>p@q.z")
+    assert made.valid_prefix([*special, END]) == len(special) + 1
+    for name in ("<|im_start|>", "</img>"):
+        for text, fine in ((f"x @p.{name[:-1]}", True), (f"x{name}ap.", False), (f"@p.{name}ap.", False)):
+            tokens = tokenizer.encode(literal(text, name))
+            assert (made.valid_prefix(tokens) == len(tokens)) == fine, text
 
 
 @pytest.mark.parametrize(
