@@ -11,7 +11,7 @@ from service.common.types import TextFormat
 from service.engine.format_parts import BY_NAME
 from service.engine.grammar_sizes import check_sizes
 from service.engine.schema_numbers import check_numbers
-from service.engine.tool_grammars import ToolGrammar, text_without
+from service.engine.tool_grammars import ToolGrammar, quoted, text_without
 from service.engine.types import UnusableConstraint
 
 JSON_OPTIONS: dict[str, Any] = {
@@ -87,18 +87,14 @@ def _without_leap_seconds(schema: Any) -> Any:
 
 
 def _choice(source: str) -> str:
-    return f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, json.loads(source)))}"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return f"start: CHOICE\nCHOICE: {' | '.join(map(quoted, json.loads(source)))}"
 
 
 def _literal(text: str, specials: Collection[str]) -> str:
     """A fixed text, in which names of special tokens mean these tokens."""
     names = [name for name in specials if name in text]
     pieces = re.split(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})", text) if names else [text]
-    return " ".join(piece if piece in names else _quoted(piece) for piece in pieces if piece)
+    return " ".join(piece if piece in names else quoted(piece) for piece in pieces if piece)
 
 
 def _structural_tags(tags: dict[str, Any], specials: Collection[str]) -> str:
@@ -119,7 +115,7 @@ def _structural_tags(tags: dict[str, Any], specials: Collection[str]) -> str:
             special.add(trigger)  # written in other tokens it would be text that begins no tag
             lines.append(f"{name}: TEXT {trigger} {' '.join(rest)}")
         else:
-            lines.append(f"{name}_trigger[lazy]: TEXT {_quoted(trigger)}")
+            lines.append(f"{name}_trigger[lazy]: TEXT {quoted(trigger)}")
             lines.append(f"{name}: {name}_trigger {' '.join(rest)}")
         grammars.append({"name": f"{name}_content", **_content(tag["kind"], tag["content"])})
     grammars[0]["lark_grammar"] = "\n".join([*lines, text_without(sorted(special))])

@@ -96,7 +96,7 @@ class ToolGrammar:
             raise ValueError(f"tool {name!r}: x-guidance cannot be set")
         if self._markup["body"] != "xml":
             arguments = self._json({"type": "object"} if schema is None else _object(schema))
-            return self._rule(f'{_quoted(f"""{{"name": {json.dumps(name)}, "arguments": """)} {arguments} "}}"')
+            return self._rule(f'{quoted(f"""{{"name": {json.dumps(name)}, "arguments": """)} {arguments} "}}"')
         parts = [self._literal(f"<function={name}>\n")]
         if schema is None:
             close = self._raw(".*", "")
@@ -153,7 +153,7 @@ class ToolGrammar:
             return self._one_of(where, [schema], [])
         if _may_be_string(schema, definitions):
             raise ValueError(f"{where}: a union of strings with other types cannot be told apart in this markup")
-        return self._rule(f"{self._json({**schema, **definitions})} {_quoted(_CLOSE)}")
+        return self._rule(f"{self._json({**schema, **definitions})} {quoted(_CLOSE)}")
 
     def _one_of(self, where: str, strings: list[dict[str, Any]], others: list[str]) -> str:
         rules = [self._string(where, schema) for schema in strings]
@@ -198,7 +198,7 @@ class ToolGrammar:
     def _texts(self, where: str, texts: list[str]) -> str:
         if not texts or any("</parameter>" in text for text in texts):
             raise ValueError(f"{where}: none of its values can be written in this markup")
-        return self._rule(f"({' | '.join(_quoted(text + _CLOSE) for text in texts)})")
+        return self._rule(f"({' | '.join(quoted(text + _CLOSE) for text in texts)})")
 
 
 def text_without(texts: Collection[str]) -> str:
@@ -207,8 +207,9 @@ def text_without(texts: Collection[str]) -> str:
     return "TEXT: /(.|\\n)*/" + (f" & ~/(?s:.*({pattern}).*)/" if texts else "")
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def quoted(text: str) -> str:
+    """A string of Lark, which is one of JSON; but the library does not read U+007F as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _object(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -119,6 +119,16 @@ def test_a_special_token_can_begin_a_tag(constraining: Constraining, tokenizer: 
     assert allowed(made) == {tokenizer.token_id("<s>")}
 
 
+def test_fixed_texts_may_have_any_character(constraining: Constraining, tokenizer: Tokenizer) -> None:
+    texts = ["\x00", "\x1f", "\x7f", "\u2028", "\ufeff", "\ufffd", "\U0010ffff", "//", "%json", "\\u0041"]
+    made = begun(constraining, TextFormat("choice", json.dumps(texts)))
+    tag = {"begin": "\x7f", "kind": "regex", "content": "[pq]", "end": "\x7f"}
+    tags = begun(constraining, TextFormat("structural_tags", json.dumps({"tags": [tag], "triggers": []})))
+    for first, output in ((tags, "x\x7fp\x7f"), *((made, text) for text in texts)):
+        tokens = [*tokenizer.encode(output), END]
+        assert first.valid_prefix(tokens) == len(tokens), output
+
+
 def test_text_that_looks_like_a_special_trigger_is_never_drawn(
     constraining: Constraining, tokenizer: Tokenizer
 ) -> None:
