@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 from service.common.types import TextFormat
@@ -22,8 +22,9 @@ JSON_OPTIONS: dict[str, Any] = {
 and hardly any token would be forced. Schema keywords that are not implemented are rejected."""
 
 
-def grammar_source(format: TextFormat, specials: Collection[str]) -> str:
-    """The source for `LLMatcher`. `specials`: names of the vocabulary's special tokens. Raises UnusableConstraint."""
+def grammar_source(format: TextFormat, specials: Mapping[str, int]) -> str:
+    """The source for `LLMatcher`. `specials`: ids of the vocabulary's special tokens by name. Raises
+    UnusableConstraint."""
     from llguidance import LLMatcher
 
     try:
@@ -90,14 +91,14 @@ def _choice(source: str) -> str:
     return f"start: CHOICE\nCHOICE: {' | '.join(map(quoted, json.loads(source)))}"
 
 
-def _literal(text: str, specials: Collection[str]) -> str:
+def _literal(text: str, specials: Mapping[str, int]) -> str:
     """A fixed text, in which names of special tokens mean these tokens."""
     names = [name for name in specials if name in text]
     pieces = re.split(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})", text) if names else [text]
-    return " ".join(piece if piece in names else quoted(piece) for piece in pieces if piece)
+    return " ".join(f"<[{specials[piece]}]>" if piece in names else quoted(piece) for piece in pieces if piece)
 
 
-def _structural_tags(tags: dict[str, Any], specials: Collection[str]) -> str:
+def _structural_tags(tags: dict[str, Any], specials: Mapping[str, int]) -> str:
     """`{"tags": [{"begin", "kind", "content", "end"}], "triggers": [...]}`: free text in which each trigger must be
     followed by the rest of a tag that begins with it."""
     triggers = tags["triggers"] or [tag["begin"] for tag in tags["tags"]]
@@ -109,11 +110,11 @@ def _structural_tags(tags: dict[str, Any], specials: Collection[str]) -> str:
         trigger = max((t for t in triggers if tag["begin"].startswith(t)), key=len, default=None)
         if trigger is None:
             raise ValueError(f"tag {tag['begin']!r} begins with none of the triggers {triggers}")
-        trigger = next((name for name in specials if tag["begin"].startswith(name)), trigger)
+        trigger = max((name for name in specials if tag["begin"].startswith(name)), key=len, default=trigger)
         rest = [_literal(tag["begin"][len(trigger) :], specials), f"@{name}_content", _literal(tag["end"], specials)]
         if trigger in specials:
             special.add(trigger)  # written in other tokens it would be text that begins no tag
-            lines.append(f"{name}: TEXT {trigger} {' '.join(rest)}")
+            lines.append(f"{name}: TEXT <[{specials[trigger]}]> {' '.join(rest)}")
         else:
             lines.append(f"{name}_trigger[lazy]: TEXT {quoted(trigger)}")
             lines.append(f"{name}: {name}_trigger {' '.join(rest)}")

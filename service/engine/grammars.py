@@ -153,7 +153,7 @@ class Grammars:
                 "the model's vocabulary has no token that could end a text", "sampling.response_format"
             )
         self._placeholder = min(ends or textless)
-        self._specials = frozenset(vocabulary.special.values())
+        self._specials = {name: token for token, name in vocabulary.special.items()}
         special = sorted({*ends, *vocabulary.special})
         self._tokenizer = LLTokenizer(_Wrapper(vocabulary, self._placeholder, special))
         self._cached: OrderedDict[TextFormat, Grammar | UnusableConstraint] = OrderedDict()

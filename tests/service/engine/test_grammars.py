@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -117,6 +118,25 @@ def test_a_special_token_can_begin_a_tag(constraining: Constraining, tokenizer: 
         (token,) = tokenizer.encode(text)
         made.accept(token)
     assert allowed(made) == {tokenizer.token_id("<s>")}
+
+
+@pytest.mark.parametrize("name", ["[CALL]", "<function=", "<a b>", "TEXT", "<[5]>"])
+def test_special_tokens_of_any_name_begin_and_end_a_tag(name: str, tmp_path: Path) -> None:
+    file = json.loads(TOKENIZER.read_text())
+    file["model"]["vocab"][name] = 1000
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    file["added_tokens"].append({"id": 1000, "content": name, **plain})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    own = Constraining(tmp_path / "tokenizer.json", VOCABULARY, frozenset({END}))
+    tags = [
+        {"begin": begin, "kind": "regex", "content": "[pq]", "end": end} for begin, end in ((name, "."), ("@", name))
+    ]
+    try:
+        made = begun(own, TextFormat("structural_tags", json.dumps({"tags": tags, "triggers": []})))
+    finally:
+        own.close()
+    tokens = Tokenizer(tmp_path / "tokenizer.json").encode(f"x{name}p.@q{name}")
+    assert tokens.count(1000) == 2 and made.valid_prefix([*tokens, END]) == len(tokens) + 1
 
 
 def test_fixed_texts_may_have_any_character(constraining: Constraining, tokenizer: Tokenizer) -> None:
