@@ -94,6 +94,10 @@ class GrammarConstraint:
             mask.words[placeholder // 32] &= FULL ^ (1 << placeholder % 32)
             for end in self._ends:
                 mask.words[end // 32] |= 1 << end % 32
+        else:
+            for end in self._ends:
+                if mask.words[end // 32] >> end % 32 & 1:
+                    self._check_end(end)
 
     def accept(self, token: int) -> None:
         assert not self._ended, "the text has ended"
@@ -131,6 +135,12 @@ class GrammarConstraint:
             return []
         tokens: list[int] = self._matcher.compute_ff_tokens()
         return tokens[: self._matcher.validate_tokens(tokens)]
+
+    def _check_end(self, end: int) -> None:
+        """Raises UnusableConstraint if the grammar itself has a token that ends the text, and more after it."""
+        probe = self._matcher.deep_copy()
+        if not (probe.consume_token(end) and probe.is_accepting()):
+            raise UnusableConstraint(f"it goes on after the token {end}, which ends the text", self._grammar.field)
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -139,6 +139,31 @@ def test_special_tokens_of_any_name_begin_and_end_a_tag(name: str, tmp_path: Pat
     assert tokens.count(1000) == 2 and made.valid_prefix([*tokens, END]) == len(tokens) + 1
 
 
+@pytest.mark.parametrize(
+    ("format", "before", "goes_on"),
+    [
+        (TextFormat("lark", 'start: "a" <|im_end|> "b"'), "a", True),
+        (TextFormat("lark", 'start: "a" <|im_end|>'), "a", False),
+        (TextFormat("structural_tags", json.dumps(
+            {"tags": [{"begin": "@", "kind": "regex", "content": "p", "end": "<|im_end|>."}], "triggers": []}
+        )), "@p", True),
+    ],
+    ids=["goes on", "ends", "tag"],
+)  # fmt: skip
+def test_a_text_does_not_end_where_its_grammar_goes_on(
+    format: TextFormat, before: str, goes_on: bool, constraining: Constraining, tokenizer: Tokenizer
+) -> None:
+    """An answer that ends by itself is valid: a grammar that has more after an end of text is refused."""
+    made = begun(constraining, format)
+    for token in tokenizer.encode(before):
+        made.accept(token)
+    if goes_on:
+        with pytest.raises(UnusableConstraint, match=f"goes on after the token {END}, which ends the text"):
+            allowed(made)
+    else:
+        assert allowed(made) == {END}
+
+
 def test_fixed_texts_may_have_any_character(constraining: Constraining, tokenizer: Tokenizer) -> None:
     texts = ["\x00", "\x1f", "\x7f", "\u2028", "\ufeff", "\ufffd", "\U0010ffff", "//", "%json", "\\u0041"]
     made = begun(constraining, TextFormat("choice", json.dumps(texts)))
