@@ -59,25 +59,34 @@ def parse_value(options: type, name: str, raw: Any) -> Any:
             value: Any = _parse_bool(raw)
         elif typing.get_origin(kind) is tuple:
             parts = raw if isinstance(raw, list | tuple) else [p for p in str(raw).split(",") if p.strip()]
-            value = tuple(typing.get_args(kind)[0](p) for p in parts)
+            value = tuple(_parse_one(typing.get_args(kind)[0], p) for p in parts)
         elif spec.metadata["size"]:
             value = parse_size(raw)
-        elif kind is int and isinstance(raw, float | bool):
-            raise ValueError("not a whole number")
         else:
-            value = kind(raw)
-            if kind is float and not math.isfinite(value):
-                raise ValueError("not finite")
+            value = _parse_one(kind, raw)
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{name}: {raw!r} is not {_describe(kind, spec)}") from None
     if spec.metadata["choices"] and value not in spec.metadata["choices"]:
         raise ConfigError(f"{name}: {value!r} is not one of {', '.join(spec.metadata['choices'])}")
+    if value == "":  # as a path, this would be the working directory
+        raise ConfigError(f"{name}: it is empty; give it a value, or leave it out")
     minimum, maximum = spec.metadata["minimum"], spec.metadata["maximum"]
     for number in value if isinstance(value, tuple) else (value,):
         if minimum is not None and number < minimum:
             raise ConfigError(f"{name}: {number} is below the minimum of {minimum}")
         if maximum is not None and number > maximum:
             raise ConfigError(f"{name}: {number} is above the maximum of {maximum}")
+    return value
+
+
+def _parse_one(kind: Any, raw: Any) -> Any:
+    """A whole number, a number or a text. Raises ValueError for other kinds of values, which TOML and Python have."""
+    others = {int: (bool, float), float: (bool,), str: (bool, int, float, list, tuple, dict)}[kind]
+    if isinstance(raw, others):
+        raise ValueError(raw)
+    value = kind(raw)
+    if kind is float and not math.isfinite(value):
+        raise ValueError("not finite")
     return value
 
 
@@ -222,7 +231,7 @@ def _read_file(path: Path, names: set[str]) -> dict[str, Any]:
         values = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {error}") from None
     if unknown := sorted(set(values) - names):
         raise ConfigError(f"config file {path}: {_unknown(unknown, names)}")

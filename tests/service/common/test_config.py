@@ -113,6 +113,8 @@ def test_an_unknown_option_is_named_without_the_list_of_all(capsys: pytest.Captu
         (["--role", "decoder", "--encoders", ":1"], {}, "encoders: ':1' is not HOST:PORT"),
         ([], {"SACCADE_INSECURE": "perhaps"}, "insecure: 'perhaps' is not true or false"),
         (["--config", "/nonexistent.toml"], {}, "config file /nonexistent.toml"),
+        (["--media-dir", ""], {}, "^media_dir: it is empty; give it a value, or leave it out"),
+        ([], {"SACCADE_BATCH_DIR": ""}, "^environment variable SACCADE_BATCH_DIR: batch_dir: it is empty"),
     ],
 )
 def test_errors_name_the_option(argv: list[str], env: dict[str, str], message: str) -> None:
@@ -151,6 +153,11 @@ def test_a_number_that_nothing_could_hold_is_refused(name: str) -> None:
         ("max_seq = 1", "toml: max_seq: no option has this name; did you mean max_seqs"),
         ("max_seqs = ", "config file"),
         ("max_seqs = 0", "^config file .*toml: max_seqs: 0 is below the minimum of 1"),
+        ("token_budgets = [64.5, 256]", r"token_budgets: \[64.5, 256\] is not a list of whole numbers"),
+        ('media_dir = ["uploads"]', r"media_dir: \['uploads'\] is not text"),
+        ("api_keys = true", "api_keys: True is not text"),
+        ("encoders = [1]", r"encoders: \[1\] is not a list"),
+        ("grace = true", "grace: True is not a number"),
     ],
 )  # fmt: skip
 def test_errors_in_the_file(tmp_path: Path, text: str, message: str) -> None:
@@ -204,9 +211,17 @@ def test_what_kubernetes_injects_for_a_service_of_this_name_is_not_ours() -> Non
             parse(env={**INJECTED, variable: value})
 
 
+def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "saccade.toml"
+    file.write_bytes(b'model = "\xe9"\n')
+    with pytest.raises(ConfigError, match=f"^config file {file}: 'utf-8' codec can't decode"):
+        parse("--config", str(file))
+
+
 def test_keywords_of_the_local_client() -> None:
     options: Any = from_keywords(EngineOptions, {"model": "demo", "dtype": None, "max_seqs": 4})
     assert options == EngineOptions(max_seqs=4)
+    assert from_keywords(EngineOptions, {"model": Path("/models/a")}) == EngineOptions(model="/models/a")
     with pytest.raises(ConfigError, match="maxseqs: no option has this name; did you mean max_seqs"):
         from_keywords(EngineOptions, {"maxseqs": 4})
 
