@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decoder.arena import paged
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.slot_tables import PageTables
 from decoder.step import Row
@@ -68,7 +69,7 @@ class SinglesRoom:
     def __init__(self, options: DecoderOptions, config: DecoderConfig, x_TD: Tensor) -> None:
         """`x_TD`: the residual stream."""
         max_seqs, page_size, axes = options.max_seqs, options.page_size, config.position_axes
-        pages = -(-options.max_len // page_size)
+        pages = -(-options.max_len // page_size) if paged(config, options) else 0
         self._columns = [(ctypes.c_int64 * max_seqs)() for _ in range(5)]
         self._ids, self._slots, self._lengths, self._places, self._largest = self._columns
         self._pages, self._page_size = pages, page_size

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kernels.native.instruction_sets import CHOICES
 from kernels.weight_forms import FORMS
-from service.common.option import LONGEST_TIME, LONGEST_WAIT, ConfigError, check_addresses
+from service.common.option import INT32, LONGEST_TIME, LONGEST_WAIT, ConfigError, check_addresses
 from service.common.option import option as _option
 
 
@@ -56,8 +56,9 @@ class EngineOptions:
     )
     max_seqs: int = _option(32, "requests that run at the same time, each in a batch slot", minimum=1, maximum=2**16)
     max_len: int | None = _option(
-        None, "tokens of one request: prompt, images and answer; unset: the model's limit, at most 8192", minimum=2
-    )
+        None, "tokens of one request: prompt, images and answer; unset: the model's limit, at most 8192",
+        minimum=2, maximum=INT32,
+    )  # fmt: skip
     max_batched_tokens: int | None = _option(
         None,
         "tokens of one decoder step, of all requests together; unset: 2048 on a GPU, on a CPU 512 or max_seqs",

@@ -225,6 +225,16 @@ def test_the_instruction_set_is_in_the_plan_and_one_that_the_processor_lacks_is_
     assert "without compiled code: there is no C++ compiler" in plan(EngineOptions(model=path, device="cpu"))[0].title
 
 
+def test_without_attention_no_context_is_too_long_to_keep(tmp_path: Path) -> None:
+    """Nothing grows with it: there are no pages, so there are no tables of them."""
+    make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M"})
+    options = EngineOptions(model=str(tmp_path), max_len=2**31 - 1, max_seqs=64, threads=1)
+    assert plan(options)[1].rows[-1] == (str(2**31 - 1), "64", "max_seqs 64")
+    engine = build_engine(options)
+    assert engine.info.max_len == 2**31 - 1
+    engine.close()
+
+
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB")])
 def test_sizes_for_people(count: int, text: str) -> None:
     assert size(count) == text

@@ -141,7 +141,7 @@ def test_a_time_that_nothing_could_wait_for_is_refused(options: type, name: str)
         parse_value(options, name, "1e300")
 
 
-@pytest.mark.parametrize("name", [*REPORTED, "max_queue", "max_seqs", "max_batched_tokens"])
+@pytest.mark.parametrize("name", [*REPORTED, "max_queue", "max_seqs", "max_len", "max_batched_tokens"])
 def test_a_number_that_nothing_could_hold_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}: {2**64} is above the maximum of \d+$"):
         parse_value(ServerOptions, name, str(2**64))
