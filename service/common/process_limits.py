@@ -10,6 +10,8 @@ import signal
 
 START_BYTES = 8 << 30
 """Memory that the process is assumed to use at its start if it cannot be measured."""
+LARGEST = 2**63 - 1
+"""Of a limit."""
 
 
 def confine(memory_bytes: int) -> None:
@@ -19,7 +21,8 @@ def confine(memory_bytes: int) -> None:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
     except OSError:  # where /proc is not mounted
         mapped = START_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_bytes, mapped + memory_bytes))
+    limit = _at_most(mapped + memory_bytes, resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # where /proc is not mounted
         with open("/proc/self/oom_score_adj", "w") as file:
@@ -30,7 +33,7 @@ def allow_seconds(seconds: float) -> None:
     """Lets the kernel end the process (SIGXCPU) when it has used `seconds` of processor time from now on, or up to two
     seconds more: the limit is a whole number."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    end = int(usage.ru_utime + usage.ru_stime + seconds) + 2
+    end = _at_most(int(usage.ru_utime + usage.ru_stime + seconds) + 2, resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
@@ -40,3 +43,9 @@ def end_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended before
         os._exit(1)
+
+
+def _at_most(value: int, kind: int) -> int:
+    """The value, or the limit that the process was started with and may not raise if that is lower."""
+    hard = resource.getrlimit(kind)[1]
+    return min(value, LARGEST if hard == resource.RLIM_INFINITY else hard)

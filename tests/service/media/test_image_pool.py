@@ -75,6 +75,15 @@ def pool() -> Iterator[ImagePool]:
     pool.close()
 
 
+def test_the_largest_limits_that_options_allow_can_be_set() -> None:
+    most = 2**63 - 1
+    limits = MediaLimits(ImageLimits(most, most), VideoLimits(most, max_pixels=most, max_total_pixels=most))
+    pool = ImagePool(limits, 1, image_seconds=60, video_seconds=60)
+    header = pool.describe(png(1, (9, 7)))
+    pool.close()
+    assert (header.format, header.width, header.height) == ("PNG", 9, 7)
+
+
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("size", [(57, 33), (32, 32)], ids=["resized", "cut-only"])
 def test_patches_are_those_of_this_process(pool: ImagePool, form: str, size: tuple[int, int]) -> None:
