@@ -173,7 +173,8 @@ class HttpCall:
             ) from None
 
     def _check_size(self, size: int) -> None:
-        limit = self.front.options.max_message_bytes
+        options = self.front.options
+        limit = min(options.max_message_bytes, options.max_inflight_bytes)  # more would never find a place
         if size > limit:
             raise MessageTooLarge(f"the body has more than {limit} bytes: {size}", reason="MESSAGE_TOO_LARGE")
 

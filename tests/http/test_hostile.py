@@ -124,6 +124,14 @@ def test_limits_on_bodies_and_heads(server: RunningServer) -> None:
             assert slow.recv(64).startswith(b"HTTP/1.1 408")
 
 
+def test_a_body_that_no_waiting_would_let_in_is_too_large(server: RunningServer) -> None:
+    with RunningHttp([server.address], max_inflight_bytes=2000) as http:
+        answer = post(http, {**ASK, "user": "x" * 3000})
+        assert answer.status_code == 413 and "more than 2000 bytes" in answer.json()["error"]["message"]
+        assert "retry-after" not in answer.headers
+        assert post(http, ASK).status_code == 200
+
+
 def test_content_types_and_codings(http: RunningHttp) -> None:
     plain = httpx.post(
         f"{http.url}/v1/chat/completions", content=json.dumps(ASK), headers={"content-type": "text/plain"}
