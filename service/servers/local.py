@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import re
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
@@ -21,11 +22,11 @@ from service.media.patches import local_processor
 from service.model.hub import fetched
 from service.servers.limits import frontend_limits, load_assets
 
-SERVER_ONLY = (
-    "host", "port", "frontends", "insecure", "tls_", "api_keys", "admin", "vllm_engine", "max_connection_", "media_",
-    "batch_", "metrics_", "otlp_endpoint", "sizes_file", "log_json", "http_",
-)  # fmt: skip
-"""Beginnings of the names of options that mean nothing without a server."""
+SERVER_ONLY = re.compile(
+    "host|port|frontends|insecure|api_keys|admin|vllm_engine|otlp_endpoint|sizes_file|log_json|"
+    "(tls|max_connection|media|batch|metrics|http)_.*"
+)
+"""Names of options that mean nothing without a server."""
 
 T = TypeVar("T")
 Message: TypeAlias = inference_pb2.StreamGenerateResponse | errors.StatusError | None
@@ -40,7 +41,7 @@ class LocalService:
         """`options`: options of the server by name. Raises InvalidArgument with a value that would work."""
         try:
             for name, value in options.items():
-                if value is not None and name.startswith(SERVER_ONLY):
+                if value is not None and SERVER_ONLY.fullmatch(name):
                     raise ConfigError(f"{name}: only a server uses this option, see `saccade serve`; leave it out here")
             named = from_keywords(ServerOptions, {"model": model, "dtype": dtype, "device": device, **options})
             self.options = fetched(named)

@@ -56,6 +56,12 @@ def test_an_option_that_only_a_server_uses_is_an_error(option: dict[str, object]
         saccade.LocalClient("demo", **option)  # type: ignore[arg-type]
 
 
+def test_an_option_of_the_engine_is_not_taken_for_one_of_the_server() -> None:
+    for name in ("host_bytes", "hang_timeout", "memory_bytes"):
+        with pytest.raises(errors.InvalidArgument, match=f"{name}: .*-1.* is below the minimum"):
+            saccade.LocalClient("demo", **{name: -1})
+
+
 def test_what_only_a_server_keeps_is_said_at_once() -> None:
     """The errors are raised before any call and without an engine."""
     client = saccade.LocalClient.__new__(saccade.LocalClient)
