@@ -24,6 +24,7 @@ from service.common.config import ConfigError, EngineOptions
 from service.engine.build import (
     check_activations,
     check_drafting,
+    check_encoder_step,
     check_handoff,
     check_role,
     check_segment,
@@ -106,6 +107,8 @@ def check_images(options: EngineOptions, checkpoint: Checkpoint) -> None:
         return
     dtype = resolve_dtype(options, checkpoint)
     check_handoff(options, vision, dtype)
+    if options.role != "decoder":
+        check_encoder_step(options, checkpoint, vision)
     if options.encoder_process:
         check_segment(options, vision, dtype)
 

@@ -170,6 +170,7 @@ class EngineOptions:
         None,
         "image tokens that the encoder takes from the queue at a time; unset: the largest allowed image",
         minimum=1,
+        maximum=INT32,
     )
     encoder_time_slice: float | None = _option(
         None,

@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import torch
 
+from decoder.arena import device_memory
 from decoder.config import DecoderOptions
 from decoder.mtp import check_mtp
 from decoder.runner import DecoderRunner
 from encoder.item import IMAGE, VIDEO
+from encoder.plan import describe
 from encoder.runner import EncoderOptions, EncoderRunner
 from families import VisionSpec
 from kernels.host_memory import release_freed_memory
@@ -136,6 +138,27 @@ def check_segment(options: EngineOptions, vision: VisionSpec, dtype: torch.dtype
         )
 
 
+def check_encoder_step(options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec) -> None:
+    """Raises ConfigError for steps of an encoder in which the smallest image has no place, or whose buffers and
+    activations would take more than the device's memory."""
+    step, least = options.encoder_step_tokens, vision.min_image_tokens
+    if step is None:
+        return
+    if step < least:
+        raise ConfigError(
+            f"encoder_step_tokens: {step} has no place for the smallest image, of {least} image tokens; at least "
+            f"{least} would work"
+        )
+    budgets = encoder_options(options, checkpoint).budgets(vision)
+    needed = describe(vision, budgets, resolve_dtype(options, checkpoint))[-1]
+    size, device = needed.buffer_bytes + needed.activation_bytes, resolve_device(options)
+    if size > (memory := device_memory(device)):
+        raise ConfigError(
+            f"encoder_step_tokens: {step} takes about {size} bytes, more than the {memory} bytes of memory of "
+            f"{device}; {vision.max_image_tokens}, the tokens of the largest image, would work"
+        )
+
+
 def use_processor(options: EngineOptions) -> None:
     """Sets threads and instruction set of this process. Raises ConfigError for a set that the processor lacks."""
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
@@ -214,6 +237,7 @@ def local_encoder(
 
 
 def _encoder_runner(options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec) -> EncoderRunner:
+    check_encoder_step(options, checkpoint, vision)
     with weights_progress("encoder") as progress:
         return EncoderRunner(vision, encoder_options(options, checkpoint), checkpoint.vision_weights(progress))
 

@@ -273,6 +273,27 @@ def test_options_of_images_are_refused_as_the_server_would(tmp_path: Path, other
             run(options)
 
 
+@pytest.mark.parametrize("role", ["all", "encoder"])
+def test_a_step_of_the_encoder_that_cannot_be_is_an_error_with_one_that_can(tmp_path: Path, role: str) -> None:
+    checkpoint = make_checkpoint(tmp_path, 3, text={"pattern": "M"})
+    rule = {"patch_size": checkpoint.patch_size, "min_num_patches": 64, "max_num_patches": 256}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(rule))
+
+    def options(step: int, **others: Any) -> EngineOptions:
+        return EngineOptions(model=str(tmp_path), threads=1, role=role, encoder_step_tokens=step, **others)
+
+    def build(options: EngineOptions) -> None:
+        (build_engine(options) if role == "all" else build_encoder(options)[0]).close()
+
+    for run in (plan, build):
+        with pytest.raises(ConfigError, match="encoder_step_tokens: 15 has no .* 16 image tokens; at least 16 "):
+            run(options(15))
+        with pytest.raises(ConfigError, match="encoder_step_tokens: 2147483647 takes .* of memory of .*; 64, the"):
+            run(options(2**31 - 1))
+        for possible in (options(16), options(64), options(2**31 - 1, token_budgets=(64,))):
+            run(possible)
+
+
 def test_an_encoder_needs_no_options_of_a_decoder(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 3, text={"pattern": "*-"})
     decoder = {"activations": "int8", "state_dtype": "bfloat16", "draft_vocab": 9, "memory_share": 0.0}
