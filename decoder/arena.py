@@ -131,10 +131,10 @@ def resolve_blocks(layout: ArenaLayout, options: DecoderOptions, reserved: int =
         blocks = options.memory_bytes // layout.block_bytes
         source = f"memory_bytes {options.memory_bytes}"
     if blocks < needed:
+        ways = _ways_to_fit(layout, blocks, needed * layout.block_bytes, options)
         raise ValueError(
             f"{source} is {blocks} superblocks of {layout.block_bytes} bytes, but one request of max_len "
-            f"{options.max_len} needs {needed}: give at least {needed * layout.block_bytes} bytes"
-            + _shorter(layout, blocks, options)
+            f"{options.max_len} needs {needed}: {ways}"
         )
     return blocks
 
@@ -147,11 +147,18 @@ def _check_memory(memory_bytes: int, device: str) -> None:
         raise ValueError(f"memory_bytes {memory_bytes} is more than the {memory} bytes of memory of {device}")
 
 
-def _shorter(layout: ArenaLayout, blocks: int, options: DecoderOptions) -> str:
-    """The largest max_len that would fit, if there is one."""
+def _ways_to_fit(layout: ArenaLayout, blocks: int, needed: int, options: DecoderOptions) -> str:
+    """What would let one request of max_len fit, which takes `needed` bytes: more memory, if the device has it, or the
+    largest max_len for these blocks, if there is one."""
     spare = blocks - (layout.slots_per_seq if layout.slot_bytes else 0)
     tokens = spare * layout.pages_per_block * layout.page_size
-    return f", or lower max_len to at most {tokens}" if tokens >= 2 else ""
+    ways = [f"lower max_len to at most {tokens}"] if tokens >= 2 else []
+    try:
+        _check_memory(needed, options.device)
+        ways.insert(0, f"set memory_bytes to at least {needed} bytes")
+    except ValueError as error:
+        return ways[0] if ways else str(error)
+    return ", or ".join(ways)
 
 
 class Saved(NamedTuple):

@@ -26,6 +26,7 @@ from service.engine.build import (
     check_drafting,
     check_encoder_step,
     check_handoff,
+    check_instruction_set,
     check_role,
     check_segment,
     check_state_dtype,
@@ -80,6 +81,7 @@ def size(count: int) -> str:
 def plan(options: EngineOptions) -> list[Table]:
     """The tables of the plan. Raises the errors that the server would raise for the same options."""
     options = fetched(options, weights=False)
+    check_instruction_set(options)
     checkpoint = open_checkpoint(options.model, options.revision, outline=True)
     check_role(options, checkpoint)
     if options.role == "encoder":
@@ -114,8 +116,8 @@ def check_images(options: EngineOptions, checkpoint: Checkpoint) -> None:
 
 
 def instructions(options: EngineOptions) -> str:
-    """What compiled code uses on this machine, for the end of a line; empty if there is none. Raises ConfigError for an
-    instruction set that the processor lacks."""
+    """What compiled code uses on this machine, for the end of a line; empty if there is none. Raises ConfigError if
+    there has to be some and cannot be."""
     if options.native == "off" or not resolve_device(options).startswith("cpu"):
         return ""
     features = processor_features()
@@ -123,9 +125,9 @@ def instructions(options: EngineOptions) -> str:
         chosen = choose(options.instruction_set, features)
         source = origin(chosen)
     except NativeUnavailable as reason:
+        if options.native == "on":
+            raise ConfigError(f"native: 'on' cannot be had: {reason}; 'auto' would work") from None
         return f", without compiled code: {reason}"
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     others = ", ".join(each.name for each in supported(features) if each is not chosen)
     tested = " (tested under an emulator only)" if chosen.only_emulated else ""
     return f", compiled for {chosen.name}{tested}, {source}" + (f" ({others} possible)" if others else "")

@@ -159,13 +159,21 @@ def check_encoder_step(options: EngineOptions, checkpoint: Checkpoint, vision: V
         )
 
 
+def check_instruction_set(options: EngineOptions) -> None:
+    """Raises ConfigError for a set that the processor lacks, also where it would have no effect."""
+    if options.instruction_set == instruction_sets.AUTO:
+        return
+    try:
+        instruction_sets.choose(options.instruction_set, instruction_sets.processor_features())
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def use_processor(options: EngineOptions) -> None:
     """Sets threads and instruction set of this process. Raises ConfigError for a set that the processor lacks."""
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
-    try:
-        instruction_sets.use(options.instruction_set)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    check_instruction_set(options)
+    instruction_sets.use(options.instruction_set)
     if options.instruction_set != instruction_sets.AUTO and options.native == "off":
         log.warning("instruction_set %s has no effect without compiled code (native is off)", options.instruction_set)
 
@@ -321,13 +329,13 @@ def check_activations(options: EngineOptions, checkpoint: Checkpoint) -> None:
     of = ROWS_OF[kind]
     rows = of.stored | ({"own"} if checkpoint.config.weights in of.forms else set())
     stored = options.weights is None and rows & checkpoint.stored_as.keys()
+    device, wanted = resolve_device(options), "CPU" if kind == "int8" else "GPU"
     if options.weights not in of.forms and not stored:
         kinds = options.weights or ", ".join(checkpoint.formats) or "16 or 32 bits"
         raise ConfigError(
             f"activations: {kind} would have no effect: linear layers are in {kinds}, not in {of.words}; "
-            f"--weights {kind} would do that"
+            f"--weights {kind} would do that, on a {wanted}"
         )
-    device, wanted = resolve_device(options), "CPU" if kind == "int8" else "GPU"
     if device.startswith("cpu") != (wanted == "CPU"):
         raise ConfigError(f"activations: {kind} needs a {wanted}, and the device is {device}")
     if kind == "int8" and checkpoint.declared is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from quantised_files import FORMATS
 from tiny_checkpoint import make_checkpoint
 
 from decoder.arena import Arena
+from decoder.config import DecoderOptions
 from kernels.linear import Linear
+from kernels.machine_memory import machine_memory
 from kernels.native.instruction_sets import SETS, processor_features, supported
 from kernels.native.structs import Kind
 from service.commands.plan import plan, size, weight_bytes
@@ -204,6 +208,32 @@ def test_what_cannot_work_is_an_error_with_the_number_that_would(tmp_path: Path)
         plan(EngineOptions(model=str(tmp_path), handoff_bytes=1))
 
 
+@pytest.mark.parametrize("pattern", ["M*", "M", "*-"])
+def test_ways_out_of_too_little_memory_are_options_whose_values_work(tmp_path: Path, pattern: str) -> None:
+    make_checkpoint(tmp_path, 3, vision=False, text={"pattern": pattern})
+    layout = Arena(open_checkpoint(str(tmp_path)).config.decoder, DecoderOptions(max_seqs=1, max_len=512)).layout
+
+    def refusal(**others: Any) -> str:
+        options = EngineOptions(**{"model": str(tmp_path), "device": "cpu", "dtype": "float32", "threads": 1, **others})
+        with pytest.raises(ValueError, match="superblocks") as caught:
+            plan(options)
+        said = str(caught.value)
+        for name, value in re.findall(r"(memory_bytes|max_len)(?: to)? at (?:least|most) (\d+)", said):
+            plan(replace(options, **{name: int(value)}))
+            build_engine(replace(options, **{name: int(value)})).close()
+        return said.partition(" needs ")[2]
+
+    slots, most = int(layout.slot_bytes > 0), machine_memory()
+    if layout.page_bytes:
+        few = (slots + 1) * layout.block_bytes
+        assert re.fullmatch(
+            r"\d+: set memory_bytes to at least \d+ bytes, or lower max_len to at most \d+", refusal(memory_bytes=few)
+        )
+        assert re.fullmatch(r"\d+: lower max_len to at most \d+", refusal(memory_bytes=few, max_len=most))
+    if slots:
+        assert re.fullmatch(r"\d+: set memory_bytes to at least \d+ bytes", refusal(memory_bytes=1))
+
+
 def test_the_instruction_set_is_in_the_plan_and_one_that_the_processor_lacks_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,10 +249,14 @@ def test_the_instruction_set_is_in_the_plan_and_one_that_the_processor_lacks_is_
     for run in (plan, build_engine):
         with pytest.raises(ConfigError, match=f"instruction_set: {lacking} needs .* lacks; auto, .* would work"):
             run(EngineOptions(model=path, device="cpu", instruction_set=lacking))
+        with pytest.raises(ConfigError, match=f"instruction_set: {lacking} needs"):
+            run(EngineOptions(model=path, device="cpu", instruction_set=lacking, native="off"))
     assert "compiled" not in plan(EngineOptions(model=path, device="cpu", native="off"))[0].title
     assert "tested under an emulator" not in plan(EngineOptions(model=path, device="cpu"))[0].title
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "without compiled code: there is no C++ compiler" in plan(EngineOptions(model=path, device="cpu"))[0].title
+    with pytest.raises(ConfigError, match="native: 'on' cannot be had: there is no C.. compiler .*; 'auto' would work"):
+        plan(EngineOptions(model=path, device="cpu", native="on"))
 
 
 def test_without_attention_no_context_is_too_long_to_keep(tmp_path: Path) -> None:
