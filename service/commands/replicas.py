@@ -22,6 +22,11 @@ from service.common.config import ConfigError
 
 SIZES = (1, 3, 10, 30, 100, 300, 1000)
 MOST = 1000
+RANGES = {
+    "rate": (1e-9, 1e15), "seconds": (1e-6, 1e6), "slots": (1, 2**16), "wait": (1e-6, 1e9), "tokens": (1e-6, 1e9),
+    "request_bytes": (1, 1e12), "keys": (1, 10**6), "skew": (0, 4), "network": (1, 1e15), "frontend_tokens": (1, 1e12),
+}  # fmt: skip
+"""Of the numbers of a load: simulations of others would not end, or not fit into memory."""
 REQUESTS_EACH = 400
 """Simulated requests for each batch slot, up to a limit for all."""
 MOST_REQUESTS = 200_000
@@ -55,12 +60,9 @@ class Load:
     frontend_tokens: float = FRONTEND_TOKENS
 
     def __post_init__(self) -> None:
-        for name in ("rate", "seconds", "slots", "wait", "tokens", "request_bytes", "keys", "network"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{name.replace('_', '-')}: expected a number above 0, got {value}")
-        if not 0 <= self.skew <= 4:
-            raise ConfigError(f"skew: expected a number from 0 to 4, got {self.skew}")
+        for name, (least, most) in RANGES.items():
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ConfigError(f"{name.replace('_', '-')}: expected a number from {least} to {most}, got {value}")
 
     @property
     def of_one(self) -> float:

@@ -56,11 +56,20 @@ def test_shared_parts_saturate_in_proportion() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"rate": 0}, {"seconds": -1}, {"slots": 0}, {"wait": math.inf}, {"skew": -1}, {"keys": 0}, {"rate": math.nan}],
-)
+    [
+        {"rate": 0}, {"seconds": -1}, {"slots": 0}, {"wait": math.inf}, {"skew": -1}, {"keys": 0}, {"rate": math.nan},
+        {"frontend_tokens": 0}, {"frontend_tokens": math.nan}, {"slots": 10**12}, {"keys": 10**11}, {"rate": 1e300},
+        {"seconds": 1e-300}, {"request_bytes": 1e300},
+    ],
+)  # fmt: skip
 def test_loads_that_cannot_be(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=f"^{name.replace('_', '-')}: expected a number from .* to .*, got "):
         replace(LOAD, **wrong)
+
+
+def test_the_largest_load_that_can_be() -> None:
+    assert needed(Load(rate=1e15, seconds=1e6), affinity=False) is None
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
