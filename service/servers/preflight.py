@@ -126,11 +126,12 @@ def _check_ports(options: ServerOptions) -> None:
     with contextlib.ExitStack() as held:
         if options.http_port:
             held.enter_context(bind(options, options.http_port))
-        if options.port and not _several(options):  # several frontends: `frontends.reserved_port`
+        if options.port:
             try:
                 _hold(held, options.host, options.port)
             except OSError:
-                raise cannot_listen(options) from None
+                if not _several(options):  # else `frontends.reserved_port` reports it
+                    raise cannot_listen(options) from None
         if options.metrics_port is None:
             return
         check_installed(options.metrics_port)

@@ -120,6 +120,8 @@ def test_two_options_cannot_have_one_port(tmp_path: Path, capsys: pytest.Capture
         port = str(free.getsockname()[1])
     assert "metrics_port: cannot listen" in said(capsys, tmp_path, "--port", port, "--metrics-port", port)
     assert "port: cannot listen" in said(capsys, tmp_path, "--port", port, "--http-port", port)
+    several = ("--frontends", "2", "--port", port, "--metrics-port", str(int(port) - 1))
+    assert f"metrics_port: cannot listen on 127.0.0.1:{port}" in said(capsys, tmp_path, *several)
 
 
 def test_without_a_mistake_the_model_is_what_is_missing(
