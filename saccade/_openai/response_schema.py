@@ -213,7 +213,7 @@ def _add_item(messages: list[dict[str, Any]], item: Item) -> None:
     """Reasoning and calls belong to the assistant's message that they are part of."""
     match item:
         case MessageItem(role=role, content=content):
-            if role == "assistant" and messages and messages[-1].get("open"):
+            if role == "assistant" and messages and messages[-1].pop("open", False):
                 messages[-1]["content"] = _content(content)
                 return
             messages.append({"role": role, "content": _content(content)})

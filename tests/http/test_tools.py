@@ -217,6 +217,23 @@ def test_text_between_calls_in_a_streamed_response(pieces: list[Delta]) -> None:
     assert len({item.id for item in output}) == 4
 
 
+def test_each_text_of_an_answer_is_in_the_next_turn(client: openai.OpenAI) -> None:
+    def prompt_tokens(text: str) -> int:
+        conversation: Any = [
+            {"role": "user", "content": "?"},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]},
+            {"type": "function_call", "call_id": "c0", "name": "weather", "arguments": "{}"},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Wait."}]},
+            {"type": "function_call_output", "call_id": "c0", "output": "sunny"},
+        ]
+        answer = client.responses.create(model="", input=conversation, max_output_tokens=1)
+        assert answer.usage
+        return answer.usage.input_tokens
+
+    assert prompt_tokens("Let me see. " * 9) > prompt_tokens("Let me see.")
+
+
 @pytest.mark.parametrize("pieces", [APART, TOGETHER], ids=["apart", "together"])
 def test_text_between_calls_in_a_streamed_message(pieces: list[Delta]) -> None:
     ask: dict[str, Any] = {"model": "", "max_tokens": 9, "messages": ASK}
