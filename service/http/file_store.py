@@ -37,6 +37,11 @@ class StoredFile:
     def file_id(self) -> str:
         return f"file-{self.path.name}"
 
+    @property
+    def expires(self) -> float:
+        """When it is deleted."""
+        return self.created + LIFETIME
+
     def describe(self) -> None:
         """Writes what is known of the file beside it, at once: without it there is no file after a restart."""
         about = {"owner": self.owner.hex(), "name": self.name, "size": self.size, "created": self.created}
@@ -116,8 +121,8 @@ class FileStore:
 
     def sweep(self) -> None:
         """Deletes files whose time is over."""
-        old = time.time() - LIFETIME
-        for stored in [stored for stored in self._files.values() if stored.created < old]:
+        now = time.time()
+        for stored in [stored for stored in self._files.values() if stored.expires < now]:
             self.delete(stored)
 
     def close(self) -> None:
@@ -150,6 +155,8 @@ def _found(folder: Path) -> list[StoredFile]:
 
 
 def owner_of(headers: dict[str, str]) -> bytes:
-    """Identifies the API key of a request without keeping it."""
-    key = headers.get("authorization") or headers.get("x-api-key") or ""
+    """Identifies the API key of a request without keeping it, whichever of the two headers holds it."""
+    given = headers.get("authorization")
+    key = headers.get("x-api-key", "") if given is None else given.partition(" ")[2].strip()
+    key = f"Bearer {key}" if key else ""
     return hashlib.sha256(key.encode("utf-8", "replace")).digest()

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
@@ -24,17 +26,23 @@ from service.http.upstream import Connection
 
 OUTPUT, ERRORS = "file-output-", "file-errors-"
 """Beginnings of the ids of a batch's files; its id follows."""
+FORM = {"file", "purpose"}
+"""Fields of the form of an upload."""
+MAX_LISTED = 10_000
+"""Files of one page of the list."""
 
 
 async def upload(call: HttpCall) -> None:
     """Stores a file for `/v1/batches`."""
-    if not call.headers.get("content-type", "").startswith("multipart/form-data"):
+    if call.headers.get("content-type", "").partition(";")[0].strip().lower() != "multipart/form-data":
         raise WrongContent("content-type: expected multipart/form-data", reason="WRONG_CONTENT")
     await call.caller().call("batch", "ListBatches", batch_pb2.ListBatchesRequest(page_size=1))  # may this key upload?
     store, owner = call.front.files, owner_of(call.headers)
     limited = _LimitedBody(call, store.capacity)
     try:
         async with Request(call.scope, limited.receive).form(max_files=1, max_fields=8) as form:
+            if unknown := sorted(form.keys() - FORM):
+                raise InvalidArgument(f"{unknown[0][:60]}: unknown field; the form has {' and '.join(sorted(FORM))}")
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile):
                 raise InvalidArgument("file: expected a file in the form")
@@ -52,9 +60,11 @@ async def upload(call: HttpCall) -> None:
             store.add(stored)
     except HTTPException as error:  # Starlette's parser: not a form
         raise InvalidArgument(f"the form cannot be read: {error.detail}") from None
+    except UnicodeError as error:  # Starlette's parser, with the form's charset
+        raise InvalidArgument(f"the form cannot be read: {error}") from None
     finally:
         limited.release()
-    await call.respond(_file(stored.file_id, stored.name, stored.size, int(stored.created), "batch"))
+    await call.respond(_uploaded(stored))
 
 
 def _keep(file: UploadFile, stored: StoredFile) -> None:
@@ -93,31 +103,56 @@ class _LimitedBody:
         self._call.front.files.used -= self._size
 
 
-def _file(file_id: str, name: str, size: int, created: int, purpose: str) -> dict[str, Any]:
+def _file(file_id: str, name: str, size: int, created: float, expires: float | None, purpose: str) -> dict[str, Any]:
     return {
-        "id": file_id, "object": "file", "bytes": size, "created_at": created, "filename": name, "purpose": purpose,
-        "status": "processed", "expires_at": None,
+        "id": file_id, "object": "file", "bytes": size, "created_at": int(created), "filename": name,
+        "purpose": purpose, "status": "processed", "expires_at": None if expires is None else int(expires),
     }  # fmt: skip
 
 
+def _uploaded(stored: StoredFile) -> dict[str, Any]:
+    return _file(stored.file_id, stored.name, stored.size, stored.created, stored.expires, "batch")
+
+
 async def list_files(call: HttpCall) -> None:
-    """The files that this key has uploaded, newest first."""
+    """The files of this key, newest first: `limit` of them, those after the id `after`; `order` and `purpose` hold."""
+    query = {name: value[0] for name, value in parse_qs(call.scope["query_string"].decode("latin-1")).items()}
+    limit, order = query.get("limit", str(MAX_LISTED)), query.get("order", "desc")
+    if not re.fullmatch(r"[0-9]{1,5}", limit) or not 1 <= int(limit) <= MAX_LISTED:
+        raise InvalidArgument(f"limit: expected a number from 1 to {MAX_LISTED}, got {limit[:40]!r}")
+    if order not in ("asc", "desc"):
+        raise InvalidArgument(f"order: expected asc or desc, got {order[:40]!r}")
     await call.caller().call("batch", "ListBatches", batch_pb2.ListBatchesRequest(page_size=1))
-    owned = call.front.files.owned(owner_of(call.headers))
-    data = [_file(f.file_id, f.name, f.size, int(f.created), "batch") for f in owned]
-    await call.respond({"object": "list", "data": data, "has_more": False})
+    found = call.front.files.owned(owner_of(call.headers))
+    if order == "asc":
+        found.reverse()
+    if after := query.get("after"):
+        places = [i for i, stored in enumerate(found) if stored.file_id == after]
+        if not places:
+            raise NotFound(f"after: there is no file {after[:100]!r}", reason="FILE_NOT_FOUND")
+        found = found[places[0] + 1 :]
+    if query.get("purpose", "batch") != "batch":
+        found = []
+    page = found[: int(limit)]
+    await call.respond({
+        "object": "list",
+        "data": [_uploaded(stored) for stored in page],
+        "first_id": page[0].file_id if page else None,
+        "last_id": page[-1].file_id if page else None,
+        "has_more": len(found) > len(page),
+    })  # fmt: skip
 
 
 async def get_file(call: HttpCall) -> None:
     """What is known of a file."""
     found = await _find(call)
     if isinstance(found, StoredFile):
-        await call.respond(_file(found.file_id, found.name, found.size, int(found.created), "batch"))
+        await call.respond(_uploaded(found))
         return
     batch, _ = found
     file_id = path_values(call.scope)["file_id"]
     name = f"{batch.batch_id}_{'output' if file_id.startswith(OUTPUT) else 'errors'}.jsonl"
-    await call.respond(_file(file_id, name, batch.output_bytes, int(batch.ended or 0), "batch_output"))
+    await call.respond(_file(file_id, name, batch.output_bytes, batch.ended or 0, batch.expires, "batch_output"))
 
 
 async def delete_file(call: HttpCall) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from running import RunningServer
@@ -14,7 +15,7 @@ from running_http import RunningHttp
 
 from saccade.errors import RateLimited
 from service.common.config import ConfigError
-from service.http.file_store import FileStore, StoredFile, stored_file
+from service.http.file_store import FileStore, StoredFile, owner_of, stored_file
 
 BODY = {"messages": [{"role": "user", "content": "what is it?"}], "max_tokens": 3, "temperature": 0}
 ROW = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": BODY}).encode()
@@ -58,6 +59,59 @@ def test_what_was_uploaded_and_said_outlives_both_servers(model: Path, tmp_path:
         assert client.files.delete(first.id).deleted
     with RunningHttp(["127.0.0.1:1"], **kept) as http:
         assert list(http.front.files._files) == [second.id]
+
+
+def test_files_are_listed_in_pages(http: RunningHttp) -> None:
+    with client_of(http, "pages") as client:
+        ids = [client.files.create(file=(f"{i}.jsonl", ROW), purpose="batch").id for i in range(3)]
+        assert [file.id for file in client.files.list(limit=2)] == ids[::-1]  # the client asks for the second page
+        assert [file.id for file in client.files.list(limit=2).data] == ids[:0:-1]
+        assert [file.id for file in client.files.list(order="asc", after=ids[0])] == ids[1:]
+        assert not client.files.list(purpose="fine-tune").data
+        for name, value in (("limit", "0"), ("limit", "10001"), ("limit", "x"), ("order", "up")):
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.files.list(extra_query={name: value})
+            assert caught.value.param == name
+        with pytest.raises(openai.NotFoundError, match="after: there is no file"):
+            client.files.list(after="file-x")
+        for file in client.files.list():
+            assert file.expires_at == file.created_at + 24 * 3600
+            client.files.delete(file.id)
+
+
+def form(*fields: str) -> bytes:
+    parts = [f'--B\r\nContent-Disposition: form-data; name="{field}"\r\n\r\nbatch\r\n' for field in fields]
+    file = '--B\r\nContent-Disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n{}\r\n--B--\r\n'
+    return ("".join(parts) + file).encode()
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "words"),
+    [
+        ("Multipart/Form-Data; boundary=B", form("purpose"), None),
+        ("multipart/form-data; boundary=B; charset=undefined", form("purpose"), "the form cannot be read: "),
+        ("multipart/form-data; boundary=B", form("purpose", "expires_after[anchor]"), "expires_after[anchor]: unknown"),
+    ],
+    ids=["case", "charset", "field"],
+)
+def test_an_upload_is_a_form_of_known_fields(http: RunningHttp, kind: str, body: bytes, words: str | None) -> None:
+    answer = httpx.post(f"{http.url}/v1/files", content=body, headers={"content-type": kind}, timeout=60)
+    if words is None:
+        assert answer.status_code == 200
+    else:
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+    assert http.front.files.used == sum(file.size for file in http.front.files.owned(owner_of({})))
+
+
+def test_a_key_owns_its_files_in_either_header(http: RunningHttp) -> None:
+    url, key = f"{http.url}/v1/files", {"x-api-key": "mine"}
+    made = httpx.post(
+        url, content=form("purpose"), headers={**key, "content-type": "multipart/form-data; boundary=B"}, timeout=60
+    ).json()["id"]
+    for headers in (key, {"authorization": "Bearer mine"}, {"authorization": "bearer  mine"}):
+        assert httpx.get(f"{url}/{made}", headers=headers).status_code == 200
+    assert httpx.get(f"{url}/{made}", headers={"x-api-key": "other"}).status_code == 404
+    assert httpx.delete(f"{url}/{made}", headers=key).json()["deleted"]
 
 
 def test_metadata_is_limited_as_openai_s(http: RunningHttp) -> None:
