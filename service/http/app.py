@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -65,9 +65,6 @@ ROUTES: list[tuple[str, str, Handler]] = [
 ]
 
 
-_PATHS = {path for _, path, _ in ROUTES}
-
-
 def make_app(options: HttpFrontOptions, engine: AsyncLocalConnection | None = None) -> Starlette:
     """The application. `app.state.front` is what its requests share.
 
@@ -83,10 +80,11 @@ def make_app(options: HttpFrontOptions, engine: AsyncLocalConnection | None = No
         await front.upstream.close()
         front.files.close()
 
-    routes: list[BaseRoute] = [
+    served = [
         Route(path, Endpoint(front, f"{method} {path}", handle), methods=[method]) for method, path, handle in ROUTES
     ]
-    routes.append(Mount("/", _Page(StaticFiles(directory=PLAYGROUND, html=True))))
+    routes: list[BaseRoute] = [*served]
+    routes.append(Mount("/", _Page(StaticFiles(directory=PLAYGROUND, html=True), served)))
     middleware = []
     if options.http_cors_origins:
         middleware.append(
@@ -111,14 +109,19 @@ async def _refusal(request: Request, error: Exception) -> Response:
 
 
 class _Page:
-    """Static files with headers that keep the page to itself: no scripts, styles or connections from elsewhere."""
+    """Static files with headers that keep the page to itself: no scripts, styles or connections from elsewhere.
 
-    def __init__(self, app: StaticFiles) -> None:
-        self._app = app
+    Args:
+        served: the routes before it. Their paths with another method arrive here, and are no files.
+    """
+
+    def __init__(self, app: StaticFiles, served: Sequence[Route]) -> None:
+        self._app, self._served = app, served
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in _PATHS:  # with another method; this mount would say that there is no such file
-            raise HTTPException(405)
+        matching = [route for route in self._served if route.path_regex.match(scope["path"])]
+        if methods := {method for route in matching for method in route.methods or ()}:
+            raise HTTPException(405, headers={"allow": ", ".join(sorted(methods))})
 
         async def with_headers(message: Scope) -> None:
             if message["type"] == "http.response.start":

@@ -235,8 +235,24 @@ def test_status_metrics_and_the_document(http: RunningHttp) -> None:
     assert document["paths"]["/v1/chat/completions"]["post"]["requestBody"]
     missing = httpx.get(f"{http.url}/v1/nothing")
     assert missing.status_code == 404 and missing.json()["error"]["type"] == "not_found_error"
-    wrong = httpx.get(f"{http.url}/v1/completions")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/completions", "POST"),
+        ("PUT", "/v1/files", "GET, HEAD, POST"),
+        ("POST", "/v1/files/file-x", "DELETE, GET, HEAD"),
+        ("GET", "/v1/batches/batch-x/cancel", "POST"),
+        ("POST", "/index.html", "GET, HEAD"),
+    ],
+)
+def test_another_method_is_answered_with_those_of_the_path(
+    http: RunningHttp, method: str, path: str, allowed: str
+) -> None:
+    wrong = httpx.request(method, http.url + path)
     assert wrong.status_code == 405 and wrong.json()["error"]
+    assert sorted(wrong.headers["allow"].split(", ")) == allowed.split(", ")
 
 
 def test_tokens_there_and_back(http: RunningHttp) -> None:
