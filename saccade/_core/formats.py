@@ -31,6 +31,8 @@ FORMAT_TYPES: dict[str, dict[str, tuple[type, ...]]] = {
 }
 """OpenAI's form, and ours after it: the value of `type` -> the other keys. None of these is a type of JSON schema."""
 _OPTIONAL = {"triggers"}
+_SCHEMA_KEYS = {"name", "description", "schema", "strict"}
+"""OpenAI's keys of `json_schema`; only `schema` has an effect."""
 
 
 def format_message(value: Any, name: str = "response_format") -> types_pb2.ResponseFormat | None:
@@ -141,6 +143,8 @@ def _typed(value: Mapping[str, Any], name: str) -> types_pb2.ResponseFormat | No
         return None
     if kind == "json_schema":
         holder = value["json_schema"]
+        if extra := sorted(map(str, holder.keys() - _SCHEMA_KEYS)):
+            raise InvalidArgument(f"{name}.json_schema: unknown keys {', '.join(extra)}")
         if not isinstance(holder.get("schema"), dict | bool):
             raise InvalidArgument(
                 f"{name}.json_schema.schema: expected dict, got {type(holder.get('schema')).__name__}"

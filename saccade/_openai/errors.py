@@ -29,7 +29,7 @@ _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error",
     429: "rate_limit_error", 499: "request_cancelled", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
-_FIELD = re.compile(r"([a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)*): ")
+_FIELD = re.compile(r"([a-z_]+(?:\[\d+\])*(?:\.\w+(?:\[\d+\])*)*): ")
 
 
 def status_code(error: SaccadeError) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from saccade._openai.problems import validated
 from saccade._openai.schema import ChatCompletion, Strict
@@ -129,6 +129,10 @@ ResponseToolChoice: TypeAlias = Annotated[
 ]
 
 
+class ResponseStreamOptions(Strict):
+    include_obfuscation: Literal[False] | None = None
+
+
 class ResponseRequest(Strict):
     """The body of `/v1/responses`."""
 
@@ -149,7 +153,7 @@ class ResponseRequest(Strict):
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: ResponseStreamOptions | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     previous_response_id: None = Field(None, description="Nothing is stored: send the conversation as input.")
@@ -163,6 +167,12 @@ class ResponseRequest(Strict):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+
+    @model_validator(mode="after")
+    def _stream_options_of_a_stream(self) -> ResponseRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: needs stream to be true")
+        return self
 
 
 def chat_of(body: ResponseRequest) -> ChatCompletion:

@@ -295,6 +295,9 @@ def test_files_and_batches(client: openai.OpenAI) -> None:
         ({"response_format": {"type": "regex", "regex": "("}}, 400, "response_format.regex"),
         ({"extra_body": {"chat_template_kwargs": {"messages": 1}}}, 400, "chat_template_kwargs"),
         ({"extra_body": {"nonsense": 1}}, 400, "nonsense"),
+        ({"logit_bias": {"5": "1"}}, 400, "logit_bias.5"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "schemas": {}}}},
+         400, "response_format.json_schema"),
     ],
 )  # fmt: skip
 def test_errors_name_the_field(client: openai.OpenAI, changes: dict[str, Any], status: int, param: str) -> None:
@@ -317,6 +320,9 @@ def test_errors_name_the_field(client: openai.OpenAI, changes: dict[str, Any], s
                                                         "max_output_tokens"),
         ("responses", {"input": "a", "reasoning": {"effort": "low"}}, "reasoning.effort"),
         ("responses", {"input": "a", "top_logprobs": 101}, "top_logprobs"),
+        ("responses", {"input": "a", "stream": True, "stream_options": {"nonsense": 1}}, "stream_options"),
+        ("responses", {"input": "a", "stream_options": {}}, "stream_options"),
+        ("completions", {"prompt": [[1, 2], [3, -1]]}, "prompt[1][1]"),
         ("responses", {"input": "a", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ("../tokenize", {"prompt": "a" * 100_000}, "prompt"), ("../detokenize", {"tokens": [1, 10**6]}, "tokens[1]"),
         ("../tokenize", {"messages": [{"role": "user", "content": "a" * 100_000}]}, "messages"),
