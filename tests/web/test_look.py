@@ -83,6 +83,32 @@ def test_nothing_moves_while_an_answer_is_written(browser: Any, server: ServerPr
         assert sum(value for value, _ in shifts) < 0.02, shifts
 
 
+def test_nothing_overlaps_in_the_narrowest_window(desktop: Playground) -> None:
+    """320 pixels are a window of 1280 at four times the size."""
+    page = desktop.page
+    page.set_viewport_size({"width": 320, "height": 700})
+    page.locator("label:has(#compare)").click()
+    outside = page.evaluate("""[...document.querySelectorAll(".send > *, .numbers dt, .numbers dd")].filter(box => {
+        const range = document.createRange();
+        range.selectNodeContents(box);
+        return range.getBoundingClientRect().right > box.parentElement.getBoundingClientRect().right + 1;
+    }).map(box => box.textContent)""")
+    assert not outside
+
+
+def test_states_are_seen_in_the_system_s_own_colours(desktop: Playground) -> None:
+    """A forced palette has one background for everything."""
+    page = desktop.page
+    page.emulate_media(forced_colors="active")
+    page.locator("label:has(#compare)").click()
+    assert page.evaluate("getComputedStyle(document.querySelector('#compare')).appearance") == "auto"
+    for chosen, other in (("#nav-ask", "#nav-status"), ("[value=b] + span", "[value=a] + span")):
+        styles = [
+            page.locator(selector).evaluate("box => getComputedStyle(box).outlineStyle") for selector in (chosen, other)
+        ]
+        assert styles == ["solid", "none"], chosen
+
+
 def test_the_colours_are_the_system_s_until_one_is_chosen(browser: Any, server: ServerProcess) -> None:
     with opened(browser, server.http_url, scheme="dark") as playground:
         page = playground.page

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +306,67 @@ def test_settings_that_are_no_numbers_are_shown_and_not_sent(desktop: Playground
     assert desktop.state() == "done" and len(sent) == 1
 
 
+def test_a_setting_of_blanks_is_none(desktop: Playground) -> None:
+    bodies: list[dict[str, Any]] = []
+    desktop.page.on("request", lambda request: bodies.append(request.post_data_json) if request.post_data else None)
+    desktop.settings(temperature=" ", top_k="  ", seed=" 7 ", max_tokens=" 3")
+    desktop.ask("What is it?")
+    (body,) = bodies
+    assert desktop.state() == "done" and not body.keys() & {"temperature", "top_k"}
+    assert body["seed"] == 7 and body["max_completion_tokens"] == 3
+
+
+def test_a_setting_that_the_server_refuses_is_shown(desktop: Playground) -> None:
+    page = desktop.page
+    desktop.allowed.append("status of 400")
+    for name, value in (("max_tokens", "9999999"), ("top_p", "7")):
+        desktop.settings(**{name: value})
+        desktop.ask("What is it?")
+        page.evaluate("document.querySelector('#settings').open = false")
+        page.click(".error button:text-is('Show the setting')")
+        shown = page.evaluate("[document.activeElement.name, document.activeElement.validationMessage]")
+        assert shown[0] == name and value in shown[1], shown
+        desktop.settings(**{name: ""})
+    desktop.settings(format="json_schema", schema='{"type": "nothing"}')
+    desktop.ask("What is it?")
+    page.click(".error button:text-is('Show the setting')")
+    assert page.evaluate("document.activeElement.name") == "schema"
+
+
+def test_keys_of_questions_show_their_view(desktop: Playground) -> None:
+    page = desktop.page
+    page.click("#nav-status")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("/")
+    assert page.evaluate("[document.activeElement.id, location.hash]") == ["question", "#ask"]
+    page.keyboard.type("What is it?")
+    page.click("#nav-status")
+    desktop.allowed.append("ERR_ABORTED")  # the status that was being read
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector(ENDED)
+    assert page.is_visible("#ask") and desktop.state() == "done"
+
+
+def test_text_that_comes_with_an_image_is_pasted_as_text(desktop: Playground) -> None:
+    """As from tables and documents."""
+    left = desktop.page.evaluate(
+        """([name, type, data]) => ["#question", "#stage"].map(target => {
+            const clipboardData = new DataTransfer();
+            clipboardData.setData("text/plain", "12");
+            clipboardData.items.add(new File([Uint8Array.from(atob(data), c => c.charCodeAt(0))], name, {type}));
+            const event = new ClipboardEvent("paste", {clipboardData, bubbles: true, cancelable: true});
+            return document.querySelector(target).dispatchEvent(event);  // true: to the browser
+        })""",
+        file("wide.png"),
+    )
+    assert left == [True, False]
+    thumbs(desktop, 1)
+
+
+def test_there_is_nothing_to_copy_before_the_first_answer(desktop: Playground) -> None:
+    assert desktop.page.inner_text(".state") == "Ready" and desktop.page.is_disabled(".pane .copy")
+
+
 def test_a_key_is_asked_for_and_reasoning_is_shown_apart(browser: Any, locked: ServerProcess, axe: str) -> None:
     with opened(browser, locked.http_url, state="failed", allowed=["401"]) as playground:
         page = playground.page
@@ -342,12 +405,48 @@ def test_a_lost_server_is_said_and_asked_again(desktop: Playground) -> None:
     page.route("**/v1/**", lambda route: route.abort())
     desktop.ask("What is it?")
     assert desktop.state() == "failed" and page.inner_text(".error strong") == "UNREACHABLE"
+    page.wait_for_selector("#model[data-state=failed]")
+    page.unroute("**/v1/**")
+    page.wait_for_selector("#model[data-state=ready]")
+    page.route("**/v1/**", lambda route: route.abort())
     page.reload()
     page.wait_for_selector("#model[data-state=failed]:has-text('The server cannot be reached.')")
     page.unroute("**/v1/**")
     page.wait_for_selector("#model[data-state=ready]")  # by itself
     desktop.ask("What is it?")
     assert desktop.state() == "done"
+
+
+def test_a_connection_lost_within_an_answer_is_said(desktop: Playground) -> None:
+    page = desktop.page
+    desktop.allowed.append("ERR_INCOMPLETE_CHUNKED_ENCODING")
+    event = b"data: " + json.dumps({"id": "chatcmpl-7", "choices": [{"delta": {"content": "so"}}]}).encode() + b"\n\n"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            """One piece of a body that is not at its end when the page has shown it."""
+            with listener.accept()[0] as connection:
+                connection.recv(65536)
+                head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+                connection.sendall(head + b"%x\r\n%s\r\n" % (len(event), event))
+                shown.wait(60)
+
+        shown = threading.Event()
+        thread = threading.Thread(target=answer)
+        thread.start()
+        cut = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        page.route("**/v1/chat/completions", lambda route: route.continue_(url=cut))
+        page.fill("#question", "What is it?")
+        page.click("#go")
+        page.wait_for_selector(".pane[data-state=streaming]")
+        shown.set()
+        thread.join()
+    page.wait_for_selector(ENDED)
+    assert desktop.state() == "failed" and page.inner_text(".error strong") == "STREAM_CUT"
+    assert desktop.text() == "so" and "request 7" in page.inner_text(".request")
+    page.unroute("**/v1/chat/completions")
+    page.click(".error button:text-is('Ask again')")
+    page.wait_for_selector(".pane[data-state=done]")
 
 
 def test_a_pause_holds_although_a_status_comes_later(desktop: Playground) -> None:

@@ -52,16 +52,20 @@ export class Api {
     });
     const requestId = response.headers.get("x-request-id") ?? "";
     let done = false;
-    for await (const data of events(response.body)) {
-      if (data === "[DONE]") done = true; // what follows is the end of the body
-      if (done) continue;
-      const chunk = JSON.parse(data);
-      // A seed has more digits than a number of JavaScript keeps.
-      if (chunk.saccade) chunk.saccade.seed = data.match(/"seed":(\d+)/)?.[1];
-      if (chunk.error) throw fromObject(chunk.error, { requestId });
-      yield chunk;
+    try {
+      for await (const data of events(response.body)) {
+        if (data === "[DONE]") done = true; // what follows is the end of the body
+        if (done) continue;
+        const chunk = JSON.parse(data);
+        // A seed has more digits than a number of JavaScript keeps.
+        if (chunk.saccade) chunk.saccade.seed = data.match(/"seed":(\d+)/)?.[1];
+        if (chunk.error) throw fromObject(chunk.error, { requestId });
+        yield chunk;
+      }
+    } catch (error) {
+      if (!(error instanceof TypeError)) throw error; // of this type is a lost connection
     }
-    if (!done) throw new ApiError("The stream ended before the answer did.", { reason: "STREAM_CUT", requestId });
+    if (!done) throw new ApiError("The connection ended before the answer did.", { reason: "STREAM_CUT", requestId });
   }
 }
 

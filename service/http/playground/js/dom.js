@@ -31,6 +31,11 @@ export function say(text) {
   byId("live").textContent = text;
 }
 
+/** Whether keys and what is pasted change a field's value. */
+export const writing = (element) =>
+  element.isContentEditable || ["TEXTAREA", "SELECT"].includes(element.tagName) ||
+  (element.tagName === "INPUT" && !["checkbox", "radio", "file"].includes(element.type));
+
 /** Focuses a field and shows what is wrong with it, until it is edited. */
 export function complain(field, message) {
   field.focus();

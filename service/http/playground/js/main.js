@@ -8,7 +8,7 @@ import { Media } from "./media.js";
 import { Pane } from "./pane.js";
 import { SettingError, chatBody } from "./request.js";
 import { Run } from "./run.js";
-import { Settings } from "./settings.js";
+import { Settings, settingOf } from "./settings.js";
 import { Shortcuts } from "./shortcuts.js";
 import { Stage } from "./stage.js";
 import { Status } from "./status.js";
@@ -61,7 +61,11 @@ const panes = { a: pane("a"), b: pane("b") };
 byId("panes").append(panes.a.root);
 
 function pane(which) {
-  return new Pane(which, { again: () => ask(), askKey: () => askKey() });
+  const setting = (error) => {
+    const field = settingOf(error.field ?? "");
+    return field ? () => settings.point(which, { field, message: error.message }) : null;
+  };
+  return new Pane(which, { again: () => ask(), askKey: () => askKey(), setting });
 }
 
 function body(which, items = media.items) {
@@ -98,6 +102,8 @@ async function ask() {
     }),
   );
   button(false);
+  // The server may have ended, or serve another model now.
+  if (runs.some(({ error }) => error && (!error.status || error.status === 404))) connect();
 }
 
 function described(run, items, listener) {
@@ -185,14 +191,23 @@ byId("help-open").addEventListener("click", help);
 addEventListener("hashchange", view);
 view();
 
+/** What is done to the view of questions, which is shown for it. */
+const asking = (run) => () => {
+  if (location.hash === "#status") {
+    location.hash = "#ask";
+    view();
+  }
+  return run();
+};
+
 new Shortcuts([
-  { keys: "ctrl+enter", words: "Ask", run: () => void ask() },
+  { keys: "ctrl+enter", words: "Ask", run: asking(() => void ask()) },
   { keys: "escape", words: "Stop the answer", run: stop },
-  { keys: "/", words: "Go to the question", run: () => question.focus() },
-  { keys: "o", words: "Choose files", run: () => stage.pick() },
-  { keys: "g", words: "Patch grid on or off", run: () => byId("grid-on").click() },
-  { keys: "c", words: "Compare two settings", run: () => compare(!settings.comparing) },
-  { keys: "s", words: "Settings", run: () => settings.toggle() },
+  { keys: "/", words: "Go to the question", run: asking(() => question.focus()) },
+  { keys: "o", words: "Choose files", run: asking(() => stage.pick()) },
+  { keys: "g", words: "Patch grid on or off", run: asking(() => byId("grid-on").click()) },
+  { keys: "c", words: "Compare two settings", run: asking(() => compare(!settings.comparing)) },
+  { keys: "s", words: "Settings", run: asking(() => settings.toggle()) },
   { keys: "x", words: "This request as code", run: openCode },
   { keys: "k", words: "API key", run: askKey },
   { keys: "t", words: "Change the colours", run: turn },

@@ -8,11 +8,13 @@ const STATES = { idle: "Ready", waiting: "Waiting", streaming: "Answering", done
 const FINISHED = { length: "Output limit reached", stop: "Complete", tool_calls: "Calls a tool", aborted: "Cancelled" };
 
 export class Pane {
-  /** `which`: "a" or "b". `again` asks again; `askKey` asks for an API key. */
-  constructor(which, { again, askKey }) {
+  /** `which`: "a" or "b". `again` asks again; `askKey` asks for an API key; `setting` gives a function that shows the
+   * setting which an error is about, or null. */
+  constructor(which, { again, askKey, setting }) {
     this.which = which;
     this.again = again;
     this.askKey = askKey;
+    this.setting = setting;
     this.root = byId("pane-template").content.firstElementChild.cloneNode(true);
     const tag = this.part(".tag");
     tag.textContent = which.toUpperCase();
@@ -152,6 +154,8 @@ export class Pane {
     if (error.status === 401) {
       actions.append(el("button", { type: "button", className: "quiet", textContent: "Enter an API key", on: { click: this.askKey } }));
     }
+    const shown = this.setting(error);
+    if (shown) actions.append(el("button", { type: "button", className: "quiet", textContent: "Show the setting", on: { click: shown } }));
     if (error.requestId) {
       const button = el("button", { type: "button", className: "quiet", textContent: "Copy request id" });
       button.addEventListener("click", () => copy(error.requestId, button));

@@ -18,6 +18,18 @@ const NAMES = {
   logprobs: "probabilities",
 };
 
+/** Settings by the fields of the request that are made from them, where the names differ. */
+const MADE = {
+  max_completion_tokens: "max_tokens", enable_thinking: "reasoning", top_logprobs: "logprobs", response_format: "format",
+};
+
+/** The setting that a field of the request, such as `stop[0]`, is made from; "" if there is none. */
+export function settingOf(path) {
+  if (path.startsWith("response_format.json_schema")) return "schema";
+  const name = path.match(/^\w*/)[0];
+  return MADE[name] ?? (name in NAMES ? name : "");
+}
+
 export class Settings extends EventTarget {
   /** Whether B is in use. */
   comparing = false;
@@ -44,7 +56,9 @@ export class Settings extends EventTarget {
   }
 
   #read() {
-    return Object.fromEntries(this.fields.map((field) => [field.name, field.value]));
+    // A field of blanks is empty: as a number it would be 0.
+    const value = (field) => (field.tagName === "INPUT" ? field.value.trim() : field.value);
+    return Object.fromEntries(this.fields.map((field) => [field.name, value(field)]));
   }
 
   #edited() {

@@ -1,6 +1,6 @@
 // Keyboard shortcuts. Single keys work outside of text fields, and can be switched off.
 
-import { byId, el, stored } from "./dom.js";
+import { byId, el, stored, writing } from "./dom.js";
 
 const mac = /Mac|iPhone|iPad/.test(navigator.platform);
 export const COMMAND = mac ? "⌘" : "Ctrl";
@@ -31,9 +31,5 @@ export class Shortcuts {
     event.preventDefault();
   }
 }
-
-const writing = (element) =>
-  element.isContentEditable || ["TEXTAREA", "SELECT"].includes(element.tagName) ||
-  (element.tagName === "INPUT" && !["checkbox", "radio", "file"].includes(element.type));
 
 const shown = (keys) => keys.replace("ctrl+", `${COMMAND} `).replace("enter", "↵").replace("escape", "Esc");

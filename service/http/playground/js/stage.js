@@ -1,6 +1,6 @@
 // Shows the images and clips, and takes new ones: dropped, pasted, picked, or an example.
 
-import { byId, el, say, show } from "./dom.js";
+import { byId, el, say, show, writing } from "./dom.js";
 import { bytes } from "./format.js";
 import { Grid, describe } from "./grid.js";
 
@@ -60,6 +60,8 @@ export class Stage {
     document.addEventListener("paste", (event) => {
       const pasted = [...(event.clipboardData?.files ?? [])];
       if (!pasted.length || document.querySelector("dialog[open]")) return;
+      // Tables and documents come as text and as an image of it.
+      if (writing(event.target) && event.clipboardData.types.includes("text/plain")) return;
       event.preventDefault();
       this.#add(pasted);
     });
