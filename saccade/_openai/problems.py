@@ -14,7 +14,9 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 _EXPECTED = {"model_type": "expected an object", "dict_type": "expected an object", "list_type": "expected a list"}
 """What Pydantic says in the words of Python's types."""
 MAX_PROBLEMS = 4
-"""Problems of a document that its error describes."""
+"""Problems of a document that its error describes, and unknown keys that it names."""
+MOST_COUNTED = 1000
+"""Problems of a document that are looked at; each takes memory and time."""
 
 
 def validated(model: type[ModelT], document: Any) -> ModelT:
@@ -29,6 +31,8 @@ def _described(validate: Callable[[], ModelT]) -> ModelT:
     try:
         return validate()
     except ValidationError as error:
+        if (count := error.error_count()) > MOST_COUNTED:
+            raise InvalidArgument(f"{count} unknown keys or wrong values, more than {MOST_COUNTED}") from None
         raise InvalidArgument("; ".join(_problems(error))) from None
     except RecursionError:
         raise InvalidArgument("nested too deeply") from None
@@ -48,7 +52,9 @@ def _problems(error: ValidationError) -> list[str]:
             words = _EXPECTED.get(item["type"], item["msg"][:1].lower() + item["msg"][1:])
             found.append(_at(path, words if item["type"] == "missing" else f"{words}, got {short(item['input'])}"))
     for parent, names in unknown.items():
-        listed = ", ".join(sorted(names))
+        listed = ", ".join(sorted(names)[:MAX_PROBLEMS])
+        if len(names) > MAX_PROBLEMS:
+            listed += f" and {len(names) - MAX_PROBLEMS} more"
         found.append(f"{parent}: unknown keys {listed}" if parent else f"{listed}: unknown field")
     return found if len(found) <= MAX_PROBLEMS else [*found[:MAX_PROBLEMS], f"and {len(found) - MAX_PROBLEMS} more"]
 

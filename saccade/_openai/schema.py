@@ -7,17 +7,46 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    Tag,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 from saccade._core.formats import FORMAT_TYPES
 
 UINT32 = 2**32 - 1
 
 
+def _fail_fast(schema: Any) -> None:
+    """Makes the lists of a schema end at their first error."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        schema = list(schema.values())
+    if isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part)
+
+
 class Strict(BaseModel):
-    """Unknown keys, numbers as strings, and NaN are errors."""
+    """Unknown keys, numbers as strings, and NaN are errors. Of the entries of a list only the first one at fault is
+    looked at: a body of megabytes may hold a million of them."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        made = handler(source)
+        _fail_fast(made)
+        return made
 
 
 def _some_messages(value: Any) -> Any:

@@ -23,3 +23,26 @@ def test_problems_are_in_the_words_of_json(body: Any, message: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         validated(ChatCompletion, body)
     assert message in str(refused.value) and "ChatCompletion" not in str(refused.value)
+
+
+HI = {"messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": [{}] * 9}, "messages[0].role: field required"),
+        ({**HI, "stop": ["a", 1, 2]}, "stop[1]: input should be a valid string, got 1"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}, {}]}]},
+         "messages[0].content[0].text: field required"),
+        (HI | {f"k{i}": 1 for i in range(9)}, "k0, k1, k2, k3 and 5 more: unknown field"),
+        (HI | {f"k{i}": 1 for i in range(1001)}, "1001 unknown keys or wrong values, more than 1000"),
+        ({**HI, "logit_bias": dict.fromkeys(map(str, range(1001)), "1")},
+         "1001 unknown keys or wrong values, more than 1000"),
+    ],
+)  # fmt: skip
+def test_a_few_of_many_problems_are_looked_at(body: Any, message: str) -> None:
+    """Each takes memory and time, before anything is known of who sends the body."""
+    with pytest.raises(InvalidArgument) as refused:
+        validated(ChatCompletion, body)
+    assert str(refused.value) == message
