@@ -34,25 +34,20 @@ async def completions(call: HttpCall) -> None:
         await stream_events(call, caller, request, CompletionEvents(call, body, echo))
         return
     many = len(prompts) > 1
-    requests = [
-        await beside(
-            call.held, _request, call, body, prompt, _numbered(call.request_id, i) if many else call.request_id
-        )
-        for i, prompt in enumerate(prompts)
-    ]
 
-    async def generate(request: inference_pb2.GenerateRequest) -> Generation:
+    async def generate(index: int) -> tuple[Generation, tuple[str, list[bytes]]]:
+        request_id = _numbered(call.request_id, index) if many else call.request_id
+        request = await beside(call.held, _request, call, body, prompts[index], request_id)
         response = await caller.call("inference", "Generate", request)
-        return generation_from(response, request.sampling.HasField("logprobs"))
+        echo = await _prompt_tokens(caller, request, prompts[index]) if body.echo else ("", [])
+        return generation_from(response, request.sampling.HasField("logprobs")), echo
 
     async with call.connected():
-        answers = await all_of(generate, requests)
-        echoes: list[tuple[str, list[bytes]]] = [("", [])] * len(prompts)
-        if body.echo:
-            echoes = [await _prompt_tokens(caller, requests[i], prompts[i]) for i in range(len(prompts))]
+        answered = await all_of(generate, range(len(prompts)))
+    answers = [answer for answer, _ in answered]
     choices = [
         _choice(body, i * (body.n or 1) + sample.index, sample, answer, echo)
-        for i, (answer, echo) in enumerate(zip(answers, echoes, strict=True))
+        for i, (answer, echo) in enumerate(answered)
         for sample in answer.samples
     ]
     usages = [_usage(body, answer) for answer in answers]

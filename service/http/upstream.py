@@ -116,21 +116,23 @@ class Caller:
 
 async def all_of(make: Callable[[T], Awaitable[R]], items: Sequence[T]) -> list[R]:
     """The results of a call for each item, in order. The first error cancels the rest."""
-    places = asyncio.Semaphore(CONCURRENT)
+    results: dict[int, R] = {}
+    left = iter(enumerate(items))
 
-    async def one(item: T) -> R:
-        async with places:
-            return await make(item)
+    async def some() -> None:
+        for place, item in left:
+            results[place] = await make(item)
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(item)) for item in items]
+            for _ in range(min(CONCURRENT, len(items))):
+                group.create_task(some())
     except* SaccadeError as errors:
         failure: BaseException = errors
         while isinstance(failure, BaseExceptionGroup):
             failure = failure.exceptions[0]
         raise failure from None
-    return [task.result() for task in tasks]
+    return [results[place] for place in range(len(items))]
 
 
 class _Authorized:
