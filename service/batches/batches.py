@@ -162,9 +162,8 @@ class Batches:
             if record.batch_id in self._cancelled:
                 await self._end(self.store.get(record.tenant, record.batch_id), "cancelled")
         except BatchInvalid as error:
-            await self._end(
-                record, "failed", reason=error.reason, message=error.message, problems=tuple(error.problems)
-            )
+            message = error.message.removeprefix(f"{self.store.folder(record.batch_id) / 'input.jsonl'}: ")
+            await self._end(record, "failed", reason=error.reason, message=message, problems=tuple(error.problems))
         except SaccadeError as error:
             await self._fail(record, error.reason or type(error).__name__, error.message)
         except errors.StatusError as error:

@@ -6,7 +6,6 @@ import asyncio
 import re
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -46,18 +45,20 @@ async def create(call: HttpCall) -> None:
         request_id=call.request_id, size_bytes=stored.size, metadata=body.metadata, input_name=body.input_file_id
     )
 
+    try:
+        file = open(stored.path, "rb")  # now, and not while it is sent: it may be deleted meanwhile
+    except FileNotFoundError:
+        raise NotFound(f"there is no file {stored.file_id!r}", reason="FILE_NOT_FOUND") from None
+
     def parts() -> Iterator[batch_pb2.CreateBatchRequest]:
         yield batch_pb2.CreateBatchRequest(header=header)
-        yield from _chunks(stored.path)
-
-    made = await call.caller().call("batch", "CreateBatch", parts)
-    await call.respond(_object(batch_from(made.batch)))
-
-
-def _chunks(path: Path) -> Iterator[batch_pb2.CreateBatchRequest]:
-    with open(path, "rb") as file:
+        file.seek(0)
         while chunk := file.read(CHUNK):
             yield batch_pb2.CreateBatchRequest(chunk=chunk)
+
+    with file:
+        made = await call.caller().call("batch", "CreateBatch", parts)
+    await call.respond(_object(batch_from(made.batch)))
 
 
 async def get(call: HttpCall) -> None:

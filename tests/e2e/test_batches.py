@@ -147,7 +147,9 @@ def test_a_wrong_file_is_refused_with_its_lines(client: saccade.Client) -> None:
     assert "not a path" in batch.problems[1] and "no uploaded media" in batch.problems[2]
     other = client.batches.wait(client.batches.create(lines([row(0, model="another")])).batch_id)
     assert (other.state, other.reason) == ("failed", "BATCH_MODEL")
-    for batch_id in (batch.batch_id, other.batch_id):
+    empty = client.batches.wait(client.batches.create(b"\n\n").batch_id)
+    assert (empty.reason, empty.message) == ("BATCH_INVALID", "no requests in it")  # and not where the server keeps it
+    for batch_id in (batch.batch_id, other.batch_id, empty.batch_id):
         client.batches.delete(batch_id)
 
 

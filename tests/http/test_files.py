@@ -61,6 +61,17 @@ def test_what_was_uploaded_and_said_outlives_both_servers(model: Path, tmp_path:
         assert list(http.front.files._files) == [second.id]
 
 
+def test_a_batch_of_a_file_that_is_deleted_meanwhile(http: RunningHttp) -> None:
+    with client_of(http) as client:
+        ask: Any = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        gone = client.files.create(file=("in.jsonl", ROW), purpose="batch")
+        http.front.files.get(gone.id, owner_of({"authorization": "Bearer none"})).path.unlink()
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.batches.create(input_file_id=gone.id, **ask)
+        assert caught.value.code == "FILE_NOT_FOUND"
+        client.files.delete(gone.id)
+
+
 def test_files_are_listed_in_pages(http: RunningHttp) -> None:
     with client_of(http, "pages") as client:
         ids = [client.files.create(file=(f"{i}.jsonl", ROW), purpose="batch").id for i in range(3)]
