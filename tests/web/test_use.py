@@ -445,8 +445,10 @@ def test_a_connection_lost_within_an_answer_is_said(desktop: Playground) -> None
     assert desktop.state() == "failed" and page.inner_text(".error strong") == "STREAM_CUT"
     assert desktop.text() == "so" and "request 7" in page.inner_text(".request")
     page.unroute("**/v1/chat/completions")
-    page.click(".error button:text-is('Ask again')")
+    page.focus(".error button:text-is('Ask again')")
+    page.keyboard.press("Enter")
     page.wait_for_selector(".pane[data-state=done]")
+    assert page.evaluate("document.activeElement.id") == "go"
 
 
 def test_a_pause_holds_although_a_status_comes_later(desktop: Playground) -> None:

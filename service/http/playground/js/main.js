@@ -65,7 +65,11 @@ function pane(which) {
     const field = settingOf(error.field ?? "");
     return field ? () => settings.point(which, { field, message: error.message }) : null;
   };
-  return new Pane(which, { again: () => ask(), askKey: () => askKey(), setting });
+  const again = () => {
+    byId("go").focus(); // the button that was pressed goes
+    ask();
+  };
+  return new Pane(which, { again, askKey: () => askKey(), setting });
 }
 
 function body(which, items = media.items) {
