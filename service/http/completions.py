@@ -179,7 +179,8 @@ class CompletionEvents(Events):
     def begin(self, started: inference_pb2.Started) -> bytes:
         self._head = (
             f'data: {{"id":"cmpl-{self._call.request_id}","object":"text_completion",'
-            f'"created":{int(time.time())},"model":{quoted(started.model)},"choices":['
+            f'"created":{int(time.time())},"model":{quoted(started.model)},'
+            f'"system_fingerprint":{quoted(started.model_version)},"choices":['
         )
         self._tail = ',"usage":null}\n\n' if self._usage else "}\n\n"
         if not self._echo:

@@ -158,6 +158,7 @@ def test_completions_stream(client: openai.OpenAI) -> None:
     whole = client.completions.create(**options)
     texts = ["", ""]
     for chunk in client.completions.create(**options, stream=True):
+        assert chunk.system_fingerprint == whole.system_fingerprint
         for choice in chunk.choices:
             texts[choice.index] += choice.text
     assert texts == [choice.text for choice in whole.choices]
