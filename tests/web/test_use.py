@@ -232,7 +232,9 @@ def test_an_answer_is_held_to_a_schema(desktop: Playground) -> None:
 @pytest.mark.parametrize("language", ["curl", "python", "grpc"])
 def test_the_code_gives_the_same_answer(desktop: Playground, tmp_path: Path, language: str) -> None:
     page = desktop.page
-    desktop.example()
+    name = "it's a: $(touch wrong) `\"\\ \u00e9.png"
+    desktop.give("drop", [(name, *file("shapes.png")[1:])])
+    thumbs(desktop, 1)
     desktop.settings(system="", seed="18446744073709551615", temperature="0", max_tokens="12", stop="blue")
     desktop.ask('What does the picture show? `$HOME` "\\n" \U0001f642')
     answer = desktop.text()
@@ -242,7 +244,7 @@ def test_the_code_gives_the_same_answer(desktop: Playground, tmp_path: Path, lan
     page.click("#code-copy")
     page.wait_for_selector("#code-copy:text-is('Copied')")
     code = page.evaluate("navigator.clipboard.readText()")
-    (tmp_path / "shapes.png").write_bytes((ROOT / "demo" / "pictures" / "shapes.png").read_bytes())
+    (tmp_path / name).write_bytes((ROOT / "demo" / "pictures" / "shapes.png").read_bytes())
     command = ["bash", "-c", code] if language == "curl" else [sys.executable, "-c", code]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
@@ -251,7 +253,7 @@ def test_the_code_gives_the_same_answer(desktop: Playground, tmp_path: Path, lan
     if language == "curl":
         chunks = [json.loads(line[6:]) for line in output.splitlines() if line.startswith("data: {")]
         output = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
-    assert output.strip() == answer.strip()
+    assert output.strip() == answer.strip() and [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_errors_have_a_reason_and_a_request(desktop: Playground) -> None:

@@ -5,7 +5,11 @@ import { toJson } from "./request.js";
 /** `context`: `{origin, grpc, hasKey, items, question, values}`; `body`: as it is sent. */
 export const LANGUAGES = { curl, python, grpc };
 
-const file = (item) => item.name.replace(/[^\w.-]|^-/g, "_");
+/** The path of a file in the folder where the code runs; a colon would make its name a URL. */
+const file = (item) => (item.name.includes(":") ? `./${item.name}` : item.name);
+
+/** A word of a shell. */
+const word = (words) => (/^[\w./-]+$/.test(words) ? words : `'${words.replaceAll("'", "'\\''")}'`);
 
 /** The body with the name of a file in place of each data URL. */
 function named(body, items, write) {
@@ -23,7 +27,7 @@ function named(body, items, write) {
 
 /** A request for a shell: the here-document is expanded, so that it can read the files. */
 function curl(body, { origin, hasKey, items }) {
-  const marks = items.map((item) => [`@@${item.id}@@`, `data:${item.kind};base64,$(base64 <${file(item)} | tr -d '\\n')`]);
+  const marks = items.map((item) => [`@@${item.id}@@`, `data:${item.kind};base64,$(base64 <${word(file(item))} | tr -d '\\n')`]);
   const text = toJson(named(body, items, (item) => `@@${item.id}@@`), 2).replace(/[\\$`]/g, "\\$&");
   const filled = marks.reduce((all, [mark, value]) => all.replace(mark, () => value), text);
   const key = hasKey ? ` \\\n  -H "Authorization: Bearer $SACCADE_API_KEY"` : "";
