@@ -12,6 +12,8 @@ OVERLOADED_REASONS = frozenset({"QUEUE_FULL", "WARMING", "DRAINING"})
 _NOT_RETRYABLE_REASONS = frozenset({"MEDIA_FETCH_FAILED"})
 # What Ray Serve's ingress says of a replica that died, or cannot be reached, during a call.
 _SERVE_REPLICA_LOST = re.compile(r"The actor .*(died|is dead|unavailable)")
+_NO_HANDSHAKE = "Failed to create security handshaker"
+"""gRPC's words for certificates and keys of a channel that cannot be used. It never reads them again."""
 _STATUS_DETAILS = "grpc-status-details-bin"
 _PUSHBACK = "grpc-retry-pushback-ms"
 
@@ -211,9 +213,11 @@ def error_from_rpc(rpc_error: Any, *, request_id: str = "") -> SaccadeError:
     """Converts a `grpc.RpcError` that is also a call (sync or aio); it becomes the error's `__cause__`."""
     trailers = _items(rpc_error.trailing_metadata())
     code, message = rpc_error.code().name, rpc_error.details() or ""
+    details = parse_trailers(trailers)
     if code == "UNAVAILABLE" and (hint := _tls_hint(message)):
-        message = f"{message}; {hint}"
-    error = error_from_status(code, message, parse_trailers(trailers), request_id=request_id)
+        details.no_retry = details.no_retry or _NO_HANDSHAKE in message
+        message = f"{message.rstrip('.')}; {hint}"
+    error = error_from_status(code, message, details, request_id=request_id)
     error.__cause__ = rpc_error
     return error
 
@@ -226,6 +230,10 @@ def _tls_hint(message: str) -> str:
         return "the server may not use TLS: connect without it"
     if "CERTIFICATE_VERIFY_FAILED" in message:
         return "the server's certificate is not signed by a trusted CA"
+    if "Hostname Verification Check failed" in message:
+        return "the server's certificate is not for this name; TLSConfig(server_name=...) sets another one"
+    if _NO_HANDSHAKE in message:
+        return "the client's own certificate or key cannot be used, or they do not belong together"
     if message.endswith("Socket closed"):  # in the handshake: the server expects it, or a certificate in it
         return "the server may expect TLS, or a client certificate"
     return ""

@@ -49,6 +49,15 @@ def check_integer(name: str, value: Any) -> int:
     return number
 
 
+def check_count(name: str, value: Any, least: int) -> int:
+    """The value of an integer argument without an upper limit. Raises InvalidArgument."""
+    if not hasattr(type(value), "__index__"):
+        raise InvalidArgument(f"{name}: expected an integer, got {value!r}")
+    if operator.index(value) < least:
+        raise InvalidArgument(f"{name}: expected {least} or more, got {value}")
+    return operator.index(value)
+
+
 def check_seconds(name: str, value: Any) -> None:
     """Raises InvalidArgument unless a timeout is a number of seconds, or None for no limit."""
     is_number = isinstance(value, Real)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from saccade._core.affinity import CHOICES, HEADER, LB_CONFIG, Affinity, call_key
-from saccade._core.ranges import check_seconds
+from saccade._core.ranges import check_count, check_seconds, check_string, check_strings
 from saccade._core.targets import GRPC_SCHEMES
 from saccade.errors import InvalidArgument
 
@@ -55,6 +55,17 @@ class TLSConfig:
     server_name: str | None = None
     """The name that the server's certificate must have, if it is not that of the address."""
 
+    def __post_init__(self) -> None:
+        for name in ("ca", "certificate", "key"):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, str | os.PathLike | bytes)):
+                raise InvalidArgument(f"tls.{name}: expected a path or bytes, got {type(value).__name__}")
+        if self.server_name is not None:
+            check_string("tls.server_name", self.server_name)
+        if (self.certificate is None) != (self.key is None):  # gRPC would end the process
+            missing, given = ("key", "certificate") if self.key is None else ("certificate", "key")
+            raise InvalidArgument(f"tls.{missing}: tls.{given} is given, and works only together with it")
+
 
 @dataclass(frozen=True)
 class CallSettings:
@@ -76,8 +87,9 @@ class CallSettings:
     def __post_init__(self) -> None:
         for name in ("timeout", "first_token_timeout", "idle_timeout"):
             check_seconds(name, getattr(self, name))
-        if self.max_retries is not None and self.max_retries < 0:
-            raise InvalidArgument(f"max_retries: expected 0 or more, got {self.max_retries}")
+        for name in ("max_retries", "upload_above"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), 0)
 
     def changed(self, **options: Unpack[CallOptions]) -> CallSettings:
         """A copy. Raises InvalidArgument for names that are no options."""
@@ -138,10 +150,10 @@ def make_settings(
     """Checks what the user has given and fills in the API key from the environment.
 
     Raises:
-        InvalidArgument: an address without a port, a timeout that is not positive, a negative number of retries, an
-            unknown affinity.
+        InvalidArgument: an address without a port, a key that no header can hold, a timeout that is not positive, a
+            negative number of retries, an unknown affinity.
     """
-    given = [address] if isinstance(address, str) else list(address)
+    given = check_strings("address", address)
     several = given[0].split(",") if len(given) == 1 and not given[0].startswith(GRPC_SCHEMES) else given
     target = several[0] if len(several) == 1 else _target_of(several)
     if not target.startswith(GRPC_SCHEMES):
@@ -150,13 +162,15 @@ def make_settings(
         raise InvalidArgument(f"affinity: expected one of {', '.join(CHOICES)} or None, got {affinity!r}")
     if affinity is not None and (taken := _BALANCING & (channel_options or {}).keys()):
         raise InvalidArgument(f"affinity: it sets how calls are balanced, and so does channel_options {min(taken)!r}")
+    if not isinstance(channel_options, Mapping | None):
+        raise InvalidArgument(f"channel_options: expected a mapping, got {type(channel_options).__name__}")
     if not (tls is None or isinstance(tls, bool | TLSConfig)):
         raise InvalidArgument(f"tls: expected True, False or a TLSConfig, got {tls!r}")
     if tls and len(several) > 1 and not (isinstance(tls, TLSConfig) and tls.server_name):
         raise InvalidArgument("tls: several addresses need TLSConfig(server_name=...), the name in their certificates")
     return Settings(
         address=target,
-        api_key=api_key if api_key is not None else os.environ.get(API_KEY_VARIABLE) or None,
+        api_key=_api_key(api_key),
         tls=TLSConfig() if tls is True else tls or None,
         calls=CallSettings(timeout=timeout, max_retries=max_retries),
         channel_options=tuple((channel_options or {}).items()),
@@ -164,10 +178,24 @@ def make_settings(
     )
 
 
+def _api_key(given: str | None) -> str | None:
+    """The key, which is never part of an error. Raises InvalidArgument for one that no header can hold."""
+    name = "api_key" if given is not None else API_KEY_VARIABLE
+    key = check_string(name, given if given is not None else os.environ.get(API_KEY_VARIABLE, ""))
+    for position, character in enumerate(key):
+        if not " " <= character <= "~":
+            raise InvalidArgument(
+                f"{name}: expected printable ASCII, got {ascii(character)} at position {position} of {len(key)}"
+            )
+    return key or None
+
+
 def _check_host_and_port(address: str) -> None:
     host, colon, port = address.rpartition(":")
-    if not (colon and host and "/" not in host and port.isdigit() and int(port) < 65536):
+    if not (colon and host and "/" not in host and port.isascii() and port.isdigit() and int(port) < 65536):
         raise InvalidArgument(f"address: expected HOST:PORT with a port up to 65535, got {address!r}")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise InvalidArgument(f"address: expected an IPv6 address in brackets, [ADDRESS]:PORT, got {address!r}")
 
 
 def _target_of(addresses: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypedDict, TypeVar
 
+from saccade._core.ranges import check_count
 from saccade._core.requests import GenerateOptions, Prompt, build_request
 from saccade._map.feeding import End, Fed
 from saccade.errors import InvalidArgument, SaccadeError
@@ -51,9 +52,7 @@ def outcome(index: int, request: Any, result: Generation | SaccadeError) -> Outc
 
 
 def check_concurrency(concurrency: int) -> int:
-    if concurrency < 1:
-        raise InvalidArgument(f"concurrency: expected 1 or more, got {concurrency}")
-    return concurrency
+    return check_count("concurrency", concurrency, 1)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,32 @@ def channel_options(settings: Settings) -> list[tuple[str, Any]]:
 
 
 def channel_credentials(tls: TLSConfig) -> Any:
-    """`grpc.ChannelCredentials`. Reads the files at each call, so that a new channel sees renewed certificates."""
+    """`grpc.ChannelCredentials`. Reads the files at each call, so that a new channel sees renewed certificates.
+
+    Raises:
+        InvalidArgument: a file cannot be read or is empty, or `ca` holds no certificate.
+    """
     import grpc
 
     def content(item: str | os.PathLike[str] | bytes | None, name: str) -> bytes | None:
         try:
-            return item if item is None or isinstance(item, bytes) else Path(item).read_bytes()
-        except OSError as error:
-            raise InvalidArgument(f"tls.{name}: cannot read {item!r}: {error.strerror}") from error
+            found = item if item is None or isinstance(item, bytes) else Path(item).read_bytes()
+        except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+            why = error.strerror if isinstance(error, OSError) else error
+            raise InvalidArgument(f"tls.{name}: cannot read {item!r}: {why}") from error
+        if found is not None and not found.strip():  # gRPC would take that for the system's default
+            raise InvalidArgument(f"tls.{name}: expected PEM, got nothing")
+        return found
 
+    authorities = content(tls.ca, "ca")
+    if authorities is not None:
+        text = authorities.decode("ascii", "backslashreplace")  # comments between the certificates may be anything
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text)
+        except ssl.SSLError as error:
+            raise InvalidArgument(f"tls.ca: no certificate in PEM format: {error.reason or error}") from error
     return grpc.ssl_channel_credentials(
-        root_certificates=content(tls.ca, "ca"),
+        root_certificates=authorities,
         private_key=content(tls.key, "key"),
         certificate_chain=content(tls.certificate, "certificate"),
     )

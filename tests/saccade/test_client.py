@@ -8,9 +8,11 @@ import pickle
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from certificates import Authority
 from fake_server import Failure, Script, serve
 
 import saccade
@@ -337,9 +339,18 @@ def test_nothing_is_connected_before_it_is_used() -> None:
     assert client._connection._channel is None
 
 
-@pytest.mark.parametrize("address", ["localhost", "localhost:http", ":50051", "http://localhost:50051", "a:70000"])
+@pytest.mark.parametrize(
+    "address", ["localhost", "localhost:http", ":50051", "http://localhost:50051", "a:70000", "a:\u00b2"]
+)
 def test_a_wrong_address_is_refused(address: str) -> None:
     with pytest.raises(errors.InvalidArgument, match="HOST:PORT"):
+        saccade.Client(address)
+
+
+@pytest.mark.parametrize("address", ["::1:50051", "[::1:50051", "::1]:50051", ["::1:1", "::1:2"]], ids=str)
+def test_an_ipv6_address_needs_brackets(address: str | list[str]) -> None:
+    """gRPC would look for a host of this name, and not find one, until the call's deadline."""
+    with pytest.raises(errors.InvalidArgument, match=r"in brackets, \[ADDRESS\]:PORT, got '"):
         saccade.Client(address)
 
 
@@ -354,10 +365,87 @@ def test_what_grpc_takes_for_a_target_is_taken(target: str) -> None:
     assert target in repr(saccade.AsyncClient(target))
 
 
-@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"timeout": -1}, {"max_retries": -1}, {"tls": "yes"}], ids=str)
-def test_wrong_settings_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(errors.InvalidArgument, match=next(iter(wrong))):
-        saccade.Client("localhost:1", **wrong)  # type: ignore[arg-type]
+WRONG_SETTINGS: list[dict[str, Any]] = [
+    {"timeout": 0}, {"timeout": -1}, {"max_retries": -1}, {"max_retries": "3"}, {"max_retries": 1.5}, {"tls": "yes"},
+    {"address": None}, {"address": [5]}, {"address": b"a:1"}, {"channel_options": [("a", 1)]}, {"api_key": 5},
+    {"api_key": "secret\n"}, {"api_key": "s\u00e9cret"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG_SETTINGS, ids=str)
+def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
+    for kind in (saccade.Client, saccade.AsyncClient):
+        with pytest.raises(errors.InvalidArgument, match=f"^{next(iter(wrong))}") as caught:
+            kind(**{"address": "localhost:1", **wrong})
+        assert "cret" not in str(caught.value), "the key"
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong", "words"),
+    [
+        ("upload_above", "2 MiB", "expected an integer, got '2 MiB'"),
+        ("upload_above", -1, "expected 0 or more, got -1"),
+        ("max_retries", float("nan"), "expected an integer, got nan"),
+        ("concurrency", "4", "expected an integer, got '4'"),
+        ("concurrency", None, "expected an integer, got None"),
+        ("concurrency", 0, "expected 1 or more, got 0"),
+    ],
+)
+def test_a_wrong_count_is_named(option: str, wrong: Any, words: str) -> None:
+    with (
+        saccade.Client("localhost:1") as client,
+        pytest.raises(errors.InvalidArgument, match=f"^{option}: {words}$"),
+    ):
+        client.map([], concurrency=wrong) if option == "concurrency" else client.with_options(**{option: wrong})
+
+
+def test_a_key_of_the_environment_that_no_header_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SACCADE_API_KEY", "secret\r\n")
+    with pytest.raises(errors.InvalidArgument, match=r"^SACCADE_API_KEY: .*got '\\r' at position 6 of 8$"):
+        saccade.Client("localhost:1")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        # gRPC ends the whole process over these two.
+        ({"certificate": b"x"}, "^tls.key: tls.certificate is given"),
+        ({"key": "key.pem"}, "^tls.certificate: tls.key is given"),
+        ({"ca": 5}, "^tls.ca: expected a path or bytes, got int"),
+        ({"ca": "a\0b"}, "^tls.ca: cannot read 'a.*null byte"),
+        ({"ca": b"no certificate \xff"}, "^tls.ca: no certificate in PEM format"),
+        ({"ca": b" \n"}, "^tls.ca: expected PEM, got nothing"),
+        ({"certificate": b"", "key": b""}, "^tls.key: expected PEM, got nothing"),
+        ({"server_name": 5}, "^tls.server_name: expected a string"),
+    ],
+)
+def test_tls_settings_that_cannot_be_used_are_named(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(errors.InvalidArgument, match=words):
+        saccade.Client("localhost:1", tls=saccade.TLSConfig(**options)).generate("?")
+
+
+def test_a_certificate_without_its_key_is_an_error_at_once(address: str) -> None:
+    """gRPC reads neither again, so trying again would not help."""
+    tls = saccade.TLSConfig(certificate=b"x", key=b"y")
+    with saccade.Client(address, tls=tls, timeout=20) as client:
+        with pytest.raises(errors.Unavailable, match="certificate or key cannot be used, or") as caught:
+            client.generate("?")
+        assert not caught.value.retryable
+
+
+def test_a_certificate_for_another_name_is_said_to_be_that(script: Script, tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "ca")
+    certificate, key = authority.issue("server")
+    credentials = grpc.ssl_server_credentials([(key.read_bytes(), certificate.read_bytes())])
+    with serve(script, add_port=lambda server: server.add_secure_port("127.0.0.1:0", credentials)) as address:
+        for name, words in (("localhost", None), ("elsewhere.test", r"not for this name; TLSConfig\(server_name")):
+            tls = saccade.TLSConfig(ca=authority.certificate, server_name=name)
+            with saccade.Client(address, tls=tls, timeout=20, max_retries=0) as client:
+                if words is None:
+                    assert client.generate("?").text == "a red square"
+                    continue
+                with pytest.raises(errors.Unavailable, match=words):
+                    client.generate("?")
 
 
 def test_a_pickled_client_connects_anew(address: str) -> None:
