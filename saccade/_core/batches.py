@@ -9,7 +9,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from saccade._core.ranges import check_integer, check_string
+from saccade._core.ranges import check_flag, check_integer, check_string
 from saccade._core.retrying import Deadline, Retries
 from saccade._core.settings import CallSettings
 from saccade._core.steps import Actions, Call, Open, Receive, Steps, Wait
@@ -66,7 +66,8 @@ def create_steps(
     """The file is read while it is sent, again for each attempt."""
     header = batch_pb2.BatchHeader(
         request_id=check_string("request_id", request_id or uuid.uuid4().hex), size_bytes=_size(source),
-        ordered=bool(ordered), metadata=_metadata(metadata or {}), input_name=check_string("input_name", input_name),
+        ordered=check_flag("ordered", ordered), metadata=_metadata(metadata or {}),
+        input_name=check_string("input_name", input_name),
     )  # fmt: skip
     if max_errors is not None:
         header.max_errors = check_integer("max_errors", max_errors)

@@ -175,11 +175,16 @@ def _tag_of(tag: Any, name: str) -> Tag:
 
 
 def _tags(value: StructuralTags, name: str) -> types_pb2.StructuralTags:
+    for what, items in (("triggers", value.triggers), ("tags", value.tags)):
+        if not isinstance(items, Sequence) or isinstance(items, str | bytes):
+            raise InvalidArgument(f"{name}.{what}: expected a list, got {type(items).__name__}")
     message = types_pb2.StructuralTags(
         triggers=[_text(trigger, f"{name}.triggers[{i}]") for i, trigger in enumerate(value.triggers)]
     )
     for i, tag in enumerate(value.tags):
         where = f"{name}.tags[{i}]"
+        if not isinstance(tag, Tag):
+            raise InvalidArgument(f"{where}: expected a saccade.Tag, got {type(tag).__name__}")
         added = message.tags.add(begin=_text(tag.begin, f"{where}.begin"), end=_text(tag.end, f"{where}.end"))
         content = format_message(tag.content, f"{where}.content")
         kind = content.WhichOneof("kind") if content is not None else None

@@ -14,9 +14,10 @@ import struct
 import sys
 import urllib.parse
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from saccade._core.ranges import check_text
 from saccade.errors import InvalidArgument
 from saccade.types import Media
 from saccade.v1 import types_pb2
@@ -67,28 +68,48 @@ def image_message(image: ImageInput, name: str = "image") -> types_pb2.Image:
         name: what to call it in an error.
 
     Raises:
-        InvalidArgument: it is none of these, or the file cannot be read.
+        InvalidArgument: it is none of these, or it cannot be read.
     """
     if isinstance(image, types_pb2.Image):
         return image
     if isinstance(image, Media):
         return types_pb2.Image(media_id=image.media_id)
     if isinstance(image, str | os.PathLike):
-        return _from_path_or_url(os.fspath(image), name)
+        return _from_path_or_url(os.fsdecode(image), name)
     if isinstance(image, bytes | bytearray | memoryview):
         return types_pb2.Image(data=bytes(image))
+    try:
+        return types_pb2.Image(data=_content(image, name))
+    except (InvalidArgument, MemoryError):
+        raise
+    except Exception as error:  # of Pillow, of an array's library or of the file: it may be of any class
+        why = f"cannot read the {type(image).__name__}: {str(error) or type(error).__name__}"
+        raise InvalidArgument(f"{name}: {why}", reason="IMAGE_UNREADABLE") from error
+
+
+def _content(image: Any, name: str) -> bytes:
+    """The file for a Pillow image, an array or a file object."""
     if is_pillow(image):
-        return types_pb2.Image(data=_png_from_pillow(image))
+        return _png_from_pillow(image)
     if is_array(image):
-        return types_pb2.Image(data=_png_from_array(image, name))
+        return _png_from_array(image, name)
     if hasattr(image, "read"):
         data = image.read()
         if not isinstance(data, bytes):
             raise InvalidArgument(f"{name}: the file object gives {type(data).__name__}; open it in binary mode")
-        return types_pb2.Image(data=data)
+        return data
     raise InvalidArgument(
         f"{name}: expected a path, bytes, a binary file, a Pillow image or a uint8 array, got {type(image).__name__}"
     )
+
+
+def located(value: Any, name: str) -> Any:
+    """The place in OpenAI's `{"url": ...}`, or the value itself. Raises InvalidArgument for a mapping without a URL."""
+    if not isinstance(value, Mapping):
+        return value
+    if value.get("url") is None:
+        raise InvalidArgument(f"{name}: expected a URL or a dict with the key url, got keys {sorted(map(str, value))}")
+    return value["url"]
 
 
 def _is_single(value: Any) -> bool:
@@ -103,7 +124,7 @@ def _is_single(value: Any) -> bool:
 def _from_path_or_url(text: str, name: str) -> types_pb2.Image:
     scheme = text.split(":", 1)[0].lower() if ":" in text else ""
     if scheme in ("http", "https"):
-        return types_pb2.Image(uri=text)
+        return types_pb2.Image(uri=check_text(name, text))
     if scheme == "data":
         return types_pb2.Image(data=decode_data_url(text, name))
     try:

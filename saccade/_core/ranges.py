@@ -58,6 +58,16 @@ def check_count(name: str, value: Any, least: int) -> int:
     return operator.index(value)
 
 
+def check_flag(name: str, value: Any) -> bool:
+    """The value of a flag, which may be numpy's, 0 or 1. Raises InvalidArgument; any other string would count as
+    true."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str | bytes) or getattr(value, "shape", ()) != () or value not in (0, 1):
+        raise InvalidArgument(f"{name}: expected True or False, got {value!r}")
+    return bool(value)
+
+
 def check_seconds(name: str, value: Any) -> None:
     """Raises InvalidArgument unless a timeout is a number of seconds, or None for no limit."""
     is_number = isinstance(value, Real)

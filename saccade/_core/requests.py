@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 from google.protobuf import json_format
 
 from saccade._core.formats import ResponseFormat, format_message
-from saccade._core.images import ImageInput, image_message, image_messages
-from saccade._core.ranges import check_integer, check_request, check_string, check_strings, check_text
+from saccade._core.images import ImageInput, image_message, image_messages, located
+from saccade._core.ranges import check_flag, check_integer, check_request, check_string, check_strings, check_text
 from saccade._core.tools import ToolChoice, ToolInput, add_calls, set_tools
 from saccade._core.videos import VideoInput, video_from_part, video_messages
 from saccade.errors import InvalidArgument
@@ -181,7 +181,7 @@ def _set_sampling(message: types_pb2.SamplingParams, sampling: Mapping[str, Any]
             with _naming(name):
                 setattr(message, name, float(sampling[name]))
     if sampling.get("ignore_eos") is not None:
-        message.ignore_eos = bool(sampling["ignore_eos"])
+        message.ignore_eos = check_flag("ignore_eos", sampling["ignore_eos"])
     message.stop.extend(check_strings("stop", sampling.get("stop") or ()))
     with _naming("stop_token_ids"):
         message.stop_token_ids.extend(_token_ids(sampling.get("stop_token_ids") or ()))
@@ -214,7 +214,7 @@ def _set_input(
         if raw and template_kwargs:
             raise InvalidArgument("chat_template_kwargs: a raw prompt does not pass through the chat template")
         request.prompt.text = check_text("prompt", prompt)
-        request.prompt.raw = raw
+        request.prompt.raw = check_flag("raw", raw)
         request.prompt.images.extend(media.images)
         request.prompt.videos.extend(media.videos)
         if template_kwargs:
@@ -250,6 +250,8 @@ def _set_template_arguments(
     holder: inference_pb2.ChatInput | inference_pb2.PromptInput, values: Mapping[str, Any]
 ) -> None:
     """Objects are also sent as JSON, since a Struct does not keep their order. Older servers read the Struct."""
+    if not isinstance(values, Mapping):
+        raise InvalidArgument(f"chat_template_kwargs: expected a mapping, got {type(values).__name__}")
     _check_depth("chat_template_kwargs", values)
     with _naming("chat_template_kwargs"):
         json_format.ParseDict(dict(values), holder.chat_template_kwargs)
@@ -300,7 +302,7 @@ def _chat_message(message: Any, name: str, waiting: _Places) -> types_pb2.ChatMe
         raise InvalidArgument(f"{name}: expected a dict with role and content, got {type(message).__name__}")
     if extra := sorted(map(str, message.keys() - _MESSAGE_KEYS)):
         raise InvalidArgument(f"{name}: unknown keys {', '.join(extra)}; known are {', '.join(sorted(_MESSAGE_KEYS))}")
-    if message.get("role") not in _ROLES:
+    if not isinstance(message.get("role"), str) or message["role"] not in _ROLES:
         raise InvalidArgument(f"{name}.role: expected one of {', '.join(_ROLES)}, got {message.get('role')!r}")
     built = types_pb2.ChatMessage(role=_ROLES[message["role"]])
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
@@ -332,7 +334,7 @@ def _add_part(message: types_pb2.ChatMessage, part: Any, name: str, waiting: _Pl
         message.parts.add(text=check_text(f"{name}.text", text))
     elif kind in ("image", "image_url"):
         added = message.parts.add()
-        source = _part_source(part)
+        source = _part_source(part, name)
         if source is None:
             waiting["image"].append(added)
         else:
@@ -350,14 +352,14 @@ def _add_part(message: types_pb2.ChatMessage, part: Any, name: str, waiting: _Pl
         )
 
 
-def _part_source(part: Mapping[str, Any]) -> Any:
+def _part_source(part: Mapping[str, Any], name: str) -> Any:
     """The image inside an image part, in any of the common spellings; None if the part is only a placeholder."""
     if part.get("media_id"):
-        return types_pb2.Image(media_id=str(part["media_id"]))
+        return types_pb2.Image(media_id=check_string(f"{name}.media_id", part["media_id"]))
     for key in ("image", "image_url", "url", "path", "data"):
         value = part.get(key)
         if value is not None:
-            return value["url"] if key == "image_url" and isinstance(value, Mapping) else value
+            return located(value, f"{name}.image_url") if key == "image_url" else value
     return None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from saccade._core.formats import json_text
-from saccade._core.ranges import check_text
+from saccade._core.ranges import check_flag, check_text
 from saccade.errors import InvalidArgument
 from saccade.types import Tool, ToolCall
 from saccade.v1 import inference_pb2, types_pb2
@@ -27,7 +27,7 @@ def set_tools(
     chat: inference_pb2.ChatInput, tools: Iterable[ToolInput], choice: ToolChoice | None, parallel: bool | None
 ) -> None:
     """Raises InvalidArgument naming the argument."""
-    if isinstance(tools, Mapping | str | Tool):
+    if isinstance(tools, Mapping | str | Tool) or not isinstance(tools, Iterable):
         raise InvalidArgument(f"tools: expected a list of tools, got {type(tools).__name__}")
     for i, tool in enumerate(tools):
         chat.tools.append(_tool_message(tool, f"tools[{i}]"))
@@ -37,7 +37,11 @@ def set_tools(
         if not isinstance(name, str):
             raise InvalidArgument("tool_choice: expected the name of a function")
         choice = name
+    elif not isinstance(choice, str | None):
+        raise InvalidArgument(f"tool_choice: expected a string or a dict, got {type(choice).__name__}")
     elif choice in MODES and choice is not None:
+        if choice == "required" and not names:
+            raise InvalidArgument("tool_choice: required needs one tool or more, got none")
         chat.tool_choice.mode = MODES[choice]
         choice = None
     if choice is not None:
@@ -47,7 +51,7 @@ def set_tools(
             )
         chat.tool_choice.name = choice
     if parallel is not None:
-        chat.parallel_tool_calls = bool(parallel)
+        chat.parallel_tool_calls = check_flag("parallel_tool_calls", parallel)
 
 
 def add_calls(message: types_pb2.ChatMessage, calls: Any, name: str) -> None:
@@ -82,7 +86,8 @@ def _tool_message(tool: Any, name: str) -> types_pb2.Tool:
         raise InvalidArgument(f"{name}: unknown keys {', '.join(extra)}; known are {', '.join(sorted(_KEYS))}")
     if not isinstance(fields.get("name"), str) or not fields["name"]:
         raise InvalidArgument(f"{name}.name: expected a string, got {fields.get('name')!r}")
-    made = types_pb2.Tool(name=check_text(f"{name}.name", fields["name"]), strict=bool(fields.get("strict")))
+    made = types_pb2.Tool(name=check_text(f"{name}.name", fields["name"]))
+    made.strict = check_flag(f"{name}.strict", fields.get("strict") or False)
     if (description := fields.get("description")) is not None:
         if not isinstance(description, str):
             raise InvalidArgument(f"{name}.description: expected a string, got {type(description).__name__}")

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from saccade._core.images import ImageInput, image_message, is_array, is_pillow
+from saccade._core.images import ImageInput, image_message, is_array, is_pillow, located
+from saccade._core.ranges import check_string
 from saccade.errors import InvalidArgument
 from saccade.v1 import types_pb2
 
@@ -74,11 +75,13 @@ def video_from_part(part: Mapping[str, Any], name: str) -> types_pb2.Video | Non
     """The clip inside a chat part of type video or video_url; None if the part is only a placeholder."""
     options = {key: part[key] for key in ("fps", "max_frames") if part.get(key) is not None}
     if part.get("media_id"):
-        return video_message(Video(types_pb2.Image(media_id=str(part["media_id"])), **options), name)
+        return video_message(
+            Video(types_pb2.Image(media_id=check_string(f"{name}.media_id", part["media_id"])), **options), name
+        )
     for key in ("video", "video_url", "url", "path", "data"):
         value = part.get(key)
         if value is not None:
-            value = value["url"] if key == "video_url" and isinstance(value, Mapping) else value
+            value = located(value, f"{name}.video_url") if key == "video_url" else value
             if options and not isinstance(value, Video | types_pb2.Video):
                 value = Video(value, **options)
             return video_message(value, name)

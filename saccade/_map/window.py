@@ -40,7 +40,7 @@ def prepare_mapping(request: Mapping[str, Any]) -> Prepared:
     """The arguments of `generate` as a mapping, with an optional custom_id."""
     if not isinstance(request, Mapping) or "prompt" not in request:
         raise InvalidArgument("map: expected mappings with the arguments of generate, prompt among them")
-    options = {key: value for key, value in request.items() if key not in ("custom_id", "timeout", "prompt")}
+    options = {str(key): value for key, value in request.items() if key not in ("custom_id", "timeout", "prompt")}
     return build_request(request["prompt"], **options), request.get("timeout")
 
 

@@ -94,6 +94,9 @@ def test_an_answer_that_is_nested_too_deep_is_a_value_error() -> None:
         ({"type": "json_schema"}, "json_schema: expected dict, got NoneType"),
         ({"type": "json_schema", "json_schema": {"name": "n"}}, "schema: expected dict"),
         ({"type": "structural_tags", "tags": [{"begin": "a"}]}, r"tags\[0\]: expected begin, end and one of"),
+        (saccade.StructuralTags(5), r"tags: expected a list, got int"),  # type: ignore[arg-type]
+        (saccade.StructuralTags([], "a"), r"triggers: expected a list, got str"),
+        (saccade.StructuralTags([5]), r"tags\[0\]: expected a saccade.Tag, got int"),  # type: ignore[list-item]
         (saccade.StructuralTags([saccade.Tag("a", ["b"], "c")]), r"tags\[0\].content: expected"),  # type: ignore[arg-type]
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import pathlib
 
 import numpy
@@ -94,6 +95,45 @@ def test_a_pillow_image_is_turned_as_its_file_would_be() -> None:
     image = Image.open(io.BytesIO(jpeg(exif=exif)))
     assert image.size == (9, 5)
     assert decoded(image_message(image).data).size == (5, 9)
+
+
+def test_what_cannot_be_read_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+    """Whatever the exception of the library or the file is: a map would end with one that is not ours."""
+    whole = tmp_path / "whole.png"
+    Image.effect_noise((64, 64), 50).save(whole)
+    cut = tmp_path / "cut.png"
+    cut.write_bytes(whole.read_bytes()[:600])
+    with open(whole, "rb") as closed, Image.open(whole) as closed_image:
+        pass
+
+    class Broken:
+        def read(self) -> bytes:
+            raise OSError(5, "Input/output error")
+
+    class OfAnotherDevice:
+        shape, ndim = (2, 2), 2
+
+        def __array__(self, *_: object) -> None:
+            raise TypeError("copy the tensor to host memory first")
+
+    unreadable = {
+        "truncated": Image.open(cut),
+        "closed file": closed,
+        "PngImageFile: [A-Za-z]": closed_image,
+        "Input/output error": Broken(),
+        "empty image": Image.new("RGB", (0, 5)),
+        "host memory": OfAnotherDevice(),
+    }
+    for words, image in unreadable.items():
+        with pytest.raises(errors.InvalidArgument, match=rf"images\[1\]: cannot read the .*{words}") as caught:
+            image_messages([b"x", image])  # type: ignore[list-item]
+        assert caught.value.reason == "IMAGE_UNREADABLE"
+
+
+def test_a_path_may_give_bytes(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"content")
+    with os.scandir(os.fsencode(tmp_path)) as entries:
+        assert [image_message(entry).data for entry in entries] == [b"content"]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,14 @@ def test_each_request_has_its_outcome(mapped: Mapped, script: Script, ordered: b
 
 
 def test_what_cannot_be_sent_is_an_outcome_too(mapped: Mapped) -> None:
-    outcomes = mapped([{"prompt": "?", "nonsense": 1}, {"prompt": "?", "images": ["no/such.png"]}, {}, {"prompt": "?"}])
-    found = {o.index: o.error for o in outcomes}
-    assert [type(found[i]) for i in range(3)] == [errors.InvalidArgument] * 3 and found[3] is None
+    part = {"type": "image_url", "image_url": {"uri": "misspelt"}}
+    wrong: list[Any] = [
+        {"prompt": "?", "nonsense": 1}, {"prompt": "?", "images": ["no/such.png"]}, {}, {"prompt": "?", 5: 6},
+        {"prompt": "?", "raw": "yes"}, {"prompt": "?", "tools": 5}, {"prompt": [{"role": "user", "content": [part]}]},
+    ]  # fmt: skip
+    found = {o.index: o.error for o in mapped([*wrong, {"prompt": "?"}])}
+    assert [type(found[i]) for i in range(len(wrong))] == [errors.InvalidArgument] * len(wrong)
+    assert found[len(wrong)] is None
 
 
 def test_no_requests_and_no_concurrency(mapped: Mapped) -> None:

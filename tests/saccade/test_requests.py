@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import saccade
 from saccade import errors
-from saccade._core.requests import build_request, tokenize_request
+from saccade._core.requests import AllSampling, build_request, tokenize_request
 from saccade.v1 import types_pb2
 
 PNG = b"\x89PNG any bytes"
@@ -198,6 +198,25 @@ def test_continued_tokens_priority_model_and_id() -> None:
         pytest.param({"prompt": "", "continued_token_ids": [-2]}, "continued_token_ids", id="continued"),
         pytest.param({"prompt": "", "temprature": 1}, "temprature.*temperature", id="misspelt"),
         pytest.param({"prompt": "", "videos": 3}, "videos", id="videos"),
+        pytest.param({"prompt": "", "raw": "false"}, "raw: expected True or False, got 'false'", id="raw-string"),
+        pytest.param({"prompt": "", "ignore_eos": "no"}, "ignore_eos: expected True or False", id="ignore-eos"),
+        pytest.param({"prompt": "", "chat_template_kwargs": 5}, "chat_template_kwargs: expected a map", id="kwargs-5"),
+        pytest.param({"prompt": [{"role": ["user"], "content": ""}]}, r"messages\[0\].role: expected", id="role-list"),
+        pytest.param(
+            {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"uri": "x"}}]}]},
+            r"messages\[0\].content\[0\].image_url: expected a URL or a dict with the key url, got keys \['uri'\]",
+            id="image-url",
+        ),
+        pytest.param(
+            {"prompt": [{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}]},
+            r"messages\[0\].content\[0\].video_url: expected a URL or a dict",
+            id="video-url",
+        ),
+        pytest.param(
+            {"prompt": [{"role": "user", "content": [{"type": "video", "media_id": 5}]}]},
+            r"content\[0\].media_id: expected a string, got int",
+            id="media-id",
+        ),
     ],
 )
 def test_what_is_refused_is_named(arguments: dict[str, Any], named: str) -> None:
@@ -225,7 +244,7 @@ json_values = st.recursive(
 
 @given(
     prompt=json_values,
-    option=st.sampled_from(["seed", "stop", "logit_bias", "temperature", "images"]),
+    option=st.sampled_from([*AllSampling.__annotations__, "images", "videos", "raw", "chat_template_kwargs"]),
     value=json_values,
 )
 def test_anything_builds_or_is_an_invalid_argument(prompt: Any, option: str, value: Any) -> None:
@@ -296,6 +315,8 @@ HALF = "ab\ud83d"
         ("x", {"response_format": saccade.Regex(HALF)}, "response_format.pattern"),
         ("x", {"response_format": {"const": HALF}}, "response_format"),
         ("x", {"tools": [saccade.Tool("f", HALF, {})]}, "tools[0].description"),
+        ("x", {"images": ["https://" + HALF]}, "images[0]"),
+        ([{"role": "user", "content": [{"type": "image", "media_id": HALF}]}], {}, "messages[0].content[0].media_id"),
         ("x", {"model": HALF}, "model"),
         ("x", {"request_id": HALF}, "request_id"),
     ],

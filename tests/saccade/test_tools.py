@@ -58,6 +58,11 @@ def test_tools_in_all_their_forms() -> None:
         ({"tools": [{"name": "a", "parameters": {"b": {1}}}]}, r"tools\[0\].parameters: .*serializable"),
         ({"tools": [{"name": "a"}], "tool_choice": "b"}, "'b' is neither auto, none, required nor one of the 1 tools"),
         ({"tools": [{"name": "a"}], "raw": True}, "raw or token ids"),
+        ({"tools": 5}, "tools: expected a list of tools, got int"),
+        ({"tools": [{"name": "a", "strict": "false"}]}, r"tools\[0\].strict: expected True or False, got 'false'"),
+        ({"tools": [{"name": "a"}], "parallel_tool_calls": "no"}, "parallel_tool_calls: expected True or False"),
+        ({"tools": [{"name": "a"}], "tool_choice": ["a"]}, "tool_choice: expected a string or a dict, got list"),
+        ({"tool_choice": "required"}, "tool_choice: required needs one tool or more, got none"),
         ({"tools": [{"name": "a"}], "tool_choice": {"name": 3}}, "expected the name of a function"),
     ],
 )
