@@ -93,8 +93,8 @@ class AsyncBatchMethods:
 
     async def download(self, batch_id: str, target: str | os.PathLike[str], *, resume: bool = False) -> Path:
         """Writes the output of an ended batch to a new file; with `resume`, appends to what the file has."""
-        download = Download(batch_id, target, resume)
         exchange = self._session._exchange()
+        download = Download(batch_id, target, resume)
         with download:
             async with aclosing(self._messages(download.call)) as messages:
                 async for message in messages:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
-from pathlib import Path
 from typing import Any
 
-from saccade._core.ranges import check_flag, check_integer, check_string
+from saccade._core.ranges import check_flag, check_integer, check_path, check_string
 from saccade._core.retrying import Deadline, Retries
 from saccade._core.settings import CallSettings
 from saccade._core.steps import Actions, Call, Open, Receive, Steps, Wait
@@ -97,11 +97,23 @@ def _size(source: str | os.PathLike[str] | bytes) -> int:
         return len(source)
     if not isinstance(source, str | os.PathLike):
         raise InvalidArgument(f"source: expected a path or bytes, got {type(source).__name__}")
+    check_plain_file(source)
     try:
         with open(source, "rb") as file:  # a folder, or a file without permission, has a size too
             return os.fstat(file.fileno()).st_size
     except OSError as error:
         raise InvalidArgument(f"cannot read {os.fspath(source)!r}: {error.strerror}") from error
+
+
+def check_plain_file(path: str | os.PathLike[str]) -> None:
+    """Raises InvalidArgument for a pipe or a device, which has no size and cannot be read a second time."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InvalidArgument(f"cannot read {os.fspath(path)!r}: {why}") from error
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise InvalidArgument(f"cannot read {os.fspath(path)!r}: it is a pipe or a device, expected a file")
 
 
 def get_steps(batch_id: str) -> Steps[Batch]:
@@ -171,13 +183,14 @@ class Download:
 
     def __init__(self, batch_id: str, target: str | os.PathLike[str], resume: bool) -> None:
         self._batch_id = check_string("batch_id", batch_id)
-        self.path = Path(target)
+        self.path = check_path("target", target)
         try:
             # Unbuffered: what the disk did not take would be written once more when the file is closed.
             self.file: FileIO = open(self.path, "ab" if resume else "xb", buffering=0)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a null byte in the path
             hint = "; resume=True continues it" if isinstance(error, FileExistsError) else ""
-            raise FailedPrecondition(f"cannot write {str(self.path)!r}: {error.strerror}{hint}") from error
+            why = error.strerror if isinstance(error, OSError) else error
+            raise FailedPrecondition(f"cannot write {str(self.path)!r}: {why}{hint}") from error
         self.offset = self.file.seek(0, os.SEEK_END)
         self._new = not resume
 

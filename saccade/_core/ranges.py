@@ -6,8 +6,10 @@ A test compares them with the server's.
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterable
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from saccade.errors import InvalidArgument
@@ -90,6 +92,13 @@ def check_string(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise InvalidArgument(f"{name}: expected a string, got {type(value).__name__}")
     return check_text(name, value)
+
+
+def check_path(name: str, value: Any) -> Path:
+    """The value of an argument that is a path. Raises InvalidArgument."""
+    if not isinstance(value, str | os.PathLike):
+        raise InvalidArgument(f"{name}: expected a path, got {type(value).__name__}")
+    return Path(value)
 
 
 def check_strings(name: str, values: Any) -> list[str]:

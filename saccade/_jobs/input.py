@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from saccade._core.batches import check_plain_file
 from saccade._jobs.rows import CHANGED, MAX_LINE_BYTES, ImageFolder, Row, parse_again, parse_line
 from saccade.errors import FailedPrecondition, InvalidArgument
 from saccade.types import Model
@@ -48,6 +49,7 @@ class BatchInput:
             raise
 
     def _check(self) -> None:
+        check_plain_file(self.path)
         problems: list[str] = []
         self._db.execute("BEGIN")
         try:
@@ -105,7 +107,13 @@ class BatchInput:
 
     def rows(self) -> Generator[Row, None, None]:
         """The rows that are not yet done, read again. Raises FailedPrecondition if the file has changed."""
-        with open(self.path, "rb") as file:
+        try:
+            file = open(self.path, "rb")
+        except OSError as error:
+            raise FailedPrecondition(
+                f"{self.path} cannot be read any more: {error.strerror}", reason=CHANGED
+            ) from error
+        with file:
             for position, line, offset, length, line_digest, digest in self._db.execute(
                 "SELECT position, line, offset, length, line_digest, digest FROM input WHERE done = 0 ORDER BY position"
             ):

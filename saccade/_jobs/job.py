@@ -14,11 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any, TypedDict
 
 from saccade import errors
-from saccade._core.ranges import check_seconds
+from saccade._core.ranges import check_flag, check_integer, check_path, check_seconds
 from saccade._jobs.input import BatchInput
 from saccade._jobs.journal import Journal, Written, helper_files, real_output
 from saccade._jobs.lines import output_line, status_code
@@ -57,8 +56,11 @@ class BatchOptions:
 
     def __post_init__(self) -> None:
         check_concurrency(self.concurrency)
-        if self.max_errors is not None and self.max_errors < 0:
-            raise InvalidArgument(f"max_errors: expected 0 or more, got {self.max_errors}")
+        for name in ("ordered", "overwrite", "any_model", "strict"):
+            check_flag(name, getattr(self, name))
+        if self.max_errors is not None:
+            check_integer("max_errors", self.max_errors)
+        check_integer("priority", self.priority)
         check_seconds("timeout", self.timeout)
 
     @classmethod
@@ -128,7 +130,7 @@ class BatchJob:
         folder: ImageFolder | None = None,
     ) -> None:
         """`folder`: of the images that rows refer to; None: the source's folder."""
-        self._source, self._output = Path(source), Path(output)
+        self._source, self._output = check_path("source", source), check_path("output", output)
         self.options = options
         self._folder = folder or ImageFolder(self._source.parent)
         self._input: BatchInput | None = None

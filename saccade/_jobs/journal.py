@@ -307,8 +307,13 @@ class Journal:
             self.commit()
 
     def commit(self) -> None:
-        """Writes everything to the disk, the output before the journal that describes it."""
+        """Writes everything to the disk, the output before the journal that describes it.
+
+        Raises:
+            FailedPrecondition: the output cannot be written, or has been deleted or replaced since it was opened.
+        """
         if self._pending:
+            _check_in_place(self.output, self._file)
             try:
                 os.fsync(self._file)
                 self._insert(self._pending)
@@ -368,6 +373,18 @@ class Journal:
             self._file = -1
             with suppress(sqlite3.Error):
                 self._db.close()
+
+
+def _check_in_place(output: Path, descriptor: int) -> None:
+    """Raises FailedPrecondition if the output's name is not that of the open file any more: what is written would be
+    lost when it is closed."""
+    mine = os.fstat(descriptor)
+    try:
+        found = os.path.samestat(os.stat(output), mine)
+    except OSError:
+        found = False
+    if not found:
+        raise FailedPrecondition(f"{str(output)!r} has been deleted or replaced while it was written")
 
 
 def _one(db: sqlite3.Connection, query: str) -> int:

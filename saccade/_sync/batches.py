@@ -92,8 +92,8 @@ class BatchMethods:
 
     def download(self, batch_id: str, target: str | os.PathLike[str], *, resume: bool = False) -> Path:
         """Writes the output of an ended batch to a new file; with `resume`, appends to what the file has."""
-        download = Download(batch_id, target, resume)
         exchange = self._session._exchange()
+        download = Download(batch_id, target, resume)
         with download:
             with closing(self._messages(download.call)) as messages:
                 for message in messages:

@@ -243,10 +243,24 @@ def test_a_wrong_file_starts_nothing(run: Run, script: Script, tmp_path: Path) -
     assert {request.model for request in script.requests} == {""}
 
 
-@pytest.mark.parametrize("wrong", [{"concurrency": 0}, {"max_errors": -1}, {"timeout": 0}, {"concurency": 3}], ids=str)
-def test_wrong_options(run: Run, tmp_path: Path, wrong: dict[str, int]) -> None:
+WRONG_OPTIONS: list[dict[str, Any]] = [
+    {"concurrency": 0}, {"max_errors": -1}, {"timeout": 0}, {"concurency": 3}, {"concurrency": "4"},
+    {"max_errors": 1.5}, {"priority": "low"}, {"priority": 2**31}, {"overwrite": "false"}, {"max_retries": "3"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG_OPTIONS, ids=str)
+def test_wrong_options(run: Run, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    (tmp_path / "out.jsonl").write_text("kept")
     with pytest.raises(errors.InvalidArgument, match=next(iter(wrong))):
         run(write_input(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl", **wrong)
+    assert (tmp_path / "out.jsonl").read_text() == "kept"
+
+
+@pytest.mark.parametrize("source", [5, b"in.jsonl", "in\0.jsonl", None], ids=str)
+def test_what_is_no_path_is_refused(run: Run, source: Any) -> None:
+    with pytest.raises(errors.InvalidArgument, match="source: expected a path|null byte"):
+        run(source, "out.jsonl")
 
 
 def test_too_many_errors(run: Run, script: Script, tmp_path: Path) -> None:
@@ -288,6 +302,45 @@ def test_a_file_that_changes_underneath_is_an_error(run: Run, script: Script, tm
     with pytest.raises(errors.FailedPrecondition) as caught:
         run(source, output, concurrency=1)
     assert caught.value.reason == "BATCH_INPUT_CHANGED"
+
+
+def test_an_input_that_is_a_pipe_is_refused(run: Run, tmp_path: Path) -> None:
+    """It is read twice; opening a pipe by its name would wait for its next writer, without end."""
+    os.mkfifo(tmp_path / "named")
+    reading, writing = os.pipe()
+    os.close(writing)
+    for source in (tmp_path / "named", f"/dev/fd/{reading}", "/dev/null"):
+        with pytest.raises(errors.InvalidArgument, match=f"cannot read '{source}': it is a pipe or a device"):
+            run(source, tmp_path / "out.jsonl")
+    os.close(reading)
+    assert [path.name for path in tmp_path.iterdir()] == ["named"]
+
+
+def test_an_input_that_disappears_is_an_error_of_ours(run: Run, script: Script, tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", 3)
+    with pytest.raises(errors.FailedPrecondition, match="cannot be read any more: No such file") as caught:
+        run(source, tmp_path / "out.jsonl", on_start=lambda summary: source.unlink())
+    assert caught.value.reason == "BATCH_INPUT_CHANGED" and not script.requests
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_output_that_is_deleted_meanwhile_is_an_error(
+    run: Run, script: Script, tmp_path: Path, replaced: bool
+) -> None:
+    """The answers are in a file without a name, and lost; another file of this name is not touched."""
+    script.answer = echo
+    source, output = write_input(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+
+    def delete(*_: object) -> None:
+        output.unlink(missing_ok=True)
+        if replaced:
+            output.write_text("mine")
+
+    with pytest.raises(errors.FailedPrecondition, match="deleted or replaced while it was written"):
+        run(source, output, on_progress=delete)
+    assert output.read_text() == "mine" if replaced else not output.exists()
+    output.unlink(missing_ok=True)
+    assert run(source, output).completed == 3 and answers(output) == expected(3)
 
 
 def test_an_image_of_the_folder(run: Run, script: Script, tmp_path: Path) -> None:

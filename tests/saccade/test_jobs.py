@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -104,6 +105,35 @@ def test_a_download_that_is_refused_leaves_no_file(tmp_path: Path, kind: str) ->
         else:
             asyncio.run(by_asyncio())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_download_by_a_closed_client_leaves_no_file(tmp_path: Path, kind: str) -> None:
+    async def by_asyncio() -> None:
+        client = saccade.AsyncClient("127.0.0.1:1")
+        await client.close()
+        await client.batches.download("b", tmp_path / "out")
+
+    with pytest.raises(errors.FailedPrecondition, match="has been closed"):
+        if kind == "sync":
+            client = saccade.Client("127.0.0.1:1")
+            client.close()
+            client.batches.download("b", tmp_path / "out")
+        else:
+            asyncio.run(by_asyncio())
+    assert not list(tmp_path.iterdir())
+
+
+def test_paths_that_are_none_are_refused(batches: tuple[Batches, str], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with saccade.Client(batches[1]) as client:
+        for source in ("a\0b", tmp_path / "pipe"):
+            with pytest.raises(errors.InvalidArgument, match="cannot read .*(null byte|it is a pipe)"):
+                client.batches.create(source)
+        with pytest.raises(errors.FailedPrecondition, match="cannot write .*null byte"):
+            client.batches.download("b", "a\0b")
+        with pytest.raises(errors.InvalidArgument, match="target: expected a path, got int"):
+            client.batches.download("b", 5)  # type: ignore[arg-type]
 
 
 def test_a_batch_of_a_folder_is_refused_before_anything_is_sent(batches: tuple[Batches, str], tmp_path: Path) -> None:
