@@ -123,10 +123,10 @@ class SegmentPool:
         self._free.append(segment)
 
     def close(self) -> None:
-        """Closes all segments, which must no longer be in use. Idempotent."""
+        """Closes all segments, which must no longer be in use, for the end of the other side. Idempotent."""
         for segment in [*self._free, *self._taken]:
             segment.close()
-        self._free, self._taken = [], set()
+        self._free, self._taken, self.closed = [], set(), []
 
     def _close_oldest(self) -> None:
         segment = self._free.pop(0)

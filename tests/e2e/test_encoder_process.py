@@ -222,6 +222,31 @@ def test_an_image_assigned_just_after_the_process_had_ended(options: EngineOptio
     link.close()
 
 
+def test_a_new_process_is_not_told_of_segments_that_the_last_one_had(options: EngineOptions) -> None:
+    """A machine without memory closes segments and, often, kills a process: the next one would end over their
+    numbers, and with it the next image's attempt."""
+    vision = resolve_vision(options, open_checkpoint(options.model))
+    assert vision is not None
+    link, told = ProcessLink(options, segment_bytes=1 << 18), Told()
+    link.start(told)
+
+    def send(ticket: int, columns: int) -> tuple[str, list[int]]:
+        image = EncoderItem((2, columns), torch.randn(2 * columns, vision.patch_dim))
+        link.send(Work(b"", image, torch.zeros(image.tokens, vision.text_hidden_size), ticket), None)
+        return told.events.get(timeout=60)
+
+    assert send(1, 4) == ("written", [1])
+    large = (1 << 16) // (vision.patch_dim * 4) // 2 * 2
+    with largest_file(1 << 10):
+        words, failed = send(2, large)
+    assert "no shared memory" in words and failed == [2]
+    assert link.pid is not None
+    os.kill(link.pid, signal.SIGKILL)
+    assert told.events.get(timeout=60) == ("lost", [])
+    assert send(3, 4) == ("written", [3])
+    link.close()
+
+
 def test_it_logs_what_the_engine_logs(
     options: EngineOptions, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
