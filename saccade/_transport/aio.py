@@ -25,6 +25,9 @@ class Starting(Protocol):
 
     def start(self, call: Call, message: Any, timeout: float | None) -> Any: ...
 
+    def keep(self, pause: asyncio.Future[None]) -> None:
+        """Cancels `pause` when the connection is closed."""
+
 
 class AsyncExchange:
     """Executes the actions of one method. Any task of the loop may call `close`."""
@@ -33,6 +36,7 @@ class AsyncExchange:
         self._connection = connection
         self._closed = False
         self._call: Any = None
+        self._pause: asyncio.Future[None] | None = None
         self._request_id = ""
 
     async def send(self, call: Call, timeout: float | None) -> Any:
@@ -76,8 +80,16 @@ class AsyncExchange:
             raise
 
     async def wait(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        self._check(self._request_id)
+        self._pause = asyncio.ensure_future(asyncio.sleep(0 if self._ended else seconds))
+        if not self._ended:
+            self._connection.keep(self._pause)
+        try:
+            await self._pause
+        except asyncio.CancelledError:
+            if not self._ended or _task_is_cancelled():
+                raise
+        if self._ended:
+            raise Cancelled("the call was cancelled between two attempts", request_id=self._request_id)
 
     async def do(self, function: Callable[[], T]) -> T:
         return await asyncio.to_thread(function)
@@ -93,8 +105,9 @@ class AsyncExchange:
 
     def close(self) -> None:
         self._closed = True
-        if self._call is not None:
-            self._call.cancel()
+        for running in (self._call, self._pause):
+            if running is not None:
+                running.cancel()
 
 
 _WRITE_FAILED = "Internal error from Core"
@@ -179,8 +192,12 @@ class _Channel:
         if call.service not in self._stubs:
             self._stubs[call.service] = stub_class(call.service)(self.channel)
         started = getattr(self._stubs[call.service], call.method)(message, timeout=timeout, metadata=metadata)
-        self._calls.add(started)
+        self.keep(started)
         return started
+
+    def keep(self, call: Any) -> None:
+        """Cancels the call, or the pause between two attempts of one, when this is closed."""
+        self._calls.add(call)
 
     async def close(self) -> None:
         """To be called in the channel's loop. Cancels all calls: some Python versions' gRPC misses calls of its own."""
@@ -212,6 +229,9 @@ class AsyncConnection:
         """
         sent = self._settings.call_metadata(call) if metadata is None else metadata
         return self._channel().start(call, message, timeout, sent)
+
+    def keep(self, pause: asyncio.Future[None]) -> None:
+        self._channel().keep(pause)
 
     def grpc_channel(self) -> Any:
         """gRPC's channel of this event loop, for services that the client has no methods for."""

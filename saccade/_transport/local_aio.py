@@ -40,6 +40,9 @@ class AsyncLocalConnection:
         """
         return AsyncLocalCall(self._connection.exchange(), call, timeout, self._threads)
 
+    def keep(self, pause: asyncio.Future[None]) -> None:
+        """Nothing: a call is tried again by its caller, if at all."""
+
     async def close(self) -> None:
         """Nothing: the engine is closed by its owner."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from saccade._core.settings import Settings
@@ -23,14 +25,19 @@ class Connection:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may run a finalizer that closes the client, wherever this thread is.
+        self._lock = threading.RLock()
         self._channel: grpc.Channel | None = None
         self._stubs: dict[str, Any] = {}
+        self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
         self._pid = os.getpid()
         self._closed = False
 
     def exchange(self) -> Exchange:
-        return Exchange(self)
+        made = Exchange(self)
+        with self._lock_of_this_process():
+            self._exchanges.add(made)
+        return made
 
     def begin(self, call: Call, timeout: float | None) -> UnaryCall:
         return _GrpcCall(self._start(call, timeout, future=True), call.request_id)
@@ -69,13 +76,13 @@ class Connection:
                 self._channel = grpc.secure_channel(self._settings.address, credentials, options)
         return self._channel
 
-    def _lock_of_this_process(self) -> threading.Lock:
+    def _lock_of_this_process(self) -> AbstractContextManager[Any]:
         if self._pid != os.getpid():
             # A fork copied this object, possibly with its lock held by a thread of the parent.
             self._pid = os.getpid()
-            self._lock = threading.Lock()
+            self._lock = threading.RLock()
             left_to_the_parent.append((self._channel, self._stubs))
-            self._channel, self._stubs = None, {}
+            self._channel, self._stubs, self._exchanges = None, {}, weakref.WeakSet()
         return self._lock
 
     def close(self) -> None:
@@ -84,6 +91,9 @@ class Connection:
             channel, self._channel = self._channel, None
             self._stubs = {}
             self._closed = True
+            exchanges = list(self._exchanges)
+        for exchange in exchanges:  # one may be between two attempts, and gRPC knows nothing of it
+            exchange.close()
         if channel is not None:
             channel.close()
 

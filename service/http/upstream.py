@@ -151,6 +151,9 @@ class _Authorized:
         self.attempts += 1
         return connection.start(call, message, timeout, self._metadata)
 
+    def keep(self, pause: asyncio.Future[None]) -> None:
+        self._connections[0].keep(pause)
+
 
 class _State(StreamState):
     """Retries what has begun. A request that no server has taken fails at once, after each server was tried once."""

@@ -157,6 +157,30 @@ def test_closing_the_client_ends_its_running_calls(address: str, script: Script)
     run(body, address)
 
 
+@pytest.mark.parametrize("what", ["client", "exchange", "task"])
+def test_a_call_between_two_attempts_ends_at_once(address: str, what: str) -> None:
+    """And not after the pause, which a server may ask to be a minute."""
+
+    async def body(client: saccade.AsyncClient) -> None:
+        exchange = client.with_options(timeout=300)._exchange()
+        waiting = asyncio.create_task(exchange.wait(30))
+        await asyncio.sleep(0)
+        match what:
+            case "client":
+                await client.close()
+            case "exchange":
+                exchange.close()
+            case "task":
+                waiting.cancel()
+        with pytest.raises(asyncio.CancelledError if what == "task" else errors.Cancelled):
+            await asyncio.wait_for(waiting, 20)
+        with pytest.raises(errors.Cancelled):
+            exchange.close()
+            await exchange.wait(30)
+
+    run(body, address)
+
+
 def test_one_client_in_several_event_loops(address: str) -> None:
     client = saccade.AsyncClient(address, timeout=20)  # outside of any loop
     for copy in (client, client, pickle.loads(pickle.dumps(client))):

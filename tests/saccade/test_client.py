@@ -334,6 +334,19 @@ def test_closing_the_client_ends_its_running_calls(address: str, script: Script)
     assert script.ended.acquire(timeout=10)
 
 
+def test_closing_the_client_ends_calls_between_two_attempts() -> None:
+    """At once, and not after the pause, which a server may ask to be a minute; as Cancelled, like other calls."""
+    client = saccade.Client("127.0.0.1:1")
+    exchange = client.with_options(timeout=300)._exchange()
+    closer = threading.Timer(0.01, client.close)
+    closer.start()
+    began = time.monotonic()
+    with pytest.raises(errors.Cancelled):
+        exchange.wait(30)
+    closer.join()
+    assert time.monotonic() - began < 20
+
+
 def test_nothing_is_connected_before_it_is_used() -> None:
     client = saccade.Client("127.0.0.1:1")
     assert client._connection._channel is None
