@@ -113,7 +113,7 @@ class TopLogprob(_TopLogprob):
     """One of the most likely tokens at a position: the pair (token id, natural log-probability), with the token's text
     in UTF-8 as `token`."""
 
-    token: bytes
+    token: bytes = b""
 
     def __new__(cls, token_id: int, logprob: float, token: bytes = b"") -> TopLogprob:
         made = super().__new__(cls, token_id, logprob)

@@ -98,4 +98,6 @@ def call_key(call: Call, affinity: Affinity) -> str:
         key = prompt_key(call.message, affinity)
     else:
         key = ""
+    if not (key.isascii() and key.isprintable()):  # an id that is none, and that no header could hold
+        key = hashlib.sha256(key.encode()).hexdigest()
     return f"{key}.{call.moved}" if key and call.moved and call.service == "inference" else key

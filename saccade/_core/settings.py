@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from saccade._core.affinity import CHOICES, HEADER, LB_CONFIG, Affinity, call_key
 from saccade._core.ranges import check_count, check_seconds, check_string, check_strings
-from saccade._core.targets import GRPC_SCHEMES
+from saccade._core.targets import GRPC_SCHEMES, is_local
 from saccade.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class TLSConfig:
     """The certificate authorities that may have signed the server's certificate."""
     certificate: str | os.PathLike[str] | bytes | None = None
     """The client's own certificate chain, for servers that ask for one."""
-    key: str | os.PathLike[str] | bytes | None = None
-    """Its private key."""
+    key: str | os.PathLike[str] | bytes | None = field(default=None, repr=False)
+    """Its private key; not shown."""
     server_name: str | None = None
     """The name that the server's certificate must have, if it is not that of the address."""
 
@@ -122,6 +122,8 @@ class Settings:
 
     def all_channel_options(self) -> list[tuple[str, Any]]:
         options: dict[str, Any] = dict(DEFAULT_OPTIONS)
+        if is_local(self.address):  # http_proxy is for other machines, and a proxy would ask itself
+            options["grpc.enable_http_proxy"] = 0
         if self.tls is not None and self.tls.server_name is not None:
             options["grpc.ssl_target_name_override"] = self.tls.server_name
         if self.affinity is not None:

@@ -2,5 +2,20 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 GRPC_SCHEMES = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:", "xds:", "google-c2p:")
 """Prefixes of gRPC target names; anything else is HOST:PORT."""
+
+
+def is_local(target: str) -> bool:
+    """Whether all addresses of a target name this machine, judged by their text alone."""
+    addresses = target.removeprefix("ipv4:").removeprefix("ipv6:").split(",")
+    return all(_is_loopback(address.rpartition(":")[0].strip("[]")) for address in addresses)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another name
+        return False

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 
-from service.common.option import ConfigError, check_addresses
+from service.common.option import ConfigError, check_addresses, is_local
 from service.common.tls import read_pem
 
 
@@ -30,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     authority = None if options.ca is None else read_pem(options.ca, "--ca")
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    settings = [("grpc.ssl_target_name_override", options.server_name)] if options.server_name else []
+    settings: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)] if is_local(options.address) else []
+    if options.server_name:
+        settings.append(("grpc.ssl_target_name_override", options.server_name))
     if authority is None:
         channel = grpc.insecure_channel(options.address, settings)
     else:

@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 
 from saccade.v1 import encoder_pb2, encoder_pb2_grpc
+from service.common.option import is_local
 from service.encoding.encoder_pool import LinkOwner
 from service.encoding.entries import EncodingFailed, Work
 from service.encoding.items import bytes_of, item_to_proto, pieces, write_bytes
@@ -178,10 +179,11 @@ class GrpcLink:
 
     def _attach(self, owner: LinkOwner) -> None:
         """Runs one connection from start to end. Raises RpcError or PartnerRefused."""
+        options = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)] if is_local(self.name) else CHANNEL_OPTIONS
         if self._credentials is None:
-            channel = grpc.insecure_channel(self.name, options=CHANNEL_OPTIONS)
+            channel = grpc.insecure_channel(self.name, options=options)
         else:
-            channel = grpc.secure_channel(self.name, self._credentials, options=CHANNEL_OPTIONS)
+            channel = grpc.secure_channel(self.name, self._credentials, options=options)
         with channel:
             session = _Session(self._partner, self._count)
             stub = encoder_pb2_grpc.EncoderServiceStub(channel)

@@ -109,8 +109,12 @@ def test_remote_equals_local(client: saccade.Client, plain: RunningServer, near:
     near.thread.handoff.check_integrity(idle=True)
 
 
-def test_a_local_decoder_uses_encoders_too(model: Path, client: saccade.Client, near: RunningEncoder) -> None:
-    """As in an actor of Ray Data, or in a replica of Ray Serve."""
+def test_a_local_decoder_uses_encoders_too(
+    model: Path, client: saccade.Client, near: RunningEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an actor of Ray Data, or in a replica of Ray Serve; not through a proxy, which is for other machines."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     options = {"dtype": "float32", "threads": 1, "role": "decoder", "encoders": [near.address], **SMALL}
     before = near.thread.encoder.stats()["images"]
     with saccade.LocalClient(model, **options) as local:

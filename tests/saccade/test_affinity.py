@@ -76,6 +76,8 @@ def test_keys_of_other_calls() -> None:
     assert call_key(Call("inference", "Generate", build_request("a"), moved=2), "image") == ""
     asked = media_pb2.GetMediaRequest(media_id="m")
     assert call_key(Call("media", "GetMedia", asked, moved=2), "auto") == "m", "a file does not move by itself"
+    odd = media_pb2.GetMediaRequest(media_id="n\u00e4me\n")
+    assert call_key(Call("media", "GetMedia", odd), "auto") == hashlib.sha256(odd.media_id.encode()).hexdigest()
     upload = Call("media", "UploadMedia", lambda: iter(()), affinity=DIGEST)
     assert call_key(upload, "auto") == DIGEST
     batches = {

@@ -18,6 +18,7 @@ from fake_server import Failure, Script, serve
 import saccade
 from saccade import errors
 from saccade._core.retrying import Deadline, retry_delay
+from saccade._core.targets import is_local
 
 Code = grpc.StatusCode
 
@@ -46,6 +47,7 @@ def test_logprobs(client: saccade.Client) -> None:
     assert [item.token_id for item in answer.logprobs] == [0, 1, 2]
     assert answer.logprobs[0].top == ((0, 0.0), (1, -1.0))
     assert answer.logprobs[0].top[1].logprob == -1.0
+    assert answer.logprobs[0].top[0]._replace(logprob=-2.0).token == b""
 
 
 @pytest.mark.parametrize("options", [{}, {"n": 3}, {"logprobs": 2}, {"logprobs": 0}], ids=str)
@@ -459,6 +461,40 @@ def test_a_certificate_for_another_name_is_said_to_be_that(script: Script, tmp_p
                     continue
                 with pytest.raises(errors.Unavailable, match=words):
                     client.generate("?")
+
+
+def test_a_server_on_this_machine_is_not_reached_through_a_proxy(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As programs in a container find one in their environment, for downloads."""
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for target in (address, f"localhost:{address.rpartition(':')[2]}", f"ipv4:{address}", f"{address},{address}"):
+        with saccade.Client(target, timeout=20, max_retries=0) as client:
+            assert client.generate("?").text == "a red square"
+    options = {"grpc.enable_http_proxy": 1}
+    with (
+        saccade.Client(address, timeout=20, max_retries=0, channel_options=options) as client,
+        pytest.raises(errors.Unavailable, match=r"127\.0\.0\.1:1: "),
+    ):
+        client.generate("?")
+
+
+@pytest.mark.parametrize(
+    ("target", "local"),
+    [
+        ("127.0.0.1:1", True), ("[::1]:1", True), ("localhost:1", True), ("ipv6:[::1]:1", True), ("127.0.0.2:1", True),
+        ("10.0.0.1:1", False), ("ipv4:127.0.0.1:1,10.0.0.1:1", False), ("127.example.org:1", False), ("h:1", False),
+        ("dns:///h:1", False), ("localhost.example.org:1", False),
+    ],
+)  # fmt: skip
+def test_which_targets_are_this_machine(target: str, local: bool) -> None:
+    assert is_local(target) is local
+
+
+def test_a_private_key_is_not_shown() -> None:
+    tls = saccade.TLSConfig(ca="ca.pem", certificate=b"certificate", key=b"private")
+    assert "private" not in repr(saccade.Client("localhost:1", tls=tls)._settings) + repr(tls) and "ca.pem" in repr(tls)
 
 
 def test_a_pickled_client_connects_anew(address: str) -> None:

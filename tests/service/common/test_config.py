@@ -111,6 +111,7 @@ def test_an_unknown_option_is_named_without_the_list_of_all(capsys: pytest.Captu
         (["--device", "tpu"], {}, "device: 'tpu' is not 'cpu', 'cuda'"),
         (["--role", "decoder", "--encoders", "a:70000"], {}, "encoders: 'a:70000' is not HOST:PORT .* 1 to 65535"),
         (["--role", "decoder", "--encoders", ":1"], {}, "encoders: ':1' is not HOST:PORT"),
+        (["--role", "decoder", "--encoders", "::1:50051"], {}, "encoders: '::1:50051' is an IPv6 .* without brackets"),
         ([], {"SACCADE_INSECURE": "perhaps"}, "insecure: 'perhaps' is not true or false"),
         (["--config", "/nonexistent.toml"], {}, "config file /nonexistent.toml"),
         (["--media-dir", ""], {}, "^media_dir: it is empty; give it a value, or leave it out"),
