@@ -221,10 +221,14 @@ class EncoderPool:
         """Assigns the images whose memory is reserved. Returns the seconds until the next action that needs no
         wake-up."""
         while links := [link for link in self._usable() if link.in_progress < DEPTH * self._step_tokens]:
-            if not (works := self._handoff.take(self._step_tokens, lease=self._lease)):
+            with self._lock:
+                kept = {link.name for link, work in self._given.values() if work.alone}
+            links = [link for link in links if link.name not in kept]
+            idle = [link for link in links if not link.in_progress]
+            if not links or not (works := self._handoff.take(self._step_tokens, lease=self._lease, idle=bool(idle))):
                 break
             for work in works:
-                link = min(links, key=lambda link: link.load)
+                link = min(idle if work.alone else links, key=lambda link: link.load)
                 with self._lock:
                     self._given[work.ticket] = link, work
                     self._counts["given"] += 1

@@ -15,6 +15,10 @@ from encoder.item import EncoderItem
 from encoder.schedule import Waiting
 from kernels.streams import behind
 
+MAX_ATTEMPTS = 3
+"""Encoders that may fail on an image before its requests get an error: an image that crashes encoders must not crash
+all of them."""
+
 
 class EncodingFailed(RuntimeError):
     """No encoder could write an image's rows."""
@@ -58,6 +62,8 @@ class Work:
     """The highest priority of the requests that wait for the image when it is taken."""
     reserved: Any = None
     """On a GPU, the event after which the rows' memory may be written, since earlier content may still be read."""
+    alone: bool = False
+    """Whether it is to be encoded by an encoder that has no other image; see `Handoff.take`."""
 
     def space(self) -> torch.Tensor:
         """The rows, to be written on the current stream."""
@@ -85,6 +91,11 @@ class Entry:
     counts: tuple[int, ...] | None = None
     """Rows of each attention sequence, known after encoding (for a clip, after pruning). Kept when rows are evicted."""
     leases: set[Lease] = field(default_factory=set)
+
+    @property
+    def last_attempt(self) -> bool:
+        """Whether its requests get an error if the next attempt fails too."""
+        return self.attempts == MAX_ATTEMPTS - 1
 
     @property
     def urgency(self) -> Waiting:

@@ -39,11 +39,7 @@ import torch
 from encoder.item import EncoderItem
 from encoder.schedule import choose
 from kernels.streams import mark
-from service.encoding.entries import EncodingFailed, Entry, EntryState, Lease, Run, Work, separate
-
-MAX_ATTEMPTS = 3
-"""Encoders that may fail on an image before its requests get an error: an image that crashes encoders must not crash
-all of them."""
+from service.encoding.entries import MAX_ATTEMPTS, EncodingFailed, Entry, EntryState, Lease, Run, Work, separate
 
 
 class Handoff:
@@ -100,12 +96,19 @@ class Handoff:
 
     # -- for encoders --------------------------------------------------------------------------------------------------
 
-    def take(self, max_tokens: int | None = None, *, lease: float | None = None) -> list[Work]:
+    def take(self, max_tokens: int | None = None, *, lease: float | None = None, idle: bool = True) -> list[Work]:
         """Takes RESERVED images for one step of an encoder, about `max_tokens` together (None: all of them), in the
-        order of `encoder.schedule`; they become WRITING, for at most `lease` seconds (None: without limit)."""
+        order of `encoder.schedule`; they become WRITING, for at most `lease` seconds (None: without limit).
+
+        An image of which one attempt is left is taken before all others, and alone: it may be what ended its encoders,
+        and with them the attempts of others. `idle`: whether there is an encoder with nothing else to do for it; if
+        not, nothing is taken until there is.
+        """
         taken: list[Work] = []
         with self._lock:
             reserved = [e for e in self._held.by_key.values() if e.state is EntryState.RESERVED]
+            if last := [e for e in reserved if e.last_attempt]:
+                reserved = last[:1] if idle else []
             if not reserved:
                 return []
             step = max_tokens or sum(e.tokens for e in reserved)
@@ -114,8 +117,9 @@ class Handoff:
                 assert entry.image is not None and entry.rows is not None
                 entry.state = EntryState.WRITING
                 entry.writer = Work(
-                    entry.key, entry.image, entry.rows, next(self._tickets), entry.urgency.priority, entry.reserved
-                )
+                    entry.key, entry.image, entry.rows, next(self._tickets), entry.urgency.priority, entry.reserved,
+                    entry.last_attempt,
+                )  # fmt: skip
                 entry.expires = None if lease is None else self._clock() + lease
                 taken.append(entry.writer)
         return taken

@@ -178,6 +178,47 @@ def test_what_was_in_progress_in_an_encoder_that_died_is_taken_by_another() -> N
     pool.check_integrity()
 
 
+@pytest.mark.parametrize("encoders", [1, 2])
+def test_an_image_that_kills_its_encoders_is_the_end_of_its_own_request_only(encoders: int) -> None:
+    """Its last attempt is with an encoder that has nothing else, as are those of the images that were there with it."""
+    links = [FakeLink(str(number)) for number in range(encoders)]
+    pool, handoff = make(*links, step=40)
+    leases = ask(handoff, "abPcdefgh")
+    poison = leases[2]
+    for _ in range(40):
+        pool._give()
+        for link in links:
+            if b"P" in link.keys:
+                works, link.works = link.works, []
+                pool.lost(link, works, "killed")
+            elif link.works:
+                link.write()
+    assert all(lease.ready for lease in leases if lease is not poison)
+    assert "3 attempts" in str(poison.error) and pool.stats()["in_progress_now"] == 0
+    for lease in leases:
+        lease.release()
+    handoff.check_integrity(idle=True)
+
+
+def test_a_last_attempt_waits_for_an_encoder_and_keeps_it() -> None:
+    """It goes before other images, which would keep all encoders busy, and no other is sent after it."""
+    one, two = FakeLink("one"), FakeLink("two", elsewhere=100)
+    pool, handoff = make(one, two)
+    for _ in range(2):
+        (lease,) = ask(handoff, "a")
+        pool._give()
+        works, one.works = one.works, []
+        pool.lost(one, works, "killed")
+    ask(handoff, "bcdef")
+    handoff.lease(b"z", image(10), "r", priority=9)
+    pool._give()
+    assert (one.keys, two.keys) == ([b"a"], [b"z", b"b"])
+    one.write()
+    assert lease.ready
+    pool._give()
+    assert one.keys == [b"c", b"d"]
+
+
 def test_an_encoder_s_refusal_is_the_image_s_end() -> None:
     link = FakeLink("one")
     pool, handoff = make(link)
