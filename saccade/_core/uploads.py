@@ -15,7 +15,9 @@ from saccade.errors import MessageTooLarge, NotFound, PermissionDenied, RateLimi
 from saccade.types import Media
 from saccade.v1 import media_pb2, types_pb2
 
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 240 * 2**10
+"""Of a file in one message, which must not exceed the smallest max_message_bytes that servers have in practice: a chunk
+of a round number of bytes would, by those of the message around it."""
 FRESH_SECONDS = 900.0
 """An upload that expires within this many seconds is sent again: it must outlive the requests that refer to it."""
 _SPOOL_FULL = frozenset({"MEDIA_SPOOL_FULL"})

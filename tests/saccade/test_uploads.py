@@ -73,13 +73,13 @@ class Replica(media_pb2_grpc.MediaServiceServicer):
         return media
 
 
-def served(replica: Replica, ends: ExitStack) -> str:
+def served(replica: Replica, ends: ExitStack, options: tuple[tuple[str, Any], ...] = ()) -> str:
     def add_port(server: grpc.Server) -> int:
         media_pb2_grpc.add_MediaServiceServicer_to_server(replica, server)
         port: int = server.add_insecure_port("127.0.0.1:0")
         return port
 
-    return ends.enter_context(serve(replica.script, add_port=add_port))
+    return ends.enter_context(serve(replica.script, options=options, add_port=add_port))
 
 
 @pytest.fixture
@@ -123,6 +123,19 @@ def ask(request: pytest.FixtureRequest) -> Ask:
     if "async" in request.param:
         return lambda *arguments, **given: asyncio.run(by_task(*arguments, **given))
     return by_thread
+
+
+@pytest.mark.parametrize("limit", [2**18, 2**20])
+def test_a_file_fits_the_messages_of_a_server_whose_limit_is_a_round_number(limit: int) -> None:
+    replica = Replica()
+    replica.inline_bytes = 0
+    file = b"x" * 3 * 2**20
+    with ExitStack() as ends:
+        address = served(replica, ends, options=(("grpc.max_receive_message_length", limit),))
+        client = ends.enter_context(saccade.Client(address, timeout=20))
+        media = client.media.upload(file)
+        assert replica.held == {media.media_id: file}
+        assert client.generate("?", images=[file]).text == "a red square" and replica.seen == [["media_id"]]
 
 
 def test_two_replicas_that_share_nothing(ask: Ask, replicas: tuple[list[Replica], str]) -> None:
