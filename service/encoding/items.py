@@ -12,6 +12,8 @@ from saccade.v1 import encoder_pb2
 
 PIECE_BYTES = 1 << 20
 """Bytes of pixels or rows in one message: large enough to be efficient, small enough not to delay other messages."""
+LARGEST_MESSAGE = PIECE_BYTES + 64
+"""Bytes of a message with a whole piece, at most."""
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

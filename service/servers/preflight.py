@@ -36,7 +36,9 @@ def check_options(options: ServerOptions) -> None:
     elif options.api_keys is not None:
         watch_keys(options.api_keys)
     check_sizes_file(options)
-    if options.role != "encoder":
+    if options.role == "encoder":
+        check_messages(options)
+    else:
         make_fetcher(options, frontend_limits(options).media)
         check_batches(options)
         _check_folders(options)
@@ -75,6 +77,17 @@ def check_frontends(options: ServerOptions) -> None:
             )
     if options.api_keys is not None:
         watch_keys(options.api_keys, options.frontends)
+
+
+def check_messages(options: ServerOptions) -> None:
+    """Raises ConfigError if an encoder could not exchange pixels and rows with its decoders."""
+    from service.encoding.items import LARGEST_MESSAGE  # imported here: it needs torch, and a frontend does not
+
+    if options.max_message_bytes < LARGEST_MESSAGE:
+        raise ConfigError(
+            f"max_message_bytes: {options.max_message_bytes} is less than the messages between an encoder and its "
+            f"decoders have; at least {LARGEST_MESSAGE} would work"
+        )
 
 
 def check_batches(options: ServerOptions) -> None:

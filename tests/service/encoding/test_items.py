@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from encoder.item import BLOCK_MAJOR, ROW_MAJOR, VIDEO, EncoderItem
 from saccade.v1 import encoder_pb2
 from service.encoding.items import (
+    LARGEST_MESSAGE,
     PIECE_BYTES,
     bytes_of,
     empty_pixels,
@@ -79,6 +80,12 @@ def test_pieces_are_bounded_and_complete() -> None:
     data = memoryview(bytes(range(256)) * (PIECE_BYTES // 100))
     cut = list(pieces(data))
     assert max(map(len, cut)) == PIECE_BYTES and b"".join(cut) == bytes(data)
+
+
+def test_a_message_with_a_whole_piece_is_not_larger_than_said() -> None:
+    piece = encoder_pb2.Piece(ticket=2**64 - 1, data=bytes(PIECE_BYTES))
+    for message in (encoder_pb2.AttachRequest(pixels=piece), encoder_pb2.AttachResponse(rows=piece)):
+        assert PIECE_BYTES < message.ByteSize() <= LARGEST_MESSAGE
 
 
 def test_what_cannot_be_is_refused_with_its_numbers() -> None:
