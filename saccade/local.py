@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from saccade._core.settings import CallSettings
 from saccade._sync.methods import Methods
 from saccade._transport.local import LocalConnection
-from saccade.errors import Unimplemented
+from saccade.errors import InvalidArgument, Unimplemented
 
 
 class LocalClient(Methods):
@@ -35,6 +35,8 @@ class LocalClient(Methods):
         device: str | None = None,
         **engine_options: object,
     ) -> None:
+        if not isinstance(model, str | os.PathLike):
+            raise InvalidArgument(f"model: expected a name or a path, got {type(model).__name__}")
         arguments = {"model": os.fspath(model), "dtype": dtype, "device": device, **engine_options}
         # There is no other engine to retry on.
         self.__setstate__((arguments, CallSettings(timeout=None, max_retries=0, upload_above=None)))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import os
+import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +31,7 @@ class LocalConnection:
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._arguments = arguments
         self.closed = False
+        self._left: weakref.finalize[..., LocalConnection] | None = None
         self._load()
 
     def _load(self) -> None:
@@ -40,6 +44,10 @@ class LocalConnection:
         self._pid = os.getpid()
         with _translated(""):
             self.service = LocalService(**self._arguments)
+        if self._left is not None:  # a fork's copy, whose threads are the parent's
+            self._left.detach()
+        self._left = weakref.finalize(self, _end, self.service, self._pid)
+        self._left.atexit = False
 
     def exchange(self) -> Exchange:
         return Exchange(self)
@@ -82,8 +90,18 @@ class LocalConnection:
         """Stops the engine and frees its memory. Idempotent."""
         if not self.closed:
             self.closed = True
+            if self._left is not None:
+                self._left.detach()
             if self._pid == os.getpid():
                 self.service.close()
+
+
+def _end(service: Any, pid: int) -> None:
+    """Closes the engine of a client that was dropped without `close`, whose memory nothing else would free. It does so
+    in a thread, and waits not even for its start: the garbage collector may call this wherever a program is."""
+    if pid == os.getpid():
+        closing = threading.Thread(target=service.close, name="saccade-close", daemon=True)
+        _thread.start_new_thread(closing.start, ())
 
 
 class _LocalCall:

@@ -325,6 +325,21 @@ def test_the_server_starts_from_another_folder(text_model: Path, tmp_path: Path)
     assert "completion_tokens=2" in done.stdout, done.stderr
 
 
+def test_a_client_that_is_dropped_without_being_closed_ends_its_engine(text_model: Path) -> None:
+    """As in a notebook whose cell runs again. What still uses the engine keeps it."""
+    client = saccade.LocalClient(text_model, dtype="float32", threads=1, max_len=100)
+    service = client._service
+    stream = client.with_options(timeout=60).stream("a", max_tokens=5, ignore_eos=True)
+    next(stream)
+    del client
+    gc.collect()
+    assert len(stream.final().token_ids) == 5 and service.alive
+    del stream
+    gc.collect()
+    service._thread.join(60)
+    assert not service._thread.is_alive() and not service.alive
+
+
 @pytest.mark.parametrize(("used", "options"), [(False, {}), (True, {}), (False, {"encoder_process": True})])
 def test_a_closed_client_holds_no_model(used: bool, options: dict[str, Any], model: Path) -> None:
     """Reference counts alone must free it: the collector does not know how large tensors are."""

@@ -44,6 +44,11 @@ def test_a_model_that_is_not_there(tmp_path: object) -> None:
         saccade.LocalClient(f"{tmp_path}/nowhere")
 
 
+def test_a_model_is_a_name_or_a_path() -> None:
+    with pytest.raises(errors.InvalidArgument, match="model: expected a name or a path, got int"):
+        saccade.LocalClient(5)  # type: ignore[arg-type]
+
+
 def test_an_unknown_engine_option_is_an_error() -> None:
     with pytest.raises(errors.InvalidArgument, match="max_sequences"):
         saccade.LocalClient("demo", max_sequences=3)
