@@ -206,7 +206,7 @@ def _listed(value: Any) -> Any:
 
 
 def _typed(value: dict[str, Any]) -> dict[str, Any]:
-    if value.get("type") not in FORMAT_TYPES:
+    if not isinstance(value.get("type"), str) or value["type"] not in FORMAT_TYPES:
         raise ValueError(f"expected an object with a type out of {', '.join(FORMAT_TYPES)}")
     return value
 

@@ -104,6 +104,7 @@ WRONG = [
     (line(body={"stream": True}), "stream"),
     (line(body={"tools": [{"type": "function"}]}), "tools"),
     (line(body={"response_format": {"type": "json"}}), "response_format"),
+    (line(body={"response_format": {"type": ["text"]}}), "response_format: expected an object with a type out of"),
     (line(body={"response_format": {"type": "regex", "regex": 3}}), "response_format.regex: expected str, got int"),
     (line(body={"top_logprobs": 2}), "top_logprobs"),
     (line(body={"add_generation_prompt": False}), "add_generation_prompt: false needs continue_final_message"),
