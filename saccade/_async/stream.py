@@ -13,7 +13,7 @@ from saccade._core.results import media_from
 from saccade._core.resuming import StreamState
 from saccade._core.settings import CallSettings
 from saccade._core.uploads import Uploads
-from saccade.errors import Cancelled
+from saccade.errors import Cancelled, FailedPrecondition
 from saccade.types import Delta, Generation, MediaLayout
 from saccade.v1 import inference_pb2
 
@@ -29,7 +29,7 @@ class AsyncStream(AsyncIterator[Delta]):
 
     A stream that breaks because the server or its engine stopped is resumed after the tokens received so far, so the
     answer is the same as without the break, unless `resume=False` or the client's max_retries is 0. A stream that
-    failed for good raises the same error whenever it is read.
+    failed for good raises the same error whenever it is read. One thread or task at a time may read it.
     """
 
     def __init__(
@@ -48,6 +48,8 @@ class AsyncStream(AsyncIterator[Delta]):
         self._state: StreamState | None = None
         self._exchange: AsyncExchange | None = None
         self._closed = False
+        self._turn = [True]
+        """Empty while somebody reads: a list's `pop` succeeds in one thread only."""
         self._generation: Generation | None = None
 
     def __await__(self) -> Generator[Any, None, Self]:
@@ -69,6 +71,19 @@ class AsyncStream(AsyncIterator[Delta]):
         return self
 
     async def __anext__(self) -> Delta:
+        try:
+            turn = self._turn.pop()
+        except IndexError:
+            # Two would make gRPC end the thread that all calls of the client depend on.
+            raise FailedPrecondition(
+                "another thread or task is reading the stream", request_id=self.request_id
+            ) from None
+        try:
+            return await self._next()
+        finally:
+            self._turn.append(turn)
+
+    async def _next(self) -> Delta:
         if self._state is not None and self._state.failure is not None:
             raise self._state.failure
         await self._opened()

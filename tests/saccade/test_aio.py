@@ -181,6 +181,16 @@ def test_a_call_between_two_attempts_ends_at_once(address: str, what: str) -> No
     run(body, address)
 
 
+def test_a_second_task_that_reads_a_stream_is_told(address: str) -> None:
+    async def body(client: saccade.AsyncClient) -> None:
+        stream = client.stream("?")
+        answers = await asyncio.gather(stream.final(), stream.final(), return_exceptions=True)
+        assert isinstance(answers[0], saccade.Generation) and answers[0].text == "a red square"
+        assert isinstance(answers[1], errors.FailedPrecondition)
+
+    run(body, address)
+
+
 def test_one_client_in_several_event_loops(address: str) -> None:
     client = saccade.AsyncClient(address, timeout=20)  # outside of any loop
     for copy in (client, client, pickle.loads(pickle.dumps(client))):

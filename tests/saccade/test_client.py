@@ -96,6 +96,25 @@ def test_another_thread_can_close_a_stream_that_waits(client: saccade.Client, sc
     assert script.ended.acquire(timeout=10)
 
 
+def test_a_second_thread_that_reads_a_stream_is_told(client: saccade.Client, script: Script) -> None:
+    """Two would leave gRPC without the thread that ends calls: all of the client's would wait for ever."""
+    script.hang_after = 1
+    with client.stream("?") as stream:
+        assert next(stream).text == "a "
+        reader = threading.Thread(target=lambda: pytest.raises(errors.Cancelled, next, stream))
+        reader.start()
+        while stream._turn:
+            assert reader.is_alive()
+            time.sleep(0.001)
+        for read in (lambda: next(stream), stream.final):
+            with pytest.raises(errors.FailedPrecondition, match="another thread or task is reading"):
+                read()
+        assert stream.text == "a "
+    reader.join()
+    script.hang_after = None
+    assert client.generate("?").text == "a red square"
+
+
 def test_a_stream_without_its_end_is_an_error(client: saccade.Client, script: Script) -> None:
     stream = client.stream("?", n=2)
     stream._state.assembler.request.sampling.n = 3
