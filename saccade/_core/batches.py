@@ -77,9 +77,12 @@ def create_steps(
         if isinstance(source, bytes):
             yield from (batch_pb2.CreateBatchRequest(chunk=chunk) for chunk in chunks(source))
         else:
-            with open(source, "rb") as file:
-                while chunk := file.read(CHUNK_BYTES):
-                    yield batch_pb2.CreateBatchRequest(chunk=chunk)
+            try:
+                with open(source, "rb") as file:
+                    while chunk := file.read(CHUNK_BYTES):
+                        yield batch_pb2.CreateBatchRequest(chunk=chunk)
+            except OSError as error:  # it has been deleted since
+                raise InvalidArgument(f"cannot read {os.fspath(source)!r}: {error.strerror}") from error
 
     return batch_from((yield Call("batch", "CreateBatch", messages)).batch)
 

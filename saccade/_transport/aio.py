@@ -11,7 +11,13 @@ from typing import Any, Protocol, TypeVar
 
 from saccade._core.settings import Settings
 from saccade._core.steps import Call
-from saccade._transport.channel import channel_credentials, channel_options, left_to_the_parent, stub_class
+from saccade._transport.channel import (
+    Messages,
+    channel_credentials,
+    channel_options,
+    left_to_the_parent,
+    stub_class,
+)
 from saccade.errors import Cancelled, FailedPrecondition, error_from_rpc
 
 T = TypeVar("T")
@@ -43,15 +49,20 @@ class AsyncExchange:
         import grpc
 
         self._check(call.request_id)
-        streamed = callable(call.message)
-        started = self._connection.start(call, _beside_the_loop(call.message()) if streamed else call.message, timeout)
-        ended = _ServersStatus(started) if streamed else None
+        messages = Messages(call.message()) if callable(call.message) else None
+        message = call.message if messages is None else _beside_the_loop(messages)
+        started = self._connection.start(call, message, timeout)
+        ended = None if messages is None else _ServersStatus(started)
         try:
             return await started
         except grpc.RpcError as rpc_error:
+            if messages is not None and messages.error is not None:
+                raise messages.error from None
             error = rpc_error if ended is None else ended.instead_of(rpc_error)
             raise error_from_rpc(error, request_id=call.request_id) from error
         except asyncio.CancelledError:
+            if messages is not None and messages.error is not None and not _task_is_cancelled():
+                raise messages.error from None
             if self._ended and not _task_is_cancelled():
                 raise Cancelled("the client has been closed", request_id=call.request_id) from None
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,26 @@ def channel_credentials(tls: TLSConfig) -> Any:
         private_key=content(tls.key, "key"),
         certificate_chain=content(tls.certificate, "certificate"),
     )
+
+
+class Messages:
+    """Iterates over the messages of a call, and keeps the error that ended it: gRPC reports only that there was one."""
+
+    def __init__(self, messages: Iterator[Any]) -> None:
+        self._messages = messages
+        self.error: Exception | None = None
+
+    def __iter__(self) -> Messages:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._messages)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self.error = error
+            raise
 
 
 def stub_class(service: str) -> Any:

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from saccade._core.settings import Settings
 from saccade._core.steps import Call
-from saccade._transport.channel import channel_credentials, channel_options, left_to_the_parent, stub_class
+from saccade._transport.channel import (
+    Messages,
+    channel_credentials,
+    channel_options,
+    left_to_the_parent,
+    stub_class,
+)
 from saccade._transport.exchange import Exchange, Responses, UnaryCall
 from saccade._transport.watchdog import Watchdog
 from saccade.errors import Cancelled, FailedPrecondition, error_from_rpc
@@ -40,14 +46,14 @@ class Connection:
         return made
 
     def begin(self, call: Call, timeout: float | None) -> UnaryCall:
-        return _GrpcCall(self._start(call, timeout, future=True), call.request_id)
+        messages = Messages(call.message()) if callable(call.message) else None
+        return _GrpcCall(self._start(call, messages or call.message, timeout, future=True), call.request_id, messages)
 
     def open(self, call: Call, timeout: float | None, request_id: str) -> Responses:
-        return _GrpcResponses(self._start(call, timeout, future=False), request_id)
+        return _GrpcResponses(self._start(call, call.message, timeout, future=False), request_id)
 
-    def _start(self, call: Call, timeout: float | None, *, future: bool) -> Any:
+    def _start(self, call: Call, message: Any, timeout: float | None, *, future: bool) -> Any:
         method = getattr(self._stub(call.service), call.method)
-        message = call.message() if callable(call.message) else call.message
         try:
             return (method.future if future else method)(
                 message, timeout=timeout, metadata=self._settings.call_metadata(call)
@@ -101,9 +107,10 @@ class Connection:
 class _GrpcCall:
     """One attempt of a unary call."""
 
-    def __init__(self, call: Any, request_id: str) -> None:
+    def __init__(self, call: Any, request_id: str, messages: Messages | None) -> None:
         self._call = call
         self._request_id = request_id
+        self._messages = messages
 
     def result(self) -> Any:
         import grpc
@@ -111,6 +118,8 @@ class _GrpcCall:
         try:
             return self._call.result()
         except grpc.RpcError as rpc_error:
+            if self._messages is not None and self._messages.error is not None:
+                raise self._messages.error from None
             error = error_from_rpc(rpc_error, request_id=self._request_id)
             raise error from rpc_error
         except grpc.FutureCancelledError:

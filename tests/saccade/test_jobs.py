@@ -136,6 +136,40 @@ def test_paths_that_are_none_are_refused(batches: tuple[Batches, str], tmp_path:
             client.batches.download("b", 5)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_file_that_is_deleted_between_two_attempts_is_named(tmp_path: Path, kind: str) -> None:
+    """gRPC would only say that the call was cancelled, as if the caller's task had been."""
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"row")
+
+    class Refusing(batch_pb2_grpc.BatchServiceServicer):
+        def CreateBatch(self, requests: Any, context: grpc.ServicerContext) -> batch_pb2.CreateBatchResponse:
+            if source.exists():
+                source.unlink()
+                Failure(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_after=0.001).abort(context)
+            list(requests)
+            return batch_pb2.CreateBatchResponse()
+
+    def add_port(server: grpc.Server) -> int:
+        batch_pb2_grpc.add_BatchServiceServicer_to_server(Refusing(), server)
+        port: int = server.add_insecure_port("127.0.0.1:0")
+        return port
+
+    async def by_asyncio(address: str) -> None:
+        async with saccade.AsyncClient(address, timeout=20) as client:
+            await client.batches.create(source)
+
+    with (
+        serve(Script(), add_port=add_port) as address,
+        pytest.raises(errors.InvalidArgument, match=f"cannot read '{source}': No such file"),
+    ):
+        if kind == "sync":
+            with saccade.Client(address, timeout=20) as client:
+                client.batches.create(source)
+        else:
+            asyncio.run(by_asyncio(address))
+
+
 def test_a_batch_of_a_folder_is_refused_before_anything_is_sent(batches: tuple[Batches, str], tmp_path: Path) -> None:
     with saccade.Client(batches[1]) as client:
         for name, why in ((tmp_path, "Is a directory"), (tmp_path / "missing", "No such file")):
