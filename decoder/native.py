@@ -27,6 +27,7 @@ from decoder.operations import Operations
 from decoder.singles import Singles, SinglesRoom
 from decoder.state_forms import slots_read, slots_written
 from decoder.trunk import Trunk
+from kernels.dispatch import implementation
 from kernels.linear import Quantised
 from kernels.native import NativeUnavailable
 from kernels.native.structs import Code, Form, Kind, Op, Step, Target
@@ -348,6 +349,7 @@ def native_step(trunk: Trunk) -> NativeStep | None:
         if trunk.options.native == "on":
             raise ValueError(f"native: 'on' cannot be had: {reason}; 'auto' would work") from None
         log.info("the decoder steps operation by operation: %s", reason)
-        if isinstance(trunk.head.weight, Quantised):
+        on_kernels = implementation(torch.device(trunk.options.device).type)[0] == "triton"
+        if isinstance(trunk.head.weight, Quantised) and not on_kernels:
             log.warning("quantised weights are expanded for each product: slower than plain ones, and only smaller")
         return None

@@ -12,9 +12,12 @@ from gated_decoder import gated_config
 from pretend_gpu import GpuTensor, pretended
 from qwen_vision import tiny_qwen
 from speculation import Answers, answers
+from tiny_decoder import random_weights, tiny_config
 from tiny_encoder import random_image, relative_error, tiny_tower
 from torch import Tensor
 
+from decoder.config import DecoderOptions
+from decoder.runner import DecoderRunner
 from encoder.runner import EncoderOptions, EncoderRunner
 from kernels.graphs import GraphPool, StaticGraph
 from kernels.rms_norm.kernel import rms_norm
@@ -68,6 +71,13 @@ def test_decoder(model: str, options: dict[str, Any], replayed: set[str]) -> Non
         )
     assert found.drawn == expected.drawn
     assert replayed <= {name.rpartition("_")[0] for name, count in found.stats.items() if count}
+
+
+def test_quantised_weights_are_not_called_slow(gpu: None, caplog: pytest.LogCaptureFixture) -> None:
+    """A kernel multiplies them; only without compiled code for a CPU are they expanded."""
+    config, options = tiny_config("-"), DecoderOptions(device="cuda", graphs="off", weights="int8", max_len=64)
+    DecoderRunner(config, options, random_weights(config)).close()
+    assert "expanded" not in caplog.text
 
 
 @pytest.mark.parametrize("graphs", ["on", "off"])
