@@ -42,6 +42,11 @@ def resolve_device(options: EngineOptions) -> str:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device: {device!r} was asked for and this torch finds no CUDA device; 'cpu' would work")
+    index = int(device.partition(":")[2] or 0)
+    if index and index >= (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"device: {device!r} was asked for and this torch finds {count} CUDA devices; 'cuda:{count - 1}' would work"
+        )
     return device
 
 

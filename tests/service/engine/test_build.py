@@ -13,8 +13,8 @@ from tiny_checkpoint import make_checkpoint
 
 from decoder.config import DecoderOptions
 from service.commands.plan import plan
-from service.common.config import EngineOptions
-from service.engine.build import build_encoder, build_engine, decoder_options, resolve_step_tokens
+from service.common.config import ConfigError, EngineOptions
+from service.engine.build import build_encoder, build_engine, decoder_options, resolve_device, resolve_step_tokens
 from service.model.checkpoint import open_checkpoint
 
 FIXED = {"page_size"}
@@ -45,6 +45,15 @@ def test_each_option_of_the_decoder_is_set_by_that_of_the_service(tmp_path: Path
 @pytest.mark.parametrize(("max_seqs", "tokens"), [(32, 512), (512, 512), (600, 600)])
 def test_a_step_on_a_cpu_has_512_tokens_or_one_for_each_request(max_seqs: int, tokens: int) -> None:
     assert resolve_step_tokens(EngineOptions(device="cpu", max_seqs=max_seqs)) == tokens
+
+
+@pytest.mark.parametrize("device", ["cuda:2", "cuda:300"])
+def test_a_gpu_that_the_machine_lacks_is_an_error(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert resolve_device(EngineOptions(device="cuda:1")) == "cuda:1"
+    with pytest.raises(ConfigError, match=f"device: '{device}' .* finds 2 CUDA devices; 'cuda:1' would work"):
+        resolve_device(EngineOptions(device=device))
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5])
