@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -43,7 +45,30 @@ def test_depth_of_documents(value: Any, most: int, escaped: bool, indent: int | 
         (b"[]" * 500, 0),
         (b"]" * 50 + b"[" * 150, 0),  # the parser ends at the first bracket
         (b"\xff" + b"[" * 300, 300),
+        (b'["' + b'\\\\\\"[' * 500 + b'"' + b"[" * 500, 501),
     ],
 )
 def test_depth_of_what_is_no_whole_document(text: bytes, depth: int) -> None:
     assert excessive_nesting(text, 100) == depth
+
+
+def test_other_threads_run_while_a_large_document_is_looked_at() -> None:
+    """A server's other answers are written by one of them."""
+    gaps: list[float] = []
+    over = threading.Event()
+
+    def tick() -> None:
+        last = time.monotonic()
+        while not over.is_set():
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    began = time.monotonic()
+    assert excessive_nesting(b"[" * 2_000_000, 100) == 2_000_000
+    took = time.monotonic() - began
+    over.set()
+    ticking.join()
+    assert max(gaps) < took / 3
