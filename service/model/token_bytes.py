@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,10 @@ def _byte_level(entry: str) -> bytes:
         return entry.encode()
 
 
+_BEFORE = ("", "\n", "\x02")
+"""Texts after which a text is encoded as within a longer one: some tokenizers write a space at the beginning."""
+
+
 class ByteVocabulary:
     """A vocabulary with the bytes of its tokens."""
 
@@ -146,7 +151,36 @@ class ByteVocabulary:
                 self.tokens[token] = entry.encode() if token in self.special else read(entry)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`; names of special tokens are ordinary characters. Empty if the tokenizer would encode
-        another text, for example with a space before it."""
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return ids if b"".join(self.tokens[i] for i in ids) == text.encode() else []
+        """The ids of `text`, whose bytes are those of the text; names of special tokens are ordinary characters. Empty
+        if no tokens have these bytes."""
+        data = text.encode()
+        for before in _BEFORE:
+            head, ids = self._ids(before), self._ids(before + text)
+            found = ids[len(head) :]
+            if ids[: len(head)] == head and max(found, default=0) < len(self.tokens):
+                if b"".join(self.tokens[i] for i in found) == data:
+                    return found
+        return self._longest(data)
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids) if text else []
+
+    def _longest(self, data: bytes) -> list[int]:
+        """From the beginning, the longest token at each place."""
+        ids, at = [], 0
+        while at < len(data):
+            pieces = (data[at:end] for end in range(min(len(data), at + self._most), at, -1))
+            found = next((piece for piece in pieces if piece in self._by_bytes), None)
+            if found is None:
+                return []
+            ids.append(self._by_bytes[found])
+            at += len(found)
+        return ids
+
+    @cached_property
+    def _by_bytes(self) -> dict[bytes, int]:
+        return {token: i for i, token in enumerate(self.tokens) if token and i not in self.special}
+
+    @cached_property
+    def _most(self) -> int:
+        return max(map(len, self._by_bytes), default=0)

@@ -13,6 +13,8 @@ from typing import Any
 import jsonschema
 import pytest
 from grammar_walks import END, TOKENIZER, VOCABULARY, allowed, walk
+from tokenizers import AddedToken, Regex, decoders, models, normalizers
+from tokenizers import Tokenizer as RawTokenizer
 
 from benchmarks.schemas import random_schema
 from service.common.types import ConstraintSpec, TextFormat
@@ -162,6 +164,71 @@ def test_a_text_does_not_end_where_its_grammar_goes_on(
             allowed(made)
     else:
         assert allowed(made) == {END}
+
+
+SPACES = normalizers.Replace(" ", "\u2581")
+PREFIX = normalizers.Sequence([normalizers.Prepend("\u2581"), SPACES])
+ONE_SPACE = normalizers.Sequence([normalizers.Replace(Regex(" +"), " "), PREFIX])
+
+
+@pytest.mark.parametrize("normalizer", [SPACES, PREFIX, ONE_SPACE], ids=["as it is", "space before", "one space"])
+@pytest.mark.parametrize("fallback", [True, False])
+def test_texts_that_a_grammar_forces_are_written_in_pieces_of_words(
+    normalizer: normalizers.Normalizer, fallback: bool, tmp_path: Path
+) -> None:
+    """Tokenizers of SentencePiece write a space before each text, or write no two spaces: the texts have exactly the
+    forced bytes all the same."""
+    special = ["<unk>", "<s>", "<pad>", "<mask>", "<|im_end|>"]
+    merges = [("\u2581", "{"), ("{", '"'), ('"', ":"), ('":', "\u2581"), ("\u2581", "a"), ("\u2581", "\u2581")]
+    letters = [*map(chr, range(0x21, 0x7F)), "é", "\u2581"]
+    never = '{"é'  # no merge leads to it
+    vocabulary = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *map("".join, merges), never]
+    ids = {piece: i for i, piece in enumerate(vocabulary)}
+    raw = RawTokenizer(models.BPE(vocab=ids, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    raw.normalizer = normalizer
+    strip = [decoders.Strip(" ", 1, 0)] if normalizer is not SPACES else []
+    bytes_too = [decoders.ByteFallback()] if fallback else []
+    raw.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), *bytes_too, decoders.Fuse(), *strip])
+    raw.add_special_tokens([AddedToken(token, special=True) for token in special])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    own, reading = (
+        Constraining(tmp_path / "tokenizer.json", VOCABULARY, frozenset({END})),
+        Tokenizer(tmp_path / "tokenizer.json"),
+    )
+    value = {"type": "object", "properties": {"é  a": {"enum": ["é", 1]}}, "required": ["é  a"]}
+    closed = {**value, "additionalProperties": False}
+    texts = ['{"é  a": "é"}', '{"é  a": 1}']
+    rng = random.Random(1)
+    try:
+        for text_format in (TextFormat("choice", json.dumps(texts)), TextFormat("json_schema", json.dumps(closed))):
+            made = begun(own, text_format)
+            drawn = [walk(made.copy(), rng) for _ in range(8)]
+            assert {reading.decode(tokens) for tokens in drawn} == {*texts}
+            assert made.forced()[0] == ids[never if normalizer is ONE_SPACE else '{"'], "as the tokenizer writes it"
+    finally:
+        own.close()
+
+
+def test_a_forced_text_is_not_normalised(tmp_path: Path) -> None:
+    """Qwen's tokenizers compose characters."""
+    file = {**json.loads(TOKENIZER.read_text()), "normalizer": {"type": "NFC"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    texts, reading = ["e\u0301a", "e\u0301b"], Tokenizer(tmp_path / "tokenizer.json")
+    own, rng = Constraining(tmp_path / "tokenizer.json", VOCABULARY, frozenset({END})), random.Random(1)
+    try:
+        made = begun(own, TextFormat("choice", json.dumps(texts)))
+        assert {reading.decode(walk(made.copy(), rng)) for _ in range(8)} == {*texts}
+    finally:
+        own.close()
+
+
+def test_forced_texts_have_only_ids_of_the_model() -> None:
+    from service.model.token_bytes import ByteVocabulary
+
+    word = ByteVocabulary(TOKENIZER, VOCABULARY).encode(" before")
+    part = ByteVocabulary(TOKENIZER, word[0])  # a model with fewer ids than its tokenizer
+    ids = part.encode(" before")
+    assert len(word) == 1 < len(ids) and b"".join(part.tokens[i] for i in ids) == b" before"
 
 
 def test_fixed_texts_may_have_any_character(constraining: Constraining, tokenizer: Tokenizer) -> None:
