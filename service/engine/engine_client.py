@@ -241,18 +241,45 @@ class EngineProcess(EngineLink):
             log.error("the engine process ended by itself (code %d)", code)
 
 
+class Loading:
+    """The first process that loads a model for a server, which a signal may end before there is a server. Thread-safe:
+    `end` may come before `begins`."""
+
+    def __init__(self) -> None:
+        self._ended, self._over = threading.Event(), False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def begins(self, process: subprocess.Popen[bytes]) -> None:
+        """Called when a process begins to load a model. No effect after `over`."""
+        if not self._over:
+            self._process = process
+            if self._ended.is_set():
+                process.kill()
+
+    def over(self) -> None:
+        """Called when the model is loaded: `end` has no effect from here on."""
+        self._over, self._process = True, None
+
+    def end(self) -> None:
+        """Kills the process, now or as soon as it is started."""
+        self._ended.set()
+        if (process := self._process) is not None:
+            process.kill()
+
+
 class SupervisedEngine:
     """An `EngineProcess` that is replaced when it dies, with the same methods. Thread-safe."""
 
     def __init__(
         self, options: EngineOptions, *, on_change: Callable[[bool], None] = lambda alive: None,
-        on_give_up: Callable[[], None] = lambda: None,
+        on_give_up: Callable[[], None] = lambda: None, loading: Loading | None = None,
     ) -> None:  # fmt: skip
         """Starts the first engine; its ConfigError is raised. `on_change` is called from other threads with whether
-        there is an engine, and `on_give_up` when no further engine will be started."""
+        there is an engine, and `on_give_up` when no further engine will be started. `loading`: with which another
+        thread can end the first engine while it loads its model; EngineDied is raised then."""
         self._options, self._on_change, self._on_give_up = options, on_change, on_give_up
         self._emit: EventSink = lambda events: None
-        self._closing = threading.Event()
+        self._closing, self._first = threading.Event(), loading or Loading()
         self._deaths = 0
         self.restarts = 0
         self.given_up = False
@@ -265,12 +292,14 @@ class SupervisedEngine:
 
     def _new_engine(self) -> EngineProcess:
         engine = EngineProcess(self._options, on_death=self._died, on_start=self._loads)
+        self._first.over()
         self._loading = None
         return engine
 
     def _loads(self, process: subprocess.Popen[bytes]) -> None:
         """Called when an engine begins to load its model, which may take minutes."""
         self._loading = process
+        self._first.begins(process)
         if self._closing.is_set():
             process.kill()
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -181,7 +183,14 @@ async def serve_encoder(options: ServerOptions) -> int:
     def on_death() -> None:
         loop.call_soon_threadsafe(stopping.set)
 
-    thread = await asyncio.to_thread(EncoderThread, options, on_death=on_death)
+    building = asyncio.create_task(asyncio.to_thread(EncoderThread, options, on_death=on_death))
+    await asyncio.wait({building, stopped := asyncio.create_task(stopping.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not building.done():
+        log.info("stopping: the model is not loaded to its end")
+        sys.stderr.flush()
+        os._exit(0)  # the thread that loads it cannot be ended otherwise
+    thread = building.result()
     try:
         server = EncoderServer(options, thread)
         await server.start()

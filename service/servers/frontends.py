@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,11 @@ from service.common.config import ConfigError, ServerOptions
 from service.common.folders import OwnedFolder, locked
 from service.common.helper_process import log_level, start_helper
 from service.engine import wire
-from service.engine.engine_client import SupervisedEngine
+from service.engine.engine_client import Loading, SupervisedEngine
 from service.engine.types import EngineEvent
 from service.servers.exposure import cannot_listen
 from service.servers.http_process import HttpProcess, http_beside
-from service.servers.lifetime import stop_signals, until_stopped
+from service.servers.lifetime import stop_signals, unless_stopped, until_stopped
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +79,10 @@ class _Frontend:
 class Hub:
     """Owns the engine and the frontend processes, and forwards messages between them."""
 
-    def __init__(self, options: ServerOptions, port: int, http: HttpProcess | None = None) -> None:
-        """Starts the engine. Raises ConfigError."""
+    def __init__(
+        self, options: ServerOptions, port: int, http: HttpProcess | None = None, loading: Loading | None = None
+    ) -> None:
+        """Starts the engine. Raises ConfigError, and EngineDied if `loading` ends it while it loads."""
         self.port = port
         self._http = http
         self._options = options
@@ -90,7 +93,9 @@ class Hub:
         self._stopping = threading.Event()
         self._draining = False
         self._threads: list[threading.Thread] = []
-        self.engine = SupervisedEngine(options, on_change=self._engine_changed, on_give_up=self._engine_given_up)
+        self.engine = SupervisedEngine(
+            options, on_change=self._engine_changed, on_give_up=self._engine_given_up, loading=loading
+        )
         self.engine.start(self._deliver)
 
     def start(self) -> None:
@@ -334,7 +339,9 @@ async def serve_frontends(options: ServerOptions) -> int:
             options = replace(options, media_dir=ends.enter_context(OwnedFolder("saccade-media-")))
         else:
             ends.enter_context(locked(Path(options.media_dir), "media_dir"))
-        hub = await loop.run_in_executor(None, Hub, options, port, http)
+        hub = await unless_stopped(partial(Hub, options, port, http), stopping)
+        if hub is None:
+            return 0
         try:
             await loop.run_in_executor(None, hub.start)
         except BaseException:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 from service.common.config import ServerOptions
+from service.common.errors import EngineDied
+from service.engine.engine_client import Loading
 from service.servers.http_process import HttpProcess
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -27,6 +31,27 @@ def stop_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     return stopping
+
+
+async def unless_stopped(load: Callable[[Loading], T], stopping: asyncio.Event) -> T | None:
+    """Runs `load` in a thread, for as long as a model takes to load. None if a signal ends that before; otherwise what
+    `load` returns or raises."""
+    loop, loading = asyncio.get_running_loop(), Loading()
+
+    async def end() -> None:
+        await stopping.wait()
+        log.info("stopping: the model is not loaded to its end")
+        loading.end()
+
+    ending = asyncio.create_task(end())
+    try:
+        return await loop.run_in_executor(None, load, loading)
+    except EngineDied:
+        if stopping.is_set():
+            return None
+        raise
+    finally:
+        ending.cancel()
 
 
 async def until_stopped(

@@ -8,12 +8,12 @@ import sys
 
 from kernels.host_memory import release_program_pages
 from service.common.config import ServerOptions
-from service.engine.engine_client import SupervisedEngine
+from service.engine.engine_client import Loading, SupervisedEngine
 from service.model.assets import ModelAssets
 from service.model.hub import fetched
 from service.servers.frontends import serve_frontends
 from service.servers.http_process import http_beside
-from service.servers.lifetime import stop_signals, until_stopped
+from service.servers.lifetime import stop_signals, unless_stopped, until_stopped
 from service.servers.limits import load_assets
 from service.servers.preflight import check_options
 from service.servers.server import Server
@@ -21,7 +21,6 @@ from service.servers.server import Server
 
 async def serve(options: ServerOptions) -> int:
     """Runs a server until SIGTERM or SIGINT. Prints the ready line once health is SERVING. Returns the exit code."""
-    loop = asyncio.get_running_loop()
     stopping = stop_signals()
     servers: list[Server] = []
 
@@ -33,13 +32,16 @@ async def serve(options: ServerOptions) -> int:
         for server in servers:
             server.engine_given_up()
 
-    def build() -> tuple[SupervisedEngine, ModelAssets]:
+    def build(loading: Loading) -> tuple[SupervisedEngine, ModelAssets]:
         assets = load_assets(options)
-        engine = SupervisedEngine(options, on_change=on_change, on_give_up=on_give_up)
+        engine = SupervisedEngine(options, on_change=on_change, on_give_up=on_give_up, loading=loading)
         return engine, assets
 
     async with http_beside(options) as http:
-        engine, assets = await loop.run_in_executor(None, build)
+        built = await unless_stopped(build, stopping)
+        if built is None:
+            return 0
+        engine, assets = built
         try:
             server = Server(options, engine, assets)
             if http is not None:

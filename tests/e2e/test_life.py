@@ -139,6 +139,24 @@ def test_an_engine_that_hangs_while_it_loads_is_killed_with_a_clear_error(text_m
     assert not Path(f"/proc/{engines[0]}").exists()
 
 
+@pytest.mark.parametrize("options", [(), ("--frontends", "2"), ("--http-port", "0")], ids=["one", "frontends", "http"])
+def test_a_signal_ends_a_server_that_loads_its_model(text_model: Path, options: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "saccade", "serve", str(text_model), "--port", "0", *options]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        while not (engines := children(server.pid, "service.servers.engine_process")):
+            assert server.poll() is None
+        os.kill(engines[0], signal.SIGSTOP)  # it would never be ready
+        server.terminate()
+        try:
+            said, words = server.communicate(timeout=60)
+        finally:
+            server.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engines[0], signal.SIGKILL)
+    assert (server.returncode, said) == (0, ""), words
+    assert "Traceback" not in words and not Path(f"/proc/{engines[0]}").exists()
+
+
 def test_an_engine_that_stands_still_for_a_moment_is_left_alone_and_holds_nobody_up(text_model: Path) -> None:
     """More is sent to it meanwhile than the socket's buffer holds."""
     with supervised(text_model, hang_timeout=300.0) as running, connect(running.address) as stubs:
