@@ -158,6 +158,9 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
         row = checkpoint.config.vision.row_width * item
         rows.append(("handoff", size(options.handoff_bytes), f"{options.handoff_bytes // row} image tokens"))
         total += options.handoff_bytes
+        if options.encoder_process:
+            rows.append(("encoder segments", size(options.encoder_segment_bytes), "shared with the encoder's process"))
+            total += options.encoder_segment_bytes
     rows.append(("together", size(total), "without activations"))
     of = "" if options.role == "all" else f", role {options.role}"
     outline = "as config.json describes it, without weights"
@@ -181,6 +184,10 @@ def _decoder_memory(options: EngineOptions, checkpoint: Checkpoint, rows: list[t
     if layout.slot_bytes and decoder.state_cache != "none":
         rows.append(_checkpoints_row(decoder, layout, blocks))
     total = arena
+    if layout.slot_bytes or layout.page_bytes:
+        host = arena // 4 if decoder.host_bytes is None else decoder.host_bytes
+        rows.append(("preempted requests", size(host), "in host memory, at most"))
+        total += host if decoder.device == "cpu" else 0
     if layout.ring_bytes:
         rings = layout.ring_bytes * decoder.max_seqs
         rows.append(("rings", size(rings), f"{size(layout.ring_bytes)} for each of {decoder.max_seqs} requests"))

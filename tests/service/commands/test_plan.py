@@ -189,6 +189,24 @@ def test_graphs_are_in_the_plan_and_refused_as_the_server_would(tmp_path: Path) 
         plan(EngineOptions(model=str(tmp_path), max_seqs=999, max_len=256, graphs="on", memory_bytes=10**6))
 
 
+def test_memory_beside_the_arena_is_in_the_plan_and_its_sum(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M*"})
+
+    def parts(**others: Any) -> dict[str, tuple[str, ...]]:
+        options = EngineOptions(model=str(tmp_path), device="cpu", memory_bytes=2**24, threads=1, **others)
+        if not options.encoder_process:
+            decoder = build_engine(options)._decoder
+            assert decoder.scheduler.memory.host.limit == (options.host_bytes or decoder.arena.total_bytes // 4)
+            decoder.close()
+        return {row[0].strip(): row[1:] for row in plan(options)[0].rows}
+
+    plain, more = parts(), parts(host_bytes=2**30, encoder_process=True, encoder_segment_bytes=2**31)
+    assert plain["preempted requests"][0] == "4.0 MiB" and "encoder segments" not in plain
+    assert (more["preempted requests"][0], more["encoder segments"][0]) == ("1.0 GiB", "2.0 GiB")
+    assert more["together"][0] == "3.3 GiB"
+    parts(host_bytes=2**20)
+
+
 def test_memory_that_binds_is_named(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M*"})
     checkpoint = open_checkpoint(str(tmp_path))
