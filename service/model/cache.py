@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -16,11 +17,17 @@ _REVISION = re.compile(r"[\w][\w.+-]*(/[\w][\w.+-]*)*")
 
 
 def hub_cache() -> Path:
-    """The folder in which the Hugging Face tools keep downloaded snapshots."""
-    if path := os.environ.get("HF_HUB_CACHE"):
-        return Path(path).expanduser()
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
-    return Path(home).expanduser() / "hub"
+    """The folder in which the Hugging Face tools keep downloaded snapshots. Raises CheckpointError for a user without a
+    home directory if no variable names it."""
+    try:
+        if path := os.environ.get("HF_HUB_CACHE"):
+            return Path(path).expanduser()
+        home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+        return Path(home).expanduser() / "hub"
+    except RuntimeError:
+        raise CheckpointError(
+            "the cache of the hub has no folder, because this user has no home directory: set HF_HUB_CACHE to a folder"
+        ) from None
 
 
 def repository_of(model: str) -> Path:
@@ -31,7 +38,9 @@ def repository_of(model: str) -> Path:
 def local_folder(model: str) -> Path | None:
     """The folder for `demo` or a path; None for a hub id. A folder takes precedence over a hub id of the same name.
     Raises CheckpointError for names that are neither, and for ambiguous ones."""
-    path = Path(model).expanduser()
+    path = Path(model)
+    with contextlib.suppress(RuntimeError):  # `~name` of no user here
+        path = path.expanduser()
     if model == "demo":
         if (path / "config.json").is_file():
             raise CheckpointError("'demo' is the embedded model and a model's folder here: say './demo' for the folder")

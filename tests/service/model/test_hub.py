@@ -379,6 +379,16 @@ def test_names_that_mean_nothing(hub: HubServer, name: str, message: str) -> Non
     assert not hub.requests
 
 
+def test_without_a_home_directory_the_error_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("HOME", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)
+    with pytest.raises(CheckpointError, match="has no home directory: set HF_HUB_CACHE"):
+        fetch(MODEL)
+    with pytest.raises(CheckpointError, match="no model '~no-such-user/model'"):
+        resolve_model("~no-such-user/model")
+
+
 def test_a_local_folder_always_wins(
     hub: HubServer, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
