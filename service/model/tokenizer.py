@@ -196,8 +196,8 @@ class Detokenizer:
             text = self._ended_run()
             if not self._tokenizer.empty(token):
                 return text + self._decoded([token])
-            if self._before and self._tokenizer.fallback_byte(self._before[-1]) is not None:
-                self._before = [self._before[-1], token]  # it separates this byte from the next one
+            if not self._before or self._tokenizer.fallback_byte(self._before[-1]) is not None:
+                self._before = [*self._before[-1:], token]  # it is the first token, or ends a run of bytes
             return text
         if self._broken:
             return _REPLACEMENT

@@ -111,6 +111,8 @@ def test_streamed_text_equals_the_whole_and_is_never_half_a_character(
     )
 )
 @example(parts=[[BYTE_IDS + PIECES.index(piece) for piece in ("a", "", "", "\u2581a")]])
+@example(parts=[[BYTE_IDS + PIECES.index(piece) for piece in ("", "", "\u2581a")]])
+@example(parts=[[0xFF, BYTE_IDS + PIECES.index(""), 0x41]])
 def test_pieces_of_words_are_streamed_as_they_decode(pieces: Tokenizer, parts: list[list[int]]) -> None:
     """A run of byte tokens is no text at all if one of them makes it none, even if it began with whole characters."""
     ids = [i for part in parts for i in part]
