@@ -21,9 +21,10 @@ __all__ = ["decode_attention", "decode_attention_after", "extend_attention", "wr
 
 MAX_SPLITS = 32
 SPLIT_KEYS = 512
-"""A row's keys are divided into splits of at least this many keys, depending on the row's length only."""
+"""A row's keys are divided into splits of at least this many keys, depending on the row's length only, if there are at
+most `SPLIT_TOKENS` query tokens."""
 SPLIT_TOKENS = 256
-"""Above this many query tokens the blocks of queries keep a GPU busy without splits."""
+"""Above this many query tokens the blocks of queries keep a GPU busy without splits, whose sums would take memory."""
 
 
 @dataclass(frozen=True)
