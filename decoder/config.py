@@ -260,7 +260,7 @@ class DecoderOptions:
         block = self.state_block
         require(
             block is None or (block >= 1 and block % self.page_size == 0),
-            f"state_block {block} is not a multiple of page_size {self.page_size}; {self._block_above(block)} would work",
+            f"state_block {block} is not a multiple of page_size {self.page_size}; {self._next_block} would work",
         )
         require(self.graphs in GRAPH_MODES, f"graphs {self.graphs!r} is not one of {', '.join(GRAPH_MODES)}")
         require(self.max_capture >= 1, f"max_capture must be at least 1, not {self.max_capture}")
@@ -288,9 +288,10 @@ class DecoderOptions:
         require(self.dtype.is_floating_point, f"dtype must be a floating type, not {self.dtype}")
         self._check_state_dtype()
 
-    def _block_above(self, block: int | None) -> int:
-        """The multiple of the page size that is not below `block`."""
-        return max(1, -(-(block or 0) // self.page_size)) * self.page_size
+    @property
+    def _next_block(self) -> int:
+        """The smallest `state_block` that is not below the given one."""
+        return max(1, -(-(self.state_block or 1) // self.page_size)) * self.page_size
 
     def _check_state_dtype(self) -> None:
         import torch  # see _float32

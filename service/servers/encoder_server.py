@@ -19,11 +19,13 @@ from typing import Any
 
 import grpc
 
+from encoder.item import IMAGE
+from encoder.runner import EncoderRunner
 from kernels.host_memory import release_program_pages
 from saccade.v1 import encoder_pb2_grpc
 from service.answers.door import Door
 from service.common.auth import Guard, watch_keys
-from service.common.config import EngineOptions, ServerOptions
+from service.common.config import ConfigError, EngineOptions, ServerOptions
 from service.encoding.encoder import LocalEncoder
 from service.encoding.encoder_servicer import EncoderServicer
 from service.encoding.handoff import Handoff
@@ -175,6 +177,20 @@ class EncoderServer:
         }
 
 
+def check_window(options: ServerOptions, runner: EncoderRunner) -> None:
+    """Raises ConfigError if the bytes for one decoder do not hold the pixels of the largest image: a decoder of this
+    model would not attach."""
+    spec, window = runner.spec, options.max_inflight_bytes // options.max_decoders
+    pixels = spec.max_image_tokens * spec.patches_per_token * spec.patch_widths[IMAGE] * runner.options.dtype.itemsize
+    if window < pixels:
+        fewer = options.max_inflight_bytes // pixels
+        raise ConfigError(
+            f"max_inflight_bytes: {options.max_inflight_bytes} is {window} bytes of pixels for each of "
+            f"{options.max_decoders} decoders (max_decoders), and the largest image has {pixels}; at least "
+            f"{pixels * options.max_decoders} would work" + (f", or at most {fewer} decoders" if fewer else "")
+        )
+
+
 async def serve_encoder(options: ServerOptions) -> int:
     """Runs an encoder until SIGTERM or SIGINT, or until it fails. Returns the exit code."""
     loop = asyncio.get_running_loop()
@@ -192,6 +208,7 @@ async def serve_encoder(options: ServerOptions) -> int:
         os._exit(0)  # the thread that loads it cannot be ended otherwise
     thread = building.result()
     try:
+        check_window(options, thread.encoder.runner)
         server = EncoderServer(options, thread)
         await server.start()
     except BaseException:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import re
 import signal
 import threading
 import time
@@ -27,13 +28,14 @@ import saccade
 import saccade.errors
 from encoder.item import VIDEO, EncoderItem
 from service.commands.cli import ServerProcess
-from service.common.config import ConfigError, EngineOptions
+from service.common.config import ConfigError, EngineOptions, ServerOptions
 from service.encoding.encoder_pool import EncoderPool
 from service.encoding.entries import EncoderUnavailable, Lease
 from service.encoding.handoff import Handoff
 from service.engine.build import connect_encoders
 from service.model.checkpoint import open_checkpoint
 from service.model.resolve import resolve_vision
+from service.servers.encoder_server import serve_encoder
 from service.telemetry.sizes import read_histogram
 
 SMALL = {"max_seqs": 8, "max_len": 600}
@@ -406,6 +408,20 @@ def test_an_encoder_of_another_dtype_or_store_is_refused_with_both_values(model:
     with RunningEncoder(str(model), max_inflight_bytes=4096) as narrow:
         with pytest.raises(ConfigError, match="takes 1024 bytes of pixels and the largest image here has"):
             Pool(model, narrow)
+
+
+def test_an_encoder_to_which_no_decoder_could_attach_does_not_start(model: Path) -> None:
+    """The number that the error names is enough for one."""
+    options = ServerOptions(
+        model=str(model), role="encoder", dtype="float32", threads=1, port=0, max_inflight_bytes=4096
+    )
+    said = "4096 is 1024 bytes of pixels for each of 4 decoders .* the largest image has .*; at least (.*) would work$"
+    with pytest.raises(ConfigError, match=f"max_inflight_bytes: {said}") as error:
+        asyncio.run(asyncio.wait_for(serve_encoder(options), 60))
+    found = re.search(said, str(error.value))
+    assert found is not None
+    with RunningEncoder(str(model), max_inflight_bytes=int(found[1])) as enough, Pool(model, enough):
+        pass
 
 
 def test_tls_and_keys(model: Path, tmp_path: Path) -> None:
