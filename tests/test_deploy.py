@@ -125,6 +125,8 @@ def test_encoders_and_decoders_scale_apart() -> None:
     assert encoder["spec"]["replicas"] < len(decoders.encoders)
     surge = -(-decoder["spec"]["replicas"] // 4)  # a rolling update adds a quarter by default
     assert decoder["spec"]["replicas"] + surge <= encoders.max_decoders
+    largest = 8192 * 4 * 3 * 16 * 16 * 2 * 2  # Qwen3.5: tokens, patches, two frames of 16 x 16 pixels, bfloat16
+    assert encoders.max_inflight_bytes // encoders.max_decoders >= largest
     (application,) = yaml.safe_load((ROOT / "deploy" / "ray" / "decoders.yaml").read_text())["applications"]
     arguments = application["args"]
     served = resolve(ServerOptions, {"model": arguments["model"], **arguments["options"]}, {})

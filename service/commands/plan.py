@@ -29,6 +29,7 @@ from service.engine.build import (
     check_instruction_set,
     check_role,
     check_segment,
+    check_state_block,
     check_state_dtype,
     decoder_options,
     dtype_loss,
@@ -89,6 +90,7 @@ def plan(options: EngineOptions) -> list[Table]:
         return [memory_table(options, checkpoint), encoder_table(options, checkpoint)]
     check_activations(options, checkpoint)
     check_state_dtype(options, checkpoint)
+    check_state_block(options, checkpoint)
     check_drafting(options, checkpoint)
     check_images(options, checkpoint)
     tables = [

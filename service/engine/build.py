@@ -191,6 +191,7 @@ def build_engine(options: EngineOptions) -> Engine:
     check_role(options, checkpoint)
     check_activations(options, checkpoint)
     check_state_dtype(options, checkpoint)
+    check_state_block(options, checkpoint)
     check_drafting(options, checkpoint)
     dtype = resolve_dtype(options, checkpoint)
     _report_loss(options, checkpoint)
@@ -361,6 +362,22 @@ def check_state_dtype(options: EngineOptions, checkpoint: Checkpoint) -> None:
         raise ConfigError(
             f"state_dtype: {options.state_dtype} would have no effect: {checkpoint.config.name} has no recurrent "
             "layers; float32 would work"
+        )
+
+
+def check_state_block(options: EngineOptions, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError if no request is long enough for a state to be kept, and warns if the option has no effect."""
+    block, mode, longest = options.state_block, options.state_cache, resolve_max_len(options, checkpoint)
+    if block is None:
+        return
+    page = DecoderOptions.page_size
+    fitting = f"; at most {longest // page * page} would work" if longest >= page else ""
+    if mode not in ("align", "all"):
+        log.warning("state_block %d has no effect with state_cache %s; align and all use it", block, mode)
+    elif block > longest:
+        raise ConfigError(
+            f"state_block: no request reaches token {block}, where state_cache {mode} would keep a state first: "
+            f"max_len is {longest}{fitting}"
         )
 
 

@@ -114,6 +114,16 @@ def test_states_in_bfloat16_are_refused_where_they_would_do_nothing_or_cannot_be
         plan(EngineOptions(model=path, state_dtype="bfloat16", device="cuda"))
 
 
+def test_a_grid_of_states_that_no_request_reaches_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = str(make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M"}).path)
+    options = EngineOptions(model=path, device="cpu", max_len=99, state_cache="align", state_block=112)
+    for run in (plan, build_engine):
+        with pytest.raises(ConfigError, match="state_block: .* token 112, .* max_len is 99; at most 96 would work"):
+            run(options)
+    assert plan(replace(options, state_block=96))
+    assert plan(replace(options, state_cache="auto")) and "state_block 112 has no effect with" in caplog.text
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_published_formats_are_counted_as_they_are_stored(tmp_path: Path, form: str) -> None:
     text = {"pattern": "M-", "hidden_size": 64, "intermediate_size": 96, "mamba_num_heads": 8, "mamba_head_dim": 8}
