@@ -249,6 +249,7 @@ def from_keywords(options: type[T], keywords: Mapping[str, Any]) -> T:
 def from_command_line(options: type[T], parser: argparse.ArgumentParser, argv: Sequence[str]) -> T:
     """Parses and resolves the command line and this process's environment."""
     add_arguments(parser, options)
+    parser.allow_abbrev = False  # the beginning of an option's name would mean another one after an update, or none
     # argparse's own usage has all options, forty lines, and comes before each error; the help lists them once more.
     parser.usage = "%(prog)s [options]" + " [MODEL]" * any(spec.name == "model" for spec in dataclasses.fields(options))
     return resolve(options, vars(parser.parse_args(list(argv))), os.environ)

@@ -62,12 +62,12 @@ def test_help_says_what_each_option_takes(capsys: pytest.CaptureFixture[str], mo
 
 
 def test_an_unknown_option_is_named_without_the_list_of_all(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("serve", "plan", "http"):
+    for command, name in (("serve", "--max-sequences"), ("plan", "--max-seq"), ("http", "--por")):
         with pytest.raises(SystemExit, match="2"):
-            main([command, "--max-sequences", "3"])
+            main([command, name, "3"])
         usage, error, *rest = capsys.readouterr().err.splitlines()
         assert usage.startswith(f"usage: saccade {command} [options]") and rest == []
-        assert error.startswith(f"saccade {command}: error: unrecognized arguments: --max-sequences")
+        assert error.startswith(f"saccade {command}: error: unrecognized arguments: {name}")
 
 
 @pytest.mark.parametrize(
