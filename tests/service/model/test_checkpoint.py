@@ -261,6 +261,7 @@ def test_released_field_names_mean_the_same(tmp_path: Path) -> None:
     text = config.pop("text_config")
     text["hybrid_override_pattern"] = "ME*-"
     del text["layers_block_type"]
+    text["time_step_limit"] = [0.0, None]
     config["llm_config"] = text
     config["vit_hidden_size"] = config.pop("vision_hidden_size")
     config["img_context_token_id"] = config.pop("image_token_id")
