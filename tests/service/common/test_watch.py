@@ -46,11 +46,11 @@ def test_any_of_several_files_counts_and_what_is_unchanged_is_not_parsed_again(t
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.write_text("1")
-    parsed: list[str] = []
+    parsed: list[list[bytes]] = []
 
     def parse(contents: list[bytes]) -> str:
-        parsed.append(text_of(contents))
-        return parsed[-1]
+        parsed.append(contents)
+        return text_of(contents)
 
     watched = Watched("option", paths, parse)
     assert watched.current() == watched.current() == "1+1" and len(parsed) == 1
@@ -58,6 +58,8 @@ def test_any_of_several_files_counts_and_what_is_unchanged_is_not_parsed_again(t
     assert watched.current() == watched.current() == "1+22" and len(parsed) == 2
     paths[0].write_text("333")
     assert watched.current() == "333+22"
+    paths[1].write_text("bad")
+    assert watched.current() == watched.current() == "333+22" and len(parsed) == 4
 
 
 def test_a_bad_version_is_not_used_and_the_next_good_one_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
