@@ -94,6 +94,17 @@ def test_a_few_hundred_rows(run: Run, script: Script, tmp_path: Path, ordered: b
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.journal"]
 
 
+def test_what_the_journal_describes_is_not_read_again(run: Run, script: Script, tmp_path: Path) -> None:
+    """Reading millions of answers would take minutes at each start."""
+    script.answer = echo
+    source, output = write_input(tmp_path / "in.jsonl", 20), tmp_path / "out.jsonl"
+    run(source, output)
+    lines = output.read_bytes().splitlines(keepends=True)
+    lines[3] = b"-" * (len(lines[3]) - 1) + b"\n"
+    output.write_bytes(b"".join(lines))
+    assert run(source, output).resumed == 20 and len(script.requests) == 20
+
+
 def test_errors_are_rows_and_only_passing_ones_are_asked_again(run: Run, script: Script, tmp_path: Path) -> None:
     def answer(request: Any) -> list[str]:
         number = int(text_of(request).split()[1])
