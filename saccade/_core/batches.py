@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from typing import Any
 
-from saccade._core.ranges import check_flag, check_integer, check_path, check_string
+from saccade._core.ranges import check_flag, check_integer, check_path, check_string, file_reason
 from saccade._core.retrying import Deadline, Retries
 from saccade._core.settings import CallSettings
 from saccade._core.steps import Actions, Call, Open, Receive, Steps, Wait
@@ -112,9 +112,8 @@ def check_plain_file(path: str | os.PathLike[str]) -> None:
     """Raises InvalidArgument for a pipe or a device, which has no size and cannot be read a second time."""
     try:
         mode = os.stat(path).st_mode
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        why = error.strerror if isinstance(error, OSError) else error
-        raise InvalidArgument(f"cannot read {os.fspath(path)!r}: {why}") from error
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"cannot read {os.fspath(path)!r}: {file_reason(error)}") from error
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise InvalidArgument(f"cannot read {os.fspath(path)!r}: it is a pipe or a device, expected a file")
 
@@ -190,10 +189,9 @@ class Download:
         try:
             # Unbuffered: what the disk did not take would be written once more when the file is closed.
             self.file: FileIO = open(self.path, "ab" if resume else "xb", buffering=0)
-        except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        except (OSError, ValueError) as error:
             hint = "; resume=True continues it" if isinstance(error, FileExistsError) else ""
-            why = error.strerror if isinstance(error, OSError) else error
-            raise FailedPrecondition(f"cannot write {str(self.path)!r}: {why}{hint}") from error
+            raise FailedPrecondition(f"cannot write {str(self.path)!r}: {file_reason(error)}{hint}") from error
         self.offset = self.file.seek(0, os.SEEK_END)
         self._new = not resume
 

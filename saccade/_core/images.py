@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from saccade._core.ranges import check_text
+from saccade._core.ranges import check_text, file_reason
 from saccade.errors import InvalidArgument
 from saccade.types import Media
 from saccade.v1 import types_pb2
@@ -130,9 +130,10 @@ def _from_path_or_url(text: str, name: str) -> types_pb2.Image:
     try:
         with open(text, "rb") as file:
             return types_pb2.Image(data=file.read())
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        why = error.strerror if isinstance(error, OSError) else error
-        raise InvalidArgument(f"{name}: cannot read {text!r}: {why}", reason="IMAGE_UNREADABLE") from error
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(
+            f"{name}: cannot read {text!r}: {file_reason(error)}", reason="IMAGE_UNREADABLE"
+        ) from error
 
 
 def decode_data_url(url: str, name: str) -> bytes:

@@ -94,6 +94,11 @@ def check_string(name: str, value: Any) -> str:
     return check_text(name, value)
 
 
+def file_reason(error: OSError | ValueError) -> str:
+    """Why a file cannot be opened. A ValueError is raised for a path with a null byte."""
+    return str(error.strerror if isinstance(error, OSError) else error)
+
+
 def check_path(name: str, value: Any) -> Path:
     """The value of an argument that is a path. Raises InvalidArgument."""
     if not isinstance(value, str | os.PathLike):

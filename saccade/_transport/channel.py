@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from saccade._core.ranges import file_reason
 from saccade._core.settings import Settings, TLSConfig
 from saccade.errors import FailedPrecondition, InvalidArgument
 
@@ -50,9 +51,8 @@ def channel_credentials(tls: TLSConfig) -> Any:
     def content(item: str | os.PathLike[str] | bytes | None, name: str) -> bytes | None:
         try:
             found = item if item is None or isinstance(item, bytes) else Path(item).read_bytes()
-        except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-            why = error.strerror if isinstance(error, OSError) else error
-            raise InvalidArgument(f"tls.{name}: cannot read {item!r}: {why}") from error
+        except (OSError, ValueError) as error:
+            raise InvalidArgument(f"tls.{name}: cannot read {item!r}: {file_reason(error)}") from error
         if found is not None and not found.strip():  # gRPC would take that for the system's default
             raise InvalidArgument(f"tls.{name}: expected PEM, got nothing")
         return found

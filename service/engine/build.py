@@ -370,11 +370,11 @@ def check_state_block(options: EngineOptions, checkpoint: Checkpoint) -> None:
     block, mode, longest = options.state_block, options.state_cache, resolve_max_len(options, checkpoint)
     if block is None:
         return
-    page = DecoderOptions.page_size
-    fitting = f"; at most {longest // page * page} would work" if longest >= page else ""
     if mode not in ("align", "all"):
         log.warning("state_block %d has no effect with state_cache %s; align and all use it", block, mode)
     elif block > longest:
+        page = DecoderOptions.page_size
+        fitting = f"; at most {longest // page * page} would work" if longest >= page else ""
         raise ConfigError(
             f"state_block: no request reaches token {block}, where state_cache {mode} would keep a state first: "
             f"max_len is {longest}{fitting}"

@@ -44,7 +44,7 @@ from encoder.stopwatch import Stopwatch
 from kernels.host_memory import keep_freed_memory
 from service.common.helper_process import lasting_objects
 from service.common.process_limits import allow_seconds, confine, end_with_parent
-from service.media.images import LENGTH, Frame, MediaLimits
+from service.media.images import LENGTH, Frame, MediaLimits, framed
 from service.media.prepared import PreparedItem
 
 if TYPE_CHECKING:
@@ -119,13 +119,13 @@ class _Worker:
 
 def send(connection: socket.socket, reply: dict[str, Any], descriptor: int | None = None) -> None:
     """Sends a reply, and the descriptor with its length. Takes ownership of the descriptor."""
-    words = json.dumps(reply).encode()
+    data = framed(reply)
     if descriptor is None:
-        connection.sendall(LENGTH.pack(len(words)) + words)
+        connection.sendall(data)
         return
-    socket.send_fds(connection, [LENGTH.pack(len(words))], [descriptor])
+    socket.send_fds(connection, [data[: LENGTH.size]], [descriptor])
     os.close(descriptor)
-    connection.sendall(words)
+    connection.sendall(data[LENGTH.size :])
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes]:

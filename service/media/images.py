@@ -3,10 +3,11 @@ processes (`service.media.image_pool`), in one process `service.media.patches`."
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from encoder.item import DTYPE_BYTES, IMAGE
 from encoder.media_limits import ImageHeader, ImageLimits, VideoLimits
@@ -16,6 +17,12 @@ from service.media.prepared import PreparedItem
 
 LENGTH = struct.Struct("!I")
 """Of a message between the pool and its processes, in bytes."""
+
+
+def framed(message: Mapping[str, Any]) -> bytes:
+    """A message between the pool and its processes: its length, and its JSON."""
+    words = json.dumps(message).encode()
+    return LENGTH.pack(len(words)) + words
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from service.media.images import LENGTH
+from service.media.images import LENGTH, framed
 from service.media.prepared import MemoryFile
 
 START_SECONDS = 60.0
@@ -60,8 +60,7 @@ class ForkServer:
                     self._stop()
                     self._launch()
                 assert self._connection is not None
-                command = json.dumps({"op": "fork"}).encode()
-                socket.send_fds(self._connection, [LENGTH.pack(len(command)) + command], [theirs.fileno()])
+                socket.send_fds(self._connection, [framed({"op": "fork"})], [theirs.fileno()])
             except OSError as error:
                 self._stop()
                 raise NotStarted(error.strerror or str(error)) from error
@@ -70,8 +69,7 @@ class ForkServer:
         """Kills a worker, if there is one of this id, without waiting for it."""
         with self._lock, suppress(OSError):  # if the fork server has ended, its workers have
             if self._connection is not None:
-                command = json.dumps({"op": "kill", "pid": pid}).encode()
-                self._connection.sendall(LENGTH.pack(len(command)) + command)
+                self._connection.sendall(framed({"op": "kill", "pid": pid}))
 
     def close(self) -> None:
         """Ends it and all workers. Idempotent."""
@@ -92,8 +90,7 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,
                 env={**_environment(), "PYTHONPATH": path},
             )
-        command = json.dumps(self._greeting).encode()
-        self._connection.sendall(LENGTH.pack(len(command)) + command)
+        self._connection.sendall(framed(self._greeting))
 
     def _stop(self) -> None:
         if self._connection is not None:
@@ -178,10 +175,10 @@ class Worker:
         return self._receive(seconds)
 
     def _send(self, command: dict[str, Any], data: bytes, seconds: float) -> None:
-        connection, words = self._open(), json.dumps(command).encode()
+        connection = self._open()
         try:
             connection.settimeout(seconds)
-            connection.sendall(LENGTH.pack(len(words)) + words)
+            connection.sendall(framed(command))
             connection.sendall(data)
         except TimeoutError:
             raise Lost("time") from None
