@@ -56,14 +56,20 @@ class ForkServer:
             if self._closed:
                 raise NotStarted("the server is stopping")
             try:
-                if self._process is None or self._process.poll() is not None:
-                    self._stop()
-                    self._launch()
-                assert self._connection is not None
-                socket.send_fds(self._connection, [framed({"op": "fork"})], [theirs.fileno()])
+                if self._process is not None and self._process.poll() is None:
+                    with suppress(BrokenPipeError, ConnectionResetError):  # it is ending
+                        self._send_socket(theirs)
+                        return
+                self._stop()
+                self._launch()
+                self._send_socket(theirs)
             except OSError as error:
                 self._stop()
                 raise NotStarted(error.strerror or str(error)) from error
+
+    def _send_socket(self, theirs: socket.socket) -> None:
+        assert self._connection is not None
+        socket.send_fds(self._connection, [framed({"op": "fork"})], [theirs.fileno()])
 
     def kill(self, pid: int) -> None:
         """Kills a worker, if there is one of this id, without waiting for it."""

@@ -280,6 +280,22 @@ def test_an_image_is_not_blamed_for_a_worker_that_does_not_start(program: str) -
     assert pool.workers[0].pid is None
 
 
+def test_a_fork_server_that_is_ending_is_replaced_and_no_image_refused() -> None:
+    pool = make_pool()
+    image(pool, png(1))
+    worker, server = pool.workers[0], pool._fork_server
+    assert worker.pid and worker._connection and server._process and server._connection
+    ending = server._process
+    ending.send_signal(signal.SIGSTOP)  # it has closed its socket, but cannot be waited for yet
+    server._connection.shutdown(socket.SHUT_RDWR)
+    os.kill(worker.pid, signal.SIGKILL)
+    worker._connection.settimeout(60)
+    assert worker._connection.recv(1) == b"", "the worker has ended"
+    assert image(pool, png(2)).tokens
+    assert server._process is not ending and ending.returncode == -signal.SIGKILL
+    pool.close()
+
+
 def test_uploads_outlive_a_start_that_cannot_look_at_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "anyone" / ("0" * 64)
     kept.parent.mkdir()
