@@ -205,13 +205,13 @@ def hybrid_transformers() -> str:
 
 def qwen_vllm() -> str:
     """A random checkpoint of Qwen3.5 0.8B's shape, beside vLLM."""
-    processors = {"zen5": "AMD EPYC, Zen 5", "amx": "Intel Xeon with AMX"}
+    processors = {"zen5": "AMD EPYC, Zen 5", "zen4": "AMD EPYC, Zen 4", "amx": "Intel Xeon with AMX"}
     kinds = {
         f"qwen3_5-vllm-{part}-{label}": ("vLLM", f"{processor}, {part}")
         for label, processor in processors.items()
         for part in ("decode", "prompts", "images")
     }
-    return titled_tables({**kinds, "qwen3_5-vllm-images": ("vLLM", "Images, on Zen 4 before states in blocks")})
+    return titled_tables(kinds)
 
 
 def qwen_llamacpp() -> str:
