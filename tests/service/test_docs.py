@@ -160,7 +160,7 @@ def test_every_reason_that_a_test_expects_is_explained() -> None:
 
 MEASURED = re.compile(r"\d ?(?:tokens/s|GB/s|GFLOP/s|ms|us|%|x)(?![\w/])")
 LIMITS = {
-    "operations.md": 2,  # 5 and 50 ms, within which tokens share a message
+    "operations.md": 2,  # 2.5 and 50 ms, within which tokens share a message
     "scale.md": 9,  # an example of a simulation, and an assumption of it
 }
 """Numbers that look like measurements and are not, by page."""
