@@ -1,7 +1,7 @@
-"""A file with a request for each image, answered as a batch: python examples/batch.py [QUESTION IMAGE...]
+"""Writes a file with a request for each image and answers it as a batch: python examples/batch.py [QUESTION IMAGE...]
 
-The images have to be in one folder, in which the two files are written. If it is interrupted, start it again: it
-continues. Without arguments it asks about copies of the shipped images, in a temporary folder.
+All images must be in one folder; the files of requests and answers are written there. If the program is interrupted,
+start it again: it continues. Without arguments it asks about copies of the shipped images, in a temporary folder.
 """
 
 import json

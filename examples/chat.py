@@ -1,4 +1,4 @@
-"""A conversation about an image, with two questions after each other: python examples/chat.py [IMAGE]
+"""A conversation about an image, with two questions, one after the other: python examples/chat.py [IMAGE]
 
 Without arguments it is about a shipped image.
 """

@@ -1,6 +1,7 @@
-"""How similar images are for the model: python examples/embed.py [IMAGE IMAGE...]
+"""Compares images by their embeddings: python examples/embed.py [IMAGE IMAGE...]
 
-Prints the cosine similarity of each image to the first. Without arguments it compares shipped images.
+Prints the cosine similarity of each image's mean embedding to that of the first image. Without arguments it compares
+shipped images.
 """
 
 import os

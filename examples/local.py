@@ -1,4 +1,4 @@
-"""The engine in this process, without a server: python examples/local.py [IMAGE... QUESTION]
+"""Asks a question with the engine in this process, without a server: python examples/local.py [IMAGE... QUESTION]
 
 Without arguments it asks about a shipped image.
 """

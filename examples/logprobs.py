@@ -1,4 +1,4 @@
-"""The probability of each token of an answer: python examples/logprobs.py [IMAGE QUESTION]
+"""Prints the probability of each token of an answer: python examples/logprobs.py [IMAGE QUESTION]
 
 Without arguments it asks about a shipped image.
 """

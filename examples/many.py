@@ -1,4 +1,4 @@
-"""The same question about many images at once: python examples/many.py [QUESTION IMAGE...]
+"""Asks the same question about many images at once: python examples/many.py [QUESTION IMAGE...]
 
 Without arguments it asks about all shipped images.
 """
@@ -19,6 +19,6 @@ question, *images = arguments
 with saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as client:
     requests = ({"prompt": question, "images": [image], "temperature": 0} for image in images)
     for outcome in client.map(requests, concurrency=32, ordered=True):
-        # One bad image is no reason to lose the others: errors are outcomes, not exceptions.
+        # A failed request is an outcome with an error, not an exception, so the other answers are not lost.
         answer = outcome.generation.text if outcome.generation else f"failed: {outcome.error}"
         print(f"{images[outcome.index]}: {answer}")

@@ -1,7 +1,8 @@
-"""A batch that the server processes by itself: python examples/server_batch.py [QUESTION IMAGE...]
+"""A batch that the server processes in the background: python examples/server_batch.py [QUESTION IMAGE...]
 
-The images and the file are uploaded; after that this program may end and ask for the batch later. Without arguments it
-asks about all shipped images.
+The program uploads the images and the file of requests, and follows the batch. It could also end after the upload: the
+server continues, and any client with the batch's id can get the answers. Without arguments it asks about all shipped
+images.
 """
 
 import json

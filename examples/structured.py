@@ -1,4 +1,4 @@
-"""Answers in a form that the program gives (needs pydantic): python examples/structured.py [IMAGE]"""
+"""Gets answers in a form that the program defines (needs pydantic): python examples/structured.py [IMAGE]"""
 
 import os
 import sys

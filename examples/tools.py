@@ -1,4 +1,4 @@
-"""Calls of a tool about an image, and their results: python examples/tools.py [IMAGE [REQUEST]]"""
+"""Lets the model call a tool about an image and returns the results: python examples/tools.py [IMAGE [REQUEST]]"""
 
 import json
 import os

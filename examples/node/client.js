@@ -1,6 +1,7 @@
-// The service from Node: npm install @grpc/grpc-js @grpc/proto-loader, then
+// Calls the server from Node: npm install @grpc/grpc-js @grpc/proto-loader, then
 //   node client.js HOST:PORT QUESTION [IMAGE]
-// Asks whether the server is healthy, asks the question whole and as a stream, and stops a second stream in the middle.
+// Checks the server's health, asks the question once complete and once as a stream, cancels a further stream in the middle,
+// and makes a call that the server rejects.
 const fs = require("fs");
 const path = require("path");
 const grpc = require("@grpc/grpc-js");
@@ -23,7 +24,7 @@ const request = {
 };
 const deadline = () => ({ deadline: Date.now() + 60000 });
 
-// grpc.health.v1: an empty question about the whole server; the answer's one field is 1 for SERVING.
+// grpc.health.v1: an empty request is about the whole server; the response has one field, which is 1 for SERVING.
 const Health = grpc.makeGenericClientConstructor({
   check: {
     path: "/grpc.health.v1.Health/Check", requestStream: false, responseStream: false,
