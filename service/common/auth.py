@@ -4,14 +4,14 @@ A key file is TOML, one table for each key; it holds hashes, never keys:
 
     [[key]]
     name = "team-a"                  # the tenant: caches, media and rates are shared within it and with nobody else
-    sha256 = "9f86d0..."             # of the key; `python -m service key team-a` makes a pair
-    scopes = ["inference", "batch"]  # these two are the default; there are "admin" and "encoder" too
+    sha256 = "9f86d0..."             # of the key; `saccade key team-a` prints a new key and its table
+    scopes = ["inference", "batch"]  # the default; the others are "admin" and "encoder"
     requests_per_minute = 600        # optional, as are the next two
     tokens_per_minute = 100000
     bytes_per_minute = "1Gi"
 
-Keys are 256 random bits, so a plain hash cannot be turned round; a slow password hash would only cost time in each
-call.
+A key has 256 random bits, so its plain SHA-256 hash cannot be inverted by guessing; a slow password hash would only
+take time in each call.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class Guard:
         assert self._keys is not None
         presented = _presented_key(metadata)
         if presented is None:
-            raise errors.Unauthenticated("this server needs an API key, as `authorization: Bearer KEY`")
+            raise errors.Unauthenticated("this server needs an API key; send it as `authorization: Bearer KEY`")
         digest = hashlib.sha256(presented).digest()
         found: Tenant | None = None
-        # Compares with all keys, so that the time taken does not reveal which one is similar.
+        # Compares with all keys, so that the time taken does not reveal which one matched.
         for known, tenant in self._keys.current().items():
             if hmac.compare_digest(known, digest):
                 found = tenant
@@ -96,12 +96,12 @@ class Guard:
 
 
 def _lacks(tenant: Tenant, scope: str) -> str:
-    """The message for a caller without the scope, with the way to get it."""
+    """The end of the message for a caller who lacks the scope: who lacks it, and how to get it."""
     if tenant.name:
-        return f"the key {tenant.name!r} has not; its entry in the server's --api-keys file can name it in `scopes`"
+        return f"the key {tenant.name!r} lacks; add it to `scopes` of the key in the server's --api-keys file"
     if scope == "admin":
-        return "callers without a key have not; start the server with --admin (or SACCADE_ADMIN=1) to allow them"
-    return "callers without a key have not"
+        return "callers without a key lack; start the server with --admin (or SACCADE_ADMIN=1) to give it to them"
+    return "callers without a key lack"
 
 
 def _presented_key(metadata: Mapping[str, str | bytes]) -> bytes | None:
@@ -118,7 +118,8 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def parse_keys(contents: list[bytes]) -> dict[bytes, Tenant]:
-    """Parses a key file: tenants by the hash of their key. Raises ConfigError that names the entry, never a hash."""
+    """Parses a key file into tenants by the hash of their key. Raises ConfigError, which names the entry but no
+    hash."""
     try:
         document = tomllib.loads(contents[0].decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -131,13 +132,13 @@ def parse_keys(contents: list[bytes]) -> dict[bytes, Tenant]:
     for number, entry in enumerate(entries, 1):
         digest, tenant = _parse_entry(entry, f"api_keys: key {number}")
         if digest in tenants:
-            raise ConfigError(f"api_keys: key {number} has the hash of another one")
-        # Keys of the same name are one tenant and share its rates.
+            raise ConfigError(f"api_keys: key {number} has the same sha256 as an earlier key")
+        # Keys with the same name belong to one tenant and share its rate limits.
         limits = first.setdefault(tenant.name, tenant).limits
         if tenant.limits.per_minute != limits.per_minute:
             raise ConfigError(
-                f"api_keys: key {number} ({tenant.name!r}) has other rates than an earlier key of that name, and "
-                "they are one tenant's"
+                f"api_keys: key {number} ({tenant.name!r}) has different rate limits from an earlier key with the "
+                "same name; keys with one name belong to one tenant and need the same limits"
             )
         tenants[digest] = replace(tenant, limits=limits)
     return tenants
@@ -148,7 +149,7 @@ def _parse_entry(entry: Any, where: str) -> tuple[bytes, Tenant]:
         raise ConfigError(f"{where} has no name")
     where = f"{where} ({entry['name']!r})"
     if unknown := sorted(set(entry) - _FIELDS):
-        raise ConfigError(f"{where}: {', '.join(unknown)} is no field; fields are {', '.join(sorted(_FIELDS))}")
+        raise ConfigError(f"{where}: unknown field {', '.join(unknown)}; fields are {', '.join(sorted(_FIELDS))}")
     try:
         digest = bytes.fromhex(entry["sha256"])
     except (KeyError, TypeError, ValueError):
@@ -157,7 +158,7 @@ def _parse_entry(entry: Any, where: str) -> tuple[bytes, Tenant]:
         raise ConfigError(f"{where}: sha256 must be 64 hexadecimal digits")
     scopes = entry.get("scopes", sorted(DEFAULT_SCOPES))
     if not isinstance(scopes, list) or not scopes or not set(scopes) <= set(SCOPES):
-        raise ConfigError(f"{where}: scopes must be a list out of {', '.join(SCOPES)}")
+        raise ConfigError(f"{where}: scopes must be a list with one or more of {', '.join(SCOPES)}")
     limits: dict[str, float] = {}
     for kind in RateLimits.KINDS:
         if (raw := entry.get(f"{kind}_per_minute")) is not None:
@@ -166,22 +167,23 @@ def _parse_entry(entry: Any, where: str) -> tuple[bytes, Tenant]:
             except ValueError:
                 limits[kind] = 0
             if limits[kind] <= 0:
-                raise ConfigError(f"{where}: {kind}_per_minute must be a number above 0")
+                raise ConfigError(f"{where}: {kind}_per_minute must be a number above 0, got {raw!r}")
     salt = hashlib.sha256(b"saccade tenant\0" + entry["name"].encode()).digest()
     return digest, Tenant(entry["name"], salt, frozenset(scopes), RateLimits(limits))
 
 
 def watch_keys(path: str, frontends: int = 1) -> Watched[dict[bytes, Tenant]]:
-    """The key file at `path`, read again when it changes (which resets the rates). Raises ConfigError if it cannot be
-    read the first time. Several `frontends` take no keys with rates, of which each would count its own calls."""
+    """The key file at `path`, read again when it changes (which resets what rate limits have counted). Raises
+    ConfigError if it cannot be read the first time, or if a key has a rate limit and there are several `frontends`,
+    each of which would count its own calls only."""
 
     def parse(contents: list[bytes]) -> dict[bytes, Tenant]:
         tenants = parse_keys(contents)
         limited = [tenant.name for tenant in tenants.values() if tenant.limits.limited]
         if limited and frontends > 1:
             raise ConfigError(
-                f"api_keys: {limited[0]!r} has a rate limit, which each of {frontends} frontends would count by "
-                "itself; remove the rate limits, or use frontends 1"
+                f"api_keys: {limited[0]!r} has a rate limit, which each of {frontends} frontends would count "
+                "separately; remove the rate limits, or use frontends 1"
             )
         return tenants
 

@@ -18,10 +18,10 @@ from multiprocessing.reduction import ForkingPickler, recvfds, sendfds
 from typing import Any
 
 SMALL = 16384
-"""Bytes that a Unix socket which is ready for writing takes at once: it has three quarters of its buffer free, on Linux
-150 KB unless the system's settings are changed."""
+"""Bytes of a message that can be written without blocking to a Unix socket that is ready for writing: three quarters of
+its buffer are free then, on Linux 150 KB unless the system's settings are changed."""
 LIGHT = 4096
-"""Up to this many numbers are pickled by the caller, in about 0.1 ms."""
+"""Messages of up to this many numbers are pickled by the caller's thread, which takes about 0.1 ms."""
 
 
 def send(connection: Connection, message: Any, descriptors: Sequence[int] = ()) -> None:
@@ -40,7 +40,7 @@ def receive_descriptor(connection: Connection) -> int:
 
 
 class Outbox:
-    """One direction of a connection by a Unix socket. Thread-safe; messages are sent in the order of `put`."""
+    """The sending direction of a Unix socket connection. Thread-safe; messages are sent in the order of `put`."""
 
     def __init__(self, connection: Connection, on_lost: Callable[[Any], None] = lambda message: None) -> None:
         """`on_lost` is called with each message that can no longer be sent, from the sending thread or from `put`."""
@@ -53,8 +53,8 @@ class Outbox:
         self._closed = False
 
     def put(self, message: Any, descriptors: Sequence[int] = (), *, numbers: int = 0) -> None:
-        """Sends or queues a message, which has so many `numbers`, without blocking. Takes ownership of the
-        descriptors."""
+        """Sends or queues a message without blocking. `numbers`: how many numbers the message contains, which
+        determines how long pickling takes. Takes ownership of the descriptors."""
         with self._lock:
             lost = self._closed
             if not (lost or self._queued or descriptors) and numbers <= LIGHT:
@@ -74,7 +74,7 @@ class Outbox:
             self._on_lost(message)
 
     def _sent_at_once(self, message: Any) -> bool:
-        """Sends a message if that cannot block; returns whether it was sent."""
+        """Sends a message if sending cannot block; returns whether it was sent."""
         ready = select.poll()
         ready.register(self._connection.fileno(), select.POLLOUT)
         if not ready.poll(0):

@@ -1,5 +1,5 @@
-"""Options of the server: field, default, unit. `ServerOptions` has all of them; those of the engine and of the HTTP
-server are in files of their own. `service.common.settings` reads their values."""
+"""Options of the server: field, default, unit. `ServerOptions` has all of them; those of the engine are declared in
+engine_options.py, those of the HTTP server in http_options.py. `service.common.settings` reads their values."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ class ListenOptions:
 
     host: str = _option(
         "127.0.0.1",
-        "address to listen on; an address that is not loopback needs TLS and API keys (or client certificates), or "
-        "insecure",
+        "address to listen on; an address that other machines can reach needs TLS and API keys (or client "
+        "certificates), or insecure",
     )
     port: int = _option(50051, "port to listen on; 0: any free port", minimum=0, maximum=LAST_PORT)
     frontends: int = _option(
         1,
-        "frontend processes that serve gRPC on the port, with one engine; more than 1 only if one cannot keep up",
+        "frontend processes that serve gRPC on the port and share one engine; use more than 1 only if one process "
+        "cannot keep up",
         minimum=1,
     )
-    insecure: bool = _option(False, "allow an address that other machines can reach without TLS or without API keys")
+    insecure: bool = _option(
+        False, "listen on an address that other machines can reach even without TLS or without API keys"
+    )
     tls_cert: str | None = _option(None, "PEM file of the server's certificate chain; read again when it changes")
     tls_key: str | None = _option(None, "PEM file of the private key of tls_cert, not encrypted")
     tls_client_ca: str | None = _option(None, "PEM file of the CA that must have signed the certificates of clients")
@@ -38,7 +41,7 @@ class ListenOptions:
         False, "also serve vllm.grpc.engine.VllmEngine, for gateways such as smg; needs smg-grpc-proto"
     )
     max_connection_streams: int = _option(
-        1024, "calls of one connection at a time; further calls wait in the client", minimum=1, maximum=GRPC_MAXIMUM
+        1024, "concurrent calls on one connection; further calls wait in the client", minimum=1, maximum=GRPC_MAXIMUM
     )
     max_connection_age: float | None = _option(
         None,
@@ -48,7 +51,7 @@ class ListenOptions:
         maximum=LONGEST_WAIT,
     )
     max_connection_age_grace: float | None = _option(
-        None, "seconds that running calls get on a connection that has reached max_connection_age; unset: no limit",
+        None, "seconds that calls may still run on a connection that has reached max_connection_age; unset: no limit",
         minimum=0, maximum=LONGEST_WAIT,
     )  # fmt: skip
 
@@ -67,16 +70,19 @@ class CallOptions:
         1024, "calls of one tenant (API key) at a time, of any method and over all its connections", minimum=1
     )
     max_message_bytes: int = _option(
-        64 * 2**20, "largest request message", minimum=1024, maximum=GRPC_MAXIMUM, size=True
+        64 * 2**20, "largest request or response message", minimum=1024, maximum=GRPC_MAXIMUM, size=True
     )
     max_inflight_bytes: int = _option(
         512 * 2**20,
-        "bytes of the request messages of all calls in progress; one tenant gets half",
+        "bytes of the request messages of all calls in progress; one tenant (API key) may use half, and always one "
+        "message of max_message_bytes",
         minimum=1024,
         size=True,
     )
     max_decoders: int = _option(
-        4, "with --role encoder: connected decoders, which share max_inflight_bytes for their pixels", minimum=1
+        4,
+        "with --role encoder: connected decoders, each with an equal share of max_inflight_bytes for its pixels",
+        minimum=1,
     )
     receive_timeout: float = _option(
         120.0, "seconds that the request message of a call may take to arrive", minimum=0.001, maximum=LONGEST_TIME
@@ -98,13 +104,13 @@ class CallOptions:
 class MediaOptions:
     """Images and videos: formats, limits, fetching and storage."""
 
-    max_images_per_request: int = _option(16, "images of one request", minimum=0, maximum=INT32)
+    max_images_per_request: int = _option(16, "images in one request", minimum=0, maximum=INT32)
     max_image_bytes: int = _option(32 * 2**20, "encoded bytes of one image", minimum=1, maximum=INT64, size=True)
     max_image_pixels: int = _option(64_000_000, "pixels of one image", minimum=1, maximum=INT64, size=True)
-    max_videos_per_request: int = _option(4, "videos of one request", minimum=0, maximum=INT32)
+    max_videos_per_request: int = _option(4, "videos in one request", minimum=0, maximum=INT32)
     max_video_bytes: int = _option(48 * 2**20, "encoded bytes of one video", minimum=1, maximum=INT64, size=True)
     max_video_frames: int = _option(32, "frames that are sampled from a video, evenly spaced", minimum=1, maximum=INT32)
-    max_video_file_frames: int = _option(20_000, "frames in a video's file, sampled or not", minimum=1, maximum=INT32)
+    max_video_file_frames: int = _option(20_000, "frames in a video file, sampled or not", minimum=1, maximum=INT32)
     max_video_pixels: int = _option(
         2**34,
         "pixels of one video: width x height x frames that have to be decoded",
@@ -113,7 +119,9 @@ class MediaOptions:
         size=True,
     )
     image_workers: int = _option(
-        2, "processes that decode images and videos, at least 2, of which videos always leave one for images", minimum=1
+        2,
+        "processes that decode images and videos; at least 2 are started, one of which never decodes videos",
+        minimum=1,
     )
     image_timeout: float = _option(
         20.0, "seconds that decoding and preparing one image may take", minimum=0.001, maximum=LONGEST_WAIT
@@ -132,17 +140,21 @@ class MediaOptions:
         "*.example.org:8443; unset: none",
     )  # fmt: skip
     image_url_networks: tuple[str, ...] = _option(
-        (), "private networks in which these hosts may be, such as 10.1.0.0/16"
+        (), "private networks in which hosts of image_url_hosts may be, such as 10.1.0.0/16; unset: none"
     )
     image_url_timeout: float = _option(
         10.0, "seconds that fetching one file may take", minimum=0.001, maximum=LONGEST_WAIT
     )
-    image_url_redirects: int = _option(3, "redirects that are followed; each is checked like a URL", minimum=0)
+    image_url_redirects: int = _option(
+        3, "redirects that are followed for one file; each target is checked like the URL itself", minimum=0
+    )
     image_url_ca: str | None = _option(
-        None, "PEM file of the CA that signed the certificates of these hosts; unset: the system's CAs"
+        None, "PEM file of the CA that signed the certificates of image_url_hosts; unset: the system's CAs"
     )
     media_dir: str | None = _option(None, "folder of uploaded images and videos; unset: a temporary one")
-    media_bytes: int = _option(2**30, "bytes of uploaded images and videos, of all tenants", minimum=0, size=True)
+    media_bytes: int = _option(
+        2**30, "bytes of uploaded images and videos of all tenants together", minimum=0, size=True
+    )
     media_tenant_bytes: int | None = _option(
         None, "bytes of uploaded images and videos of one tenant; unset: media_bytes", minimum=0, size=True
     )
@@ -156,19 +168,21 @@ class BatchOptions:
     """Batches: where they are stored, and their share of the server."""
 
     batch_dir: str | None = _option(None, "folder of batches, which then survive a restart; unset: a temporary one")
-    batch_bytes: int = _option(2**30, "bytes of batches, inputs and outputs, of all tenants", minimum=0, size=True)
+    batch_bytes: int = _option(
+        2**30, "bytes of inputs and outputs of the batches of all tenants together", minimum=0, size=True
+    )
     batch_tenant_bytes: int | None = _option(
-        None, "bytes of the batches of one tenant; unset: batch_bytes", minimum=0, size=True
+        None, "bytes of inputs and outputs of the batches of one tenant; unset: batch_bytes", minimum=0, size=True
     )
     batch_ttl: float = _option(
         7 * 86400.0, "seconds that a batch is kept after its end", minimum=1, maximum=LONGEST_TIME
     )
     batch_concurrency: int | None = _option(
-        None, "rows in flight, of all batches together; unset: 16, but at most half of max_queue", minimum=1
+        None, "rows of all batches together that are in flight; unset: 16, but at most half of max_queue", minimum=1
     )
     batch_jobs: int = _option(4, "batches that run at the same time, at most one of each tenant", minimum=1)
     batch_row_timeout: float = _option(
-        86400.0, "seconds that one row may take, waiting included", minimum=0.001, maximum=LONGEST_TIME
+        86400.0, "seconds that one row may take, waiting and retries included", minimum=0.001, maximum=LONGEST_TIME
     )
 
 
@@ -181,13 +195,15 @@ class TelemetryOptions:
     )
     metrics_host: str = _option("127.0.0.1", "address of the Prometheus endpoint")
     otlp_endpoint: str | None = _option(
-        None, "HOST:PORT of an OpenTelemetry collector, to which a span is sent for each generation and its stages"
+        None, "HOST:PORT of an OpenTelemetry collector, which receives a span for each generation and each stage of it"
     )
     sizes_file: str | None = _option(
         None, "JSON file to which the sizes of encoded images are added when the server stops, for `saccade tune`"
     )
     log_json: bool = _option(False, "log each request as a JSON object instead of key=value pairs")
-    log_level: str = _option("info", "what is logged to stderr", choices=("debug", "info", "warning", "error"))
+    log_level: str = _option(
+        "info", "lowest level of messages that are logged to stderr", choices=("debug", "info", "warning", "error")
+    )
 
 
 @dataclass(frozen=True)
@@ -199,9 +215,12 @@ class ServerOptions(
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.http_port is not None and self.role == "encoder":
-            raise ConfigError(f"http_port: {self.http_port} would not be used by --role encoder, which answers nobody")
+            raise ConfigError(
+                f"http_port: {self.http_port} would not be used by --role encoder, which answers no requests; leave it "
+                "out"
+            )
         if self.max_connection_age_grace is not None and self.max_connection_age is None:
             raise ConfigError(
                 f"max_connection_age_grace: {self.max_connection_age_grace:g} would not be used without "
-                "max_connection_age"
+                "max_connection_age; set both or neither"
             )

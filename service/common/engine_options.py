@@ -22,7 +22,9 @@ class EngineOptions:
         None, "branch, tag or commit of a model given by its hub id; unset: the latest commit of main"
     )
     dtype: str | None = _option(
-        None, "dtype of computation; unset: the checkpoint's, and bfloat16 for float16", choices=("float32", "bfloat16")
+        None,
+        "dtype of computation; unset: the checkpoint's, or bfloat16 if that is float16",
+        choices=("float32", "bfloat16"),
     )
     weights: str | None = _option(
         None,
@@ -32,19 +34,19 @@ class EngineOptions:
     )
     activations: str | None = _option(
         None,
-        "quantise activations before products; changes answers; fp8: with fp8 weights, on a GPU with fp8 products; "
-        "int8: with int8 or int4 weights, on a CPU; unset: no",
+        "quantise activations before matrix products, which changes answers; fp8: with fp8 weights, on a GPU with fp8 "
+        "products; int8: with int8 or int4 weights, on a CPU; unset: no",
         choices=("fp8", "int8"),
     )
     state_dtype: str = _option(
         "float32",
         "dtype of recurrent states, in batch slots and in the prefix cache; bfloat16 halves their memory, rounds them "
-        "at fixed places of a sequence and changes answers; on a CPU",
+        "at fixed positions of a sequence, which changes answers, and needs a CPU",
         choices=("float32", "bfloat16"),
     )
     native: str = _option(
         "auto",
-        "compiled code for decoder and vision tower on a CPU; on: an error if there is none",
+        "use compiled code for the decoder and the vision tower on a CPU; on: an error if there is none",
         choices=("auto", "on", "off"),
     )
     instruction_set: str = _option(
@@ -69,8 +71,8 @@ class EngineOptions:
         None, "prompt tokens of one request in one decoder step; unset: max_batched_tokens", minimum=1
     )
     ageing: int = _option(
-        256, "decoder steps of waiting that equal one level of priority: a request overtakes older ones of a lower "
-        "level by at most this many steps for each level",
+        256, "decoder steps of waiting that count as much as one level of priority: a request overtakes only those of "
+        "a lower level that arrived fewer than this many steps earlier for each level",
         minimum=1,
     )  # fmt: skip
     memory_bytes: int | None = _option(
@@ -94,7 +96,7 @@ class EngineOptions:
     )
     state_cache: str = _option(
         "auto",
-        "prefix cache, positions where states are kept for later requests with the same beginning: auto = ends of "
+        "positions where the prefix cache keeps states for later requests with the same beginning: auto = ends of "
         "images and prompts, align = the last multiple of state_block, all = every multiple, none = no prefix cache",
         choices=("auto", "align", "all", "none"),
     )
@@ -110,21 +112,21 @@ class EngineOptions:
     )
     speculative: str = _option(
         "none",
-        "speculative decoding, source of draft tokens: ngram = what followed the same tokens before, mtp = the "
-        "checkpoint's multi-token prediction heads; answers are the same",
+        "source of the draft tokens for speculative decoding: ngram = tokens that followed the same tokens earlier in "
+        "the request, mtp = the checkpoint's multi-token prediction heads; answers are the same",
         choices=("none", "ngram", "mtp"),
     )
     draft_tokens: int = _option(3, "draft tokens of one request in one step, at most 15", minimum=1)
     draft_vocab: int | None = _option(
         None,
-        "with speculative mtp: only ids below this number are drafted, so that a draft reads only their part of the "
-        "vocabulary projection; unset: all ids; answers are the same",
+        "with speculative mtp: only token ids below this number are drafted, so that drafting reads only that part of "
+        "the vocabulary projection; unset: all ids; answers are the same",
         minimum=1,
     )
     spec_state: str = _option(
         "replay",
-        "how a state is restored after a rejected draft: replay = one state slot and the last inputs, slots = a state "
-        "slot for each token of a step",
+        "how a state is restored after a rejected draft: replay = computed from one state slot and the last inputs, "
+        "slots = copied from a state slot that each token of a step has",
         choices=("replay", "slots"),
     )
     draft_policy: str = _option(
@@ -174,8 +176,8 @@ class EngineOptions:
     )
     encoder_time_slice: float | None = _option(
         None,
-        "seconds of encoding between two decoder steps, if both share the cores of a CPU: less for steadier streams, "
-        "more for faster images; unset: 0.1",
+        "seconds of encoding between two decoder steps, if both share the cores of a CPU: lower for steadier streams, "
+        "higher for faster images; unset: 0.1",
         minimum=0,
         maximum=LONGEST_WAIT,
     )
@@ -205,7 +207,10 @@ class EngineOptions:
         False, "encode in a separate process on this host, so that a crash of the encoder does not end the engine"
     )
     encoder_segment_bytes: int = _option(
-        256 * 2**20, "bytes of shared memory between the engine and that process", minimum=2**16, size=True
+        256 * 2**20,
+        "with encoder_process: bytes of shared memory between the engine and that process",
+        minimum=2**16,
+        size=True,
     )
     encoder_lease: float = _option(
         30.0,
@@ -217,7 +222,9 @@ class EngineOptions:
     encoder_cert: str | None = _option(None, "PEM file of the certificate that this server presents to encoders")
     encoder_cert_key: str | None = _option(None, "PEM file of the private key of encoder_cert")
     encoder_api_key: str | None = _option(
-        None, "API key for the encoders, with the scope encoder; better set as SACCADE_ENCODER_API_KEY"
+        None,
+        "API key for the encoders, with the scope encoder; set SACCADE_ENCODER_API_KEY instead to keep it off the "
+        "command line",
     )
 
     def __post_init__(self) -> None:
@@ -226,12 +233,13 @@ class EngineOptions:
         if self.role != "decoder" and self.encoders:
             raise ConfigError(f"encoders: {','.join(self.encoders)} would not be used by --role {self.role}")
         if self.encoder_process and self.role != "all":
-            raise ConfigError(f"encoder_process: it would have nothing to do in --role {self.role}")
+            raise ConfigError(f"encoder_process: it would not be used by --role {self.role}, only by --role all")
         if self.encoder_time_slice is not None and (self.encoder_process or self.role != "all"):
             where = "with --encoder-process" if self.encoder_process else f"by --role {self.role}"
             raise ConfigError(
-                f"encoder_time_slice: {self.encoder_time_slice:g} would not be used {where}: the two share no loop"
+                f"encoder_time_slice: {self.encoder_time_slice:g} would not be used {where}: encoder and decoder run "
+                "in different processes"
             )
         check_addresses("encoders", self.encoders)
         if self.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise ConfigError(f"device: {self.device!r} is not 'cpu', 'cuda' or one of several GPUs, such as 'cuda:1'")
+            raise ConfigError(f"device: {self.device!r} is not 'cpu', 'cuda' or 'cuda:N', such as 'cuda:1'")

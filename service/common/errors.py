@@ -19,7 +19,7 @@ from encoder.media_limits import ImageError
 
 MAX_MESSAGE = 1024
 """Largest status message, in bytes after percent-encoding: trailers above the peer's limit (8 KiB is common) would
-replace the status by RESOURCE_EXHAUSTED, and the message is in them up to three times."""
+replace the status with RESOURCE_EXHAUSTED, and they contain the message up to three times."""
 MAX_METADATA = 128
 """Characters of one value of ErrorInfo's metadata, and of a field's path."""
 
@@ -69,7 +69,7 @@ class StatusError(Exception):
         self.quota = quota
         self.never_retry = never_retry
         self.request_id = ""
-        """Id of the call that it ends; set by the door."""
+        """Id of the call that this error ends; set by the door."""
 
 
 def _short(message: str) -> str:
@@ -156,8 +156,8 @@ FOREIGN: tuple[tuple[type[BaseException], type[StatusError], str, bool], ...] = 
     (DecodeError, InvalidArgument, "MALFORMED_MESSAGE", False),
 )
 _HIDDEN = {
-    "DEADLINE_EXCEEDED": "the call took longer than it was allowed to",
-    "MALFORMED_MESSAGE": "the request is not a message of the type that this method takes",
+    "DEADLINE_EXCEEDED": "the call took longer than its time limit",
+    "MALFORMED_MESSAGE": "the request is not a valid message of the type that this method takes",
 }
 """Sent instead of the text of an exception that clients may not see."""
 

@@ -1,5 +1,5 @@
-"""Folders that belong to one process, which keeps a file in them locked. The kernel releases the lock with the process,
-however that ends."""
+"""Folders that belong to one process, which holds a lock on a file in each. The kernel releases the lock when the
+process ends, even if it is killed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from service.common.option import ConfigError
 
 LOCK = ".owner"
-"""The locked file. A folder without one is left alone."""
+"""The locked file of a temporary folder. A folder without this file is never deleted."""
 
 
 class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
-    """A locked file, until `close` or until nothing refers to this object."""
+    """Holds a lock on a file until `close`, or until nothing refers to this object."""
 
     def __init__(self, descriptor: int) -> None:
         self.close = weakref.finalize(self, os.close, descriptor)
@@ -28,7 +28,8 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
 
 
 def locked(folder: Path, option: str) -> FolderLock:
-    """Takes the folder that an option names for this process. Raises ConfigError."""
+    """Creates the folder that an option names and locks it for this process. `option`: its name, for errors. Raises
+    ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -54,7 +55,7 @@ class OwnedFolder(tempfile.TemporaryDirectory[str]):
         descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         self._unlock = weakref.finalize(self, os.close, descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.rename(new, Path(self.name) / LOCK)  # nobody finds it unlocked
+        os.rename(new, Path(self.name) / LOCK)  # only when it is locked, so that no process finds it unlocked
 
     def cleanup(self) -> None:
         super().cleanup()
@@ -64,7 +65,7 @@ class OwnedFolder(tempfile.TemporaryDirectory[str]):
 def _delete_abandoned(parent: str, prefix: str) -> None:
     with contextlib.suppress(OSError):
         for entry in os.scandir(parent):
-            # Only our own, even for root: everybody may create folders there.
+            # Only folders of this user, even for root: every user may create folders there.
             mine = entry.name.startswith(prefix) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
             if mine and entry.is_dir(follow_symlinks=False):
                 with contextlib.suppress(OSError):  # no lock, or one that is held
@@ -72,7 +73,7 @@ def _delete_abandoned(parent: str, prefix: str) -> None:
 
 
 def _delete_unlocked(folder: Path) -> None:
-    """Raises OSError if the owner lives."""
+    """Deletes the folder. Raises OSError if its owner is still running."""
     descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Options of the HTTP server, beside the gRPC server and alone: field, default, unit."""
+"""Options of the HTTP server, as part of `saccade serve` and as `saccade http`: field, default, unit."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ from service.common.option import option as _option
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """The HTTP server in front of gRPC, and what it limits by itself."""
+    """The HTTP server in front of gRPC: where it listens, and its own limits."""
 
     http_port: int | None = _option(
         None, "port of the OpenAI-compatible HTTP server and its playground; 0: any free port; unset: 8000 for "
         "`saccade http`, no HTTP server for `saccade serve`", minimum=0, maximum=LAST_PORT,
     )  # fmt: skip
-    http_host: str = _option("127.0.0.1", "address of the HTTP server; the same rules as for host")
-    http_max_connections: int = _option(2048, "connections to the HTTP server at a time", minimum=1)
-    http_max_header_bytes: int = _option(64 * 2**10, "bytes of a request's line and headers", minimum=1024, size=True)
+    http_host: str = _option("127.0.0.1", "address of the HTTP server; the same rules apply as for host")
+    http_max_connections: int = _option(2048, "concurrent connections to the HTTP server", minimum=1)
+    http_max_header_bytes: int = _option(
+        64 * 2**10, "bytes of the request line and headers of one request", minimum=1024, size=True
+    )
     http_header_timeout: float = _option(
-        20.0, "seconds that the line and headers of a request may take to arrive", minimum=0.001, maximum=LONGEST_TIME
+        20.0, "seconds that the request line and headers may take to arrive", minimum=0.001, maximum=LONGEST_TIME
     )
     http_file_bytes: int = _option(
         2**30, "bytes of files that are uploaded over HTTP for batches", minimum=0, size=True
     )
     http_file_dir: str | None = _option(
-        None, "folder of these files, which then survive a restart; only for one HTTP server; unset: a temporary one"
+        None,
+        "folder of files that are uploaded over HTTP, which then survive a restart; HTTP servers cannot share it; "
+        "unset: a temporary one",
     )
     http_cors_origins: tuple[str, ...] = _option(
         (), "origins whose pages may call the HTTP server, such as https://app.example.org; unset: none"
@@ -45,7 +49,7 @@ class HttpFrontOptions(HttpOptions):
         None, "PEM file of the certificate that the HTTP server presents to gRPC servers"
     )
     servers_cert_key: str | None = _option(None, "PEM file of the private key of servers_cert")
-    insecure: bool = _option(False, "allow an address that other machines can reach without TLS")
+    insecure: bool = _option(False, "listen on an address that other machines can reach even without TLS")
     tls_cert: str | None = _option(None, "PEM file of the certificate chain; read again when it changes")
     tls_key: str | None = _option(None, "PEM file of the private key of tls_cert, not encrypted")
     tls_client_ca: str | None = _option(None, "PEM file of the CA that must have signed the certificates of clients")
@@ -63,7 +67,9 @@ class HttpFrontOptions(HttpOptions):
         60.0, "seconds that a client may pause while it reads a stream", minimum=0.001, maximum=LONGEST_TIME
     )
     grace: float = _option(30.0, "seconds that running calls get after SIGTERM", minimum=0, maximum=LONGEST_TIME)
-    log_level: str = _option("info", "what is logged to stderr", choices=("debug", "info", "warning", "error"))
+    log_level: str = _option(
+        "info", "lowest level of messages that are logged to stderr", choices=("debug", "info", "warning", "error")
+    )
 
     def __post_init__(self) -> None:
         if not self.servers:

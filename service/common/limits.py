@@ -1,5 +1,4 @@
-"""Limits on what clients may hold in the server at a time and use per minute. Pure bookkeeping: callers pass the
-time."""
+"""Limits on what clients may hold in the server at a time and use per minute. Pure bookkeeping without I/O."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ Clock = Callable[[], float]
 class TokenBucket:
     """A token bucket that is filled with `per_minute` units per minute and holds at most a minute's worth.
 
-    The cost of a call may not be known when it begins (such as generated tokens), so a bucket may be charged below
+    The cost of a call, such as its generated tokens, may be unknown when it begins, so a bucket may be charged below
     zero: later calls then wait until it is positive again. Thread-safe.
     """
 
@@ -67,7 +66,7 @@ class RateLimits:
             return
         if (seconds := bucket.wait(amount)) > 0:
             raise errors.ResourceExhausted(
-                f"this key's {kind} per minute are used up; there is room again in {seconds:.1f} s",
+                f"this key has used its {self.per_minute[kind]:g} {kind} per minute; retry in {seconds:.1f} s",
                 reason="RATE_LIMITED", quota=f"{kind}_per_minute", retry_after=max(seconds, 0.001),
             )  # fmt: skip
         bucket.charge(amount)
@@ -93,12 +92,12 @@ class Places:
 
     @contextmanager
     def hold(self, owner: str) -> Iterator[None]:
-        """Counts one for the tenant, whose name is empty for callers without a key, until the context ends. Raises
+        """Counts one more for a tenant until the context ends. `owner`: the tenant's name, empty without a key. Raises
         ResourceExhausted if a tenant with a key has reached the limit."""
         held = self._held.get(owner, 0)
         if owner and held >= self.limit:
             raise _too_much(
-                f"this key has {held} {self.what} in the server, the most that one key may have", f"tenant_{self.what}"
+                f"this key has {held} {self.what} in the server, which is the limit for one key", f"tenant_{self.what}"
             )
         self._held[owner] = held + 1
         try:
@@ -133,7 +132,7 @@ class ByteBudget:
 
 
 class Held:
-    """The share that one call holds of a budget."""
+    """The bytes of a budget that one call holds."""
 
     def __init__(self, budget: ByteBudget, owner: str, share: int) -> None:
         self._budget, self._owner, self._share = budget, owner, share
@@ -145,17 +144,17 @@ class Held:
         owned = budget._owned.get(owner, 0)
         if size > 0 and self._held + size > share:
             raise errors.Unavailable(
-                f"the call would hold {self._held + size} bytes, and {share} is the most it may", reason="QUEUE_FULL",
+                f"the call would hold {self._held + size} bytes; at most {share} are allowed", reason="QUEUE_FULL",
                 metadata={"limit": str(share), "got": str(self._held + size)}, never_retry=True,
             )  # fmt: skip
         if size > 0 and owner and owned + size > share:
             raise _too_much(
-                f"this key's messages in progress hold {owned} bytes; {size} more would pass the {share} that one "
-                "key may have", "tenant_bytes",
+                f"this key's messages in progress hold {owned} bytes; {size} more would exceed the {share} allowed "
+                "for one key", "tenant_bytes",
             )  # fmt: skip
         if size > 0 and budget.used + size > budget.limit:
             raise errors.Unavailable(
-                f"the messages in progress hold {budget.used} bytes; {size} more would pass the server's "
+                f"the messages in progress hold {budget.used} bytes; {size} more would exceed the server's limit of "
                 f"{budget.limit}", reason="QUEUE_FULL", metadata={"limit": str(budget.limit)}, retry_after=1.0,
             )  # fmt: skip
         budget.used += size

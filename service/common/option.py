@@ -1,4 +1,5 @@
-"""The parts of `service.common.config`: what describes one option, and checks of values."""
+"""What the option classes of `service.common.config` are made of: the description of one option, and checks of
+values."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ LAST_PORT = 65535
 GRPC_MAXIMUM = 2**31 - 1
 """The largest value of a gRPC option; times are in ms."""
 LONGEST_WAIT = GRPC_MAXIMUM // 1000
-"""Seconds. What waits for connections counts milliseconds in 32 bits."""
+"""Largest value, in seconds, of times that are passed to functions that wait: they count milliseconds in 32 bits."""
 LONGEST_TIME = 10**9
-"""Seconds, of limits that are only compared with clocks."""
+"""Largest value, in seconds, of times that are only compared with clocks."""
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 """The largest values of fields of messages."""
 
@@ -33,8 +34,8 @@ def option(
 
 
 def check_addresses(name: str, addresses: tuple[str, ...], *, targets: bool = False) -> None:
-    """Raises ConfigError unless each address is HOST:PORT, or with `targets` any gRPC target name, and is there once.
-    `name`: of the option."""
+    """Raises ConfigError unless each address is HOST:PORT, or with `targets` any gRPC target name, and no address is
+    listed twice. `name`: of the option."""
     for address in addresses:
         if targets and address.startswith(GRPC_SCHEMES):
             continue
@@ -44,4 +45,4 @@ def check_addresses(name: str, addresses: tuple[str, ...], *, targets: bool = Fa
         if ":" in host and not (host.startswith("[") and host.endswith("]")):
             raise ConfigError(f"{name}: {address!r} is an IPv6 address without brackets; [ADDRESS]:PORT would work")
     if len(set(addresses)) < len(addresses):
-        raise ConfigError(f"{name}: an address is there twice in {','.join(addresses)}")
+        raise ConfigError(f"{name}: an address is listed twice in {','.join(addresses)}")

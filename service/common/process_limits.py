@@ -1,4 +1,4 @@
-"""Limits that a process sets for itself before it reads what may be hostile."""
+"""Limits that a process sets for itself before it reads untrusted input."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import resource
 import signal
 
 START_BYTES = 8 << 30
-"""Memory that the process is assumed to use at its start if it cannot be measured."""
+"""Memory that the process is assumed to have mapped if it cannot be measured."""
 LARGEST = 2**63 - 1
-"""Of a limit."""
+"""The largest value of a limit."""
 
 
 def confine(memory_bytes: int) -> None:
-    """Sets limits for the rest of this process's life: on memory beyond what is mapped already, and on core dumps."""
+    """Limits this process for the rest of its life: to `memory_bytes` beyond what is mapped already, and to no core
+    dumps."""
     try:
         with open("/proc/self/statm") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
@@ -26,7 +27,7 @@ def confine(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # where /proc is not mounted
         with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # the kernel ends this process first where the machine runs out of memory
+            file.write("1000")  # the kernel kills this process first if the machine runs out of memory
 
 
 def allow_seconds(seconds: float) -> None:
@@ -41,11 +42,11 @@ def end_with_parent(parent: int) -> None:
     """Lets the kernel kill this process when the process `parent`, which has forked it, ends."""
     PR_SET_PDEATHSIG = 1  # from linux/prctl.h
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before
+    if os.getppid() != parent:  # it ended before the line above took effect
         os._exit(1)
 
 
 def _at_most(value: int, kind: int) -> int:
-    """The value, or the limit that the process was started with and may not raise if that is lower."""
+    """The value, or the process's hard limit, which it may not raise, if that is lower."""
     hard = resource.getrlimit(kind)[1]
     return min(value, LARGEST if hard == resource.RLIM_INFINITY else hard)

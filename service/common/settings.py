@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from service.common.config import ConfigError, EngineOptions, HttpFrontOptions, ServerOptions
 
 ENV_PREFIX = "SACCADE_"
-# Variables of the SDK that have the same prefix.
+# Variables of the SDK, which have the same prefix.
 _SDK_VARIABLES = {"SACCADE_API_KEY", "SACCADE_SERVER"}
 # Variables that Kubernetes sets in every pod of a namespace for a Service named `saccade` or `saccade-...`, such as
 # SACCADE_SERVICE_HOST=10.0.0.1, SACCADE_PORT=tcp://10.0.0.1:50051 and SACCADE_PORT_50051_TCP_ADDR=10.0.0.1.
@@ -38,7 +38,8 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 T = TypeVar("T", bound="EngineOptions | HttpFrontOptions")
 
 
-# Evaluates the annotations of all fields, which takes milliseconds, and every field is asked about several times.
+# Cached, because it evaluates the annotations of all fields, which takes milliseconds, and is called several times for
+# each field.
 _type_hints = functools.cache(typing.get_type_hints)
 
 
@@ -80,7 +81,7 @@ def parse_value(options: type, name: str, raw: Any) -> Any:
 
 
 def _parse_one(kind: Any, raw: Any) -> Any:
-    """A whole number, a number or a text. Raises ValueError for other kinds of values, which TOML and Python have."""
+    """A whole number, a number or a text. Raises ValueError for a value of another type, as TOML and Python have."""
     others = {int: (bool, float), float: (bool,), str: (bool, int, float, list, tuple, dict)}[kind]
     if isinstance(raw, others):
         raise ValueError(raw)
@@ -213,7 +214,7 @@ def _parsed(options: type, name: str, raw: Any, source: str) -> Any:
 
 
 def _unknown(unknown: Sequence[str], known: Iterable[str]) -> str:
-    """What an error says of names that are no options: the most similar names, not all of the hundred."""
+    """The error for names that are not options. It suggests the most similar names instead of listing all options."""
     similar = [near for name in unknown for near in difflib.get_close_matches(name.lower(), list(known), 2)]
     hint = f"did you mean {' or '.join(similar)}?" if similar else "`saccade serve --help` lists the options"
     return f"{', '.join(unknown)}: no option has this name; {hint}"
@@ -249,7 +250,7 @@ def from_keywords(options: type[T], keywords: Mapping[str, Any]) -> T:
 def from_command_line(options: type[T], parser: argparse.ArgumentParser, argv: Sequence[str]) -> T:
     """Parses and resolves the command line and this process's environment."""
     add_arguments(parser, options)
-    parser.allow_abbrev = False  # the beginning of an option's name would mean another one after an update, or none
-    # argparse's own usage has all options, forty lines, and comes before each error; the help lists them once more.
+    parser.allow_abbrev = False  # an abbreviation could become ambiguous, or mean another option, after an update
+    # argparse's own usage lists all options, in forty lines before each error, although the help describes them anyway.
     parser.usage = "%(prog)s [options]" + " [MODEL]" * any(spec.name == "model" for spec in dataclasses.fields(options))
     return resolve(options, vars(parser.parse_args(list(argv))), os.environ)

@@ -17,7 +17,7 @@ class TlsFiles(NamedTuple):
     certificate: str
     key: str
     authority: str | None
-    """Whose certificates clients must present; None: they need none."""
+    """The CA that must have signed the clients' certificates; None: clients need no certificate."""
 
     @property
     def options(self) -> str:
@@ -30,12 +30,13 @@ class TlsFiles(NamedTuple):
 
 
 def tls_files(options: ServerOptions | HttpFrontOptions) -> TlsFiles | None:
-    """The files that the TLS options name; None without any. Raises ConfigError where one is missing."""
+    """The files that the TLS options name; None if no TLS option is set. Raises ConfigError if the certificate or its
+    key is missing."""
     if options.tls_cert is None and options.tls_key is None and options.tls_client_ca is None:
         return None
     if options.tls_cert is None or options.tls_key is None:
         missing = "tls_cert" if options.tls_cert is None else "tls_key"
-        raise ConfigError(f"{missing}: TLS needs both a certificate and its key, and this option is not set")
+        raise ConfigError(f"{missing}: TLS needs both a certificate and its key, but this option is not set")
     return TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca)
 
 
@@ -44,7 +45,7 @@ def is_loopback(host: str) -> bool:
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None)}
     except OSError:
-        raise ConfigError(f"{host!r} has no address: neither an IP address nor a name that resolves here") from None
+        raise ConfigError(f"{host!r} is neither an IP address nor a host name that resolves on this machine") from None
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
 
 
@@ -67,10 +68,11 @@ def check_authority(path: str, name: str) -> None:
 
 
 def check_pair(certificate: str, key: str, names: str) -> None:
-    """Raises ConfigError unless certificate and key belong together, which may not be so during a renewal."""
+    """Raises ConfigError unless certificate and key belong together; while they are renewed, they may not. `names`: of
+    the options, for errors."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except ssl.SSLError as error:
-        raise ConfigError(f"{names}: no certificate with its unencrypted key: {error.reason}") from None
+        raise ConfigError(f"{names}: not a certificate and its unencrypted private key: {error.reason}") from None
     except OSError as error:
         raise ConfigError(f"{names}: {error.strerror}") from None

@@ -27,9 +27,9 @@ class Message:
     reasoning: str = ""
     """The assistant's reasoning before its answer."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Those of the assistant."""
+    """In a message of the assistant: the calls that it made."""
     answered: ToolCall | None = None
-    """In a message of a tool: the call of which it is the result."""
+    """In a message of a tool: the call whose result it contains."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,25 @@ class Tool:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """JSON schema of the arguments; empty: there are none."""
     strict: bool = False
-    """Whether calls that the model chooses to make keep to the schema."""
+    """Whether arguments follow the schema even if the model decides by itself to call; in a required call they always
+    do."""
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools of a request, and which of them are called."""
+    """The tools of a request, and whether the model may or must call them."""
 
     tools: tuple[Tool, ...]
     choice: Literal["auto", "none", "required"] = "auto"
     name: str = ""
-    """The only tool that may be called, which is `required` then."""
+    """If set, the only tool that may be called; `choice` is `required` then."""
     parallel: bool = True
-    """Whether one answer may have several calls."""
+    """Whether one answer may contain several calls."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """The message `Image`: its encoded bytes, or where to get them; and its path in the request, for error
+    """An image of a request: its encoded bytes, or where to get them. `field`: its path in the request, for error
     messages."""
 
     data: bytes
@@ -74,7 +75,8 @@ class Image:
 
 @dataclass(frozen=True)
 class Video:
-    """The message `Video`: the encoded bytes of a file or where to get them, or its frames as images."""
+    """A video of a request: the encoded bytes of a file or where to get them, or its frames as images. `field`: its
+    path in the request, for error messages."""
 
     data: bytes
     field: str
@@ -103,12 +105,12 @@ def files(media: Iterable[MediaSource]) -> Iterator[MediaSource]:
 
 @dataclass(frozen=True)
 class ChatInput:
-    """Messages in which None is the next of the request's images and clips."""
+    """Messages in whose parts each None stands for the next of the request's images and clips."""
 
     messages: tuple[Message, ...]
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     needed: tuple[str, ...] = ()
-    """Names among the arguments that the template must read, since the request could not be followed otherwise."""
+    """Template arguments that the chat template must read; one that ignores them cannot do what the request asks."""
     tool_use: ToolUse | None = None
     continue_final: bool = False
     """Whether the answer continues the last message, which is the assistant's and ends with text."""
@@ -128,8 +130,8 @@ class RawInput:
 
 @dataclass(frozen=True)
 class TokensInput:
-    """Token ids that are used as they are, with one image token id for each image; for a clip one, or one for each of
-    its temporal patches."""
+    """Token ids that are used as they are, with one image token id for each image, and for each clip either one or one
+    for each of its temporal patches."""
 
     ids: tuple[int, ...]
 
@@ -150,26 +152,26 @@ class TextFormat:
 
 @dataclass(frozen=True)
 class ReasoningSpec:
-    """Reasoning before what a constraint applies to, by the ids of its markers."""
+    """The reasoning that precedes the constrained text, described by the ids of its markers."""
 
     close: int
     open: int | None = None
-    """None: the prompt has opened it. Otherwise the output may begin with this token."""
+    """The token that opens the reasoning, with which the output may begin. None: the prompt has opened it already."""
     limit: int | None = None
     """Maximum number of tokens between the markers."""
 
 
 @dataclass(frozen=True)
 class ConstraintSpec:
-    """What an answer is held to, as the engine makes a constraint of it."""
+    """What an answer must satisfy. The engine builds the constraint from this description."""
 
     format: TextFormat | None = None
     allowed_token_ids: frozenset[int] | None = None
-    """Ids that may be drawn besides the ends of the text; `None`: all."""
+    """Ids that may be drawn, besides those that end the text; `None`: all."""
     bad_words: tuple[str, ...] = ()
-    """Strings that the text does not contain."""
+    """Strings that the text must not contain."""
     reasoning: ReasoningSpec | None = None
-    """The others apply after it; `None`: from the beginning."""
+    """If set, the other fields apply only after the reasoning; `None`: from the first token on."""
 
 
 @dataclass(frozen=True)
@@ -189,11 +191,11 @@ class GenerateSpec:
     constraint: ConstraintSpec | None = None
     max_reasoning_tokens: int | None = None
     thinking: bool | None = None
-    """Whether the request asks for reasoning, or for none; None: it leaves that to the chat template."""
+    """Whether the request asks for reasoning or for none; None: the chat template decides."""
     constrain_reasoning: bool = False
     """Whether the constraint holds from the first token on, even if that is reasoning."""
     whole: bool = False
-    """Whether the caller reads nothing before the answer's end, so that few and large deltas are enough."""
+    """Whether the caller reads the answer only at its end, so that a few large deltas are enough."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class ImageInput:
-    """Requests the embedding of the only image, without a prompt."""
+    """Asks for the embedding of the request's only image, without a prompt."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class PromptLogprob:
-    """The same for the token at a position of the prompt."""
+    """Log-probabilities of the token at a position of the prompt."""
 
     position: int
     token: Logprob
@@ -306,7 +308,7 @@ class Started:
 
 @dataclass(frozen=True)
 class CallDelta:
-    """A part of tool call `index` of a sample. The first part has its id and its name."""
+    """A part of tool call `index` of a sample. The first part carries the call's id and name."""
 
     index: int
     arguments: str
@@ -316,7 +318,7 @@ class CallDelta:
 
 @dataclass(frozen=True)
 class Delta:
-    """New text and tokens of sample `index`. The text has whole characters only, so the ids may be ahead of it."""
+    """New text and tokens of sample `index`. The text consists of whole characters, so the ids may be ahead of it."""
 
     index: int
     text: str
@@ -324,7 +326,7 @@ class Delta:
     logprobs: tuple[Logprob, ...]
     sequence: int
     reasoning: str = ""
-    """Precedes `text`."""
+    """New text of the reasoning, which precedes `text`."""
     calls: tuple[CallDelta, ...] = ()
 
 
@@ -339,7 +341,7 @@ class Finished:
     stop_token: int | None = None
     """The one of the request's `stop_token_ids` that ended it; None for the model's own end token."""
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
-    """With the first sample, if prompt log-probabilities were requested."""
+    """Only in the first sample, if prompt log-probabilities were requested."""
 
 
 Event = Started | Delta | Finished

@@ -18,7 +18,7 @@ T = TypeVar("T")
 class Watched(Generic[T]):
     """The parsed content of some files, parsed again when one of them has changed. Thread-safe.
 
-    If a replacement cannot be read or parsed, that is logged and the last valid value stays in use, so that an
+    If a replacement cannot be read or parsed, an error is logged and the last valid value stays in use, so that an
     operator's mistake does not stop a running server. File contents are never logged.
     """
 
@@ -28,7 +28,7 @@ class Watched(Generic[T]):
         self._parse = parse
         self._lock = threading.Lock()
         self._told = ""
-        """The last error that was logged, until the files are usable again."""
+        """The last error that was logged; empty while the files are usable."""
         try:
             self._stamp: list[tuple[int, int, int]] | None = self._stat()
             self._value = self._load()
@@ -53,7 +53,7 @@ class Watched(Generic[T]):
                     log.info("%s: read again", ", ".join(map(str, self._paths)))
             except (OSError, ConfigError) as error:
                 if isinstance(error, OSError):
-                    self._stamp = None  # tried again: another file mode or owner, for example, leaves no mark in it
+                    self._stamp = None  # so that it is tried again: a corrected file mode does not change the stamp
                 reason = str(error.strerror if isinstance(error, OSError) else error)
                 if reason != self._told:
                     log.error(

@@ -72,7 +72,9 @@ def test_scopes(guard: Guard) -> None:
 def test_a_caller_without_the_scope_is_told_how_to_get_it(guard: Guard) -> None:
     with pytest.raises(errors.PermissionDenied, match="--admin"):
         Guard(None).admit(DRAIN, {})
-    with pytest.raises(errors.PermissionDenied, match="'one' has not; its entry in the server's --api-keys file"):
+    with pytest.raises(
+        errors.PermissionDenied, match="'one' lacks; add it to `scopes` of the key in the server's --api-keys"
+    ):
         guard.admit(DRAIN, {"x-api-key": "sk-1"})
 
 
@@ -142,7 +144,7 @@ def test_keys_of_one_name_share_its_rate(tmp_path: Path) -> None:
             guard.admit(GENERATE, {"x-api-key": key})
     guard.admit(GENERATE, {"x-api-key": "b"})
     for other in ({"requests_per_minute": 4}, {"requests_per_minute": 3, "bytes_per_minute": 9}, {}):
-        with pytest.raises(ConfigError, match="key 2 .'a'. has other rates"):
+        with pytest.raises(ConfigError, match="key 2 .'a'. has different rate limits"):
             parse_keys([(entry("a", "old", requests_per_minute=3) + entry("a", "new", **other)).encode()])
 
 
@@ -199,7 +201,7 @@ def test_several_frontends_take_no_rates_at_the_start_or_later(
     before = watched.current()
     path.write_text(f"{entry}requests_per_minute = 5\n")
     assert watched.current() is before, "each frontend would allow five"
-    assert "'a' has a rate limit, which each of 2 frontends would count by itself" in caplog.text
+    assert "'a' has a rate limit, which each of 2 frontends would count separately" in caplog.text
     with pytest.raises(ConfigError, match="rate limit"):
         watch_keys(str(path), frontends=2)
     assert watch_keys(str(path)).current()

@@ -41,7 +41,7 @@ def test_certificates_come_whole(tmp_path: Path) -> None:
         ({"encoder_cert": certificate}, "encoder_ca: "), ({"encoder_cert_key": key}, "encoder_ca: "),
         ({"encoder_ca": ca, "encoder_cert": certificate}, "encoder_cert_key: TLS needs both"),
         ({"encoder_ca": ca, "encoder_cert_key": key}, "encoder_cert: TLS needs both"),
-        ({"encoder_ca": ca, "encoder_cert": certificate, "encoder_cert_key": strange}, "no certificate with its"),
+        ({"encoder_ca": ca, "encoder_cert": certificate, "encoder_cert_key": strange}, "not a certificate and its"),
         ({"encoder_ca": str(tmp_path / "none")}, "encoder_ca: .*none: No such file"),
     ]  # fmt: skip
     for values, words in bad:
