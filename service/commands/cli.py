@@ -32,10 +32,10 @@ def main(argv: Sequence[str]) -> int:
         return 2
     try:
         return commands[argv[0]](argv[1:])
-    except ValueError as error:  # configError and CheckpointError: the user can correct them, so no traceback
+    except ValueError as error:  # ConfigError and CheckpointError: the user can correct them, so no traceback
         print(f"saccade {argv[0]}: {error}", file=sys.stderr)
         return 2
-    except EngineDied as error:  # during startup; its own log has the reason
+    except EngineDied as error:  # during startup; the engine process has logged the reason
         print(f"saccade {argv[0]}: {error}", file=sys.stderr)
         return 1
 
@@ -44,7 +44,7 @@ def serve(argv: Sequence[str]) -> int:
     """`saccade serve [MODEL] [options]`"""
     parser = argparse.ArgumentParser("saccade serve", description="Serve a model over gRPC.")
     options = from_command_line(ServerOptions, parser, argv)
-    if options.role == "encoder":  # this process encodes; see service/common/helper_process.py
+    if options.role == "encoder":  # there is no helper process: this one encodes; see service/common/helper_process.py
         os.environ.update({**SPINNING, **os.environ})
     from service.servers.run import run
 
@@ -53,7 +53,7 @@ def serve(argv: Sequence[str]) -> int:
 
 def http(argv: Sequence[str]) -> int:
     """`saccade http [options]`: the HTTP server in front of gRPC servers."""
-    parser = argparse.ArgumentParser("saccade http", description="Serve OpenAI's HTTP API, as a client of servers.")
+    parser = argparse.ArgumentParser("saccade http", description="Serve an OpenAI-compatible HTTP API.")
     options = from_command_line(HttpFrontOptions, parser, argv)
     return needs_http()(options)
 
@@ -77,7 +77,7 @@ def plan(argv: Sequence[str]) -> int:
 
         return replicas([argument for argument in argv if argument != "--replicas"])
     parser = argparse.ArgumentParser(
-        "saccade plan", description="Say what `saccade serve` would do with the same options, before it runs."
+        "saccade plan", description="Show what `saccade serve` would do with the same options, without loading weights."
     )
     options = from_command_line(ServerOptions, parser, argv)
     from service.commands.plan import plan as tables
@@ -94,7 +94,7 @@ def tune(argv: Sequence[str]) -> int:
 
 
 def quantize(argv: Sequence[str]) -> int:
-    """`saccade quantize MODEL OUT --weights int8|int4|int4-32|fp8|nvfp4`: a directory that serve reads."""
+    """`saccade quantize MODEL OUT --weights int8|int4|int4-32|fp8|nvfp4`: writes a smaller copy of a checkpoint."""
     from service.commands.quantize import main as run
 
     return run(argv)
@@ -108,30 +108,34 @@ def key(argv: Sequence[str]) -> int:
 
 
 def probe(argv: Sequence[str]) -> int:
-    """`saccade probe HOST:PORT`: whether a server is healthy, by exit code."""
+    """`saccade probe HOST:PORT`: exit code 0 if a server is healthy."""
     from service.commands.probe import main as run
 
     return run(argv)
 
 
 def demo(argv: Sequence[str]) -> int:
-    """`saccade demo`: a real server, real images, every answer checked. Exit code 0 only if each one is right.
-    `--open`: the playground in the browser instead, until Ctrl-C."""
-    parser = argparse.ArgumentParser("saccade demo", description="Start a server on the embedded model and ask it.")
-    parser.add_argument("--open", action="store_true", help="open its playground in the browser; Ctrl-C ends it")
+    """`saccade demo`: starts a server, asks it questions about images and checks the answers. Exit code 0 only if all
+    are right. `--open`: opens the playground in a browser instead and runs until Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        "saccade demo", description="Start a server with the embedded model, ask it questions and check its answers."
+    )
+    parser.add_argument(
+        "--open", action="store_true", help="open the server's playground in a browser instead; Ctrl-C stops the server"
+    )
     return _demo_page() if parser.parse_args(list(argv)).open else _demo_questions()
 
 
-# The address is given, because the image's environment sets the one of `saccade serve` to 0.0.0.0.
+# --host is given because the container image sets SACCADE_HOST to 0.0.0.0.
 _DEMO = ("demo", "--host", "127.0.0.1", "--log-level", "warning")
 
 
 def _demo_page() -> int:
     # --admin: the page's status view needs it, and only this machine can reach the server.
     with ServerProcess([*_DEMO, "--admin", "--http-host", "127.0.0.1", "--http-port", "0"]) as server:
-        print(f"playground and OpenAI's API: {server.http_url}\ngRPC: {server.address}\nCtrl-C ends both", flush=True)
+        print(f"playground and OpenAI's API: {server.http_url}\ngRPC: {server.address}\nCtrl-C stops both", flush=True)
         if not webbrowser.open(server.http_url):
-            print(f"no browser was found here: open {server.http_url} in one", file=sys.stderr, flush=True)
+            print(f"no browser was found; open {server.http_url} in one yourself", file=sys.stderr, flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             return server.wait()
         return server.stop()
@@ -179,13 +183,15 @@ class ServerProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line.startswith("saccade ready on "):
-            raise ConfigError(f"the server did not start (exit code {self._process.wait(timeout)})")
+            raise ConfigError(f"the server did not start (exit code {self._process.wait(timeout)}); its log says why")
         self.address = line.removeprefix("saccade ready on ").strip()
         self.http_url = ""
         if "--http-port" in arguments:
             line = self._process.stdout.readline()
             if not line.startswith("saccade http ready on "):
-                raise ConfigError(f"the HTTP server did not start (exit code {self._process.wait(timeout)})")
+                raise ConfigError(
+                    f"the HTTP server did not start (exit code {self._process.wait(timeout)}); its log says why"
+                )
             self.http_url = line.removeprefix("saccade http ready on ").strip()
 
     @property
@@ -193,7 +199,8 @@ class ServerProcess:
         return self._process.pid
 
     def wait(self) -> int:
-        """Waits until it ends by itself, or by Ctrl-C, which reaches it too. Returns the exit code."""
+        """Waits until the server ends, by itself or by Ctrl-C, which the terminal sends to it too. Returns the exit
+        code."""
         return self._process.wait()
 
     def stop(self) -> int:

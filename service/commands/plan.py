@@ -1,7 +1,7 @@
-"""`saccade plan MODEL`: what a configuration will do, without loading anything.
+"""`saccade plan MODEL`: what a configuration will do, without loading the model.
 
 Prints memory by part, how many requests fit and what limits them, and which sizes are captured. Reads the configuration
-and the headers of the weight files, never the weights; without such files, the configuration gives their sizes.
+and the headers of the weight files, never the weights; without weight files, sizes are computed from the configuration.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ AUTO_CHECKPOINTS = (
     "last multiple of chunks",
     "end of the answer",
 )
-"""The states that `auto` keeps of one request without images; each image adds one."""
+"""The checkpoints that `state_cache: auto` keeps of one request without images; each image adds one."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def plan(options: EngineOptions) -> list[Table]:
 
 
 def check_images(options: EngineOptions, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for options with which no image can be served."""
+    """Raises ConfigError for options with which the server could not process the images it accepts."""
     vision = resolve_vision(options, checkpoint)
     if vision is None:
         return
@@ -118,8 +118,8 @@ def check_images(options: EngineOptions, checkpoint: Checkpoint) -> None:
 
 
 def instructions(options: EngineOptions) -> str:
-    """What compiled code uses on this machine, for the end of a line; empty if there is none. Raises ConfigError if
-    there has to be some and cannot be."""
+    """The instruction set that compiled code uses on this machine, as the end of a title; empty on a GPU and with
+    `native: off`. Raises ConfigError if `native` is `on` and compiled code cannot run here."""
     if options.native == "off" or not resolve_device(options).startswith("cpu"):
         return ""
     features = processor_features()
@@ -128,7 +128,7 @@ def instructions(options: EngineOptions) -> str:
         source = origin(chosen)
     except NativeUnavailable as reason:
         if options.native == "on":
-            raise ConfigError(f"native: 'on' cannot be had: {reason}; 'auto' would work") from None
+            raise ConfigError(f"native: 'on' is not possible: {reason}; 'auto' would work") from None
         return f", without compiled code: {reason}"
     others = ", ".join(each.name for each in supported(features) if each is not chosen)
     tested = " (tested under an emulator only)" if chosen.only_emulated else ""
@@ -136,7 +136,7 @@ def instructions(options: EngineOptions) -> str:
 
 
 def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
-    """Bytes by part, for a server of the role that `options` name."""
+    """Bytes by part, for a server with the role in `options`."""
     device, item = resolve_device(options), resolve_dtype(options, checkpoint).itemsize
     rows: list[tuple[str, ...]] = [("part", "bytes", "what")]
     total = weight_bytes(options, checkpoint)
@@ -144,7 +144,7 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     if options.weights is not None and options.role != "encoder":
         quantised = f", linear layers of the decoder in {options.weights}"
     elif checkpoint.formats:
-        quantised = f", or as they are stored: {', '.join(checkpoint.formats)}"
+        quantised = f", or in the format they are stored in: {', '.join(checkpoint.formats)}"
     elif checkpoint.declared is not None and not checkpoint.files.files:
         quantised = f"; the files would be smaller: {checkpoint.declared.method}"
     what = f"{checkpoint.parameters(options.role) / 1e6:.1f} M parameters of {item} bytes{quantised}"
@@ -152,7 +152,7 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     if loss := dtype_loss(options, checkpoint):
         rows.append(("  dtype", "", loss))
     if saved := compact_savings(options, checkpoint):
-        how = "decoder's weights of 16 bits in 12 without loss, where that is as fast; unusual ones stay in 16"
+        how = "16-bit decoder weights stored in 12 bits without loss where that is as fast; rare values keep 16 bits"
         rows.append(("  as compiled code", size(total - saved), how))
     if options.role != "encoder":
         total += _decoder_memory(options, checkpoint, rows)
@@ -163,7 +163,7 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
         if options.encoder_process:
             rows.append(("encoder segments", size(options.encoder_segment_bytes), "shared with the encoder's process"))
             total += options.encoder_segment_bytes
-    rows.append(("together", size(total), "without activations"))
+    rows.append(("total", size(total), "without activations"))
     of = "" if options.role == "all" else f", role {options.role}"
     outline = "as config.json describes it, without weights"
     source = f"revision {checkpoint.revision}" if checkpoint.files.files else outline
@@ -188,14 +188,14 @@ def _decoder_memory(options: EngineOptions, checkpoint: Checkpoint, rows: list[t
     total = arena
     if layout.slot_bytes or layout.page_bytes:
         host = arena // 4 if decoder.host_bytes is None else decoder.host_bytes
-        rows.append(("preempted requests", size(host), "in host memory, at most"))
+        rows.append(("preempted requests", size(host), "at most, in host memory"))
         total += host if decoder.device == "cpu" else 0
     if layout.ring_bytes:
         rings = layout.ring_bytes * decoder.max_seqs
         rows.append(("rings", size(rings), f"{size(layout.ring_bytes)} for each of {decoder.max_seqs} requests"))
         total += rings
     if rotations := checkpoint.config.decoder.rotation_bytes(decoder.max_len):
-        rows.append(("rotations", size(rotations), f"of {decoder.max_len} positions"))
+        rows.append(("rotations", size(rotations), f"for {decoder.max_len} positions"))
         total += rotations
     if graphs:
         rows.append(("decoder graphs", size(graphs), "buffers, and activations of the largest size"))
@@ -204,17 +204,18 @@ def _decoder_memory(options: EngineOptions, checkpoint: Checkpoint, rows: list[t
 
 
 def _checkpoints_row(decoder: DecoderOptions, layout: ArenaLayout, blocks: int) -> tuple[str, ...]:
-    """How many states can be kept for later requests in the memory that running requests do not use."""
+    """How many states can be kept for later requests in memory that running requests do not use: beside one request of
+    one token, and beside `max_seqs` requests of `max_len` tokens."""
     budget = most_checkpoints(decoder.checkpoint_bytes, layout.slot_bytes)
     beside = [max(0, blocks - layout.blocks_for(*load)) for load in ((1, 1), (decoder.max_seqs, decoder.max_len))]
     most, least = (count if budget is None else min(count, budget) for count in beside)
-    bound = "" if budget is None else f" (checkpoint_bytes has room for {budget})"
+    bound = "" if budget is None else f" (checkpoint_bytes allows {budget})"
     what = f"at most {most} states kept{bound}, {least} beside {decoder.max_seqs} requests of {decoder.max_len} tokens"
     return "  checkpoints", size(most * layout.slot_bytes), what
 
 
 def weight_bytes(options: EngineOptions, checkpoint: Checkpoint) -> int:
-    """Bytes of all weights of the role, quantised where they are stored or loaded so."""
+    """Bytes of all weights of the role; weights that are stored or loaded in a quantised format count as such."""
     item = resolve_dtype(options, checkpoint).itemsize
     total = checkpoint.served_bytes(options.role, item)
     if options.role == "encoder" or options.weights is None:
@@ -231,8 +232,8 @@ def _linear_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def compact_savings(options: EngineOptions, checkpoint: Checkpoint) -> int:
-    """Bytes that compiled code saves by storing bfloat16 weights in 12 bits (kernels/native/compact.h) if the decoder's
-    table of embeddings and all of its linear layers can be stored so; 0 where it does not."""
+    """Bytes that compiled code saves by storing bfloat16 weights in 12 bits (kernels/native/compact.h), assuming that
+    the decoder's embeddings and all of its linear layers can be stored so; 0 where compiled code does not do this."""
     bfloat16 = resolve_dtype(options, checkpoint) == torch.bfloat16
     if options.role == "encoder" or not bfloat16 or resolve_device(options) != "cpu" or options.native == "off":
         return 0
@@ -253,10 +254,10 @@ def arena_layout(options: EngineOptions, checkpoint: Checkpoint) -> ArenaLayout:
 
 
 def concurrency_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
-    """How many requests of a length run at once, and which limit stops the next one."""
+    """How many requests of each length run at the same time, and what limits their number."""
     decoder, layout = decoder_options(options, checkpoint), arena_layout(options, checkpoint)
     blocks = resolve_blocks(layout, decoder, graph_bytes(checkpoint.config.decoder, decoder))
-    rows: list[tuple[str, ...]] = [("tokens of each request", "at once", "bound by")]
+    rows: list[tuple[str, ...]] = [("tokens of each request", "at once", "limited by")]
     lengths = sorted({n for n in (128, 512, 2048, 8192, 32768) if n < decoder.max_len} | {decoder.max_len})
     for length in lengths:
         fits = layout.sequences_for(blocks, length) if layout.slot_bytes or layout.page_bytes else decoder.max_seqs
@@ -266,7 +267,8 @@ def concurrency_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
 
 
 def states_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
-    """States that one request of `max_len` tokens can hold under each `state_cache`, without images."""
+    """State slots of one request of `max_len` tokens without images under each `state_cache`: those that it holds while
+    it runs, and its checkpoints."""
     decoder, layout = decoder_options(options, checkpoint), arena_layout(options, checkpoint)
     config = checkpoint.config.decoder
     block = resolve_state_block(decoder.state_block, decoder.page_size, config.scan_chunk or decoder.page_size)
@@ -279,7 +281,7 @@ def states_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
         rows.append((mode, str(slots), size(count), "in use" if mode == decoder.state_cache else ""))
     return Table(
         f"states of one request of {decoder.max_len} tokens, state_block {block}: {layout.slots_per_seq} "
-        f"{'slot is' if drafts == 0 else 'slots are'} held, checkpoints are evicted for them",
+        f"{'slot' if drafts == 0 else 'slots'} while it runs, the others are checkpoints, which can be evicted",
         rows,
     )
 
@@ -318,8 +320,8 @@ def encoder_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
         tokens = rule.tokens(CLIP_FRAMES, 1080, 1920)
         clip = f", {tokens} for {CLIP_FRAMES} frames of 1920x1080 at a pruning rate of {rule.pruning_rate:g}"
     return Table(
-        f"encoder, graphs {options.graphs}: {vision.min_image_tokens} to {vision.max_image_tokens} tokens an image"
-        f"{clip}, up to {budgets.max_images} images a batch, one arena of {size(described[-1].buffer_bytes)} for all "
+        f"encoder, graphs {options.graphs}: {vision.min_image_tokens} to {vision.max_image_tokens} tokens per image"
+        f"{clip}, up to {budgets.max_images} images per batch, one arena of {size(described[-1].buffer_bytes)} for all "
         "budgets",
         rows,
     )

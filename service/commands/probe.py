@@ -1,4 +1,5 @@
-"""`saccade probe HOST:PORT`: exit code 0 if the server says SERVING. For orchestrators whose own probes have no TLS."""
+"""`saccade probe HOST:PORT`: exit code 0 if the server's health is SERVING. For orchestrators whose own gRPC probes do
+not support TLS."""
 
 from __future__ import annotations
 
@@ -14,15 +15,19 @@ from service.common.tls import read_pem
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 if the server says something else or does not answer. Raises ConfigError for an argument that cannot be
-    used."""
+    """Returns 0 if the server's health is SERVING, 1 if it is another or there is no answer. Raises ConfigError for an
+    invalid argument."""
     parser = argparse.ArgumentParser("saccade probe", description="Ask a server whether it is healthy.")
     parser.add_argument("address", metavar="HOST:PORT")
     parser.add_argument("--ca", metavar="FILE", help="use TLS and trust the certificates in FILE")
     parser.add_argument("--server-name", metavar="NAME", help="the name in the server's certificate")
     parser.add_argument("--service", default="", help="ask about one gRPC service; default: the whole server")
     parser.add_argument(
-        "--timeout", type=float, default=2.0, metavar="SECONDS", help="for the answer (default: %(default)s)"
+        "--timeout",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="time to wait for the answer (default: %(default)s)",
     )
     options = parser.parse_args(argv)
     check_addresses("HOST:PORT", (options.address,), targets=True)

@@ -17,14 +17,16 @@ def main(argv: Sequence[str]) -> int:
     """`saccade quantize MODEL OUT --weights int8|int4|int4-32|fp8|nvfp4`"""
     parser = argparse.ArgumentParser("saccade quantize", description=__doc__)
     parser.add_argument(
-        "model", help="'demo', a checkpoint directory, or a hub id, which is downloaded where it has to be"
+        "model",
+        help="'demo', a checkpoint directory, or a Hugging Face hub id, which is downloaded if it is not cached",
     )
-    parser.add_argument("--revision", help="branch, tag or commit of a model that is named by its hub id")
-    parser.add_argument("out", type=Path, help="directory to write; absent or empty")
-    parser.add_argument("--weights", choices=WEIGHT_KINDS, required=True)
+    parser.add_argument("--revision", help="branch, tag or commit of a model given by its hub id")
+    parser.add_argument("out", type=Path, help="directory to write, which must be empty if it exists")
+    parser.add_argument("--weights", choices=WEIGHT_KINDS, required=True, help="format of the quantised weights")
     parser.add_argument(
         "--format", choices=FORMATS, default=FORMATS[0],
-        help="the server's own, or compressed-tensors (fp8 and int4), which vLLM reads too",
+        help="layout of the files: the server's own, or compressed-tensors (for fp8 and int4), which vLLM reads too "
+        "(default: %(default)s)",
     )  # fmt: skip
     arguments = parser.parse_args(list(argv))
     options = fetched(EngineOptions(model=arguments.model, revision=arguments.revision))
@@ -34,5 +36,5 @@ def main(argv: Sequence[str]) -> int:
     print(f"relative error of {len(written.errors)} weights: mean {written.mean_error:.4f}; the largest:")
     for name, error in sorted(written.errors.items(), key=lambda item: -item[1])[:5]:
         print(f"  {error:.4f}  {name}")
-    print(f"all of them: {arguments.out / REPORT}")
+    print(f"errors of all weights: {arguments.out / REPORT}")
     return 0

@@ -126,7 +126,7 @@ class EngineOptions:
     spec_state: str = _option(
         "replay",
         "how a state is restored after a rejected draft: replay = computed from one state slot and the last inputs, "
-        "slots = copied from a state slot that each token of a step has",
+        "slots = taken from the state slots of the step, one for each token",
         choices=("replay", "slots"),
     )
     draft_policy: str = _option(

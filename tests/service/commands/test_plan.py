@@ -47,7 +47,7 @@ def test_the_plan_agrees_with_the_arena(tmp_path: Path) -> None:
     budgets = engine._encoding.runner.budgets  # type: ignore[union-attr]
     engine.close()
     assert [row[0] for row in encoder.rows[1:]] == [str(b) for b in budgets.token_budgets]
-    assert f"{budgets.max_images} images a batch" in encoder.title
+    assert f"{budgets.max_images} images per batch" in encoder.title
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "nvfp4"])
@@ -213,7 +213,7 @@ def test_memory_beside_the_arena_is_in_the_plan_and_its_sum(tmp_path: Path) -> N
     plain, more = parts(), parts(host_bytes=2**30, encoder_process=True, encoder_segment_bytes=2**31)
     assert plain["preempted requests"][0] == "4.0 MiB" and "encoder segments" not in plain
     assert (more["preempted requests"][0], more["encoder segments"][0]) == ("1.0 GiB", "2.0 GiB")
-    assert more["together"][0] == "3.3 GiB"
+    assert more["total"][0] == "3.3 GiB"
     parts(host_bytes=2**20)
 
 
@@ -313,7 +313,7 @@ def test_a_role_plans_for_what_it_serves(tmp_path: Path) -> None:
     assert titles["decoder"][0].endswith("role decoder")
     parts = [weight_bytes(options, checkpoint) for options in (encoder, decoder)]
     assert min(parts) > 0 and sum(parts) == weight_bytes(both, checkpoint)
-    assert [row[0] for row in plan(encoder)[0].rows] == ["part", "weights", "handoff", "together"]
+    assert [row[0] for row in plan(encoder)[0].rows] == ["part", "weights", "handoff", "total"]
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_an_encoder_needs_no_options_of_a_decoder(tmp_path: Path) -> None:
     decoder = {"activations": "int8", "state_dtype": "bfloat16", "draft_vocab": 9, "memory_share": 0.0}
     options = EngineOptions(**{"model": str(tmp_path), "device": "cpu", "role": "encoder", **decoder})
     build_encoder(options)[0].close()
-    assert [row[0] for row in plan(options)[0].rows] == ["part", "weights", "handoff", "together"]
+    assert [row[0] for row in plan(options)[0].rows] == ["part", "weights", "handoff", "total"]
 
 
 @pytest.mark.parametrize("role", ["encoder", "decoder"])
