@@ -1,1 +1,1 @@
-"""The processes of a server: which of them listen, how each starts, stops and is replaced."""
+"""The processes of a server: how each starts, listens, stops and is replaced."""

@@ -1,4 +1,4 @@
-"""The server's TLS credentials, which follow their files: a renewed certificate is used from the next handshake on."""
+"""The server's TLS credentials. Their files are watched: a renewed certificate is used from the next handshake on."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class SegmentWork:
             self._connection.send(message)
 
     def receive(self) -> None:
-        """Reads messages until the decoder process has ended."""
+        """Handles messages until the decoder process closes this process or ends."""
         try:
             while True:
                 match self._connection.recv():
@@ -68,7 +68,7 @@ class SegmentWork:
             self._arrived.put(False)
 
     def wait(self) -> bool:
-        """Waits for new work. False at the end."""
+        """Waits for new work. False if there will be none any more."""
         return self._arrived.get()
 
     def _add(self, ticket: int, description: ItemDescription, segment: Segment, rows: PlacedRows) -> None:
@@ -77,7 +77,7 @@ class SegmentWork:
         self._arrived.put(True)
 
     def take(self, max_tokens: int | None = None) -> list[Work]:
-        """In the order of arrival, which the decoder process has chosen."""
+        """Takes work in the order of arrival, which the decoder process has chosen."""
         taken: list[Work] = []
         total = 0
         for ticket, work in list(self._waiting.items()):
@@ -106,7 +106,7 @@ def main(descriptor: int) -> int:
     options, log_level = connection.recv()
     logging.basicConfig(level=log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     keep_freed_memory()
-    with contextlib.suppress(EOFError, ConnectionError):  # the decoder process has ended, and its images with it
+    with contextlib.suppress(EOFError, ConnectionError):  # the decoder process has ended; nothing needs its images
         return _serve(connection, options)
     return 0
 
@@ -117,7 +117,7 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
         from service.engine.build import encoder_of_process
 
         source.encoder = encoder_of_process(options, source)
-    except ValueError as error:  # ConfigError, CheckpointError and the runner's own refusals
+    except ValueError as error:  # ConfigError, CheckpointError and errors of the runner
         connection.send(("failed", str(error)))
         return 1
     release_program_pages()

@@ -1,7 +1,7 @@
 """`saccade serve --role encoder`: an encoder, its handoff, and the port to which decoders connect.
 
-One process: the encoder's work is a few large operations, between which the event loop can run. The encoder runs on the
-thread that built it (service/engine/engine.py says why).
+All of it is one process, because the encoder's work consists of a few large operations, between which the event loop
+can run. The encoder runs on the thread that built it (service/engine/engine.py says why).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class EncoderThread:
                     break
                 if not encoder.run_time_slice():
                     self._wake.wait()
-        except BaseException as error:  # a bug: nothing is encoded any more
+        except BaseException as error:  # a bug: no more images are encoded
             self._fail(error)
         encoder.close()
 
@@ -102,7 +102,7 @@ class EncoderThread:
 
 
 class EncoderServer:
-    """The server that decoders connect to. `start`, then `stop`."""
+    """The server that decoders connect to. Call `start`, then `stop`."""
 
     def __init__(self, options: ServerOptions, thread: EncoderThread) -> None:
         check_exposure(options)
@@ -148,7 +148,7 @@ class EncoderServer:
         self._set_health(True)
 
     async def stop(self, grace: float | None = None) -> None:
-        """Tells decoders to send nothing more, lets images in progress finish within `grace` seconds, then stops.
+        """Tells decoders to send no more images, waits up to `grace` seconds for those in progress, then stops.
         Idempotent; may be cancelled and called again with less grace."""
         self._set_health(False)
         if self._servicer is not None:
@@ -178,15 +178,15 @@ class EncoderServer:
 
 
 def check_window(options: ServerOptions, runner: EncoderRunner) -> None:
-    """Raises ConfigError if the bytes for one decoder do not hold the pixels of the largest image: a decoder of this
-    model would not attach."""
+    """Raises ConfigError if one decoder's share of `max_inflight_bytes` is smaller than the pixels of the largest
+    image, since no decoder with this model could attach then."""
     spec, window = runner.spec, options.max_inflight_bytes // options.max_decoders
     pixels = spec.max_image_tokens * spec.patches_per_token * spec.patch_widths[IMAGE] * runner.options.dtype.itemsize
     if window < pixels:
         fewer = options.max_inflight_bytes // pixels
         raise ConfigError(
             f"max_inflight_bytes: {options.max_inflight_bytes} is {window} bytes of pixels for each of "
-            f"{options.max_decoders} decoders (max_decoders), and the largest image has {pixels}; at least "
+            f"{options.max_decoders} decoders (max_decoders), but the largest image has {pixels}; at least "
             f"{pixels * options.max_decoders} would work" + (f", or at most {fewer} decoders" if fewer else "")
         )
 
@@ -203,9 +203,9 @@ async def serve_encoder(options: ServerOptions) -> int:
     await asyncio.wait({building, stopped := asyncio.create_task(stopping.wait())}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if not building.done():
-        log.info("stopping: the model is not loaded to its end")
+        log.info("stopping before the model is loaded")
         sys.stderr.flush()
-        os._exit(0)  # the thread that loads it cannot be ended otherwise
+        os._exit(0)  # nothing else ends the thread that loads the model
     thread = building.result()
     try:
         check_window(options, thread.encoder.runner)

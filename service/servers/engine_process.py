@@ -38,7 +38,7 @@ def main(descriptor: int) -> int:
     try:
         return _serve(connection, options)
     except (EOFError, ConnectionError, BrokenPipeError):
-        return 0  # the frontend has ended, and its requests with it
+        return 0  # the frontend has ended; nothing needs its requests any more
 
 
 def _serve(connection: Connection, options: EngineOptions) -> int:
@@ -47,7 +47,7 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
             from service.engine.build import build_engine
 
         engine = build_engine(options)
-    except ValueError as error:  # ConfigError, CheckpointError and the runners' own refusals
+    except ValueError as error:  # ConfigError, CheckpointError and errors of the runners
         connection.send(("failed", str(error)))
         return 1
     lock = threading.Lock()
@@ -76,11 +76,11 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
                     case ("close",):
                         return
         except (EOFError, ConnectionError):
-            pass  # the frontend has ended, and its requests with it
+            pass  # the frontend has ended; nothing needs its requests any more
         finally:
             engine.stop()
 
-    # Objects made while loading are permanent: garbage collections that visit them would delay a step by tens of
+    # Objects created while loading are permanent. Garbage collections that examine them would delay a step by tens of
     # milliseconds.
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""The port: addresses, requirements for being reachable from other machines, and gRPC's options."""
+"""The gRPC port: its address, what the server needs if other machines can reach it, and gRPC's options."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ log = logging.getLogger(__name__)
 
 
 def check_exposure(options: ServerOptions, name: str = "host") -> None:
-    """Raises ConfigError for an address that others can reach without TLS or without keys, unless `insecure` is set.
-    `name`: of the option, for errors."""
+    """Raises ConfigError if other machines can reach the address and the server has no TLS or does not authenticate
+    callers, unless `insecure` is set. `name`: of the option, for errors."""
     try:
         addresses = {entry[4][0] for entry in socket.getaddrinfo(options.host, None)}
     except OSError:
-        raise ConfigError(f"{name}: {options.host!r} is no address of this machine") from None
+        raise ConfigError(
+            f"{name}: {options.host!r} is neither an IP address nor a host name that resolves on this machine"
+        ) from None
     exposed = [a for a in addresses if not ipaddress.ip_address(str(a).partition("%")[0]).is_loopback]
     missing = []
     if options.tls_cert is None:
-        missing.append("plain text (no --tls-cert and --tls-key)")
+        missing.append("no TLS (--tls-cert and --tls-key)")
     if options.api_keys is None and options.tls_client_ca is None:
-        missing.append("with everybody (no --api-keys and no --tls-client-ca)")
+        missing.append("no authentication of callers (--api-keys or --tls-client-ca)")
     if exposed and missing and not options.insecure:
         raise ConfigError(
-            f"{name}: {options.host} can be reached from other machines, and this server speaks "
-            f"{' and '.join(missing)}; "
-            "give it those, or use 127.0.0.1 behind a proxy that has them, or say --insecure"
+            f"{name}: {options.host} can be reached from other machines, but this server has {' and '.join(missing)}; "
+            "set these options, or listen on 127.0.0.1 behind a proxy that does this, or set --insecure"
         )
 
 
@@ -48,20 +49,20 @@ def listen(server: Any, options: ServerOptions, credentials: Any) -> int:
 def cannot_listen(options: ServerOptions) -> ConfigError:
     """The error for an address that cannot be bound."""
     return ConfigError(
-        f"port: cannot listen on {options.host}:{options.port}: another program may use the port; choose another one, "
+        f"port: cannot listen on {options.host}:{options.port}: another program may use the port; choose another port, "
         "or 0 for any free one"
     )
 
 
 def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
+    """Options of the gRPC server."""
     settings = [
         # Off, so that a second server on the port fails instead of silently receiving half of the calls. Several
         # frontend processes of one server share the port; `frontends.reserved_port` keeps other servers off it.
         ("grpc.so_reuseport", int(options.frontends > 1)),
         ("grpc.max_receive_message_length", options.max_message_bytes),
         ("grpc.max_send_message_length", options.max_message_bytes),
-        # Clients may ping every 10 s during a long generation without output, and gRPC must not close the connection
-        # for it.
+        # Clients may ping every 10 s during a long generation without output; gRPC must not close their connections.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.keepalive_time_ms", 60_000),

@@ -4,8 +4,8 @@
 Protocol on the socket pair FD. Hub to frontend: (options, engine info, member, path of a private socket or None) first;
 then what an engine process sends, and ("alive", bool), ("given up",), ("drain",), ("beat", log level). Frontend to hub:
 ("serving", port) or ("failed", message) first; then what an engine process receives, and ("cancel", number, salt,
-request id), ("drain",), ("log level", level), and ("beat",) as the answer to each heartbeat. A frontend whose
-connection to the hub closes ends its process.
+request id), ("drain",), ("log level", level), and ("beat",) as the answer to each heartbeat. A frontend process ends
+when its connection to the hub closes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class HubLink(EngineLink):
                 super()._other(message)
 
     async def cancel_elsewhere(self, request_id: str, salt: bytes) -> bool:
-        """Cancels a request of another frontend; whether there was one."""
+        """Cancels a request of another frontend. Returns whether there was one with this id."""
         answer = await asyncio.wrap_future(self._ask("cancel", salt, request_id))
         return bool(answer["found"])
 
@@ -79,7 +79,7 @@ class HubLink(EngineLink):
         self._outbox.put(message)
 
     def close(self) -> None:
-        """Closes the connection after queued messages have been sent. The engine goes on: the hub stops it.
+        """Closes the connection after queued messages have been sent. The engine continues until the hub stops it.
         Idempotent."""
         self._closing = True
         self._outbox.close(timeout=5.0)
@@ -94,7 +94,7 @@ class FrontendServer(Server):
         self._member = member
         super().__init__(options, link, load_assets(options))
         self._link = link
-        # Request ids in the engine must differ from those of the other frontends and of a dead one this one replaces.
+        # Request ids in the engine must differ from those of other frontends and of a dead one that this one replaces.
         first = secrets.randbits(32) * options.frontends + member
         self.frontend.number(itertools.count(first, options.frontends))
         self.calls.elsewhere = link.cancel_elsewhere

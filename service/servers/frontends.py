@@ -3,7 +3,7 @@
 This process, the hub, owns the engine and starts the frontend processes. All of them listen on the same port
 (SO_REUSEPORT) and the kernel distributes the connections. The hub forwards requests from the frontends to the engine
 and events back to the frontend that submitted the request. A frontend that dies is replaced and its requests in the
-engine are aborted; the other frontends go on. The hub binds the port and holds a file lock on it: without them a
+engine are aborted; the other frontends continue. The hub binds the port and holds a file lock for it: without them, a
 second server on the same port would silently receive part of the connections.
 
 Limits on what a server holds at a time are divided among the frontends, except those on uploaded files, whose folder
@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE, STEADY = 0.2, 10.0, 60.0
 END_SECONDS = 10.0
-"""Seconds that a frontend has for its end after the running calls; then it is killed."""
+"""Seconds that a frontend has to exit after the grace period for running calls; then it is killed."""
 BEAT_SECONDS = 1.0
-"""Time between two heartbeats, by which the hub checks that a frontend's event loop still runs."""
+"""Time between two heartbeats, with which the hub checks that a frontend's event loop still runs."""
 
 
 @dataclass(eq=False)
@@ -61,13 +61,13 @@ class _Frontend:
     serving: Future[int] = field(default_factory=Future)
     started: float = field(default_factory=time.monotonic)
     waits: int = 0
-    """Waits of the watching thread since the process was started or last answered."""
+    """How often the watching thread has waited since the process was started or last answered."""
 
     def __post_init__(self) -> None:
         self._outbox = Outbox(self.connection)
 
     def send(self, message: Any) -> None:
-        """Queues a message without blocking. Does nothing if the process has ended, which the reader thread notices."""
+        """Queues a message without blocking. Does nothing if the process has ended: the reader thread notices that."""
         self._outbox.put(message)
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Hub:
     def __init__(
         self, options: ServerOptions, port: int, http: HttpProcess | None = None, loading: Loading | None = None
     ) -> None:
-        """Starts the engine. Raises ConfigError, and EngineDied if `loading` ends it while it loads."""
+        """Starts the engine. Raises ConfigError, and EngineDied if `loading` ends the engine while it loads."""
         self.port = port
         self._http = http
         self._options = options
@@ -99,7 +99,8 @@ class Hub:
         self.engine.start(self._deliver)
 
     def start(self) -> None:
-        """Starts all frontends; they serve on return. Raises ConfigError with the message of the first that fails."""
+        """Starts all frontends and returns when they serve. Raises ConfigError with the message of the first that
+        fails."""
         for member in range(self._options.frontends):
             self._start_frontend(member)
         watch = threading.Thread(target=self._watch, name="saccade-frontend-watch", daemon=True)
@@ -125,11 +126,11 @@ class Hub:
                 limit: float = getattr(self._options, name)
                 if frontend.waits * BEAT_SECONDS > limit:
                     log.critical(
-                        "frontend %d has not answered for %g s (%s): it is killed", frontend.member, limit, name
+                        "frontend %d has not answered for %g s (%s) and is killed", frontend.member, limit, name
                     )
                     frontend.process.kill()
                 frontend.waits += 1
-                if serving:  # also while a heartbeat is unanswered: its answer may have come just before `waits` rose
+                if serving:  # even if a heartbeat is unanswered: its answer may have come just before `waits` rose
                     frontend.send(("beat", log_level()))
 
     def _start_frontend(self, member: int) -> None:
@@ -172,7 +173,7 @@ class Hub:
         frontend.close()
         if not self._stopping.is_set():
             log.error(
-                "frontend %d ended by itself (code %d); its %d requests are dropped", frontend.member, code, len(lost)
+                "frontend %d ended unexpectedly (code %d); its %d requests are lost", frontend.member, code, len(lost)
             )
             self._replace(frontend)
 
@@ -191,7 +192,7 @@ class Hub:
                 self.engine.query(what).add_done_callback(lambda future: _answer(frontend, number, future))
             case ("cancel", number, salt, request_id):
                 frontend.send(("answer", number, {"found": self._cancel(salt, request_id)}, None))
-            case ("log level", level):  # the others and the engine get it with their heartbeats
+            case ("log level", level):  # the other frontends and the engine get it with their heartbeats
                 logging.getLogger().setLevel(level)
                 if self._http is not None:
                     self._http.tell_log_level()
@@ -208,7 +209,7 @@ class Hub:
                 frontend.serving.set_exception(ConfigError(words))
 
     def _cancel(self, salt: bytes, request_id: str) -> bool:
-        """Aborts a request of any frontend, which gets the event that ends it. False: no such request."""
+        """Aborts a request of any frontend by sending that frontend the event that ends it. False: no such request."""
         with self._lock:
             found = [
                 (name, owner)
@@ -220,7 +221,7 @@ class Hub:
         return bool(found)
 
     def _deliver(self, events: list[EngineEvent]) -> None:
-        """Sends each frontend its events, those of a step in one message. Runs on the engine's reader thread."""
+        """Sends each frontend its events, all of one step in one message. Runs on the engine's reader thread."""
         parts: dict[_Frontend, list[EngineEvent]] = {}
         with self._lock:
             for event in events:
@@ -265,13 +266,14 @@ class Hub:
         await asyncio.get_running_loop().run_in_executor(None, self._join, seconds)
 
     def _join(self, seconds: float) -> None:
-        """Returns when all has ended. Frontends that run after `seconds` are killed."""
+        """Waits until all frontends have ended, then closes the engine. Kills frontends that still run after
+        `seconds`."""
         deadline = time.monotonic() + seconds
         for frontend in list(self._frontends.values()):
             try:
                 frontend.process.wait(max(deadline - time.monotonic(), 0.0))
             except subprocess.TimeoutExpired:
-                log.error("frontend %d did not end within %g s: it is killed", frontend.member, seconds)
+                log.error("frontend %d did not end within %g s and is killed", frontend.member, seconds)
                 frontend.process.kill()
                 frontend.process.wait()
         for thread in self._threads:
@@ -285,8 +287,8 @@ def _answer(frontend: _Frontend, number: int, future: Future[dict[str, Any]]) ->
 
 
 def share(options: ServerOptions, member: int, port: int) -> ServerOptions:
-    """The options of one frontend: limits that hold for the whole server are divided by the number of
-    frontends, except those of the media folder, which all count together."""
+    """The options of one frontend: limits of the whole server are divided by the number of frontends, except those of
+    the media folder, which all frontends share."""
 
     def part(total: int) -> int:
         return max(1, total // options.frontends)
@@ -304,13 +306,13 @@ def share(options: ServerOptions, member: int, port: int) -> ServerOptions:
 
 @contextlib.contextmanager
 def reserved_port(options: ServerOptions) -> Iterator[int]:
-    """Binds the port for the frontends and keeps other servers off it while the context lasts; yields the port. Raises
+    """Binds the port for the frontends, and keeps other servers off it until the context ends; yields the port. Raises
     ConfigError if the port is taken."""
     family, kind, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
     with contextlib.ExitStack() as held:
         if options.port:
             path = Path(tempfile.gettempdir()) / f"saccade-{os.getuid()}-{address[0]}-{options.port}.lock"
-            try:  # O_NOFOLLOW: everybody can create links in this folder
+            try:  # O_NOFOLLOW: every user can create links in this folder
                 lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             except OSError as error:
                 raise ConfigError(f"port: the lock file {path} cannot be opened: {error.strerror}") from None
@@ -318,7 +320,9 @@ def reserved_port(options: ServerOptions) -> Iterator[int]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise ConfigError(f"port: another server has its frontends on {options.host}:{options.port}") from None
+                raise ConfigError(
+                    f"port: another server's frontends listen on {options.host}:{options.port}; choose another port"
+                ) from None
         sock = held.enter_context(socket.socket(family, kind))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -347,6 +351,6 @@ async def serve_frontends(options: ServerOptions) -> int:
         except BaseException:
             await hub.stop()
             raise
-        log.info("%d frontends on port %d; BatchService is served only by a single one", options.frontends, port)
+        log.info("%d frontends on port %d; BatchService is off, because it needs frontends 1", options.frontends, port)
         await until_stopped(hub, stopping, options, http)
     return 0

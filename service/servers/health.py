@@ -15,12 +15,12 @@ log = logging.getLogger(__name__)
 
 
 LIVENESS = "liveness"
-"""Health service that tells whether restarting this process would help: SERVING during drains, warm-ups and restarts of
-the engine, until no further engine will be started."""
+"""Name in the health service for liveness probes. SERVING, also during drains, warm-ups and restarts of the engine,
+until the server stops trying to start an engine and only a new server process would help."""
 
 
 class SetHealth(Protocol):
-    """Sets the health of the server and its services and, if given, of `LIVENESS`. Can be called from any thread."""
+    """Sets the health of the server and its services, and that of `LIVENESS` if given. Can be called from any thread."""
 
     def __call__(self, serving: bool, live: bool | None = None, /) -> None: ...
 

@@ -1,8 +1,8 @@
-"""The HTTP server of `saccade serve --http-port`: a process of its own, replaced when it ends by itself.
+"""The HTTP server of `saccade serve --http-port`: a process of its own, which is replaced if it ends unexpectedly.
 
-It is a client of this server's gRPC services, through Unix sockets in a folder that only this user can open; API keys
-are passed on and checked there. The listening socket belongs to this process, so that no connection is refused while
-the HTTP server is replaced.
+It is a client of this server's gRPC services, through Unix sockets in a folder that only this user can open. It passes
+API keys on to the gRPC services, which check them. The gRPC server's process owns the listening socket, so that no
+connection is refused while the HTTP server is replaced.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
 SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket on Linux: unix(7), `sun_path`."""
 BASE64 = 4 / 3
-"""Images in JSON are longer than in gRPC messages."""
+"""Images are in base64 in JSON, which makes them longer than in gRPC messages by this factor."""
 
 
 class HttpProcess:
@@ -62,7 +62,7 @@ class HttpProcess:
         return str(Path(self._folder.name) / f"{member}.sock")
 
     async def started(self) -> None:
-        """Waits until it serves. Raises ConfigError if it cannot."""
+        """Waits until the HTTP server serves. Raises ConfigError if it cannot start."""
         assert self.starting is not None
         await self.starting
 
@@ -73,7 +73,7 @@ class HttpProcess:
 
     def _pass_on(self) -> None:
         if self._connection is not None:
-            with contextlib.suppress(OSError):  # it has ended; the next one is told when it has started
+            with contextlib.suppress(OSError):  # the process has ended; the next one is told after its start
                 self._connection.send((self._grpc_address, log_level()))
 
     def tell_log_level(self) -> None:
@@ -81,7 +81,7 @@ class HttpProcess:
         self._pass_on()
 
     def start(self) -> None:
-        """Starts the process; it serves on return. Raises ConfigError if it cannot."""
+        """Starts the process and returns when it serves. Raises ConfigError if it cannot start."""
         connection = self._start()
         self._watch = threading.Thread(target=self._keep, args=(connection,), name="saccade-http-watch", daemon=True)
         self._watch.start()
@@ -111,7 +111,7 @@ class HttpProcess:
             connection.close()
             if self._stopping.is_set():
                 return
-            log.error("the HTTP server ended by itself (code %d); another one is started", code)
+            log.error("the HTTP server ended unexpectedly (code %d); another one is started", code)
             while not self._stopping.wait(min(FIRST_PAUSE * 2**failures, LONGEST_PAUSE)):
                 try:
                     connection = self._start()
@@ -125,15 +125,15 @@ class HttpProcess:
                 return
 
     def stop(self) -> None:
-        """Ends the process, which lets running requests end within `grace` seconds; a second call ends it at once.
-        Returns without waiting for it; see `join`."""
+        """Tells the process to end; running requests may finish within `grace` seconds. A second call kills it. Returns
+        without waiting; see `join`."""
         again = self._stopping.is_set()
         self._stopping.set()
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGKILL if again else signal.SIGTERM)
 
     def join(self) -> None:
-        """Waits until it has ended, and releases what it used."""
+        """Stops the process, waits until it has ended, and releases its port and folder."""
         self.stop()
         if self._watch is not None:
             self._watch.join()
@@ -155,7 +155,7 @@ def socket_folder(parents: Sequence[str], name: str) -> OwnedFolder:
         if length <= SOCKET_PATH_BYTES:
             return folder
         folder.cleanup()
-        refusals.append(f"{parent}: its path would have {length} bytes, Linux allows {SOCKET_PATH_BYTES}")
+        refusals.append(f"{parent}: the socket's path would have {length} bytes, and Linux allows {SOCKET_PATH_BYTES}")
     raise ConfigError(
         f"http_port: no folder for the Unix socket to the HTTP server ({'; '.join(refusals)}); set TMPDIR to a "
         "writable folder with a short path"
@@ -164,8 +164,8 @@ def socket_folder(parents: Sequence[str], name: str) -> OwnedFolder:
 
 @contextlib.asynccontextmanager
 async def http_beside(options: ServerOptions) -> AsyncIterator[HttpProcess | None]:
-    """The HTTP server of a gRPC server, if its options ask for one; it starts while the model is loaded, and has ended
-    at the context's end. Raises ConfigError."""
+    """The HTTP server of a gRPC server; None if the options ask for none. It starts while the model is loaded, and has
+    ended when the context ends. Raises ConfigError."""
     if options.http_port is None:
         yield None
         return

@@ -34,13 +34,13 @@ def stop_signals() -> asyncio.Event:
 
 
 async def unless_stopped(load: Callable[[Loading], T], stopping: asyncio.Event) -> T | None:
-    """Runs `load` in a thread, for as long as a model takes to load. None if a signal ends that before; otherwise what
-    `load` returns or raises."""
+    """Runs `load`, which loads a model, in a thread. Returns what it returns, or None if a signal stopped it; raises
+    what it raises."""
     loop, loading = asyncio.get_running_loop(), Loading()
 
     async def end() -> None:
         await stopping.wait()
-        log.info("stopping: the model is not loaded to its end")
+        log.info("stopping before the model is loaded")
         loading.end()
 
     ending = asyncio.create_task(end())
@@ -57,8 +57,8 @@ async def unless_stopped(load: Callable[[Loading], T], stopping: asyncio.Event) 
 async def until_stopped(
     server: Stoppable, stopping: asyncio.Event, options: ServerOptions, http: HttpProcess | None = None
 ) -> None:
-    """Prints the ready line, and one for the HTTP server if there is one; stops both on a signal. Raises ConfigError if
-    the HTTP server cannot start."""
+    """Prints the ready line, and one for the HTTP server if there is one; on a signal, stops both. Raises ConfigError
+    if the HTTP server cannot start."""
     print(f"saccade ready on {options.host}:{server.port}", flush=True)
     if http is None:
         await stop_when_told(server, stopping, options.grace)
@@ -86,9 +86,10 @@ class _WithHttp:
 
 
 async def stop_when_told(server: Stoppable, stopping: asyncio.Event, grace: float) -> None:
-    """Stops with `grace` seconds for running calls; at once on a second signal."""
+    """Waits for a signal, then stops the server with `grace` seconds for running calls; a second signal stops it at
+    once."""
     await stopping.wait()
-    log.info("stopping: running calls get %.0f s", grace)
+    log.info("stopping: running calls may take %.0f s more", grace)
     stopping.clear()
     stop, again = asyncio.create_task(server.stop(grace)), asyncio.create_task(stopping.wait())
     await asyncio.wait({stop, again}, return_when=asyncio.FIRST_COMPLETED)

@@ -28,7 +28,8 @@ def frontend_limits(options: ServerOptions) -> FrontendLimits:
 
 
 def byte_budget(options: ServerOptions) -> ByteBudget:
-    """One tenant with a key gets at most half of it, but at least a message of the largest size."""
+    """Limits the bytes of messages in progress. A tenant with a key may use half of them, and always one message of the
+    largest size."""
     return ByteBudget(options.max_inflight_bytes, max(options.max_inflight_bytes // 2, options.max_message_bytes))
 
 

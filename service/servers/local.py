@@ -1,4 +1,4 @@
-"""The engine and frontend without a server, for `saccade.LocalClient`: messages are passed in this process."""
+"""Engine and frontend without a server, for `saccade.LocalClient`: messages are passed within this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SERVER_ONLY = re.compile(
     "host|port|frontends|insecure|api_keys|admin|vllm_engine|otlp_endpoint|sizes_file|log_json|"
     "(tls|max_connection|media|batch|metrics|http)_.*"
 )
-"""Names of options that mean nothing without a server."""
+"""Names of options that have no effect without a server."""
 
 T = TypeVar("T")
 Message: TypeAlias = inference_pb2.StreamGenerateResponse | errors.StatusError | None
@@ -38,16 +38,16 @@ class LocalService:
     def __init__(
         self, model: str = "demo", dtype: str | None = None, device: str | None = None, **options: Any
     ) -> None:
-        """`options`: options of the server by name. Raises InvalidArgument with a value that would work."""
+        """`options`: options of the server by name. Raises InvalidArgument for invalid ones."""
         try:
             for name, value in options.items():
                 if value is not None and SERVER_ONLY.fullmatch(name):
-                    raise ConfigError(f"{name}: only a server uses this option, see `saccade serve`; leave it out here")
+                    raise ConfigError(f"{name}: only `saccade serve` uses this option; leave it out of a LocalClient")
             named = from_keywords(ServerOptions, {"model": model, "dtype": dtype, "device": device, **options})
             self.options = fetched(named)
             assets = load_assets(self.options)
             engine = EngineThread(self.options)
-        except ValueError as error:  # ConfigError, CheckpointError and the runners' own refusals
+        except ValueError as error:  # ConfigError, CheckpointError and errors of the runners
             raise errors.InvalidArgument(str(error)) from error
         limits = frontend_limits(self.options)
         self._frontend = Frontend(
@@ -68,7 +68,7 @@ class LocalService:
         self._frontend.start()
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts a coroutine on the service's loop. Cancelling the future cancels it."""
+        """Starts a coroutine on the service's loop. Cancelling the future cancels the coroutine."""
         if self._closed:
             coroutine.close()
             raise errors.FailedPrecondition("this client is closed", reason="CLOSED")
@@ -84,7 +84,7 @@ class LocalService:
             "ListModels": self._list_models,
         }
         if method not in answers:
-            raise errors.Unimplemented(f"{method} needs a server")
+            raise errors.Unimplemented(f"{method} needs a server; a LocalClient does not have this method")
 
         async def limited() -> Any:
             async with asyncio.timeout(timeout):
@@ -128,7 +128,7 @@ class LocalService:
             except asyncio.CancelledError:
                 messages.put(errors.Cancelled("the stream has been closed"))
                 raise
-            except Exception as error:  # raised where the stream is read
+            except Exception as error:  # raised again where the stream is read
                 messages.put(errors.to_status(error))
 
         return LocalStream(self._run(pump()), messages)
@@ -143,7 +143,7 @@ class LocalService:
         return self._model
 
     def stats(self, *, integrity: bool = False) -> dict[str, Any]:
-        """The engine's counters; with `integrity`, after checking every pool (AssertionError names what is wrong)."""
+        """The engine's counters. `integrity`: checks every pool first, and raises AssertionError with what is wrong."""
         return self._frontend.engine.query("integrity" if integrity else "stats").result()
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ class LocalStream:
     def cancel(self) -> None:
         """Frees what the request holds. Idempotent."""
         if self._future.cancel():
-            # If it has not started, nothing else wakes the reader.
+            # If the coroutine has not started, nothing else wakes the reader.
             self._messages.put(errors.Cancelled("the stream has been closed"))
 
 

@@ -1,4 +1,5 @@
-"""Checks of options that need no model, made before a model is downloaded or loaded: mistakes are known at once."""
+"""Checks of options that need no model. They run before a model is downloaded or loaded, so that mistakes are reported
+at once."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from service.telemetry.tracing import check_endpoint
 
 
 def check_options(options: ServerOptions) -> None:
-    """Raises ConfigError for options with which no model could be served here: files, folders, ports and packages. What
-    it has checked may still change while the model is loaded, so the errors of later use remain."""
+    """Raises ConfigError for files, folders, ports and packages with which no model could be served here. They may
+    still change while the model is loaded, so the code that uses them handles errors as well."""
     check_exposure(options)
     check_processes(options)
     server_credentials(options)
@@ -61,12 +62,13 @@ def check_frontends(options: ServerOptions) -> None:
     """Raises ConfigError for options that several frontends cannot implement together."""
     if options.batch_dir is not None:
         raise ConfigError(
-            f"batch_dir: batches need a server with one frontend process, and frontends is {options.frontends}; "
+            f"batch_dir: batches need a server with one frontend process, but frontends is {options.frontends}; "
             "use frontends 1"
         )
     if options.sizes_file is not None:
         raise ConfigError(
-            f"sizes_file: only a server with one frontend process writes it, but frontends is {options.frontends}"
+            f"sizes_file: only a server with one frontend process writes it, but frontends is {options.frontends}; "
+            "use frontends 1"
         )
     for name in ("max_queue", "max_tenant_calls", "max_tenant_requests"):
         total = getattr(options, name)
@@ -85,8 +87,8 @@ def check_messages(options: ServerOptions) -> None:
 
     if options.max_message_bytes < LARGEST_MESSAGE:
         raise ConfigError(
-            f"max_message_bytes: {options.max_message_bytes} is less than the messages between an encoder and its "
-            f"decoders have; at least {LARGEST_MESSAGE} would work"
+            f"max_message_bytes: {options.max_message_bytes} is too small for the messages between an encoder and its "
+            f"decoders; at least {LARGEST_MESSAGE} would work"
         )
 
 
@@ -94,13 +96,13 @@ def check_batches(options: ServerOptions) -> None:
     """Raises ConfigError if batches could occupy the whole queue."""
     if (options.batch_concurrency or 0) >= options.max_queue:
         raise ConfigError(
-            f"batch_concurrency: {options.batch_concurrency} rows would leave live calls no place in a max_queue "
-            f"of {options.max_queue}; at most {options.max_queue - 1} would work"
+            f"batch_concurrency: {options.batch_concurrency} rows would leave no room for other calls in max_queue "
+            f"({options.max_queue}); at most {options.max_queue - 1} would work"
         )
 
 
 def gateway() -> ModuleType:
-    """The module of `vllm_engine`. Raises ConfigError if its package is not installed."""
+    """The module that implements `vllm_engine`. Raises ConfigError if a package that it needs is not installed."""
     try:
         from service.rpc import vllm_engine
     except ModuleNotFoundError as error:
@@ -116,7 +118,7 @@ def _check_folders(options: ServerOptions) -> None:
         if (folder := getattr(options, option)) is None:
             continue
         if (other := named.setdefault(Path(folder).resolve(), option)) != option:
-            raise ConfigError(f"{option}: {folder} is {other}, too; each needs a folder of its own")
+            raise ConfigError(f"{option}: {folder} is also {other}; each needs a folder of its own")
         locked(Path(folder), option).close()
 
 
@@ -134,8 +136,8 @@ def _check_folder(options: ServerOptions, option: str) -> None:
 
 
 def _check_ports(options: ServerOptions) -> None:
-    """Raises ConfigError for a port that another program listens on, or that two options name. The ports are free again
-    on return."""
+    """Raises ConfigError for a port that another program uses, or that two options name. Listens on each for a moment;
+    the ports are free again on return."""
     with contextlib.ExitStack() as held:
         if options.http_port:
             held.enter_context(bind(options, options.http_port))
@@ -151,8 +153,8 @@ def _check_ports(options: ServerOptions) -> None:
         last = options.metrics_port + (options.frontends - 1 if _several(options) else 0)
         if last > LAST_PORT:
             raise ConfigError(
-                f"metrics_port: {options.frontends} frontends need as many ports, {options.metrics_port} to {last}; "
-                f"the last port is {LAST_PORT}"
+                f"metrics_port: {options.frontends} frontends need as many ports, {options.metrics_port} to {last}, "
+                f"but the last port is {LAST_PORT}; at most {LAST_PORT - options.frontends + 1} would work"
             )
         for port in range(options.metrics_port, last + 1) if options.metrics_port else ():
             try:
@@ -164,8 +166,8 @@ def _check_ports(options: ServerOptions) -> None:
 
 
 def _hold(held: contextlib.ExitStack, host: str, port: int) -> None:
-    """Listens until `held` ends, on the addresses of the host that can be used, as gRPC does. Raises the last OSError
-    if there is none."""
+    """Listens, until `held` is closed, on those addresses of the host that can be used, as gRPC does. If there is none,
+    raises the last OSError."""
     failure: OSError | None = None
     listening = False
     for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):

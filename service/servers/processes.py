@@ -1,4 +1,4 @@
-"""Checks that the processes of a server fit into the memory, before any of them is started."""
+"""Checks that the processes of a server fit into the machine's memory, before any of them is started."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def check_processes(options: ServerOptions, memory: int | None = None) -> None:
     """Raises ConfigError if frontends and image workers would take more than half of the memory; the other half is for
     the model. `memory`: bytes; None: what this machine or container allows.
 
-    The server starts all of them at once, and a machine that runs out of memory stops everything on it.
+    The server starts all of these processes at once; without this check, too many could exhaust the machine's memory
+    and with it stop other programs.
     """
     memory = machine_memory() if memory is None else memory
     half = memory // 2
-    # Each frontend has at least this many workers, however few `image_workers` asks for.
+    # Each frontend has at least this many workers, even if `image_workers` is lower.
     least = decoder_processes(1)
     frontends = half // ((1 + least) * PROCESS_BYTES)
     if options.frontends > max(1, frontends):

@@ -56,7 +56,7 @@ async def serve(options: ServerOptions) -> int:
 
 
 def run(options: ServerOptions) -> int:
-    """`saccade serve`: logging, event loop, server."""
+    """Runs `saccade serve`: sets up logging, checks the options, runs the server. Returns the exit code."""
     logging.basicConfig(
         level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -64,7 +64,7 @@ def run(options: ServerOptions) -> int:
     release_program_pages()
     options = fetched(options)
     if options.role == "encoder":
-        # Imported here: it needs torch, and a frontend does not.
+        # Imported here because it imports torch, which a frontend does not need.
         from service.servers.encoder_server import serve_encoder
 
         return asyncio.run(serve_encoder(options))

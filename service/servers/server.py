@@ -1,7 +1,7 @@
 """The gRPC server: options, services, health, start and stop.
 
-Stopping: health becomes NOT_SERVING, new calls are rejected, running calls get their grace period, then the engine
-stops.
+When the server stops, health becomes NOT_SERVING, new calls are rejected, running calls get their grace period, and
+then the engine stops.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ log = logging.getLogger(__name__)
 
 
 class Server:
-    """A listening server over one engine. `start`, then `wait` or `stop`."""
+    """A gRPC server with one engine. Call `start`, then `stop`."""
 
     has_batches = True
 
     def __init__(
         self, options: ServerOptions, engine: EngineHandle, assets: ModelAssets, *, image_pool: ImagePool | None = None
     ) -> None:
-        """`image_pool`: prepares images and videos; by default one of `image_workers` processes. Closed with this
-        object."""
+        """`image_pool`: prepares images and videos; by default a pool of `image_workers` processes. It is closed with
+        this object."""
         check_exposure(options)
         check_sizes_file(options)
         self.options = options
@@ -96,9 +96,9 @@ class Server:
         self.metrics.watch_engine(
             lambda: engine.query("stats"), self._gauges, lambda: {"preprocess": self.frontend.stats()}
         )
-        _say_what_is_off(engine.info)
+        _log_missing_packages(engine.info)
         access = AccessLog(as_json=options.log_json)
-        with contextlib.ExitStack() as self._ends:  # what has been opened, also if this server cannot be made
+        with contextlib.ExitStack() as self._ends:  # closes what has been opened if this constructor fails
             self.calls = Calls(
                 self.frontend, default_timeout=options.default_timeout, closed=self._refusal,
                 metrics=self.metrics, access=access, spans=self._open_spans(),
@@ -118,9 +118,10 @@ class Server:
         self.port = 0
         self.metrics_port = 0
         self.private_socket: str | None = None
-        """Path of a Unix socket to listen on besides, in plain text: for the HTTP server beside this one."""
+        """Path of a Unix socket on which the HTTP server of this server connects, without TLS; None: there is none."""
         self.tell_log_level: Callable[[], None] = lambda: None
-        """Called when the log level of this process has changed. The engine's processes follow without it."""
+        """Called when the log level of this process has changed, to tell other processes. The engine's processes need
+        no such call."""
 
     async def start(self) -> None:
         """Listens and warms up; health is SERVING on return. Raises ConfigError if the address cannot be bound or the
@@ -143,14 +144,14 @@ class Server:
             try:
                 await warm_up(self.frontend)
             except errors.StatusError as error:
-                raise ConfigError(f"model: it could not answer the warm-up: {error.message}") from error
+                raise ConfigError(f"model: the warm-up request failed: {error.message}") from error
         self._warming = False
         self._set_health(not self._draining)
         if self.has_batches:
             self._batches().start()
 
     def _refusal(self) -> errors.StatusError | None:
-        """Why no call is accepted now; None if calls are."""
+        """The error for new calls if they are not accepted now; None if they are."""
         if self._draining:
             return errors.draining()
         if self._warming:
@@ -158,7 +159,7 @@ class Server:
         return None
 
     async def _sweep(self) -> None:
-        """Deletes expired uploads periodically, even if no new ones arrive."""
+        """Deletes expired uploads and batches periodically, even if no new ones arrive."""
         while True:
             await asyncio.sleep(min(60.0, self.options.media_ttl))
             await asyncio.to_thread(self.spool.sweep)
@@ -214,7 +215,7 @@ class Server:
         return spans
 
     def _make_spool(self, folder: Path, *arguments: Any, **keywords: Any) -> Spool:
-        # Another server would delete the unfinished uploads of this one.
+        # Locked, because another server would delete the unfinished uploads of this one.
         self._ends.enter_context(locked(folder, "media_dir"))
         return Spool(folder, *arguments, **keywords)
 
@@ -226,7 +227,7 @@ class Server:
         options = self.options
         check_batches(options)
         with self._folder("batch_dir") as folder:
-            # Another server would delete the uploads of this one and end its batches as failed.
+            # Locked, because another server would delete this one's unfinished uploads and end its batches as failed.
             self._ends.enter_context(locked(folder, "batch_dir"))
             return BatchStore(
                 folder, options.batch_bytes, options.batch_ttl, tenant_capacity=options.batch_tenant_bytes
@@ -242,11 +243,11 @@ class Server:
             yield Path(folder)
         except OSError as error:
             raise ConfigError(f"{option}: {folder}: {error.strerror}") from None
-        except errors.StatusError as error:  # the file's header cannot be read at present
+        except errors.StatusError as error:  # the header of an uploaded file cannot be read now
             raise ConfigError(f"{option}: {folder}: {error.message}") from error
 
     def _batches(self) -> Batches:
-        """Created on the event loop."""
+        """The batches, which are created by the first call; it must be made on the event loop."""
         if self.batches is None:
             options = self.options
             self.batches = Batches(
@@ -274,7 +275,7 @@ class Server:
         }
 
     def drain(self) -> None:
-        """Refuses new generations and sets health; running ones go on, except those of batches."""
+        """Rejects new generations and sets health to NOT_SERVING. Running ones continue, except those of batches."""
         if not self._draining and self.batches is not None:
             self._draining_batches = asyncio.ensure_future(self.batches.stop())
         self._draining = True
@@ -287,7 +288,7 @@ class Server:
         if self.batches is not None:
             await self.batches.stop()
         with contextlib.suppress(TimeoutError):
-            # The port stays open meanwhile, so that new calls get DRAINING instead of CANCELLED.
+            # The port stays open meanwhile, so that new calls fail with DRAINING instead of CANCELLED.
             async with asyncio.timeout(self.options.grace if grace is None else grace):
                 await self.frontend.idle.wait()
         if self._sizes is not None and self.frontend.engine.alive:
@@ -305,21 +306,23 @@ class Server:
         await asyncio.get_running_loop().run_in_executor(None, self._ends.close)
 
     def engine_changed(self, alive: bool) -> None:
-        """Sets health by the engine's state; running calls get their own events. Can be called from any thread."""
+        """Sets health according to the engine's state; running calls get events of their own. Can be called from any
+        thread."""
         self._set_health(alive and self._refusal() is None)
 
     def engine_given_up(self) -> None:
-        """No further engine will be started: only a new process helps, so liveness is NOT_SERVING. Called from any
-        thread."""
+        """To be called when no further engine will be started. Only a new server process helps then, so liveness is set
+        to NOT_SERVING. Can be called from any thread."""
         self._set_health(False, False)
 
 
-def _say_what_is_off(info: EngineInfo) -> None:
-    """Logs which optional packages are missing; health, reflection and metrics log that themselves."""
+def _log_missing_packages(info: EngineInfo) -> None:
+    """Logs which optional packages are missing, except those of health, reflection and metrics, which log that
+    themselves."""
     if not has_details():
-        log.warning("googleapis-common-protos is not installed: errors have no reason, field or time to wait")
+        log.warning("googleapis-common-protos is not installed: errors have no reason, field or retry delay")
     if info.takes_video and "MP4" not in video_formats():
-        log.info("av is not installed: videos are GIF, APNG or WebP, not MP4 or WebM")
+        log.info("av is not installed: videos can be GIF, APNG or WebP, but not MP4 or WebM")
 
 
 def _version() -> str:

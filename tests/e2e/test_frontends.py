@@ -297,7 +297,9 @@ def test_a_second_instance_is_told(frontends: ServerProcess, arguments: list[str
     same_port, same_folder = [*arguments[:-2], "--port", port], [*arguments, "--port", "0"]
     command = [sys.executable, "-m", "service", "serve", *(same_port if shared == "port" else same_folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    message = "has its frontends on" if shared == "port" else f"media_dir: another process uses {arguments[-1]}"
+    message = "port: another server's frontends listen on"
+    if shared != "port":
+        message = f"media_dir: another process uses {arguments[-1]}"
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 

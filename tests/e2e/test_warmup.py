@@ -106,6 +106,6 @@ def test_health_follows_the_warm_up(model: Path, tmp_path: Path, vision: bool) -
 def test_a_model_that_cannot_answer_is_not_served(model: Path) -> None:
     options = ServerOptions(model=str(model), dtype="float32", threads=1, max_len=600, port=0, grace=0)
     running = Running(options, KilledWhenAsked(options))
-    with pytest.raises(ConfigError, match="could not answer"):
+    with pytest.raises(ConfigError, match="the warm-up request failed"):
         running.started.result(60)
     running.stop()

@@ -66,7 +66,7 @@ def test_a_long_tmpdir_does_not_make_the_socket_s_path_too_long(
 def test_a_folder_for_the_socket_is_needed(tmp_path: Path) -> None:
     long = tmp_path / ("x" * 120)
     long.mkdir()
-    with pytest.raises(ConfigError, match=r"path would have \d{3} bytes, Linux allows 107; /none: No such file"):
+    with pytest.raises(ConfigError, match=r"path would have \d{3} bytes, and Linux allows 107; /none: No such file"):
         socket_folder([str(long), "/none"], "0.sock")
 
 

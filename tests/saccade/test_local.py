@@ -57,7 +57,7 @@ def test_an_unknown_engine_option_is_an_error() -> None:
 @pytest.mark.parametrize("option", [{"port": 3}, {"api_keys": "keys.toml"}, {"batch_dir": "/tmp"}, {"http_port": 0}])
 def test_an_option_that_only_a_server_uses_is_an_error(option: dict[str, object]) -> None:
     (name,) = option
-    with pytest.raises(errors.InvalidArgument, match=f"{name}: only a server uses this option"):
+    with pytest.raises(errors.InvalidArgument, match=f"{name}: only `saccade serve` uses this option"):
         saccade.LocalClient("demo", **option)  # type: ignore[arg-type]
 
 

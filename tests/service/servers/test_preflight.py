@@ -84,7 +84,7 @@ SERVER = "--tls-cert {0}/one/server.pem --tls-key {0}/one/server.key "
         ("--metrics-port 65535 --frontends 2", "metrics_port: 2 frontends need as many ports, 65535 to 65536"),
         ("--frontends 2 --batch-dir {0}", "batch_dir: batches need a server with one frontend"),
         ("--metrics-host 192.0.2.1 --metrics-port 1234", "metrics_port: cannot listen on 192.0.2.1:1234"),
-        ("--role encoder --max-message-bytes 1Mi", "max_message_bytes: 1048576 is less than the messages between"),
+        ("--role encoder --max-message-bytes 1Mi", "max_message_bytes: 1048576 is too small for the messages between"),
         ("--max-message-bytes 2Gi", "max_message_bytes: 2147483648 is above the maximum of 2147483647"),
         ("--max-connection-age 1e8", "max_connection_age: "),
         ("--max-connection-age 5 --max-connection-age-grace 1e8", "max_connection_age_grace: "),
