@@ -1,4 +1,4 @@
-"""Runs one batch: the client's job (`saccade._jobs.job`) with a client that calls this server directly."""
+"""Runs one batch, with the same code as the SDK (`saccade._jobs.job`) and a client that calls this server directly."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from service.media.media import Spool, tenant_folder
 from service.telemetry.call_context import CallInfo, set_current_call
 
 METHOD = "/saccade.v1.BatchService/Row"
-"""The name of rows in metrics and logs."""
+"""The method name of a row's call in metrics and logs."""
 
 
 class Uploaded(ImageFolder):
-    """Resolves the images that a row may refer to: a tenant's uploaded media, whose expiry is renewed."""
+    """Resolves the images that a row may refer to, a tenant's uploaded media, and renews their expiry."""
 
     def __init__(self, spool: Spool, tenant: Tenant) -> None:
         super().__init__(None)
@@ -36,7 +36,7 @@ class Uploaded(ImageFolder):
 
     def look(self, image: types_pb2.Image, where: str) -> None:
         if image.WhichOneof("source") == "uri":
-            raise InvalidArgument(f"{where}: an image is a data URL or a media id here, not a URL")
+            raise InvalidArgument(f"{where}: an image of a batch must be a data URL or a media id, not a URL")
         if image.WhichOneof("source") == "media_id":
             try:
                 self._spool.renew(self._tenant, image.media_id)
@@ -53,9 +53,9 @@ class Inside:
     tenant: Callable[[], Tenant]
     """Looked up for each row, because keys may change while the server runs. Raises StatusError."""
     gate: asyncio.Semaphore
-    """Limits the rows in progress, over all batches."""
+    """Limits the rows in progress of all batches together."""
     row_timeout: float
-    """Seconds that a row may take, over all its attempts."""
+    """Seconds that a row may take, all attempts together."""
     budget: ByteBudget
     """Limits the bytes that rows and their media hold while they run."""
 
@@ -65,7 +65,8 @@ class Inside:
     async def _generate(
         self, request: inference_pb2.GenerateRequest, timeout: float | None
     ) -> inference_pb2.GenerateResponse:
-        """Retries as long as it may help: a full queue, a dead engine or an exhausted rate is not the row's fault."""
+        """Retries while that may help: a full queue, a dead engine or an exhausted rate limit is not the row's
+        fault."""
         deadline, failures = Deadline(self.row_timeout), 0
         while True:
             try:

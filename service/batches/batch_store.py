@@ -1,13 +1,13 @@
 """Batches on disk, limited in bytes and time.
 
     DIRECTORY/<batch id>/batch.json              state, replaced atomically at each change
-    DIRECTORY/<batch id>/input.jsonl             as uploaded
-    DIRECTORY/<batch id>/output.jsonl[.journal]  answers, and which rows they belong to: `saccade._jobs.journal`
+    DIRECTORY/<batch id>/input.jsonl             the input, as it was uploaded
+    DIRECTORY/<batch id>/output.jsonl[.journal]  answers, and the rows that they belong to: `saccade._jobs.journal`
     DIRECTORY/incoming/<random>/                 an upload in progress
     DIRECTORY/lock                               locked by the server that uses the folder: see `service.servers.server`
 
-A batch is created by renaming its folder, so it exists completely or not at all. There is no other state: a restart
-reads the folders. Methods block and may be called from any thread.
+A batch is created by renaming its folder, so it exists completely or not at all. The folders are the only persistent
+state and are read at a restart. Methods block and may be called from any thread.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from service.media.arriving import ArrivingFile, disk_trouble
 log = logging.getLogger(__name__)
 
 MAX_BATCHES = 1000
-"""Batches of one tenant: each takes a little memory as long as it is stored."""
+"""Limit on the batches of one tenant, because each takes a little memory as long as it is stored."""
 ENDED = frozenset({"completed", "failed", "cancelled"})
 
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """The state of a batch. Times are Unix time; 0 where there is none yet."""
+    """The state of a batch. Times are Unix times; 0: not reached yet."""
 
     batch_id: str
-    """Sort key by age."""
+    """Ids in ascending order are batches from old to new."""
     tenant: str
     request_id: str
     digest: str
@@ -64,8 +64,9 @@ class BatchRecord:
     model: str = ""
     version: str = ""
     metadata: dict[str, str] = field(default_factory=dict)
-    """The caller's own; `input_name` is what it calls the file."""
+    """Set by the caller, and not used by the server."""
     input_name: str = ""
+    """The caller's name of the input file, not used by the server."""
 
     @property
     def over(self) -> bool:
@@ -83,11 +84,11 @@ class BatchStore:
         self, directory: Path, capacity: int, ttl: float, *, tenant_capacity: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        """Loads the batches that an earlier run has left in `directory`. Capacities in bytes, of all tenants and of
-        each; `ttl`: seconds after the end."""
+        """Loads the batches that an earlier run has left in `directory`. `capacity` and `tenant_capacity`: bytes of all
+        tenants together and of each. `ttl`: seconds that a batch is kept after its end."""
         self._directory, self._capacity, self._ttl, self._clock = directory, capacity, ttl, clock
         self._tenant_capacity = capacity if tenant_capacity is None else tenant_capacity
-        # Protects the bookkeeping. Also taken on the event loop, so it is never held during disk accesses.
+        # Protects the bookkeeping. Taken on the event loop too, so no file is written or synced while it is held.
         self._lock = threading.RLock()
         self._writing = threading.Lock()
         self._records: dict[str, BatchRecord] = {}
@@ -102,7 +103,7 @@ class BatchStore:
                 values = {k: v for k, v in json.loads(path.read_bytes()).items() if k in known}
                 record = BatchRecord(**{**values, "problems": tuple(values["problems"])})
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                log.error("%s cannot be read and is left alone: %s", path, error)
+                log.error("%s cannot be read, and its batch is ignored: %s", path, error)
                 continue
             self._records[record.batch_id] = record
         self.sweep()
@@ -127,14 +128,14 @@ class BatchStore:
     def expires(self, record: BatchRecord) -> float:
         return record.ended + self._ttl if record.over else 0.0
 
-    # -- arriving ------------------------------------------------------------------------------------------------------
+    # -- uploads -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def upload(self, tenant: str, size: int) -> Iterator[BatchUpload]:
         """Reserves `size` bytes for an input. An upload that is not committed is deleted. Raises InvalidArgument or
         ResourceExhausted."""
         if size < 1:
-            raise errors.InvalidArgument(f"size_bytes is {size}; a file has at least 1 byte", field="header.size_bytes")
+            raise errors.InvalidArgument(f"size_bytes is {size}; it must be at least 1", field="header.size_bytes")
         self.sweep()
         with self._lock:
             self._check_room(tenant, size)
@@ -153,7 +154,7 @@ class BatchStore:
     def _check_room(self, tenant: str, size: int) -> None:
         mine = [r for r in self._records.values() if r.tenant == tenant]
         if len(mine) >= MAX_BATCHES:
-            raise _full(f"there are {len(mine)} batches, the most that one tenant may have; delete some")
+            raise _full(f"you have {len(mine)} batches, which is the limit for one tenant; delete some")
         if (used := self.used_bytes) + size > self._capacity:
             raise _full(f"batches fill {used} of {self._capacity} bytes, and this one has {size}")
         used = sum(r.bytes for r in mine) + self._reserved.get(tenant, 0)
@@ -169,7 +170,7 @@ class BatchStore:
                     if (other.tenant, other.request_id) == (record.tenant, record.request_id):
                         if other.digest != record.digest:
                             raise errors.AlreadyExists(
-                                f"request {record.request_id!r} has made a batch of another file",
+                                f"request id {record.request_id!r} was used before for a batch with another input",
                                 field="header.request_id",
                             )
                         return other
@@ -178,10 +179,10 @@ class BatchStore:
             _sync_folder(self._directory)
         return record
 
-    # -- looking in ----------------------------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------------------
 
     def get(self, tenant: str, batch_id: str) -> BatchRecord:
-        """The batch with this id. Raises NotFound."""
+        """The batch of this tenant with this id. Raises NotFound."""
         with self._lock:
             record = self._records.get(batch_id)
         if record is None or record.tenant != tenant:
@@ -189,19 +190,20 @@ class BatchStore:
         return record
 
     def record(self, batch_id: str) -> BatchRecord:
-        """The folder of a batch."""
+        """The batch with this id, of any tenant. Raises KeyError if there is none."""
         with self._lock:
             return self._records[batch_id]
 
     def output_size(self, batch_id: str) -> int:
-        """Bytes of running uploads."""
+        """Bytes of the batch's output so far."""
         try:
             return (self.folder(batch_id) / "output.jsonl").stat().st_size
         except FileNotFoundError:
             return 0
 
     def page(self, tenant: str, size: int, token: str) -> tuple[list[BatchRecord], str]:
-        """Batches, newest first, after the one that `token` names; and the next token, empty at the end."""
+        """At most `size` batches of a tenant, newest first, after the one that `token` names (empty: from the newest),
+        and the token of the next page, empty at the end."""
         with self._lock:
             mine = [i for i, r in sorted(self._records.items(), reverse=True) if r.tenant == tenant]
             chosen = [i for i in mine if not token or i < token][: size + 1]
@@ -216,8 +218,8 @@ class BatchStore:
     # -- changing ------------------------------------------------------------------------------------------------------
 
     def save(self, record: BatchRecord, *, on_disk: bool = True) -> BatchRecord:
-        """Replaces the state. Without `on_disk`, or with a full disk, only until the next restart, which then continues
-        the batch."""
+        """Replaces a batch's state. Without `on_disk`, or if the disk is full, the change is lost at a restart, which
+        continues the batch from the state on the disk."""
         with self._lock:
             if record.batch_id in self._records:
                 self._records[record.batch_id] = record
@@ -226,7 +228,8 @@ class BatchStore:
         return record
 
     def _write(self, batch_id: str) -> None:
-        """Writes the current state, so that of two concurrent writers the later one writes the newest."""
+        """Writes the current state. It is read under the lock, so that the later of two concurrent writers writes the
+        newest state."""
         with self._writing:
             with self._lock:
                 record = self._records.get(batch_id)
@@ -240,14 +243,15 @@ class BatchStore:
                         log.error("batch %s: its state cannot be written: %s", batch_id, error.strerror)
 
     def check_output(self, record: BatchRecord) -> int:
-        """Updates the size of its output. Raises ResourceExhausted if all batches together exceed the limit."""
+        """Updates the size of a batch's output and returns it. Raises ResourceExhausted if the batches of the tenant,
+        or of all tenants together, exceed their limit."""
         size = self.output_size(record.batch_id)
         with self._lock:
             self._records[record.batch_id] = replace(self._records[record.batch_id], output_bytes=size)
             mine = sum(r.bytes for r in self._records.values() if r.tenant == record.tenant)
             if self.used_bytes > self._capacity or mine > self._tenant_capacity:
                 raise _full(
-                    f"the answers of batches fill the {min(self._capacity, self._tenant_capacity)} bytes allowed"
+                    f"inputs and answers of batches fill the {min(self._capacity, self._tenant_capacity)} bytes allowed"
                 )
         return size
 
@@ -259,8 +263,8 @@ class BatchStore:
         shutil.rmtree(gone, ignore_errors=True)
 
     def _hide(self, record: BatchRecord) -> Path:
-        """Removes the batch from listings at once. Returns the folder to delete; after a crash the next start deletes
-        it."""
+        """Removes a batch from the listings at once. Returns the folder for the caller to delete; after a crash, the
+        next start deletes it."""
         gone = self._incoming / secrets.token_hex(16)
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.folder(record.batch_id), gone)
@@ -268,14 +272,14 @@ class BatchStore:
         return gone
 
     def check_integrity(self) -> None:
-        """`AssertionError` unless the bookkeeping agrees with the disk."""
+        """Raises `AssertionError` unless the bookkeeping agrees with the disk."""
         with self._lock:
             folders = {path.name for path in self._directory.iterdir() if path.is_dir()} - {"incoming"}
             assert folders == set(self._records), "folders without a batch, or batches without a folder"
             for record in self._records.values():
                 assert (self.folder(record.batch_id) / "input.jsonl").stat().st_size == record.input_bytes
             if not any(self._reserved.values()):
-                assert not list(self._incoming.iterdir()), "parts of uploads that have ended"
+                assert not list(self._incoming.iterdir()), "files of uploads that have ended"
 
 
 class BatchUpload:
@@ -290,8 +294,8 @@ class BatchUpload:
         self, request_id: str, *, ordered: bool = False, max_errors: int | None = None,
         metadata: Mapping[str, str] | None = None, input_name: str = "",
     ) -> BatchRecord:  # fmt: skip
-        """Commits the file. Raises InvalidArgument where it is shorter than announced, AlreadyExists where the request
-        id has been used for another file."""
+        """Creates the batch, or returns the one that the same request created before. Raises InvalidArgument if the
+        file is shorter than announced, AlreadyExists if the request id was used before for another input."""
         self._file.end(sync=True)
         self._file.hash.update(f"\0{ordered}\0{max_errors}".encode())
         told = dict(sorted((metadata or {}).items()))

@@ -1,8 +1,9 @@
 """Schedules batches, reports their states, and handles shutdowns and restarts.
 
 validating -> running -> completed, failed or cancelled. Up to `jobs` batches run at a time, oldest first and one per
-tenant, so that one tenant's hundred batches do not delay another's first. A shutdown does not change states: unfinished
-batches are read again when the server starts, and continue after the rows in their output.
+tenant, so that a hundred batches of one tenant do not delay the first one of another. A shutdown does not change
+states: unfinished batches are read again when the server starts, and continue with the rows that are not in their
+output.
 """
 
 from __future__ import annotations
@@ -29,27 +30,31 @@ from service.common.limits import ByteBudget
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.2
-"""Shortest time between two messages about one batch, in seconds."""
+"""Shortest time between two states that `watch` yields, in seconds."""
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """The share of the server that batches may use."""
+    """How much of the server batches may use."""
 
     concurrency: int
+    """Rows of all batches together that are in progress."""
     jobs: int
+    """Batches that run at a time."""
     row_timeout: float
+    """Seconds that a row may take, all attempts together."""
 
 
 class Batches:
-    """All methods run on the event loop."""
+    """Runs the batches of a store. All methods run on the event loop."""
 
     def __init__(
         self, store: BatchStore, calls: Calls, model: Model, limits: BatchLimits, *,
         budget: ByteBudget, tenant: Callable[[str], Tenant | None], folder: Callable[[Tenant], ImageFolder],
     ) -> None:  # fmt: skip
-        """`budget`: limits the bytes that rows hold while they run. `tenant`: finds a tenant by name; None if its keys
-        are gone. `folder`: resolves the images that its rows may refer to."""
+        """`budget`: limits the bytes that rows hold while they run. `tenant`: finds a tenant by name; None if no key
+        has this name and the scope `batch` any more. `folder`: resolves the images that a tenant's rows may refer
+        to."""
         self.store = store
         self._calls, self._model, self._limits = calls, model, limits
         self._budget, self._find_tenant, self._folder = budget, tenant, folder
@@ -62,7 +67,7 @@ class Batches:
     def start(self) -> None:
         """Continues the batches that an earlier run has left."""
         if waiting := self.store.unfinished():
-            log.info("%d batches of an earlier run go on", len(waiting))
+            log.info("continuing %d batches of an earlier run", len(waiting))
         self._pump()
 
     async def stop(self) -> None:
@@ -73,10 +78,10 @@ class Batches:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # -- what callers do -----------------------------------------------------------------------------------------------
+    # -- called by servicers -------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raises Unavailable after `stop`: a new batch would be stored and never started."""
+        """Raises Unavailable after `stop`, because a new batch would be stored and not started."""
         if self._stopped:
             raise errors.draining()
 
@@ -85,7 +90,7 @@ class Batches:
         self._pump()
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Cancels a batch; one that has ended is unchanged. Raises NotFound."""
+        """Cancels a batch and returns it when it has ended; one that had ended before is unchanged. Raises NotFound."""
         record = self.store.get(tenant, batch_id)
         if not record.over and batch_id not in self._cancelled:
             self._cancelled.add(batch_id)
@@ -143,8 +148,8 @@ class Batches:
         task.add_done_callback(lambda _: self._left(record.batch_id))
 
     def _left(self, batch_id: str) -> None:
-        """A batch's task has ended, or was cancelled before its first step. A batch that was to be cancelled and had no
-        task is started again, and then finds itself cancelled."""
+        """Called when a batch's task has ended, or was cancelled before its first step. In the latter case the state
+        does not say yet that the batch was cancelled, so another task is started, which records it."""
         del self._tasks[batch_id]
         record = next((record for record in self.store.unfinished() if record.batch_id == batch_id), None)
         if record is not None and batch_id in self._cancelled and not self._stopped:
@@ -177,7 +182,9 @@ class Batches:
 
         def tenant() -> Tenant:
             if (found := self._find_tenant(record.tenant)) is None:
-                raise errors.PermissionDenied(f"there is no key of {record.tenant!r} any more", reason="KEY_REVOKED")
+                raise errors.PermissionDenied(
+                    f"{record.tenant!r} no longer has a key with the scope 'batch'", reason="KEY_REVOKED"
+                )
             return found
 
         def on_start(summary: BatchSummary) -> None:
@@ -196,12 +203,12 @@ class Batches:
         await self._end(self.store.get(record.tenant, record.batch_id), "completed")
 
     def _update(self, batch_id: str, values: dict[str, Any]) -> None:
-        """Stores the totals after the job has counted its rows."""
+        """Stores the totals when the job has counted the rows."""
         self.store.save(replace(self.store.record(batch_id), state="running", **values), on_disk=False)
         self._changed(batch_id)
 
     def _count(self, batch_id: str, tokens: int, failed: bool) -> None:
-        """Counts a row for progress reports; after a restart the journal is used."""
+        """Counts a row for progress reports. After a restart, rows are counted from the journal."""
         if batch_id in self._tasks:
             record = self.store.record(batch_id)
             counted = replace(

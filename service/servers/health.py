@@ -20,7 +20,7 @@ until the server stops trying to start an engine and only a new server process w
 
 
 class SetHealth(Protocol):
-    """Sets the health of the server and its services, and that of `LIVENESS` if given. Can be called from any thread."""
+    """Sets the health of the server and its services and, if given, that of `LIVENESS`. Callable from any thread."""
 
     def __call__(self, serving: bool, live: bool | None = None, /) -> None: ...
 

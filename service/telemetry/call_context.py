@@ -1,4 +1,4 @@
-"""Information about the call that is running, kept in a context variable so that it need not be passed on."""
+"""Information about the running call, kept in a context variable so that it need not be passed as an argument."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class CallInfo:
     generations: int = 0
     """Generations of this call that have written their own line to the access log."""
     hold_bytes: Callable[[int], None] = lambda size: None
-    """Counts bytes that the call holds besides its messages, until its end. Raises Unavailable at the server's
-    limit."""
+    """Counts bytes that the call holds until its end in addition to its messages. Raises Unavailable if the server's
+    limit would be exceeded."""
 
     def fail(self, error: errors.StatusError) -> None:
         self.code, self.reason = error.code.name, error.reason
@@ -38,12 +38,12 @@ _current: ContextVar[CallInfo | None] = ContextVar("saccade_call", default=None)
 
 
 def current_call() -> CallInfo:
-    """The call that this code runs for; an empty one outside of any call."""
+    """The call for which this code runs; an empty one outside of any call."""
     return _current.get() or CallInfo()
 
 
 def set_current_call(info: CallInfo | None) -> CallInfo | None:
-    """Replaces the call that this code runs for; returns the one before, for the end of this one."""
+    """Replaces the call for which this code runs. Returns the previous one, to be set again at the end of this one."""
     before = _current.get()
     _current.set(info)
     return before

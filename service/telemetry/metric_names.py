@@ -1,5 +1,5 @@
-"""All metrics: name, type, unit, labels and meaning. The exporters take types and help texts from here, and
-docs/operations.md its table.
+"""All metrics: name, type, unit, labels and meaning. The exporters take types and help texts from here, and the table
+in docs/operations.md is generated from it.
 
 Names are stable: dashboards and alerts use them. A metric is added here and in the `stats` function that counts it;
 `tests/service/test_docs.py` compares what servers export with this list.
@@ -15,7 +15,8 @@ COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 @dataclass(frozen=True)
 class Declared:
     """A metric. `name`: without the prefix `saccade_` and without a counter's suffix `_total`. `unit`: what a value
-    counts or is measured in; empty for 0 or 1."""
+    counts or is measured in; empty for a value that is 0 or 1. `help`: continues the unit, as in "calls: that have
+    ended"."""
 
     name: str
     kind: str
@@ -40,7 +41,8 @@ FRONTEND = (
     Declared("generations", COUNTER, "calls", "calls that generate, at their end", ("code",)),
     Declared(
         "tokens", COUNTER, "tokens",
-        "prompt (all of the prompt), image, video and cached (parts of it), generated (the answers)", ("kind",),
+        "by kind: prompt (all of the prompt), image, video and cached (parts of it), generated (the answers)",
+        ("kind",),
     ),
     Declared("queue_seconds", HISTOGRAM, "seconds", "from arrival to the first decoder step: preparation and waiting"),
     Declared("time_to_first_token_seconds", HISTOGRAM, "seconds", "from arrival to the first token"),
@@ -53,7 +55,7 @@ FRONTEND = (
     Declared("draining", GAUGE, "", "1 if new calls are rejected: after AdminService.Drain and during shutdown"),
     Declared("engine_up", GAUGE, "", "1 if the engine answered this scrape"),
 )  # fmt: skip
-"""Of the process that listens for gRPC."""
+"""Metrics of the process that listens for gRPC."""
 
 PREPROCESS = (
     Declared("preprocess_images", COUNTER, "images", "decoded and cut into patches"),
@@ -68,12 +70,14 @@ PREPROCESS = (
     Declared("preprocess_cache_bytes", GAUGE, "bytes", "cached patches (limit: image_cache_bytes)"),
     Declared("preprocess_workers_lost_time", COUNTER, "processes", "image workers replaced after a time limit"),
     Declared("preprocess_workers_lost_died", COUNTER, "processes", "image workers replaced after a crash"),
-    Declared("preprocess_workers_lost_nonsense", COUNTER, "processes", "image workers replaced after a wrong answer"),
+    Declared(
+        "preprocess_workers_lost_nonsense", COUNTER, "processes", "image workers replaced after an invalid answer"
+    ),
 )
-"""Of images and videos before the encoder."""
+"""Metrics of images and videos before the encoder."""
 
 ENGINE = (
-    Declared("engine_live", GAUGE, "requests", "in the engine, whose images may still be being encoded"),
+    Declared("engine_live", GAUGE, "requests", "in the engine, also those whose images are still being encoded"),
     Declared("engine_encode_seconds", COUNTER, "seconds", "that the engine process has spent on encoding"),
     Declared("engine_decode_seconds", COUNTER, "seconds", "that the engine process has spent on decoder steps"),
     Declared("decoder_running", GAUGE, "sequences", "that have a batch slot"),
@@ -98,7 +102,10 @@ ENGINE = (
     Declared("decoder_graph_bytes", GAUGE, "bytes", "of captured graphs and their buffers"),
     Declared("decoder_padded_tokens", COUNTER, "tokens", "of padding that graphs have computed"),
     Declared("decoder_preemptions", COUNTER, "sequences", "preempted because memory ran out"),
-    Declared("decoder_recomputes", COUNTER, "sequences", "preempted without space for their states in host memory"),
+    Declared(
+        "decoder_recomputes", COUNTER, "sequences",
+        "preempted and computed again later, because host memory had no space for their states",
+    ),
     Declared("decoder_forks", COUNTER, "samples", "started from the computed prompt of another sample"),
     Declared("decoder_fork_misses", COUNTER, "samples", "queued separately for lack of a batch slot or memory"),
     Declared("decoder_arena_bytes", GAUGE, "bytes", "of the state arena (limit: memory_bytes)"),
@@ -110,20 +117,23 @@ ENGINE = (
     Declared("decoder_host_bytes", GAUGE, "bytes", "of preempted sequences' states in host memory (limit: host_bytes)"),
     Declared("decoder_cache_hits", COUNTER, "prompts", "whose beginning was in the prefix cache"),
     Declared("decoder_cache_misses", COUNTER, "prompts", "whose beginning was not in the prefix cache"),
-    Declared("decoder_cache_hit_tokens", COUNTER, "tokens", "of prompts that the prefix cache has saved computing"),
-    Declared("decoder_cache_lost_tokens", COUNTER, "tokens", "whose pages were cached, but no state at their end"),
+    Declared("decoder_cache_hit_tokens", COUNTER, "tokens", "of prompts, taken from the prefix cache"),
+    Declared(
+        "decoder_cache_lost_tokens", COUNTER, "tokens",
+        "computed again although their pages were cached, because no state was cached at their end",
+    ),
     Declared("decoder_cache_inserted", COUNTER, "checkpoints", "added to the prefix cache"),
     Declared("decoder_cache_evicted", COUNTER, "checkpoints", "evicted from the prefix cache"),
     Declared("decoder_cache_checkpoints", GAUGE, "checkpoints", "in the prefix cache"),
     Declared("decoder_cache_pages", GAUGE, "pages", "in the prefix cache"),
     Declared("decoder_cache_bytes", GAUGE, "bytes", "of states and pages in the prefix cache"),
     Declared("decoder_drafted", COUNTER, "tokens", "drafted and compared, by position in the draft", ("position",)),
-    Declared("decoder_accepted", COUNTER, "tokens", "of these, accepted", ("position",)),
+    Declared("decoder_accepted", COUNTER, "tokens", "of these that were accepted", ("position",)),
     Declared("decoder_forced_drafted", COUNTER, "tokens", "drafted because a grammar left no choice"),
-    Declared("decoder_forced_accepted", COUNTER, "tokens", "of these, accepted"),
+    Declared("decoder_forced_accepted", COUNTER, "tokens", "of these that were accepted"),
 )  # fmt: skip
-"""Of the engine and its decoder. Those of drafts only with `--speculative` or `--forced-tokens on`, those of graphs
-only with graphs."""
+"""Metrics of the engine and its decoder. Those of drafts exist only with `--speculative` or `--forced-tokens on`, those
+of graphs only with graphs."""
 
 ENCODER = (
     Declared("encoder_images", COUNTER, "images", "encoded"),
@@ -139,13 +149,13 @@ ENCODER = (
         "computed without a graph: `off`, `host_reads` (this attention cannot be captured), `no_image_graphs`, "
         "`no_video_graphs`, `no_graph_pays`, `slower_graph` (than without), `too_large` or `closed`", ("reason",),
     ),
-    Declared("encoder_unused_graphs", GAUGE, "graphs", "captured and unused, because they are slower than without"),
+    Declared("encoder_unused_graphs", GAUGE, "graphs", "captured but not used, because they are slower than no graph"),
     Declared("encoder_position_hits", COUNTER, "grids", "whose position embeddings were cached"),
     Declared("encoder_position_misses", COUNTER, "grids", "whose position embeddings had to be computed"),
     Declared("encoder_position_bytes", GAUGE, "bytes", "of cached position embeddings"),
     Declared("encoder_encode_seconds", COUNTER, "seconds", "spent in the vision tower"),
 )  # fmt: skip
-"""Of the vision tower in the engine process, or of a server with `--role encoder`."""
+"""Metrics of the vision tower in the engine process, or in a server with `--role encoder`."""
 
 ENCODERS = (
     Declared("encoder_given", COUNTER, "images", "assigned to an encoder"),
@@ -168,11 +178,13 @@ ENCODERS = (
     Declared("encoders_batches", COUNTER, "batches", "of the encoder process", ("encoder",)),
     Declared("encoders_real_tokens", COUNTER, "image tokens", "that the encoder process has encoded", ("encoder",)),
     Declared("encoders_padded_tokens", COUNTER, "image tokens", "of padding in the encoder process", ("encoder",)),
-    Declared("encoders_encode_seconds", COUNTER, "seconds", "spent in its vision tower", ("encoder",)),
+    Declared(
+        "encoders_encode_seconds", COUNTER, "seconds", "spent in the encoder process's vision tower", ("encoder",)
+    ),
     Declared("attached_decoders", GAUGE, "decoders", "connected to this server with --role encoder"),
     Declared("images_in_progress", GAUGE, "images", "that decoders have sent to this server with --role encoder"),
 )
-"""With `--role decoder`, `--encoder-process` or `--role encoder`."""
+"""Metrics that exist with `--role decoder`, `--encoder-process` or `--role encoder`."""
 
 HANDOFF = (
     Declared("handoff_capacity_bytes", GAUGE, "bytes", "of image embeddings (handoff_bytes)"),
@@ -194,9 +206,9 @@ HANDOFF = (
     Declared("handoff_failures", COUNTER, "images", "whose requests got an error"),
     Declared("handoff_retries", COUNTER, "images", "encoded again after a failed attempt"),
     Declared("handoff_expirations", COUNTER, "images", "not encoded within encoder_lease"),
-    Declared("handoff_late", COUNTER, "images", "encoded after that"),
+    Declared("handoff_late", COUNTER, "images", "encoded after encoder_lease"),
 )
-"""Of the queue of image embeddings between encoder and decoder, which is also their cache."""
+"""Metrics of the queue of image embeddings between encoder and decoder, which is also their cache."""
 
 HTTP = (
     Declared(
@@ -208,7 +220,7 @@ HTTP = (
     Declared("http_body_bytes", GAUGE, "bytes", "of request bodies (limit: max_inflight_bytes)"),
     Declared("http_file_bytes", GAUGE, "bytes", "of uploaded files (limit: http_file_bytes)"),
 )  # fmt: skip
-"""Of the HTTP server, which serves them itself: `GET /metrics` on its port."""
+"""Metrics of the HTTP server, which serves them itself: `GET /metrics` on its port."""
 
 SECTIONS = {
     "Frontend": FRONTEND,
@@ -223,8 +235,9 @@ METRICS = {declared.name: declared for section in SECTIONS.values() for declared
 
 
 def find(part: str, counter: str) -> tuple[Declared, str] | None:
-    """The metric of one counter of the engine, and the value of its label: `("decoder", "replays_64")` ->
-    (decoder_replays, "64"); None if it is not declared. `part`: decoder, encoder, handoff, engine or preprocess."""
+    """The metric of one counter of the engine, and the value of its label, empty without one: `("decoder",
+    "replays_64")` -> (decoder_replays, "64"). None if no metric is declared for it. `part`: decoder, encoder, handoff,
+    engine or preprocess."""
     name = f"{part}_{counter}"
     if name in METRICS:
         return METRICS[name], ""

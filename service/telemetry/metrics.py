@@ -1,8 +1,8 @@
-"""Prometheus metrics: what the frontend counts, and the engine's counters at each scrape. Without prometheus-client,
-which is needed only for scraping, nothing is counted.
+"""Prometheus metrics: what the frontend counts, and the engine's counters, which are read at each scrape. Without
+prometheus-client, an optional package, nothing is counted.
 
 Names, types and help texts are in metric_names.py. Each server has a registry of its own, so that several can run in
-a process.
+one process.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ class Metrics:
         self, query: Callable[[], Future[dict[str, Any]]], gauges: Callable[[], dict[str, float]],
         parts: Callable[[], dict[str, dict[str, float]]] = dict,
     ) -> None:  # fmt: skip
-        """Adds the engine's counters, asked for at each scrape, the frontend's gauges, and counters of its parts,
-        named as the engine's."""
+        """Adds three sources that are read at each scrape. `query`: the engine's counters. `gauges`: the frontend's
+        gauges by name. `parts`: counters of parts of the frontend, structured like the engine's."""
         self.registry.register(_EngineCollector(query, gauges, parts))  # type: ignore[arg-type]
 
     def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
-        """Starts the HTTP endpoint; returns its port and a function that stops it. Raises ConfigError where the port is
-        taken."""
+        """Starts the HTTP endpoint; returns its port and a function that stops it. Raises ConfigError if it cannot
+        listen."""
         try:
             server, thread = start_http_server(port, host, registry=self.registry)
         except OSError as error:
@@ -108,8 +108,8 @@ class Metrics:
 
 
 class _Gaps:
-    """A histogram that counts several equal observations at once: prometheus-client's takes 3 us for each, a quarter of
-    what the frontend spends on a token. Written by one thread."""
+    """A histogram that counts several equal observations at once. prometheus-client's histogram takes 3 us for each, a
+    quarter of the time that the frontend spends on a token. Written by one thread."""
 
     def __init__(self, name: str) -> None:
         self._name, self._documentation = f"saccade_{name}", METRICS[name].documentation
@@ -141,12 +141,12 @@ class _EngineCollector:
         self._query, self._gauges, self._parts = query, gauges, parts
 
     def describe(self) -> list[Metric]:
-        return []  # an empty answer: the registry would otherwise query the engine while the server is being built
+        return []  # without this method, the registry would query the engine while the server is being built
 
     def collect(self) -> Iterator[Metric]:
         try:
             stats: dict[str, Any] = self._query().result(SCRAPE_TIMEOUT)
-        except Exception as error:  # there is no engine, or it is in the middle of a long step
+        except Exception as error:  # there is no engine, or it is busy with a long step
             log.debug("no engine statistics: %r", error)
             stats = {}
         for name, value in {"engine_up": float(bool(stats)), **self._gauges()}.items():
@@ -173,8 +173,8 @@ def engine_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
 
 
 def _families(found: dict[str, dict[str, float]]) -> Iterator[Metric]:
-    """Metrics by name -> their values by the value of their label ("" if they have none). One that is not declared is
-    exported without a type."""
+    """Converts metrics for the exporter. `found`: name -> value of the label ("" without a label) -> value. A metric
+    that is not declared is exported without a type."""
     for name, values in found.items():
         declared = METRICS.get(name, Declared(name, "", "", "not in service/telemetry/metric_names.py"))
         kind = {COUNTER: CounterMetricFamily, GAUGE: GaugeMetricFamily}.get(declared.kind, UnknownMetricFamily)
@@ -200,15 +200,17 @@ class _NoMetrics:
         """Does nothing."""
 
     def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
-        """Raises ConfigError: metrics were asked for and prometheus-client is not installed."""
+        """Raises ConfigError, because prometheus-client is not installed."""
         check_installed(port)
-        raise AssertionError("not reached: these metrics are only made without prometheus-client")
+        raise AssertionError("not reached: this class is used only without prometheus-client")
 
 
 def check_installed(port: int) -> None:
-    """Raises ConfigError: metrics were asked for on this port and prometheus-client is not installed."""
+    """Raises ConfigError if prometheus-client is not installed. `port`: where metrics were asked for."""
     if not INSTALLED:
-        raise ConfigError(f"metrics_port {port} needs prometheus-client, which is not installed")
+        raise ConfigError(
+            f"metrics_port: {port} needs prometheus-client, which is not installed: pip install prometheus-client"
+        )
 
 
 def make_metrics() -> Metrics:

@@ -1,4 +1,4 @@
-"""The file of image sizes that `saccade tune` reads: number of images by image tokens, over all runs of a server."""
+"""The file of image sizes that `saccade tune` reads: image tokens -> number of images, over all runs of a server."""
 
 from __future__ import annotations
 
@@ -18,24 +18,22 @@ log = logging.getLogger(__name__)
 
 
 def read_histogram(path: Path) -> dict[int, int]:
-    """Reads {image tokens: number of images}. Accepts that object itself or one that holds it under `image_tokens`.
-
-    Raises `ValueError` that names the file and what is wrong with it.
-    """
+    """Reads {image tokens: number of images} from a JSON file that contains this object, or contains it under
+    `image_tokens`. Raises `ValueError`, which names the file and what is wrong with it."""
     try:
         content: Any = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if isinstance(content, dict) and "image_tokens" in content:
         content = content["image_tokens"]
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no object of image tokens -> images")
+        raise ValueError(f"{path} must hold a JSON object of image tokens -> number of images")
     histogram: dict[int, int] = {}
     for key, value in content.items():
         if not key.isascii() or not key.isdigit() or not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{path}: {key!r}: {value!r} is no count of images of a number of tokens")
+            raise ValueError(f"{path}: {key!r}: {value!r} is not a number of image tokens and a number of images")
         histogram[int(key)] = histogram.get(int(key), 0) + value
     try:
         check_histogram(histogram)
@@ -45,7 +43,7 @@ def read_histogram(path: Path) -> dict[int, int]:
 
 
 def check_sizes_file(options: ServerOptions) -> None:
-    """Raises ConfigError where the file could not be written at the end of the run, or has other content."""
+    """Raises ConfigError if the file could not be written when the server stops, or has other content."""
     if options.sizes_file is None:
         return
     path = Path(options.sizes_file)
@@ -59,14 +57,15 @@ def check_sizes_file(options: ServerOptions) -> None:
 
 
 class SizesFile:
-    """The file of a running server, which is added to once: the end of a server may be asked for again meanwhile."""
+    """The file of a running server. Sizes are added to it once, even if the server is told to stop several times."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._recording: asyncio.Future[None] | None = None
 
     async def record(self, sizes: Mapping[int, int]) -> None:
-        """Adds `sizes` at the first call; others wait for it. Goes on if the caller is cancelled."""
+        """The first call adds `sizes`; further calls wait for it. The file is written even if the caller is
+        cancelled."""
         if self._recording is None:
             self._recording = asyncio.get_running_loop().run_in_executor(None, record_sizes, self._path, sizes)
         await asyncio.shield(self._recording)

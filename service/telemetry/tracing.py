@@ -1,13 +1,13 @@
 """Reads W3C trace context from a call's metadata, and optionally sends OpenTelemetry spans of each generation by OTLP
 over gRPC: `--otlp-endpoint HOST:PORT`.
 
-    saccade.generate     from arrival to the end, a child of the caller's span if its metadata names one
+    saccade.generate     from arrival to the end, a child of the caller's span if the metadata names one
       saccade.prepare    text to ids, images to patches, submission to the engine
       saccade.first      waiting for the encoder and for a batch slot, prefill, up to the first token
       saccade.decode     from the first token to the last
 
-Spans are written when a generation has ended, from times that are measured anyway, so a running request costs nothing
-more. Spans contain no prompts, answers or keys.
+Spans are written when a generation has ended, from times that are measured anyway, so they cost a running request
+nothing. They contain no prompts, answers or keys.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TraceContext:
 
 
 def from_metadata(metadata: Mapping[str, str | bytes]) -> TraceContext | None:
-    """Parses a `traceparent` header; None without one, or where the standard says to ignore it."""
+    """Parses a `traceparent` header; None if there is none, or one that the standard says to ignore."""
     value = metadata.get("traceparent")
     match = _TRACEPARENT.fullmatch(value) if isinstance(value, str) else None
     if match is None:
@@ -52,8 +52,8 @@ def from_metadata(metadata: Mapping[str, str | bytes]) -> TraceContext | None:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises ConfigError for an endpoint that is not HOST:PORT, with http:// or https:// or without, and where the
-    packages are missing."""
+    """Raises ConfigError for an endpoint that is not HOST:PORT, optionally after http:// or https://, and if packages
+    are missing."""
     address = endpoint.removeprefix("https://").removeprefix("http://").rstrip("/")
     check_addresses("otlp_endpoint", (address,))
     for package in ("opentelemetry.sdk.trace.export", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"):
@@ -64,10 +64,10 @@ def check_endpoint(endpoint: str) -> None:
 
 
 class Spans:
-    """Sends spans in the background. `close` sends what is left."""
+    """Sends spans in the background. `close` sends the remaining ones."""
 
     def __init__(self, endpoint: str, *, version: str) -> None:
-        """`endpoint`: HOST:PORT of a collector; `https://HOST:PORT` speaks TLS. Raises ConfigError as `check_endpoint`
+        """`endpoint`: HOST:PORT of a collector, or `https://HOST:PORT` for TLS. Raises ConfigError as `check_endpoint`
         does."""
         check_endpoint(endpoint)
         from opentelemetry import trace
@@ -88,8 +88,8 @@ class Spans:
         self, parent: TraceContext | None, attributes: Mapping[str, Any], *, seconds: float, prepared: float | None,
         first_token: float | None, failed: str = "",
     ) -> None:  # fmt: skip
-        """Writes the spans of a generation that has just ended. `prepared` and `first_token`: seconds after its
-        arrival, None where it did not get that far. `failed`: the reason of its end, if it failed."""
+        """Writes the spans of a generation that has just ended. `prepared` and `first_token`: seconds from its arrival
+        until then; None if it did not get that far. `failed`: the reason of the error, if it failed."""
         end = time.time_ns()
         begin = end - round(seconds * _NANO)
         kind = self._trace.SpanKind.SERVER
@@ -109,7 +109,7 @@ class Spans:
         root.end(end)
 
     def _context(self, parent: TraceContext | None) -> Any:
-        """The caller's span, with its flag whether this trace is recorded."""
+        """The caller's span, including the flag that says whether the trace is recorded."""
         if parent is None:
             return None
         flags = self._trace.TraceFlags(self._trace.TraceFlags.SAMPLED if parent.sampled else 0)

@@ -85,4 +85,4 @@ def test_the_core_serves_without_what_it_does_not_need(bare: dict[str, str], tmp
 def test_an_endpoint_that_cannot_be_is_refused(bare: dict[str, str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "service", "serve", "demo", "--port", "0", "--metrics-port", "0"]
     ran = subprocess.run(command, env=bare, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert ran.returncode != 0 and "metrics_port 0 needs prometheus-client" in ran.stderr
+    assert ran.returncode != 0 and "metrics_port: 0 needs prometheus-client" in ran.stderr

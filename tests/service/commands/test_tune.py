@@ -48,8 +48,8 @@ def test_json(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[1, 2]", "no object"),
-        ("{", "no JSON"),
+        ("[1, 2]", "must hold a JSON object"),
+        ("{", "is not JSON"),
         ('{"a": 1}', "'a': 1"),
         ('{"64": 1.5}', "1.5"),
         ('{"64": true}', "True"),

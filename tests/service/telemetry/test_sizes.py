@@ -28,7 +28,7 @@ def test_what_goes_wrong_at_the_end_is_logged_and_loses_nothing(
     path = tmp_path / "sizes.json"
     path.write_text("something else")
     record_sizes(path, {80: 2})
-    assert path.read_text() == "something else" and "no JSON" in caplog.text
+    assert path.read_text() == "something else" and "is not JSON" in caplog.text
     record_sizes(tmp_path / "absent" / "sizes.json", {80: 2})
     assert caplog.text.count("sizes_file") == 2
 
