@@ -1,4 +1,5 @@
-"""One answer while it is generated: the engine's request for it, and what the engine's events mean for its client."""
+"""One answer while it is generated: the request to the engine, and the conversion of the engine's events for the
+client."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from service.model.assets import ModelAssets
 
 
 def needed_at_end(spec: GenerateSpec) -> bool:
-    """Whether an answer's tokens are of no use before its end: neither to the caller, nor here, where a stop string or
-    the end of a tool call may be found in its text, after which the engine must not go on."""
+    """Whether an answer's tokens are needed only at its end. They are needed earlier if the caller streams them, or if
+    the frontend looks in the text for a stop string or the end of a tool call, where it has to stop the engine."""
     return spec.whole and not spec.stop and tool_use(spec) is None
 
 
@@ -64,7 +65,7 @@ class Answer:
         )  # fmt: skip
 
     def request(self, names: list[str], salt: bytes, timeout: float | None) -> EngineRequest:
-        """The engine's request for samples of these names. It owns the patches of the prompt's images."""
+        """The request to the engine, for samples with these names. It owns the patches of the prompt's images."""
         prompt = self._prompt
         return EngineRequest(
             names[0],
@@ -83,38 +84,38 @@ class Answer:
         )
 
     def replay(self) -> None:
-        """Brings the sample to the end of the tokens that the client has already received."""
+        """Brings the sample to the state after the tokens that the client has already received."""
         continued, end = self._spec.continued, self._end_token
         self._samples[0].replay(continued if end is None else continued[:-1])
         if end is not None:
             self._samples[0].push(end, shown=False)
 
     def already_ended(self) -> Finished | None:
-        """The end of an answer that is to be continued but has ended."""
+        """The last event of an answer that is to be continued but has already ended; None if it can continue."""
         continued, params, sample = self._spec.continued, self._params, self._samples[0]
         if not continued:
             return None
         full = params.max_tokens is not None and len(continued) >= params.max_tokens
         if not sample.over and self._end_token is None and not full:
             return None
-        sample.flush()  # what it had held back was sent with the last token
+        sample.flush()  # the client received the text that was held back with the last token
         return self._finish(0, *sample.end("length" if self._end_token is None else "stop", self._end_token))
 
     @property
     def _end_token(self) -> int | None:
-        """The last of the tokens that are continued, if it ends the answer."""
+        """The last of the continued tokens, if it ends the answer."""
         continued, params = self._spec.continued, self._params
         if len(continued) > params.min_tokens and continued[-1] in (self._eos | params.stop_token_ids):
             return continued[-1]
         return None
 
     def tick(self, events: list[EngineEvent]) -> None:
-        """Notes the times of events that have come."""
+        """Records the times of events that have arrived."""
         self._clock.tick(events)
 
     def relay(self, index: int, events: list[EngineEvent]) -> tuple[Delta | None, Finished | None, bool]:
-        """Events of one sample -> (delta, end, whether the engine still generates and has to be told to abort). Raises
-        StatusError for an error event."""
+        """Converts events of one sample to (delta, end, whether the engine may still be generating and has to be told
+        to abort). Raises StatusError for an error event."""
         sample = self._samples[index]
         pieces: list[Shown] = []
         ids: list[int] = []

@@ -26,11 +26,11 @@ class FrontendLimits:
     max_videos: int = 4
     media: MediaLimits = field(default_factory=MediaLimits)
     prepared_bytes: int = 2**31
-    """Bytes of decoded images and clips that the encoder has not read yet."""
+    """Bytes of the patches of images and clips that the encoder has not read yet."""
     prepared_cache_bytes: int = 2**28
-    """Bytes of patches that are kept for the next request with the same file."""
+    """Bytes of patches that are kept for later requests with the same file."""
     max_answer_bytes: int = 2**31 - 1
-    """Bytes of one message."""
+    """Bytes of one response message."""
 
 
 def check_counts(spec: GenerateSpec, limits: FrontendLimits) -> None:
@@ -57,15 +57,13 @@ def check_counts(spec: GenerateSpec, limits: FrontendLimits) -> None:
                 field=f"sampling.stop[{i}]",
             )
     if spec.continued and spec.n != 1:
-        raise errors.InvalidArgument(
-            f"continued_token_ids continue one sample, not n = {spec.n}", field="continued_token_ids"
-        )
+        raise errors.InvalidArgument(f"continued_token_ids need n = 1, and n is {spec.n}", field="continued_token_ids")
 
 
 def _bounds_of(source: Video, limits: MediaLimits) -> list[tuple[str, int | None, int, int]]:
     if len(source.frames) > limits.video.max_frames:
         raise errors.InvalidArgument(
-            f"{source.field}.frames are {len(source.frames)}; at most {limits.video.max_frames} are allowed",
+            f"{source.field}.frames has {len(source.frames)} frames; at most {limits.video.max_frames} are allowed",
             field=f"{source.field}.frames", reason="VIDEO_TOO_LARGE",
         )  # fmt: skip
     return [(f"{source.field}.max_frames", source.max_frames, 1, limits.video_frames)]
@@ -89,7 +87,7 @@ def check_size(spec: GenerateSpec, limits: FrontendLimits, max_len: int, longest
     for name, count, most, what in counts:
         if count > most:
             raise too_long(
-                f"{name}: {count} {what}, and a context of {max_len} tokens can hold {most} at most", name, most, count
+                f"{name}: {count} {what}; a context of {max_len} tokens holds at most {most}", name, most, count
             )
 
 
@@ -100,7 +98,7 @@ def too_long(message: str, name: str, limit: int, got: int) -> errors.InvalidArg
 
 
 def _written(call: ToolCall) -> int:
-    """At least so many characters of a call are in the prompt."""
+    """A lower bound on the characters that a call adds to the prompt."""
     return len(call.name) + sum(len(key) + (len(value) if isinstance(value, str) else 1)
                                 for key, value in call.arguments.items())  # fmt: skip
 

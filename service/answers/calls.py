@@ -1,7 +1,7 @@
 """Connects the services of all transports to the frontend.
 
 `Calls` adds to `Frontend.stream` what every service needs: rejecting calls while draining, deadlines, the tenant's rate
-limits and salt, and for each generation metrics and a line in the access log, without prompt or answer.
+limits and salt, and for each generation metrics, spans and a line in the access log, without prompt or answer.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class _Generation:
         self.last_token: dict[int, float] = {}
 
     def see(self, event: Event) -> tuple[float, int] | None:
-        """Counts an event. Returns (seconds since the sample's last delta, tokens) for every delta but its first one,
-        else None."""
+        """Counts an event. Returns (seconds since the sample's previous delta, tokens) for every delta of a sample but
+        the first, else None."""
         match event:
             case Started():
                 self.started = event
@@ -84,7 +84,8 @@ class Calls:
         spans: Spans | None = None,
         places: Places | None = None,
     ) -> None:
-        """`places`: largest number of requests of one tenant with a key; None: no limit per tenant."""
+        """`closed`: the error for new calls if they are not accepted now. `places`: limits the requests of one tenant
+        with a key; None: no limit per tenant."""
         self.frontend = frontend
         self.metrics = metrics or make_metrics()
         self.access = access or AccessLog()
@@ -93,7 +94,7 @@ class Calls:
         self._default_timeout = default_timeout
         self._closed = closed
         self.elsewhere: Callable[[str, bytes], Awaitable[bool]] = _nowhere
-        """Cancels a request of another frontend process of the same engine."""
+        """Cancels a request of another frontend process with the same engine."""
 
     async def stream(self, spec: GenerateSpec, *, timeout: float | None) -> AsyncGenerator[Event, None]:
         """The events of an answer. `timeout`: seconds until the caller's deadline; None: it has none, and the server's
@@ -105,8 +106,8 @@ class Calls:
         info.generations += 1
         try:
             limit = self._admit(timeout)
-            # A client that vanishes without closing its connection and has no deadline would keep its batch slot
-            # forever.
+            # There is always a deadline: a client that vanishes without closing its connection would otherwise keep its
+            # batch slot forever.
             deadline = asyncio.get_running_loop().time() + limit
             events = self.frontend.stream(spec, salt=info.tenant.salt, timeout=limit)
             with self._place(info.tenant):

@@ -22,7 +22,7 @@ class _Sample:
         return sum(len(delta.token_ids) for delta in self.deltas)
 
     def take(self) -> list[Delta]:
-        """The held deltas as one, if there are any."""
+        """The held deltas merged into one; empty if there are none."""
         if not self.deltas:
             return []
         merged = replace(
@@ -50,7 +50,7 @@ class _Held:
         return any(sample.deltas for sample in self._samples.values())
 
     def add(self, event: Event) -> list[Event]:
-        """What is to be sent now that the event has come."""
+        """Adds an event; returns the events that are to be sent now."""
         if isinstance(event, Delta):
             sample = self._samples.setdefault(event.index, _Sample())
             sample.deltas.append(event)
@@ -106,7 +106,7 @@ async def coalesce(
 
 
 async def _pump(events: AsyncGenerator[Event, None], queue: asyncio.Queue[Event | BaseException | None]) -> None:
-    """Moves the events to the queue; then the error with which they end, or None."""
+    """Moves the events to the queue, followed by the error with which they end, or None."""
     try:
         async with contextlib.aclosing(events):
             async for event in events:

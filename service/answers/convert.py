@@ -54,13 +54,13 @@ _SCALARS = (
 
 
 def spec_from_proto(request: inference_pb2.GenerateRequest, *, whole: bool = False) -> GenerateSpec:
-    """Converts a request. `whole`: nothing of its answer is read before the end. Raises InvalidArgument or
-    Unimplemented with the path of the field at fault."""
+    """Converts a request. `whole`: the caller reads the answer only at its end. Raises InvalidArgument or Unimplemented
+    with the path of the field at fault."""
     value, media = input_from_proto(request)
     sampling, constraint = request.sampling, constraint_from_proto(request.sampling)
     if constraint is not None and constraint.format is not None and request.chat.continue_final_message:
         raise errors.InvalidArgument(
-            "response_format is that of a whole answer, and chat.continue_final_message continues one",
+            "response_format describes a whole answer and cannot be combined with chat.continue_final_message",
             field="sampling.response_format",
         )
     return GenerateSpec(
@@ -89,7 +89,7 @@ def _request_id(given: str) -> str:
 
 
 def spec_from_embed(request: inference_pb2.EmbedRequest) -> GenerateSpec:
-    """The prompt or the image, as a request for one token. Raises like `spec_from_proto`."""
+    """Converts an embedding request to a request for one token. Raises like `spec_from_proto`."""
     value: ChatInput | RawInput | TokensInput | ImageInput = ImageInput()
     if request.WhichOneof("input") == "image":
         media: tuple[MediaSource, ...] = (image_from_proto(request.image, "image"),)
@@ -116,7 +116,7 @@ def embedded_to_proto(embedded: Embedded) -> inference_pb2.EmbedResponse:
 
 
 def spec_from_tokenize(request: inference_pb2.TokenizeRequest) -> GenerateSpec:
-    """A request of which only the prompt is used. Raises like `spec_from_proto`."""
+    """Converts a request of which only the prompt is used. Raises like `spec_from_proto`."""
     value, media = input_from_proto(request)
     return GenerateSpec(request_id="", model=request.model, input=value, media=media)
 
@@ -175,7 +175,7 @@ def event_to_proto(event: Event) -> inference_pb2.StreamGenerateResponse:
 
 
 def merged_calls(deltas: Sequence[CallDelta]) -> list[types_pb2.ToolCallDelta]:
-    """One for each call of which there are parts."""
+    """Merges the parts of each call into one message."""
     parts: dict[int, list[CallDelta]] = {}
     for delta in deltas:
         parts.setdefault(delta.index, []).append(delta)

@@ -1,4 +1,4 @@
-"""Token ids -> their text, for clients without the model's tokenizer."""
+"""Converts token ids to text, for clients without the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from service.model.assets import ModelAssets
 
 
 def detokenize(assets: ModelAssets, served: str, model: str, ids: Sequence[int]) -> tuple[str, list[bytes]]:
-    """The text without special tokens, and the bytes of each token. `served`: the model's name; `model`: the name that
-    the caller gave, or nothing. Raises StatusError."""
+    """The text without special tokens, and the bytes of each token. `served`: the model's name. `model`: the name that
+    the caller gave; may be empty. Raises StatusError."""
     if model not in ("", served):
         raise errors.NotFound(f"no model {model!r}; this server has {served!r}", field="model")
     if assets.tokenizer is None:
@@ -19,6 +19,6 @@ def detokenize(assets: ModelAssets, served: str, model: str, ids: Sequence[int])
     for position, token_id in enumerate(ids):
         if token_id >= size:
             raise errors.InvalidArgument(
-                f"token_ids[{position}] is {token_id}; the model has {size} ids", field=f"token_ids[{position}]"
+                f"token_ids[{position}] is {token_id}; the vocabulary has {size} ids", field=f"token_ids[{position}]"
             )
     return assets.tokenizer.decode(ids), [assets.tokenizer.token_bytes(token_id) for token_id in ids]

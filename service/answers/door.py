@@ -1,13 +1,13 @@
 """Handling that every call needs, independent of the transport:
 
-    before its message is read   API key -> tenant, scope, request rate, number of calls; rejecting needs no buffer
-    while it is read             limited in time; a slow message is counted with the largest size it may have
-    with the message             bytes counted against the budget and the key's rate
+    before its message is read   API key -> tenant, scope, request rate, number of calls; a rejected call has no buffer
+    while it is read             time is limited; a slow message is counted with the largest size that it may have
+    when it has been read        its bytes are counted against the budget and the key's rate
     while it is answered         an answer that is not read in time is dropped and its resources are released
-    at the end                   exceptions become `StatusError`s; metrics, one log line, bytes released
+    at the end                   exceptions become `StatusError`s; metrics, one log line, bytes are released
 
-A transport converts its headers, messages and the `StatusError`: `service.rpc.interceptor` does so for gRPC. Used on
-one event loop.
+A transport converts its headers and messages, and the `StatusError`s: `service.rpc.interceptor` does so for gRPC. Used
+on one event loop.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Door:
 
     @contextlib.contextmanager
     def probed(self) -> Iterator[Admitted]:
-        """For callers that need no key, such as health probes: the message is limited in size and time, and is neither
-        counted nor logged. Raises StatusError."""
+        """Admits a call that needs no key, such as a health probe: its message is limited in size and time, and it is
+        neither counted nor logged. Raises StatusError."""
         with self._budget.hold() as held:
             yield Admitted(CallInfo(), held, self.limits, self._budget.limit)
 
@@ -150,14 +150,14 @@ class Admitted:
         self.info.tenant.limits.admit("bytes", size)
 
     def dropped(self, size: int) -> None:
-        """The message is no longer held, or is counted elsewhere."""
+        """Uncounts a message that is no longer held, or is counted elsewhere."""
         self.held(-size)
 
     async def send(self, answers: AsyncGenerator[T, None], write: Callable[[T], Awaitable[Any]]) -> None:
         """Writes each of `answers` and closes them. If one is not read for `stall_timeout` seconds, releases all
         resources and raises DeadlineExceeded."""
         timeout = self.limits.stall_timeout
-        # aclosing: the engine must learn of the call's end at once, not when the garbage collector runs.
+        # aclosing, so that the engine learns of the call's end at once and not when the garbage collector runs.
         async with contextlib.aclosing(answers):
             watch = _Stall(answers, timeout, self.held)
             try:
@@ -166,18 +166,19 @@ class Admitted:
                         await write(answer)
                     if watch.stalled:
                         raise errors.DeadlineExceeded(
-                            f"a message of the answer was not read for {timeout:g} s", reason="SLOW_READER"
+                            f"the client did not read a message of the answer for {timeout:g} s", reason="SLOW_READER"
                         )
             finally:
                 watch.cancel()
 
 
 class _Stall:
-    """Watches the writes of one stream. If the client does not read for too long, the generator of its answers is
-    closed, which releases its resources; the message being written stays, because no status can overtake it."""
+    """Watches the writes of one stream. If the client does not read for too long, the generator of the answers is
+    closed, which releases the request's resources. Only the message that is being written stays, because a status
+    cannot be sent before it."""
 
     def __init__(self, answers: AsyncGenerator[Any, None], timeout: float, held: Held) -> None:
-        """`held`: the call's share of the budget, released as soon as its work is dropped."""
+        """`held`: the call's share of the byte budget, released as soon as the generator is closed."""
         self._answers, self._timeout, self._held = answers, timeout, held
         self._loop = asyncio.get_running_loop()
         self._began: float | None = None
@@ -207,7 +208,7 @@ class _Stall:
         if (end := self._began + self._timeout) > self._loop.time():
             self._timer = self._loop.call_at(end, self._check)
             return
-        log.warning("a stream's reader has not read for %g s: its work is dropped", self._timeout)
+        log.warning("a client has not read its stream for %g s: the request is dropped", self._timeout)
         self._closing = self._loop.create_task(self._drop())
 
     async def _drop(self) -> None:
@@ -218,9 +219,9 @@ class _Stall:
 
 
 def note(info: CallInfo, status: errors.StatusError, cause: Exception | None = None) -> errors.StatusError:
-    """Records the status that the call ends with; returns it."""
+    """Records the status with which the call ends; returns it."""
     info.fail(status)
-    # With this id a client's report and the log can be matched.
+    # With this id, a client's report can be matched with the log.
     status.request_id = info.request_id = info.request_id or secrets.token_hex(8)
     if isinstance(status, errors.Internal):
         log.error("%s failed, request %r", info.method, info.request_id, exc_info=cause or status)

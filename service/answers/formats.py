@@ -1,5 +1,5 @@
 """Converts the constraints of a request from messages to `ConstraintSpec`. Cheap checks are made here, before anything
-is allocated; the others when the engine compiles the format."""
+is allocated; the engine makes the others when it compiles the format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.common import errors
 from service.common.types import ConstraintSpec, TextFormat
 
 MAX_FORMAT = 2**17
-"""Largest number of characters of a format, all its parts together."""
+"""Largest number of characters of all parts of a format together."""
 MAX_CHOICES = 4096
 MAX_TAGS = 256
 MAX_BAD_WORDS = 256
@@ -25,7 +25,7 @@ def constraint_from_proto(sampling: types_pb2.SamplingParams) -> ConstraintSpec 
     text_format = _format(sampling.response_format) if sampling.HasField("response_format") else None
     if text_format is not None and sampling.ignore_eos:
         raise errors.InvalidArgument(
-            "ignore_eos and response_format exclude each other: the end of a text belongs to its format",
+            "ignore_eos and response_format cannot be combined: the format determines where the text ends",
             field="sampling.ignore_eos",
         )
     for i, word in enumerate(sampling.bad_words):
@@ -83,7 +83,7 @@ def _tags(message: types_pb2.StructuralTags) -> TextFormat:
 def _tag(tag: types_pb2.StructuralTag, field: str, triggers: list[str]) -> Mapping[str, str]:
     kind = tag.WhichOneof("content")
     if kind is None:
-        raise errors.InvalidArgument(f"{field} has none of json_schema, regex, lark", field=field)
+        raise errors.InvalidArgument(f"{field} must have one of json_schema, regex, lark", field=field)
     if not tag.begin:
         raise errors.InvalidArgument(f"{field}.begin is empty", field=f"{field}.begin")
     if triggers and not any(tag.begin.startswith(trigger) for trigger in triggers):
@@ -103,7 +103,7 @@ def _check_schema(field: str, text: str) -> None:
     if not isinstance(schema, dict | bool):
         raise errors.InvalidArgument(f"{field} must be a JSON object, not a {type(schema).__name__}", field=field)
     if isinstance(schema, dict) and "x-guidance" in schema:
-        raise errors.InvalidArgument(f"{field}: x-guidance cannot be set", field=field)
+        raise errors.InvalidArgument(f"{field}: the key x-guidance is not allowed", field=field)
 
 
 def _check_length(field: str, text: str, most: int) -> None:
@@ -118,4 +118,4 @@ def _check_total(field: str, texts: Iterable[str]) -> None:
 
 def _check_count(field: str, count: int, most: int, *, least: int = 0) -> None:
     if not least <= count <= most:
-        raise errors.InvalidArgument(f"{field} holds {count}; it must hold from {least} to {most}", field=field)
+        raise errors.InvalidArgument(f"{field} has {count} entries; it must have from {least} to {most}", field=field)

@@ -6,7 +6,7 @@ resources.
     relay      engine events -> deltas: detokenise, match stop strings, count (service/answers/answer.py)
     finally    unfinished samples are aborted
 
-Runs on one event loop; everything that takes longer than a millisecond runs in the pool.
+Runs on one event loop; everything that takes longer than a millisecond runs in threads.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ DELTA_RATE = 400.0
 LONGEST_PAUSE = 0.05
 """Seconds that a token may be held back to be sent with others: 20 deltas a second still look continuous."""
 WHOLE_PAUSE = 0.5
-"""The same where nobody reads before the answer's end, so that only its progress is followed."""
+"""The same for answers that are read only at their end, of which deltas only show the progress."""
 _QUICK = 32
 """Up to this many ids, biases or scores are processed on the event loop; more take longer than a millisecond."""
 
 
 class _Call:
-    """One request in the server, with the means to end it from other tasks."""
+    """One request in the server, which other tasks can cancel."""
 
     def __init__(self, pace: Callable[[], float]) -> None:
         self.mail = Mailbox(pace)
@@ -89,12 +89,12 @@ class Frontend:
         self.engine.start(self._mail.deliver)
 
     def close(self) -> None:
-        """Stops the engine and the pool. Running calls end with ENGINE_DIED."""
+        """Stops the engine and the preparation of prompts. Running calls end with ENGINE_DIED."""
         self.engine.close()
         self._preparation.close()
 
     def stats(self) -> dict[str, float]:
-        """Counters and seconds of preparing images and clips, by stage, and the bytes that they hold now."""
+        """Counters of prepared images and clips, seconds by stage, and the bytes that they hold now."""
         return self._preparation.stats()
 
     @property
@@ -103,8 +103,8 @@ class Frontend:
         return len(self._calls)
 
     def number(self, numbers: Iterator[int]) -> None:
-        """Sets the numbers that prefix request ids in the engine: where several frontends share one, each needs its
-        own."""
+        """Sets the numbers that prefix request ids in the engine. Frontends that share an engine need different
+        numbers."""
         self._numbers = numbers
 
     def cancel(self, request_id: str, *, salt: bytes = b"") -> bool:
@@ -125,16 +125,17 @@ class Frontend:
     async def stream(
         self, spec: GenerateSpec, *, salt: bytes = b"", timeout: float | None = None
     ) -> AsyncGenerator[Event, None]:
-        """Started, Deltas and one Finished per sample. Closing the iterator aborts what is left. Raises StatusError.
+        """Yields Started, Deltas and one Finished per sample. Closing the iterator aborts unfinished samples. Raises
+        StatusError.
 
-        `timeout`: seconds until the caller's deadline; the engine refuses what cannot start by then. The caller
-        enforces it.
+        `timeout`: seconds until the caller's deadline, which the caller enforces; the engine rejects a request that
+        cannot meet it.
         """
         with self._admitted(spec, salt) as call:
             arrived, spec = time.monotonic(), with_tools(spec, self.assets)
             async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, pixels):
                 params = await self._sampling(spec, len(prompt.ids))
-                # aclosing: the engine learns of the end before the memory is released.
+                # aclosing, so that the engine learns of the end before the memory is released.
                 async with aclosing(self._run(spec, prompt, params, salt, arrived, call, timeout)) as events:
                     async for event in events:
                         if isinstance(event, Delta):
@@ -142,7 +143,7 @@ class Frontend:
                         yield event
 
     async def embed(self, spec: GenerateSpec, *, salt: bytes = b"") -> Embedded:
-        """Hidden states of the prompt, or the embedding of the image where the input is one. Raises StatusError."""
+        """Hidden states of the prompt, or the embedding of the image if the input is an image. Raises StatusError."""
         with self._admitted(spec, salt) as call:
             async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, _):
                 of_image = isinstance(spec.input, ImageInput)
@@ -159,7 +160,7 @@ class Frontend:
                 )
 
     async def _embedded(self, request: EngineRequest, call: _Call) -> tuple[bytes, ...]:
-        """The content of the engine's only event for the request. Raises StatusError."""
+        """Runs an embedding request; returns the vectors in its only event. Raises StatusError."""
         name = request.request_id
         self._mail.add([name], call.mail)
         finished = False
@@ -185,11 +186,11 @@ class Frontend:
             raise errors.Unavailable("the engine is not running", reason="ENGINE_DIED", retry_after=1.0)
         if len(self._calls) >= self.limits.max_queue:
             raise errors.Unavailable(
-                f"the server holds {len(self._calls)} requests, the most it takes",
+                f"the server has {len(self._calls)} requests, which is its limit",
                 reason="QUEUE_FULL", metadata={"limit": str(self.limits.max_queue)}, retry_after=1.0,
             )  # fmt: skip
         if (salt, spec.request_id) in self._calls:
-            raise errors.AlreadyExists(f"a request {spec.request_id!r} is running", field="request_id")
+            raise errors.AlreadyExists(f"request {spec.request_id!r} is running already", field="request_id")
         call = self._calls[salt, spec.request_id] = _Call(self._pace_of(spec))
         self.idle.clear()
         try:
@@ -204,11 +205,11 @@ class Frontend:
         return (lambda: WHOLE_PAUSE) if needed_at_end(spec) else self._pace
 
     def _pace(self) -> float:
-        """Seconds between two deltas of one answer: the more, the more answers are being written."""
+        """Seconds between two deltas of one answer: the more requests there are, the longer."""
         return min(len(self._calls) / DELTA_RATE, LONGEST_PAUSE)
 
     async def _quick(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
-        """Runs a function: on the event loop where `size` is small, else in a thread."""
+        """Runs a function on the event loop if `size` is small, else in a thread."""
         return function(*arguments) if size <= _QUICK else await self._preparation.in_thread(function, *arguments)
 
     async def _sampling(self, spec: GenerateSpec, prompt_tokens: int) -> SamplingParams:
@@ -257,7 +258,7 @@ class Frontend:
                     self.engine.abort(name)
 
     async def _read_prompt_scores(self, answer: Answer, batch: list[EngineEvent]) -> None:
-        """Reads the log-probabilities of the prompt, which come with a first token; all samples have the same."""
+        """Reads the log-probabilities of the prompt, which arrive with a first token; all samples have the same."""
         for event in batch:
             if event.prompt_scores and not answer.prompt_scores:
                 answer.prompt_scores += await self._quick(

@@ -64,7 +64,7 @@ def _chat(chat: inference_pb2.ChatInput, media: list[MediaSource]) -> ChatInput:
     for i, message in enumerate(chat.messages):
         if message.role not in _ROLES:
             raise errors.InvalidArgument(
-                f"chat.messages[{i}].role is {message.role}; known are {', '.join(_ROLES.values())}",
+                f"chat.messages[{i}].role is {message.role}; it must be one of {', '.join(_ROLES.values())}",
                 field=f"chat.messages[{i}].role",
             )
         parts, found = list[str | None](), list[MediaSource]()
@@ -83,7 +83,7 @@ def _chat(chat: inference_pb2.ChatInput, media: list[MediaSource]) -> ChatInput:
                     raise errors.InvalidArgument(f"{path} is empty", field=path)
         if message.reasoning and message.role != types_pb2.ROLE_ASSISTANT:
             raise errors.InvalidArgument(
-                f"chat.messages[{i}].reasoning is set, and the role is {_ROLES[message.role]}, not assistant",
+                f"chat.messages[{i}].reasoning is set, but the role is {_ROLES[message.role]}, not assistant",
                 field=f"chat.messages[{i}].reasoning",
             )
         calls, answered = (
@@ -122,7 +122,8 @@ def _with_tools(value: ChatInput, chat: inference_pb2.ChatInput) -> ChatInput:
     if use is not None:
         if "tools" in arguments:
             raise errors.InvalidArgument(
-                f"chat.tools hold {len(use.tools)}, and chat_template_kwargs set tools, too", field="chat.tools"
+                f"chat.tools has {len(use.tools)} tools, but chat_template_kwargs sets tools as well; use only one",
+                field="chat.tools",
             )
         arguments["tools"] = tool_arguments(use)
         needed.append("tools")
@@ -140,10 +141,10 @@ def _with_reasoning_options(value: ChatInput, chat: inference_pb2.ChatInput) -> 
     for name, asked in given.items():
         if value.template_arguments.get(name, asked) != asked:
             raise errors.InvalidArgument(
-                f"{name} is {asked!r}, and chat_template_kwargs set it to {value.template_arguments[name]!r}",
+                f"{name} is {asked!r}, but chat_template_kwargs sets it to {value.template_arguments[name]!r}",
                 field=f"chat.{name}",
             )
-    # Without reasoning that is not asked for, there is nothing for a template to do.
+    # A template that does not read enable_thinking already does what enable_thinking=false asks for.
     needed = tuple(name for name, asked in given.items() if asked is not False)
     return replace(value, template_arguments={**value.template_arguments, **given}, needed=needed)
 
@@ -152,7 +153,10 @@ def _prompt(prompt: inference_pb2.PromptInput, media: list[MediaSource]) -> Chat
     media += _media(prompt, "prompt")
     if prompt.raw:
         if prompt.chat_template_kwargs.fields or prompt.chat_template_kwargs_json:
-            raise errors.InvalidArgument("raw text passes no chat template", field="prompt.chat_template_kwargs")
+            raise errors.InvalidArgument(
+                "prompt.chat_template_kwargs cannot be used with raw text, to which no chat template is applied",
+                field="prompt.chat_template_kwargs",
+            )
         return RawInput(prompt.text)
     parts = (*[None] * len(media), prompt.text)
     return ChatInput((Message("user", parts),), _template_arguments(prompt))
@@ -161,10 +165,10 @@ def _prompt(prompt: inference_pb2.PromptInput, media: list[MediaSource]) -> Chat
 def _template_arguments(holder: inference_pb2.ChatInput | inference_pb2.PromptInput) -> Mapping[str, Any]:
     if holder.chat_template_kwargs_json:
         arguments = json_object("chat_template_kwargs_json", holder.chat_template_kwargs_json, MAX_TEMPLATE_JSON)
-    else:  # a Struct holds only doubles: whole numbers were meant as integers
+    else:  # a Struct holds only doubles, so whole numbers are taken as integers
         try:
             arguments = _whole(json_format.MessageToDict(holder.chat_template_kwargs))
-        except ValueError as error:  # a number that is infinite, or none
+        except ValueError as error:  # a number that is infinite or NaN
             raise errors.InvalidArgument(
                 f"chat_template_kwargs cannot be read as JSON: {error}", field="chat_template_kwargs"
             ) from None
@@ -216,7 +220,7 @@ def _video(video: types_pb2.Video, path: str) -> Video:
             fps = video.frames.fps if video.frames.HasField("fps") else None
             if fps is not None and not MIN_FPS <= fps <= MAX_FPS:
                 raise errors.InvalidArgument(
-                    f"{path}.frames.fps is {fps:g}; it must be above 0: from {MIN_FPS:g} to {MAX_FPS}",
+                    f"{path}.frames.fps is {fps:g}; it must be from {MIN_FPS:g} to {MAX_FPS}",
                     field=f"{path}.frames.fps",
                 )
             return Video(b"", path, frames=tuple(frames), fps=fps, max_frames=most)
@@ -224,6 +228,7 @@ def _video(video: types_pb2.Video, path: str) -> Video:
 
 
 def asked_thinking(value: ChatInput | RawInput | TokensInput) -> bool | None:
-    """Whether the request asks for reasoning, or for none, as a field or as an argument of the template."""
+    """Whether the request asks for reasoning (True) or for none (False), by a field or an argument of the template;
+    None: neither."""
     asked = value.template_arguments.get("enable_thinking") if isinstance(value, ChatInput) else None
     return asked if isinstance(asked, bool) else None

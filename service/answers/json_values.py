@@ -9,11 +9,11 @@ from saccade._core.json_nesting import excessive_nesting
 from service.common import errors
 
 MAX_NESTING = 100
-"""Maximum nesting of objects and arrays."""
+"""Largest depth of nested objects and arrays."""
 
 
 def json_value(field: str, text: str, most: int) -> Any:
-    """The value of JSON of 1 to `most` characters. Raises InvalidArgument naming the field."""
+    """Parses JSON of 1 to `most` characters. Raises InvalidArgument with the name of the field."""
     if not 1 <= len(text) <= most:
         raise errors.InvalidArgument(f"{field} has {len(text)} characters; it must have from 1 to {most}", field=field)
 
@@ -25,14 +25,16 @@ def json_value(field: str, text: str, most: int) -> Any:
         value = json.loads(text, parse_constant=refuse)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
-        raise errors.InvalidArgument(f"{field} has a \\u escape that is half a character", field=field) from None
+        raise errors.InvalidArgument(
+            f"{field} has a \\u escape that is half of a surrogate pair", field=field
+        ) from None
     except ValueError as error:
-        raise errors.InvalidArgument(f"{field} cannot be read: {error}", field=field) from None
+        raise errors.InvalidArgument(f"{field} is not valid JSON: {error}", field=field) from None
     return value
 
 
 def json_object(field: str, text: str, most: int) -> dict[str, Any]:
-    """The same for an object."""
+    """Like `json_value`, for JSON that must be an object."""
     value = json_value(field, text, most)
     if not isinstance(value, dict):
         raise errors.InvalidArgument(f"{field} must be a JSON object, not a {type(value).__name__}", field=field)

@@ -1,9 +1,9 @@
 """The engine's events for one call, until the call's task takes them.
 
 Sending each token of many streams as a separate message costs more than generating it: on two cores, 32 streams would
-use a third of the machine. So a task takes all available events, and a stream that has just been served waits before it
-is served again: until the next multiple of `pace`, which is the same time for all streams of this pace, since waking
-up for each of them by itself costs nearly twice as much. First tokens, ends and errors are delivered at once.
+use a third of the machine. So a task takes all available events at once, and then waits until the next multiple of
+`pace` before it takes more. All streams with the same pace wake up at the same time, because separate wake-ups cost
+nearly twice as much. First tokens, ends and errors are delivered without waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Mailbox:
-    """Events of one call, on one event loop. One task takes; `put` never blocks."""
+    """Events of one call, on one event loop. One task takes them; `put` never blocks."""
 
     def __init__(self, pace: Callable[[], float] = lambda: 0.0) -> None:
         """`pace`: seconds between the times at which tokens are delivered; 0 delivers each at once."""
@@ -43,7 +43,7 @@ class Mailbox:
             self._waiter.set_result(None)
 
     async def take(self) -> list[EngineEvent]:
-        """All events that have come, at least one. Can be cancelled without losing any."""
+        """Waits for events and returns all that have arrived, at least one. Can be cancelled without losing any."""
         loop = asyncio.get_running_loop()
         if not any(event.finish_reason is not None for event in self._events):
             self._waiter = loop.create_future()
@@ -77,7 +77,7 @@ class Mailboxes:
         self._by_name.update(dict.fromkeys(names, mail))
 
     def remove(self, name: str) -> None:
-        """Unknown names are ignored."""
+        """Removes a name; unknown names are ignored."""
         self._by_name.pop(name, None)
 
     def deliver(self, events: list[EngineEvent]) -> None:
@@ -86,7 +86,7 @@ class Mailboxes:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(self._dispatch, events)
-        except RuntimeError:  # the loop is closed, so no call waits any more
+        except RuntimeError:  # the loop is closed, so no call is waiting
             log.debug("%d events after the end of the loop", len(events))
 
     def _dispatch(self, events: list[EngineEvent]) -> None:

@@ -2,8 +2,8 @@
 image rows.
 
 Runs on one event loop; work of more than a millisecond runs in threads. An `ImageProcessor` decodes files and cuts them
-into patches: in a server a pool of processes, and this one has no pixels. Decoded bytes count against the request from
-before decoding until the encoder has read them, even if the request has failed meanwhile.
+into patches; in a server it is a pool of processes, so that this process holds no pixels. Bytes of patches are counted
+from before decoding until the encoder has read them or the request has ended.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TEXT_WORKERS = 2
 _LIGHT = 2048
 """Up to this many characters are tokenised on the event loop; more take longer than a millisecond."""
 _PART, _IDS = 32, 8
-"""Cost of a message or a part, in characters, and number of ids that cost as much as a character."""
+"""Cost of a message or a part, in characters, and the number of ids that cost as much as one character."""
 
 
 async def no_references(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
@@ -51,13 +51,13 @@ async def no_references(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
             raise errors.NotFound(f"{source.field}: no uploaded media {source.media_id!r}", field=source.field)
         if source.uri is not None:
             raise errors.InvalidArgument(
-                f"{source.field}: URLs are not fetched here; send the bytes", field=source.field
+                f"{source.field}: URLs cannot be fetched here; send the bytes", field=source.field
             )
     return spec
 
 
 def decoder_processes(workers: int) -> int:
-    """Processes for `workers` threads: videos never use all of them, so that one is left for images."""
+    """Image worker processes for `workers` threads: at least two, so that videos always leave one for images."""
     return max(2, workers)
 
 
@@ -69,8 +69,8 @@ class MediaThreads:
         self._videos = ThreadPoolExecutor(decoder_processes(workers) - 1, thread_name_prefix="saccade-videos")
 
     async def map(self, function: Callable[[MediaSource], T], sources: Sequence[MediaSource]) -> list[T]:
-        """Results in order. If one fails, or the caller is cancelled, jobs that have not started are dropped, and the
-        error is raised when the others have ended."""
+        """Applies the function to each source; results are in order. If a job fails or the caller is cancelled, jobs
+        that have not started are dropped, and the error is raised when the others have ended."""
         jobs = [
             (self._videos if isinstance(source, Video) else self._images).submit(function, source) for source in sources
         ]
@@ -114,7 +114,7 @@ class Preparer:
         self, processor: ImageProcessor, vision: VisionSpec, dtype: str, limits: MediaLimits, revision: str,
         cache: PreparedCache,
     ) -> None:  # fmt: skip
-        """`dtype`: of the patches, by its name. `revision`: the model's, part of every key."""
+        """`dtype`: name of the dtype of patches. `revision`: the model's, which is part of every key."""
         self._processor, self._vision, self._dtype, self._limits = processor, vision, dtype, limits
         self._cache = cache
         self._seed = hashlib.sha256(f"{revision}|{dtype}|{vision}".encode()).digest()
@@ -122,7 +122,8 @@ class Preparer:
         self._counts: Counter[str] = Counter()
 
     def prepare(self, source: MediaSource, salt: bytes) -> PreparedItem:
-        """Raises InvalidArgument with the field at fault."""
+        """The patches of an image or video, from the cache if they are there. Raises InvalidArgument with the field at
+        fault."""
         watch, digests = Stopwatch(), _digests(source)
         file = self._file_key(source, salt, digests)
         item = self._cache.get(file)
@@ -210,15 +211,15 @@ class Preparer:
         limits.check(len(source.frames), 1, 1)
 
     def _file_key(self, source: MediaSource, salt: bytes, digests: Sequence[bytes]) -> bytes:
-        """A hash of all that an item depends on. Of an image it is also the key of its rows; the rows of two videos
-        may be the same where what was not looked at differs."""
+        """A hash of everything on which the prepared item depends. For an image it is also the key of its rows. A video
+        has another key for its rows, which are the same for videos that differ only in frames that are not sampled."""
         if isinstance(source, Video):
             asked = f"video file {source.max_frames} {source.fps} {len(source.frames)}".encode()
             return self._key(salt, asked, *digests)
         return self._key(salt, b"image", *digests)
 
     def _key(self, salt: bytes, kind: bytes, *digests: bytes) -> bytes:
-        """Computed here and not by the decoding worker: the key must belong to the bytes that this client sent."""
+        """A key, computed here and not by the decoding worker: it must belong to the bytes that this client sent."""
         return hashlib.sha256(self._seed + len(salt).to_bytes(4, "big") + salt + kind + b"".join(digests)).digest()
 
 
@@ -262,13 +263,14 @@ class Preparation:
         self._text.shutdown(wait=True, cancel_futures=True)
 
     def stats(self) -> dict[str, float]:
-        """Counters and seconds of preparing images and clips, by stage, and the bytes that they hold now."""
+        """Counters of prepared images and clips, seconds by stage, and the bytes that they hold now."""
         counts = self._preparer.stats() if self._preparer is not None else {}
         lost = self._processor.stats() if self._processor is not None else {}
         return {**counts, **lost, "held_bytes": self._gate.used}
 
     def in_thread(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-        """Runs text work in a thread: it may take a while, but not as long as an image."""
+        """Runs text work in a thread of its own pool: it may take longer than a millisecond, but not as long as an
+        image."""
         return asyncio.get_running_loop().run_in_executor(self._text, functools.partial(function, *arguments))
 
     @asynccontextmanager
@@ -327,7 +329,7 @@ class Preparation:
         size = tokens * self._assets.config.decoder.hidden_size * 4
         if size > self._limits.max_answer_bytes:
             raise errors.InvalidArgument(
-                f"{item.field} has {size} bytes of embeddings, and a message of this server "
+                f"{item.field} has {size} bytes of embeddings; a message of this server holds at most "
                 f"{self._limits.max_answer_bytes}", field=item.field, reason="IMAGE_TOO_LARGE",
             )  # fmt: skip
         ids = [self._assets.image_token_id or 0] * tokens

@@ -1,7 +1,7 @@
 """Converts a request's text and images to the token ids of the decoder, and finds the positions of images among them.
 
-Text has one placeholder for each image or slice, and for each temporal patch of a clip; each is repeated for every row.
-Clips use the placeholder of images unless the family has another for them.
+Text has one placeholder for each image or slice, and for each temporal patch of a clip. Each placeholder is repeated
+for every row. Clips use the placeholder of images unless the family has another one for them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from service.model.tokenizer import Tokenizer, literal, substitute
 
 SYSTEM_ROLES = ("system", "developer")
 KEPT_PROMPTS = 64
-"""Rendered system messages of which the ids are kept."""
+"""Number of rendered system messages whose ids are kept."""
 KEPT_CHARACTERS = 64 << 10
-"""Longest of them, with the arguments of the template."""
+"""Longest of them in characters, including the arguments of the template."""
 
 
 class Prompt:
@@ -37,8 +37,9 @@ class Prompt:
     def __init__(
         self, ids: list[int], images: tuple[PreparedItem, ...], narrow_ids: tuple[int, ...], frames: int = 0
     ) -> None:
-        """`ids`: for the decoder; for a pruned clip, the distribution of its rows is not known yet. `narrow_ids`: with
-        one image token id for each image and each temporal patch. `frames`: of all clips."""
+        """`ids`: for the decoder; of a pruned clip, it is not known yet how the rows are distributed over its temporal
+        patches. `narrow_ids`: with one image token id for each image and each temporal patch. `frames`: number of
+        frames of all clips."""
         self.ids, self.narrow_ids, self.frames = ids, narrow_ids, frames
         self._images = images
         items = [image.layout for image in images]
@@ -56,7 +57,7 @@ class Prompt:
         """Tokens of the system prompt, which other requests are likely to share; 0 if there is none."""
 
     def take_images(self) -> tuple[PreparedItem, ...]:
-        """Returns its images and drops them, so that their pixels do not live as long as the answer is generated."""
+        """Returns the images and drops them here, so that their pixels are not held while the answer is generated."""
         images, self._images = self._images, ()
         return images
 
@@ -85,7 +86,7 @@ def read(spec: GenerateSpec, media: Sequence[PreparedItem], assets: ModelAssets)
         if name not in assets.template.names:
             field = "chat.messages.tool_calls" if name == "tool_calls" else f"chat.{name}"
             raise errors.FailedPrecondition(
-                f"{field}: the chat template of {assets.config.name} does not read it", field=field
+                f"{field}: the chat template of {assets.config.name} does not use it", field=field
             )
     # Placeholders of clips for the template: their own token, or text.
     known = None if assets.video_token is None else Clip(assets.video_token)
@@ -113,8 +114,8 @@ def check_ids(field: str, ids: Sequence[int], assets: ModelAssets) -> None:
 
 
 def system_end(spec: GenerateSpec, ids: Sequence[int], assets: ModelAssets) -> int:
-    """Number of a chat's ids before the user's first text, which other questions after the same system message share.
-    Images end it. 0 if there are no such ids, or no template to find them."""
+    """Number of a chat's first ids that other questions after the same system message have too, up to the first image.
+    0 if there are none, or no template to find them."""
     if not isinstance(spec.input, ChatInput) or not assets.template.present or assets.tokenizer is None:
         return 0
     system = list(takewhile(lambda message: message.role in SYSTEM_ROLES, spec.input.messages))
@@ -134,8 +135,8 @@ def system_end(spec: GenerateSpec, ids: Sequence[int], assets: ModelAssets) -> i
 def _rendered_ids(
     template: ChatTemplate, tokenizer: Tokenizer, messages: tuple[Message, ...], arguments: str
 ) -> Sequence[int]:
-    """Ids of a chat without images, rendered with the template's `arguments`, a JSON object; none if the template
-    rejects it."""
+    """Ids of a chat without images. `arguments`: of the template, a JSON object. Empty if the template rejects the
+    chat."""
     try:
         return array("q", tokenizer.encode(template.render(messages, json.loads(arguments))))
     except ValueError:  # for example, a template that needs more than one question
@@ -153,7 +154,7 @@ def _places(ids: Sequence[int], assets: ModelAssets) -> list[int]:
 
 
 def _placeholder(item: PreparedItem, assets: ModelAssets) -> int:
-    """The id that stands for each of its rows."""
+    """The id that stands for each row of an image or clip."""
     own = assets.video_token_id if item.labels else None
     found = assets.image_token_id if own is None else own
     assert found is not None, "an image of a model that takes none"
@@ -161,7 +162,8 @@ def _placeholder(item: PreparedItem, assets: ModelAssets) -> int:
 
 
 def _words(media: Sequence[PreparedItem], assets: ModelAssets) -> list[Marked | None]:
-    """What stands in text for each clip, and for images of models that cut them into slices; None for others."""
+    """The text that replaces the placeholder of each clip, and of each image of a model that cuts images into slices;
+    None for other images."""
     numbers = count()
     return [_clip_words(item, assets) if item.labels else _image_words(item, next(numbers), assets) for item in media]
 
@@ -183,8 +185,8 @@ def _image_words(item: PreparedItem, number: int, assets: ModelAssets) -> Marked
 
 
 def _placed(text: str, media: Sequence[PreparedItem], words: Sequence[Marked | None], assets: ModelAssets) -> str:
-    """A rendered template's text in which each image, and each clip that has a token of its own, has its words in the
-    place of its token."""
+    """A rendered template's text, in which the token of each image, and of each clip if clips have a token of their
+    own, is replaced by its words."""
     if assets.image_token is None:
         return text
     parts = list(zip(media, words, strict=True))
@@ -197,9 +199,9 @@ def _placed(text: str, media: Sequence[PreparedItem], words: Sequence[Marked | N
 
 
 def _with_words(ids: list[int], media: Sequence[PreparedItem], assets: ModelAssets) -> list[int]:
-    """Token ids in which one placeholder stands for each image and clip get the words that the model's text has around
-    it: of slices, and of clips where the family has a token for them. Where those are there already, they stay.
-    """
+    """Adds to token ids, in which one placeholder stands for each image and clip, the words that the model expects
+    around it: those of slices, and those of clips if the family has a token for them. Words that are there already are
+    kept."""
     places = _places(ids, assets)
     if assets.tokenizer is None or len(places) != len(media):
         return ids
@@ -253,14 +255,14 @@ def widen(
     ids: list[int], media: Sequence[PreparedItem], continued: int, assets: ModelAssets, info: EngineInfo
 ) -> Prompt:
     """Repeats each image token id as often as its image has tokens. `continued`: number of output tokens that the
-    request brings. Raises InvalidArgument."""
+    request continues. Raises InvalidArgument."""
     ids, places = list(ids), _places(ids, assets)
     runs = [item.runs for item in media]
     if len(places) == len(media) != sum(runs):  # token ids with one placeholder for each clip
         runs = [1] * len(media)
     if len(places) != sum(runs):
         raise errors.InvalidArgument(
-            f"the prompt holds {len(places)} image tokens (id {assets.image_token_id}) for {_needed(media, runs)}",
+            f"the prompt has {len(places)} image tokens (id {assets.image_token_id}) for {_needed(media, runs)}",
             field="input",
         )
     widened: list[int] = []
@@ -283,18 +285,19 @@ def widen(
         raise errors.InvalidArgument("the prompt is empty", field="input")
     if len(widened) + continued >= info.max_len:
         raise errors.InvalidArgument(
-            f"the prompt takes {len(widened)} tokens with its images; the context holds {info.max_len}, answer "
-            "included", reason="CONTEXT_LENGTH_EXCEEDED", field="input",
+            f"the prompt takes {len(widened)} tokens, images included; the context of {info.max_len} has no room for "
+            "an answer", reason="CONTEXT_LENGTH_EXCEEDED", field="input",
             metadata={"limit": str(info.max_len), "got": str(len(widened))},
         )  # fmt: skip
     return Prompt(widened, tuple(images), tuple(ids), sum(item.frames for item in media))
 
 
 def _settle(ids: list[int], place: int, item: PreparedItem, assets: ModelAssets) -> None:
-    """Inserts the item's own placeholder. Raises InvalidArgument for an image where the placeholder is a clip's."""
+    """Replaces the placeholder by the item's own. Raises InvalidArgument for an image in the place of a clip's
+    placeholder."""
     if ids[place] != assets.image_token_id and not item.labels:
         raise errors.InvalidArgument(
-            f"{item.field} is an image, and the prompt has the token of clips (id {ids[place]}) in its place",
+            f"{item.field} is an image, but the prompt has the video token (id {ids[place]}) in its place",
             field=item.field,
         )
     ids[place] = _placeholder(item, assets)
@@ -319,6 +322,6 @@ def check_room(item: PreparedItem, info: EngineInfo) -> None:
     """Raises InvalidArgument for an image or clip that is too large for the handoff."""
     if item.layout.tokens > info.max_image_tokens:
         raise errors.InvalidArgument(
-            f"{item.field} takes {item.layout.tokens} tokens and the server's handoff holds {info.max_image_tokens}",
+            f"{item.field} takes {item.layout.tokens} tokens; the server's handoff holds {info.max_image_tokens}",
             field=item.field, reason="VIDEO_TOO_LARGE" if item.labels else "IMAGE_TOO_LARGE",
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """Separates a model's reasoning from its answer, by token ids: both markers are single tokens of the vocabulary.
 
-Reasoning is at the beginning of the output. Either the prompt ends with the opening marker, as chat templates of
-reasoning models write it, or the opening marker is the first token of the output. An answer that continues a message
-goes on with its reasoning if that is still open, and else has none.
+Reasoning is at the beginning of the output. Either the prompt ends with the opening marker, which the chat templates of
+reasoning models write there, or the opening marker is the first token of the output. An answer that continues a message
+continues its reasoning if that is still open, and has no reasoning otherwise.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ Phase = Literal["opened", "inside", "possible", "none"]
 """`opened`: the prompt ends with the opening marker. `inside`: it ends later within reasoning. `possible`: the output
 may begin with the opening marker. `none`: the prompt is past its reasoning, or the model has no markers."""
 _LONGEST_GAP = 16
-"""Tokens of white space after a marker at the end of a prompt."""
+"""Largest number of tokens of white space between a marker and the end of a prompt."""
 
 
 def phase_of(ids: Sequence[int], assets: ModelAssets, *, continued: bool = False) -> Phase:
-    """Where the output of a prompt begins. `continued`: the prompt ends in the text of the assistant's message."""
+    """The phase in which the output after a prompt begins. `continued`: the prompt ends within the text of the
+    assistant's message."""
     markers = assets.reasoning
     if markers is None or assets.tokenizer is None:
         return "none"
@@ -39,7 +40,8 @@ def phase_of(ids: Sequence[int], assets: ModelAssets, *, continued: bool = False
 
 
 def _phase_in_message(ids: Sequence[int], markers: ReasoningMarkers, tokenizer: Tokenizer) -> Phase:
-    """The same for a prompt that ends in a message's text: its last marker decides. Special tokens begin a message."""
+    """Like `phase_of`, for a prompt that ends within a message's text: the last marker of the message decides. Other
+    special tokens are taken as the message's beginning."""
     for token in reversed(ids):
         if token == markers.open:
             return "inside"
@@ -49,18 +51,18 @@ def _phase_in_message(ids: Sequence[int], markers: ReasoningMarkers, tokenizer: 
 
 
 def with_reasoning(spec: GenerateSpec, phase: Phase, assets: ModelAssets) -> ConstraintSpec | None:
-    """The request's constraint, which begins after the reasoning if there is any and the request does not constrain
-    that. If the prompt does not open reasoning, a constrained answer has some only if the request asks for it. Raises
-    FailedPrecondition for a request that the model or its template cannot follow."""
+    """The request's constraint. It applies after the reasoning, if there is any, unless the request constrains the
+    reasoning too. If the prompt does not open reasoning, a constrained answer has some only if the request asks for it.
+    Raises FailedPrecondition for a request that the model or its template cannot follow."""
     limit, constraint = spec.max_reasoning_tokens, spec.constraint
     if assets.reasoning is None and limit is not None:
         raise errors.FailedPrecondition(
-            f"max_reasoning_tokens: {assets.config.name} does not mark its reasoning",
+            f"max_reasoning_tokens: {assets.config.name} does not mark its reasoning, so it cannot be limited",
             field="sampling.max_reasoning_tokens",
         )
     if phase in ("opened", "inside") and spec.thinking is False:
         raise errors.FailedPrecondition(
-            "enable_thinking is false, and the model's chat template begins reasoning all the same",
+            "enable_thinking is false, but the model's chat template begins reasoning anyway",
             field="chat.enable_thinking",
         )
     asked = limit is not None or spec.thinking is True
@@ -74,7 +76,7 @@ def with_reasoning(spec: GenerateSpec, phase: Phase, assets: ModelAssets) -> Con
 
 
 class ReasoningSplit:
-    """Classifies the tokens of one sample."""
+    """Classifies the output tokens of one sample as reasoning, markers and text."""
 
     def __init__(self, markers: ReasoningMarkers | None, phase: Phase) -> None:
         self._markers = markers
@@ -90,7 +92,9 @@ class ReasoningSplit:
         self._may_open = False
         if markers is None:
             return "text"
-        if first and token == markers.open:  # also where the prompt has opened it: some models repeat the marker
+        if (
+            first and token == markers.open
+        ):  # even if the prompt has opened the reasoning: some models repeat the marker
             self.reasoning = True
             return "marker"
         if self.reasoning and token == markers.close:

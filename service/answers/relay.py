@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Shown(NamedTuple):
-    """The part of a sample's output that later tokens cannot change, so that it can be sent."""
+    """A part of a sample's output that can be sent, because later tokens cannot change it."""
 
     reasoning: str = ""
     text: str = ""
@@ -58,7 +58,7 @@ class SampleState:
 
     @property
     def over(self) -> bool:
-        """Whether the text ends the answer: by a stop string, or by the only call that is allowed."""
+        """Whether the text ends the answer: with a stop string, or with the end of the only call that is allowed."""
         called = self._calls is not None and self._calls.done and self.tokens >= self._min_tokens
         return called or self.stop_string is not None
 
@@ -67,8 +67,8 @@ class SampleState:
         return "tool_calls" if given == "stop" and self._calls is not None and self._calls.called else given
 
     def end(self, given: FinishReason, stop_token: int | None) -> tuple[FinishReason, int | None]:
-        """Why the sample ended, and the token that ended it, after `flush`: a stop string may begin in text that was
-        held back until then, and then the text ends before it."""
+        """Why the sample ended, and the token that ended it. To be called after `flush`, because text that was held
+        back may contain a stop string, which then ends the answer."""
         return (self.reason("stop"), None) if self.over else (self.reason(given), stop_token)
 
     def push(self, token: int, *, shown: bool = True) -> Shown:
@@ -84,7 +84,7 @@ class SampleState:
         return self._take(self._decoded(token) if shown else "", kind == "reasoning")
 
     def _decoded(self, token: int) -> str:
-        """The text that became certain with a token; special tokens of the markup of calls have one, too."""
+        """The text that a token completes. Special tokens of the markup of calls have text here, too."""
         marker = None if self._calls is None else self._calls.silent.get(token)
         if marker is None:
             return self._detokenizer.push([token])
@@ -99,7 +99,7 @@ class SampleState:
         return self._sorted(self._calls.feed(text), reasoning)
 
     def _end(self, reasoning: bool) -> Shown:
-        """The rest of the reasoning, or of the answer: a call does not go on after it."""
+        """The text and calls held back at the end of the reasoning or of the answer; no call continues after it."""
         return Shown() if self._calls is None else self._sorted(self._calls.finish(), reasoning)
 
     def _sorted(self, pieces: Iterable[str | CallDelta], reasoning: bool) -> Shown:
@@ -110,7 +110,7 @@ class SampleState:
             if isinstance(piece, str):
                 texts.append(piece if reasoning else self._stopped(piece))
             else:
-                texts.append("" if reasoning else self._stops.flush())  # no stop string goes across a call
+                texts.append("" if reasoning else self._stops.flush())  # a stop string does not span a call
                 calls.append(piece)
         text = "".join(texts)
         return Shown(text, "", tuple(calls)) if reasoning else Shown("", text, tuple(calls))
@@ -127,12 +127,12 @@ class SampleState:
         return text
 
     def replay(self, tokens: Sequence[int]) -> None:
-        """Replays tokens that the client has already received: only the detokenizer's state is needed."""
+        """Processes tokens that the client has already received, for the resulting state; their text is dropped."""
         for token in tokens:
             self.push(token)
 
     def flush(self) -> Shown:
-        """What was held back."""
+        """The output that was held back, at the end of the sample."""
         reasoning = self._split.reasoning
         parts = [self._take(self._detokenizer.flush(), reasoning), self._end(reasoning)]
         return merged(parts if reasoning else [*parts, Shown("", self._stops.flush())])
@@ -148,7 +148,7 @@ class Clock:
 
     @property
     def queue(self) -> float:
-        """Seconds until its first step was scheduled; without one, until now."""
+        """Seconds until the request's first step was scheduled, or until now if there is none yet."""
         return max(0.0, (time.monotonic() if self._scheduled is None else self._scheduled) - self._arrived)
 
     def tick(self, events: list[EngineEvent]) -> None:
@@ -170,7 +170,7 @@ def read_prompt_scores(event: EngineEvent, tokenizer: Tokenizer | None) -> list[
 def read_logprob(
     token: int, logprob: float, top: tuple[tuple[int, float], ...], tokenizer: Tokenizer | None
 ) -> Logprob:
-    """A token's log-probability and those of the likeliest ones in its place, with their texts."""
+    """The log-probabilities of a token and of the likeliest tokens at its position, with their texts."""
     texts = () if tokenizer is None else tuple(map(tokenizer.token_bytes, (token, *(other for other, _ in top))))
     return Logprob(token, logprob, top, texts)
 
@@ -186,7 +186,7 @@ def engine_error(event: EngineEvent) -> errors.StatusError:
         return errors.Unavailable(event.message, reason="SHARED_MEMORY_FULL", retry_after=1.0)
     if event.error == "died":
         return errors.Unavailable(
-            "the engine stopped while it worked on this request", reason="ENGINE_DIED", retry_after=1.0
+            "the engine stopped while it processed this request", reason="ENGINE_DIED", retry_after=1.0
         )
     log.error("request %r failed in the engine: %s", event.request_id, event.message)
     return errors.Internal("the engine failed on this request; the server's log has the details")

@@ -1,4 +1,5 @@
-"""The sampling parameters of a request: the model's defaults, what the request sets, and what its context allows."""
+"""The sampling parameters of a request: the model's defaults, the request's own values, and the limits of the
+context."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from service.model.assets import ModelAssets
 
 
 def size_of_sampling(spec: GenerateSpec) -> int:
-    """Number of ids and biases that `make_sampling` looks at."""
+    """Number of ids and biases that `make_sampling` processes."""
     size = sum(len(spec.sampling.get(name, ())) for name in ("logit_bias", "stop_token_ids"))
     return size + len((spec.constraint and spec.constraint.allowed_token_ids) or ())
 
 
 def make_sampling(spec: GenerateSpec, prompt_tokens: int, assets: ModelAssets, info: EngineInfo) -> SamplingParams:
-    """The parameters for a prompt of this many tokens; without a seed in the request, with a random one. Raises
+    """The parameters for a prompt of `prompt_tokens` tokens; the seed is random if the request has none. Raises
     StatusError."""
     seed = spec.sampling.get("seed")
     seed = secrets.randbits(63) if seed is None else int(seed)
@@ -28,7 +29,7 @@ def make_sampling(spec: GenerateSpec, prompt_tokens: int, assets: ModelAssets, i
     room = info.max_len - prompt_tokens
     if (wanted := values.get("max_tokens")) is not None and wanted > room and "max_tokens" in spec.sampling:
         raise errors.InvalidArgument(
-            f"max_tokens {wanted} and a prompt of {prompt_tokens} tokens are above the context of "
+            f"max_tokens {wanted} and a prompt of {prompt_tokens} tokens exceed the context of "
             f"{info.max_len}; at most {room} would fit",
             reason="CONTEXT_LENGTH_EXCEEDED", field="sampling.max_tokens",
             metadata={"limit": str(info.max_len), "got": str(wanted + prompt_tokens)},

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Passes text on until one of `stops` appears, which is never shown; text that may be the beginning of a stop
-    string is held back until the next text decides."""
+    """Passes text on until one of `stops` appears, which itself is never passed on. Text that may be the beginning of a
+    stop string is held back until more text shows whether it is."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)

@@ -37,13 +37,13 @@ def with_tools(spec: GenerateSpec, assets: ModelAssets) -> GenerateSpec:
     if use.choice == "auto" and answer is None and not any(tool.strict for tool in use.tools):
         return spec
     if answer is not None and (use.choice == "required" or answer.kind == "structural_tags"):
-        what = "tool_choice required" if use.choice == "required" else "structural tags beside tools"
+        what = "tool_choice required" if use.choice == "required" else "tools"
         raise errors.InvalidArgument(
-            f"response_format: {what} leaves no answer that could have the format", field="sampling.response_format"
+            f"response_format: {answer.kind} cannot be combined with {what}", field="sampling.response_format"
         )
     if spec.sampling.get("ignore_eos"):
         raise errors.InvalidArgument(
-            "ignore_eos and calls that keep to a schema exclude each other", field="sampling.ignore_eos"
+            "ignore_eos cannot be combined with tool calls that follow a schema", field="sampling.ignore_eos"
         )
     return replace(spec, constraint=replace(constraint, format=calls_format(markup, use, answer)))
 
@@ -75,7 +75,8 @@ def calls_format(markup: ToolMarkup, use: ToolUse, answer: TextFormat | None = N
 
 
 def has_answer_format(format: TextFormat | None) -> bool:
-    """Whether an answer of this format has either calls only or a text in a format, in which nothing is a call."""
+    """Whether an answer with this format consists either of calls only or of a text in a required format, which
+    contains no calls."""
     return format is not None and format.kind == "tool_calls" and json.loads(format.source)["answer"] is not None
 
 
@@ -83,14 +84,14 @@ def _markup(assets: ModelAssets) -> ToolMarkup:
     markup = assets.tool_markup
     if markup is None or assets.tokenizer is None:
         raise errors.FailedPrecondition(
-            f"chat.tools: it is not known how {assets.config.name} writes tool calls", field="chat.tools"
+            f"chat.tools: the format of {assets.config.name}'s tool calls is not known", field="chat.tools"
         )
     return markup
 
 
 def _without_calls(spec: GenerateSpec, markup: ToolMarkup, assets: ModelAssets) -> GenerateSpec:
-    """The same prompt, so that cached parts of it can be used, without the token that begins a call. Written in other
-    tokens it would be text."""
+    """Forbids the token that begins a call. The tools stay in the prompt, so that cached parts of it can be used. The
+    marker written in other tokens would be text."""
     assert assets.tokenizer is not None
     begin = assets.tokenizer.token_id(markup.begin)
     if begin is None:
@@ -107,21 +108,22 @@ def silent_markers(markup: ToolMarkup, assets: ModelAssets) -> Mapping[int, str]
 
 
 class CallSplit:
-    """Separates one sample's calls from its text, and from its reasoning, within which some models begin a call."""
+    """Separates one sample's calls from its text, and from its reasoning, in which some models begin a call."""
 
     def __init__(
         self, markup: ToolMarkup, use: ToolUse, silent: Mapping[int, str], name: str, *, or_format: bool = False
     ) -> None:
-        """`silent`: see `silent_markers`. `name`: of the sample, for the ids of its calls: these are the same if the
-        request is sent again. `or_format`: see `has_answer_format`."""
+        """`silent`: see `silent_markers`. `name`: of the sample; the ids of its calls are computed from it, so that
+        they are the same if the request is sent again. `or_format`: see `has_answer_format`."""
         self._markup, self._use, self._name, self._or_format = markup, use, name, or_format
         self.silent = silent
         self.in_reasoning = use.choice == "auto" and not or_format and not any(tool.strict for tool in use.tools)
-        """Whether reasoning may contain calls; where a constraint makes them, it begins after the reasoning."""
+        """Whether reasoning may contain calls: not if a constraint produces the calls, which applies after it."""
         self._tools: dict[str, Mapping[str, Any]] = {tool.name: tool.parameters for tool in use.tools}
         self._before = 0
-        """Number of calls of earlier scanners."""
+        """Number of calls found by earlier scanners."""
         self._broken = False
+        """Whether an earlier scanner ended within a call."""
         self._scanner = self._made()
 
     def _made(self) -> CallScanner:

@@ -1,5 +1,5 @@
-"""Converts tools, tool calls and their results in requests from messages. A history that does not fit together is
-rejected: each result belongs to one call before it."""
+"""Converts the tools, tool calls and tool results of requests from messages. Each result must belong to one call before
+it; other histories are rejected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.common.types import Message, Tool, ToolCall, ToolUse
 MAX_TOOLS = 128
 MAX_TOOL_NAME = 128
 MAX_TOOL_TEXT = 2**17
-"""Largest number of characters of the descriptions and schemas of a request's tools, all together, and of the arguments
+"""Largest number of characters of the descriptions and schemas of all tools of a request together, and of the arguments
 of one call in the history."""
 MAX_CALL_ID = 256
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
@@ -27,14 +27,14 @@ def tool_use_from_proto(chat: inference_pb2.ChatInput) -> ToolUse | None:
     total = sum(len(tool.description) + len(tool.parameters_json) for tool in chat.tools)
     if total > MAX_TOOL_TEXT:
         raise errors.InvalidArgument(
-            f"chat.tools have {total} characters; at most {MAX_TOOL_TEXT} are allowed", field="chat.tools"
+            f"chat.tools has {total} characters; at most {MAX_TOOL_TEXT} are allowed", field="chat.tools"
         )
     tools = [_tool(tool, f"chat.tools[{i}]") for i, tool in enumerate(chat.tools)]
     names = [tool.name for tool in tools]
     for i, name in enumerate(names):
         if name in names[:i]:
             raise errors.InvalidArgument(
-                f"chat.tools[{i}].name is {name!r}, like that of chat.tools[{names.index(name)}]",
+                f"chat.tools[{i}].name is {name!r}, which is also the name of chat.tools[{names.index(name)}]",
                 field=f"chat.tools[{i}].name",
             )
     choice, name = _choice(chat.tool_choice, names)
@@ -48,7 +48,7 @@ def _tool(tool: types_pb2.Tool, field: str) -> Tool:
     if len(tool.name) > MAX_TOOL_NAME or not _NAME.fullmatch(tool.name):
         raise errors.InvalidArgument(
             f"{field}.name has {len(tool.name)} characters: {tool.name[:50]!r}; it must have from 1 to "
-            f"{MAX_TOOL_NAME}, out of letters, digits and _ . : / -",
+            f"{MAX_TOOL_NAME}, and only letters, digits and _ . : / -",
             field=f"{field}.name",
         )
     parameters: dict[str, Any] = {}
@@ -57,7 +57,7 @@ def _tool(tool: types_pb2.Tool, field: str) -> Tool:
         parameters = json_object(where, tool.parameters_json, MAX_TOOL_TEXT)
         if parameters.get("type", "object") != "object":
             raise errors.InvalidArgument(
-                f"{where} has the type {str(parameters['type'])[:50]!r}; arguments are an object", field=where
+                f"{where} has the type {str(parameters['type'])[:50]!r}; it must be 'object'", field=where
             )
         if not isinstance(parameters.get("properties", {}), dict):
             raise errors.InvalidArgument(f"{where}: properties must be an object", field=where)
@@ -78,10 +78,11 @@ def _choice(choice: types_pb2.ToolChoice, names: Sequence[str]) -> tuple[Any, st
             modes = {0: "auto", 1: "auto", 2: "none", 3: "required"}
             if choice.mode not in modes:
                 raise errors.InvalidArgument(
-                    f"{field}.mode is {choice.mode}; known are auto (1), none (2), required (3)", field=f"{field}.mode"
+                    f"{field}.mode is {choice.mode}; it must be auto (1), none (2) or required (3)",
+                    field=f"{field}.mode",
                 )
             if choice.mode == types_pb2.TOOL_MODE_REQUIRED and not names:
-                raise errors.InvalidArgument(f"{field} requires a call, and there are 0 tools", field=field)
+                raise errors.InvalidArgument(f"{field} requires a call, but there are no tools", field=field)
             return modes[choice.mode], ""
     return "auto", ""
 
@@ -90,7 +91,7 @@ def calls_from_proto(message: types_pb2.ChatMessage, field: str) -> tuple[ToolCa
     """The calls of one message. Raises InvalidArgument."""
     if message.tool_calls and message.role != types_pb2.ROLE_ASSISTANT:
         raise errors.InvalidArgument(
-            f"{field}.tool_calls holds {len(message.tool_calls)}, and the role is not assistant",
+            f"{field}.tool_calls is set, but the role is not assistant",
             field=f"{field}.tool_calls",
         )
     _check_count(f"{field}.tool_calls", len(message.tool_calls), MAX_TOOLS)
@@ -108,7 +109,7 @@ def _call(call: types_pb2.ToolCall, field: str) -> ToolCall:
 
 
 class ToolHistory:
-    """The calls of a conversation so far, in which each result finds its call."""
+    """The calls of a conversation so far; finds the call of each result."""
 
     def __init__(self) -> None:
         self._open: list[ToolCall] = []
@@ -116,30 +117,33 @@ class ToolHistory:
         self._ids: set[str] = set()
 
     def add(self, calls: Sequence[ToolCall], field: str) -> None:
-        """The calls of the next message of the assistant."""
+        """Adds the calls of the assistant's next message. Raises InvalidArgument."""
         for i, call in enumerate(calls):
             if call.id and call.id in self._ids:
                 where = f"{field}.tool_calls[{i}].id"
-                raise errors.InvalidArgument(f"{where} is {call.id[:100]!r}, like that of an earlier call", field=where)
+                raise errors.InvalidArgument(
+                    f"{where} is {call.id[:100]!r}, which is also the id of an earlier call", field=where
+                )
             self._ids.add(call.id)
             self._open.append(call)
 
     def answer(self, message: types_pb2.ChatMessage, field: str) -> ToolCall | None:
-        """The call of which the next message is the result: the one with its id, or, if it has none, the first without
-        a result. None if the message is not from a tool."""
+        """The call whose result the next message contains: the one with the message's call id, or, if it has none, the
+        first without a result. None if the message is not from a tool. Raises InvalidArgument."""
         if message.role != types_pb2.ROLE_TOOL:
             if message.tool_call_id:
                 raise errors.InvalidArgument(
-                    f"{field}.tool_call_id is set, and the role is not tool", field=f"{field}.tool_call_id"
+                    f"{field}.tool_call_id is set, but the role is not tool", field=f"{field}.tool_call_id"
                 )
             return None
         wanted = message.tool_call_id
         found = next((call for call in self._open if not wanted or call.id == wanted), None)
         if found is None:
-            which = f" with the id {wanted[:100]!r}" if wanted else ""
+            fault = "there is no earlier call without a result"
+            if wanted:
+                fault = f"none of the {len(self._open)} earlier calls without a result has the id {wanted[:100]!r}"
             raise errors.InvalidArgument(
-                f"{field} is the result of a tool, and none of the {len(self._open)} calls before it that have no "
-                f"result is one{which}",
+                f"{field} is the result of a tool, but {fault}",
                 field=f"{field}.tool_call_id",
             )
         self._open.remove(found)
@@ -147,8 +151,8 @@ class ToolHistory:
 
 
 def in_order_of_calls(messages: Sequence[Message]) -> list[int]:
-    """Indices of `messages` in an order in which the results after one message of the assistant are in the order of its
-    calls: chat templates print no ids, so a model tells results by their order."""
+    """Indices of `messages` in an order in which results are in the same order as the calls of the assistant's message
+    before them. Chat templates do not print ids, so the model can match results with calls only by their order."""
     order, ranks = list(range(len(messages))), dict[int, int]()
     begin = 0
     for i, message in enumerate(messages):
@@ -174,4 +178,4 @@ def tool_arguments(use: ToolUse) -> list[dict[str, Any]]:
 
 def _check_count(field: str, count: int, most: int) -> None:
     if count > most:
-        raise errors.InvalidArgument(f"{field} holds {count}; at most {most} are allowed", field=field)
+        raise errors.InvalidArgument(f"{field} has {count} entries; at most {most} are allowed", field=field)

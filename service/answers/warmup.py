@@ -1,4 +1,4 @@
-"""Runs everything that is slow the first time (kernels, graphs, memory) before health becomes SERVING."""
+"""Runs everything once that is slow the first time (kernels, graphs, memory), before health becomes SERVING."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from service.common.types import GenerateSpec, Image, ImageInput, TokensInput
 log = logging.getLogger(__name__)
 
 SALT = b"warm-up"
-"""The salt of these requests, so that callers find nothing that they leave in a cache."""
+"""The salt of these requests, so that requests of callers do not hit what they leave in caches."""
 
 
 async def warm_up(frontend: Frontend) -> None:
-    """Generates a short answer and, if the model takes images, encodes one. Raises StatusError if that fails: such a
-    server could not answer any request."""
+    """Generates a short answer and, if the model takes images, encodes one. Raises StatusError if the model cannot
+    answer. Limits that are too small for this, and encoders that are not connected yet, are only logged."""
     began = time.perf_counter()
     sampling = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
     length = max(1, min(8, frontend.engine.info.max_len - 3))
@@ -33,12 +33,12 @@ async def warm_up(frontend: Frontend) -> None:
             image = Image(await asyncio.to_thread(_grey_image), "image")
             spec = GenerateSpec("image", "", ImageInput(), (image,), {"max_tokens": 1})
             await frontend.embed(spec, salt=SALT)
-    except errors.InvalidArgument as error:  # with limits so small that not even this fits, no warm-up is needed
+    except errors.InvalidArgument as error:  # limits so small that not even this fits
         log.warning("warm-up: %s", error)
     except errors.Unavailable as error:
         if error.reason != "ENCODER_UNAVAILABLE":
             raise
-        log.warning("warm-up: %s", error)  # encoders may connect later, and text needs none
+        log.warning("warm-up: %s", error)  # encoders may connect later, and text requests need none
     log.info("warmed up in %.1f s", time.perf_counter() - began)
 
 

@@ -1,8 +1,8 @@
 """Counts the fields of a message from its bytes, before it is parsed.
 
 A message of a few hundred kilobytes may contain a hundred thousand fields. Parsing it would block the whole process,
-because the parser holds the GIL, and the parsed objects take many times its bytes. Here fields are counted up to a
-limit, without creating objects.
+because the parser holds the GIL, and the parsed objects would take many times the memory of its bytes. Here, fields are
+counted up to a limit without creating objects.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from service.common import errors
 
 MAX_FIELDS = 2**16
 MIN_IDS = 2**16
-"""Size that a list may always have: such lists are processed quickly."""
+"""Number of elements that a list may always have, because such a list is processed quickly."""
 LIGHT = 2**14
-"""Messages are counted from this size on: smaller ones cannot contain too much."""
+"""Size in bytes from which the fields of messages are counted: smaller messages cannot contain too many."""
 _VARINT, _LENGTH, _FIXED = 0, 2, {1: 8, 5: 4}
 _DIGITS = 10
 """Largest size of a varint, in bytes."""
@@ -34,7 +34,7 @@ def weigh(data: bytes, descriptor: Any, max_ids: int) -> None:
         while at < end:
             left -= 1
             if left < 0:
-                raise _too_large("message", f"the message holds more than {MAX_FIELDS} fields, those of its parts too")
+                raise _too_large("message", f"the message has more than {MAX_FIELDS} fields, nested ones included")
             tag, at = _varint(data, at, end)
             wire = tag & 7
             if wire == _VARINT:
@@ -50,7 +50,7 @@ def weigh(data: bytes, descriptor: Any, max_ids: int) -> None:
                 at += size
             elif wire in _FIXED:
                 at += _FIXED[wire]
-            else:  # groups, which none of our messages has: the parser raises the error
+            else:  # groups, which no message of this server has: the parser raises the error
                 return
 
 

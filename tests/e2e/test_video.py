@@ -259,7 +259,7 @@ def test_limits_are_named_with_both_numbers(
         ([clip[: len(clip) // 2]], "prompt.videos[0]", "VIDEO_DECODE_FAILED"),
         ([[png(1, (8, 8)), png(2, (8, 9))]], "frame 1 has 9x8 pixels, the first 8x8", "INVALID_ARGUMENT"),
         ([[png(1), b"broken"]], "frame 1: no PNG", "VIDEO_DECODE_FAILED"),
-        ([saccade.Video([png(1)], fps=0.0)], "fps is 0; it must be above 0", "INVALID_ARGUMENT"),
+        ([saccade.Video([png(1)], fps=0.0)], "fps is 0; it must be from 1e-06 to 1000", "INVALID_ARGUMENT"),
     ]
     for videos, words, reason in refused:
         with pytest.raises(saccade.errors.InvalidArgument) as error:

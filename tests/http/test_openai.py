@@ -106,7 +106,8 @@ def test_a_message_is_continued(client: openai.OpenAI, grpc_client: saccade.Clie
     counted = client.post("/../tokenize", cast_to=object, body={"messages": messages, **continuing})
     assert isinstance(counted, dict) and counted["count"] == same.usage.prompt_tokens
     for wrong, words in (
-        ({"messages": ASK}, "role is user"), ({"response_format": {"type": "json_object"}}, "response_format is that"),
+        ({"messages": ASK}, "role is user"),
+        ({"response_format": {"type": "json_object"}}, "response_format describes a whole answer"),
     ):  # fmt: skip
         with pytest.raises(openai.BadRequestError, match=words):
             client.chat.completions.create(**{**options, **wrong}, extra_body=continuing)

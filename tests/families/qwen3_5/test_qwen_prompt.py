@@ -181,9 +181,9 @@ def test_a_template_without_a_place_for_clips_says_so(oracle: Oracle, tmp_path: 
 
 def test_an_image_is_no_clip(oracle: Oracle) -> None:
     ids = oracle.tokenizer("a <|vision_start|><|video_pad|><|vision_end|>")["input_ids"]
-    with pytest.raises(errors.InvalidArgument, match=r"images\[0\] is an image, and the prompt has the token of clips"):
+    with pytest.raises(errors.InvalidArgument, match=r"images\[0\] is an image, but the prompt has the video token"):
         oracle.found(TokensInput(tuple(ids)), [SMALL])
-    with pytest.raises(errors.InvalidArgument, match="holds 1 image tokens .* for 1 images and 1 videos of 3"):
+    with pytest.raises(errors.InvalidArgument, match="has 1 image tokens .* for 1 images and 1 videos of 3"):
         oracle.found(TokensInput(tuple(ids)), [SMALL, CLIP])
 
 

@@ -48,7 +48,7 @@ def of_frames(**fields: Any) -> inference_pb2.GenerateRequest:
 
 @pytest.mark.parametrize("fps", [0.0, -1.0, 1e-310, 5e-324, 9e-7, 1000.1, 1e300, float("inf"), float("nan")])
 def test_frames_a_second_that_no_clip_has(fps: float) -> None:
-    refused(of_frames(fps=fps), "prompt.videos[0].frames.fps", "fps is .*; it must be above 0: from 1e-06 to 1000")
+    refused(of_frames(fps=fps), "prompt.videos[0].frames.fps", "fps is .*; it must be from 1e-06 to 1000")
 
 
 @pytest.mark.parametrize("fps", [1e-6, 0.04, 1000.0])
@@ -126,11 +126,11 @@ def test_definitions_of_tools_arrive_as_they_were_written(prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "cannot be read"),
+        ("{", "is not valid JSON"),
         ("[1]", "must be a JSON object, not a list"),
         ('{"a": NaN}', "NaN is not JSON"),
         ('{"a": ' + "[" * 100_000, "nested 100001 deep; at most 100 are allowed"),
-        ('{"a": ' + "1" * 10_000 + "}", "cannot be read"),
+        ('{"a": ' + "1" * 10_000 + "}", "is not valid JSON"),
         (" " * 262_145, "has 262145 characters; it must have from 1 to 262144"),
     ],
     ids=["broken", "list", "nan", "deep", "number", "long"],
@@ -151,10 +151,10 @@ def test_raw_text_passes_no_template() -> None:
     assert convert.spec_from_proto(prompt(raw=True)).input == RawInput("a")
     request = prompt(raw=True)
     json_format.ParseDict({"x": 1}, request.prompt.chat_template_kwargs)
-    refused(request, "prompt.chat_template_kwargs", "raw text passes no chat template")
+    refused(request, "prompt.chat_template_kwargs", "cannot be used with raw text")
     request = prompt(raw=True)
     request.prompt.chat_template_kwargs_json = "{}"
-    refused(request, "prompt.chat_template_kwargs", "raw text passes no chat template")
+    refused(request, "prompt.chat_template_kwargs", "cannot be used with raw text")
 
 
 def test_a_request_s_own_name() -> None:
@@ -216,7 +216,7 @@ def test_options_of_reasoning_are_arguments_of_the_template() -> None:
     assert isinstance(spec.input, ChatInput)
     assert spec.thinking is True and spec.input.needed == ()
     both = thinking_request(enable_thinking=True, chat_template_kwargs={"enable_thinking": False})
-    with pytest.raises(errors.InvalidArgument, match="is True, and chat_template_kwargs set it to False") as error:
+    with pytest.raises(errors.InvalidArgument, match="is True, but chat_template_kwargs sets it to False") as error:
         convert.spec_from_proto(both)
     assert error.value.field == "chat.enable_thinking"
 
@@ -244,7 +244,11 @@ def test_only_text_of_the_assistant_is_continued() -> None:
         refused(wrong, "chat.continue_final_message", f"chat.continue_final_message: the last message.* {why}")
     formatted = thinking_request(messages=[said], continue_final_message=True)
     formatted.sampling.response_format.json_object.SetInParent()
-    refused(formatted, "sampling.response_format", "is that of a whole answer, and chat.continue_final_message")
+    refused(
+        formatted,
+        "sampling.response_format",
+        "describes a whole answer and cannot be combined with chat.continue_final_message",
+    )
 
 
 def test_only_the_assistant_reasons() -> None:
@@ -296,7 +300,7 @@ TAG = {"begin": "<a>", "regex": "b", "end": "</a>"}
     [
         ({"response_format": {}}, "sampling.response_format", "is empty"),
         ({"response_format": {"json_schema": ""}}, "sampling.response_format.json_schema", "0 characters"),
-        ({"response_format": {"json_schema": "{"}}, "sampling.response_format.json_schema", "cannot be read"),
+        ({"response_format": {"json_schema": "{"}}, "sampling.response_format.json_schema", "is not valid JSON"),
         ({"response_format": {"json_schema": "[]"}}, "sampling.response_format.json_schema", "not a list"),
         ({"response_format": {"json_schema": '{"const": NaN}'}}, "sampling.response_format.json_schema", "NaN"),
         (
@@ -309,16 +313,16 @@ TAG = {"begin": "<a>", "regex": "b", "end": "</a>"}
         ),
         ({"response_format": {"regex": "a" * 131073}}, "sampling.response_format.regex", "131073 .* to 131072"),
         ({"response_format": {"lark": ""}}, "sampling.response_format.lark", "0 characters"),
-        ({"response_format": {"choice": {}}}, "sampling.response_format.choice", "holds 0; .* from 1 to 4096"),
+        ({"response_format": {"choice": {}}}, "sampling.response_format.choice", "has 0 entries; .* from 1 to 4096"),
         ({"response_format": {"choice": {"choices": ["a", ""]}}}, "sampling.response_format.choice", r"\[1\] is empty"),
         (
             {"response_format": {"choice": {"choices": ["a" * 70000] * 2}}},
             "sampling.response_format.choice", "140000 characters",
         ),
-        ({"response_format": {"structural_tags": {}}}, "sampling.response_format.structural_tags", "tags holds 0"),
+        ({"response_format": {"structural_tags": {}}}, "sampling.response_format.structural_tags", "tags has 0 entr"),
         (
             {"response_format": {"structural_tags": {"tags": [{"begin": "a"}]}}},
-            "sampling.response_format.structural_tags", "none of json_schema, regex, lark",
+            "sampling.response_format.structural_tags", "must have one of json_schema, regex, lark",
         ),
         (
             {"response_format": {"structural_tags": {"tags": [TAG], "triggers": ["<b"]}}},
@@ -328,9 +332,9 @@ TAG = {"begin": "<a>", "regex": "b", "end": "</a>"}
             {"response_format": {"structural_tags": {"tags": [{**TAG, "begin": ""}]}}},
             "sampling.response_format.structural_tags", "begin is empty",
         ),
-        ({"response_format": {"json_object": {}}, "ignore_eos": True}, "sampling.ignore_eos", "exclude each other"),
+        ({"response_format": {"json_object": {}}, "ignore_eos": True}, "sampling.ignore_eos", "cannot be combined"),
         ({"bad_words": ["a", ""]}, "sampling.bad_words[1]", "0 characters"),
-        ({"bad_words": ["a"] * 257}, "sampling.bad_words", "holds 257; .* to 256"),
+        ({"bad_words": ["a"] * 257}, "sampling.bad_words", "has 257 entries; .* to 256"),
     ],
 )  # fmt: skip
 def test_constraints_that_no_engine_could_make(sampling: dict[str, Any], field: str, words: str) -> None:

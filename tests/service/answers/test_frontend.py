@@ -136,7 +136,7 @@ def test_names_and_places(assets: ModelAssets) -> None:
         assert (
             frontend.live == 2 and not frontend.idle.is_set() and engine.requests[0].names != engine.requests[1].names
         )
-        with pytest.raises(errors.Unavailable, match="holds 2 requests, the most it takes") as full:
+        with pytest.raises(errors.Unavailable, match="has 2 requests, which is its limit") as full:
             await collect(frontend.stream(spec("b"), salt=b"1"))
         assert full.value.reason == "QUEUE_FULL"
         frontend.cancel("a", salt=b"1")

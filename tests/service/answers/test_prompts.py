@@ -113,7 +113,7 @@ def test_prompt_and_answer_share_the_context(assets: ModelAssets) -> None:
             widen(ids, [prepared()], continued, assets, info(max_len=most))
         assert refused.value.reason == "CONTEXT_LENGTH_EXCEEDED"
     widen(ids, [prepared()], 0, assets, info(max_image_tokens=4))
-    with pytest.raises(errors.InvalidArgument, match="takes 4 tokens and the server's handoff holds 3"):
+    with pytest.raises(errors.InvalidArgument, match="takes 4 tokens; the server's handoff holds 3"):
         widen(ids, [prepared()], 0, assets, info(max_image_tokens=3))
 
 

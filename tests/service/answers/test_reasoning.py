@@ -191,12 +191,12 @@ def test_the_template_decides_and_the_request_may_ask(thinking: ModelAssets) -> 
 def test_what_the_template_does_not_read_is_refused(assets: ModelAssets, thinking: ModelAssets) -> None:
     for name, value in (("enable_thinking", True), ("reasoning_effort", "low")):
         asked = chat(template_arguments={name: value}, needed=(name,))
-        with pytest.raises(errors.FailedPrecondition, match=f"chat.{name}: .* does not read it") as error:
+        with pytest.raises(errors.FailedPrecondition, match=f"chat.{name}: .* does not use it") as error:
             answered(assets, "x", **asked)
         assert error.value.field == f"chat.{name}"
     fixed = load_assets(ServerOptions())
     fixed.template = ChatTemplate("{{ messages[0].content }}<think>", image_token=None, special_tokens={})
-    with pytest.raises(errors.FailedPrecondition, match="begins reasoning all the same"):
+    with pytest.raises(errors.FailedPrecondition, match="begins reasoning anyway"):
         answered(fixed, "x", thinking=False, **chat(template_arguments={"enable_thinking": False}))
 
 

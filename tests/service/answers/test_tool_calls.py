@@ -388,15 +388,15 @@ def test_names_and_ids_of_calls_and_arguments_of_the_template_are_texts(text: st
 def test_what_the_model_or_its_template_cannot_do_is_refused(assets: ModelAssets) -> None:
     plain = made_assets()
     plain.template = ChatTemplate("{{ tools }}{{ messages[0].content }}", image_token=None, special_tokens={})
-    with pytest.raises(errors.FailedPrecondition, match="not known how .* writes tool calls") as error:
+    with pytest.raises(errors.FailedPrecondition, match="the format of .*'s tool calls is not known") as error:
         answered(plain, "x", **using())
     assert error.value.field == "chat.tools"
     deaf = made_assets()
     deaf.template = ChatTemplate("<function= {{ messages[0].content }}", image_token=None, special_tokens={})
-    with pytest.raises(errors.FailedPrecondition, match="chat.tools: .* does not read it"):
+    with pytest.raises(errors.FailedPrecondition, match="chat.tools: .* does not use it"):
         answered(deaf, "x", **using())
     history = ChatInput((Message("assistant", (), tool_calls=(ToolCall("", "f", {}),)),), {}, ("tool_calls",))
-    with pytest.raises(errors.FailedPrecondition, match="chat.messages.tool_calls: .* does not read it"):
+    with pytest.raises(errors.FailedPrecondition, match="chat.messages.tool_calls: .* does not use it"):
         answered(deaf, "x", input=history)
 
 

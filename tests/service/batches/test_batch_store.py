@@ -133,7 +133,7 @@ def test_a_restart_finds_what_was_saved(tmp_path: Path, caplog: pytest.LogCaptur
     again = BatchStore(tmp_path, 1000, 10.0)
     assert again.get("a", kept.batch_id) == kept and (kept.ordered, kept.max_errors) == (True, 0)
     assert [r.state for r in again.unfinished()] == ["validating"]
-    assert not list((tmp_path / "incoming").iterdir()) and "cannot be read and is left alone" in caplog.text
+    assert not list((tmp_path / "incoming").iterdir()) and "cannot be read, and its batch is ignored" in caplog.text
     assert again.folder(damaged.batch_id).exists()
     with pytest.raises(errors.AlreadyExists):
         make(again, "a", b"other", "r")
