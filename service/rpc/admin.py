@@ -1,4 +1,4 @@
-"""AdminService: an operator's commands. The interceptor checks who may use them."""
+"""AdminService: commands for operators. The interceptor checks who may call them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._drain, self._draining, self._tell_log_level = drain, draining, tell_log_level
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
-        log.warning("draining, as an operator asked: %d requests are running", self._frontend.live)
+        log.warning("draining at an operator's request: %d requests are running", self._frontend.live)
         self._drain()
         return admin_pb2.DrainResponse(live_requests=self._frontend.live)
 
@@ -39,7 +39,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def GetLoads(self, request: admin_pb2.GetLoadsRequest, context: Any) -> admin_pb2.GetLoadsResponse:
         stats = await asyncio.wrap_future(self._frontend.engine.query("stats"))
         decoder, handoff = stats["decoder"], stats["handoff"]
-        media_bytes = await asyncio.to_thread(lambda: self._spool.used_bytes)  # several frontends count on disk
+        # In a thread, because with several frontends the files are counted on the disk.
+        media_bytes = await asyncio.to_thread(lambda: self._spool.used_bytes)
         return admin_pb2.GetLoadsResponse(
             live_requests=self._frontend.live,
             running=decoder["running"],
@@ -67,7 +68,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.UpdateLogLevelRequest, context: Any
     ) -> admin_pb2.UpdateLogLevelResponse:
         if request.level not in LEVELS:
-            raise errors.InvalidArgument(f"level is {request.level!r}; it can be {', '.join(LEVELS)}", field="level")
+            raise errors.InvalidArgument(
+                f"level is {request.level!r}; it must be one of {', '.join(LEVELS)}", field="level"
+            )
         root = logging.getLogger()
         previous = logging.getLevelName(root.level).lower()
         root.setLevel(request.level.upper())
@@ -76,7 +79,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
 
 def _encoder_loads(stats: dict[str, Any]) -> admin_pb2.EncoderLoads | None:
-    """None unless the engine's process has an encoder of its own."""
+    """The encoder's counters; None unless the encoder runs in the engine's process."""
     if "budgets" not in stats:
         return None
     sizes = stats["budgets"]

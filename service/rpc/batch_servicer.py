@@ -87,12 +87,13 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
         record = self._store.get(_tenant(), request.batch_id)
         if not record.over:
             raise errors.FailedPrecondition(
-                f"batch {record.batch_id} is {record.state}; its output can be had when it is over",
+                f"batch {record.batch_id} is {record.state}; its output is available when it has ended",
                 reason="BATCH_RUNNING",
             )
         if not 0 <= request.offset <= record.output_bytes:
             raise errors.OutOfRange(
-                f"offset is {request.offset}, and the output has {record.output_bytes} bytes", field="offset",
+                f"offset is {request.offset}; it must be from 0 to {record.output_bytes}, the size of the output",
+                field="offset",
                 metadata={"size": str(record.output_bytes)},
             )  # fmt: skip
         path, offset = self._store.folder(record.batch_id) / "output.jsonl", request.offset
@@ -108,10 +109,10 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
 
 
 def _check_labels(header: batch_pb2.BatchHeader) -> None:
-    """Raises InvalidArgument if what is kept for the caller is too long."""
+    """Raises InvalidArgument if the caller's metadata or name of the file is too long."""
     if len(header.metadata) > MAX_METADATA:
         raise errors.InvalidArgument(
-            f"metadata has {len(header.metadata)} pairs; at most {MAX_METADATA} are kept", field="header.metadata"
+            f"metadata has {len(header.metadata)} pairs; at most {MAX_METADATA} are allowed", field="header.metadata"
         )
     lengths = [
         ("metadata: a key", MAX_KEY, header.metadata), ("metadata: a value", MAX_VALUE, header.metadata.values()),
@@ -120,7 +121,7 @@ def _check_labels(header: batch_pb2.BatchHeader) -> None:
     for name, most, texts in lengths:
         if (longest := max(map(len, texts), default=0)) > most:
             field = f"header.{name.partition(':')[0]}"
-            raise errors.InvalidArgument(f"{name} has {longest} characters; at most {most} are kept", field=field)
+            raise errors.InvalidArgument(f"{name} has {longest} characters; at most {most} are allowed", field=field)
 
 
 def _read(path: Path, offset: int) -> bytes:

@@ -1,8 +1,9 @@
 """The `Door` as a gRPC interceptor: a call's metadata are its headers, and a `StatusError` becomes a gRPC status.
 
-All methods are registered with streams of requests, which is the same in gRPC's protocol: otherwise gRPC would read a
-message before it calls the handler. Messages are parsed here, because gRPC answers a malformed one with UNKNOWN and the
-parser's own text. gRPC reports the size of a message only when all of it has arrived.
+All methods are registered as methods with a stream of requests, which makes no difference in gRPC's protocol: gRPC
+would otherwise read a message before it calls the handler. Messages are parsed here, because gRPC would answer a
+malformed one with UNKNOWN and the parser's own text. gRPC reports the size of a message only when all of it has
+arrived.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class DoorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def _as_streams(handler: Any, unary: Any, stream: Any) -> Any:
-    """A handler of raw messages with one of the two bodies, depending on whether it answers with a stream."""
+    """A handler of raw messages with the body `unary` or `stream`, depending on whether it answers with a stream."""
     serializer = handler.response_serializer
     if handler.response_streaming:
         return grpc.stream_stream_rpc_method_handler(stream, response_serializer=serializer)
@@ -98,18 +99,18 @@ class _Messages:
         try:
             await self.call.send(method(await self._requests(source), context), context.write)
         except grpc.aio.InternalError as error:
-            # gRPC's core takes no more messages of a call that its client has just cancelled; the cancellation itself
-            # has not arrived here yet.
+            # gRPC's core takes no more messages of a call that the client has just cancelled, and the cancellation has
+            # not arrived here yet.
             raise asyncio.CancelledError from error
 
     async def _requests(self, source: AsyncIterator[bytes]) -> Any:
-        """The parsed request, or an iterator of them."""
+        """The parsed request, or an iterator over the parsed requests of a stream."""
         if self.handler.request_streaming:
             return self._each(source)
         return await self._parsed(await self.only(source))
 
     async def only(self, source: AsyncIterator[bytes]) -> bytes:
-        """The message of a method that takes one."""
+        """The message of a method that takes one message."""
         data = await self.call.arrival(anext(source, None), seconds=self.call.limits.receive_timeout)
         if data is None:
             raise errors.InvalidArgument("the call ended without a message", reason="MALFORMED_MESSAGE")
@@ -123,8 +124,8 @@ class _Messages:
             yield request
 
     async def _next(self, source: AsyncIterator[bytes]) -> bytes | None:
-        """The next request of a stream. An upload holds reserved space, so its pauses are limited; other streams may
-        pause, and are limited only in number."""
+        """The next request of a stream. An upload holds reserved space, so the length of its pauses is limited; other
+        streams may pause, and only their number is limited."""
         if self.handler.response_streaming:
             return await anext(source, None)
         return await self.call.arrival(anext(source, None), seconds=self.call.limits.stall_timeout)

@@ -1,8 +1,8 @@
 """KServe v2 with Triton's extensions, `inference.GRPCInferenceService`, for unmodified Triton clients.
 
 `service.rpc.kserve_tensors` describes the content of a request. A streamed answer ends with a response without text
-that says why it ended. `triton_final_response` is true on that one, or, if the request sets
-`triton_enable_empty_final_response`, on an empty one after it.
+that says why it ended. `triton_final_response` is true in this response or, if the request sets
+`triton_enable_empty_final_response`, in an empty response after it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Answer:
         self._usage: dict[str, int] = {}
 
     def add(self, event: Started | Delta | Finished) -> Any | None:
-        """A response that is sent now, on a stream."""
+        """Adds an event; returns the response to send now, if any."""
         match event:
             case Delta() if self._question.stream:
                 return self.response(event.text, event.reasoning, event.token_ids, event.calls, "", final=False)
@@ -126,7 +126,7 @@ class KServeServicer:
         self._statistics = _Statistics()
 
     def handler(self) -> Any:
-        """For `add_generic_rpc_handlers`."""
+        """The handler for `add_generic_rpc_handlers`."""
         methods = {}
         for method in POOL.FindServiceByName(SERVICE).methods:
             body = getattr(self, method.name, None) or _unimplemented(method.name)
@@ -237,7 +237,7 @@ class KServeServicer:
             await asyncio.gather(*ending, return_exceptions=True)
 
     async def _answer(self, request: Any, first: bool, context: Any, out: asyncio.Queue[Any]) -> None:
-        """One request of a stream: if it fails, the stream gets an error message and goes on."""
+        """Answers one request of a stream. If it fails, an error message is sent and the stream continues."""
         wrap, call = message("ModelStreamInferResponse"), current_call()
         mine = replace(
             call, request_bytes=request.ByteSize(), request_id=request.id[:128], started=time.monotonic(), generations=0
@@ -256,7 +256,7 @@ class KServeServicer:
                         await out.put(wrap(infer_response=response))
         except Exception as error:  # each becomes an error message
             status = note(mine, errors.to_status(error), error)
-            if not mine.generations:  # rejected before it could have a line of its own
+            if not mine.generations:  # rejected before it got a line in the access log
                 self._calls.access.write(mine, seconds=time.monotonic() - mine.started)
                 mine.generations = 1
             response = message("ModelInferResponse")(model_name=request.model_name, id=request.id)
@@ -291,13 +291,14 @@ class KServeServicer:
     def _check_model(self, name: str, version: str) -> None:
         if name != self._model.name or version not in ("", VERSION):
             raise errors.NotFound(
-                f"no model {name!r} in version {version or VERSION!r}; there is {self._model.name!r} in {VERSION!r}",
+                f"no model {name!r} with version {version or VERSION!r}; this server has {self._model.name!r} with "
+                f"version {VERSION!r}",
                 field="model_name",
             )
 
 
 def _unimplemented(name: str) -> Callable[[Any, Any], Any]:
     async def refuse(request: Any, context: Any) -> Any:
-        raise errors.Unimplemented(f"{name} is not served here")
+        raise errors.Unimplemented(f"{name} is not implemented by this server")
 
     return refuse

@@ -1,7 +1,7 @@
 """KServe's message classes, in a separate descriptor pool.
 
-In the default pool the first package to be imported owns their names, and another client library in the same process
-could then not be imported.
+In the default pool, their names belong to the first package that registers them, and another client library could not
+be imported in the same process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POOL = _load_pool()
 
 
 def message(name: str) -> Any:
-    """The class of `inference.NAME`."""
+    """The class of the message `inference.NAME`."""
     return GetMessageClass(POOL.FindMessageTypeByName(f"inference.{name}"))
 
 

@@ -1,4 +1,4 @@
-"""Converts a ModelInferRequest to a request of our own API. The fields are described in
+"""Converts a ModelInferRequest to a `saccade.v1.GenerateRequest`. The fields are described in
 `service.rpc.kserve_tensors`."""
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from service.common import errors
 from service.rpc.kserve_tensors import OUTPUTS, read_tensors
 
 LONGEST_TIMEOUT = 366 * 86400.0
-"""Seconds; a longer timeout is cut to this, so that no clock overflows."""
+"""Largest timeout, in seconds; longer ones are reduced to it, so that no clock overflows."""
 _OUR_PARAMETERS = {"triton_enable_empty_final_response", "timeout", "priority", "sequence_id", "sequence_start",
                    "sequence_end", "stream", "exclude_input_in_output"}  # fmt: skip
 _SAMPLING = frozenset(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"n", "logprobs", "prompt_logprobs"}
-"""An answer has one sample, and no outputs for log-probabilities."""
+"""Sampling parameters that may be set: an answer has one sample, and no outputs for log-probabilities."""
 _CHAT_OPTIONS: dict[str, type] = {"enable_thinking": bool, "reasoning_effort": str, "continue_final_message": bool}
-"""Options of a chat's prompt, with their types."""
+"""Options of the chat template and their types."""
 _LISTS = {"stop", "stop_token_ids", "allowed_token_ids", "bad_words"}
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
-"""As a key of JSON: protobuf also reads 01 and +1, of which the last one with the same number would count."""
+"""A token id as a JSON key. protobuf would also accept 01 and +1 as names of id 1, and the last of them would win."""
 _TOOLS = ("tool_choice", "parallel_tool_calls")
 _ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 
@@ -42,11 +42,11 @@ class Question:
     empty_final: bool
     timeout: float | None
     prefix: str = ""
-    """Put before the answer's text: the prompt, where it is asked for."""
+    """Text that is placed before the answer: the prompt, if the request asks for it."""
 
 
 def read_request(request: Any) -> Question:
-    """Raises InvalidArgument."""
+    """Parses a request. Raises InvalidArgument."""
     tensors = read_tensors(request)
     parameters = {name: _parameter(name, value) for name, value in request.parameters.items()}
     values = _values(tensors, parameters)
@@ -57,10 +57,10 @@ def read_request(request: Any) -> Question:
     _set_options(generate, options)
     _set_tools(generate, tensors, choice, parallel)
     if parameters.get("sequence_id"):
-        raise errors.InvalidArgument("stateful sequences are not served", field="parameters.sequence_id")
-    # Triton counts from 1, the most urgent; 0 is its default.
+        raise errors.InvalidArgument("stateful sequences are not supported", field="parameters.sequence_id")
+    # In Triton, 1 is the most urgent priority, and 0 stands for the default.
     generate.priority = -min(_count(parameters, "priority"), 2**31 - 1)
-    # Each once: an answer would else be as many times as large as there are outputs in the request.
+    # Each output only once: otherwise a request could make its answer larger by repeating outputs.
     wanted = tuple(dict.fromkeys(output.name for output in request.outputs)) or tuple(name for name, _, _ in OUTPUTS)
     if unknown := sorted(set(wanted) - {name for name, _, _ in OUTPUTS}):
         raise errors.InvalidArgument(
@@ -75,17 +75,17 @@ def read_request(request: Any) -> Question:
 
 
 def _count(parameters: dict[str, Any], name: str) -> int:
-    """An integer of at least 0; 0 where it is missing. Raises InvalidArgument."""
+    """A parameter that is an integer of at least 0; 0 if it is missing. Raises InvalidArgument."""
     value = parameters.get(name, 0)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise errors.InvalidArgument(
-            f"{name} is {str(value)[:100]!r}; it must be a whole number from 0", field=f"parameters.{name}"
+            f"{name} is {str(value)[:100]!r}; it must be a whole number, at least 0", field=f"parameters.{name}"
         )
     return value
 
 
 def _flag(tensors: dict[str, list[Any]], parameters: dict[str, Any], name: str, default: bool) -> bool:
-    """A BOOL input, else a parameter. Raises InvalidArgument."""
+    """A BOOL input or, if there is none, a parameter. Raises InvalidArgument."""
     value = _single(tensors, name) if name in tensors else parameters.get(name, default)
     if not isinstance(value, bool):
         raise errors.InvalidArgument(
@@ -95,8 +95,8 @@ def _flag(tensors: dict[str, list[Any]], parameters: dict[str, Any], name: str, 
 
 
 def _prefix(tensors: dict[str, list[Any]], parameters: dict[str, Any], stream: bool) -> str:
-    """The prompt, which `exclude_input_in_output` = false puts before the answer, as in Triton's vLLM backend. Here it
-    is excluded by default. Raises InvalidArgument."""
+    """The prompt if `exclude_input_in_output` is false, which puts it before the answer as in Triton's vLLM backend;
+    empty by default. Raises InvalidArgument."""
     name = "exclude_input_in_output"
     if _flag(tensors, parameters, name, True):
         return ""
@@ -114,7 +114,8 @@ def _parameter(name: str, value: Any) -> Any:
 
 
 def _values(tensors: dict[str, list[Any]], parameters: dict[str, Any]) -> dict[str, Any]:
-    """Fields of our own requests, from both places in which they may be."""
+    """Sampling parameters and other options by name, from `sampling_parameters` and from the request's parameters,
+    which take precedence."""
     values: dict[str, Any] = {}
     if "sampling_parameters" in tensors:
         parsed = _json(_single(tensors, "sampling_parameters"), "sampling_parameters")
@@ -125,7 +126,7 @@ def _values(tensors: dict[str, list[Any]], parameters: dict[str, Any]) -> dict[s
 
 
 def _set_options(generate: inference_pb2.GenerateRequest, options: dict[str, Any]) -> None:
-    """Sets options that belong to a chat: a prompt becomes one of a single message. Raises InvalidArgument."""
+    """Sets options of the chat template; a prompt becomes a chat with a single message. Raises InvalidArgument."""
     for name, value in options.items():
         if not isinstance(value, _CHAT_OPTIONS[name]):
             kind = {bool: "true or false", str: "a string"}[_CHAT_OPTIONS[name]]
@@ -149,14 +150,14 @@ def _sampling(values: dict[str, Any]) -> types_pb2.SamplingParams:
     for name, value in values.items():
         if name not in _SAMPLING:
             raise errors.InvalidArgument(
-                f"no parameter {name!r}; there are {', '.join(sorted(_SAMPLING | _CHAT_OPTIONS.keys()))}",
+                f"no parameter {name!r}; parameters are {', '.join(sorted(_SAMPLING | _CHAT_OPTIONS.keys()))}",
                 field=f"parameters.{name}"[:100],
             )  # fmt: skip
         if name in _LISTS and not isinstance(value, list):
             value = [value]
         if name == "response_format" and isinstance(value, str):  # a parameter of a request is never an object
             value = _json(value.encode(), "response_format")
-        if name == "response_format" and value == {"type": "text"}:  # as without
+        if name == "response_format" and value == {"type": "text"}:  # the same as no response_format
             continue
         if name == "response_format" and isinstance(value, dict) and "type" in value:
             value = _of_openai(value)
@@ -170,7 +171,8 @@ def _sampling(values: dict[str, Any]) -> types_pb2.SamplingParams:
 
 
 def _of_openai(value: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's `response_format`, and the same form of our other kinds, as the fields of our message."""
+    """Converts OpenAI's `response_format`, extended by `regex`, `lark` and `choice`, to the fields of
+    `saccade.v1.ResponseFormat`."""
     match value:
         case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
             return {"json_schema": json.dumps(schema)}
@@ -207,7 +209,7 @@ def _json(data: bytes, name: str) -> Any:
     except ValueError as error:  # not JSON, or a number of thousands of digits
         raise errors.InvalidArgument(f"{name} is not JSON: {str(error)[:100]}", field=name) from None
     if _SURROGATE.search(text) and not _is_unicode(value):
-        raise errors.InvalidArgument(f"{name} has a \\u escape that is half a character", field=name)
+        raise errors.InvalidArgument(f"{name} has a \\u escape that is half of a surrogate pair", field=name)
     return value
 
 
@@ -227,7 +229,7 @@ def _fill_prompt(generate: inference_pb2.GenerateRequest, tensors: dict[str, lis
     images = [types_pb2.Image(data=data) for data in tensors.get("image", ())]
     images += [_image_from_url(_text(url, "image_url")) for url in tensors.get("image_url", ())]
     if ("text_input" in tensors) == ("messages" in tensors):
-        raise errors.InvalidArgument("one of text_input and messages must be there", field="inputs")
+        raise errors.InvalidArgument("exactly one of the inputs text_input and messages is needed", field="inputs")
     if "text_input" in tensors:
         generate.prompt.text = _text(_single(tensors, "text_input"), "text_input")
         generate.prompt.images.extend(images)
@@ -278,20 +280,26 @@ def _tool(tool: Any, where: str) -> types_pb2.Tool:
                     name=name, description=description, strict=function.get("strict") is True,
                     parameters_json=json.dumps(schema, ensure_ascii=False),
                 )  # fmt: skip
-    raise errors.InvalidArgument(f"{where} is no function with a name, a description and parameters", field=where)
+    raise errors.InvalidArgument(
+        f"{where} must be a function with a name and, optionally, a description (text) and parameters (an object)",
+        field=where,
+    )
 
 
 def _add_calls(chat: types_pb2.ChatMessage, entry: dict[str, Any], where: str) -> None:
     calls, answered = entry.get("tool_calls"), entry.get("tool_call_id")
     if not isinstance(calls, list | None) or not isinstance(answered, str | None):
-        raise errors.InvalidArgument(f"{where}: tool_calls are a list, tool_call_id is a string", field=where)
+        raise errors.InvalidArgument(f"{where}: tool_calls must be a list, tool_call_id a string", field=where)
     chat.tool_call_id = answered or ""
     for i, call in enumerate(calls or ()):
         match call:
             case {"id": str(id), "function": {"name": str(name), "arguments": str(arguments)}}:
                 chat.tool_calls.add(id=id, name=name, arguments=arguments)
             case _:
-                raise errors.InvalidArgument(f"{where}.tool_calls[{i}] is no call of a function", field=where)
+                raise errors.InvalidArgument(
+                    f"{where}.tool_calls[{i}] must have an id and a function with a name and arguments, all strings",
+                    field=where,
+                )
 
 
 def _image_from_url(url: str) -> types_pb2.Image:
@@ -309,7 +317,7 @@ def _image_from_url(url: str) -> types_pb2.Image:
 def _chat_message(entry: Any, where: str, images: Any) -> types_pb2.ChatMessage:
     role = entry.get("role") if isinstance(entry, dict) else None
     if not isinstance(role, str) or role not in _ROLES:
-        raise errors.InvalidArgument(f"{where} needs a role out of {', '.join(_ROLES)}", field=where)
+        raise errors.InvalidArgument(f"{where} needs a role, one of {', '.join(_ROLES)}", field=where)
     content = entry.get("content")
     if content is not None and not isinstance(content, str | list):
         raise errors.InvalidArgument(f"{where} has a content that is neither text nor a list of parts", field=where)

@@ -1,20 +1,23 @@
 """KServe's tensors: their definitions, reading inputs and writing outputs.
 
-Inputs (BYTES unless said otherwise; all but the first two are optional):
-    text_input [1]           a prompt, put through the chat template; or
-    messages [1]             a JSON list of chat messages, as OpenAI has them
+Inputs (BYTES unless stated otherwise; exactly one of the first two is needed, the others are optional):
+    text_input [1]           a prompt, rendered with the chat template
+    messages [1]             a JSON list of chat messages in OpenAI's format
     image [-1]               encoded images, in the order of the prompt's image parts
-    image_url [-1]           the same as URLs, after those of `image`; data URLs always work
-    stream BOOL [1]          on a stream: one response for each piece of the answer
-    tools [1]                a JSON list of tools, as OpenAI has them; with messages
-    sampling_parameters [1]  a JSON object of fields of saccade.v1.SamplingParams, except those of
-                             samples and log-probabilities
-    exclude_input_in_output BOOL [1]  false: text_output begins with text_input; not on streams, not with messages
-The same fields may also be request parameters, and so may enable_thinking (bool), reasoning_effort (string) and
-continue_final_message (bool), options of a chat's prompt, `tool_choice` and `parallel_tool_calls`. Outputs:
-text_output BYTES [1], token_ids INT32 [-1], finish_reason BYTES [1], reasoning BYTES [1] (the model's reasoning before
-text_output; empty for most models), tool_calls BYTES [1] (a JSON list of `{"index", "id", "name", "arguments"}`; on a
-stream, of parts of calls); the token counts are response parameters.
+    image_url [-1]           URLs of further images, which follow those of `image`; data URLs always work
+    stream BOOL [1]          in a streaming call: one response for each piece of the answer
+    tools [1]                a JSON list of tools in OpenAI's format; needs `messages`
+    sampling_parameters [1]  a JSON object of fields of saccade.v1.SamplingParams, except `n`, `logprobs` and
+                             `prompt_logprobs`
+    exclude_input_in_output BOOL [1]  false: text_output begins with text_input; not with streaming or `messages`
+
+Fields of `sampling_parameters`, `stream` and `exclude_input_in_output` may also be request parameters. So may
+`enable_thinking` (bool), `reasoning_effort` (string), `continue_final_message` (bool), `tool_choice` (string) and
+`parallel_tool_calls` (bool).
+
+Outputs: text_output BYTES [1], token_ids INT32 [-1], finish_reason BYTES [1], reasoning BYTES [1] (the model's
+reasoning before text_output; empty for most models), tool_calls BYTES [1] (a JSON list of `{"index", "id", "name",
+"arguments"}`; in a stream, of parts of calls). Token counts are response parameters.
 """
 
 from __future__ import annotations
@@ -52,16 +55,16 @@ def read_tensors(request: Any) -> dict[str, list[Any]]:
         where = f"inputs[{index}]"
         if tensor.name not in known or tensor.name in tensors:
             raise errors.InvalidArgument(
-                f"{where}: no input {tensor.name!r}, or there twice; inputs are {', '.join(known)}", field=where
+                f"{where}: no input {tensor.name!r}, or it is given twice; inputs are {', '.join(known)}", field=where
             )
         if tensor.datatype != known[tensor.name]:
             raise errors.InvalidArgument(
                 f"{tensor.name} is {tensor.datatype!r}; it must be {known[tensor.name]}", field=where
             )
         if "shared_memory_region" in tensor.parameters:
-            raise errors.Unimplemented(f"{tensor.name}: shared memory is not served; send the bytes", field=where)
+            raise errors.Unimplemented(f"{tensor.name}: shared memory is not supported; send the bytes", field=where)
         if raw and tensor.HasField("contents"):
-            raise errors.InvalidArgument(f"{tensor.name} has contents beside raw_input_contents", field=where)
+            raise errors.InvalidArgument(f"{tensor.name} has contents as well as raw_input_contents", field=where)
         count = _count(tensor, where)
         if not raw:
             contents = tensor.contents
@@ -73,7 +76,7 @@ def read_tensors(request: Any) -> dict[str, list[Any]]:
         if count != len(values):
             found = f"more than {count}" if len(values) > count else str(len(values))
             raise errors.InvalidArgument(
-                f"{tensor.name} has the shape {list(tensor.shape)} and {found} elements", field=where
+                f"{tensor.name} has the shape {list(tensor.shape)}, but {found} elements", field=where
             )
         tensors[tensor.name] = values
     return tensors
@@ -84,9 +87,9 @@ def _count(tensor: Any, where: str) -> int:
     if len(tensor.shape) > MAX_DIMENSIONS or any(d < 0 for d in tensor.shape):
         raise errors.InvalidArgument(
             f"{tensor.name} has the shape {list(tensor.shape[:MAX_DIMENSIONS])} of {len(tensor.shape)} dimensions; "
-            f"at most {MAX_DIMENSIONS} are allowed, each from 0", field=where,
+            f"at most {MAX_DIMENSIONS} are allowed, each at least 0", field=where,
         )  # fmt: skip
-    # Raw tensors are one field of the message, however many elements they have, so that nothing else has counted them.
+    # A raw tensor is one field of the message, however many elements it has, so nothing else has counted the elements.
     if (count := prod(tensor.shape)) > MAX_FIELDS:
         raise errors.InvalidArgument(
             f"{tensor.name} has {count} elements; at most {MAX_FIELDS} are allowed", reason="MESSAGE_TOO_LARGE",

@@ -1,4 +1,4 @@
-"""The gRPC methods: converts messages, calls `Calls`, converts results. `service.rpc.interceptor` converts their
+"""The gRPC methods: they convert messages, call `Calls` and convert results. `service.rpc.interceptor` converts their
 errors."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def read(convert_request: Callable[[Any], T], request: Any) -> T:
 
 
 async def converted(event: Event, convert_event: Callable[[Event], T]) -> T:
-    """Converts an event to a message, in a thread if it has scores of a prompt."""
+    """Converts an event to a message, in a thread if it contains log-probabilities of the prompt."""
     if isinstance(event, Finished) and event.prompt_logprobs:
         return await asyncio.to_thread(convert_event, event)
     return convert_event(event)
@@ -130,8 +130,7 @@ class MediaServicer(media_pb2_grpc.MediaServiceServicer):
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
-        # Separate threads: reading a file's header waits for a decoding process, and must not delay other work in
-        # threads.
+        # Separate threads, because reading a file's header waits for an image worker, which must not delay other work.
         self._looking = ThreadPoolExecutor(LOOKING, thread_name_prefix="saccade-uploads")
 
     async def UploadMedia(
@@ -170,13 +169,13 @@ async def in_thread(manager: Any) -> AsyncIterator[Any]:
         yield await to_end(entering)
     finally:
         if entering.done() and not entering.cancelled() and entering.exception() is None:
-            # An uncommitted upload is deleted in any case, so the body's exception does not matter here.
+            # An upload that is not committed is deleted in any case, so the body's exception does not matter here.
             await asyncio.shield(asyncio.to_thread(manager.__exit__, None, None, None))
 
 
 async def to_end(work: asyncio.Future[T]) -> T:
-    """The result of a thread. If the caller is cancelled, that takes effect when the thread is done, so that the caller
-    can undo the thread's work."""
+    """Waits for the result of a thread. A cancellation of the caller takes effect only when the thread is done, so that
+    the caller can undo the thread's work."""
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -195,8 +194,8 @@ def _media_to_proto(media: Media) -> media_pb2.Media:
 def media_resolver(
     spool: Spool, fetch: Callable[[MediaSource], Awaitable[bytes]] | None = None
 ) -> Callable[[GenerateSpec, bytes], Any]:
-    """`Frontend.resolve` of a server: media ids are read from the spool; URLs are fetched with `fetch` if that is
-    allowed, which counts bytes as they arrive (`CallInfo.hold_bytes`)."""
+    """Makes `Frontend.resolve` of a server, which reads uploaded media from the spool and fetches URLs with `fetch`,
+    which counts bytes as they arrive (`CallInfo.hold_bytes`). `fetch`: None if URLs are not allowed."""
 
     async def one(source: MediaSource, tenant: str, places: asyncio.Semaphore) -> Any:
         if isinstance(source, Video) and source.frames:
@@ -209,7 +208,7 @@ def media_resolver(
     async def fetched(source: MediaSource, tenant: str) -> Any:
         if source.media_id is not None:
             try:
-                # Counted before it is read: data that does not fit is never in memory.
+                # Counted before the file is read, so that data beyond the limit is never in memory.
                 current_call().hold_bytes(await asyncio.to_thread(spool.size, tenant, source.media_id))
                 data = await asyncio.to_thread(spool.read, tenant, source.media_id)
             except errors.NotFound as error:
@@ -217,7 +216,7 @@ def media_resolver(
             return replace(source, data=data, media_id=None)
         if fetch is None:
             raise errors.PermissionDenied(
-                f"{source.field}: this server fetches no URLs; send the bytes or upload them",
+                f"{source.field}: this server does not fetch URLs; send the bytes or upload the file",
                 field=source.field, reason="MEDIA_HOST_DENIED",
             )  # fmt: skip
         return replace(source, data=await fetch(source), uri=None)

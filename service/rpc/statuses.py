@@ -27,7 +27,7 @@ def has_details() -> bool:
 
 def details(error: errors.StatusError, request_id: str) -> bytes | None:
     """The `grpc-status-details-bin` trailer: google.rpc.Status with ErrorInfo, RequestInfo and, where they apply,
-    BadRequest and RetryInfo. None where googleapis-common-protos is not installed."""
+    BadRequest, RetryInfo and QuotaFailure. None if googleapis-common-protos is not installed."""
     if not has_details():
         return None
     from google.protobuf import any_pb2

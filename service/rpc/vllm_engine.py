@@ -1,8 +1,8 @@
 """`vllm.grpc.engine.VllmEngine`, the service that gateways such as smg and llm-d call on their workers.
 
-Token ids in, token ids out: templates, detokenizing, tools and reasoning are the gateway's. Images and videos come as
-`media_refs`, references that this server fetches, with one placeholder id each in the prompt. Preprocessed pixels
-(`mm_inputs`) are not served. The messages are those of the package smg-grpc-proto.
+Requests and answers are token ids; the gateway applies chat templates, detokenizes, and handles tools and reasoning.
+Images and videos come as `media_refs`, references that this server fetches, with one placeholder id each in the prompt.
+Preprocessed pixels (`mm_inputs`) are not supported. The messages are those of the package smg-grpc-proto.
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ def request_from(request: Any) -> inference_pb2.GenerateRequest:
     for name in ("mm_inputs", "kv_transfer_params"):
         if request.HasField(name):
             raise errors.Unimplemented(
-                f"{name}: not served; let the worker process media (smg: --mm-processing worker)"
+                f"{name}: not supported; let the worker process media (smg: --mm-processing worker)"
             )
     if request.extra_mm_inputs or request.kv_transfer_params_json:
-        raise errors.Unimplemented("extra_mm_inputs, kv_transfer_params_json: not served")
+        raise errors.Unimplemented("extra_mm_inputs, kv_transfer_params_json: not supported")
     if request.data_parallel_rank:
         raise errors.InvalidArgument(
-            f"data_parallel_rank: this engine has one, 0, got {request.data_parallel_rank}", field="data_parallel_rank"
+            f"data_parallel_rank: this engine has only rank 0, got {request.data_parallel_rank}",
+            field="data_parallel_rank",
         )
     made = inference_pb2.GenerateRequest(request_id=request.request_id, sampling=_sampling(request.sampling_params))
     refs = request.media_refs.items
@@ -103,9 +104,9 @@ def _set_source(file: types_pb2.Image | types_pb2.Video, url: str, where: str) -
 def _sampling(params: Any) -> types_pb2.SamplingParams:
     for name in _UNSERVED:
         if params.HasField(name):
-            raise errors.Unimplemented(f"sampling_params.{name}: not served")
+            raise errors.Unimplemented(f"sampling_params.{name}: not supported")
     if params.include_stop_str_in_output:
-        raise errors.Unimplemented("sampling_params.include_stop_str_in_output: not served")
+        raise errors.Unimplemented("sampling_params.include_stop_str_in_output: not supported")
     made = types_pb2.SamplingParams(
         stop=params.stop, stop_token_ids=params.stop_token_ids, ignore_eos=params.ignore_eos, n=params.n or 1
     )
@@ -117,14 +118,14 @@ def _sampling(params: Any) -> types_pb2.SamplingParams:
     for name, value in given.items():
         try:
             setattr(made, name, value)
-        except ValueError:  # these are unsigned here and signed there
+        except ValueError:  # these fields are unsigned in this protocol and signed in saccade.v1
             where = f"sampling_params.{name}"
             raise errors.InvalidArgument(f"{where}: expected at most {2**31 - 1}, got {value}", field=where) from None
     if params.HasField("seed"):
-        made.seed = params.seed % 2**64  # a negative seed is a seed as well
+        made.seed = params.seed % 2**64  # negative seeds are allowed in this protocol
     for token, bias in params.logit_bias.items():
         if token < 0:
-            raise errors.InvalidArgument(f"sampling_params.logit_bias: {token} is no token id", field="logit_bias")
+            raise errors.InvalidArgument(f"sampling_params.logit_bias: {token} is not a token id", field="logit_bias")
         made.logit_bias[token] = bias
     _set_format(made.response_format, params)
     if not made.response_format.WhichOneof("kind"):
@@ -141,7 +142,7 @@ def _set_format(target: types_pb2.ResponseFormat, params: Any) -> None:
     elif kind == "choice":
         target.choice.choices.extend(params.choice.choices)
     elif kind == "structural_tag":
-        raise errors.Unimplemented("sampling_params.structural_tag: not served")
+        raise errors.Unimplemented("sampling_params.structural_tag: not supported")
 
 
 @dataclass
@@ -226,7 +227,8 @@ class VllmEngineServicer:
         self._last_request = 0.0
 
     def handler(self) -> Any:
-        """For `add_generic_rpc_handlers`. Methods that are not served are UNIMPLEMENTED, which gateways accept."""
+        """The handler for `add_generic_rpc_handlers`. Methods that this server does not have end with UNIMPLEMENTED,
+        which gateways accept."""
         methods = {}
         for method in vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].methods_by_name.values():
             body = getattr(self, method.name, None)
@@ -256,7 +258,7 @@ class VllmEngineServicer:
 
     async def Abort(self, request: Any, context: Any) -> Any:
         for request_id in request.request_ids:
-            with contextlib.suppress(errors.NotFound):  # it has ended
+            with contextlib.suppress(errors.NotFound):  # the request has ended
                 await self._calls.cancel(request_id)
         return vllm_engine_pb2.AbortResponse()
 
@@ -304,7 +306,7 @@ class VllmEngineServicer:
         return vllm_engine_pb2.GetLoadsResponse(timestamp=now, version=self._version, dp_rank_count=1, loads=[load])
 
     async def GetTokenizer(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
-        """The tokenizer's files as a zip file, in chunks; the last has the SHA-256 of the whole."""
+        """The tokenizer's files as a zip file, in chunks; the last one has the SHA-256 of the whole file."""
         data = await asyncio.to_thread(self._tokenizer)
         chunks = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
         for index, chunk in enumerate(chunks):

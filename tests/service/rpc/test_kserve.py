@@ -78,7 +78,7 @@ def test_bytes_tensors(values: list[bytes]) -> None:
     ("tensor", "message"),
     [
         (("BYTES", [2**16 + 1], bytes(4)), "image has 65537 elements; at most 65536 are allowed"),
-        (("BYTES", [2**40, 0, 2**40], bytes(4)), "image has the shape .* and more than 0 elements"),
+        (("BYTES", [2**40, 0, 2**40], bytes(4)), "image has the shape .*, but more than 0 elements"),
         (("BYTES", [1] * 9, bytes(4)), "of 9 dimensions; at most 8 are allowed"),
         (("BYTES", [2**62] * 50_000, bytes(4)), "of 50000 dimensions; at most 8 are allowed"),
         (("BYTES", [-1], bytes(4)), r"shape \[-1\] of 1 dimensions"),
@@ -155,7 +155,7 @@ USER = {"role": "user", "content": "a"}
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (prompt(priority="high"), "priority is 'high'; it must be a whole number from 0"),
+        (prompt(priority="high"), "priority is 'high'; it must be a whole number, at least 0"),
         (prompt(priority=-1), "priority is '-1'"),
         (prompt(priority=True), "priority is 'True'"),
         (prompt(timeout=float("inf")), "timeout is 'inf'"),
@@ -172,8 +172,8 @@ USER = {"role": "user", "content": "a"}
         (chat([{"role": "user", "content": 5}]), "neither text nor a list"),
         (chat([{"role": "user", "content": {"type": "text"}}]), "neither text nor a list"),
         (chat([{"role": "user", "content": [5]}]), "neither text nor image"),
-        (chat([{"role": "user", "content": "\ud800"}]), "half a character"),
-        (chat([{"role": "user", "content": [{"type": "image_url", "image_url": "a\udfff"}]}]), "half a character"),
+        (chat([{"role": "user", "content": "\ud800"}]), "half of a surrogate pair"),
+        (chat([{"role": "user", "content": [{"type": "image_url", "image_url": "a\udfff"}]}]), "of a surrogate pair"),
         (chat([USER, "user"]), "needs a role"),
         (chat({"role": "user"}), "must be a JSON list"),
         (request(messages=("BYTES", [1], element(b"[" + b"1" * 5000 + b"]"))), "is not JSON"),
@@ -302,13 +302,13 @@ IMAGE = {"role": "user", "content": [{"type": "image"}]}
         (with_images([IMAGE], urls=("data:;base64",)), "without valid base64"),
         (with_images([IMAGE], urls=("data:;base64,a",)), "without valid base64"),
         (with_images([IMAGE], urls=("data:;base64,YW I=",)), "without valid base64"),
-        (request(), "one of text_input and messages"),
+        (request(), "one of the inputs text_input and messages"),
         (
             request(text_input=("BYTES", [1], element(b"a")), messages=("BYTES", [1], element(b"[]"))),
-            "one of text_input",
+            "one of the inputs text_input",
         ),
         (request(text_input=("BYTES", [2], element(b"a") * 2)), "has 2 elements; it must have one"),
-        (request(text_input=("BYTES", [2], element(b"a"))), "has the shape [2] and 1 elements"),
+        (request(text_input=("BYTES", [2], element(b"a"))), "has the shape [2], but 1 elements"),
         (request(text_input=("BYTES", [-1], element(b"a"))), "has the shape [-1]"),
         (request(text_input=("BYTES", [-1, -1], element(b"a"))), "has the shape [-1, -1]"),
         (request(text_input=("BOOL", [1], b"a")), "must be BYTES"),
@@ -336,7 +336,7 @@ def test_what_is_sent_twice_or_beside_itself() -> None:
     unset.parameters["seed"].SetInParent()
     output.outputs.add(name="logits")
     cases = [
-        (twice, "there twice"), (beside, "has contents beside"), (short, "1 raw_input_contents for 2"),
+        (twice, "given twice"), (beside, "has contents as well"), (short, "1 raw_input_contents for 2"),
         (unset, "has no value"), (output, "no output 'logits'"),
     ]  # fmt: skip
     for message, words in cases:
