@@ -1,8 +1,7 @@
-"""What holds of our protos, checked on their descriptors: buf's STANDARD rules, and that nothing which clients build
-on has changed since the last release.
+"""Checks the project's protos by their descriptors: buf's STANDARD rules, and compatibility with the last release.
 
-    python protos/check.py            both checks, against protos/released.binpb
-    python protos/check.py --release  what is there now becomes what later versions are held against
+python protos/check.py            makes both checks; protos/released.binpb describes the last release
+python protos/check.py --release  makes the present protos the release with which later ones are compared
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from google.protobuf import descriptor_pb2
 PROTOS = Path(__file__).resolve().parent
 RELEASED = PROTOS / "released.binpb"
 PRIVATE = {"saccade/v1/encoder.proto"}
-"""Spoken between servers of one release: no promise to anybody."""
+"""Used only between servers of the same release, so that incompatible changes are allowed."""
 _PASCAL = re.compile(r"([A-Z][a-z0-9]*)+")
 _SNAKE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _CONSTANT = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
@@ -55,7 +54,8 @@ def _enums(file: Any) -> Iterator[tuple[str, Any]]:
 
 
 def surface(files: descriptor_pb2.FileDescriptorSet) -> dict[str, str]:
-    """Each thing that a client can depend on -> what it is. Two surfaces agree on a thing if the words are the same."""
+    """Each thing on which a client can depend -> a description of it. A thing is unchanged if the descriptions are
+    equal."""
     found: dict[str, str] = {}
     for file in files.file:
         if file.name in PRIVATE:
@@ -83,7 +83,7 @@ def surface(files: descriptor_pb2.FileDescriptorSet) -> dict[str, str]:
 
 
 def breaking(old: descriptor_pb2.FileDescriptorSet, new: descriptor_pb2.FileDescriptorSet) -> list[str]:
-    """What was promised in `old` and does not hold in `new`. Additions break nobody."""
+    """Incompatible changes from `old` to `new`. Additions are compatible."""
     before, after = surface(old), surface(new)
     return [
         f"{thing} was `{words}` and is `{after[thing]}`" if thing in after else f"{thing} is gone (`{words}`)"
@@ -96,7 +96,7 @@ def breaking(old: descriptor_pb2.FileDescriptorSet, new: descriptor_pb2.FileDesc
 
 
 def lint(files: descriptor_pb2.FileDescriptorSet) -> list[str]:
-    """buf's STANDARD rules, those of them that a file of one package can break."""
+    """Violations of those of buf's STANDARD rules that apply to a single package."""
     return [problem for file in files.file for problem in _lint_file(file)]
 
 
@@ -129,7 +129,7 @@ def _lint_file(file: Any) -> Iterator[str]:
 
 
 def _unused_imports(file: Any) -> list[str]:
-    """Imports of our own and of Google's files that no field and no method names."""
+    """Imports of Google's files of which no field and no method uses a type."""
     used = {field.type_name for _, message in _messages("", file.message_type) for field in message.field}
     used |= {name for service in file.service for m in service.method for name in (m.input_type, m.output_type)}
     known = {"google/protobuf/struct.proto": ".google.protobuf.Struct"}
@@ -162,7 +162,7 @@ def _lint_service(package: str, service: Any) -> Iterator[str]:
         if not _PASCAL.fullmatch(method.name):
             yield f"{service.name}.{method.name}: RPC_PASCAL_CASE"
         for kind, name in (("REQUEST", method.input_type), ("RESPONSE", method.output_type)):
-            # one message for each, named after the method: then either can grow without the other
+            # A message of its own for each request and response, so that each can be extended without affecting others.
             if name != f".{package}.{method.name}{kind.capitalize()}":
                 yield f"{service.name}.{method.name}: RPC_{kind}_STANDARD_NAME: {name}"
 
@@ -176,7 +176,7 @@ def main(arguments: list[str]) -> int:
         RELEASED.write_bytes(descriptor_pb2.FileDescriptorSet(file=public).SerializeToString(deterministic=True))
         return 0
     problems = lint(files) + breaking(descriptor_pb2.FileDescriptorSet.FromString(RELEASED.read_bytes()), files)
-    print("\n".join(problems) or "the protos keep to the rules and to what was released")
+    print("\n".join(problems) or "the protos follow the rules and are compatible with the last release")
     return 1 if problems else 0
 
 

@@ -1,10 +1,10 @@
-"""Writes the Python stubs of our protos, and the descriptors of KServe's.
+"""Writes the Python stubs of the protos of `saccade.v1`, and the descriptors of KServe's protos.
 
-`python protos/generate.py [FOLDER]`; the checkout itself by default.
+`python protos/generate.py [FOLDER]`; by default into the checkout itself.
 
-The generator's version is pinned. What it writes refuses to load on a runtime older than itself, although it uses
-nothing that older ones lack: that check is taken out, so that the client can be installed beside other programs'
-grpcio and protobuf. What it needs instead is in saccade/pyproject.toml, and `make test-floors` tries it out.
+The generator's version is pinned. Its stubs refuse to load with older versions of grpcio and protobuf, although they
+use nothing that older versions lack. This check is removed, so that the client can be installed beside programs that
+need older versions. saccade/pyproject.toml has the versions that are needed, and `make test-floors` tests the oldest.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ CHECKS = {
     ),
     "_pb2_grpc.py": (r"import warnings\n", r"GRPC_GENERATED_VERSION = .*?\n    raise RuntimeError\(.*?\n    \)\n"),
 }
-"""How a file's name ends -> what of it compares versions."""
+"""End of a file's name -> patterns of the code in it that compares versions."""
 
 PROTOS = Path(__file__).resolve().parent
 CHECKOUT = PROTOS.parent
 
 
 def generate(folder: Path) -> list[Path]:
-    """Writes what is made of the protos under `folder`; returns the files that have been written."""
+    """Writes everything that is generated from the protos under `folder`; returns the written files."""
     from grpc_tools import protoc
 
     sources = sorted(str(path.relative_to(PROTOS)) for path in (PROTOS / "saccade" / "v1").glob("*.proto"))
@@ -53,13 +53,13 @@ def _take_out_checks(path: Path) -> None:
         for pattern in patterns if path.name.endswith(end) else ():
             text, found = re.subn(pattern, "", text, flags=re.DOTALL)
             if found != 1:
-                raise SystemExit(f"{path.name}: {pattern!r} stands there {found} times, expected once")
+                raise SystemExit(f"{path.name}: {pattern!r} was found {found} times, expected once")
     path.write_text(text, "utf-8")
 
 
 def generate_kserve(folder: Path, common: list[str]) -> Path:
-    """KServe's contract as a descriptor set: stubs would register its names for the whole process, where only one
-    package, usually Triton's client, may have them."""
+    """Writes KServe's protos as a descriptor set. Stubs would register its names for the whole process, in which only
+    one package, such as Triton's client, can register them."""
     from grpc_tools import protoc
 
     target = folder / "service" / "rpc" / "kserve.binpb"
@@ -72,5 +72,5 @@ def generate_kserve(folder: Path, common: list[str]) -> Path:
 if __name__ == "__main__":
     for path in generate(Path(sys.argv[1]) if len(sys.argv) > 1 else CHECKOUT):
         print(path)
-    if len(sys.argv) == 1:  # docs/grpc-reference.md is made of the same files
+    if len(sys.argv) == 1:  # docs/grpc-reference.md is generated from the same files
         subprocess.run([sys.executable, str(CHECKOUT / "docs" / "generate.py")], check=True)
