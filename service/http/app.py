@@ -66,10 +66,10 @@ ROUTES: list[tuple[str, str, Handler]] = [
 
 
 def make_app(options: HttpFrontOptions, engine: AsyncLocalConnection | None = None) -> Starlette:
-    """The application. `app.state.front` is what its requests share.
+    """The application. `app.state.front` has what all requests share.
 
     Args:
-        engine: answers instead of the servers of `options`.
+        engine: answers requests instead of the servers in `options`.
     """
     front = Front(options, engine)
     front.routes = tuple((method, path, (handle.__doc__ or "").partition("\n")[0]) for method, path, handle in ROUTES)
@@ -101,7 +101,7 @@ def make_app(options: HttpFrontOptions, engine: AsyncLocalConnection | None = No
 
 
 async def _refusal(request: Request, error: Exception) -> Response:
-    """Paths and methods that are not served, in OpenAI's form."""
+    """Answers requests for unknown paths and methods, with OpenAI's form of errors."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
     document = {"error": {"message": message, "type": error_type(error.status_code), "param": None, "code": "HTTP"}}
@@ -109,10 +109,10 @@ async def _refusal(request: Request, error: Exception) -> Response:
 
 
 class _Page:
-    """Static files with headers that keep the page to itself: no scripts, styles or connections from elsewhere.
+    """Static files, with headers that forbid scripts, styles and connections of other origins.
 
     Args:
-        served: the routes before it. Their paths with another method arrive here, and are no files.
+        served: the routes before this one. Requests for their paths with another method arrive here and get status 405.
     """
 
     def __init__(self, app: StaticFiles, served: Sequence[Route]) -> None:

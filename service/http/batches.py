@@ -1,4 +1,4 @@
-"""`/v1/batches`, on the servers' BatchService."""
+"""`/v1/batches`, implemented with the gRPC servers' BatchService."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def create(call: HttpCall) -> None:
     )
 
     try:
-        file = open(stored.path, "rb")  # now, and not while it is sent: it may be deleted meanwhile
+        file = open(stored.path, "rb")  # before it is sent, because it may be deleted meanwhile
     except FileNotFoundError:
         raise NotFound(f"there is no file {stored.file_id!r}", reason="FILE_NOT_FOUND") from None
 
@@ -76,7 +76,7 @@ async def cancel(call: HttpCall) -> None:
 
 
 async def list_batches(call: HttpCall) -> None:
-    """All batches, newest first: `limit` of them, those after the id `after`."""
+    """Lists batches, newest first: at most `limit`, those after the id `after`."""
     from urllib.parse import parse_qs
 
     query = parse_qs(call.scope["query_string"].decode("latin-1"))
@@ -101,7 +101,7 @@ async def list_batches(call: HttpCall) -> None:
 
 
 async def batch_calls(call: HttpCall) -> dict[Connection, list[Batch]]:
-    """The batches of each server that has any service for them. Raises SaccadeError if none has."""
+    """The batches of each server that has a BatchService and answers. Raises SaccadeError if there is none."""
     caller = call.caller()
 
     async def of(connection: Connection) -> list[Batch]:
@@ -125,12 +125,12 @@ async def batch_calls(call: HttpCall) -> dict[Connection, list[Batch]]:
 def _first_error(results: list[Any]) -> BaseException:
     failure: BaseException = results[0]
     if isinstance(failure, Unimplemented):
-        return Unimplemented("batches are served by servers with one frontend process", reason="UNIMPLEMENTED")
+        return Unimplemented("batches need a server with one frontend process", reason="UNIMPLEMENTED")
     return failure
 
 
 async def find_batch(call: HttpCall, batch_id: str) -> tuple[Batch, Connection]:
-    """The batch, and the server that has it. Raises NotFound, or what kept a server from answering."""
+    """The batch, and the server that has it. Raises NotFound, or the error of a server that did not answer."""
     caller = call.caller()
     failure: SaccadeError = NotFound(f"there is no batch {batch_id[:100]!r}", reason="BATCH_NOT_FOUND")
     for connection in caller.upstream.connections:
@@ -194,6 +194,6 @@ def _seconds(value: float | None) -> int | None:
 
 
 def _line(problem: str) -> int | None:
-    """The number of the line that a problem of an input file is about: `line 3: ...`."""
+    """The line number in a problem of an input file, which begins as `line 3: ...`."""
     word = problem.removeprefix("line ").partition(":")[0]
     return int(word) if problem.startswith("line ") and word.isdigit() else None

@@ -1,4 +1,4 @@
-"""One HTTP request: its body within limits, its caller's metadata, its answer, its end when the client goes away."""
+"""One HTTP request: reading its body within limits, the caller's metadata, the answer, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 PASSED = ("authorization", "x-api-key", "traceparent", "tracestate")
-"""Headers that gRPC servers get as metadata."""
+"""Headers that are passed to gRPC servers as metadata."""
 MAX_REQUEST_ID = 128
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID}}}")
 BESIDE_THE_LOOP = 256 * 1024
-"""Bodies of more bytes than this are parsed in a thread, so that other streams go on meanwhile."""
+"""Bodies of at least this many bytes are parsed in a thread, so that other streams continue meanwhile."""
 
 
 class ClientGone(Exception):
-    """The client has closed its connection, or does not read: nobody waits for the answer."""
+    """The client has closed its connection, or does not read the answer."""
 
 
 class WrongContent(SaccadeError):
-    """The body's type or coding is not one that is read."""
+    """The content type or coding of the body is not supported."""
 
 
 class BodyBudget:
@@ -58,7 +58,7 @@ class BodyBudget:
         self.limit, self.used = limit, 0
 
     def add(self, size: int) -> None:
-        """Raises Overloaded if the budget is full."""
+        """Counts bytes. Raises Overloaded if they exceed the budget."""
         if self.used + size > self.limit:
             raise Overloaded(
                 f"the bodies of all requests hold {self.used} of {self.limit} bytes, and this one needs {size} more",
@@ -74,7 +74,7 @@ class Front:
         self.options = options
         self.upstream = Upstream(options, engine)
         self.grpc_address = options.servers[0]
-        """HOST:PORT where clients reach gRPC; beside `saccade serve` a Unix socket until it tells the port."""
+        """HOST:PORT where clients reach gRPC. As a part of `saccade serve`, a Unix socket until the port is known."""
         self.budget = BodyBudget(options.max_inflight_bytes)
         self.calls: dict[tuple[str, int], int] = {}
         """Requests that have ended, by route and status."""
@@ -101,17 +101,18 @@ class HttpCall:
         self.notes: list[tuple[str, str]] = []
         """Further headers of the answer."""
         self.error_form: Callable[[dict[str, Any], int], dict[str, Any]] | None = None
-        """Another form of errors than OpenAI's."""
+        """Converts OpenAI's form of an error to that of another API; None: OpenAI's form is used."""
         self.fields = CHAT
-        """How errors name the fields of the request."""
+        """Rules for the names of the request's fields in errors."""
         self.held = 0
-        """Bytes of the body."""
+        """Bytes of the body that are counted in the budget."""
         self._sending_since: float | None = None
 
     # -- what the client sends -----------------------------------------------------------------------------------------
 
     def caller(self) -> Caller:
-        """Calls in the client's name, within its deadline."""
+        """Makes calls with the client's metadata and deadline. Raises InvalidArgument for headers that cannot be passed
+        on."""
         metadata = tuple((name, self.headers[name]) for name in PASSED if name in self.headers)
         for name, value in metadata:
             if not value.isascii() or not value.isprintable():
@@ -119,7 +120,7 @@ class HttpCall:
         return Caller(self.front.upstream, metadata, self.timeout())
 
     def timeout(self) -> float:
-        """Seconds that the call may take: those of the header `x-request-timeout`, at most the server's own."""
+        """Seconds that the call may take: the header `x-request-timeout`, but at most `default_timeout`."""
         limit = self.front.options.default_timeout
         text = self.headers.get("x-request-timeout")
         if text is None:
@@ -134,7 +135,7 @@ class HttpCall:
 
     @property
     def priority(self) -> int | None:
-        """Of the header `x-priority`; None without it."""
+        """The value of the header `x-priority`; None without it."""
         text = self.headers.get("x-priority")
         if text is None:
             return None
@@ -174,7 +175,7 @@ class HttpCall:
 
     def _check_size(self, size: int) -> None:
         options = self.front.options
-        limit = min(options.max_message_bytes, options.max_inflight_bytes)  # more would never find a place
+        limit = min(options.max_message_bytes, options.max_inflight_bytes)  # more would never fit into the budget
         if size > limit:
             raise MessageTooLarge(f"the body has more than {limit} bytes: {size}", reason="MESSAGE_TOO_LARGE")
 
@@ -187,11 +188,11 @@ class HttpCall:
         return await beside(len(data), load_json, data)
 
     def release(self) -> None:
-        """Called at the end of the request."""
+        """Releases the bytes of the body, at the end of the request."""
         self.front.budget.used -= self.held
         self.held = 0
 
-    # -- what it gets --------------------------------------------------------------------------------------------------
+    # -- what the client receives --------------------------------------------------------------------------------------
 
     async def respond(self, document: Any, status: int = 200) -> None:
         """Sends a JSON document."""
@@ -210,11 +211,11 @@ class HttpCall:
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
     async def write(self, data: bytes) -> None:
-        """Sends a piece of a streamed body; see `connected` for readers that do not read."""
+        """Sends a piece of a streamed body; see `connected` for clients that do not read."""
         await self._send_piece(data, more=True)
 
     async def end(self) -> None:
-        """Ends a streamed body. It may wait for the reader as well, so it belongs into the context of `connected`."""
+        """Ends a streamed body. This may wait for the client too, so it belongs inside the context of `connected`."""
         await self._send_piece(b"", more=False)
 
     async def _send_piece(self, data: bytes, *, more: bool) -> None:
@@ -223,7 +224,7 @@ class HttpCall:
         self._sending_since = None
 
     async def fail(self, error: SaccadeError) -> None:
-        """Answers with an error, in OpenAI's form."""
+        """Answers with an error, in OpenAI's form unless `error_form` is set."""
         status = http_status(error)
         error.request_id = error.request_id or self.request_id
         headers = retry_headers(error, status)
@@ -231,7 +232,7 @@ class HttpCall:
         if self.error_form is not None:
             told = self.error_form(told["error"], status)
         body = json.dumps(told, ensure_ascii=False).encode("utf-8", "replace")
-        if status in (408, 413, 415):  # the rest of the body is not read
+        if status in (408, 413, 415):  # the rest of the body will not be read
             headers.append(("connection", "close"))
         await self.start(status, "application/json", [*headers, ("content-length", str(len(body)))])
         await self._send({"type": "http.response.body", "body": body})
@@ -265,8 +266,8 @@ class Connected:
     def _look(self) -> None:
         timeout, since = self._call.front.options.stall_timeout, self._call._sending_since
         if since is not None and self._loop.time() - since > timeout:
-            log.warning("a stream's reader has not read for %g s: its answer is dropped", timeout)
-            if (abort := self._call.scope.get("abort")) is not None:  # our own HTTP/1.1 protocol's
+            log.warning("a client has not read its stream for %g s: the answer is dropped", timeout)
+            if (abort := self._call.scope.get("abort")) is not None:  # set by `service.http.protocol`
                 abort()
             self._end()
         else:
@@ -285,7 +286,8 @@ class Connected:
 
 
 async def beside(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a function whose work grows with `size` bytes: large ones do not stop the event loop."""
+    """The result of a function whose work grows with `size` bytes. For large sizes it runs in a thread, so that it does
+    not block the event loop."""
     if size < BESIDE_THE_LOOP:
         return function(*arguments)
     return await asyncio.to_thread(function, *arguments)
@@ -295,7 +297,7 @@ def http_status(error: SaccadeError) -> int:
     """The status of an error's answer."""
     if isinstance(error, WrongContent):
         return 415
-    if isinstance(error, Unimplemented):  # the request asks for something that is not served
+    if isinstance(error, Unimplemented):  # the request asks for something that the server does not support
         return 400
     if isinstance(error, DeadlineExceeded) and error.reason == "SLOW_WRITER":
         return 408
@@ -303,7 +305,7 @@ def http_status(error: SaccadeError) -> int:
 
 
 def retry_headers(error: SaccadeError, status: int) -> list[tuple[str, str]]:
-    """When to try again, for clients that wait by themselves."""
+    """Headers that tell clients when to retry, for statuses 429 and 503."""
     if status not in (429, 503):
         return []
     if not error.retryable and status == 429:
@@ -316,7 +318,7 @@ Handler: TypeAlias = Callable[[HttpCall], Awaitable[None]]
 
 
 class Endpoint:
-    """A handler as an ASGI application: its exceptions become answers, and what it holds is released."""
+    """A handler as an ASGI application: exceptions become answers, and the resources of the call are released."""
 
     def __init__(self, front: Front, name: str, handle: Handler) -> None:
         self._front, self._name, self._handle = front, name, handle

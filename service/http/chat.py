@@ -20,14 +20,15 @@ from service.http.streams import DONE, Events, stream_events, whole_answer
 
 
 def no_paths(source: str | types_pb2.Image, name: str) -> types_pb2.Image:
-    """Images of HTTP requests are in the request, uploaded, or at a URL that the gRPC server fetches."""
+    """Rejects paths: images of HTTP requests are in the request, uploaded, or at a URL that the gRPC server fetches.
+    Raises InvalidArgument."""
     if isinstance(source, str):
         raise InvalidArgument(f"{name}: expected a data URL, media:ID or an http URL, got {source[:60]!r}")
     return source
 
 
 async def chat_completions(call: HttpCall) -> None:
-    """Answers one chat completion, whole or as a stream of events."""
+    """Answers a chat completion request, as a whole or as a stream of events."""
     body = validated(ChatCompletion, await call.json())
     call.fields = _fields(body)
     request = await beside(call.held, build_chat, call, body)
@@ -42,7 +43,7 @@ async def chat_completions(call: HttpCall) -> None:
 
 
 def _fields(body: ChatCompletion) -> Rules:
-    """Two fields of gRPC have several names here."""
+    """How errors name the request's fields: two fields of gRPC messages have other names here."""
     longest = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     return (*CHAT, ("^max_tokens$", longest), ("^logprobs$", "top_logprobs"))
 
@@ -79,7 +80,8 @@ class ChatEvents(Events):
         self._usage = bool(body.stream_options and body.stream_options.include_usage)
         self._head = ""
         self._roles = b""
-        """The chunks that begin the samples, until the first token: programs take them for it when they measure."""
+        """The chunks that begin the samples. They are held back until the first token, because programs that measure
+        latency would take them for it."""
 
     def begin(self, started: inference_pb2.Started) -> bytes:
         self._head = (

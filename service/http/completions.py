@@ -24,7 +24,7 @@ from service.http.upstream import Caller, all_of
 
 
 async def completions(call: HttpCall) -> None:
-    """Answers one request for completions."""
+    """Answers a completion request, as a whole or as a stream of events."""
     call.fields = prompt_rules("prompt")
     body = validated(Completion, await call.json())
     caller, prompts = call.caller(), prompt_list(body.prompt)
@@ -64,7 +64,7 @@ async def completions(call: HttpCall) -> None:
 
 
 def _numbered(request_id: str, index: int) -> str:
-    """The id of one of several prompts, no longer than the id of a request may be."""
+    """The request id for one of several prompts, within the allowed length."""
     number = f"-{index}"
     return request_id[: MAX_REQUEST_ID - len(number)] + number
 
@@ -118,14 +118,14 @@ def _choice(
 
 
 def _ending(body: Completion, sample: Sample) -> dict[str, Any]:
-    """Why a choice ends: with `max_tokens` 0 before the token that was drawn."""
+    """Why a choice ends. With `max_tokens` 0 it ends by length, before the one token that was generated."""
     if body.max_tokens == 0:
         return {"finish_reason": "length", "stop_reason": None}
     return {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_match}
 
 
 def _usage(body: Completion, answer: Generation) -> dict[str, Any]:
-    """Usage of all samples, in which a token that was drawn for `max_tokens` 0 does not count."""
+    """Usage of all samples. With `max_tokens` 0, the one token that was generated does not count."""
     usages = [sample.usage for sample in answer.samples]
     if body.max_tokens == 0:
         usages = [replace(usage, completion_tokens=0, reasoning_tokens=0) for usage in usages]
@@ -133,7 +133,8 @@ def _usage(body: Completion, answer: Generation) -> dict[str, Any]:
 
 
 def _logprobs(scored: Sequence[tuple[str, TokenLogprob | None]], most: int) -> dict[str, Any]:
-    """OpenAI's first form of log-probabilities: parallel lists. A first token has none."""
+    """OpenAI's older form of log-probabilities, which consists of parallel lists. The first token of a prompt has
+    none."""
     offsets, at = [], 0
     for text, _ in scored:
         offsets.append(at)
@@ -147,7 +148,8 @@ def _logprobs(scored: Sequence[tuple[str, TokenLogprob | None]], most: int) -> d
 
 
 def _top(score: TokenLogprob) -> dict[str, float]:
-    """The likeliest tokens by their text, and the token itself; of tokens with the same text the likeliest."""
+    """Log-probabilities of the likeliest tokens and of the token itself, by their text; of tokens with the same text,
+    that of the likeliest."""
     found: dict[str, float] = {}
     for item in score.top:
         found.setdefault(token_text(item.token_id, item.token), item.logprob)

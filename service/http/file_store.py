@@ -1,4 +1,4 @@
-"""Files that were uploaded over HTTP and wait to become batches: in a folder, bounded, for some time."""
+"""Files that were uploaded over HTTP to become batches: in a folder, limited in size, number and time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OURS = re.compile(r"[0-9a-f]{32}(\.json|\.new)?")
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One file. It belongs to the API key that has uploaded it."""
+    """One file. It belongs to the API key that uploaded it."""
 
     owner: bytes
     name: str
@@ -39,11 +39,12 @@ class StoredFile:
 
     @property
     def expires(self) -> float:
-        """When it is deleted."""
+        """When the file is deleted, as Unix time."""
         return self.created + LIFETIME
 
     def describe(self) -> None:
-        """Writes what is known of the file beside it, at once: without it there is no file after a restart."""
+        """Writes the file's owner, name, size and time beside it, atomically. Without this description the file is
+        deleted at the next restart."""
         about = {"owner": self.owner.hex(), "name": self.name, "size": self.size, "created": self.created}
         scratch = self.path.with_suffix(".new")
         with open(scratch, "w", encoding="utf-8") as file:
@@ -58,21 +59,21 @@ class StoredFile:
 
 
 def stored_file(path: Path, owner: bytes, name: str, size: int) -> StoredFile:
-    """A file that is about to be written."""
+    """Describes a file that is about to be written."""
     return StoredFile(owner, name, path, size, time.time())
 
 
 class FileStore:
     """The files of all keys. Used on the event loop; writing is done by the caller.
 
-    DIRECTORY/<random>         a file, as uploaded
-    DIRECTORY/<random>.json    its owner, name, size and time, written after it
+    DIRECTORY/<random>         a file, as it was uploaded
+    DIRECTORY/<random>.json    its owner, name, size and time, written after the file
     DIRECTORY/lock             locked by the process that uses the folder
     """
 
     def __init__(self, capacity: int, directory: str | None = None) -> None:
-        """Finds the files that an earlier process has left in `directory`, and deletes parts of files. Raises
-        ConfigError if another process uses it, or if it cannot be written."""
+        """Loads the files that an earlier process has left in `directory`, and deletes incomplete ones. `capacity`:
+        bytes of all files. Raises ConfigError if another process uses the folder, or if it cannot be written."""
         self.capacity = capacity
         self._temporary = None
         if directory is None:
@@ -85,33 +86,35 @@ class FileStore:
         self.sweep()
 
     def reserve(self, size: int) -> None:
-        """Takes space for bytes that are about to be written. Raises RateLimited if there is none."""
+        """Reserves space for bytes that are about to be written. Raises RateLimited if there is not enough, or if there
+        are too many files."""
         self.sweep()
         if self.used + size > self.capacity or len(self._files) >= MAX_FILES:
             raise RateLimited(
-                f"uploaded files take {self.used} of {self.capacity} bytes, and {size} more are needed; files are "
-                f"deleted {LIFETIME / 3600:g} hours after their upload, or before by their owners",
+                f"{len(self._files)} uploaded files (at most {MAX_FILES}) take {self.used} of {self.capacity} bytes, "
+                f"and {size} more are needed; delete files, or wait until they are deleted {LIFETIME / 3600:g} hours "
+                "after their upload",
                 reason="QUOTA_EXCEEDED",
             )
         self.used += size
 
     def new_path(self) -> Path:
-        """Where the next file can be written."""
+        """An unused path for a new file."""
         return self._folder / secrets.token_hex(16)
 
     def add(self, stored: StoredFile) -> None:
-        """Adds a file whose bytes have been reserved, and which is on disk."""
+        """Adds a file that has been written and whose bytes have been reserved."""
         self._files[stored.file_id] = stored
 
     def get(self, file_id: str, owner: bytes) -> StoredFile:
-        """Raises NotFound, also for files of other keys."""
+        """The file with this id. Raises NotFound, also for files of other keys."""
         stored = self._files.get(file_id)
         if stored is None or stored.owner != owner:
             raise NotFound(f"there is no file {file_id[:100]!r}", reason="FILE_NOT_FOUND")
         return stored
 
     def owned(self, owner: bytes) -> list[StoredFile]:
-        """The newest first."""
+        """The files of a key, newest first."""
         return [stored for stored in reversed(self._files.values()) if stored.owner == owner]
 
     def delete(self, stored: StoredFile) -> None:
@@ -120,7 +123,7 @@ class FileStore:
         self.used -= stored.size
 
     def sweep(self) -> None:
-        """Deletes files whose time is over."""
+        """Deletes expired files."""
         now = time.time()
         for stored in [stored for stored in self._files.values() if stored.expires < now]:
             self.delete(stored)
@@ -132,7 +135,7 @@ class FileStore:
 
 
 def _found(folder: Path) -> list[StoredFile]:
-    """The files of a folder, the oldest first. What is there only in part is deleted."""
+    """The files of a folder, oldest first. Incomplete files are deleted."""
     found, kept = [], {"lock"}
     for about in folder.glob("*.json"):
         if not _OURS.fullmatch(about.name):
@@ -142,7 +145,7 @@ def _found(folder: Path) -> list[StoredFile]:
             told = json.loads(about.read_bytes())
             stored = StoredFile(bytes.fromhex(told["owner"]), str(told["name"]), path, told["size"], told["created"])
             if not isinstance(stored.created, float) or path.stat().st_size != stored.size:
-                raise ValueError("the file has another size than is written beside it")
+                raise ValueError("its size differs from the recorded size")
         except (ValueError, KeyError, TypeError, OSError) as error:
             log.error("%s cannot be used and is deleted: %s", path, error)
             continue
@@ -155,7 +158,7 @@ def _found(folder: Path) -> list[StoredFile]:
 
 
 def owner_of(headers: dict[str, str]) -> bytes:
-    """Identifies the API key of a request without keeping it, whichever of the two headers holds it."""
+    """A hash of the request's API key, which is in either of two headers; the key itself is not kept."""
     given = headers.get("authorization")
     key = headers.get("x-api-key", "") if given is None else given.partition(" ")[2].strip()
     key = f"Bearer {key}" if key else ""

@@ -25,18 +25,19 @@ from service.http.file_store import StoredFile, owner_of, stored_file
 from service.http.upstream import Connection
 
 OUTPUT, ERRORS = "file-output-", "file-errors-"
-"""Beginnings of the ids of a batch's files; its id follows."""
+"""Prefixes of the ids of a batch's files; the batch's id follows."""
 FORM = {"file", "purpose"}
 """Fields of the form of an upload."""
 MAX_LISTED = 10_000
-"""Files of one page of the list."""
+"""Largest number of files on one page of the list."""
 
 
 async def upload(call: HttpCall) -> None:
     """Stores a file for `/v1/batches`."""
     if call.headers.get("content-type", "").partition(";")[0].strip().lower() != "multipart/form-data":
         raise WrongContent("content-type: expected multipart/form-data", reason="WRONG_CONTENT")
-    await call.caller().call("batch", "ListBatches", batch_pb2.ListBatchesRequest(page_size=1))  # may this key upload?
+    # Fails if the key may not use batches.
+    await call.caller().call("batch", "ListBatches", batch_pb2.ListBatchesRequest(page_size=1))
     store, owner = call.front.files, owner_of(call.headers)
     limited = _LimitedBody(call, store.capacity)
     try:
@@ -58,9 +59,9 @@ async def upload(call: HttpCall) -> None:
                 stored.remove()
                 raise
             store.add(stored)
-    except HTTPException as error:  # Starlette's parser: not a form
+    except HTTPException as error:  # from Starlette's parser: not a form
         raise InvalidArgument(f"the form cannot be read: {error.detail}") from None
-    except UnicodeError as error:  # Starlette's parser, with the form's charset
+    except UnicodeError as error:  # from Starlette's parser, for the form's charset
         raise InvalidArgument(f"the form cannot be read: {error}") from None
     finally:
         limited.release()
@@ -77,8 +78,8 @@ def _keep(file: UploadFile, stored: StoredFile) -> None:
 
 
 class _LimitedBody:
-    """The body of a form, limited in size and in the time between two of its pieces. Its bytes are reserved in the
-    store while they are being parsed, since the parser writes them to a temporary file."""
+    """The body of a form, limited in size and in the time between two pieces. Its bytes are reserved in the store while
+    they are parsed, because the parser writes them to a temporary file."""
 
     def __init__(self, call: HttpCall, most: int) -> None:
         self._call, self._most, self._size = call, most, 0
@@ -115,7 +116,7 @@ def _uploaded(stored: StoredFile) -> dict[str, Any]:
 
 
 async def list_files(call: HttpCall) -> None:
-    """The files of this key, newest first: `limit` of them, those after the id `after`; `order` and `purpose` hold."""
+    """Lists the files of this key: at most `limit`, those after the id `after`, by `order` and `purpose`."""
     query = {name: value[0] for name, value in parse_qs(call.scope["query_string"].decode("latin-1")).items()}
     limit, order = query.get("limit", str(MAX_LISTED)), query.get("order", "desc")
     if not re.fullmatch(r"[0-9]{1,5}", limit) or not 1 <= int(limit) <= MAX_LISTED:
@@ -144,7 +145,7 @@ async def list_files(call: HttpCall) -> None:
 
 
 async def get_file(call: HttpCall) -> None:
-    """What is known of a file."""
+    """The description of a file."""
     found = await _find(call)
     if isinstance(found, StoredFile):
         await call.respond(_uploaded(found))
@@ -156,7 +157,7 @@ async def get_file(call: HttpCall) -> None:
 
 
 async def delete_file(call: HttpCall) -> None:
-    """Deletes an uploaded file; the output of a batch is deleted with the batch."""
+    """Deletes an uploaded file; for an output of a batch, deletes the batch."""
     file_id = path_values(call.scope)["file_id"]
     found = await _find(call)
     if isinstance(found, StoredFile):
@@ -169,7 +170,7 @@ async def delete_file(call: HttpCall) -> None:
 
 
 async def content(call: HttpCall) -> None:
-    """The bytes of a file. Of a batch's output, the answers or the rows that failed."""
+    """The bytes of a file; for an output of a batch, its answers or its failed rows."""
     found = await _find(call)
     if isinstance(found, StoredFile):
         pieces: AsyncIterator[bytes] = _read(found.path)
@@ -197,7 +198,7 @@ async def _read(path: Path) -> AsyncIterator[bytes]:
 
 
 async def _lines(messages: AsyncIterator[Any], failed: bool) -> AsyncIterator[bytes]:
-    """The lines of an output that are errors, or those that are not."""
+    """The lines of a batch's output that are errors if `failed`, else those that are answers."""
     rest = b""
     async for message in messages:
         *lines, rest = (rest + message.data).split(b"\n")

@@ -1,4 +1,4 @@
-"""JSON of answers, without spaces."""
+"""Writes the JSON of answers, without spaces."""
 
 from __future__ import annotations
 

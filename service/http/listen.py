@@ -1,4 +1,4 @@
-"""The HTTP server's address: requirements for being reachable from other machines, and the listening socket."""
+"""The HTTP server's address: what the server needs if other machines can reach it, and the listening socket."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ def check_packages() -> None:
 
 
 def check_exposure(options: HttpFrontOptions) -> None:
-    """Raises ConfigError for an address that others can reach without TLS, unless `insecure` is set. Keys are checked
-    by the gRPC servers."""
+    """Raises ConfigError if other machines can reach the address and the server has no TLS, unless `insecure` is set.
+    API keys are not needed here, because the gRPC servers check them."""
     if not options.insecure and options.tls_cert is None and not is_loopback(options.http_host):
         raise ConfigError(
-            f"http_host: {options.http_host} can be reached from other machines, and this server speaks plain text (no "
-            "--tls-cert and --tls-key); give it those, or use 127.0.0.1 behind a proxy that has them, or say --insecure"
+            f"http_host: {options.http_host} can be reached from other machines, but this server has no TLS "
+            "(--tls-cert and --tls-key); set these options, or listen on 127.0.0.1 behind a proxy that does this, or "
+            "set --insecure"
         )
 
 
@@ -45,7 +46,7 @@ def bind(options: HttpOptions, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket, tls: bool) -> str:
-    """The address of the server, as people type it."""
+    """The URL of the server."""
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ipaddress.ip_address(host.partition("%")[0]).version == 6 else host
     return f"{'https' if tls else 'http'}://{shown}:{port}"

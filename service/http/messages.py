@@ -23,14 +23,14 @@ _TYPES = {
 
 
 def anthropic_error(error: dict[str, Any], status: int) -> dict[str, Any]:
-    """Anthropic's form of an error, with our reason as `code`."""
+    """Anthropic's form of an error; `code` is the reason."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     told = {"type": kind, "message": error["message"], "code": error["code"]}
     return {"type": "error", "error": told, "request_id": error.get("request_id")}
 
 
 async def messages(call: HttpCall) -> None:
-    """Answers one request, whole or as events."""
+    """Answers a request of Anthropic's Messages API, as a whole or as a stream of events."""
     call.error_form = anthropic_error
     body = validated(MessagesRequest, await call.json())
     request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
@@ -44,7 +44,7 @@ async def messages(call: HttpCall) -> None:
 
 
 async def count_tokens(call: HttpCall) -> None:
-    """The tokens that a request's prompt takes."""
+    """The number of tokens that the prompt of a request takes."""
     call.error_form = anthropic_error
     body = validated(CountTokens, await call.json())
     request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
@@ -79,7 +79,8 @@ def _blocks(answer: Generation) -> list[dict[str, Any]]:
 
 
 def _object(arguments: str) -> Any:
-    """A call's arguments. A call that was cut off has no whole object, and numbers like 1e999 could not be sent."""
+    """A call's arguments as an object. If they are not valid JSON, because the call was cut off or has a number like
+    1e999, an object with their text."""
     try:
         return json.loads(arguments or "{}", parse_float=finite)
     except ValueError:
@@ -106,7 +107,7 @@ def _usage(answer: Generation) -> dict[str, Any]:
 
 
 class MessageEvents(Events):
-    """The events of a streamed message: one block after the other."""
+    """The events of a streamed message, which consists of consecutive blocks."""
 
     def __init__(self, request_id: str) -> None:
         self._id = request_id

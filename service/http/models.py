@@ -20,12 +20,12 @@ PROBE_SECONDS = 2.0
 
 
 async def health(call: HttpCall) -> None:
-    """The HTTP server itself is alive."""
+    """Whether the HTTP server itself is alive."""
     await call.respond({"status": "ok"})
 
 
 async def ready(call: HttpCall) -> None:
-    """Whether one of the servers answers. Needs no key: the gRPC servers' health service has none either."""
+    """Whether at least one gRPC server is ready. Needs no key, like the gRPC servers' health service."""
     found = await asyncio.gather(*(_serving(call, connection) for connection in call.front.upstream.connections))
     servers = dict(zip(call.front.upstream.addresses, found, strict=True))
     ready = any(state == "serving" for state in found)
@@ -63,13 +63,13 @@ async def _with_models(call: HttpCall, connection: Connection) -> str:
 
 
 async def list_models(call: HttpCall) -> None:
-    """The models of all servers."""
+    """Lists the models of all servers."""
     found = await _models(call.caller())
     await call.respond({"object": "list", "data": [model_object(model) for model in found.values()]})
 
 
 async def get_model(call: HttpCall) -> None:
-    """One model."""
+    """Describes one model."""
     name = path_values(call.scope)["name"]
     found = await _models(call.caller())
     if name not in found:
@@ -99,7 +99,7 @@ async def _models(caller: Caller) -> dict[str, Model]:
 
 
 def model_object(model: Model) -> dict[str, Any]:
-    """OpenAI's object for a model; `saccade` has what its format has no field for."""
+    """OpenAI's object for a model; `saccade` contains what OpenAI's format has no fields for."""
     limits = model.limits
     return {
         "id": model.name,
@@ -130,7 +130,7 @@ _STARTED = int(time.time())
 
 
 async def status(call: HttpCall) -> None:
-    """The state of each server. Its loads need the scope "admin", as AdminService does."""
+    """The state of each server. Its loads need the scope "admin", like AdminService."""
     caller, upstream = call.caller(), call.front.upstream
     servers = await asyncio.gather(
         *(
@@ -172,7 +172,7 @@ def _all_fields(message: Any) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> Any:
-    """The same with numbers for the strings that 64-bit numbers are in proto3's JSON."""
+    """Converts strings to numbers where proto3's JSON has strings for 64-bit integers."""
     if isinstance(value, dict):
         return {name: _numbers(item) for name, item in value.items()}
     if isinstance(value, list):

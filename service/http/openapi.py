@@ -45,7 +45,7 @@ _ERROR = {
 
 @cache
 def document(routes: Iterable[tuple[str, str, str]]) -> dict[str, Any]:
-    """The OpenAPI document for routes: method, path, summary."""
+    """The OpenAPI document. `routes`: method, path and summary of each."""
     ordered = sorted(set(BODIES.values()), key=lambda model: model.__name__)
     _, schemas = models_json_schema(
         [(model, "validation") for model in ordered], ref_template="#/components/schemas/{model}"
@@ -58,7 +58,7 @@ def document(routes: Iterable[tuple[str, str, str]]) -> dict[str, Any]:
             "responses": {
                 "200": {"description": "The answer."},
                 "4XX": {
-                    "description": "An error of the request.",
+                    "description": "The request is invalid or was rejected.",
                     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
                 },
             },

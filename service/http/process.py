@@ -1,8 +1,8 @@
-"""The HTTP server beside `saccade serve`: `python -m service.http.process FD`, by `service.servers.http_process`.
+"""The HTTP server of `saccade serve`: `python -m service.http.process FD`, started by `service.servers.http_process`.
 
-Protocol on the socket pair FD. Parent to child: (options, descriptor of the listening socket), then (address of gRPC,
-empty until it is known, log level) after each change. Child to parent: ("ready",) once it serves, or ("failed",
-message). It ends on SIGTERM, and when the connection closes.
+Protocol on the socket pair FD. Parent to child: (options, descriptor of the listening socket) first, then (address of
+gRPC, empty until it is known, log level) after each change. Child to parent: ("ready",) once it serves, or ("failed",
+message). The process ends on SIGTERM, and when the connection closes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def _listen_to(connection: Connection, front: Front) -> None:
-    """Takes the address of gRPC and the log level; ends the process when its parent has ended."""
+    """Receives the address of gRPC and the log level; ends the process when its parent has ended."""
     try:
         while True:
             address, level = connection.recv()

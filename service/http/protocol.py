@@ -1,7 +1,8 @@
-"""uvicorn's HTTP/1.1 protocol with limits that it lacks: size and time of a request's head, number of connections.
+"""uvicorn's HTTP/1.1 protocol with limits that it lacks: size and time of a request's head (request line and headers),
+and number of connections.
 
-HTTP/1.1 only: uvicorn's HTTP/2 needs `zttp`, which is at version 0.0; a proxy such as Caddy or Envoy in front speaks
-HTTP/2 and HTTP/3 to clients.
+There is only HTTP/1.1, because uvicorn's HTTP/2 needs `zttp`, which is at version 0.0. For HTTP/2 and HTTP/3, use a
+proxy such as Caddy or Envoy.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def protocol_class(options: HttpFrontOptions) -> type[HttpToolsProtocol]:
-    """The protocol with these limits."""
+    """The protocol with the limits in `options`."""
 
     class Limited(LimitedProtocol):
         limits = options
@@ -31,7 +32,7 @@ def protocol_class(options: HttpFrontOptions) -> type[HttpToolsProtocol]:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. `scope["abort"]` closes it without waiting for a reader that does not read."""
+    """One connection. `scope["abort"]` closes it without waiting for a client that does not read."""
 
     limits: HttpFrontOptions
 
@@ -51,12 +52,12 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._drop_unread(transport)
         if len(self.connections) > self.limits.http_max_connections:
-            self._refuse(503, f"the server has its limit of {self.limits.http_max_connections} connections")
+            self._refuse(503, f"the server has reached its limit of {self.limits.http_max_connections} connections")
             return
         self._await_head()
 
     def _drop_unread(self, transport: asyncio.Transport) -> None:
-        """Lets the system close the connection when what was sent stays unread, also after the end of its request."""
+        """Lets the system close the connection if sent data stays unread for too long, also after the request's end."""
         connection = transport.get_extra_info("socket")
         if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
             milliseconds = max(1, min(2**31 - 1, round(self.limits.stall_timeout * 1000)))
@@ -75,7 +76,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._await_head()
         super().data_received(data)
         if self._head_bytes is not None and self._head_bytes > self.limits.http_max_header_bytes:
-            self._refuse(431, f"the request's head has more than {self.limits.http_max_header_bytes} bytes")
+            self._refuse(431, f"the request line and headers have more than {self.limits.http_max_header_bytes} bytes")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -101,7 +102,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def _too_slow(self) -> None:
         self._head_timer = None
         if self.cycle is None or self.cycle.response_complete:
-            self._refuse(408, f"the request's head did not arrive within {self.limits.http_header_timeout:g} s")
+            self._refuse(
+                408, f"the request line and headers did not arrive within {self.limits.http_header_timeout:g} s"
+            )
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "this is not an HTTP/1.1 request")

@@ -1,4 +1,4 @@
-"""`/v1/responses`, without state: a conversation is sent whole, and nothing is stored."""
+"""`/v1/responses`, without state: each request contains the whole conversation, and nothing is stored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.http.streams import Events, calls_of, stream_events, whole_answer
 
 
 async def responses(call: HttpCall) -> None:
-    """Answers one request, whole or as events."""
+    """Answers a request of OpenAI's Responses API, as a whole or as a stream of events."""
     call.fields = RESPONSE
     body = validated(ResponseRequest, await call.json())
     request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
@@ -79,7 +79,7 @@ def _finished(request_id: str, body: ResponseRequest, answer: Generation) -> dic
 
 
 def _end_of(answer: Generation) -> dict[str, Any]:
-    """How a response has ended, and what it took."""
+    """How a response has ended, and its usage."""
     incomplete = {"length": "max_output_tokens", "aborted": "aborted"}.get(answer.finish_reason)
     return {
         "status": "incomplete" if incomplete else "completed",
@@ -132,7 +132,7 @@ def _message(item_id: str, text: str | None, logprobs: list[TokenLogprob] | None
 
 
 def _state(arguments: str) -> str:
-    """Of a call that has ended: one that broke off has no whole object."""
+    """The status of a call that has ended: `incomplete` if its arguments are not complete JSON."""
     try:
         json.loads(arguments)
     except ValueError:
@@ -148,7 +148,7 @@ def _call(item_id: str, call_id: str, name: str, arguments: str, status: str) ->
 
 
 class ResponseEvents(Events):
-    """The events of a streamed response: one item after the other."""
+    """The events of a streamed response, which consists of consecutive items."""
 
     def __init__(self, request_id: str, body: ResponseRequest) -> None:
         self._id, self._body = request_id, body
@@ -160,7 +160,8 @@ class ResponseEvents(Events):
         self._parts: list[str] = []
         self._scores: list[TokenLogprob] = []
         self._held: list[TokenLogprob] = []
-        """Of tokens before the next text of a message: those of reasoning, and of a character that takes several."""
+        """Log-probabilities to send with the next text of a message: of tokens of reasoning, and of those that are only
+        a part of a character."""
         self._item: dict[str, Any] = {}
         self._response: dict[str, Any] = {}
 
@@ -179,11 +180,11 @@ class ResponseEvents(Events):
         return {"item_id": self._item["id"], "output_index": len(self._output)}
 
     def _next_id(self, kind: str) -> str:
-        """The id of the item after the one that is being written: text may go on after a call."""
+        """The id of the item after the one that is being written; text may continue after a call, for example."""
         return f"{kind}_{self._id}_{len(self._output) + (self._kind is not None)}"
 
     def _open(self, kind: Literal["reasoning", "message", "call"], item: dict[str, Any]) -> bytes:
-        """Ends the item before it and begins another."""
+        """Ends the current item and begins another."""
         data = self._close()
         self._kind, self._item, self._parts, self._scores = kind, item, [], []
         data += self._event("response.output_item.added", output_index=len(self._output), item=item)
@@ -217,7 +218,7 @@ class ResponseEvents(Events):
     def piece(self, delta: Delta) -> bytes:
         rest, begun = calls_of(delta)
         data = b"".join(map(self._arguments, rest))
-        if delta.tool_calls:  # tokens without text before these are markup
+        if delta.tool_calls:  # the tokens without text before a call are markup
             self._held = []
         if delta.text or not delta.tool_calls:
             self._held += delta.logprobs or []

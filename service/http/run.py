@@ -1,4 +1,4 @@
-"""Runs the HTTP server: `saccade http`, or as a process beside `saccade serve`."""
+"""Runs the HTTP server, for `saccade http` and for the HTTP process of `saccade serve`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(options: HttpFrontOptions) -> int:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with our limits and without its own configuration of logging."""
+    """uvicorn with the limits of `options`, and without its own configuration of logging."""
 
     def __init__(self, options: HttpFrontOptions) -> None:
         self.options = options

@@ -1,4 +1,4 @@
-"""Answers, whole or as server-sent events, whatever their format is."""
+"""Answers as a whole or as server-sent events, independent of the API's format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SSE_HEADERS = [("cache-control", "no-cache"), ("x-accel-buffering", "no")]
 
 
 async def whole_answer(call: HttpCall, caller: Caller, request: inference_pb2.GenerateRequest) -> Generation:
-    """The answer, unless the client goes away first. Raises SaccadeError and ClientGone."""
+    """The complete answer. Raises SaccadeError, and ClientGone if the client disconnects first."""
     async with call.connected():
         response = await caller.call("inference", "Generate", request)
     return generation_from(response, request.sampling.HasField("logprobs"))
@@ -27,26 +27,26 @@ class Events(Protocol):
     """The server-sent events of one streamed answer, as bytes, in one API's format."""
 
     def begin(self, started: inference_pb2.Started) -> bytes:
-        """What comes before the first token."""
+        """The events before the first token."""
 
     def piece(self, delta: Delta) -> bytes:
-        """A part of a sample; may be empty."""
+        """The events of a part of a sample; may be empty."""
 
     def end(self, answer: Generation) -> bytes:
         """The last events, for the whole answer."""
 
     def error(self, error: dict[str, Any], status: int) -> bytes:
-        """The last events of an answer that broke off; `status` is that of the error."""
+        """The last events of an answer that failed; `status` is the HTTP status of the error."""
 
 
 def calls_of(delta: Delta) -> tuple[list[ToolCallDelta], list[ToolCallDelta]]:
-    """The rest of a call that an earlier piece has begun, which comes before this piece's text, and the calls that
-    begin here."""
+    """The continuation of a call from an earlier piece, which comes before this piece's text, and the calls that begin
+    here."""
     return [call for call in delta.tool_calls if not call.name], [call for call in delta.tool_calls if call.name]
 
 
 async def stream_events(call: HttpCall, caller: Caller, request: inference_pb2.GenerateRequest, events: Events) -> None:
-    """Sends an answer as server-sent events. Raises SaccadeError only before the first."""
+    """Sends an answer as server-sent events. Raises SaccadeError only before the first event."""
     answer = caller.stream(request)
     call.front.streams += 1
     try:

@@ -1,4 +1,4 @@
-"""TLS of the HTTP server, which follows its files: a renewed certificate is used from the next handshake on."""
+"""TLS of the HTTP server. Its files are watched: a renewed certificate is used from the next handshake on."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def tls_context(options: HttpFrontOptions) -> ssl.SSLContext | None:
     def use_current(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
         connection.context = files.current()
 
-    # OpenSSL calls it for each handshake, with or without a server name. The context of a listening socket cannot be
-    # replaced; that of a connection can.
+    # OpenSSL calls this function for each handshake, with or without a server name. The context of a listening socket
+    # cannot be replaced, but that of a connection can.
     context.sni_callback = use_current
     return context
 

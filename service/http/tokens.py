@@ -20,7 +20,7 @@ from service.http.upstream import all_of
 
 
 async def embeddings(call: HttpCall) -> None:
-    """Hidden states of the model as embeddings, one for each prompt."""
+    """Embeddings of prompts: one hidden state of the model for each."""
     call.fields = prompt_rules("input")
     body = validated(Embeddings, await call.json())
     caller = call.caller()
@@ -50,7 +50,7 @@ def _vector(embedding: Embedding, body: Embeddings) -> Any:
 
 
 async def tokenize(call: HttpCall) -> None:
-    """The token ids of a prompt, and how much of the context it takes."""
+    """The token ids of a prompt, and how many tokens of the context it takes."""
     body = validated(Tokenize, await call.json())
     call.fields = CHAT if body.prompt is None else prompt_rules("prompt")
     caller = call.caller()

@@ -1,4 +1,4 @@
-"""The gRPC servers behind the HTTP server: which of them gets a call, and calls with the caller's own metadata."""
+"""The gRPC servers behind the HTTP server: which server gets a call, and calls with the caller's own metadata."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ R = TypeVar("R")
 CONCURRENT = 16
 """Calls of one request that run at a time."""
 RESUMES = 8
-"""Attempts to continue an answer that broke off, since its last piece."""
+"""Attempts to continue an interrupted answer, counted from its last piece."""
 
 
 class Upstream:
     """Connections to all servers.
 
     Args:
-        engine: instead of the servers of `options`, the engine in this process.
+        engine: the engine in this process, which is used instead of the servers in `options`.
     """
 
     def __init__(self, options: HttpFrontOptions, engine: AsyncLocalConnection | None = None) -> None:
@@ -59,8 +59,8 @@ class Upstream:
         ]  # fmt: skip
 
     def order(self, message: Any) -> list[Connection]:
-        """The servers in the order in which a call tries them: the same order for prompts with the same key, so that
-        their images and beginnings are in its caches; without a key, in turn."""
+        """The servers in the order in which a call tries them. Prompts with the same key have the same order, so that
+        their images and beginnings are in the first server's caches; other calls begin with the servers in turn."""
         if len(self.connections) == 1:
             return self.connections
         key = prompt_key(message) if isinstance(message, inference_pb2.GenerateRequest) else ""
@@ -79,14 +79,14 @@ class Upstream:
 
 
 class Caller:
-    """Makes the calls of one HTTP request: with its metadata, until its deadline."""
+    """Makes the gRPC calls of one HTTP request, with its metadata and deadline."""
 
     def __init__(self, upstream: Upstream, metadata: Metadata, timeout: float) -> None:
         self.upstream, self.metadata = upstream, metadata
         self.deadline = Deadline(timeout)
 
     async def call(self, service: str, method: str, message: Any, *, on: Connection | None = None) -> Any:
-        """The answer of a unary call, from the first server that takes it. Raises SaccadeError."""
+        """The answer of a unary call, from the first server that accepts it. Raises SaccadeError."""
         failure: SaccadeError | None = None
         for connection in [on] if on is not None else self.upstream.order(message):
             exchange = AsyncExchange(_Authorized([connection], self.metadata))
@@ -110,7 +110,7 @@ class Caller:
             exchange.close()
 
     def stream(self, request: inference_pb2.GenerateRequest) -> Answer:
-        """A streamed answer, from the first server that takes the request."""
+        """A streamed answer, from the first server that accepts the request."""
         return Answer(request, _Authorized(self.upstream.order(request), self.metadata), self.deadline)
 
 
@@ -136,7 +136,7 @@ async def all_of(make: Callable[[T], Awaitable[R]], items: Sequence[T]) -> list[
 
 
 class _Authorized:
-    """Connections seen by one caller: each attempt of a call goes to the next one, with the caller's metadata."""
+    """The connections for one caller. Each attempt of a call goes to the next one, with the caller's metadata."""
 
     def __init__(self, connections: Sequence[Connection], metadata: Metadata) -> None:
         self._connections, self._metadata = connections, metadata
@@ -156,7 +156,8 @@ class _Authorized:
 
 
 class _State(StreamState):
-    """Retries what has begun. A request that no server has taken fails at once, after each server was tried once."""
+    """Resumes streams that have begun. A request that no server has accepted is tried once on each server, and then
+    fails."""
 
     attempts: Callable[[], int]
     servers: int
@@ -170,7 +171,7 @@ class _State(StreamState):
 
 
 class Answer:
-    """A streamed answer, which is continued after the tokens received if its server stops."""
+    """A streamed answer. If its server stops, it is continued on another one, after the tokens received so far."""
 
     def __init__(self, request: inference_pb2.GenerateRequest, connection: _Authorized, deadline: Deadline) -> None:
         self._exchange = AsyncExchange(connection)
@@ -194,5 +195,5 @@ class Answer:
         return await run(self.state.read(), self._exchange)
 
     def close(self) -> None:
-        """Cancels the rest."""
+        """Cancels the rest of the answer."""
         self._exchange.close()
