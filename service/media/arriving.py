@@ -23,8 +23,8 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @contextlib.contextmanager
 def disk_trouble(what: str, full: Callable[[str], errors.StatusError]) -> Iterator[None]:
-    """Logs disk errors of the body and raises a status error instead: `full(sentence)` if the disk is full. Clients
-    learn nothing else about the disk."""
+    """Logs disk errors of the body. If the disk is full, raises `full(message)` instead; clients learn nothing else
+    about the disk. `what`: the files on the disk, for messages."""
     try:
         yield
     except OSError as error:
@@ -35,7 +35,8 @@ def disk_trouble(what: str, full: Callable[[str], errors.StatusError]) -> Iterat
 
 
 class ArrivingFile:
-    """Writes to `path`, which must not exist. `disk`: the context that turns disk errors into a status."""
+    """Writes a file of `size` bytes to `path`, which must not exist. `disk`: a context that converts disk errors, such
+    as `disk_trouble`."""
 
     def __init__(self, path: Path, size: int, disk: Callable[[], AbstractContextManager[None]]) -> None:
         self.size = size
@@ -46,9 +47,11 @@ class ArrivingFile:
             self._file = path.open("xb")
 
     def write(self, chunk: bytes) -> None:
-        """Writes a chunk. Raises InvalidArgument beyond the announced size, ResourceExhausted on a full disk."""
+        """Writes a chunk. Raises InvalidArgument beyond the announced size, and the error of `disk` on a full disk."""
         if len(chunk) > MAX_CHUNK:
-            raise errors.InvalidArgument(f"a chunk has {len(chunk)} bytes; at most {MAX_CHUNK}", field="chunk")
+            raise errors.InvalidArgument(
+                f"a chunk has {len(chunk)} bytes; at most {MAX_CHUNK} are allowed", field="chunk"
+            )
         self._written += len(chunk)
         if self._written > self.size:
             raise errors.InvalidArgument(f"the file is longer than the {self.size} bytes announced", field="chunk")
@@ -57,8 +60,8 @@ class ArrivingFile:
             self._file.write(chunk)
 
     def end(self, *, sync: bool = False) -> None:
-        """Ends the file; with `sync` it is on disk when this returns. Raises InvalidArgument for a file that is shorter
-        than announced."""
+        """Completes the file; with `sync`, it is on the disk when this returns. Raises InvalidArgument for a file that
+        is shorter than announced."""
         if self._written != self.size:
             raise errors.InvalidArgument(
                 f"the file has {self._written} of the {self.size} bytes announced", field="chunk"
@@ -69,7 +72,7 @@ class ArrivingFile:
                 os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Closes the file; data in the buffer that did not fit on a full disk is dropped."""
+        """Closes the file. Buffered data that does not fit on a full disk is dropped."""
         try:
             self._file.close()
         except OSError:
@@ -80,7 +83,7 @@ async def header_of(requests: AsyncIterator[Any], what: str) -> Any:
     """Receives the header, the first message of a stream of parts. Raises InvalidArgument."""
     first = await anext(requests, None)
     if first is None or first.WhichOneof("part") != "header":
-        raise errors.InvalidArgument(f"{what} begins with its header", field="header")
+        raise errors.InvalidArgument(f"{what} must begin with its header", field="header")
     return first.header
 
 
@@ -88,5 +91,5 @@ async def receive(requests: AsyncIterator[Any], write: Callable[[bytes], None]) 
     """Receives the chunks after the header. Raises InvalidArgument."""
     async for request in requests:
         if request.WhichOneof("part") != "chunk":
-            raise errors.InvalidArgument("after the header come chunks", field="part")
+            raise errors.InvalidArgument("only chunks may follow the header", field="part")
         await asyncio.to_thread(write, request.chunk)

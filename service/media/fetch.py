@@ -1,10 +1,10 @@
 """Fetches images and videos by URL, for servers whose operator has listed the hosts to fetch from.
 
-A client that sends a URL makes this server connect to an address of the client's choice. So a URL, and each redirect,
-is followed only if it is https, the host is on the list, and its name resolves only to public addresses or to networks
-that the operator has allowed. The name is resolved once, and the connection goes to that address, with the host's name
-for TLS and HTTP, so later DNS changes have no effect. Size and time are limited, and no proxy, cookie or credential of
-this machine is used.
+A client that sends a URL makes this server connect to an address of the client's choice. So a URL or redirect is
+followed only if it is https, the host is on the list, and the host's name resolves only to public addresses or to
+networks that the operator has allowed. The name is resolved once, and the connection goes to that address, with the
+host's name for TLS and HTTP, so later changes in DNS have no effect. Size and time are limited, and no proxy, cookie or
+credential of this machine is used.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ CONCURRENCY = 16
 _MOVED = {301, 302, 303, 307, 308}
 _NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))*")
 MAX_NAME = 253
-"""Characters of a name in DNS."""
+"""Largest number of characters of a name in DNS."""
 _UNICAST6 = ipaddress.IPv6Network("2000::/3")
-"""Networks of public addresses. Python's `is_global` also accepts site-local addresses and private NAT64, which are not
-public."""
+"""The network of public addresses. Python's `is_global` also accepts site-local addresses and private NAT64, which are
+not public."""
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
@@ -59,9 +59,9 @@ class Fetcher:
         self, hosts: Sequence[str], limits: MediaLimits, *, networks: Sequence[str] = (), timeout: float = 10.0,
         redirects: int = 3, ca: str | None = None, resolve: Resolve = system_resolver,
     ) -> None:  # fmt: skip
-        """`hosts`: names, `*.name` for all names below it, each with `:port` if that is not 443. `networks`: addresses
-        that may be connected to although they are not public. `timeout`: seconds for one file, redirects included.
-        `ca`: a PEM file of the certificate authority to trust instead of the system's. Raises ConfigError."""
+        """`hosts`: names, or `*.name` for all names below a name, each with `:port` if the port is not 443. `networks`:
+        networks of addresses that are allowed although they are not public. `timeout`: seconds for one file, redirects
+        included. `ca`: a PEM file of the certificate authority to trust instead of the system's. Raises ConfigError."""
         try:
             import httpx
         except ImportError:
@@ -79,17 +79,17 @@ class Fetcher:
         self._places = asyncio.Semaphore(CONCURRENCY)
 
     async def __call__(self, source: MediaSource) -> bytes:
-        """Fetches the file that `source.uri` names. Raises PermissionDenied, InvalidArgument or Unavailable, with its
-        field."""
+        """Fetches the file at `source.uri`. Raises PermissionDenied, InvalidArgument or Unavailable, with the path of
+        the request's field."""
         assert source.uri is not None
         try:
             async with self._places, asyncio.timeout(self._timeout):
                 return await self._follow(source)
         except TimeoutError:
-            raise _failed(source, f"it did not come within {self._timeout:g} s") from None
+            raise _failed(source, f"the file did not arrive within {self._timeout:g} s") from None
         except self._httpx.HTTPError as error:
             log.info("fetching for %s: %r", source.field, error)
-            raise _failed(source, "its host cannot be reached, or does not answer as a web server does") from error
+            raise _failed(source, "the host cannot be reached, or does not respond like a web server") from error
 
     async def _follow(self, source: MediaSource) -> bytes:
         url = self._parse(source, str(source.uri))
@@ -99,26 +99,26 @@ class Fetcher:
             if target is None:
                 return data
             url = self._parse(source, str(url.join(target)))
-        raise _failed(source, f"it redirects more than {self._redirects} times")
+        raise _failed(source, f"the URL redirects more than {self._redirects} times")
 
     def _parse(self, source: MediaSource, text: str) -> httpx.URL:
         try:
             url = self._httpx.URL(text)
         except self._httpx.InvalidURL:
-            raise errors.InvalidArgument(f"{source.field}: this is no URL", field=source.field) from None
+            raise errors.InvalidArgument(f"{source.field}: this is not a valid URL", field=source.field) from None
         if url.scheme != "https":
-            raise _denied(source, f"only https is fetched, not {url.scheme or 'a relative URL'}")
+            raise _denied(source, f"only https URLs are fetched, not {url.scheme or 'a relative URL'}")
         if url.userinfo:
-            raise _denied(source, "a URL with a user or password is not fetched")
+            raise _denied(source, "URLs with a user or password are not fetched")
         port = url.port or HTTPS
         host = _host(url)
         if not any(_matches(entry, host, port) for entry in self._hosts):
-            raise _denied(source, f"the host {host[:100]}:{port} is not one that this server fetches from")
+            raise _denied(source, f"this server does not fetch from the host {host[:100]}:{port}")
         return url
 
     async def _address(self, source: MediaSource, url: httpx.URL) -> Address:
-        """The address to connect to. All addresses of the name must be allowed, since the owner of the name chooses
-        which of them is used."""
+        """The address to connect to. All addresses of the name must be allowed, because the owner of the name can
+        influence which one is used."""
         host = _host(url)
         try:
             found = [ipaddress.ip_address(text) for text in await self._resolve(host, url.port or HTTPS)]
@@ -139,7 +139,7 @@ class Fetcher:
         """The body of the response, or the URL that it redirects to."""
         limits = self._limits
         most = limits.video.max_bytes if isinstance(source, Video) else limits.image.max_bytes
-        # A client for each request: a connection made under one host's name must not serve another's.
+        # A client for each request, so that a connection made for one host's name is not used for another's.
         async with self._httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=self._timeout) as client:
             request = client.build_request(
                 "GET",
@@ -156,10 +156,10 @@ class Fetcher:
                 if response.status_code in _MOVED and (target := response.headers.get("location")):
                     return b"", target
                 if response.status_code >= 500:
-                    raise _failed(source, f"its host answered {response.status_code}")
+                    raise _failed(source, f"the host responded with status {response.status_code}")
                 if response.status_code != 200:
                     raise errors.InvalidArgument(
-                        f"{source.field}: its host answered {response.status_code}", field=source.field,
+                        f"{source.field}: the host responded with status {response.status_code}", field=source.field,
                         reason="MEDIA_FETCH_FAILED",
                     )  # fmt: skip
                 if response.headers.get("content-encoding", "identity") != "identity":
@@ -179,7 +179,7 @@ class Fetcher:
 
 
 def make_fetcher(options: ServerOptions, limits: MediaLimits) -> Fetcher | None:
-    """The fetcher that the options ask for; None where no host is listed. Raises ConfigError."""
+    """The fetcher for the options; None if no host is listed. Raises ConfigError."""
     if not options.image_url_hosts:
         return None
     return Fetcher(
@@ -189,8 +189,8 @@ def make_fetcher(options: ServerOptions, limits: MediaLimits) -> Fetcher | None:
 
 
 def _host(url: httpx.URL) -> str:
-    """The host's name in ASCII, as DNS has it, so that the name that is resolved is the one that was checked. httpx's
-    `host` decodes some punycode, and the system's resolver would encode that by older rules (ß as ss)."""
+    """The host's name in ASCII, as in DNS, so that the name that is resolved is the one that was checked. httpx's
+    `host` decodes some punycode, and the system's resolver would encode it again by older rules (ß as ss)."""
     return url.raw_host.decode("ascii")
 
 
@@ -232,7 +232,7 @@ def _public(address: Address) -> bool:
 
 
 def _unwrapped(address: Address) -> list[Address]:
-    """The address, and the IPv4 addresses embedded in it for tunnels and translators."""
+    """The address, and the IPv4 addresses that are embedded in it for tunnels and translators."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     if address.ipv4_mapped is not None:
@@ -260,6 +260,6 @@ def _failed(source: MediaSource, why: str) -> errors.Unavailable:
 def _too_large(source: MediaSource, size: int, most: int) -> errors.InvalidArgument:
     kind = "VIDEO" if isinstance(source, Video) else "IMAGE"
     return errors.InvalidArgument(
-        f"{source.field}: the file has {size} bytes or more; {most} are allowed", field=source.field,
+        f"{source.field}: the file has at least {size} bytes; at most {most} are allowed", field=source.field,
         reason=f"{kind}_TOO_LARGE",
     )  # fmt: skip

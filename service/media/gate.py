@@ -32,7 +32,8 @@ class ByteGate:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def acquire(self, size: int) -> Grant:
-        """Waits until `size` bytes are free. More than the whole capacity is granted if no other request holds any."""
+        """Waits until `size` bytes are free. A request for more than the whole capacity is granted when no other
+        request holds any."""
         assert size >= 0, size
         size = min(size, self.capacity)
         if not size:
@@ -44,7 +45,7 @@ class ByteGate:
             try:
                 await future
             except asyncio.CancelledError:
-                granted = future.done() and not future.cancelled()  # cancelled at the moment when it was granted
+                granted = future.done() and not future.cancelled()  # cancelled just after the bytes were granted
                 if entry in self._waiting:
                     self._waiting.remove(entry)
                 self._free(size if granted else 0)  # later requests may fit now

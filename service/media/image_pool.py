@@ -1,9 +1,9 @@
 """Turns images and videos into patches in worker processes (`service.media.image_worker`), which hostile files may
 crash.
 
-A worker that dies, takes too long or sends an invalid reply is replaced, and its file is rejected like any other that
-cannot be decoded. The worker writes the patches to a sealed memory file; only its size and seals are checked here, and
-its descriptor is passed on.
+A worker that dies, takes too long or sends an invalid reply is replaced, and the file is rejected like any other that
+cannot be decoded. The worker writes the patches to a sealed memory file. This process checks only the size and seals of
+the memory file and passes its descriptor on.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ from service.media.worker_processes import ForkServer, Lost, NotStarted, Worker
 log = logging.getLogger(__name__)
 
 _REASONS = {
-    "time": "decoding it took longer than the {seconds:g} s that are allowed",
-    "died": "its decoder died of it",
-    "nonsense": "its decoder broke",
+    "time": "decoding took longer than the allowed {seconds:g} s",
+    "died": "the decoder crashed on this file",
+    "nonsense": "the decoder returned an invalid result for this file",
 }
+"""Why a worker was lost -> the message for the client."""
 
 
 class ImagePool:
-    """An `ImageProcessor` over `workers` processes. Thread-safe; a thread waits while all are busy."""
+    """An `ImageProcessor` with `workers` processes. Thread-safe; a thread waits while all processes are busy."""
 
     def __init__(
         self, limits: MediaLimits, workers: int, *, image_seconds: float, video_seconds: float,
         vision: VisionSpec | None = None, dtype: str = "float32",
     ) -> None:  # fmt: skip
-        """`image_seconds`, `video_seconds`: time limits for preparing an image, and a whole video. `vision`, `dtype`:
-        the model's rules (None if it takes no images) and the dtype of patches by name."""
+        """`image_seconds`, `video_seconds`: time limits for preparing an image and a whole video. `vision`: the model's
+        rules; None if it takes no images. `dtype`: name of the dtype of patches."""
         self._vision, self._dtype = vision, dtype
         self._image_seconds, self._video_seconds = image_seconds, video_seconds
         greeting = {
@@ -68,15 +69,15 @@ class ImagePool:
         self._lost: Counter[str] = Counter(dict.fromkeys(_REASONS, 0))
 
     def _most_patches(self, limits: MediaLimits) -> int:
-        """Bytes of the largest item."""
+        """Bytes of the patches of the largest image or video, in float32."""
         if self._vision is None:
             return 0
         video = 0 if self._vision.video_rule is None else most_bytes(self._vision, "float32", limits.video_frames)
         return max(video, most_bytes(self._vision, "float32", None))
 
     def start(self) -> None:
-        """Starts the processes without waiting for them: the imports take over a second, which no image should wait
-        for."""
+        """Starts the processes, without waiting for them. Their imports take over a second, for which no image should
+        have to wait."""
         for worker in self.workers:
             self._restart(worker)
 
@@ -122,7 +123,7 @@ class ImagePool:
             return item
 
     def describe(self, data: bytes) -> ImageHeader:
-        # Nothing is decoded for it, so it gets less time than a video.
+        # Nothing is decoded here, so the time limit is that of images, also for videos.
         with self._borrowed(self._image_seconds, ImageError) as worker:
             reply = worker.ask({"op": "describe"}, data, self._image_seconds)
             _check(reply)
@@ -130,7 +131,7 @@ class ImagePool:
             return ImageHeader(str(reply.get("format"))[:16], width, height, str(reply.get("mode"))[:16])
 
     def close(self) -> None:
-        """Ends all processes; files that are being decoded are refused. Idempotent; may be called from any thread."""
+        """Ends all processes; files that are being decoded are rejected. Idempotent; may be called from any thread."""
         self._closed = True
         for worker in self.workers:
             worker.end()
@@ -138,8 +139,8 @@ class ImagePool:
 
     @contextmanager
     def _borrowed(self, seconds: float, kind: Callable[[str], ImageError]) -> Iterator[Worker]:
-        """A worker for one file. If the worker is lost, the file is rejected with `kind`; if none can be started,
-        raises Unavailable."""
+        """A worker for one file. If the worker is lost, raises `kind(message)`; if no worker can be started, raises
+        Unavailable."""
         worker = self._idle.get()
         try:
             if self._closed:
@@ -154,7 +155,7 @@ class ImagePool:
         except Lost as lost:
             with self._lock:
                 self._lost[lost.why] += 1
-            log.warning("an image worker is replaced: %s", lost.why)
+            log.warning("an image worker was lost (%s) and is replaced", lost.why)
             worker.stop()
             self._restart(worker)
             raise kind(_REASONS[lost.why].format(seconds=seconds)) from lost
@@ -162,7 +163,7 @@ class ImagePool:
             self._idle.put(worker)
 
     def _restart(self, worker: Worker) -> None:
-        """Starts the worker before the next file needs it; if that fails, the next file tries again and gets the
+        """Starts the worker before the next file needs it. If that fails, the next file tries again and gets the
         error."""
         if not self._closed:
             try:
@@ -171,8 +172,8 @@ class ImagePool:
                 log.error("no image worker: %s", error)
 
     def _item(self, worker: Worker, reply: dict[str, Any], kind: str, watch: Stopwatch) -> PreparedItem:
-        """The item that a worker has made, after checking that its description fits the model and its file the
-        description."""
+        """The item that a worker has made, after checks that its description is possible for the model and that its
+        file matches the description. Raises Lost."""
         _check(reply)
         assert self._vision is not None
         file, found = worker.take_file(), _description(reply.get("item"))
@@ -198,7 +199,7 @@ class ImagePool:
 
 
 def _check(reply: dict[str, Any]) -> None:
-    """Raises the error that a reply describes."""
+    """Raises the error that a reply describes, if it describes one."""
     if "error" not in reply:
         return
     words, too_large = str(reply["error"])[:400], reply.get("too_large") is True
@@ -215,7 +216,7 @@ def _check(reply: dict[str, Any]) -> None:
 
 
 def _description(value: Any) -> ItemDescription:
-    """Parses an item's description. Raises Lost where it is invalid."""
+    """Parses an item's description. Raises Lost if it is invalid."""
     names = {field.name: field.type for field in fields(ItemDescription)}
     if not isinstance(value, dict):
         raise Lost("nonsense")
@@ -244,6 +245,6 @@ def _grid(value: Any) -> Grid:
 
 def _number(reply: dict[str, Any], name: str) -> int:
     value = reply.get(name)
-    if type(value) is not int or not 1 <= value < 2**63:  # families compute with it in floats
+    if type(value) is not int or not 1 <= value < 2**63:  # families convert it to float
         raise Lost("nonsense")
     return value

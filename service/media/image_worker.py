@@ -1,25 +1,25 @@
-"""The processes that make patches of images and videos: `python -m service.media.image_worker FD`, run by the pool,
-forks a worker for each socket that it gets.
+"""The processes that turn images and videos into patches. The pool runs `python -m service.media.image_worker FD`, the
+fork server, which forks a worker for each socket that it receives.
 
-A hostile file can at most crash or take over a worker: its memory and processor time are limited, it has no keys and no
-weights, and its end costs one request. The process that they are forked from reads no files.
+A hostile file can at most crash or take over a worker. The worker's memory and processor time are limited, it has no
+keys and no weights, and its end costs one request. The fork server itself reads no files of clients.
 
-Commands come one at a time, from the socket FD or to a worker from its own. A worker's replies are JSON, which the
-other end does not have to trust; patches are written to sealed memory files, whose descriptors are sent with the
-reply's length.
+Commands come one at a time, to the fork server through the socket FD and to each worker through its own socket. A
+worker's replies are JSON, which the other end can read without trusting the worker. Patches are written to sealed
+memory files, whose descriptors are sent with the reply's length.
 
     command   4 bytes of length, JSON {"op": ..., "size": n}, n bytes of a file
     reply     4 bytes of length, JSON
 
-    limits    the first command to the fork server: limits on files and on a worker, the model's vision part
-    fork      forks a worker; the command comes with the descriptor of its socket. The worker sends {"pid"} there
+    limits    the first command to the fork server: limits on files and on a worker, the model's rules for images
+    fork      forks a worker; the command comes with the descriptor of its socket, to which the worker sends {"pid"}
     kill      kills the worker "pid"
 
     describe  format and size of a file, without decoding it                -> {"format", "width", "height", "mode"}
-    image     its patches                                                   -> {"item", "seconds"}
-    video     patches of at most "frames" frames                            -> as image, with "total" and "fps"
-    frames    patches of "count" frames; this is the first, with number "index"  -> as image, or {"wanted": true}
-    frame     the next frame, after "wanted"                                -> as frames
+    image     patches of an image                                           -> {"item", "seconds"}
+    video     patches of at most "frames" frames                            -> like image, with "total" and "fps"
+    frames    the first of "count" frames, which has the number "index"     -> like image, or {"wanted": true}
+    frame     the next frame, after a reply with "wanted"                   -> like frames
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ if TYPE_CHECKING:
 
 ITEM_FIELDS = tuple(field.name for field in fields(ItemDescription))
 KEPT_BYTES = 256 << 20
-"""Freed memory that is kept for the next image: getting it from the kernel again took twice as long as decoding a 1080p
-image."""
+"""Freed memory that a process keeps for the next image. Getting it from the kernel again took twice as long as decoding
+a 1080p image."""
 
 
 class _Worker:
-    """The limits, and the model's rules."""
+    """Executes commands in a worker process."""
 
     def __init__(self, connection: socket.socket, limits: MediaLimits, patcher: Patcher | None) -> None:
-        """`patcher`: None for models that take no images, whose uploads are only described."""
+        """`patcher`: None for a model that takes no images; then uploads are only described."""
         self._connection, self._limits, self._patcher = connection, limits, patcher
 
     def answer(self, command: dict[str, Any], data: bytes) -> None:
@@ -74,14 +74,14 @@ class _Worker:
         except ImageError as error:
             kind = "video" if isinstance(error, VideoError) else "image"
             reply = {"error": error.reason, "kind": kind, "too_large": error.too_large}
-        except ValueError as error:  # what the model's rules do not accept
+        except ValueError as error:  # the model's rules do not accept the file
             reply = {"error": str(error), "kind": "value"}
-        except OSError as error:  # there is no memory for the file
+        except OSError as error:  # there is no memory for the file of patches
             reply = {"error": error.strerror or str(error), "kind": "memory"}
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "alloc" not in str(error):  # torch has no exception class for it
                 raise
-            reply = {"error": "decoding it takes more memory than is allowed", "kind": "image"}
+            reply = {"error": "decoding takes more memory than is allowed", "kind": "image"}
         send(self._connection, reply, None if file is None else file.take())
 
     def _do(self, command: dict[str, Any], data: bytes) -> tuple[dict[str, Any], PreparedItem | None]:
@@ -118,7 +118,7 @@ class _Worker:
 
 
 def send(connection: socket.socket, reply: dict[str, Any], descriptor: int | None = None) -> None:
-    """Sends a reply, and the descriptor with its length. Takes ownership of the descriptor."""
+    """Sends a reply, with the descriptor attached to its length. Takes ownership of the descriptor."""
     data = framed(reply)
     if descriptor is None:
         connection.sendall(data)
@@ -150,7 +150,7 @@ class _ForkServer:
     """Forks workers, and kills them when told to."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Receives the first command, and imports what files and the model need."""
+        """Receives the first command, and imports what decoding and the model's rules need."""
         self._connection = connection
         self._pid = os.getpid()
         self._workers: set[int] = set()
@@ -162,22 +162,23 @@ class _ForkServer:
         self._patcher: Patcher | None = None
         if command["vision"] is not None:
             with lasting_objects():
-                from service.media.patches import LocalDecoder, Patcher, use_one_thread  # not above: it has torch
+                from service.media.patches import LocalDecoder, Patcher, use_one_thread  # here because it imports torch
 
             use_one_thread()
-            # From the server, which is trusted: the rules that its prompts count tokens with, even if the files have
-            # changed.
+            # Pickled by the server, which is trusted. These are the rules with which it counts tokens of prompts, even
+            # if the checkpoint's files have changed since.
             vision = pickle.loads(base64.b64decode(command["vision"]))
             self._patcher = Patcher(LocalDecoder(self._limits), vision, command["dtype"], self._limits)
         keep_freed_memory(KEPT_BYTES)
 
     def run(self) -> NoReturn:
-        """Raises EOFError when the server has ended, or in a worker, when it needs this worker no longer."""
+        """Forks and kills workers. Raises EOFError when the server has ended or, in a worker, when the server has
+        closed the worker's socket."""
         while True:
             command, descriptor = _receive_with_descriptor(self._connection)
             self._reap()
             if command["op"] == "kill":
-                # Only a child that has not been reaped has this id for certain.
+                # Only a child that has not been reaped is certain to have this id.
                 if command["pid"] in self._workers:
                     os.kill(command["pid"], signal.SIGKILL)
                 continue
@@ -185,7 +186,7 @@ class _ForkServer:
             with socket.socket(fileno=descriptor) as theirs:
                 try:
                     pid = os.fork()
-                except OSError as error:  # too many processes; the server sees that the socket is closed
+                except OSError as error:  # too many processes; the server notices that the socket is closed
                     print(f"no image worker could be forked: {error}", file=sys.stderr, flush=True)
                     continue
                 if pid == 0:
@@ -198,7 +199,7 @@ class _ForkServer:
                 self._workers.remove(pid)
 
     def _work(self, connection: socket.socket) -> NoReturn:
-        """In a new worker: answers commands, without privileges that are not needed, until the server closes its
+        """Runs in a new worker: gives up what is not needed, and answers commands until the server closes the
         socket."""
         self._connection.close()
         end_with_parent(self._pid)
@@ -228,7 +229,7 @@ def main(descriptor: int) -> int:
         try:
             _ForkServer(connection).run()
         except (EOFError, ConnectionError):
-            pass  # the server has ended, or needs this worker no longer
+            pass  # the server has ended, or no longer needs this worker
     return 0
 
 

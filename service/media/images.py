@@ -1,5 +1,5 @@
-"""Limits on images and videos, and the interface of what turns their files into patches: in a server a pool of
-processes (`service.media.image_pool`), in one process `service.media.patches`."""
+"""Limits on images and videos, and the interface `ImageProcessor`, which turns files into patches. A server implements
+it with a pool of processes (`service.media.image_pool`), `LocalClient` in its own process (`service.media.patches`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from families import VideoRule, VisionSpec
 from service.media.prepared import PreparedItem
 
 LENGTH = struct.Struct("!I")
-"""Of a message between the pool and its processes, in bytes."""
+"""The length in bytes that precedes each message between the pool and its processes."""
 
 
 def framed(message: Mapping[str, Any]) -> bytes:
-    """A message between the pool and its processes: its length, and its JSON."""
+    """Encodes a message between the pool and its processes: the length of its JSON, and the JSON."""
     words = json.dumps(message).encode()
     return LENGTH.pack(len(words)) + words
 
@@ -32,28 +32,28 @@ class MediaLimits:
     image: ImageLimits = ImageLimits()
     video: VideoLimits = VideoLimits()
     video_frames: int = 32
-    """Largest and default number of frames that are sampled of a clip."""
+    """Largest number of frames that are sampled from a clip, and the default."""
 
     @property
     def file(self) -> VideoLimits:
-        """For a file that may be an image or a video."""
+        """Limits on a file that may be an image or a video."""
         return replace(self.video, max_bytes=max(self.image.max_bytes, self.video.max_bytes))
 
     @property
     def frame(self) -> ImageLimits:
-        """For decoded pixels of an image or a frame."""
+        """Limits on the decoded pixels of an image or a frame."""
         return replace(self.image, max_pixels=max(self.image.max_pixels, self.video.max_pixels))
 
     @property
     def worker_bytes(self) -> int:
-        """Memory that decoding and resizing may take beyond what the process uses at its start: pixels as bytes, as
-        floats, resized along one axis, and the decoder's own."""
+        """Bytes of memory that decoding and resizing may take in addition to what the process uses at its start: for
+        pixels as bytes, as floats and resized along one axis, for files, and for the decoder itself."""
         pixels = self.frame.max_pixels
         return (1 << 30) + 48 * pixels + 3 * self.file.max_bytes
 
 
 Frame = tuple[int, bytes]
-"""A frame that was sent as an image file: its number in the video, for messages, and the file."""
+"""A frame that was sent as an image file: its number in the video, for error messages, and the file."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +64,19 @@ class PreparedVideo:
     total: int
     """Frames in the file."""
     fps: float | None
-    """None if the file does not say."""
+    """Frames per second; None if the file does not contain them."""
 
 
 class ImageProcessor(Protocol):
-    """Turns files into patches. Raises ImageError, or its subclass VideoError, for any file that cannot be decoded,
-    ValueError for one that the model cannot take, and Unavailable if nothing can be prepared at the moment. `watch`
-    times the stages."""
+    """Turns files into patches. Methods raise ImageError, or its subclass VideoError, for any file that cannot be
+    decoded, ValueError for one that the model does not accept, and Unavailable if nothing can be prepared at the
+    moment. `watch` measures the stages."""
 
     def image(self, data: bytes, watch: Stopwatch) -> PreparedItem:
         """Prepares an image."""
 
     def video(self, data: bytes, frames: int, watch: Stopwatch) -> PreparedVideo:
-        """Prepares at most `frames` frames of a video, sampled by the model's rule."""
+        """Prepares at most `frames` frames of a video, which the model's rule samples."""
 
     def frames(self, files: Sequence[Frame], watch: Stopwatch) -> PreparedItem:
         """Prepares a video whose frames came as images."""
@@ -88,19 +88,20 @@ class ImageProcessor(Protocol):
         """Counters since the start."""
 
     def close(self) -> None:
-        """Frees what it holds. Idempotent."""
+        """Releases all resources. Idempotent."""
 
 
 def video_rule(vision: VisionSpec) -> VideoRule:
     """The model's rule for videos. Raises ValueError for a model without one."""
     rule = vision.video_rule
     if rule is None:
-        raise ValueError("this model takes no video: its tower has no projection for temporal patches")
+        raise ValueError("this model does not accept videos: its tower has no projection for temporal patches")
     return rule
 
 
 def most_bytes(vision: VisionSpec, dtype: str, frames: int | None) -> int:
-    """Upper bound on the bytes of an image's patches, or of a video's with so many frames, before its file is read."""
+    """Upper bound on the bytes of the patches of an image (`frames` None) or of a video with `frames` frames, before
+    its file is read."""
     if frames is None:
         numbers = vision.max_image_tokens * vision.patches_per_token * vision.patch_widths[IMAGE]
     else:

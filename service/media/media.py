@@ -1,11 +1,11 @@
-"""Uploaded images and videos: a spool on disk, limited in bytes and time.
+"""Uploaded images and videos: the spool, a folder that is limited in bytes and time.
 
     DIRECTORY/<tenant>/<sha256>          a complete file, written once, renamed into place
     DIRECTORY/incoming/<random>          an upload in progress
 
-Bytes are reserved before they arrive, so uploads that cannot be stored are rejected at their header. A file that has
-not expired is never evicted: clients may rely on an id until its expiry. Files outlive a restart if the directory does;
-their age is their modification time. All methods block and may be called from any thread.
+Bytes are reserved before they arrive, so an upload that cannot be stored is rejected when its header arrives. A file is
+never evicted before it expires, so clients may rely on an id until then. Files survive a restart if the directory does;
+a file's modification time is the time of its last upload. All methods block and may be called from any thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _ID = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Media:
-    """One file in the spool. `expires`: Unix time, seconds."""
+    """One file in the spool. `size`: bytes. `width`, `height`: pixels, from the file's header. `expires`: Unix time in
+    seconds."""
 
     media_id: str
     size: int
@@ -53,9 +54,9 @@ class Spool:
         tenant_capacity: int | None = None, incoming: str = "incoming",
         describe: Callable[[bytes], ImageHeader] | None = None,
     ) -> None:  # fmt: skip
-        """Loads the files that an earlier run has left in `directory`. Capacities in bytes, of all tenants together and
-        of each; `ttl`: seconds. `describe`: reads the header of a file; None: in this process, which knows images
-        only."""
+        """Loads the files that an earlier run has left in `directory`. `capacity`, `tenant_capacity`: bytes of all
+        tenants together and of each. `ttl`: seconds that a file is kept after its last upload. `describe`: reads the
+        header of a file; None: headers are read in this process, and only those of images."""
         self.describe = describe or functools.partial(_header, limits=limits)
         self._tenant_capacity = capacity if tenant_capacity is None else tenant_capacity
         self._directory, self._capacity, self._ttl, self._limits, self._clock = directory, capacity, ttl, limits, clock
@@ -75,15 +76,15 @@ class Spool:
             return sum(size for _, size, _ in self._held())
 
     def _held(self) -> Iterator[tuple[str, int, float]]:
-        """Tenant, bytes and expiry of what counts: running uploads, whose expiry is infinite, and complete files. The
-        caller must hold the lock."""
+        """Tenant, bytes and expiry of everything that counts towards the limits: running uploads, whose expiry is
+        infinite, and complete files. The caller must hold the lock."""
         for tenant, size in self._reserved.items():
             yield tenant, size, math.inf
         for (tenant, _), media in self._media.items():
             yield tenant, media.size, media.expires
 
     def _exclusive(self) -> contextlib.AbstractContextManager[Any]:
-        """Keeps out other processes that use the folder: none."""
+        """Keeps out other processes that use the folder. This spool has no others."""
         return contextlib.nullcontext()
 
     def _adopt(self) -> None:
@@ -122,10 +123,10 @@ class Spool:
         """Reserves `size` bytes for one file. An upload that is not committed is deleted. Raises InvalidArgument or
         ResourceExhausted."""
         if size < 1:
-            raise errors.InvalidArgument(f"size_bytes is {size}; a file has at least 1 byte", field="header.size_bytes")
+            raise errors.InvalidArgument(f"size_bytes is {size}; it must be at least 1", field="header.size_bytes")
         if size > self._limits.max_bytes:
             raise errors.InvalidArgument(
-                f"size_bytes is {size}; a file may have {self._limits.max_bytes}",
+                f"size_bytes is {size}; at most {self._limits.max_bytes} are allowed",
                 field="header.size_bytes", reason="IMAGE_TOO_LARGE",
             )  # fmt: skip
         self.sweep()
@@ -145,8 +146,8 @@ class Spool:
             self._reserved[tenant] -= size
 
     def _check_room(self, tenant: str, size: int) -> None:
-        """Raises ResourceExhausted, with the time until a file expires, if there is one. The caller must hold the
-        lock."""
+        """Raises ResourceExhausted if `size` more bytes exceed a limit; its retry delay is the time until the first
+        file expires, if there is one. The caller must hold the lock."""
         held = list(self._held())
         mine = [item for item in held if item[0] == tenant]
         for items, capacity, whose in (
@@ -169,7 +170,7 @@ class Spool:
         return media
 
     def get(self, tenant: str, media_id: str) -> Media:
-        """Raises NotFound."""
+        """The description of a file. Raises NotFound."""
         with self._lock:
             media = self._media.get((tenant, media_id))
         if media is None or media.expires <= self._clock():
@@ -183,7 +184,7 @@ class Spool:
         with self._lock:
             if (tenant, media_id) in self._media:
                 self._media[tenant, media_id] = replace(media, expires=now + self._ttl)
-            with contextlib.suppress(FileNotFoundError):  # another process may have taken it, and may delete it
+            with contextlib.suppress(FileNotFoundError):  # another process may have received it, and may delete it
                 os.utime(self._path((tenant, media_id)), (now, now))
 
     def size(self, tenant: str, media_id: str) -> int:
@@ -206,21 +207,22 @@ class Spool:
                 self._forget((tenant, media_id))
 
     def check_integrity(self) -> None:
-        """`AssertionError` unless the counts agree with the disk and, while no upload runs, no partial file is left."""
+        """Raises `AssertionError` unless the counts agree with the disk and, while no upload runs, no partial file is
+        left."""
         with self._lock:
             for key, media in self._media.items():
                 assert self._path(key).stat().st_size == media.size, key
             if not self._reserved.total():
-                assert not list(self._incoming.iterdir()), "parts of uploads that have ended"
+                assert not list(self._incoming.iterdir()), "files of uploads that have ended"
 
 
 class SharedSpool(Spool):
-    """A spool that several frontend processes share. The limits are those of all of them together, and what counts is
-    the folder: so they hold whichever process receives a file, and after one has been replaced. The name of a running
-    upload has its tenant and its size."""
+    """A spool that several frontend processes share. The limits apply to all of them together and are computed from the
+    folder, so that they hold regardless of which process receives a file, and after a process was replaced. The name of
+    a running upload contains its tenant and its size."""
 
     def __init__(self, *arguments: Any, member: int, members: int, **keywords: Any) -> None:
-        """`member`: the number of this process, of `members`."""
+        """`member`: the number of this process, from 0 to `members` - 1."""
         self._member, self._members = member, members
         keywords["incoming"] = f"incoming-{member}"
         super().__init__(*arguments, **keywords)
@@ -231,14 +233,14 @@ class SharedSpool(Spool):
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Keeps out the other processes while an upload is begun or committed and while expired files are deleted."""
+        """Keeps out other processes while an upload begins or is committed, and while expired files are deleted."""
         with (self._directory / "uploads.lock").open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def _held(self) -> Iterator[tuple[str, int, float]]:
-        """What counts, of all processes."""
-        for member in range(self._members):  # uploads first: one that is committed meanwhile counts at least once
+        """Everything that counts towards the limits, of all processes."""
+        for member in range(self._members):  # first, so that an upload that is committed meanwhile is not missed
             for path in self._directory.glob(f"incoming-{member}/*-*-*"):
                 tenant, reserved, _ = path.name.rsplit("-", 2)
                 yield tenant, int(reserved), math.inf
@@ -254,7 +256,7 @@ class SharedSpool(Spool):
                     yield path, status.st_size, status.st_mtime + self._ttl
 
     def get(self, tenant: str, media_id: str) -> Media:
-        """Raises NotFound."""
+        """The description of a file. Raises NotFound."""
         path = self._path((tenant, media_id))
         try:
             if not _ID.fullmatch(media_id):
@@ -264,7 +266,7 @@ class SharedSpool(Spool):
                 raise FileNotFoundError
             with self._lock:
                 known = self._media.get((tenant, media_id))
-            if known is not None:  # another process may have renewed it
+            if known is not None:  # another process may have renewed its expiry
                 return replace(known, expires=expires)
             data = path.read_bytes()
             header = self.describe(data)
@@ -285,7 +287,7 @@ class SharedSpool(Spool):
         return status.st_size
 
     def delete(self, tenant: str, media_id: str) -> None:
-        """Raises NotFound."""
+        """Deletes a file. Raises NotFound."""
         self.get(tenant, media_id)
         with self._lock:
             if (tenant, media_id) in self._media:
@@ -314,12 +316,15 @@ class Upload:
         self.write, self.close = self._file.write, self._file.close
 
     def commit(self, expected_id: str = "") -> Media:
-        """Commits the file. Raises InvalidArgument if it is too short, damaged or no image."""
+        """Completes the upload. Raises InvalidArgument if the file is too short, has another id than expected, or is
+        not an image or video that the server accepts."""
         self._file.end()
         media_id = self._file.hash.hexdigest()
         if expected_id and expected_id != media_id:
             raise errors.InvalidArgument(
-                f"the bytes that arrived have the id {media_id}", field="header.media_id", reason="MEDIA_DAMAGED"
+                f"the bytes that arrived have the id {media_id}, not {expected_id[:64]!r}",
+                field="header.media_id",
+                reason="MEDIA_DAMAGED",
             )
         try:
             header = self._spool.describe(self._path.read_bytes())
@@ -332,6 +337,7 @@ class Upload:
 
 
 def tenant_folder(salt: bytes) -> str:
+    """The name of a tenant's folder."""
     return hashlib.sha256(salt).hexdigest()[:32] if salt else "anyone"
 
 

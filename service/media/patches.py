@@ -1,4 +1,5 @@
-"""Turns files into patches in the current process: decoding, and the model's rules of resizing and cutting."""
+"""Turns files into patches in the current process: decodes them, and applies the model's rules for resizing and
+cutting."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Decoder(Protocol):
     """Decodes files. Raises ImageError, or its subclass VideoError, for any file that cannot be decoded."""
 
     def image(self, data: bytes) -> Pixels:
-        """Pixels `[H, W, 3]`, uint8."""
+        """Decodes an image to pixels `[H, W, 3]`, uint8."""
 
     def clip(self, data: bytes) -> Clip:
         """Opens a video."""
@@ -33,7 +34,7 @@ class Decoder(Protocol):
         """Counters since the start."""
 
     def close(self) -> None:
-        """Frees what it holds. Idempotent."""
+        """Releases all resources. Idempotent."""
 
 
 class LocalDecoder:
@@ -62,7 +63,7 @@ class Patcher:
     """An `ImageProcessor` of one model. Thread-safe if its decoder is."""
 
     def __init__(self, decoder: Decoder, vision: VisionSpec, dtype: str, limits: MediaLimits) -> None:
-        """`dtype`: of the patches, by name."""
+        """`dtype`: name of the dtype of patches."""
         self._decoder, self._vision, self._limits = decoder, vision, limits
         self._dtype: torch.dtype = getattr(torch, dtype)
         self.describe, self.stats, self.close = decoder.describe, decoder.stats, decoder.close
@@ -77,7 +78,7 @@ class Patcher:
         with watch("decode"):
             clip = self._decoder.clip(data)
         indices = video_rule(self._vision).sample_file(clip.num_frames, frames, lambda: clip.fps)
-        # Closes the generators, so that the decoder's resources are freed now and not by the garbage collector.
+        # Closes the generators, so that the decoder's resources are released now and not by the garbage collector.
         with closing(clip.frames(indices)) as tensors:
             item = self._item(tensors, len(indices), watch)
         return PreparedVideo(item, clip.num_frames, clip.fps)
@@ -86,7 +87,7 @@ class Patcher:
         return self.stream(iter(files), len(files), watch)
 
     def stream(self, files: Iterator[Frame], count: int, watch: Stopwatch) -> PreparedItem:
-        """As `frames`, for files that are received one by one."""
+        """Like `frames`, for `count` files that are received one by one."""
         return self._item(self._decoded(files, count), count, watch)
 
     def _item(self, tensors: Iterator[torch.Tensor], count: int, watch: Stopwatch) -> PreparedItem:
@@ -121,5 +122,5 @@ def _timed(frames: Iterator[torch.Tensor], watch: Stopwatch) -> Iterator[torch.T
 
 
 def use_one_thread() -> None:
-    """Uses one thread, for a process that runs next to other workers."""
+    """Limits torch to one thread, for a process that runs beside other workers."""
     torch.set_num_threads(1)

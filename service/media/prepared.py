@@ -1,9 +1,8 @@
-"""An image or clip of a request between the worker that cuts it into patches and the engine that encodes it.
+"""An image or clip of a request on its way from the worker that cuts it into patches to the engine that encodes it.
 
-The patches lie in a sealed memory file: written once by an image worker, passed on by its descriptor, mapped by the
-engine. The file is anonymous, so nothing is left behind however a process ends. Its seals guarantee that nobody can
-write to it or change its size any more; they are checked on a file from a process that hostile files may have taken
-over.
+The patches are in a sealed memory file, which an image worker writes once, whose descriptor is passed on, and which the
+engine maps. The file is anonymous, so nothing is left behind if a process is killed. Its seals guarantee that its
+content and size can no longer change. They are checked, because the worker may have been taken over by a hostile file.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class MemoryFile:
         return descriptor
 
     def copy(self) -> MemoryFile:
-        """The same file by a descriptor of its own. Raises OSError where the process can have no more of them."""
+        """The same file with a descriptor of its own. Raises OSError if the process can have no more descriptors."""
         return MemoryFile(fcntl.fcntl(self._descriptor, fcntl.F_DUPFD_CLOEXEC, 0))
 
     def is_sealed(self, size: int) -> bool:
@@ -53,14 +52,14 @@ class MemoryFile:
 
 @dataclass(frozen=True)
 class PreparedItem:
-    """One image or clip, cut into patches. What is not known yet has its default."""
+    """One image or clip, cut into patches. Fields that are not known yet have their defaults."""
 
     layout: EncoderItem | ItemDescription
-    """How its rows divide; with the patches, where they lie in this process's memory."""
+    """Its attention sequences and rows; an `EncoderItem` if the patches are in this process's memory."""
     file: MemoryFile | None = None
-    """Where the patches lie, if not in `layout`; None while the descriptor is sent beside the message."""
+    """The file with the patches, if they are not in `layout`; None while the descriptor is sent beside the message."""
     field: str = ""
-    """Its path in the request, for error messages."""
+    """The item's path in the request, for error messages."""
     key: bytes = b""
     """Content key: a hash of tenant, model revision, preprocessing and content."""
     labels: tuple[str, ...] = ()
@@ -68,43 +67,43 @@ class PreparedItem:
     frames: int = 0
     """For a clip: the number of sampled frames."""
     start: int = 0
-    """Its rows go to `prompt_ids[start : start + length]`."""
+    """The item occupies `prompt_ids[start : start + length]`."""
     between: tuple[tuple[int, ...], ...] = ()
-    """For a clip with text between its temporal patches: the ids between one and the next. Where each one ends is known
-    only after encoding if the clip is pruned; how many tokens they take together is known before."""
+    """For a clip with text between its temporal patches: the ids between each patch and the next. If the clip is
+    pruned, the rows of each temporal patch are known only after encoding, but their total is known before."""
 
     @property
     def runs(self) -> int:
-        """Runs of rows that it has in a prompt: of a clip one for each temporal patch, of an image one, and one for
+        """Number of runs of rows in the prompt: for a clip one for each temporal patch, for an image one and one for
         each of its slices."""
         return len(self.labels) or 1 + self.layout.num_slices
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt that it takes: rows, and the ids between them."""
+        """Number of prompt tokens that the item takes: its rows, and the ids between them."""
         return self.layout.tokens + sum(map(len, self.between))
 
     @property
     def encoder_item(self) -> EncoderItem:
-        """For the encoder; the patches must lie in this process's memory."""
-        assert isinstance(self.layout, EncoderItem), "the patches lie in a file"
+        """The item for the encoder; the patches must be in this process's memory."""
+        assert isinstance(self.layout, EncoderItem), "the patches are in a file"
         return self.layout
 
     def sealed(self) -> PreparedItem:
-        """The same with its patches in a sealed file, to which they are copied if they are not in one. Raises OSError
-        where there is no memory."""
+        """The same item with its patches in a sealed file, to which they are copied if they are not in one yet. Raises
+        OSError if there is no memory."""
         if not isinstance(self.layout, EncoderItem):
             return self
         return replace(self, layout=self.layout.description, file=_seal(self.layout))
 
     def opened(self, descriptor: int) -> PreparedItem:
-        """The same with patches that are views of the mapped file; the mapping lives as long as they do. Takes
+        """The same item with patches that are views of the mapped file; the mapping lives as long as the patches. Takes
         ownership of the descriptor."""
-        import torch  # not above: processes that only pass files on do without
+        import torch  # here, because processes that only pass files on do not need torch
 
         assert isinstance(self.layout, ItemDescription) and self.file is None
         try:
-            # A private mapping: torch wants a writable buffer, and writes do not reach the file.
+            # A private mapping: torch needs a writable buffer, and writes to it do not reach the file.
             memory = mmap.mmap(descriptor, self.layout.nbytes, access=mmap.ACCESS_COPY)
         finally:
             os.close(descriptor)
@@ -113,14 +112,14 @@ class PreparedItem:
 
 
 def _seal(item: EncoderItem) -> MemoryFile:
-    """Copies the patches to a file. Raises OSError where there is no memory."""
-    import torch  # as above
+    """Copies the patches to a sealed file. Raises OSError if there is no memory."""
+    import torch  # here for the same reason as in `PreparedItem.opened`
 
     data = item.patches.contiguous().view(-1).view(torch.uint8).numpy().data
     descriptor = os.memfd_create("saccade-patches", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     file = MemoryFile(descriptor)
     offset = 0
-    # By write and not by mmap: a full machine raises an error here instead of a signal in the middle of the copy.
+    # With write and not mmap, so that a lack of memory is an error here instead of a signal in the middle of the copy.
     while offset < len(data):
         offset += os.write(descriptor, data[offset:])
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)

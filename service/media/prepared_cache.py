@@ -1,7 +1,7 @@
-"""Patches of files that were prepared before, so that a repeated image is neither decoded nor cut again.
+"""Caches the patches of prepared files, so that a repeated image is neither decoded nor cut again.
 
-The handoff caches the encoder's rows; this cache saves the work before it. Entries are found by a hash of the tenant
-and the file's bytes, so no tenant can observe another's files.
+The handoff caches the encoder's rows; this cache saves the work before that. The key of an entry is a hash of the
+tenant and the file's bytes, so no tenant can observe another tenant's files.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from threading import Lock
 from service.media.prepared import PreparedItem
 
 MAX_ITEMS = 256
-"""Each item of a server holds a file descriptor, of which a process may have as few as 1,024."""
+"""Largest number of items. In a server, each holds a file descriptor, and a process may be limited to 1,024 of them."""
 
 
 class PreparedCache:
     """The most recently used items, up to `max_bytes` of patches. Thread-safe."""
 
     def __init__(self, max_bytes: int, max_items: int = MAX_ITEMS) -> None:
-        """`max_bytes` 0: keeps nothing."""
+        """`max_bytes`: 0 turns the cache off."""
         self._max_bytes, self._max_items = max_bytes, max_items
         self._lock = Lock()
         self._items: OrderedDict[bytes, PreparedItem] = OrderedDict()
@@ -28,7 +28,7 @@ class PreparedCache:
         self._hits = 0
 
     def get(self, key: bytes) -> PreparedItem | None:
-        """The item that was put under `key`, with its own descriptor; None where there is none any more."""
+        """The item with this key, with a descriptor of its own; None if it is not cached."""
         with self._lock:
             found = self._items.get(key)
             if found is None:
@@ -39,7 +39,7 @@ class PreparedCache:
             return copied
 
     def put(self, key: bytes, item: PreparedItem) -> None:
-        """Keeps a copy of the item, whose patches are shared, if it fits."""
+        """Caches a copy of the item, which shares its patches, if it fits."""
         size = item.layout.nbytes
         if size > self._max_bytes:
             return
@@ -55,7 +55,7 @@ class PreparedCache:
                 self._bytes -= dropped.layout.nbytes
 
     def stats(self) -> dict[str, float]:
-        """Items that were found since the start, and what is held now."""
+        """Number of hits since the start, and the items and bytes that are cached now."""
         with self._lock:
             return {
                 "cache_hits": float(self._hits), "cache_items": float(len(self._items)),
@@ -69,7 +69,7 @@ class PreparedCache:
 
 
 def _copied(item: PreparedItem) -> PreparedItem | None:
-    """The item with a descriptor of its own; None where the process can have no more of them."""
+    """The item with a descriptor of its own; None if the process can have no more descriptors."""
     try:
         return item if item.file is None else replace(item, file=item.file.copy())
     except OSError:

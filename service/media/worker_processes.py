@@ -1,5 +1,5 @@
-"""Image workers as processes: the fork server that they come from, and the connection to each
-(`service.media.image_worker` is the other end)."""
+"""The processes of image workers: the fork server from which they are forked, and the connection to each worker.
+`service.media.image_worker` is the other end."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from service.media.prepared import MemoryFile
 START_SECONDS = 60.0
 MAX_REPLY = 64 * 1024
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "TMPDIR")
-"""Environment variables that the processes get; others may be secrets."""
+"""Environment variables that are passed to the processes; others may contain secrets."""
 
 
 class Lost(Exception):
-    """A worker can no longer be used; `why` is "time", "died" or "nonsense"."""
+    """A worker can no longer be used; `why` is "time", "died" or "nonsense" (an invalid reply)."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -32,18 +32,18 @@ class Lost(Exception):
 
 
 class NotStarted(Exception):
-    """No worker process could be started, for reasons other than the file; the text gives the reason."""
+    """No worker process could be started, for a reason that has nothing to do with the file; the text states it."""
 
 
 class ForkServer:
-    """The process that workers are forked from, started again when needed after it has ended. Thread-safe.
+    """The process from which workers are forked. If it has ended, it is started again when it is needed. Thread-safe.
 
-    It has imported what the model's images need (1 s, 120 MiB), so a worker is there within milliseconds and shares
-    that memory. It reads no files of clients. When it ends, so do its workers.
+    It has already imported the modules for the model's images (1 s, 120 MiB), so a worker starts within milliseconds
+    and shares that memory. It reads no files of clients. When it ends, its workers end too.
     """
 
     def __init__(self, greeting: dict[str, Any]) -> None:
-        """`greeting`: its first command."""
+        """`greeting`: the first command that is sent to the process."""
         self._greeting = greeting
         self._lock = threading.Lock()
         self._closed = False
@@ -51,13 +51,13 @@ class ForkServer:
         self._connection: socket.socket | None = None
 
     def fork(self, theirs: socket.socket) -> None:
-        """Lets it fork a worker that uses this socket, without waiting for it. Raises NotStarted."""
+        """Forks a worker that uses this socket, without waiting until it is ready. Raises NotStarted."""
         with self._lock:
             if self._closed:
                 raise NotStarted("the server is stopping")
             try:
                 if self._process is not None and self._process.poll() is None:
-                    with suppress(BrokenPipeError, ConnectionResetError):  # it is ending
+                    with suppress(BrokenPipeError, ConnectionResetError):  # the fork server is ending
                         self._send_socket(theirs)
                         return
                 self._stop()
@@ -72,13 +72,13 @@ class ForkServer:
         socket.send_fds(self._connection, [framed({"op": "fork"})], [theirs.fileno()])
 
     def kill(self, pid: int) -> None:
-        """Kills a worker, if there is one of this id, without waiting for it."""
-        with self._lock, suppress(OSError):  # if the fork server has ended, its workers have
+        """Kills the worker with this id, if there is one, without waiting for its end."""
+        with self._lock, suppress(OSError):  # if the fork server has ended, its workers have ended too
             if self._connection is not None:
                 self._connection.sendall(framed({"op": "kill", "pid": pid}))
 
     def close(self) -> None:
-        """Ends it and all workers. Idempotent."""
+        """Ends the process and all workers. Idempotent."""
         with self._lock:
             self._closed = True
             self._stop()
@@ -109,18 +109,18 @@ class ForkServer:
 
 
 class Worker:
-    """One worker process, forked again when needed after it has ended. Used by one thread at a time, except that any
-    may end it."""
+    """One worker process. If it has ended, it is forked again when it is needed. Used by one thread at a time, except
+    that any thread may end it."""
 
     def __init__(self, fork_server: ForkServer) -> None:
         self._fork_server = fork_server
         self._life = threading.RLock()
-        """Held while the process is started or stopped: a second signal closes the pool from another thread, while the
-        first one does."""
+        """Held while the process is started or stopped, because a second signal closes the pool from another thread
+        while the first one is still closing it."""
         self._ended = False
         self._connection: socket.socket | None = None
         self.pid: int | None = None
-        """None until it has answered for the first time."""
+        """None until the worker has sent it."""
         self._file: MemoryFile | None = None
 
     def start(self) -> None:
@@ -144,7 +144,7 @@ class Worker:
         with self._life:
             self._file = None
             if self._connection is not None:
-                self._connection.close()  # which ends a worker that is not ready yet
+                self._connection.close()  # this ends a worker that is not ready yet
                 self._connection = None
             if self.pid is not None:
                 self._fork_server.kill(self.pid)
@@ -176,7 +176,7 @@ class Worker:
             try:
                 self.pid = int(self._receive(START_SECONDS)["pid"])
             except Lost as lost:
-                raise NotStarted(f"it was lost while starting ({lost.why})") from lost
+                raise NotStarted(f"the process was lost while starting ({lost.why})") from lost
         self._send({**command, "seconds": seconds, "size": len(data)}, data, seconds)
         return self._receive(seconds)
 
@@ -209,7 +209,7 @@ class Worker:
             raise Lost("nonsense") from None
 
     def _length(self, deadline: float) -> bytes:
-        """Receives the bytes of a length, and the descriptor that may come with them."""
+        """Receives the bytes of a length, and the descriptor that may be attached to them."""
         connection = self._open()
         connection.settimeout(max(deadline - time.monotonic(), 0.001))
         data, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, 1, socket.MSG_CMSG_CLOEXEC)

@@ -57,7 +57,7 @@ def test_an_image_that_takes_too_long(model: Path) -> None:
             pid = pool.workers[0].pid
             assert pid is not None
             os.kill(pid, signal.SIGSTOP)
-            with pytest.raises(saccade.errors.InvalidArgument, match="longer than the 0.2 s") as error:
+            with pytest.raises(saccade.errors.InvalidArgument, match="longer than the allowed 0.2 s") as error:
                 client.generate("what?", images=[png(1)], max_tokens=3)
             assert error.value.reason == "IMAGE_DECODE_FAILED" and pool.stats()["workers_lost_time"] == 1
             ended(pid)

@@ -85,10 +85,10 @@ def test_a_stream_is_a_header_and_chunks() -> None:
         await receive(requests, got.append)
         assert got == [b"a", b"b", b"c"], "in order"
         for wrong in (stream(), stream(*chunks(b"a")), stream(media_pb2.UploadMediaRequest())):
-            with pytest.raises(errors.InvalidArgument, match="an upload begins with its header"):
+            with pytest.raises(errors.InvalidArgument, match="an upload must begin with its header"):
                 await header_of(wrong, "an upload")
         for later in (HEADER, media_pb2.UploadMediaRequest()):
-            with pytest.raises(errors.InvalidArgument, match="after the header come chunks"):
+            with pytest.raises(errors.InvalidArgument, match="only chunks may follow the header"):
                 await receive(stream(*chunks(b"d"), later), got.append)
         assert got[-1] == b"d"
 

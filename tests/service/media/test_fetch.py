@@ -236,8 +236,8 @@ def test_redirects_are_checked_like_urls(authority: Authority) -> None:
         assert await one(source(f"{here}/moved")) == FILE and await one(source(f"{here}/twice")) == FILE
         await denied(one, f"{here}/inside", "inside.example has an address that is not public")
         await denied(one, f"{here}/elsewhere", "unknown.example:443 is not one")
-        await denied(one, f"{here}/plain", "only https is fetched, not http")
-        await denied(one, f"{here}/file", "only https is fetched, not file")
+        await denied(one, f"{here}/plain", "only https URLs are fetched, not http")
+        await denied(one, f"{here}/file", "only https URLs are fetched, not file")
         await denied(one, f"{here}/user", "user or password")
         await denied(one, f"{here}/port", "localhost:1 is not one")
         await refused(one, f"{here}/words", errors.Unavailable, "answer as a web server", "MEDIA_FETCH_FAILED")
@@ -258,11 +258,11 @@ def test_size_and_time_are_bounded(authority: Authority) -> None:
         assert len(await fetcher()(Video(b"", "v", uri=f"{here}/large"))) == 5001
         for path in ("/large", "/lie", "/endless"):
             await refused(
-                fetcher(), here + path, errors.InvalidArgument, "or more; 5000 are allowed", "IMAGE_TOO_LARGE"
+                fetcher(), here + path, errors.InvalidArgument, "bytes; at most 5000 are allowed", "IMAGE_TOO_LARGE"
             )  # fmt: skip
         await refused(fetcher(), f"{here}/zipped", errors.Unavailable, "compressed", "MEDIA_FETCH_FAILED")
-        await refused(fetcher(), f"{here}/broken", errors.Unavailable, "answered 503", "MEDIA_FETCH_FAILED")
-        await refused(fetcher(), f"{here}/absent", errors.InvalidArgument, "answered 404", "MEDIA_FETCH_FAILED")
+        await refused(fetcher(), f"{here}/broken", errors.Unavailable, "responded with status 503", "MEDIA_FETCH_FAILED")
+        await refused(fetcher(), f"{here}/absent", errors.InvalidArgument, "responded with status 404", "MEDIA_FETCH_FAILED")
         hasty = fetcher(timeout=0.3)
         await refused(hasty, f"{here}/slow", errors.Unavailable, "within 0.3 s", "MEDIA_FETCH_FAILED")
         nowhere = fetcher(resolve=everything_is())
