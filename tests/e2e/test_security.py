@@ -254,15 +254,15 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "refused"),
     [
-        ({}, "plain text.*everybody"),
-        ({"tls_cert": "c", "tls_key": "k"}, "everybody"),
-        ({"api_keys": "f"}, "plain text"),
+        ({}, "no TLS.*no authentication"),
+        ({"tls_cert": "c", "tls_key": "k"}, "no authentication"),
+        ({"api_keys": "f"}, "no TLS"),
         ({"insecure": True}, None),
         ({"tls_cert": "c", "tls_key": "k", "api_keys": "f"}, None),
         ({"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"}, None),
         ({"host": "127.0.0.1"}, None),
         ({"host": "::1"}, None),
-        ({"host": "no.such.host.invalid"}, "no address"),
+        ({"host": "no.such.host.invalid"}, "neither an IP address nor a host name"),
     ],
 )
 def test_strangers_are_not_served_by_accident(options: dict[str, Any], refused: str | None) -> None:

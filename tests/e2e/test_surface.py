@@ -277,7 +277,7 @@ def test_a_reader_that_stops_reading_is_dropped(text_model: Path, caplog: pytest
             for call in calls:
                 next(call)
             small.drained()  # although nobody reads, and both calls are still there
-            assert caplog.text.count("has not read for 0.2 s") == 2
+            assert caplog.text.count("a client has not read its stream for 0.2 s") == 2
             assert not any(call.done() for call in calls)
             for call in calls:  # a late reader gets what was in progress, then the error
                 assert fails(list, call) == ("DEADLINE_EXCEEDED", "SLOW_READER")

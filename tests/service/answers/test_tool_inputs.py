@@ -123,8 +123,8 @@ def test_malformed_tools_are_refused(tools: list[Any], field: str, words: str) -
     [
         ({"toolChoice": {"name": "g"}}, "chat.tool_choice.name", "'g', which is none of the 0 tools"),
         ({"toolChoice": {"name": "g"}, "tools": [{"name": "f"}]}, "chat.tool_choice.name", "none of the 1 tools"),
-        ({"toolChoice": {"mode": 7}, "tools": [{"name": "f"}]}, "chat.tool_choice.mode", "is 7; known"),
-        ({"toolChoice": {"mode": 3}}, "chat.tool_choice", "there are 0 tools"),
+        ({"toolChoice": {"mode": 7}, "tools": [{"name": "f"}]}, "chat.tool_choice.mode", "is 7; it must be"),
+        ({"toolChoice": {"mode": 3}}, "chat.tool_choice", "there are no tools"),
         ({"tools": [{"name": "f"}], "chatTemplateKwargs": {"tools": []}}, "chat.tools", "chat_template_kwargs"),
     ],
 )

@@ -80,7 +80,7 @@ def test_batches_have_a_number_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     store = BatchStore(tmp_path, 100, 9.0)
     first = make(store, "a", b"x")
     make(store, "a", b"x")
-    with pytest.raises(errors.ResourceExhausted, match="there are 2 batches"):
+    with pytest.raises(errors.ResourceExhausted, match="you have 2 batches"):
         make(store, "a", b"x")
     make(store, "b", b"x")
     store.delete(first)

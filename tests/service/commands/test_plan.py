@@ -59,7 +59,7 @@ def test_quantised_weights_are_counted_as_they_are_held(tmp_path: Path, kind: st
     assert weight_bytes(at_load, open_checkpoint(at_load.model)) == made.after
     assert weight_bytes(saved, open_checkpoint(saved.model)) == made.after
     assert f"decoder in {kind}" in plan(at_load)[0].rows[1][2]
-    assert f"as they are stored: {kind}" in plan(saved)[0].rows[1][2]
+    assert f"in the format they are stored in: {kind}" in plan(saved)[0].rows[1][2]
 
 
 def test_a_quantised_projection_that_is_tied_is_counted_with_its_table_once(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_published_formats_are_counted_as_they_are_stored(tmp_path: Path, form: 
     checkpoint = open_checkpoint(str(small))
     assert checkpoint.formats
     row = plan(EngineOptions(model=str(small)))[0].rows[1]
-    assert f"as they are stored: {', '.join(checkpoint.formats)}" in row[2]
+    assert f"in the format they are stored in: {', '.join(checkpoint.formats)}" in row[2]
     # Numbers that are plain are counted in float32, which the checkpoint declares and stores.
     stored = sum(entry.nbytes for entry in checkpoint.files.table.values())
     assert weight_bytes(EngineOptions(model=str(small)), checkpoint) == stored
@@ -283,7 +283,9 @@ def test_the_instruction_set_is_in_the_plan_and_one_that_the_processor_lacks_is_
     assert "tested under an emulator" not in plan(EngineOptions(model=path, device="cpu"))[0].title
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "without compiled code: there is no C++ compiler" in plan(EngineOptions(model=path, device="cpu"))[0].title
-    with pytest.raises(ConfigError, match="native: 'on' cannot be had: there is no C.. compiler .*; 'auto' would work"):
+    with pytest.raises(
+        ConfigError, match="native: 'on' is not possible: there is no C.. compiler .*; 'auto' would work"
+    ):
         plan(EngineOptions(model=path, device="cpu", native="on"))
 
 
