@@ -150,7 +150,7 @@ class Admitted:
         self.info.tenant.limits.admit("bytes", size)
 
     def dropped(self, size: int) -> None:
-        """Uncounts a message that is no longer held, or is counted elsewhere."""
+        """Releases the bytes of a message that is no longer held, or that is counted elsewhere."""
         self.held(-size)
 
     async def send(self, answers: AsyncGenerator[T, None], write: Callable[[T], Awaitable[Any]]) -> None:

@@ -15,8 +15,8 @@ from service.common.tls import read_pem
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 if the server's health is SERVING, 1 if it is another or there is no answer. Raises ConfigError for an
-    invalid argument."""
+    """Returns 0 if the server's health is SERVING, and 1 if it has another status or does not answer. Raises
+    ConfigError for an invalid argument."""
     parser = argparse.ArgumentParser("saccade probe", description="Ask a server whether it is healthy.")
     parser.add_argument("address", metavar="HOST:PORT")
     parser.add_argument("--ca", metavar="FILE", help="use TLS and trust the certificates in FILE")

@@ -206,7 +206,7 @@ def resolve(options: type[T], arguments: Mapping[str, Any], environment: Mapping
 
 
 def _parsed(options: type, name: str, raw: Any, source: str) -> Any:
-    """As `parse_value`; the error says where the value is from."""
+    """Like `parse_value`; the error also names the source of the value."""
     try:
         return parse_value(options, name, raw)
     except ConfigError as error:

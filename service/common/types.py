@@ -266,7 +266,7 @@ class Logprob:
     logprob: float
     top: tuple[tuple[int, float], ...]
     texts: tuple[bytes, ...] = ()
-    """The text of the token, then those of `top`; empty for models without a tokenizer."""
+    """The text of the token, then the texts of the tokens in `top`; empty for models without a tokenizer."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def build_chat(call: HttpCall, body: ChatCompletion) -> inference_pb2.GenerateRe
 
 
 def started_extension(started: inference_pb2.Started) -> dict[str, Any]:
-    """What is known before the first token, for clients that ask for usage."""
+    """The facts that are known before the first token, for clients that ask for usage."""
     return {
         "request_id": started.request_id,
         "prompt_tokens": started.prompt_tokens,

@@ -82,7 +82,7 @@ class ImageProcessor(Protocol):
         """Prepares a video whose frames came as images."""
 
     def describe(self, data: bytes) -> ImageHeader:
-        """Format and size of an image or video, without decoding it, whatever the size of the file."""
+        """Format and size in pixels of an image or video, which is not decoded, however large its file is."""
 
     def stats(self) -> Mapping[str, float]:
         """Counters since the start."""

@@ -68,7 +68,7 @@ class SegmentWork:
             self._arrived.put(False)
 
     def wait(self) -> bool:
-        """Waits for new work. False if there will be none any more."""
+        """Waits for new work. Returns False if there will be no more."""
         return self._arrived.get()
 
     def _add(self, ticket: int, description: ItemDescription, segment: Segment, rows: PlacedRows) -> None:

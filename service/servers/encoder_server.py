@@ -123,7 +123,7 @@ class EncoderServer:
         self.port = self.metrics_port = 0
 
     async def start(self) -> None:
-        """Listens; health is SERVING on return. Raises ConfigError where the address cannot be bound."""
+        """Starts to listen; health is SERVING on return. Raises ConfigError if the address cannot be bound."""
         loop, thread = asyncio.get_running_loop(), self._thread
         servicer = self._servicer = EncoderServicer(
             thread.handoff, thread.partner, window_bytes=self.options.max_inflight_bytes // self.options.max_decoders,

@@ -35,7 +35,7 @@ def check_exposure(options: ServerOptions, name: str = "host") -> None:
 
 
 def listen(server: Any, options: ServerOptions, credentials: Any) -> int:
-    """Binds the address; returns the port. Raises ConfigError where it cannot be bound."""
+    """Binds the address; returns the port. Raises ConfigError if it cannot be bound."""
     address = f"[{options.host}]" if ":" in options.host else options.host
     where = f"{address}:{options.port}"
     try:

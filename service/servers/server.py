@@ -124,8 +124,8 @@ class Server:
         no such call."""
 
     async def start(self) -> None:
-        """Listens and warms up; health is SERVING on return. Raises ConfigError if the address cannot be bound or the
-        model cannot answer."""
+        """Starts to listen and warms up; health is SERVING on return. Raises ConfigError if the address cannot be bound
+        or the model cannot answer."""
         self.frontend.start()
         if self.frontend.assets.vision is not None:
             self.image_pool.start()

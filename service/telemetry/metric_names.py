@@ -163,7 +163,7 @@ ENCODERS = (
     Declared("encoder_failed", COUNTER, "images", "that an encoder rejected or could not encode"),
     Declared("encoder_lost", COUNTER, "images", "in progress on an encoder that died; they are retried"),
     Declared("encoder_late", COUNTER, "images", "not encoded within encoder_lease; they are retried"),
-    Declared("encoder_cancelled", COUNTER, "images", "revoked because no request waited for them any more"),
+    Declared("encoder_cancelled", COUNTER, "images", "revoked because no request was waiting for them"),
     Declared("encoder_in_progress_now", GAUGE, "images", "assigned to an encoder"),
     Declared("encoders_up", GAUGE, "", "1 if the encoder is connected", ("encoder",)),
     Declared("encoders_late", GAUGE, "", "1 if the encoder exceeded encoder_lease and has not answered", ("encoder",)),

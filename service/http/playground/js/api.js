@@ -3,7 +3,7 @@
 import { toJson } from "./request.js";
 import { events } from "./sse.js";
 
-/** What the server refused, with its reason and the request's id. */
+/** An error of the server, with its reason and the request's id. */
 export class ApiError extends Error {
   constructor(message, { status = 0, reason = "", requestId = "", retryAfter = null, field = "" } = {}) {
     super(message);
@@ -12,7 +12,7 @@ export class ApiError extends Error {
 }
 
 export class Api {
-  /** Kept here only, so that reloading the page forgets it. */
+  /** Kept only in memory, so that reloading the page forgets it. */
   key = "";
 
   async #fetch(path, options = {}) {
@@ -54,16 +54,16 @@ export class Api {
     let done = false;
     try {
       for await (const data of events(response.body)) {
-        if (data === "[DONE]") done = true; // what follows is the end of the body
+        if (data === "[DONE]") done = true; // only the end of the body follows
         if (done) continue;
         const chunk = JSON.parse(data);
-        // A seed has more digits than a number of JavaScript keeps.
+        // A seed may have more digits than a JavaScript number can hold.
         if (chunk.saccade) chunk.saccade.seed = data.match(/"seed":(\d+)/)?.[1];
         if (chunk.error) throw fromObject(chunk.error, { requestId });
         yield chunk;
       }
     } catch (error) {
-      if (!(error instanceof TypeError)) throw error; // of this type is a lost connection
+      if (!(error instanceof TypeError)) throw error; // a lost connection is a TypeError
     }
     if (!done) throw new ApiError("The connection ended before the answer did.", { reason: "STREAM_CUT", requestId });
   }

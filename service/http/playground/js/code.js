@@ -2,13 +2,13 @@
 
 import { toJson } from "./request.js";
 
-/** `context`: `{origin, grpc, hasKey, items, question, values}`; `body`: as it is sent. */
+/** Functions of `(body, context)`. `body`: as it is sent; `context`: `{origin, grpc, hasKey, items, question, values}`. */
 export const LANGUAGES = { curl, python, grpc };
 
 /** The path of a file in the folder where the code runs; a colon would make its name a URL. */
 const file = (item) => (item.name.includes(":") ? `./${item.name}` : item.name);
 
-/** A word of a shell. */
+/** A shell word, quoted if necessary. */
 const word = (words) => (/^[\w./-]+$/.test(words) ? words : `'${words.replaceAll("'", "'\\''")}'`);
 
 /** The body with the name of a file in place of each data URL. */
@@ -25,7 +25,7 @@ function named(body, items, write) {
   return { ...body, messages: body.messages.map((message) => ({ ...message, content: parts(message.content) })) };
 }
 
-/** A request for a shell: the here-document is expanded, so that it can read the files. */
+/** A request with curl. The shell expands the here-document, which reads the files. */
 function curl(body, { origin, hasKey, items }) {
   const marks = items.map((item) => [`@@${item.id}@@`, `data:${item.kind};base64,$(base64 <${word(file(item))} | tr -d '\\n')`]);
   const text = toJson(named(body, items, (item) => `@@${item.id}@@`), 2).replace(/[\\$`]/g, "\\$&");
@@ -36,7 +36,7 @@ function curl(body, { origin, hasKey, items }) {
 
 const PYTHON = { true: "True", false: "False", null: "None" };
 
-/** JSON -> a Python literal. */
+/** Converts JSON to a Python literal. */
 export function literal(value, indent = "") {
   const inner = `${indent}    `;
   if (Array.isArray(value)) {
@@ -50,7 +50,7 @@ export function literal(value, indent = "") {
   return typeof value === "string" ? text(value) : (PYTHON[value] ?? String(value));
 }
 
-/** Every string of JSON is one of Python, too. */
+/** A JSON string is also a valid Python string. */
 const text = (value) => JSON.stringify(value);
 
 class Raw {
@@ -89,7 +89,7 @@ print()
 `;
 }
 
-/** The SDK's arguments for the page's settings. */
+/** The request as a call of the SDK. */
 function grpc(body, { grpc: address, hasKey, items, question, values }) {
   const rows = [];
   const put = (name, value) => value !== undefined && rows.push(`        ${name}=${literal(value, "        ")},`);

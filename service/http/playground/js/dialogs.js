@@ -19,7 +19,7 @@ export function keyDialog(api, changed) {
     byId("key-use").click();
   });
   byId("key-use").addEventListener("click", (event) => {
-    // A header holds nothing else.
+    // A header can hold only printable ASCII.
     if (/^[\x21-\x7e]*$/.test(field.value.trim())) return;
     event.preventDefault();
     complain(field, "An API key has printable ASCII characters only, without spaces.");
@@ -36,7 +36,7 @@ export function keyDialog(api, changed) {
   return open;
 }
 
-/** Returns a function that opens the dialog; `request` gives what the samples are made of, or null. */
+/** Returns a function that opens the dialog. `request()` returns `{body, context, note}`; `body` is null if it is invalid. */
 export function codeDialog(request) {
   const [dialog, box] = [byId("code-dialog"), byId("code")];
   const tabs = [...dialog.querySelectorAll("[role=tab]")];

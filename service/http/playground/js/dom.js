@@ -1,4 +1,4 @@
-// Small helpers around the document.
+// Small helpers for the document.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -26,12 +26,12 @@ export function show(element, visible) {
   element.hidden = !visible;
 }
 
-/** Says something to screen readers; the text replaces what was said before. */
+/** Announces text to screen readers; it replaces the previous announcement. */
 export function say(text) {
   byId("live").textContent = text;
 }
 
-/** Whether keys and what is pasted change a field's value. */
+/** Whether an element is a field whose value typing or pasting changes. */
 export const writing = (element) =>
   element.isContentEditable || ["TEXTAREA", "SELECT"].includes(element.tagName) ||
   (element.tagName === "INPUT" && !["checkbox", "radio", "file"].includes(element.type));
@@ -45,7 +45,7 @@ export function complain(field, message) {
   say(message);
 }
 
-/** Copies text, and shows on the button for a moment that it did. */
+/** Copies text, and shows the result on the button for a moment. */
 export async function copy(text, button) {
   const label = button.dataset.label ?? button.textContent;
   button.dataset.label = label;
@@ -61,7 +61,7 @@ export async function copy(text, button) {
   button.dataset.timer = String(setTimeout(() => (button.textContent = label), 1600));
 }
 
-/** Writes to the clipboard. Pages of plain HTTP from other machines have no `navigator.clipboard`. */
+/** Writes to the clipboard. `navigator.clipboard` is missing in pages that come from other machines without TLS. */
 async function write(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const area = el("textarea", { value: text, className: "hidden" });
@@ -74,7 +74,7 @@ async function write(text) {
   if (!copied) throw new Error("not copied");
 }
 
-/** A value of the browser's storage, which may be closed to the page. */
+/** Values in the browser's storage, to which the page may have no access. */
 export const stored = {
   get(name) {
     try {
@@ -88,7 +88,7 @@ export const stored = {
       if (value === null) localStorage.removeItem(name);
       else localStorage.setItem(name, value);
     } catch {
-      // It holds for this visit only.
+      // The value is not kept for the next visit.
     }
   },
 };

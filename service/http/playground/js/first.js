@@ -3,5 +3,5 @@ try {
   const theme = localStorage.getItem("saccade-theme");
   if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
 } catch {
-  // Storage is closed to this page: the system's scheme holds.
+  // The page has no access to storage, so the system's colour scheme is used.
 }

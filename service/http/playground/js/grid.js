@@ -2,7 +2,7 @@
 
 import { svg } from "./dom.js";
 
-/** What a layout says, in words. */
+/** Describes a layout in words. */
 export function describe(layout) {
   const [rows, columns] = [layout.grid_rows, layout.grid_columns];
   const slices = layout.slice_rows * layout.slice_columns;
@@ -11,7 +11,7 @@ export function describe(layout) {
   return `${frames}${rows} × ${columns} patches${cut}, ${layout.tokens} tokens`;
 }
 
-/** An overlay for a frame that shows the image. Pointer and arrow keys choose a token; `onToken` gets words about it. */
+/** An overlay for a frame that shows the image. Pointer and arrow keys choose a token; `onToken` gets its description. */
 export class Grid {
   constructor(frame, onToken) {
     this.frame = frame;

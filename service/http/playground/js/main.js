@@ -27,7 +27,7 @@ let runs = [];
 const RETRY = 2000;
 let retry = 0;
 
-/** Asks for the model, again and again while the server cannot be reached or is not ready. */
+/** Asks for the model, repeatedly while the server cannot be reached or is not ready. */
 async function connect() {
   clearTimeout(retry);
   const badge = byId("model");
@@ -48,7 +48,7 @@ async function connect() {
 
 let grpcAddress = "127.0.0.1:50051";
 
-/** The server's address of gRPC as this browser reaches it. */
+/** The server's gRPC address, as this browser can reach it. */
 function reachable(address) {
   if (address.startsWith("unix:")) return grpcAddress;
   return address.replace(/^(0\.0\.0\.0|\[?::\]?)(?=:\d+$)/, location.hostname);
@@ -66,7 +66,7 @@ function pane(which) {
     return field ? () => settings.point(which, { field, message: error.message }) : null;
   };
   const again = () => {
-    byId("go").focus(); // the button that was pressed goes
+    byId("go").focus(); // the button that was pressed disappears
     ask();
   };
   return new Pane(which, { again, askKey: () => askKey(), setting });
@@ -106,7 +106,7 @@ async function ask() {
     }),
   );
   button(false);
-  // The server may have ended, or serve another model now.
+  // The server may have stopped, or serve another model now.
   if (runs.some(({ error }) => error && (!error.status || error.status === 404))) connect();
 }
 
@@ -152,7 +152,7 @@ function differ() {
 
 settings.addEventListener("change", differ);
 
-// An example brings its question, unless there is one of the user's own.
+// An example fills in its question, unless the user has written one.
 let suggested = "";
 const stage = new Stage(media, (words) => {
   if (!question.value.trim() || question.value === suggested) question.value = words;
@@ -195,7 +195,7 @@ byId("help-open").addEventListener("click", help);
 addEventListener("hashchange", view);
 view();
 
-/** What is done to the view of questions, which is shown for it. */
+/** Wraps an action of the question view, so that it shows that view first. */
 const asking = (run) => () => {
   if (location.hash === "#status") {
     location.hash = "#ask";

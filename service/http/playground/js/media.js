@@ -5,14 +5,14 @@ const EITHER = new Set(["image/gif", "image/webp", "image/apng"]); // may hold o
 
 let next = 1;
 
-/** A list of attachments; says "change" when it or the selection has changed. */
+/** A list of attachments. It dispatches "change" when the list or the selection has changed. */
 export class Media extends EventTarget {
   items = [];
   selected = null;
-  /** Whether the model takes clips; a GIF is then sent as one at first. */
+  /** Whether the model accepts clips; a GIF is then sent as a clip by default. */
   takesClips = false;
 
-  /** Adds files. Returns what is wrong with the others: `{name, why}` of each. */
+  /** Adds files. Returns `{name, why}` for each file that cannot be added. */
   async add(files) {
     const refused = [];
     for (const file of files) {
@@ -25,7 +25,7 @@ export class Media extends EventTarget {
       try {
         url = await dataUrl(file, kind);
       } catch {
-        refused.push({ name: file.name, why: "the browser cannot read it" }); // a folder, a lost file, one of gigabytes
+        refused.push({ name: file.name, why: "the browser cannot read it" }); // a folder, or a deleted or very large file
         continue;
       }
       const clip = CLIPS.test(kind) || (kind === "image/gif" && this.takesClips);
@@ -40,7 +40,7 @@ export class Media extends EventTarget {
     return refused;
   }
 
-  /** The name, with a number if another item has it. */
+  /** The name, with a number if another item has the same name. */
   #unused(name) {
     const taken = new Set(this.items.map((item) => item.name));
     let own = name;
@@ -62,7 +62,7 @@ export class Media extends EventTarget {
     this.changed();
   }
 
-  /** Says how the server divided what was sent: one layout for each item, in order. */
+  /** Stores how the server has divided the items that were sent: one layout for each, in order. */
   describe(items, layouts) {
     items.forEach((item, index) => (item.layout = layouts[index] ?? item.layout));
     this.changed();

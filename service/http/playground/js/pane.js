@@ -1,4 +1,4 @@
-// The pane of one answer: its text, its numbers, and what went wrong.
+// The pane of one answer: its text, its numbers, and its error.
 
 import { byId, copy, el, say, show } from "./dom.js";
 import { count, rate, seconds } from "./format.js";
@@ -8,8 +8,8 @@ const STATES = { idle: "Ready", waiting: "Waiting", streaming: "Answering", done
 const FINISHED = { length: "Output limit reached", stop: "Complete", tool_calls: "Calls a tool", aborted: "Cancelled" };
 
 export class Pane {
-  /** `which`: "a" or "b". `again` asks again; `askKey` asks for an API key; `setting` gives a function that shows the
-   * setting which an error is about, or null. */
+  /** `which`: "a" or "b". `again` asks again; `askKey` asks for an API key; `setting` returns a function that shows the
+   * setting that caused an error, or null. */
   constructor(which, { again, askKey, setting }) {
     this.which = which;
     this.again = again;
@@ -43,7 +43,7 @@ export class Pane {
     this.#state("idle");
   }
 
-  /** In which settings it differs from the other answer. */
+  /** Shows in which settings this answer differs from the other one. */
   differs(words) {
     this.part(".differs").textContent = words;
   }
@@ -92,7 +92,7 @@ export class Pane {
     this.#speak(true);
   }
 
-  /** Reads finished sentences out, and the rest at the end: each word of a stream would interrupt the one before. */
+  /** Announces complete sentences, and the rest at the end: announcements of single words would interrupt each other. */
   #speak(ended) {
     const text = this.text.text;
     const end = ended ? text.length : text.lastIndexOf(". ") + 1;
@@ -134,7 +134,7 @@ export class Pane {
     this.part(".reasoning summary span").textContent = thought ? `${count(thought)} tokens` : "";
   }
 
-  /** The prompt as a bar: images, text, and below them what came from the cache. */
+  /** Shows the prompt as a bar: images and text, and below them the part that came from the cache. */
   #bar(prompt, media, cached) {
     const part = (selector, tokens) =>
       this.part(selector).style.setProperty("--part", String(prompt ? (tokens ?? 0) / prompt : 0));

@@ -1,4 +1,4 @@
-// From what is on the page to the body of a request. No document here: code samples are made from the same body.
+// Builds the body of a request from the values on the page, without access to the document. Code samples use the same body.
 
 export class SettingError extends Error {
   constructor(name, message) {
@@ -9,7 +9,7 @@ export class SettingError extends Error {
 
 const NUMBERS = ["temperature", "top_p", "top_k", "max_reasoning_tokens"];
 
-/** Sampling parameters of one set of settings; unset ones are left to the server. Raises SettingError. */
+/** Sampling parameters from one set of settings; unset ones are left to the server. Throws SettingError. */
 export function sampling(values) {
   const body = {};
   for (const name of NUMBERS) if (values[name] !== "") body[name] = number(name, values[name]);
@@ -32,7 +32,7 @@ function number(name, text) {
   return value;
 }
 
-/** A seed has 64 bits, more than a number of JavaScript keeps. */
+/** A seed has 64 bits, more than a JavaScript number can hold. */
 function seed(text) {
   if (!/^\d+$/.test(text)) throw new SettingError("seed", `seed: "${text}" is not an integer >= 0`);
   return BigInt(text);
@@ -40,13 +40,13 @@ function seed(text) {
 
 const MARK = `integer-${Math.random()}-`;
 
-/** JSON in which big integers are numbers. */
+/** JSON in which BigInt values are written as numbers. */
 export function toJson(body, indent) {
   const text = JSON.stringify(body, (_, value) => (typeof value === "bigint" ? MARK + value : value), indent);
   return text.replaceAll(new RegExp(`"${MARK}(\\d+)"`, "g"), "$1");
 }
 
-/** A JSON schema. Raises SettingError. */
+/** Parses a JSON schema. Throws SettingError. */
 export function schema(text) {
   let value;
   try {
@@ -69,7 +69,7 @@ export function messages(system, items, question) {
   return system.trim() ? [{ role: "system", content: system }, asked] : [asked];
 }
 
-/** The whole body. Raises SettingError. */
+/** The whole body. Throws SettingError. */
 export function chatBody({ model, values, items, question }) {
   return {
     ...(model ? { model } : {}),

@@ -1,4 +1,4 @@
-// One request from its start to its end: what came, and when.
+// One request from its start to its end: what has arrived, and when.
 
 import { ApiError } from "./api.js";
 
@@ -9,14 +9,14 @@ export class Run extends EventTarget {
   error = null;
   first = null;
   last = null;
-  /** Tokens counted while they come; `usage` has the server's count at the end. */
+  /** Tokens counted while they arrive; at the end, `usage` has the server's count. */
   tokens = 0;
-  /** Those of the first piece. */
+  /** Tokens of the first piece. */
   atFirst = 0;
   usage = null;
   facts = null;
   requestId = "";
-  /** What there was so far; tokens are held back until the text begins, because they may be of the reasoning. */
+  /** Whether there was reasoning and text. Tokens are held back until the text begins: they may belong to the reasoning. */
   #reasoned = false;
   #wrote = false;
   #held = [];
@@ -37,7 +37,7 @@ export class Run extends EventTarget {
     return this.state === "waiting" || this.state === "streaming";
   }
 
-  /** Tokens a second after the first: at the end as the server measured, before as they came. Null before there are two. */
+  /** Tokens per second after the first: as they arrive, and at the end as the server measured it. Null for fewer than two. */
   get rate() {
     const { first_token_seconds: first, last_token_seconds: last } = this.facts ?? {};
     if (this.usage && last > first) return (this.usage.completion_tokens - 1) / (last - first);
@@ -82,7 +82,7 @@ export class Run extends EventTarget {
     this.dispatchEvent(new CustomEvent("piece", { detail: { text, reasoning, tokens } }));
   }
 
-  /** The tokens to show with a text. How tokens and text are divided into chunks depends on the network's pace. */
+  /** The tokens to show with a text. How tokens and text are divided into chunks depends on timing. */
   #written(logprobs, text) {
     if (this.#wrote) return logprobs;
     this.#held.push(...logprobs);
@@ -98,13 +98,13 @@ export class Run extends EventTarget {
   }
 }
 
-/** The tokens from the last one on with which the text could begin; none if there is no such token. */
+/** The tokens from the last one with which the text could begin; none if there is no such token. */
 function lastOf(logprobs, text) {
   const begins = (tokens) => {
     const bytes = new Uint8Array(tokens.flatMap((token) => token.bytes ?? []));
     return new TextDecoder().decode(bytes).trimStart().startsWith(text.trimStart());
   };
-  const first = Math.max(0, logprobs.length - text.length - 8); // a token of the text has a character, a few may follow
+  const first = Math.max(0, logprobs.length - text.length - 8); // each has at least a character; a few more may follow
   for (let at = logprobs.length - 1; at >= first; at -= 1) if (begins(logprobs.slice(at))) return logprobs.slice(at);
   return [];
 }

@@ -18,12 +18,12 @@ const NAMES = {
   logprobs: "probabilities",
 };
 
-/** Settings by the fields of the request that are made from them, where the names differ. */
+/** Field of the request -> setting from which it is made, where the names differ. */
 const MADE = {
   max_completion_tokens: "max_tokens", enable_thinking: "reasoning", top_logprobs: "logprobs", response_format: "format",
 };
 
-/** The setting that a field of the request, such as `stop[0]`, is made from; "" if there is none. */
+/** The setting from which a field of the request, such as `stop[0]`, is made; "" if there is none. */
 export function settingOf(path) {
   if (path.startsWith("response_format.json_schema")) return "schema";
   const name = path.match(/^\w*/)[0];
@@ -56,7 +56,7 @@ export class Settings extends EventTarget {
   }
 
   #read() {
-    // A field of blanks is empty: as a number it would be 0.
+    // A field with only blanks counts as empty: as a number it would be 0.
     const value = (field) => (field.tagName === "INPUT" ? field.value.trim() : field.value);
     return Object.fromEntries(this.fields.map((field) => [field.name, value(field)]));
   }
@@ -75,7 +75,7 @@ export class Settings extends EventTarget {
     this.#drawn();
   }
 
-  /** Begins to compare, with B as a copy of A, or ends it. */
+  /** Starts a comparison, with B as a copy of A, or ends it. */
   compare(on) {
     this.comparing = on;
     show(byId("which"), on);
@@ -87,14 +87,14 @@ export class Settings extends EventTarget {
     this.dispatchEvent(new Event("change"));
   }
 
-  /** What the model does where a field is empty. */
+  /** Shows the model's defaults as placeholders of empty fields. */
   defaults(values) {
     const shown = { temperature: values.temperature ?? 1, top_p: values.top_p ?? 1, top_k: values.top_k || "Off" };
     for (const [name, value] of Object.entries(shown)) this.field(name).placeholder = `${value}`;
     this.#drawn();
   }
 
-  /** In which fields a set differs from the other, in words. */
+  /** Describes the fields in which a set differs from the other. */
   differences(which) {
     const [own, other] = which === "a" ? [this.sets.a, this.sets.b] : [this.sets.b, this.sets.a];
     const differ = Object.keys(NAMES).filter((name) => own[name] !== other[name]);
@@ -122,7 +122,7 @@ export class Settings extends EventTarget {
     byId("settings-summary").textContent = summary[0].toUpperCase() + summary.slice(1);
   }
 
-  /** Opens the form at the field of a set that an error is about, and shows the error there. */
+  /** Opens the form at the field that caused an error, and shows the error there. */
   point(which, error) {
     this.choose(which);
     this.box.open = true;
@@ -134,7 +134,7 @@ export class Settings extends EventTarget {
     if (this.box.open) this.box.querySelector("summary").focus();
   }
 
-  /** The values of a set, checked. Raises SettingError. */
+  /** The values of a set, after checking them. Throws SettingError. */
   values(which) {
     sampling(this.sets[which]);
     return this.sets[which];

@@ -1,4 +1,4 @@
-// Shows the images and clips, and takes new ones: dropped, pasted, picked, or an example.
+// Shows the images and clips, and accepts new ones, which are dropped, pasted, chosen, or an example.
 
 import { byId, el, say, show, writing } from "./dom.js";
 import { bytes } from "./format.js";
@@ -16,7 +16,7 @@ export class Stage {
   constructor(media, suggest) {
     this.media = media;
     this.suggest = suggest;
-    /** What was wrong with the files that were given last. */
+    /** What was wrong with the files that were added last. */
     this.problem = "";
     /** Whether an example is being fetched. */
     this.loading = false;
@@ -32,7 +32,7 @@ export class Stage {
     this.draw();
   }
 
-  // -- what comes in
+  // -- input
 
   #take() {
     const [stage, files] = [byId("stage"), byId("files")];
@@ -60,7 +60,7 @@ export class Stage {
     document.addEventListener("paste", (event) => {
       const pasted = [...(event.clipboardData?.files ?? [])];
       if (!pasted.length || document.querySelector("dialog[open]")) return;
-      // Tables and documents come as text and as an image of it.
+      // Tables and documents are pasted both as text and as an image of it.
       if (writing(event.target) && event.clipboardData.types.includes("text/plain")) return;
       event.preventDefault();
       this.#add(pasted);
@@ -80,7 +80,7 @@ export class Stage {
   }
 
   async #example(name, question) {
-    if (this.loading) return; // a second click would add it twice
+    if (this.loading) return; // a second click would add the example twice
     this.loading = true;
     try {
       const response = await fetch(`examples/${name}`);
@@ -94,7 +94,7 @@ export class Stage {
     }
   }
 
-  // -- what is shown
+  // -- display
 
   draw() {
     const item = this.media.selected;
@@ -148,7 +148,7 @@ export class Stage {
     const facts = () => {
       if (!item) return "No image yet.";
       const size = item.width ? `${item.width} × ${item.height} px` : bytes(item.size);
-      return item.layout ? `${size}: ${describe(item.layout)}` : `${size}. Ask, and its patch grid appears.`;
+      return item.layout ? `${size}: ${describe(item.layout)}` : `${size}. Its patch grid appears after you ask.`;
     };
     const text = words ?? (this.problem || facts());
     if (byId("caption").textContent !== text) byId("caption").textContent = text;

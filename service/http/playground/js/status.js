@@ -1,4 +1,4 @@
-// The status view: the load of each server, once a second while it is looked at.
+// The status view: the load of each server, updated once a second while the view is visible.
 
 import { byId, el, svg } from "./dom.js";
 import { bytes, count, percent, plural, rate } from "./format.js";
@@ -73,7 +73,7 @@ export class Status {
     if (server.loads) {
       const last = history[history.length - 1];
       const tokens = server.loads.output_tokens ?? 0;
-      // Below the last count: the server was restarted.
+      // A count below the last one means that the server was restarted.
       const speed = last && tokens >= last.tokens ? (tokens - last.tokens) / (now - last.at) : 0;
       history.push({ at: now, tokens, speed, running: server.loads.running, waiting: server.loads.waiting });
       if (history.length > KEPT) history.shift();
@@ -100,7 +100,7 @@ function section(server, history) {
 
 function problem(server, failure) {
   const closed = !server.error && ["PERMISSION_DENIED", "UNAUTHENTICATED"].includes(failure.code);
-  const hint = closed ? "The load is for callers with the scope admin: enter such a key, or, for a server without keys, start it with --admin." : "";
+  const hint = closed ? "The load is shown only to callers with the scope admin: enter a key that has it, or start a server without keys with --admin." : "";
   return el("div", { className: "problem" }, el("strong", {}, failure.code), el("p", {}, failure.message), el("p", { className: "note" }, hint));
 }
 
@@ -154,7 +154,7 @@ function bar(parts, name) {
   return box;
 }
 
-/** The last two minutes as a line. */
+/** A line chart of the last two minutes. */
 function line(history, value, name) {
   const values = history.map(value);
   const top = Math.max(1, ...values);

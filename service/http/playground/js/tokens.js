@@ -1,4 +1,4 @@
-// An answer's text as tokens with their probabilities: shaded by doubt, with the alternatives of the chosen one.
+// An answer's text as tokens, shaded by their uncertainty, with probabilities and alternatives for the chosen token.
 
 import { byId, el, say, show } from "./dom.js";
 import { percent } from "./format.js";
@@ -21,7 +21,7 @@ export class TokenText {
     this.text = "";
     this.spans = [];
     box.addEventListener("pointerover", (event) => this.#choose(event.target.closest?.(".token")));
-    // A finger that is lifted leaves as well: a token that was tapped stays chosen until something else is touched.
+    // Lifting a finger also fires pointerleave: a token that was tapped stays chosen until something else is touched.
     box.addEventListener("pointerleave", (event) => event.pointerType === "touch" || this.#choose(null));
     document.addEventListener("pointerdown", (event) => box.contains(event.target) || this.#choose(null));
     box.addEventListener("blur", () => this.#choose(null));
@@ -39,7 +39,7 @@ export class TokenText {
     this.#placed = 0;
   }
 
-  /** Adds text, and the tokens that it was written with, if they are known. Text may come after its tokens. */
+  /** Adds text, and the tokens that it consists of, if they are known. Text may arrive after its tokens. */
   add(text, tokens) {
     this.text += text;
     if (!tokens.length && !this.spans.length && !this.#pending.length) {
@@ -50,14 +50,14 @@ export class TokenText {
       const bytes = token.bytes ? new Uint8Array(token.bytes) : new Uint8Array();
       this.#held.push(token);
       const piece = this.#decoder.decode(bytes, { stream: true });
-      if (piece === "" && bytes.length) continue; // it ends within a character, which the next token completes
+      if (piece === "" && bytes.length) continue; // the token ends within a character, which the next one completes
       this.#pending.push({ tokens: this.#held, piece });
       this.#held = [];
     }
     this.#place(false);
   }
 
-  /** The answer has ended: what could not be placed is shown as it is. */
+  /** Called when the answer has ended; text that no token matches is shown as it is. */
   end() {
     this.#place(true);
     this.#plain(this.text.slice(this.#placed));
@@ -73,7 +73,7 @@ export class TokenText {
       const { tokens, piece } = this.#pending[0];
       const rest = this.text.slice(this.#placed, this.#placed + piece.length);
       if (rest === piece && piece !== "") this.#placed += piece.length;
-      else if (!ended && piece !== "" && piece.startsWith(rest)) return; // its text comes later
+      else if (!ended && piece !== "" && piece.startsWith(rest)) return; // its text has not arrived yet
       this.#pending.shift();
       this.#span(tokens, piece, rest !== piece || piece === "");
     }
@@ -84,7 +84,7 @@ export class TokenText {
     this.#placed = this.text.length;
   }
 
-  /** `outside`: the token is not part of the text, as an end token or the end of a stop string. */
+  /** `outside`: whether the token is not part of the text, such as an end token or the end of a stop string. */
   #span(tokens, piece, outside) {
     const last = tokens[tokens.length - 1];
     const probability = Math.exp(tokens.reduce((sum, token) => sum + token.logprob, 0));
@@ -144,7 +144,7 @@ function details({ info, probability }) {
   return rows.length ? [title, el("ol", {}, ...rows)] : [title];
 }
 
-/** Puts the card below the token, or above it where there is no space, inside the window. */
+/** Places the card inside the window, below the token or, if there is no space, above it. */
 function place(card, span) {
   const box = span.getClientRects()[0] ?? span.getBoundingClientRect();
   const [width, height] = [card.offsetWidth, card.offsetHeight];
