@@ -7,7 +7,7 @@ from saccade.v1 import admin_pb2 as saccade_dot_v1_dot_admin__pb2
 
 
 class AdminServiceStub:
-    """For operators: needs the scope "admin".
+    """Commands for operators. They need the scope "admin".
     """
 
     def __init__(self, channel):
@@ -39,7 +39,7 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """For operators: needs the scope "admin".
+    """Commands for operators. They need the scope "admin".
     """
 
     def Drain(self, request, context):
@@ -51,7 +51,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Drops everything that is cached and not in use.
+        """Empties the caches of image embeddings and of prompts, except for what is in use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -65,8 +65,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateLogLevel(self, request, context):
-        """Until a restart, in all processes of the server: others than the one that answers follow within seconds, an encoder
-        process with its next image. Encoders on other hosts keep theirs.
+        """Sets the log level of all processes of the server until a restart. Processes other than the one that answers follow
+        within seconds, a separate encoder process with its next image. Encoders on other hosts keep their level.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +104,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """For operators: needs the scope "admin".
+    """Commands for operators. They need the scope "admin".
     """
 
     @staticmethod

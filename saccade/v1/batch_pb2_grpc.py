@@ -9,7 +9,7 @@ from saccade.v1 import batch_pb2 as saccade_dot_v1_dot_batch__pb2
 class BatchServiceStub:
     """Files of requests that the server processes in the background, at lower priority than all calls. The file is in OpenAI's
     batch format, one chat completion request in each line; images are data URLs or uploaded media (media:ID). A batch
-    survives a restart of the server, and belongs to the tenant that has created it.
+    belongs to the tenant that created it. It survives a restart of the server if the server has a --batch-dir.
     """
 
     def __init__(self, channel):
@@ -58,7 +58,7 @@ class BatchServiceStub:
 class BatchServiceServicer:
     """Files of requests that the server processes in the background, at lower priority than all calls. The file is in OpenAI's
     batch format, one chat completion request in each line; images are data URLs or uploaded media (media:ID). A batch
-    survives a restart of the server, and belongs to the tenant that has created it.
+    belongs to the tenant that created it. It survives a restart of the server if the server has a --batch-dir.
     """
 
     def CreateBatch(self, request_iterator, context):
@@ -75,14 +75,14 @@ class BatchServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListBatches(self, request, context):
-        """The tenant's batches, the newest first.
+        """The tenant's batches, newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelBatch(self, request, context):
-        """Finished answers are kept; running rows are cancelled.
+        """Ends a batch: rows in progress are cancelled, finished answers are kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,7 +158,7 @@ def add_BatchServiceServicer_to_server(servicer, server):
 class BatchService:
     """Files of requests that the server processes in the background, at lower priority than all calls. The file is in OpenAI's
     batch format, one chat completion request in each line; images are data URLs or uploaded media (media:ID). A batch
-    survives a restart of the server, and belongs to the tenant that has created it.
+    belongs to the tenant that created it. It survives a restart of the server if the server has a --batch-dir.
     """
 
     @staticmethod

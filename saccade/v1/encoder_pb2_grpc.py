@@ -7,8 +7,8 @@ from saccade.v1 import encoder_pb2 as saccade_dot_v1_dot_encoder__pb2
 
 
 class EncoderServiceStub:
-    """The service of a server with `--role encoder` for servers with `--role decoder`. It is internal: both must be of the same
-    release. Needs the scope "encoder".
+    """The service of a server with `--role encoder` for servers with `--role decoder`. It is internal: both servers must have
+    the same release. Needs the scope "encoder".
     """
 
     def __init__(self, channel):
@@ -25,13 +25,13 @@ class EncoderServiceStub:
 
 
 class EncoderServiceServicer:
-    """The service of a server with `--role encoder` for servers with `--role decoder`. It is internal: both must be of the same
-    release. Needs the scope "encoder".
+    """The service of a server with `--role encoder` for servers with `--role decoder`. It is internal: both servers must have
+    the same release. Needs the scope "encoder".
     """
 
     def Attach(self, request_iterator, context):
-        """The connection of one decoder. The decoder sends `hello`, the encoder answers `welcome`, or ends it if the models differ.
-        Then the decoder sends images and the encoder rows, in any order.
+        """The connection of one decoder. The decoder sends `hello`; the encoder answers with `welcome`, or ends the connection if
+        the models differ. Then the decoder sends images, and the encoder sends rows, in any order.
 
         Flow control: an image is sent only after the decoder has reserved memory for its rows. Pixels are sent only within the
         window given in `welcome`; `credit` enlarges it by the bytes that the encoder has freed.
@@ -57,8 +57,8 @@ def add_EncoderServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EncoderService:
-    """The service of a server with `--role encoder` for servers with `--role decoder`. It is internal: both must be of the same
-    release. Needs the scope "encoder".
+    """The service of a server with `--role encoder` for servers with `--role decoder`. It is internal: both servers must have
+    the same release. Needs the scope "encoder".
     """
 
     @staticmethod

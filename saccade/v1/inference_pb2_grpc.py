@@ -8,9 +8,8 @@ from saccade.v1 import inference_pb2 as saccade_dot_v1_dot_inference__pb2
 
 class InferenceServiceStub:
     """Generation, embeddings and token counts. The deadline of a call is its gRPC deadline; cancelling the call stops the work.
-    A failure is a
-    gRPC status whose details hold google.rpc.ErrorInfo (reason, metadata) and, where it helps, BadRequest, RetryInfo
-    and RequestInfo.
+    A failure is a gRPC status whose details contain google.rpc.ErrorInfo (reason, metadata), RequestInfo and, where they
+    apply, BadRequest, RetryInfo and QuotaFailure.
     """
 
     def __init__(self, channel):
@@ -48,9 +47,8 @@ class InferenceServiceStub:
 
 class InferenceServiceServicer:
     """Generation, embeddings and token counts. The deadline of a call is its gRPC deadline; cancelling the call stops the work.
-    A failure is a
-    gRPC status whose details hold google.rpc.ErrorInfo (reason, metadata) and, where it helps, BadRequest, RetryInfo
-    and RequestInfo.
+    A failure is a gRPC status whose details contain google.rpc.ErrorInfo (reason, metadata), RequestInfo and, where they
+    apply, BadRequest, RetryInfo and QuotaFailure.
     """
 
     def Generate(self, request, context):
@@ -82,7 +80,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CancelGeneration(self, request, context):
-        """Ends a request from another call: its caller gets the answer so far and Finished(FINISH_REASON_ABORTED).
+        """Ends a request of another call, which then returns the answer so far with FINISH_REASON_ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,9 +124,8 @@ def add_InferenceServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
     """Generation, embeddings and token counts. The deadline of a call is its gRPC deadline; cancelling the call stops the work.
-    A failure is a
-    gRPC status whose details hold google.rpc.ErrorInfo (reason, metadata) and, where it helps, BadRequest, RetryInfo
-    and RequestInfo.
+    A failure is a gRPC status whose details contain google.rpc.ErrorInfo (reason, metadata), RequestInfo and, where they
+    apply, BadRequest, RetryInfo and QuotaFailure.
     """
 
     @staticmethod

@@ -7,9 +7,9 @@ from saccade.v1 import media_pb2 as saccade_dot_v1_dot_media__pb2
 
 
 class MediaServiceStub:
-    """Images that are uploaded once and used in any number of requests, by Image.media_id. The id is the SHA-256 of the file in
-    lower-case hexadecimal digits: uploading the same file again gives the same id and renews its expiry. An id is valid
-    only for the tenant that has uploaded it.
+    """Images and videos that are uploaded once and used in any number of requests, by Image.media_id and Video.media_id. The id
+    is the SHA-256 of the file in lower-case hexadecimal digits: uploading the same file again gives the same id and renews
+    its expiry. An id is valid only for the tenant that uploaded the file.
     """
 
     def __init__(self, channel):
@@ -36,9 +36,9 @@ class MediaServiceStub:
 
 
 class MediaServiceServicer:
-    """Images that are uploaded once and used in any number of requests, by Image.media_id. The id is the SHA-256 of the file in
-    lower-case hexadecimal digits: uploading the same file again gives the same id and renews its expiry. An id is valid
-    only for the tenant that has uploaded it.
+    """Images and videos that are uploaded once and used in any number of requests, by Image.media_id and Video.media_id. The id
+    is the SHA-256 of the file in lower-case hexadecimal digits: uploading the same file again gives the same id and renews
+    its expiry. An id is valid only for the tenant that uploaded the file.
     """
 
     def UploadMedia(self, request_iterator, context):
@@ -87,9 +87,9 @@ def add_MediaServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class MediaService:
-    """Images that are uploaded once and used in any number of requests, by Image.media_id. The id is the SHA-256 of the file in
-    lower-case hexadecimal digits: uploading the same file again gives the same id and renews its expiry. An id is valid
-    only for the tenant that has uploaded it.
+    """Images and videos that are uploaded once and used in any number of requests, by Image.media_id and Video.media_id. The id
+    is the SHA-256 of the file in lower-case hexadecimal digits: uploading the same file again gives the same id and renews
+    its expiry. An id is valid only for the tenant that uploaded the file.
     """
 
     @staticmethod
