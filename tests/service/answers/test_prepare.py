@@ -182,7 +182,7 @@ def test_a_list_of_frames_is_counted_before_any_is_fetched(assets: ModelAssets) 
 
         frontend.resolve = never
         frames = tuple(Image(b"", "f", uri="https://a/b") for _ in range(4))
-        with pytest.raises(errors.InvalidArgument, match="v.frames are 4; at most 3 are allowed") as refused:
+        with pytest.raises(errors.InvalidArgument, match="v.frames has 4 frames; at most 3 are allowed") as refused:
             await ask(frontend, spec(Video(b"", "v", frames=frames)))
         assert refused.value.reason == "VIDEO_TOO_LARGE"
         await ask(frontend, spec(Video(b"", "v", frames=(image(b"quick"),) * 3)))

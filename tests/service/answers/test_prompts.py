@@ -120,7 +120,7 @@ def test_prompt_and_answer_share_the_context(assets: ModelAssets) -> None:
 def test_there_is_a_place_for_each_image_and_an_image_for_each_place(assets: ModelAssets) -> None:
     image = assets.image_token_id
     for ids in ([7], [image, 7, image, 8]):
-        with pytest.raises(errors.InvalidArgument, match=f"holds {ids.count(image)} image tokens .* 1 images"):
+        with pytest.raises(errors.InvalidArgument, match=f"has {ids.count(image)} image tokens .* 1 images"):
             widen(ids, [prepared()], 0, assets, info())
     two = widen([image, 7, image, 8], [prepared(), prepared()], 0, assets, info())
     assert [i.start for i in two.take_images()] == [0, 5] and two.ids == [*[image] * 4, 7, *[image] * 4, 8]

@@ -182,7 +182,7 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_not(tmp_path: Path, ca
         (entry("x", "k", bytes_per_minute="1e400k"), "above 0"),
         (entry("x", "k") + "[other]\na = 1\n", "nothing else"),
         (entry("x", "k", tokens_per_minute=-1), "above 0"),
-        (entry("x", "k") + entry("y", "k"), "another"),
+        (entry("x", "k") + entry("y", "k"), "key 2 has the same sha256 as an earlier key"),
     ],
 )
 def test_a_wrong_key_file_says_what_is_wrong(text: str, message: str) -> None:

@@ -38,7 +38,7 @@ def test_a_file_that_could_not_be_added_to_is_refused_at_the_start(tmp_path: Pat
     check_sizes_file(ServerOptions(model="demo"))
     check_sizes_file(ServerOptions(model="demo", sizes_file=str(path)))
     path.write_text("[]")
-    with pytest.raises(ConfigError, match="sizes_file: .*no object"):
+    with pytest.raises(ConfigError, match="sizes_file: .*must hold a JSON object"):
         check_sizes_file(ServerOptions(model="demo", sizes_file=str(path)))
     with pytest.raises(ConfigError, match="cannot be written to"):
         check_sizes_file(ServerOptions(model="demo", sizes_file=str(tmp_path / "absent" / "sizes.json")))
