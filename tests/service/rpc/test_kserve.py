@@ -82,7 +82,7 @@ def test_bytes_tensors(values: list[bytes]) -> None:
         (("BYTES", [1] * 9, bytes(4)), "of 9 dimensions; at most 8 are allowed"),
         (("BYTES", [2**62] * 50_000, bytes(4)), "of 50000 dimensions; at most 8 are allowed"),
         (("BYTES", [-1], bytes(4)), r"shape \[-1\] of 1 dimensions"),
-        (("BYTES", [3], bytes(4 * 2**20)), "and more than 3 elements"),
+        (("BYTES", [3], bytes(4 * 2**20)), "but more than 3 elements"),
     ],
 )
 def test_elements_are_counted_before_they_are_read(tensor: tuple[str, list[int], bytes], message: str) -> None:

@@ -77,7 +77,7 @@ SERVER = "--tls-cert {0}/one/server.pem --tls-key {0}/one/server.key "
         ("--batch-concurrency 5 --max-queue 5", "batch_concurrency: 5 rows would leave"),
         ("--media-dir {0}/text", "media_dir: {0}/text: File exists"),
         ("--batch-dir {0}/text/below", "batch_dir: {0}/text/below: Not a directory"),
-        ("--media-dir {0}/both --batch-dir {0}/one/../both", "batch_dir: {0}/one/../both is media_dir, too"),
+        ("--media-dir {0}/both --batch-dir {0}/one/../both", "batch_dir: {0}/one/../both is also media_dir; each"),
         ("--sizes-file {0}/sizes.json", "sizes_file: {0}/sizes.json: 'many'"),
         ("--http-port 0 --http-file-dir {0}/text", "http_file_dir: {0}/text cannot be used"),
         ("--otlp-endpoint http://collector", "otlp_endpoint: 'collector' is not HOST:PORT"),
