@@ -7,7 +7,7 @@ from saccade.v1 import admin_pb2 as saccade_dot_v1_dot_admin__pb2
 
 
 class AdminServiceStub:
-    """Commands for operators. They need the scope "admin".
+    """Commands for operators, which need the scope "admin".
     """
 
     def __init__(self, channel):
@@ -39,7 +39,7 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """Commands for operators. They need the scope "admin".
+    """Commands for operators, which need the scope "admin".
     """
 
     def Drain(self, request, context):
@@ -104,7 +104,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """Commands for operators. They need the scope "admin".
+    """Commands for operators, which need the scope "admin".
     """
 
     @staticmethod

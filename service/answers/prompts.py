@@ -285,8 +285,8 @@ def widen(
         raise errors.InvalidArgument("the prompt is empty", field="input")
     if len(widened) + continued >= info.max_len:
         raise errors.InvalidArgument(
-            f"the prompt takes {len(widened)} tokens, images included; the context of {info.max_len} has no room for "
-            "an answer", reason="CONTEXT_LENGTH_EXCEEDED", field="input",
+            f"the prompt takes {len(widened)} tokens, images included; the context holds {info.max_len}, including "
+            "the answer", reason="CONTEXT_LENGTH_EXCEEDED", field="input",
             metadata={"limit": str(info.max_len), "got": str(len(widened))},
         )  # fmt: skip
     return Prompt(widened, tuple(images), tuple(ids), sum(item.frames for item in media))

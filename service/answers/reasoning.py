@@ -92,9 +92,7 @@ class ReasoningSplit:
         self._may_open = False
         if markers is None:
             return "text"
-        if (
-            first and token == markers.open
-        ):  # even if the prompt has opened the reasoning: some models repeat the marker
+        if first and token == markers.open:  # even if the prompt has opened it: some models repeat the marker
             self.reasoning = True
             return "marker"
         if self.reasoning and token == markers.close:

@@ -216,8 +216,8 @@ class ServerOptions(
         super().__post_init__()
         if self.http_port is not None and self.role == "encoder":
             raise ConfigError(
-                f"http_port: {self.http_port} would not be used by --role encoder, which answers no requests; leave it "
-                "out"
+                f"http_port: {self.http_port} would not be used by --role encoder, which answers no requests of "
+                "clients; leave it out"
             )
         if self.max_connection_age_grace is not None and self.max_connection_age is None:
             raise ConfigError(

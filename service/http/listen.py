@@ -25,8 +25,8 @@ def check_exposure(options: HttpFrontOptions) -> None:
     if not options.insecure and options.tls_cert is None and not is_loopback(options.http_host):
         raise ConfigError(
             f"http_host: {options.http_host} can be reached from other machines, but this server has no TLS "
-            "(--tls-cert and --tls-key); set these options, or listen on 127.0.0.1 behind a proxy that does this, or "
-            "set --insecure"
+            "(--tls-cert and --tls-key); set these options, listen on 127.0.0.1 behind a proxy with TLS, or set "
+            "--insecure"
         )
 
 

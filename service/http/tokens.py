@@ -20,7 +20,7 @@ from service.http.upstream import all_of
 
 
 async def embeddings(call: HttpCall) -> None:
-    """Embeddings of prompts: one hidden state of the model for each."""
+    """Embeddings of prompts, from the model's hidden states."""
     call.fields = prompt_rules("input")
     body = validated(Embeddings, await call.json())
     caller = call.caller()

@@ -171,7 +171,7 @@ class _State(StreamState):
 
 
 class Answer:
-    """A streamed answer. If its server stops, it is continued on another one, after the tokens received so far."""
+    """A streamed answer. If its server stops, it is continued on the next one, after the tokens received so far."""
 
     def __init__(self, request: inference_pb2.GenerateRequest, connection: _Authorized, deadline: Deadline) -> None:
         self._exchange = AsyncExchange(connection)

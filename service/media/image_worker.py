@@ -2,7 +2,7 @@
 fork server, which forks a worker for each socket that it receives.
 
 A hostile file can at most crash or take over a worker. The worker's memory and processor time are limited, it has no
-keys and no weights, and its end costs one request. The fork server itself reads no files of clients.
+keys and no weights, and its loss costs one request. The fork server itself reads no files of clients.
 
 Commands come one at a time, to the fork server through the socket FD and to each worker through its own socket. A
 worker's replies are JSON, which the other end can read without trusting the worker. Patches are written to sealed

@@ -74,7 +74,7 @@ class PreparedItem:
 
     @property
     def runs(self) -> int:
-        """Number of runs of rows in the prompt: for a clip one for each temporal patch, for an image one and one for
+        """Number of runs of rows in the prompt: for a clip one for each temporal patch, for an image one, plus one for
         each of its slices."""
         return len(self.labels) or 1 + self.layout.num_slices
 

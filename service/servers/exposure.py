@@ -30,7 +30,7 @@ def check_exposure(options: ServerOptions, name: str = "host") -> None:
     if exposed and missing and not options.insecure:
         raise ConfigError(
             f"{name}: {options.host} can be reached from other machines, but this server has {' and '.join(missing)}; "
-            "set these options, or listen on 127.0.0.1 behind a proxy that does this, or set --insecure"
+            "set these options, listen on 127.0.0.1 behind a proxy that provides what is missing, or set --insecure"
         )
 
 

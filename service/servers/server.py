@@ -118,7 +118,7 @@ class Server:
         self.port = 0
         self.metrics_port = 0
         self.private_socket: str | None = None
-        """Path of a Unix socket on which the HTTP server of this server connects, without TLS; None: there is none."""
+        """Path of a Unix socket, without TLS, through which this server's HTTP server connects; None: there is none."""
         self.tell_log_level: Callable[[], None] = lambda: None
         """Called when the log level of this process has changed, to tell other processes. The engine's processes need
         no such call."""

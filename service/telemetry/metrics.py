@@ -1,5 +1,5 @@
-"""Prometheus metrics: what the frontend counts, and the engine's counters, which are read at each scrape. Without
-prometheus-client, an optional package, nothing is counted.
+"""Prometheus metrics: what the frontend counts, and the engine's counters, which are read at each scrape. Nothing is
+counted if prometheus-client is not installed, since only scraping needs it.
 
 Names, types and help texts are in metric_names.py. Each server has a registry of its own, so that several can run in
 one process.
