@@ -249,10 +249,10 @@ class BatchStore:
         with self._lock:
             self._records[record.batch_id] = replace(self._records[record.batch_id], output_bytes=size)
             mine = sum(r.bytes for r in self._records.values() if r.tenant == record.tenant)
-            if self.used_bytes > self._capacity or mine > self._tenant_capacity:
-                raise _full(
-                    f"inputs and answers of batches fill the {min(self._capacity, self._tenant_capacity)} bytes allowed"
-                )
+            if mine > self._tenant_capacity:
+                raise _full(f"inputs and answers of your batches take {mine} of {self._tenant_capacity} bytes")
+            if (used := self.used_bytes) > self._capacity:
+                raise _full(f"inputs and answers of batches take {used} of {self._capacity} bytes")
         return size
 
     def delete(self, record: BatchRecord) -> None:

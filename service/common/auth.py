@@ -157,7 +157,7 @@ def _parse_entry(entry: Any, where: str) -> tuple[bytes, Tenant]:
     if len(digest) != 32:
         raise ConfigError(f"{where}: sha256 must be 64 hexadecimal digits")
     scopes = entry.get("scopes", sorted(DEFAULT_SCOPES))
-    if not isinstance(scopes, list) or not scopes or not set(scopes) <= set(SCOPES):
+    if not isinstance(scopes, list) or not scopes or any(scope not in SCOPES for scope in scopes):
         raise ConfigError(f"{where}: scopes must be a list with one or more of {', '.join(SCOPES)}")
     limits: dict[str, float] = {}
     for kind in RateLimits.KINDS:

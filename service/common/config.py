@@ -219,6 +219,10 @@ class ServerOptions(
                 f"http_port: {self.http_port} would not be used by --role encoder, which answers no requests of "
                 "clients; leave it out"
             )
+        if self.admin and self.api_keys is not None:
+            raise ConfigError(
+                "admin: it would not be used with api_keys; leave it out, and add \"admin\" to the scopes of a key"
+            )
         if self.max_connection_age_grace is not None and self.max_connection_age is None:
             raise ConfigError(
                 f"max_connection_age_grace: {self.max_connection_age_grace:g} would not be used without "

@@ -66,12 +66,12 @@ def test_outputs_count_as_inputs_do(tmp_path: Path) -> None:
     path.write_bytes(bytes(40))
     assert store.check_output(record) == 40 and store.used_bytes == 80
     path.write_bytes(bytes(41))
-    with pytest.raises(errors.ResourceExhausted, match="60 bytes allowed"):
+    with pytest.raises(errors.ResourceExhausted, match="your batches take 61 of 60 bytes"):
         store.check_output(record)
     path.write_bytes(bytes(40))
     (store.folder(other.batch_id) / "output.jsonl").write_bytes(bytes(21))
     store.check_output(record)
-    with pytest.raises(errors.ResourceExhausted):
+    with pytest.raises(errors.ResourceExhausted, match="of batches take 101 of 100 bytes"):
         store.check_output(other)
 
 

@@ -177,6 +177,7 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_not(tmp_path: Path, ca
         (entry("x", "k", colour="red"), "colour"),
         (entry("x", "k", scopes=[]), "inference, batch, admin"),
         (entry("x", "k", scopes="inference"), "inference, batch, admin"),
+        (entry("x", "k", scopes=[["admin"]]), "inference, batch, admin"),
         (entry("", "k"), "no name"),
         (entry("x", "k", requests_per_minute=0), "above 0"),
         (entry("x", "k", bytes_per_minute="1e400k"), "above 0"),

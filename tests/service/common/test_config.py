@@ -86,6 +86,7 @@ def test_an_unknown_option_is_named_without_the_list_of_all(capsys: pytest.Captu
             "encoder_time_slice: 0.2 would not be used by --role encoder",
         ),
         (["--max-connection-age-grace", "5"], {}, "max_connection_age_grace: 5 would not be used without"),
+        (["--admin", "--api-keys", "keys.toml"], {}, "admin: it would not be used with api_keys"),
         (["--grace", "nan"], {}, "grace: 'nan' is not a number"),
         (["--stall-timeout", "inf"], {}, "stall_timeout: 'inf' is not a number"),
         (["--handoff-bytes", "1e400k"], {}, "handoff_bytes: '1e400k' is not a number of bytes"),
