@@ -1,4 +1,4 @@
-"""Tools that a model may call, and its calls."""
+"""Tools that a model may call, and the calls that it makes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Tool:
     name: str
     description: str = ""
     parameters: Mapping[str, Any] | type[Any] | None = None
-    """A JSON schema of its arguments, an object, or a Pydantic model class; None: it has no arguments."""
+    """The JSON schema of the arguments, of type object, or a Pydantic model class; None: it has no arguments."""
     strict: bool = False
-    """Whether the schema is also enforced for calls that the model chooses to make."""
+    """Enforce the schema with `tool_choice="auto"`, too. With "required" or a tool's name it is always enforced."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class ToolCall:
     id: str
     name: str
     arguments: str
-    """JSON of an object. It is incomplete if the answer broke off in the call; `finish_reason` is not `tool_calls`
-    then."""
+    """A JSON object as text. It is incomplete if the answer ended within the call; `finish_reason` is then not
+    "tool_calls"."""
 
     def parsed(self) -> dict[str, Any]:
-        """The arguments. Raises ValueError if they are incomplete, or nested too deep."""
+        """The arguments. Raises ValueError if they are incomplete, or nested more than 128 levels deep."""
         value = answered_json(self.arguments)
         if not isinstance(value, dict):
             raise ValueError(f"the arguments are a {type(value).__name__}, not an object")
@@ -44,7 +44,7 @@ class ToolCallDelta:
     """A part of a call. The first part of each call has its id and its name."""
 
     index: int
-    """Counts the calls of the sample from 0."""
+    """The index of the call within its sample, from 0."""
     arguments: str
     id: str = ""
     name: str = ""

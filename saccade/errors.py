@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OVERLOADED_REASONS = frozenset({"QUEUE_FULL", "WARMING", "DRAINING"})
-# The server has said that the call will fail in the same way until the other host is back.
+# The server could not fetch a URL: the call would fail in the same way until the URL's host answers again.
 _NOT_RETRYABLE_REASONS = frozenset({"MEDIA_FETCH_FAILED"})
-# What Ray Serve's ingress says of a replica that died, or cannot be reached, during a call.
+# The message of Ray Serve's ingress about a replica that died or could not be reached during a call.
 _SERVE_REPLICA_LOST = re.compile(r"The actor .*(died|is dead|unavailable)")
 _NO_HANDSHAKE = "Failed to create security handshaker"
-"""gRPC's words for certificates and keys of a channel that cannot be used. It never reads them again."""
+"""Part of gRPC's message if a channel's certificates or key cannot be used. It never reads them again, so a retry would
+fail in the same way."""
 _STATUS_DETAILS = "grpc-status-details-bin"
 _PUSHBACK = "grpc-retry-pushback-ms"
 
@@ -66,19 +67,19 @@ class NotFound(SaccadeError):
 
 
 class AlreadyExists(SaccadeError):
-    """The request id is in use by another request."""
+    """The request id is in use by another request, or the output file of a batch has other content."""
 
 
 class FailedPrecondition(SaccadeError):
-    """The model, or the server's present state, does not allow the call."""
+    """The model, or the present state of the server, of the client or of a file, does not allow the call."""
 
 
 class OutOfRange(SaccadeError):
-    """A position is past the end."""
+    """A position is past the end, or an answer was cut off before its format was complete."""
 
 
 class Unimplemented(SaccadeError):
-    """The server does not implement this call."""
+    """The server, or `LocalClient`, does not implement this call."""
 
 
 class Overloaded(SaccadeError):
@@ -86,7 +87,7 @@ class Overloaded(SaccadeError):
 
 
 class RateLimited(SaccadeError):
-    """The rate limit or quota of this key is exhausted for now."""
+    """The rate limit or a quota of this key, or the server's space for uploads, is exhausted for now."""
 
 
 class Unauthenticated(SaccadeError):
@@ -98,7 +99,7 @@ class PermissionDenied(SaccadeError):
 
 
 class DeadlineExceeded(SaccadeError):
-    """The call's total time has run out."""
+    """The call's timeout, or the time limit of a stream's next part, has passed."""
 
 
 class Cancelled(SaccadeError):
@@ -150,7 +151,7 @@ def error_from_status(code: str, message: str, details: StatusDetails, *, reques
 
     Args:
         code: the status code's name, for instance "UNAVAILABLE".
-        request_id: the caller's own id for the request, used where the status names none.
+        request_id: the caller's own id for the request, used if the status has none.
     """
     kind = _kind(code, message, details.reason)
     message = _with_fields(message, details.fields)
@@ -182,7 +183,7 @@ def error_from_service(error: Any, request_id: str) -> SaccadeError:
 
 
 def _with_fields(message: str, fields: list[tuple[str, str]]) -> str:
-    """The message, with the descriptions of the invalid fields that it does not contain itself."""
+    """The message, followed by the names and descriptions of invalid fields that it does not contain itself."""
     notes = []
     for name, description in fields:
         unsaid = [] if name.rpartition(".")[2] in message else [name]
@@ -223,7 +224,7 @@ def error_from_rpc(rpc_error: Any, *, request_id: str = "") -> SaccadeError:
 
 
 def _tls_hint(message: str) -> str:
-    """What gRPC's words about a connection that could not be established say about TLS; empty if nothing."""
+    """A hint about TLS for gRPC's message about a failed connection; empty if the message does not concern TLS."""
     if not message.startswith("failed to connect"):
         return ""
     if "WRONG_VERSION_NUMBER" in message:
@@ -234,7 +235,7 @@ def _tls_hint(message: str) -> str:
         return "the server's certificate is not for this name; TLSConfig(server_name=...) sets another one"
     if _NO_HANDSHAKE in message:
         return "the client's own certificate or key cannot be used, or they do not belong together"
-    if message.endswith("Socket closed"):  # in the handshake: the server expects it, or a certificate in it
+    if message.endswith("Socket closed"):  # by the server, during the handshake
         return "the server may expect TLS, or a client certificate"
     return ""
 

@@ -12,7 +12,7 @@ from saccade.errors import InvalidArgument, Unimplemented
 
 
 class LocalClient(Methods):
-    """Loads a model for this process. Has the methods of `saccade.Client` except `media` and `batches`, which need a
+    """Runs a model in this process. Has the methods of `saccade.Client` except `media` and `batches`, which need a
     server.
 
     Args:
@@ -60,14 +60,14 @@ class LocalClient(Methods):
     @property
     def media(self) -> NoReturn:
         raise Unimplemented(
-            "LocalClient.media: uploads are kept by a server, see saccade.Client; here pass the files themselves, as "
-            "in images=[path]",
+            "LocalClient.media: uploads need a server, see saccade.Client; here pass the files themselves, as in "
+            "images=[path]",
             reason="UNIMPLEMENTED",
         )
 
     @property
     def batches(self) -> NoReturn:
         raise Unimplemented(
-            "LocalClient.batches: only a server processes batches by itself, see saccade.Client; here use run_batch",
+            "LocalClient.batches: these batches need a server, see saccade.Client; here use run_batch",
             reason="UNIMPLEMENTED",
         )

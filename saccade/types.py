@@ -133,7 +133,7 @@ class TokenLogprob:
     logprob: float
     top: tuple[TopLogprob, ...] = ()
     token: bytes = b""
-    """The token's text in UTF-8; it may end within a character. Special tokens have their names."""
+    """The token's text in UTF-8; it may begin or end within a character. For a special token: its name."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class StructuralTags:
 
     tags: Sequence[Tag]
     triggers: Sequence[str] = ()
-    """Each tag's `begin` starts with one of them; without any, each `begin` is its own trigger."""
+    """Each tag's `begin` starts with a trigger. Without triggers, each `begin` is its own trigger."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Delta:
     text: str
     token_ids: list[int]
     index: int = 0
-    """The index of the sample that it belongs to."""
+    """The index of the sample that the delta belongs to."""
     logprobs: list[TokenLogprob] | None = None
     sequence: int = 0
     """Number of this delta within its sample, from 0."""
@@ -235,7 +235,7 @@ class Generation:
     model: str = ""
     model_version: str = ""
     seed: int = field(default=0, compare=False)
-    """The seed of the request, or the one that the server drew: with it the same request gives the same answer."""
+    """The request's seed, or the one that the server drew. With this seed the same request gives the same answer."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """With `prompt_logprobs=k`: one for each token of the prompt; None for the first one and for image tokens."""
 
@@ -317,8 +317,8 @@ class Tokens:
     """The tokens of a prompt."""
 
     token_ids: list[int]
-    """With one image token id for each image and each temporal patch of a clip: `generate` accepts it as a prompt,
-    together with the same images and clips."""
+    """The ids, with one image token id for each image and each temporal patch of a clip. `generate` accepts this list
+    as a prompt, together with the same images and clips."""
     prompt_tokens: int
     """Number of tokens of the prompt in the context, images included."""
     image_tokens: int
@@ -339,7 +339,7 @@ class Media:
     height: int
     format: str
     expires: float
-    """Unix time."""
+    """When the server deletes it, as Unix time."""
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,7 @@ class Batch:
     state: str
     """"queued", "validating", "running", "completed", "failed" or "cancelled"."""
     total: int = 0
-    """Rows of the file, once it has been read."""
+    """Number of rows of the file; 0 until it has been read."""
     completed: int = 0
     failed: int = 0
     """Rows whose line in the output is an error."""
@@ -361,51 +361,54 @@ class Batch:
     ended: float | None = None
     expires: float | None = None
     reason: str = ""
-    """The reason of its failure; `message` describes it, `problems` has a sentence for each of the first invalid
-    lines."""
+    """Why it failed, as an identifier for programs. `message` describes the failure; `problems` has a sentence for each
+    of the first invalid lines of the file."""
     message: str = ""
     problems: tuple[str, ...] = ()
     model: str = ""
     model_version: str = ""
     output_bytes: int = 0
-    """Once it is over."""
+    """Size of the output; 0 until the batch has ended."""
     metadata: dict[str, str] = field(default_factory=dict)
     input_name: str = ""
 
     @property
     def over(self) -> bool:
+        """Whether the batch has ended."""
         return self.state in ("completed", "failed", "cancelled")
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Limits of the server. 0: no limit of its own."""
+    """Limits of the server. 0: it sets no limit of this kind."""
 
     context_length: int = 0
     """Prompt and answer together, in tokens."""
     max_message_bytes: int = 0
-    """Of a whole request, images included."""
+    """Size of a whole request, images included."""
     max_images: int = 0
+    """Images of one request."""
     max_image_bytes: int = 0
-    """Of one image's file."""
+    """Size of one image's file."""
     max_image_pixels: int = 0
     min_image_tokens: int = 0
     max_image_tokens: int = 0
     image_formats: tuple[str, ...] = ()
     uri_schemes: tuple[str, ...] = ()
-    """Of images that the server fetches; empty: it fetches none."""
+    """Schemes of the URLs that the server fetches; empty: it fetches none."""
     max_samples: int = 0
     max_logprobs: int = 0
     max_stop_strings: int = 0
     max_stop_string_length: int = 0
     max_videos: int = 0
     max_video_bytes: int = 0
-    """Of one clip's file."""
+    """Size of one clip's file."""
     max_video_frames: int = 0
-    """Of one clip, sampled."""
+    """Frames that are sampled from one clip."""
     max_video_file_frames: int = 0
+    """Frames in one clip's file."""
     max_video_pixels: int = 0
-    """Width x height x frames of what has to be decoded of one clip."""
+    """Width x height x number of the frames of one clip that have to be decoded."""
     video_formats: tuple[str, ...] = ()
 
 
@@ -422,7 +425,7 @@ class Model:
     takes_videos: bool = False
     limits: ModelLimits = field(default_factory=ModelLimits)
     default_sampling: dict[str, float | int | bool] = field(default_factory=dict)
-    """Default values of `generate` where an argument is None."""
+    """The values of sampling arguments of `generate` that are None."""
     image_token_id: int | None = None
     """The id that stands for each image in a prompt of token ids."""
     eos_token_ids: tuple[int, ...] = ()

@@ -74,8 +74,8 @@ class Methods(Session):
         """Sends a request and waits for the complete answer.
 
         Args:
-            prompt: a string, which the model's chat template turns into a user's message (not with `raw=True`);
-                or a list of chat messages `{"role": ..., "content": ...}`, whose content is a string or a list of parts
+            prompt: a string, which the model's chat template turns into a user message (unless `raw=True`); or a list
+                of chat messages `{"role": ..., "content": ...}`, whose content is a string or a list of parts
                 `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`; or a list of token ids, which is
                 used without changes, with one image token id for each image.
             images: paths, URLs, encoded bytes, binary files, Pillow images or uint8 arrays `[height, width, channels]`
@@ -83,7 +83,7 @@ class Methods(Session):
                 parts that have no image, in order.
             videos: paths, URLs or bytes of GIF, APNG, WebP, MP4 or WebM files, lists of frames (each as in `images`),
                 or `saccade.Video`, which also has the frame rate. They come after the images.
-            max_tokens: largest number of tokens of the answer; None: what is left of the model's context.
+            max_tokens: maximum number of tokens of the answer; None: as many as the model's context has left.
             temperature: 0 always takes the most likely token; None: the model's default.
             top_p: draw from the most likely tokens whose probabilities add up to this; None: the model's default.
             top_k: draw from this number of most likely tokens; 0: from all; None: the model's default.
@@ -100,8 +100,8 @@ class Methods(Session):
                 For models that reason before they answer: enable_thinking, reasoning_effort, max_reasoning_tokens.
                 tools: `saccade.Tool`s or dicts in OpenAI's form, which the model may call (`Generation.tool_calls`);
                 tool_choice: "auto", "none", "required" or a tool's name; parallel_tool_calls.
-                continue_final_message: the answer continues the text of the last chat message, the assistant's, and is
-                only what is new.
+                continue_final_message: the answer continues the text of the last chat message, which is the
+                assistant's, and does not repeat it.
 
         Raises:
             SaccadeError: one of its subclasses, see `saccade.errors`.
@@ -141,9 +141,9 @@ class Methods(Session):
         `generate`; an error of the server is raised while the stream is read.
 
         Args:
-            first_token_timeout: seconds to wait for the first part of the answer, then DeadlineExceeded is raised with
-                the reason FIRST_TOKEN_TIMEOUT; None: the client's setting.
-            idle_timeout: seconds to wait for each further part; the reason is then IDLE_TIMEOUT.
+            first_token_timeout: seconds to wait for the first part of the answer before DeadlineExceeded is raised,
+                with the reason FIRST_TOKEN_TIMEOUT; None: the client's setting.
+            idle_timeout: the same for each further part, with the reason IDLE_TIMEOUT.
             resume: continue a stream that broke because the server or its engine failed; see `Stream`.
         """
 
@@ -167,7 +167,7 @@ class Methods(Session):
             options: further arguments of `generate`, except `n`.
 
         Raises:
-            OutOfRange: the answer was cut off before its format was complete (reason ANSWER_TRUNCATED); raise
+            OutOfRange: the answer was cut off before its format was complete (reason ANSWER_TRUNCATED), usually by
                 `max_tokens`.
         """
         answer = self.generate(prompt, response_format=response_format, **options)
@@ -233,7 +233,7 @@ class Methods(Session):
         model: str = "",
         timeout: float | None = None,
     ) -> Tokens:
-        """The token ids that `generate` would use for a prompt, and the number of tokens, images included."""
+        """The token ids that `generate` would use for a prompt, and its number of tokens, images included."""
 
         def build() -> inference_pb2.TokenizeRequest:
             return tokenize_request(
@@ -262,7 +262,7 @@ class Methods(Session):
         concurrency: int = 32,
         ordered: bool = False,
     ) -> Generator[Outcome, None, None]:
-        """Answers many requests, `concurrency` of them at a time, in memory that does not grow with their number.
+        """Answers many requests, up to `concurrency` at a time. The memory needed does not grow with their number.
 
         Args:
             requests: mappings with the arguments of `generate` and, optionally, a `custom_id`. The next one is read
@@ -272,8 +272,8 @@ class Methods(Session):
                 default they are yielded as they arrive.
 
         Returns:
-            An iterator of outcomes. A request that failed is an outcome with an error, not an exception. Leaving the
-            iterator cancels what is running.
+            An iterator of outcomes. A request that failed is an outcome with an error, not an exception. Closing the
+            iterator cancels the requests in flight.
         """
         check_concurrency(concurrency)
         return self._map(requests, concurrency, ordered)
@@ -315,18 +315,20 @@ class Methods(Session):
 
         Args:
             source: path of a JSONL file. Images may be named by paths inside its folder.
-            output: path of a JSONL file; answers of an interrupted run in it are kept.
+            output: path of a JSONL file; answers that an interrupted run has written to it are kept.
             max_retries: number of retries of a row while the server is unavailable; None: as many as its timeout
                 allows.
-            options: concurrency, ordered, max_errors, overwrite, any_model, strict, timeout, priority, on_progress,
-                on_start.
+            options: concurrency, ordered, max_errors, overwrite, any_model, strict and timeout, as for `saccade batch`;
+                priority (default: -10); on_progress and on_start, functions that are called with the summary so far
+                after each row (with the row's completion tokens and whether it failed) and before the first.
 
         Raises:
-            InvalidArgument: the source is wrong; `problems` of the error has a sentence for each line.
+            InvalidArgument: the source cannot be read, or has invalid lines: the error's `problems` then has a sentence
+                for each of the first 20.
             AlreadyExists: the output exists and has other content than answers to this source by this model.
-            FailedPrecondition: another process is writing the output, there were too many errors, or it cannot be
-                written.
-            Unavailable: the server does not answer any more; start again to continue.
+            FailedPrecondition: the output cannot be written, another process is writing it, or more than `max_errors`
+                rows have failed.
+            Unavailable: the server no longer answers; start again to continue.
         """
         from saccade._jobs.job import BatchJob, BatchOptions
         from saccade._sync.jobs import run_job
