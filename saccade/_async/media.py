@@ -15,14 +15,14 @@ class AsyncMediaMethods:
         self._session = session
 
     async def upload(self, image: ImageInput, *, timeout: float | None = None) -> Media:
-        """Uploads an image or a video file, unless it is there already. The result can be used in requests and batches:
-        `images=[media]`, `videos=[media]`."""
+        """Uploads an image or a video file, unless the server has it already. The result can be used in requests and
+        batches: `images=[media]`, `videos=[media]`."""
         return await self._session._run(upload_file_steps(image), timeout)
 
     async def get(self, media_id: str, *, timeout: float | None = None) -> Media:
-        """Raises NotFound."""
+        """The uploaded file with this id. Raises NotFound."""
         return await self._session._run(get_steps(media_id), timeout)
 
     async def delete(self, media_id: str, *, timeout: float | None = None) -> None:
-        """Raises NotFound."""
+        """Deletes an uploaded file. Raises NotFound."""
         await self._session._run(delete_steps(media_id), timeout)

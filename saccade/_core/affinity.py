@@ -57,10 +57,10 @@ def file_key(file: types_pb2.Image | types_pb2.Video) -> str:
 
 
 def prompt_key(request: Any, affinity: Affinity = "auto") -> str:
-    """The key of a request with a prompt.
+    """The key of a request with a prompt: that of its first image or video.
 
-    That is its first image's or video's. A request without one has, with "auto", the key of its system prompt, else of
-    its first message or of the beginning of its prompt; with "image" none, so that any replica gets it.
+    With "auto", a request without images and videos has the key of its system prompt, else of its first message or of
+    the beginning of its prompt. With "image" it has none, and any replica may get it.
     """
     for file in files(request):
         return file_key(file)
@@ -83,8 +83,8 @@ def prompt_key(request: Any, affinity: Affinity = "auto") -> str:
 def call_key(call: Call, affinity: Affinity) -> str:
     """The key of a call; empty if any replica may get it.
 
-    The calls of batches share a key, since a batch is known to one replica only. They and uploads are never moved to
-    another replica.
+    The calls of batches share a key, since a batch is known to one replica only. Calls of batches and uploads are never
+    moved to another replica.
     """
     if call.affinity:
         key = call.affinity
@@ -98,6 +98,6 @@ def call_key(call: Call, affinity: Affinity) -> str:
         key = prompt_key(call.message, affinity)
     else:
         key = ""
-    if not (key.isascii() and key.isprintable()):  # an id that is none, and that no header could hold
+    if not (key.isascii() and key.isprintable()):  # an invalid id, which a header could not hold
         key = hashlib.sha256(key.encode()).hexdigest()
     return f"{key}.{call.moved}" if key and call.moved and call.service == "inference" else key

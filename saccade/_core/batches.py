@@ -1,4 +1,4 @@
-"""Batches that the server processes by itself: `client.batches` of the two gRPC clients."""
+"""Batches that the server processes in the background: `client.batches` of the two gRPC clients."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def create_steps(
     input_name: str,
     request_id: str,
 ) -> Steps[Batch]:
-    """The file is read while it is sent, again for each attempt."""
+    """Creates a batch. The file is read while it is sent, again for each attempt."""
     header = batch_pb2.BatchHeader(
         request_id=check_string("request_id", request_id or uuid.uuid4().hex), size_bytes=_size(source),
         ordered=check_flag("ordered", ordered), metadata=_metadata(metadata or {}),
@@ -180,14 +180,14 @@ def watch_call(batch_id: str) -> Call:
 
 
 class Download:
-    """Writes the output to a file as it is received, and knows the offset to resume from. A context manager, which
-    closes the file, and removes a new one to which nothing has been written when an error occurs."""
+    """Writes the output to a file as it is received, and knows the offset to resume from. A context manager that closes
+    the file; after an error it also removes a new file to which nothing has been written."""
 
     def __init__(self, batch_id: str, target: str | os.PathLike[str], resume: bool) -> None:
         self._batch_id = check_string("batch_id", batch_id)
         self.path = check_path("target", target)
         try:
-            # Unbuffered: what the disk did not take would be written once more when the file is closed.
+            # Unbuffered: bytes that a full disk has rejected would be written once more when the file is closed.
             self.file: FileIO = open(self.path, "ab" if resume else "xb", buffering=0)
         except (OSError, ValueError) as error:
             hint = "; resume=True continues it" if isinstance(error, FileExistsError) else ""
@@ -208,7 +208,7 @@ class Download:
         return Call("batch", "DownloadBatchOutput", request)
 
     def write(self, data: bytes) -> None:
-        """Raises FailedPrecondition, on a full disk for example; what has been written can be resumed."""
+        """Appends data. Raises FailedPrecondition, on a full disk for example; the download can then be resumed."""
         rest = memoryview(data)
         try:
             while rest:

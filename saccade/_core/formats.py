@@ -1,4 +1,4 @@
-"""`response_format=`: what a caller gives -> the message, and the text of an answer -> an object."""
+"""`response_format=`: converts a caller's format to the message, and the text of an answer to an object."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ FORMAT_TYPES: dict[str, dict[str, tuple[type, ...]]] = {
     "choice": {"choices": (list,)},
     "structural_tags": {"tags": (list,), "triggers": (list,)},
 }
-"""OpenAI's form, and ours after it: the value of `type` -> the other keys. None of these is a type of JSON schema."""
+"""OpenAI's types of formats, then those of this project: the value of `type` -> the other keys and their types. None of
+them is also a type in JSON schema."""
 _OPTIONAL = {"triggers"}
 _SCHEMA_KEYS = {"name", "description", "schema", "strict"}
 """OpenAI's keys of `json_schema`; only `schema` has an effect."""
@@ -59,8 +60,8 @@ def format_message(value: Any, name: str = "response_format") -> types_pb2.Respo
 
 
 def parse_text(text: str, value: Any) -> Any:
-    """The object that an answer in this format stands for: a model's instance, what the JSON holds, or the text. Raises
-    ValueError for text that is not in the format, or nested too deep."""
+    """The object that an answer in this format stands for: an instance of a Pydantic model, the value of the JSON, or
+    the text. Raises ValueError for text that is not in the format, or nested too deep."""
     if hasattr(value, "model_validate_json"):
         return value.model_validate_json(text)
     if hasattr(value, "validate_json"):
@@ -78,7 +79,7 @@ def parsed_answer(answer: Generation, value: Any) -> Any:
     """The first sample as an object.
 
     Raises:
-        OutOfRange: it was cut off (reason ANSWER_TRUNCATED), so that its text need not keep to the format.
+        OutOfRange: the answer was cut off (reason ANSWER_TRUNCATED), so its text may not be in the format.
     """
     if answer.finish_reason != "stop" or isinstance(answer.samples[0].stop_match, str):
         why = "a stop string" if answer.finish_reason == "stop" else answer.finish_reason
@@ -97,7 +98,7 @@ def _text(value: Any, name: str) -> str:
 
 
 def json_text(value: Mapping[str, Any], name: str) -> str:
-    """The JSON of a field. Raises InvalidArgument for what JSON cannot hold."""
+    """The JSON of a field's value. Raises InvalidArgument for a value that JSON cannot represent."""
     try:
         return check_text(name, json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
@@ -105,14 +106,14 @@ def json_text(value: Mapping[str, Any], name: str) -> str:
 
 
 def _model_schema(value: Any) -> Mapping[str, Any] | None:
-    """Of a Pydantic model class or TypeAdapter. Their objects get no further properties, which such a model would only
-    drop."""
+    """The schema of a Pydantic model class or TypeAdapter; None for other values. Its objects allow no further
+    properties, since the model would drop them."""
     make = getattr(value, "model_json_schema", None) or getattr(value, "json_schema", None)
     if make is None or isinstance(value, str):
         return None
     try:
         schema = make()
-    except TypeError as error:  # an instance's method, or another library's
+    except TypeError as error:  # the method of an instance, or of another library's class
         raise InvalidArgument(f"response_format: expected {_EXPECTED}, got {type(value).__name__}: {error}") from error
     return schema if not isinstance(schema, dict) else _closed(schema)
 
@@ -129,7 +130,7 @@ def _closed(schema: Any) -> Any:
 
 
 _VALUES = ("enum", "const", "default", "examples")
-"""Keywords whose values are data and no schemas."""
+"""Keywords whose values are data, not schemas."""
 
 
 def _typed(value: Mapping[str, Any], name: str) -> types_pb2.ResponseFormat | None:

@@ -1,4 +1,4 @@
-"""Converts images in the forms that users have to `Image` messages.
+"""Converts images, in the forms in which users pass them, to `Image` messages.
 
 Files and bytes are sent unchanged: encoding them again could change what the model gets. Pillow and numpy are only used
 if the caller has imported them already, which is so if one of their objects is passed.
@@ -65,7 +65,7 @@ def image_message(image: ImageInput, name: str = "image") -> types_pb2.Image:
     Args:
         image: a path, an https or data URL, the bytes of an encoded file, a binary file object, a Pillow image, or a
             uint8 array `[H, W]` or `[H, W, C]` with 1 to 4 channels; an `Image` message stays as it is.
-        name: what to call it in an error.
+        name: the image's name in an error.
 
     Raises:
         InvalidArgument: it is none of these, or it cannot be read.
@@ -82,7 +82,7 @@ def image_message(image: ImageInput, name: str = "image") -> types_pb2.Image:
         return types_pb2.Image(data=_content(image, name))
     except (InvalidArgument, MemoryError):
         raise
-    except Exception as error:  # of Pillow, of an array's library or of the file: it may be of any class
+    except Exception as error:  # raised by Pillow, an array's library or the file object, so of any class
         why = f"cannot read the {type(image).__name__}: {str(error) or type(error).__name__}"
         raise InvalidArgument(f"{name}: {why}", reason="IMAGE_UNREADABLE") from error
 
@@ -96,7 +96,7 @@ def _content(image: Any, name: str) -> bytes:
     if hasattr(image, "read"):
         data = image.read()
         if not isinstance(data, bytes):
-            raise InvalidArgument(f"{name}: the file object gives {type(data).__name__}; open it in binary mode")
+            raise InvalidArgument(f"{name}: the file object returns {type(data).__name__}; open it in binary mode")
         return data
     raise InvalidArgument(
         f"{name}: expected a path, bytes, a binary file, a Pillow image or a uint8 array, got {type(image).__name__}"
@@ -104,7 +104,7 @@ def _content(image: Any, name: str) -> bytes:
 
 
 def located(value: Any, name: str) -> Any:
-    """The place in OpenAI's `{"url": ...}`, or the value itself. Raises InvalidArgument for a mapping without a URL."""
+    """The URL in OpenAI's `{"url": ...}`, or the value itself. Raises InvalidArgument for a mapping without a URL."""
     if not isinstance(value, Mapping):
         return value
     if value.get("url") is None:
@@ -161,7 +161,7 @@ def is_array(value: Any) -> bool:
 def _png_from_pillow(image: Any) -> bytes:
     from PIL import ImageOps
 
-    # The server rotates a file as its EXIF data say. A Pillow image of that file has not been rotated yet.
+    # The server rotates a file according to its EXIF data. A Pillow image of that file has not been rotated yet.
     upright = ImageOps.exif_transpose(image)
     if upright.mode not in _PNG_MODES:
         upright = upright.convert("RGB")

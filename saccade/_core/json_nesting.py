@@ -1,4 +1,4 @@
-"""How deep the values of a JSON text are nested, found without nested calls."""
+"""How deep the values of a JSON text are nested, found without recursion."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _OTHERS = bytes(set(range(256)) - set(_BRACKETS))
 _OPENS = bytes.maketrans(_BRACKETS, b"\1\0\1\0")
 _STEPS = (-1, 1)
 _BLOCK = 2**14
-"""Brackets that are looked at at a time."""
+"""Brackets that are counted at a time."""
 
 
 def excessive_nesting(data: bytes, most: int) -> int:
     """How deep the objects and arrays of a JSON text in UTF-8 are nested, if that is more than `most`, or 0.
 
-    For use before `json.loads`, which calls itself for each level until Python's recursion limit. A garbage collection
-    may start there, and finalizers of other objects, for which no frames are left, would fail and be lost.
+    To be called before `json.loads`, which recurses once for each level, up to Python's recursion limit. If a garbage
+    collection started that deep, finalizers of other objects would exceed the limit, and their errors would be lost.
     """
     if data.count(b"[") + data.count(b"{") <= most:
         return 0
     unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
     opens = b"".join(unescaped.split(b'"')[::2]).translate(_OPENS, _OTHERS)
     deepest = depth = 0
-    for start in range(0, len(opens), _BLOCK):  # other threads wait while one is looked at
+    for start in range(0, len(opens), _BLOCK):  # other threads wait while a block is counted
         depths = list(accumulate(map(_STEPS.__getitem__, opens[start : start + _BLOCK]), initial=depth))
         deepest, depth = max(deepest, max(depths)), depths[-1]
     return deepest if deepest > most else 0

@@ -37,11 +37,11 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 """Smallest and largest value; both are allowed."""
 _OTHERS = {"seed": (0, 2**64 - 1), "priority": (-(2**31), 2**31 - 1), "max_errors": (0, 2**63 - 1)}
-"""The same for what is no field of the sampling parameters, or no number that a double holds."""
+"""The same for arguments that are not in SamplingParams, or whose largest value a double cannot hold."""
 
 
 def check_integer(name: str, value: Any) -> int:
-    """The value of an integer argument. Raises InvalidArgument, before protobuf would without naming the range."""
+    """The value of an integer argument. Raises InvalidArgument with the range, which protobuf's own error lacks."""
     if not hasattr(type(value), "__index__"):
         raise InvalidArgument(f"{name}: expected an integer, got {value!r}")
     number = operator.index(value)
@@ -61,8 +61,8 @@ def check_count(name: str, value: Any, least: int) -> int:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """The value of a flag, which may be numpy's, 0 or 1. Raises InvalidArgument; any other string would count as
-    true."""
+    """The value of a flag, which may also be numpy's, 0 or 1. Raises InvalidArgument for other values: `bool` would
+    take any string for true."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str | bytes) or getattr(value, "shape", ()) != () or value not in (0, 1):
@@ -78,8 +78,8 @@ def check_seconds(name: str, value: Any) -> None:
 
 
 def check_text(name: str, text: str) -> str:
-    """Raises InvalidArgument for a string that no message can hold: JSON's \\u escapes can write half of a character,
-    which UTF-8 cannot."""
+    """The text. Raises InvalidArgument if no message can hold it: JSON's \\u escapes can write half of a surrogate
+    pair, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -107,7 +107,7 @@ def check_path(name: str, value: Any) -> Path:
 
 
 def check_strings(name: str, values: Any) -> list[str]:
-    """A string, or several, as a list. Raises InvalidArgument with the position of what is no string."""
+    """A string, or several, as a list. Raises InvalidArgument with the position of the first value of another type."""
     if isinstance(values, str):
         return [check_text(name, values)]
     if isinstance(values, bytes) or not isinstance(values, Iterable):
@@ -126,7 +126,7 @@ def check_request(request: inference_pb2.GenerateRequest) -> None:
     _check_numbers(request.sampling)
     _check_lists(request.sampling)
     if request.continued_token_ids and request.sampling.n > 1:
-        raise InvalidArgument(f"continued_token_ids continue one sample, not n = {request.sampling.n}", field="n")
+        raise InvalidArgument(f"n is {request.sampling.n}; with continued_token_ids it must be 1", field="n")
 
 
 def _check_numbers(sampling: types_pb2.SamplingParams) -> None:

@@ -32,8 +32,8 @@ _ROLES = {
 }
 _INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs", "max_reasoning_tokens")
 MAX_DEPTH = 30
-"""Levels of objects and lists in a value that is sent as a Struct: each takes up to three of the 100 levels of messages
-that protobuf reads."""
+"""Maximum nesting of objects and lists in a value that is sent as a Struct: each level takes up to three of the 100
+levels of messages that protobuf accepts."""
 _THINKING = ("enable_thinking", "reasoning_effort")
 _MESSAGE_KEYS = {"role", "content", "reasoning", "reasoning_content", "tool_calls", "tool_call_id"}
 _Places: TypeAlias = dict[str, list[types_pb2.Part]]
@@ -71,7 +71,7 @@ class Sampling(TypedDict, total=False):
 
 
 class AllSampling(Sampling, total=False):
-    """Also the sampling arguments that `generate` names itself."""
+    """Also the sampling arguments that `generate` declares by name."""
 
     max_tokens: int | None
     temperature: float | None
@@ -100,10 +100,10 @@ def build_request(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     **sampling: Unpack[AllSampling],
 ) -> inference_pb2.GenerateRequest:
-    """The message for one call. The request id is drawn here, once, so that every attempt carries the same one.
+    """The message for one call. The request id is drawn here, once, so that every attempt has the same one.
 
     Raises:
-        InvalidArgument: an argument that no server could take; the message names it.
+        InvalidArgument: an argument that no server could accept; the error names it.
     """
     known = AllSampling.__annotations__.keys()
     unknown = sorted(sampling.keys() - known)
@@ -123,7 +123,7 @@ def build_request(
     _set_chat_options(request, chat)
     if tools or choice not in (None, "none", "auto"):
         if not request.HasField("chat") and tools:
-            raise InvalidArgument("tools: a prompt that is raw or token ids does not pass through the chat template")
+            raise InvalidArgument("tools: raw prompts and token ids do not pass through the chat template")
         set_tools(request.chat, tools, choice, sampling.get("parallel_tool_calls"))
     _set_sampling(request.sampling, sampling)
     with _naming("continued_token_ids"):
@@ -137,7 +137,7 @@ def build_request(
 def _set_chat_options(request: inference_pb2.GenerateRequest, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if not request.HasField("chat"):
-            raise InvalidArgument(f"{name}: a prompt that is raw or token ids does not pass through the chat template")
+            raise InvalidArgument(f"{name}: raw prompts and token ids do not pass through the chat template")
         with _naming(name):
             setattr(request.chat, name, value)
 
@@ -163,12 +163,12 @@ class _naming:
 
 
 def _token_ids(values: Iterable[Any]) -> list[int]:
-    """Checked before protobuf sees them: its older versions go on after a wrong value, name a later one, and raise
-    SystemError where the values come from an iterator."""
+    """The values as a list, checked here because older versions of protobuf continue after a wrong value, name a later
+    one in the error, and raise SystemError if the values come from an iterator."""
     ids = [operator.index(value) for value in values]
     for wrong in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= wrong < 2**32:
-            raise ValueError(f"{wrong} is no token id: those are from 0 to {2**32 - 1}")
+            raise ValueError(f"{wrong} is not a token id; expected 0 to {2**32 - 1}")
     return ids
 
 
@@ -188,7 +188,7 @@ def _set_sampling(message: types_pb2.SamplingParams, sampling: Mapping[str, Any]
     if (allowed := sampling.get("allowed_token_ids")) is not None:
         with _naming("allowed_token_ids"):
             message.allowed_token_ids.extend(_token_ids(allowed))
-        if not message.allowed_token_ids:  # in the message that would mean all
+        if not message.allowed_token_ids:  # an empty field of the message would allow all tokens
             raise InvalidArgument("allowed_token_ids: expected at least one token id, got none")
     message.bad_words.extend(check_strings("bad_words", sampling.get("bad_words") or ()))
     if sampling.get("response_format") is not None:
@@ -260,7 +260,7 @@ def _set_template_arguments(
 
 
 def _check_depth(name: str, value: Any) -> None:
-    """Raises InvalidArgument for a value that protobuf, which limits how deep messages are nested, could not read."""
+    """Raises InvalidArgument for a value nested too deep for protobuf, which limits the nesting of messages."""
     depth, level = 0, [value]
     while level:
         nested = [item.values() if isinstance(item, Mapping) else item for item in level]
@@ -280,7 +280,7 @@ def _chat_messages(messages: list[Any], media: _Media) -> list[types_pb2.ChatMes
         places = waiting[kind]
         if places and len(places) != len(given):
             raise InvalidArgument(
-                f"{kind}s: {len(given)} are given, and the messages have {len(places)} parts for them"
+                f"{kind}s: {len(given)} are given, but the messages have {len(places)} parts for them"
             )
         for part, item in zip(places, given, strict=False):
             getattr(part, kind).CopyFrom(item)

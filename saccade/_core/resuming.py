@@ -1,4 +1,4 @@
-"""A streamed answer over all its attempts: what has been received, what to request next, and how to join the parts.
+"""A streamed answer over all its attempts: what has been received, what to request next, how to join the parts.
 
 A broken answer is resumed by sending the request again with the seed from `Started` and the ids received so far as
 `continued_token_ids`. Several samples cannot be resumed: the same request with the same seed gives the same answer
@@ -35,7 +35,7 @@ class _Passed:
         return bool(self.ids or self.text or self.reasoning or any(call.arguments for call in self.calls.values()))
 
     def new_calls(self, parts: Iterable[types_pb2.ToolCallDelta]) -> list[types_pb2.ToolCallDelta] | None:
-        """What has not been delivered; None if the parts differ from what has been."""
+        """The parts that have not been delivered; None if they differ from those that have been."""
         made = []
         for part in parts:
             given = self.calls.get(part.index)
@@ -57,7 +57,7 @@ class StreamState:
 
     Args:
         resume: continue after a break even if messages have been received; otherwise only before the first.
-        uploads: the request's files that are named by their ids.
+        uploads: the files of the request that are sent as uploads and named by their ids.
     """
 
     def __init__(
@@ -205,11 +205,11 @@ class StreamState:
         return self._retries.delay_after(error, self.patience())
 
     def recovery(self, error: SaccadeError) -> Steps[None] | None:
-        """What to do before the next attempt instead of waiting; None if the error needs nothing of the kind."""
+        """What to do before the next attempt instead of waiting; None if the error does not concern uploads."""
         return None if self._uploads is None else self._uploads.recovery(error)
 
     def failed(self, error: BaseException) -> None:
-        """Keeps the error that ended the stream. Interrupts are the reader's and are not kept."""
+        """Keeps the error that ended the stream. An interrupt concerns only the thread that reads, and is not kept."""
         if isinstance(error, Exception):
             self.failure = error
 
@@ -250,9 +250,9 @@ class StreamState:
     def out_of_patience(self) -> DeadlineExceeded:
         """The error for a wait that was longer than `patience`."""
         name = "idle_timeout" if self._begun else "first_token_timeout"
-        what = "nothing more" if self._begun else "no piece of the answer"
+        what = "no further part" if self._begun else "no part"
         return DeadlineExceeded(
-            f"{what} came within {name} = {getattr(self.calls, name):g} seconds",
+            f"{what} of the answer arrived within {name} = {getattr(self.calls, name):g} seconds",
             reason=name.upper(),
             request_id=self.request.request_id,
         )

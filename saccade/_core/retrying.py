@@ -1,4 +1,4 @@
-"""Decides whether and when a failed call is retried. Waiting and calling are done elsewhere."""
+"""Decides whether and when a failed call is retried. The waits and the calls are made elsewhere."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from saccade.errors import AlreadyExists, DeadlineExceeded, RateLimited, Saccade
 
 _LOG = logging.getLogger("saccade")
 _WARN_AT = 4
-"""After this many failures a call is logged, once: it may go on failing until its deadline."""
+"""A call is logged once, after this many failures: it may go on failing until its deadline."""
 
 _LONGEST_WAIT = 8.0
 _SHORTEST_ATTEMPT = 0.1
-"""Seconds. If less would be left after the wait, there is no further attempt."""
+"""Seconds. If less time would be left after the wait, there is no further attempt."""
 
 
 class Deadline:
@@ -58,9 +58,9 @@ def delay_within(
 ) -> float | None:
     """Seconds to wait before the next attempt; None if the call has failed for good.
 
-    The wait doubles from half a second up to 8, with jitter, and is never shorter than the server asked for. If little
-    time is left, it is half of that. None if no time would be left for an attempt, so that the caller gets the actual
-    error and not DeadlineExceeded.
+    The wait doubles from half a second up to 8, with jitter, and is never shorter than the server asked for. If the
+    time left is shorter, the wait is half of it. None if too little time would be left for an attempt, so that the
+    caller gets the actual error and not DeadlineExceeded.
 
     Args:
         attempt: number of failed attempts, including this one.
@@ -103,8 +103,9 @@ class Retries:
         self._failures = 0
         self._last: SaccadeError | None = None
         self.rejections = 0
-        """Failures that a server itself has reported: its queue is full, it drains, its engine has ended. gRPC knows
-        nothing of these and would choose the same replica again. Not counted: lost connections, of which it knows."""
+        """Failures that a server itself has reported: its queue is full, it is draining, its engine has ended. gRPC
+        does not know of them and would choose the same replica again. Lost connections, which gRPC notices itself, are
+        not counted."""
 
     def progress(self) -> None:
         """The call has received something: failures are counted from 0 again."""

@@ -32,8 +32,8 @@ DEFAULT_OPTIONS: Mapping[str, int] = {
     "grpc.keepalive_time_ms": 60_000,
     "grpc.keepalive_timeout_ms": 20_000,
     "grpc.keepalive_permit_without_calls": 0,
-    # The client retries by itself: gRPC's retries do not read our error details and do not know what a stream has
-    # delivered.
+    # The client retries by itself: gRPC's retries do not read the server's error details and do not know what a stream
+    # has delivered.
     "grpc.enable_retries": 0,
     "grpc.initial_reconnect_backoff_ms": 200,
     "grpc.max_reconnect_backoff_ms": 5_000,
@@ -47,11 +47,11 @@ class TLSConfig:
     """TLS settings. Each item is the path of a PEM file or its content as bytes; None: the system's default."""
 
     ca: str | os.PathLike[str] | bytes | None = None
-    """The certificate authorities that may have signed the server's certificate."""
+    """The certificate authorities that are trusted to sign the server's certificate."""
     certificate: str | os.PathLike[str] | bytes | None = None
     """The client's own certificate chain, for servers that ask for one."""
     key: str | os.PathLike[str] | bytes | None = field(default=None, repr=False)
-    """Its private key; not shown."""
+    """The private key of `certificate`; not part of the repr."""
     server_name: str | None = None
     """The name that the server's certificate must have, if it is not that of the address."""
 
@@ -64,25 +64,25 @@ class TLSConfig:
             check_string("tls.server_name", self.server_name)
         if (self.certificate is None) != (self.key is None):  # gRPC would end the process
             missing, given = ("key", "certificate") if self.key is None else ("certificate", "key")
-            raise InvalidArgument(f"tls.{missing}: tls.{given} is given, and works only together with it")
+            raise InvalidArgument(f"tls.{missing}: expected with tls.{given}, got None; give both or neither")
 
 
 @dataclass(frozen=True)
 class CallSettings:
-    """Settings of calls, which `with_options` changes."""
+    """Settings of a client's calls; `with_options` makes a copy of the client with other ones."""
 
     timeout: float | None = 600.0
     """Seconds for a whole call, retries included; None for no limit."""
     max_retries: int | None = None
-    """Retries of a call that failed as UNAVAILABLE, or over its rate limit with a time to wait; a stream counts from
-    its last piece. None: any number within the timeout."""
+    """Retries of a call that failed as UNAVAILABLE, or because of a rate limit with a time to wait. For a stream, those
+    since its last part. None: any number within the timeout."""
     first_token_timeout: float | None = None
-    """Seconds that a reader of a stream waits for its first piece, waiting in queues included; None for no limit."""
+    """Seconds that a reader of a stream waits for its first part, time in queues included; None for no limit."""
     idle_timeout: float | None = None
-    """Seconds that a reader of a stream waits for each further piece; None for no limit."""
+    """Seconds that a reader of a stream waits for each further part; None for no limit."""
     upload_above: int | None = 2 * 2**20
-    """Images of more bytes than this are uploaded once and then named by their ids; None: they are sent in each
-    request."""
+    """Images and videos of more bytes than this are uploaded once and then named by their ids; None: all are sent in
+    each request."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "first_token_timeout", "idle_timeout"):
@@ -111,7 +111,7 @@ class CallOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of a gRPC client. Plain data, which is what a pickled client consists of."""
+    """All settings of a gRPC client, as plain data: a client is pickled as its settings."""
 
     address: str
     api_key: str | None = field(default=None, repr=False)
@@ -122,7 +122,7 @@ class Settings:
 
     def all_channel_options(self) -> list[tuple[str, Any]]:
         options: dict[str, Any] = dict(DEFAULT_OPTIONS)
-        if is_local(self.address):  # http_proxy is for other machines, and a proxy would ask itself
+        if is_local(self.address):  # http_proxy is for other machines: a proxy would connect to itself
             options["grpc.enable_http_proxy"] = 0
         if self.tls is not None and self.tls.server_name is not None:
             options["grpc.ssl_target_name_override"] = self.tls.server_name
@@ -149,7 +149,7 @@ def make_settings(
     channel_options: Mapping[str, Any] | None,
     affinity: Affinity | None = None,
 ) -> Settings:
-    """Checks what the user has given and fills in the API key from the environment.
+    """Checks the arguments of a client and fills in the API key from the environment.
 
     Raises:
         InvalidArgument: an address without a port, a key that no header can hold, a timeout that is not positive, a
@@ -163,7 +163,7 @@ def make_settings(
     if affinity not in (None, *CHOICES):
         raise InvalidArgument(f"affinity: expected one of {', '.join(CHOICES)} or None, got {affinity!r}")
     if affinity is not None and (taken := _BALANCING & (channel_options or {}).keys()):
-        raise InvalidArgument(f"affinity: it sets how calls are balanced, and so does channel_options {min(taken)!r}")
+        raise InvalidArgument(f"affinity: channel_options {min(taken)!r} also sets the load balancing; give only one")
     if not isinstance(channel_options, Mapping | None):
         raise InvalidArgument(f"channel_options: expected a mapping, got {type(channel_options).__name__}")
     if not (tls is None or isinstance(tls, bool | TLSConfig)):
@@ -201,10 +201,10 @@ def _check_host_and_port(address: str) -> None:
 
 
 def _target_of(addresses: Sequence[str]) -> str:
-    """gRPC's target for several addresses, which have to be numbers: gRPC resolves one name only.
+    """gRPC's target for several addresses. They have to be numeric, since a target can have only one name to resolve.
 
     Raises:
-        InvalidArgument: no address, an address that is no IP:PORT, or IPv4 and IPv6 mixed.
+        InvalidArgument: no address, an address that is not IP:PORT, or IPv4 and IPv6 mixed.
     """
     if not addresses:
         raise InvalidArgument("address: expected one or more addresses, got none")
@@ -216,8 +216,8 @@ def _target_of(addresses: Sequence[str]) -> str:
             versions.add(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).version)
         except ValueError:
             raise InvalidArgument(
-                f"address: of several addresses each is IP:PORT, got {address!r}; replicas with names need one name "
-                "for all of them, such as dns:///NAME:PORT of a headless Kubernetes service"
+                f"address: expected IP:PORT for each of several addresses, got {address!r}; to use a name, give one "
+                "that resolves to all replicas, such as dns:///NAME:PORT of a headless Kubernetes service"
             ) from None
     if len(versions) > 1:
         raise InvalidArgument("address: expected IPv4 or IPv6 addresses, got both")

@@ -30,9 +30,9 @@ class Call:
     affinity: str = ""
     """The key that chooses the replica, if it does not follow from the message; see `saccade._core.affinity`."""
     moved: int = 0
-    """How often a replica has rejected the call before; the next attempt then goes to another one."""
+    """How often replicas have rejected the call so far; after a rejection, the next attempt goes to another replica."""
     stays: bool = False
-    """All attempts go to one replica, which has the call's files."""
+    """Whether all attempts go to one replica, the one that has the call's files."""
 
     @property
     def request_id(self) -> str:
@@ -99,7 +99,7 @@ Steps: TypeAlias = Generator["Call | Do", Any, T]
 
 
 def with_retries(steps: Steps[T], max_retries: int | None, deadline: Deadline) -> Actions[T]:
-    """Executes the steps, each call over all its attempts."""
+    """Executes the steps, retrying each call."""
     try:
         step = next(steps)
         while True:

@@ -17,5 +17,5 @@ def is_local(target: str) -> bool:
 def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # another name
+    except ValueError:  # a name other than localhost
         return False

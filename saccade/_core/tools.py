@@ -1,4 +1,5 @@
-"""`tools=`, `tool_choice=` and the calls of a history, in our form or in OpenAI's -> fields of the message."""
+"""Converts `tools=`, `tool_choice=` and the tool calls of earlier messages, as `saccade.Tool` and `saccade.ToolCall` or
+in OpenAI's form, to fields of the message."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _KEYS = {"name", "description", "parameters", "strict"}
 def set_tools(
     chat: inference_pb2.ChatInput, tools: Iterable[ToolInput], choice: ToolChoice | None, parallel: bool | None
 ) -> None:
-    """Raises InvalidArgument naming the argument."""
+    """Adds the tools and the choice to a conversation. Raises InvalidArgument naming the argument."""
     if isinstance(tools, Mapping | str | Tool) or not isinstance(tools, Iterable):
         raise InvalidArgument(f"tools: expected a list of tools, got {type(tools).__name__}")
     for i, tool in enumerate(tools):
@@ -55,7 +56,7 @@ def set_tools(
 
 
 def add_calls(message: types_pb2.ChatMessage, calls: Any, name: str) -> None:
-    """The calls of a message of the assistant. Arguments may be JSON or the object itself."""
+    """Adds the tool calls of an assistant message. Their arguments may be JSON text or the object itself."""
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
         raise InvalidArgument(f"{name}: expected a list of calls, got {type(calls).__name__}")
     for i, call in enumerate(calls):

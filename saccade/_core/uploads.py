@@ -1,5 +1,5 @@
-"""Uploads large files of a request, which are then referred to by id, and handles servers that have lost them: as steps
-without I/O."""
+"""Steps, without I/O, that upload large files of a request, refer to them by id, and upload them again to a server that
+does not have them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from saccade.types import Media
 from saccade.v1 import media_pb2, types_pb2
 
 CHUNK_BYTES = 240 * 2**10
-"""Of a file in one message, which must not exceed the smallest max_message_bytes that servers have in practice: a chunk
-of a round number of bytes would, by those of the message around it."""
+"""Bytes of a file in one message. The message must not exceed the smallest max_message_bytes that servers have in
+practice: with a chunk of 256 KiB it would, by the bytes around the chunk."""
 FRESH_SECONDS = 900.0
 """An upload that expires within this many seconds is sent again: it must outlive the requests that refer to it."""
 _SPOOL_FULL = frozenset({"MEDIA_SPOOL_FULL"})
 _ROUNDS = 6
-"""Times that files too large for a message are uploaded again; each replica of a server needs them."""
+"""How often files too large for a message are uploaded again, since each replica of a server needs them."""
 
 
 def media_from(message: media_pb2.Media) -> Media:
@@ -47,7 +47,7 @@ def upload_steps(
     """Uploads a file.
 
     Args:
-        ask: first asks whether the server has it for long enough, and if so does not send it.
+        ask: first ask whether the server will keep the file long enough, and do not send it in that case.
         affinity: key of the replica; the file's own if empty.
     """
     media_id = hashlib.sha256(data).hexdigest()
@@ -75,8 +75,8 @@ def upload_steps(
 class Uploads:
     """The files of one request that are uploaded automatically.
 
-    A restarted server has lost them, and another replica behind the same address never had them. The request is then
-    sent again with the files inside or, if they are too large for a message, after uploading them again.
+    A restarted server has lost them, and another replica behind the same address never had them. In both cases the
+    request is sent again with the files inside or, if they are too large for a message, after uploading them again.
 
     Args:
         request: changed in place.
@@ -89,7 +89,7 @@ class Uploads:
         self._sent: list[tuple[types_pb2.Image | types_pb2.Video, bytes]] = []
         self._inline = False
         self.too_large = False
-        """A file fits no message: only replicas that have the uploads can answer."""
+        """Whether a file fits in no message, so that only replicas that have the uploads can answer."""
         self._rounds = 0
         self._affinity = ""
 

@@ -1,4 +1,4 @@
-"""Converts clips in the forms that users have to `Video` messages.
+"""Converts clips, in the forms in which users pass them, to `Video` messages.
 
 A file is sent unchanged. Frames that are given one by one are sent as images, see `_core.images`.
 """
@@ -22,10 +22,10 @@ class Video:
     """A clip with options for it."""
 
     source: Any
-    """A path, an https or data URL, the bytes of a GIF, APNG, WebP, MP4 or WebM file, a binary file object; or
+    """A path, an https or data URL, the bytes of a GIF, APNG, WebP, MP4 or WebM file, or a binary file object; or
     frames: a list of anything that `images=` accepts, or a uint8 array `[T, H, W, C]`."""
     fps: float | None = None
-    """Frame rate of frames that are given one by one: the prompt then has their timestamps. None: it numbers them."""
+    """Frame rate of a clip that is given as frames: the prompt then has their timestamps. None: it numbers them."""
     max_frames: int | None = None
     """At most this many frames are sampled, evenly spaced. None: the server's own limit."""
 
@@ -56,7 +56,7 @@ def video_message(video: VideoInput, name: str = "video") -> types_pb2.Video:
     if isinstance(source, list | tuple) or is_array(source):
         built = _from_frames(source, wrapped.fps, name)
     elif wrapped.fps is not None:
-        raise InvalidArgument(f"{name}: fps is for frames that are given one by one; a file says it itself")
+        raise InvalidArgument(f"{name}: fps is for a list of frames; a file contains its own frame rate")
     else:
         file = image_message(source, name)
         built = types_pb2.Video()
@@ -90,7 +90,7 @@ def video_from_part(part: Mapping[str, Any], name: str) -> types_pb2.Video | Non
 
 def _from_frames(frames: Any, fps: float | None, name: str) -> types_pb2.Video:
     if len(frames) == 0:
-        raise InvalidArgument(f"{name}: a clip needs a frame")
+        raise InvalidArgument(f"{name}: expected 1 frame or more, got 0")
     built = types_pb2.Video()
     built.frames.images.extend(image_message(frame, f"{name}[{i}]") for i, frame in enumerate(frames))
     if fps is not None:

@@ -1,5 +1,5 @@
 # Generated from saccade/_async/batches.py by `make sdk`. Do not edit.
-"""`client.batches`: batches that the server processes by itself."""
+"""`client.batches`: batches that the server processes in the background."""
 
 from __future__ import annotations
 
@@ -51,11 +51,12 @@ class BatchMethods:
         """Creates a batch from a file, given by its path or its content.
 
         Args:
-            ordered: answers in the order of the requests.
-            max_errors: the batch fails after more error rows than this.
-            metadata: kept with the batch: at most 16 pairs, of at most 64 and 512 characters.
-            input_name: what the caller calls the file, also kept.
-            request_id: a second call with the same one returns the batch that the first has created.
+            ordered: write the answers in the order of the requests; by default they are written as they complete.
+            max_errors: the batch fails once it has more error rows than this; None: never.
+            metadata: kept with the batch: at most 16 pairs, with keys of at most 64 and values of at most 512
+                characters.
+            input_name: the caller's name for the file, kept with the batch.
+            request_id: a second call with the same id returns the batch that the first call has created.
         """
         return self._session._run(create_steps(source, ordered, max_errors, metadata, input_name, request_id), timeout)
 
@@ -68,7 +69,7 @@ class BatchMethods:
         return self._session._run(list_steps(), timeout)
 
     def cancel(self, batch_id: str, *, timeout: float | None = None) -> Batch:
-        """Cancels it; finished answers can still be downloaded."""
+        """Cancels the batch. Answers that were finished before can still be downloaded."""
         return self._session._run(cancel_steps(batch_id), timeout)
 
     def delete(self, batch_id: str, *, timeout: float | None = None) -> None:
@@ -91,7 +92,8 @@ class BatchMethods:
         return last
 
     def download(self, batch_id: str, target: str | os.PathLike[str], *, resume: bool = False) -> Path:
-        """Writes the output of an ended batch to a new file; with `resume`, appends to what the file has."""
+        """Writes the output of an ended batch to a new file and returns its path. With `resume`, continues after the
+        bytes that an existing file has."""
         exchange = self._session._exchange()
         download = Download(batch_id, target, resume)
         with download:

@@ -31,9 +31,10 @@ class Client(Methods):
             wait; None: as many as the timeout allows. A stream that breaks is resumed.
         channel_options: further gRPC channel options, over the client's own.
         affinity: which replica a call goes to, if the address has several. "auto": the same for all requests with the
-            same first image or, if they have none, the same system prompt, so that its caches have them; "image": only
-            for requests with images. If a replica is full or cannot be reached, another one is used. None: listed
-            addresses in turn, else gRPC's default. Needs grpcio 1.70 or newer.
+            same first image or, if they have none, the same system prompt, which is then in that replica's caches;
+            "image": only for requests with images. If a replica is full or cannot be reached, another one is used.
+            None: listed addresses take turns, and for a name gRPC's default applies. Affinity needs grpcio 1.70 or
+            newer.
     """
 
     def __init__(
@@ -75,13 +76,13 @@ class Client(Methods):
 
     @property
     def batches(self) -> BatchMethods:
-        """Batches that the server processes by itself.
+        """Batches that the server processes in the background.
 
         Raises:
-            InvalidArgument: several addresses without affinity, whose calls would go to different servers.
+            InvalidArgument: the client has several addresses and no affinity, so calls would go to different servers.
         """
         if "," in self._settings.address and self._settings.affinity is None:
             raise InvalidArgument(
-                "batches: a batch belongs to one server; with several addresses name one of them, or set affinity"
+                "batches: a batch belongs to one server; connect to one of the addresses, or set affinity"
             )
         return BatchMethods(self)

@@ -16,14 +16,14 @@ class MediaMethods:
         self._session = session
 
     def upload(self, image: ImageInput, *, timeout: float | None = None) -> Media:
-        """Uploads an image or a video file, unless it is there already. The result can be used in requests and batches:
-        `images=[media]`, `videos=[media]`."""
+        """Uploads an image or a video file, unless the server has it already. The result can be used in requests and
+        batches: `images=[media]`, `videos=[media]`."""
         return self._session._run(upload_file_steps(image), timeout)
 
     def get(self, media_id: str, *, timeout: float | None = None) -> Media:
-        """Raises NotFound."""
+        """The uploaded file with this id. Raises NotFound."""
         return self._session._run(get_steps(media_id), timeout)
 
     def delete(self, media_id: str, *, timeout: float | None = None) -> None:
-        """Raises NotFound."""
+        """Deletes an uploaded file. Raises NotFound."""
         self._session._run(delete_steps(media_id), timeout)

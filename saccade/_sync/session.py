@@ -33,7 +33,8 @@ class Session:
 
     def with_options(self, **options: Unpack[CallOptions]) -> Self:
         """A copy of the client with other settings for its calls: timeout, max_retries, first_token_timeout,
-        idle_timeout. It shares the original's connection or engine; closing the copy does not close that."""
+        idle_timeout, upload_above. It shares the original's connection or engine, which stays open when the copy is
+        closed."""
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy._calls = self._calls.changed(**options)

@@ -50,7 +50,7 @@ class Stream(Iterator[Delta]):
         self._exchange: Exchange | None = None
         self._closed = False
         self._turn = [True]
-        """Empty while somebody reads: a list's `pop` succeeds in one thread only."""
+        """One element, which the reading thread or task takes out: `pop` succeeds in one of several threads only."""
         self._generation: Generation | None = None
 
     def _opened(self) -> Self:
@@ -72,7 +72,7 @@ class Stream(Iterator[Delta]):
         try:
             turn = self._turn.pop()
         except IndexError:
-            # Two would make gRPC end the thread that all calls of the client depend on.
+            # Two readers would make gRPC end the thread that all calls of the client depend on.
             raise FailedPrecondition(
                 "another thread or task is reading the stream", request_id=self.request_id
             ) from None
@@ -133,7 +133,7 @@ class Stream(Iterator[Delta]):
 
         Raises:
             Cancelled: the stream was closed before its end.
-            SaccadeError: it failed; the same error each time it is asked.
+            SaccadeError: the stream failed; each further call raises the same error.
         """
         for _ in self:
             pass
@@ -142,7 +142,7 @@ class Stream(Iterator[Delta]):
         return self._generation
 
     def close(self) -> None:
-        """Cancels the rest; what has been received stays readable."""
+        """Cancels the rest of the answer. `text`, `token_ids` and the other properties keep what has been received."""
         self._closed = True
         if self._exchange is not None:
             self._exchange.close()

@@ -39,7 +39,7 @@ def test_options_of_reasoning_need_the_chat_template() -> None:
     assert message.role == types_pb2.ROLE_USER
     assert message.parts[0].image.data == PNG and message.parts[1].text == "Hi"
     for prompt, raw in (("Hi", True), ([1, 2], False)):
-        with pytest.raises(errors.InvalidArgument, match="enable_thinking: a prompt that is raw or token ids"):
+        with pytest.raises(errors.InvalidArgument, match="enable_thinking: raw prompts and token ids"):
             build_request(prompt, raw=raw, enable_thinking=True)
     with pytest.raises(errors.InvalidArgument, match="reasoning_effort"):
         build_request("Hi", reasoning_effort=3)  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def test_a_message_to_continue_needs_the_chat_template() -> None:
     assert build_request(messages, continue_final_message=True).chat.continue_final_message
     assert tokenize_request(messages, continue_final_message=True).chat.continue_final_message
     assert build_request("Hi", raw=True, continue_final_message=False).WhichOneof("input") == "prompt"
-    with pytest.raises(errors.InvalidArgument, match="continue_final_message: a prompt that is raw or token ids"):
+    with pytest.raises(errors.InvalidArgument, match="continue_final_message: raw prompts and token ids"):
         build_request([1, 2], continue_final_message=True)
     with pytest.raises(errors.InvalidArgument, match="continue_final_message: "):
         build_request(messages, continue_final_message="yes")  # type: ignore[arg-type]
@@ -231,7 +231,9 @@ def test_a_number_that_is_no_token_id_is_named(wrong: int, at: int) -> None:
     ids: list[Any] = [3, True, 4]
     ids[at] = wrong
     for name in ("prompt", "stop_token_ids", "continued_token_ids"):
-        with pytest.raises(errors.InvalidArgument, match=rf"{name}: {wrong} is no token id: .* 0 to 4294967295"):
+        with pytest.raises(
+            errors.InvalidArgument, match=rf"{name}: {wrong} is not a token id; expected 0 to 4294967295"
+        ):
             build_request(**{"prompt": [1], name: iter(ids)})
 
 

@@ -57,7 +57,7 @@ def test_tools_in_all_their_forms() -> None:
         ({"tools": [{"name": "a", "parameters": [1]}]}, "expected a JSON schema or a Pydantic model class, got list"),
         ({"tools": [{"name": "a", "parameters": {"b": {1}}}]}, r"tools\[0\].parameters: .*serializable"),
         ({"tools": [{"name": "a"}], "tool_choice": "b"}, "'b' is neither auto, none, required nor one of the 1 tools"),
-        ({"tools": [{"name": "a"}], "raw": True}, "raw or token ids"),
+        ({"tools": [{"name": "a"}], "raw": True}, "raw prompts and token ids"),
         ({"tools": 5}, "tools: expected a list of tools, got int"),
         ({"tools": [{"name": "a", "strict": "false"}]}, r"tools\[0\].strict: expected True or False, got 'false'"),
         ({"tools": [{"name": "a"}], "parallel_tool_calls": "no"}, "parallel_tool_calls: expected True or False"),

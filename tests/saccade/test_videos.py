@@ -47,8 +47,8 @@ def test_a_list_holds_clips_and_a_file_is_a_list_of_one() -> None:
     [
         pytest.param(FRAME, "one image; a clip is", id="array"),
         pytest.param(Image.new("RGB", (2, 2)), "one image; a clip is", id="pillow"),
-        pytest.param([], "needs a frame", id="empty"),
-        pytest.param(saccade.Video(b"abc", fps=2), "a file says it itself", id="fps"),
+        pytest.param([], "expected 1 frame or more, got 0", id="empty"),
+        pytest.param(saccade.Video(b"abc", fps=2), "a file contains its own frame rate", id="fps"),
         pytest.param(saccade.Video(b"abc", max_frames="two"), "max_frames", id="max-frames"),
         pytest.param(saccade.Video([FRAME], fps="two"), "fps", id="fps-word"),  # type: ignore[arg-type]
         pytest.param("no/such.mp4", "cannot read", id="absent"),
@@ -72,7 +72,7 @@ def test_parts_of_messages() -> None:
     assert [part.WhichOneof("part") for part in parts] == ["video", "text", "video", "image", "video", "video"]
     assert parts[0].video.data == other and parts[2].video == types_pb2.Video(data=clip, max_frames=2)
     assert parts[4].video.uri == "https://example.org/a.mp4" and parts[5].video.media_id == "m"
-    with pytest.raises(InvalidArgument, match="videos: 2 are given, and the messages have 1 parts for them"):
+    with pytest.raises(InvalidArgument, match="videos: 2 are given, but the messages have 1 parts for them"):
         build_request([{"role": "user", "content": [{"type": "video"}]}], videos=[clip, other])
     bare = build_request([{"role": "user", "content": "words"}], images=[b"png"], videos=[clip])
     assert [part.WhichOneof("part") for part in bare.chat.messages[0].parts] == ["image", "video", "text"]
