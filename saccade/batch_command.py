@@ -35,7 +35,7 @@ class _Shown:
 
     def start(self, summary: BatchSummary) -> None:
         if summary.resumed:
-            print(f"saccade: {summary.resumed} of {summary.total} rows are there already", file=sys.stderr)
+            print(f"saccade: {summary.resumed} of {summary.total} rows have been answered already", file=sys.stderr)
         if not self._quiet:
             self._progress = Progress(summary.total, summary.resumed)
 
@@ -97,7 +97,7 @@ def _run(options: argparse.Namespace) -> int:
         finally:
             shown.close()
     except KeyboardInterrupt:
-        print("saccade: interrupted; the same command goes on from here", file=sys.stderr)
+        print("saccade: interrupted; the same command continues from here", file=sys.stderr)
         _print(job)
         return 130
     except BatchInvalid as error:
@@ -121,7 +121,7 @@ def _run_server_side(options: argparse.Namespace) -> int:
     shown = _Shown(options.quiet)
     try:
         if options.model is not None:
-            raise InvalidArgument("--model loads a model here; --server-side is work for a server")
+            raise InvalidArgument("--model: it loads a model here, and --server-side needs a server; give only one")
         fingerprint = _fingerprint(options)
         target = _Target(Path(options.input), Path(options.output), fingerprint, options.overwrite)
         with _server(options) as client:
@@ -146,7 +146,7 @@ def _run_server_side(options: argparse.Namespace) -> int:
         _print_problems(options, error)
         return 2
     except KeyboardInterrupt:
-        print("saccade: interrupted; the server goes on, and the same command finds the batch again", file=sys.stderr)
+        print("saccade: interrupted; the server continues, and the same command finds the batch again", file=sys.stderr)
         return 130
     except SaccadeError as error:
         print(f"saccade: {error}", file=sys.stderr)
@@ -156,11 +156,11 @@ def _run_server_side(options: argparse.Namespace) -> int:
 
 class _Target:
     """The output of a server-side batch, and a file next to it with the batch's id, so that the same command can be
-    repeated and an interrupted download resumed.
+    repeated and an interrupted download resumed. The output is checked before the server is called.
 
     Raises:
-        AlreadyExists: the output contains something else. Raised before the server gets anything to do.
-        BatchInvalid: the same, and the input also has invalid lines.
+        AlreadyExists: the output contains something else.
+        BatchInvalid: the output contains something else, and the input has invalid lines.
         FailedPrecondition: the output cannot be written.
     """
 
@@ -171,7 +171,7 @@ class _Target:
         if output.exists() and self._held is None and not overwrite:
             BatchInput(source, ImageFolder(None)).close()
             raise AlreadyExists(
-                f"{str(output)!r} is there, and it is not this job's; name another output, or say --overwrite",
+                f"{str(output)!r} exists and is not this job's output; name another one, or use --overwrite",
                 reason="BATCH_OUTPUT_FOREIGN",
             )
         if not os.access(output if output.exists() else output.absolute().parent, os.W_OK):

@@ -26,16 +26,17 @@ VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".webm", ".mkv")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".apng", ".avif", ".heic")
 
 ASK_RETRIES = 4
-"""For a person at a terminal: long enough for an engine restart, but not ten minutes for a wrong address."""
+"""Retries of `ask`, for a person at a terminal: long enough for an engine restart, but not ten minutes for a wrong
+address."""
 
 SERVER_COMMANDS = {
     "serve": "serve a model over gRPC",
     "http": "serve OpenAI's HTTP API and a playground, in front of gRPC servers",
     "demo": "start a server on the embedded model and ask it about the shipped images",
     "plan": "print what a configuration will do before it runs",
-    "tune": "choose the encoder's token budgets for recorded sizes of images",
-    "quantize": "write a checkpoint with weights of 8 or 4 bits",
-    "key": "make an API key for a key file",
+    "tune": "choose the encoder's token budgets for recorded image sizes",
+    "quantize": "write a checkpoint with 8-bit or 4-bit weights",
+    "key": "create an API key for a key file",
     "probe": "ask a server whether it is healthy",
 }
 
@@ -56,11 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SaccadeError as error:
         print(f"saccade: {error}", file=sys.stderr)
         if isinstance(error, Unavailable) and not error.reason and (server := getattr(options, "server", None)):
-            hint = "`saccade serve` starts one, --server names another one"
+            hint = "`saccade serve` starts one, --server selects another"
             print(f"is a server running at {server}? {hint}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader of our output has closed the pipe; avoids Python's second error when it flushes at exit.
+        # The reader of stdout has closed the pipe. This avoids a second error when Python flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -91,7 +92,7 @@ class _Versions(argparse.Action):
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="saccade", description="Ask and serve vision-language models.")
     parser.add_argument(
-        "--version", action=_Versions, nargs=0, help="print the versions of what is installed, and exit"
+        "--version", action=_Versions, nargs=0, help="print the versions of the installed packages and exit"
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_ask(commands)
@@ -113,14 +114,14 @@ def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help=f"images and videos ({', '.join(VIDEO_SUFFIXES)}), by path or URL, then the question",
     )
     ask.add_argument(
-        "--video", action="append", default=[], metavar="FILE", help="a video whatever its name is, such as a GIF"
+        "--video", action="append", default=[], metavar="FILE", help="send FILE as a video, whatever its suffix"
     )
     _add_connection(ask)
     _add_affinity(ask)
-    ask.add_argument("--max-tokens", type=int, metavar="N", help="largest number of tokens of the answer")
+    ask.add_argument("--max-tokens", type=int, metavar="N", help="maximum number of tokens of the answer")
     ask.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's own)")
     ask.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
-    ask.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole answer (default: 600)")
+    ask.add_argument("--timeout", type=float, metavar="SECONDS", help="limit for the whole answer (default: 600)")
     ask.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that the JSON schema in FILE accepts")
     ask.add_argument(
         "--tools", metavar="FILE", help="a JSON list of tools; calls are printed as lines of JSON after the answer"
@@ -149,7 +150,7 @@ def _add_affinity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--affinity",
         choices=("auto", "image"),
-        help="of several replicas, the same one for requests with the same image or, with auto, system prompt",
+        help="with several replicas, send requests with the same image (or, with auto, system prompt) to the same one",
     )
 
 
@@ -157,23 +158,23 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     batch = commands.add_parser(
         "batch",
         help="answer a JSONL file of requests or, with --ray, a data set",
-        description="Answers a file in OpenAI's batch format (a chat completion request in each line) into another. "
-        "Started again after any interruption it continues. Exit code 0: each row has its answer; 1: some "
-        "rows are errors; 2: it could not be done. The last line on stdout is a summary in JSON.",
+        description="Answers a file of requests in OpenAI's batch format (a chat completion request in each line) and "
+        "writes the answers to another file. After an interruption, the same command continues. Exit code 0: each row "
+        "has its answer; 1: some rows are errors; 2: the job failed. The last line on stdout is a summary in JSON.",
     )
     batch.add_argument("input", metavar="IN", help="a JSONL file; images may be named by paths inside its folder")
-    batch.add_argument("output", metavar="OUT", help="a JSONL file; an interrupted job's answers in it are kept")
+    batch.add_argument("output", metavar="OUT", help="a JSONL file; answers of an interrupted run in it are kept")
     _add_connection(batch)
     _add_affinity(batch)
     batch.add_argument("--model", metavar="MODEL", help="load this model here instead of asking a server")
     batch.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests in flight (default: 32)")
-    batch.add_argument("--ordered", action="store_true", help="answers in the order of the requests")
+    batch.add_argument("--ordered", action="store_true", help="write the answers in the order of the requests")
     batch.add_argument("--max-errors", type=int, metavar="N", help="stop after more than N error rows")
-    batch.add_argument("--max-retries", type=int, default=8, metavar="N", help="retries of a row")
-    batch.add_argument("--timeout", type=float, metavar="SECONDS", help="for each row (default: 600)")
-    batch.add_argument("--any-model", action="store_true", help="answer rows that name another model, too")
+    batch.add_argument("--max-retries", type=int, default=8, metavar="N", help="retries of a row (default: 8)")
+    batch.add_argument("--timeout", type=float, metavar="SECONDS", help="limit for each row (default: 600)")
+    batch.add_argument("--any-model", action="store_true", help="also answer rows that name another model")
     batch.add_argument("--strict", action="store_true", help="reject the file if an image that it names cannot be read")
-    batch.add_argument("--overwrite", action="store_true", help="start again, whatever the output contains")
+    batch.add_argument("--overwrite", action="store_true", help="start from the first row, whatever OUT contains")
     batch.add_argument(
         "--server-side",
         action="store_true",
@@ -205,7 +206,7 @@ def _add_top(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "top",
         help="show the state of a running server",
         description="A live view of a running server: requests, state, image embeddings, messages. One line per "
-        "update if stdout is no terminal. The server has to allow it: `saccade serve --admin`, or a key with the "
+        "update if stdout is not a terminal. The server has to allow it: `saccade serve --admin`, or a key with the "
         "scope admin in SACCADE_API_KEY.",
     )
     _add_connection(top)
@@ -273,14 +274,14 @@ def _json_file(option: str, path: str) -> Any:
 def _tools(path: str) -> list[Any]:
     tools = _json_file("--tools", path)
     if not isinstance(tools, list):
-        raise InvalidArgument(f"--tools: {path!r} holds no JSON list but a {type(tools).__name__}")
+        raise InvalidArgument(f"--tools: expected a JSON list in {path!r}, got a {type(tools).__name__}")
     return tools
 
 
 def _schema(path: str) -> dict[str, Any]:
     schema = _json_file("--json-schema", path)
     if not isinstance(schema, dict):
-        raise InvalidArgument(f"--json-schema: {path!r} holds no JSON object but a {type(schema).__name__}")
+        raise InvalidArgument(f"--json-schema: expected a JSON object in {path!r}, got a {type(schema).__name__}")
     return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 

@@ -21,7 +21,7 @@ class Progress:
 
     Args:
         total: rows of the input.
-        done: rows that an earlier run has answered; they do not count in the rate.
+        done: rows that an earlier run has answered; they do not count towards the rate.
     """
 
     def __init__(

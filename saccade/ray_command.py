@@ -31,25 +31,35 @@ def add_options(batch: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="ADDRESS",
-        help="run on this Ray cluster (default: $RAY_ADDRESS, else here)",
+        help="run on this Ray cluster (default: $RAY_ADDRESS, else a cluster on this machine)",
     )
-    group.add_argument("--prompt", metavar="TEXT", help="the prompt; {column} is a row's value")
-    group.add_argument("--system", metavar="TEXT", help="the system's message")
-    group.add_argument("--id-column", metavar="NAME", help="unique integers or strings (default: the file or key)")
-    group.add_argument("--image-column", action="append", metavar="NAME", help="encoded images, paths or URLs")
+    group.add_argument("--prompt", metavar="TEXT", help="the prompt; {column} is replaced by a row's value")
+    group.add_argument("--system", metavar="TEXT", help="the system message")
+    group.add_argument(
+        "--id-column", metavar="NAME", help="column with unique integers or strings (default: path or __key__)"
+    )
+    group.add_argument("--image-column", action="append", metavar="NAME", help="column with images, paths or URLs")
     group.add_argument("--video-column", action="append", metavar="NAME", help="the same for videos")
-    group.add_argument("--image-folder", metavar="DIR", help="paths in columns are relative to it, on every node")
+    group.add_argument("--image-folder", metavar="DIR", help="folder of the paths in columns, on every node")
     group.add_argument("--keep", metavar="NAMES", help="columns to copy to the output, separated by commas")
     group.add_argument("--sampling", metavar="JSON", help="options of generate: '{\"max_tokens\": 64}'")
-    group.add_argument("--prices", metavar="IN,OUT[,CACHED]", help="of a million tokens, for the column `cost`")
-    group.add_argument("--format", choices=("auto", "parquet", "webdataset", "images"))
+    group.add_argument(
+        "--prices", metavar="IN,OUT[,CACHED]", help="prices per million tokens, for the output column `cost`"
+    )
+    group.add_argument(
+        "--format", choices=("auto", "parquet", "webdataset", "images"), help="format of IN (default: by its suffixes)"
+    )
     group.add_argument(
         "--actors", metavar="N[:MOST]", help="processes that send requests or hold an engine (default: 1)"
     )
-    group.add_argument("--num-cpus", type=float, metavar="N", help="processors of an actor")
-    group.add_argument("--num-gpus", type=float, metavar="N", help="GPUs of an actor")
-    group.add_argument("--rows-per-task", type=int, metavar="N", help="answered again if an actor dies (default: 64)")
-    group.add_argument("--rows-per-file", type=int, metavar="N", help="fewest rows of an output file (default: 1024)")
+    group.add_argument(
+        "--num-cpus", type=float, metavar="N", help="CPUs reserved for an actor (default: 1 with --model, else 0)"
+    )
+    group.add_argument("--num-gpus", type=float, metavar="N", help="GPUs reserved for an actor")
+    group.add_argument(
+        "--rows-per-task", type=int, metavar="N", help="rows that are answered again if an actor dies (default: 64)"
+    )
+    group.add_argument("--rows-per-file", type=int, metavar="N", help="minimum rows of an output file (default: 1024)")
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -60,7 +70,7 @@ def check_options(options: argparse.Namespace) -> None:
             why = "is not for jobs with --ray" if options.ray is not None else "needs --ray"
             raise InvalidArgument(f"--{name.replace('_', '-')} {why}")
     if options.ray is not None and options.prompt is None:
-        raise InvalidArgument("--prompt is missing, the question for each row")
+        raise InvalidArgument("--prompt is missing; it is the question about each row")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -72,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
         summary = run_ray_job(job)
     except KeyboardInterrupt:
-        print("saccade: interrupted; the same command goes on from here", file=sys.stderr)
+        print("saccade: interrupted; the same command continues from here", file=sys.stderr)
         return 130
     except SaccadeError as error:
         print(f"saccade: {error}", file=sys.stderr)

@@ -17,7 +17,7 @@ from saccade.v1 import admin_pb2
 
 BAR = 30
 ANSWER_SECONDS = 10.0
-"""How long a look may take, all attempts together."""
+"""Seconds that one update may take, all attempts together."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -58,7 +58,7 @@ def line(loads: admin_pb2.GetLoadsResponse) -> str:
 
 
 def run(options: argparse.Namespace, stream: TextIO | None = None, pause: Callable[[float], None] = time.sleep) -> int:
-    """Shows views until it is interrupted, or `options.count` of them. Returns the exit code; raises SaccadeError."""
+    """Shows the state until it is interrupted, or `options.count` times. Returns the exit code; raises SaccadeError."""
     out = stream if stream is not None else sys.stdout
     terminal = out.isatty()
     tls = TLSConfig(ca=options.ca) if options.ca else options.tls
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, stream: TextIO | None = None, pause: Callab
     if options.count is not None and options.count < 1:
         raise InvalidArgument(f"--count: expected 1 or more updates, got {options.count}")
     if "," in options.server:
-        raise InvalidArgument(f"--server: this shows the state of one server, got {options.server!r}")
+        raise InvalidArgument(f"--server: expected one address, got {options.server!r}")
     with Client(options.server, tls=tls, timeout=ANSWER_SECONDS) as client:
         title = f"{options.server}  {client.get_model().name}"
         while True:

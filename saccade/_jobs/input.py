@@ -22,7 +22,7 @@ class BatchInput:
     """The rows of a file. Only ids and hashes are kept, in a temporary database on disk.
 
     Raises:
-        InvalidArgument: the file cannot be read, or has lines that are no requests; the error's `problems` has a
+        InvalidArgument: the file cannot be read, or has lines that are not valid requests; the error's `problems` has a
             sentence for each of the first 20, with its line number.
         FailedPrecondition: there is no space for the temporary database.
     """
@@ -32,7 +32,7 @@ class BatchInput:
         self.path, self.folder, self._strict = path, folder, strict
         self.total = 0
         self.models: set[str] = set()
-        """Models that rows name; incomplete if there are very many."""
+        """Models that rows name, at most 20 of them."""
         self._salt = b""
         # An empty name is a temporary file that SQLite deletes. Asyncio may use another thread for each call.
         self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
@@ -62,7 +62,7 @@ class BatchInput:
                     except InvalidArgument as error:
                         problems.append(f"line {number}: {error.message}")
                         if len(problems) == MAX_PROBLEMS:
-                            problems.append("and perhaps more: later lines were not checked")
+                            problems.append("there may be more: later lines were not checked")
                             break
         except OSError as error:
             raise InvalidArgument(f"cannot read {str(self.path)!r}: {error.strerror}") from error
@@ -82,13 +82,13 @@ class BatchInput:
             )
         except sqlite3.IntegrityError:
             (first,) = self._db.execute("SELECT line FROM input WHERE custom_id = ?", (row.custom_id,)).fetchone()
-            raise InvalidArgument(f"custom_id {row.custom_id!r} is that of line {first} too") from None
+            raise InvalidArgument(f"custom_id {row.custom_id!r} is already used in line {first}") from None
         self.total += 1
         if len(self.models) < _MAX_MODELS:
             self.models.add(row.body.get("model") or "")
 
     def bind(self, model: Model) -> None:
-        """Sets the model whose answers row ids refer to, with its revision."""
+        """Sets the model, with its revision, whose answers the row ids stand for."""
         self._salt = f"{model.name}\0{model.version}".encode()
 
     def row_id(self, digest: bytes) -> str:
@@ -147,7 +147,7 @@ def _kept() -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         raise FailedPrecondition(
-            f"cannot write the temporary file with the ids of the rows: {error}; SQLITE_TMPDIR names another folder"
+            f"cannot write the temporary file with the ids of the rows: {error}; set SQLITE_TMPDIR to another folder"
         ) from error
 
 

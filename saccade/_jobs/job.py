@@ -2,7 +2,7 @@
 
 check      reads and checks every line; keeps its id and hash in a temporary file
 open       asks for the model's revision and reads what an earlier run has written
-run        reads rows again as requests may start; each answer or error is written at once
+run        reads each row again when its request may start, and writes each answer or error at once
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from saccade.errors import FailedPrecondition, InvalidArgument, SaccadeError, Un
 from saccade.types import Generation, Model
 
 _KEY_REFUSED = frozenset({"", "PERMISSION_DENIED", "KEY_REVOKED"})
-"""Reasons of PERMISSION_DENIED that concern the caller. Others, such as MEDIA_HOST_DENIED, concern one row."""
+"""Reasons of PERMISSION_DENIED that concern the API key. Others, such as MEDIA_HOST_DENIED, concern one row."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class BatchOptions:
     concurrency: int = 32
     """Requests in progress at a time."""
     ordered: bool = False
-    """Answers in the order of the requests instead of as they come."""
+    """Write the answers in the order of the requests instead of as they complete."""
     max_errors: int | None = None
-    """Stop after this many error rows of this run. None: never."""
+    """Stop when this run has had more error rows than this. None: never."""
     overwrite: bool = False
-    """Start again, whatever the output contains."""
+    """Start from the first row, whatever the output contains."""
     any_model: bool = False
     """Also answer rows that name another model."""
     strict: bool = False
-    """Reject the whole input if a file that it names cannot be read, instead of only the row."""
+    """Reject the whole input, instead of only the row, if a file that the row names cannot be read."""
     timeout: float | None = None
     """Seconds for one row. None: the client's."""
     priority: int = BATCH_PRIORITY
@@ -120,7 +120,8 @@ class BatchSummary:
 
 
 class BatchJob:
-    """One run over a file, driven by a client: call `check`, `open`, `rows` and `take`, `close` in this order."""
+    """One run over a file, driven by a client: call `check`, `open`, `rows` and `take`, `finish`, `close` in this
+    order."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class BatchJob:
         options: BatchOptions,
         folder: ImageFolder | None = None,
     ) -> None:
-        """`folder`: of the images that rows refer to; None: the source's folder."""
+        """`folder`: that of the images to which rows refer; None: the source's folder."""
         self._source, self._output = check_path("source", source), check_path("output", output)
         self.options = options
         self._folder = folder or ImageFolder(self._source.parent)
@@ -156,12 +157,13 @@ class BatchJob:
         others = sorted(self._input.models - {"", model.name})
         if others and not self.options.any_model:
             raise InvalidArgument(
-                f"rows name {', '.join(map(repr, others[:5]))}, and {model.name!r} is served; any_model answers them",
+                f"model: rows name {', '.join(map(repr, others[:5]))}, but {model.name!r} is served; set any_model to "
+                "answer them anyway",
                 reason="BATCH_MODEL",
             )
         self._input.bind(model)
         if self.options.overwrite:
-            # The journal first: without it, half of the output would only be read again.
+            # The journal first: if only it is deleted, the next run reads the output again.
             output = real_output(self._output)
             try:
                 for file in (*helper_files(output), output):
@@ -199,7 +201,7 @@ class BatchJob:
         """
         assert self._input is not None and self._journal is not None
         failed = isinstance(result, SaccadeError)
-        self._look_for_trouble(result)
+        self._stop_if_hopeless(result)
         row_id = self._input.row_id(row.digest)
         status, prompt, completion = 200, 0, 0
         if isinstance(result, SaccadeError):
@@ -219,8 +221,8 @@ class BatchJob:
                 f"{self._errors.total()} rows have failed, more than max_errors = {limit}", reason="BATCH_ERRORS"
             )
 
-    def _look_for_trouble(self, result: Generation | SaccadeError) -> None:
-        """Stops the job if the following rows would fail in the same way; the present row is left for the next run."""
+    def _stop_if_hopeless(self, result: Generation | SaccadeError) -> None:
+        """Raises an error if the following rows would fail in the same way; this row is left for the next run."""
         if isinstance(result, errors.Unauthenticated):
             raise result
         if isinstance(result, errors.PermissionDenied) and result.reason in _KEY_REFUSED:

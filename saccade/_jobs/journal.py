@@ -1,4 +1,4 @@
-"""The output of a batch and its journal. The process may be killed at any moment; the next run continues after it.
+"""The output of a batch and its journal. The process may be killed at any moment; the next run continues its work.
 
     output    whole lines, one write each; the id of a line is the hash of its request and the model's revision
     journal   SQLite next to it: which rows the output has, and where
@@ -55,15 +55,15 @@ class _NotAsJournaled(Exception):
 
 
 def real_output(output: Path) -> Path:
-    """The file that `output` names, links followed: a file that is replaced would otherwise take the place of the link,
-    and a job could run twice under two names. Raises FailedPrecondition for what is no plain file."""
+    """The file that `output` names, after following links. Otherwise replacing the file would replace the link, and a
+    job could run twice under two names. Raises FailedPrecondition for anything but a plain file."""
     try:
         real = output.resolve()
         if real.is_dir():
             raise FailedPrecondition(f"cannot write {str(output)!r}: it is a folder")
         if real.exists() and not real.is_file():
             raise FailedPrecondition(
-                f"cannot write {str(output)!r}: it is not a plain file, so no job could go on there"
+                f"cannot write {str(output)!r}: it is not a plain file, so a job could not be resumed from it"
             )
     except (OSError, ValueError, RuntimeError) as error:  # a name with a NUL, links in a circle
         raise FailedPrecondition(
@@ -73,7 +73,7 @@ def real_output(output: Path) -> Path:
 
 
 def helper_files(output: Path) -> list[Path]:
-    """Files that a job keeps beside its output, and replaces."""
+    """Files that a job keeps next to its output, and overwrites."""
     return [output.with_name(output.name + suffix) for suffix in (".journal", ".journal-wal", ".journal-shm", ".tmp")]
 
 
@@ -85,7 +85,7 @@ class Journal:
     """The output file and its journal, used by one process at a time.
 
     Raises:
-        FailedPrecondition: another process works on the output, or one of the files cannot be written.
+        FailedPrecondition: another process is writing the output, or one of the files cannot be written.
         AlreadyExists: the output contains something other than answers to this input with this model.
     """
 
@@ -131,7 +131,7 @@ class Journal:
         except sqlite3.DatabaseError as error:
             if "locked" in str(error):
                 raise FailedPrecondition(
-                    f"another process works on {str(self.output)!r}", reason="BATCH_RUNNING"
+                    f"another process is writing {str(self.output)!r}", reason="BATCH_RUNNING"
                 ) from None
             raise FailedPrecondition(f"cannot write {str(self.path)!r}: {error}") from error
 
@@ -180,11 +180,11 @@ class Journal:
                 self._recover(identify)
 
     def _check_beginning(self) -> None:
-        """For an output without a whole line, which is to be cut off: it must be the beginning of one of ours, or the
-        zeros that a power cut leaves. Raises AlreadyExists."""
+        """Checks an output without a whole line before it is truncated: it must be the beginning of an answer's line,
+        or the zeros that a power failure leaves. Raises AlreadyExists."""
         head = self._read(0, len(_BEGINNING))
         if head.strip(b"\0") and not _BEGINNING.startswith(head):
-            raise self._foreign("something that is no answer of a batch")
+            raise self._foreign("something other than answers of a batch")
 
     def _trusted(self, size: int) -> int:
         """The offset up to which the journal describes the output; 0 if they do not belong together."""
@@ -220,7 +220,7 @@ class Journal:
                 try:
                     row_id, custom_id, *numbers = _parsed(line)
                 except ValueError as error:
-                    raise self._foreign("a line that is no answer of a batch") from error
+                    raise self._foreign("a line that is not an answer of a batch") from error
                 known = identify(custom_id)
                 rows.append((row_id, custom_id, known[0] if known else -1, start + taken, len(line), *numbers))
                 taken += len(line)
@@ -251,12 +251,12 @@ class Journal:
 
     def _foreign(self, what: str) -> AlreadyExists:
         return AlreadyExists(
-            f"{str(self.output)!r} holds {what}; name another output, or say that it may be overwritten",
+            f"{str(self.output)!r} holds {what}; name another output, or allow to overwrite it",
             reason="BATCH_OUTPUT_FOREIGN",
         )
 
     def _rewrite(self, order: str) -> None:
-        """Rewrites the output with only the journaled lines, by `offset` or by `position`."""
+        """Rewrites the output with only the journaled lines, in the order of `offset` or of `position`."""
         self._db.execute("BEGIN")
         self._db.execute("DELETE FROM moved")
         with open(self._scratch, "wb") as scratch:
@@ -284,8 +284,8 @@ class Journal:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def append(self, line: bytes, written: Written) -> None:
-        """Appends one line. It then survives the death of this process, and within a second or 64 rows that of the
-        machine."""
+        """Appends one line. From then on it survives a crash of this process, and once the rows are committed, after a
+        second or 64 rows, also a crash of the machine."""
         offset, pending = os.fstat(self._file).st_size, len(self._pending)
         try:
             done = 0
@@ -297,7 +297,7 @@ class Journal:
                     written.prompt_tokens, written.completion_tokens,
                 )
             )  # fmt: skip
-        except BaseException as error:  # an interrupt too: a line and its entry are both there, or neither
+        except BaseException as error:  # also an interrupt: both the line and its entry are kept, or neither
             del self._pending[pending:]
             os.ftruncate(self._file, offset)
             if isinstance(error, OSError):
@@ -367,7 +367,7 @@ class Journal:
     def close(self) -> None:
         """Commits and closes both files. Idempotent."""
         if self._file >= 0:
-            with suppress(FailedPrecondition):  # anything that the journal lacks is in the output
+            with suppress(FailedPrecondition):  # the output has everything that the journal lacks
                 self.commit()
             os.close(self._file)
             self._file = -1
@@ -376,7 +376,7 @@ class Journal:
 
 
 def _check_in_place(output: Path, descriptor: int) -> None:
-    """Raises FailedPrecondition if the output's name is not that of the open file any more: what is written would be
+    """Raises FailedPrecondition if the output's name no longer refers to the open file: what is written to it would be
     lost when it is closed."""
     mine = os.fstat(descriptor)
     try:
@@ -388,13 +388,13 @@ def _check_in_place(output: Path, descriptor: int) -> None:
 
 
 def _one(db: sqlite3.Connection, query: str) -> int:
-    """The only number that a query gives."""
+    """The only number that a query returns."""
     return int(db.execute(query).fetchone()[0])
 
 
 def _parsed(line: bytes) -> tuple[str, str, int, int, int]:
-    """(id, custom id, status, prompt tokens, completion tokens) of a line of the output. Raises ValueError if it is no
-    answer of a batch, or another program's with values that the journal cannot hold."""
+    """(id, custom id, status, prompt tokens, completion tokens) of a line of the output. Raises ValueError for a line
+    that is not an answer of a batch, or has values that the journal cannot hold."""
     try:
         row = json.loads(line)
         row_id, custom_id, status = row["id"], row["custom_id"], row["response"]["status_code"]

@@ -25,7 +25,8 @@ from saccade.v1 import inference_pb2, types_pb2
 
 URL = "/v1/chat/completions"
 MAX_LINE_BYTES = 96 * 2**20
-"""Largest size, as base64, that the server accepts in one message by default."""
+"""Enough for the largest message that a server accepts by default, 64 MiB, whose files take 4/3 of their size in
+base64."""
 MAX_ID_LENGTH = 512
 UNREADABLE = "IMAGE_UNREADABLE"
 CHANGED = "BATCH_INPUT_CHANGED"
@@ -38,7 +39,7 @@ class Row:
     """One request of the file."""
 
     position: int
-    """Counts rows from 0, without blank lines."""
+    """The row's index in the file, from 0; blank lines do not count."""
     custom_id: str
     line_digest: bytes
     """Hash of the row's content, independent of whitespace and key order."""
@@ -59,7 +60,7 @@ class ImageFolder:
     def resolve(self, name: str, where: str) -> Path:
         """The resolved path. Raises InvalidArgument if it is outside the folder, absent or not a plain file."""
         if self._root is None:
-            raise InvalidArgument(f"{where}: an image is a data URL or a media id here, not a path")
+            raise InvalidArgument(f"{where}: expected a data URL or a media id, not a path")
         try:
             path = (self._root / name).resolve(strict=True)
             status = path.stat()
@@ -120,7 +121,7 @@ def parse_line(line: bytes, position: int, folder: ImageFolder, *, strict: bool 
     """Parses one line. Raises InvalidArgument describing all problems.
 
     Args:
-        strict: a file that cannot be read is an error here, not only in `request_from`.
+        strict: whether a file that cannot be read is an error here, not only in `request_from`.
     """
     row = load_object(line)
     extra = sorted(row.keys() - {"custom_id", "method", "url", "body"})
@@ -204,5 +205,5 @@ def _build(body: Mapping[str, Any], image: Callable[[Any, str], Any]) -> inferen
 
     request = validated(ChatCompletion, body)
     if request.stream:
-        raise InvalidArgument("stream: true is not served in batches")
+        raise InvalidArgument("stream: expected false in a batch, got true")
     return chat_request(request, image)

@@ -1,1 +1,2 @@
-"""`map`: runs many requests concurrently. Written twice, for threads and for asyncio tasks, on one shared `Window`."""
+"""`map`: runs many requests concurrently. Implemented twice, for threads and for asyncio tasks, over the same
+`Window`."""

@@ -68,7 +68,7 @@ class Feeder:
                 self._deliver(found)
                 if isinstance(found, End):
                     return
-        except BaseException as error:  # raised again where the items are used
+        except BaseException as error:  # raised again by the consumer
             if not self._closed:
                 self._deliver(End(error))
 

@@ -27,7 +27,7 @@ class AsyncAnswers(Protocol):
 
 class _Source:
     """Reads the source of an asyncio map: an asynchronous source in a task, others in a thread, since they may block.
-    One item at a time, delivered in the event loop."""
+    It reads one item at a time and delivers it in the event loop."""
 
     def __init__(self, items: Iterable[Any] | AsyncIterable[Any], deliver: Callable[[Fed], None]) -> None:
         self._deliver = deliver
@@ -47,7 +47,7 @@ class _Source:
                 self._deliver(Item(await anext(iterator)))
         except StopAsyncIteration:
             self._deliver(End())
-        except Exception as error:  # raised again where the items are used
+        except Exception as error:  # raised again by the consumer
             self._deliver(End(error))
 
     def ask(self) -> None:

@@ -1,6 +1,7 @@
 """Runs many requests in threads, at most a given number at a time, with memory that does not grow with their number.
 
-The counterpart of `tasks`. Both are written by hand, since concurrency is what threads and tasks do differently.
+The counterpart of `tasks`. Neither is generated from the other, since threads and tasks differ in how they run
+concurrently.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class _Workers:
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="saccade-map")
         self._running: set[Exchange] = set()
         self._lock = threading.RLock()
-        """Reentrant: the garbage collector may run `close` in any thread, wherever that is."""
+        """Reentrant: the garbage collector may run `close` in a thread that holds the lock."""
         self._stopped = False
 
     def start(self, index: int, item: Any) -> None:
@@ -77,9 +78,8 @@ class _Workers:
                 self._running.discard(exchange)
 
     def close(self) -> None:
-        """Cancels all requests. Does not wait for the threads: the garbage collector, which calls this for an iterator
-        that was abandoned, may run in a thread that holds a lock which every ending thread needs, such as that of
-        `threading` itself."""
+        """Cancels all requests. Does not wait for the threads: the garbage collector, which calls this for an abandoned
+        iterator, may run in a thread that holds a lock which the ending threads need, such as that of `threading`."""
         with self._lock:
             self._stopped = True
             running = list(self._running)
@@ -120,7 +120,7 @@ class Worker:
         return function(*arguments)
 
     def read(self, items: Generator[T, None, None]) -> Shared[T]:
-        """The items. Another thread than the reading one may close the result."""
+        """The items. A thread other than the reading one may close the result."""
         return Shared(items)
 
     def end(self) -> None:

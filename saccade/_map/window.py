@@ -37,9 +37,9 @@ MapRequest: TypeAlias = "GenerateMapping | Mapping[str, Any]"
 
 
 def prepare_mapping(request: Mapping[str, Any]) -> Prepared:
-    """The arguments of `generate` as a mapping, with an optional custom_id."""
+    """The request for a mapping with the arguments of `generate` and an optional custom_id."""
     if not isinstance(request, Mapping) or "prompt" not in request:
-        raise InvalidArgument("map: expected mappings with the arguments of generate, prompt among them")
+        raise InvalidArgument("map: expected mappings with the arguments of generate, including prompt")
     options = {str(key): value for key, value in request.items() if key not in ("custom_id", "timeout", "prompt")}
     return build_request(request["prompt"], **options), request.get("timeout")
 
@@ -57,7 +57,8 @@ def check_concurrency(concurrency: int) -> int:
 
 @dataclass(frozen=True)
 class Finished:
-    """A request that has ended. An exception other than SaccadeError is a bug or an interrupt, and ends the map."""
+    """A request that has ended. An exception other than SaccadeError as its result is a bug or an interrupt, and ends
+    the map."""
 
     index: int
     item: Any

@@ -207,11 +207,12 @@ class _Channel:
         return started
 
     def keep(self, call: Any) -> None:
-        """Cancels the call, or the pause between two attempts of one, when this is closed."""
+        """Cancels the call, or the pause between two attempts of one, when the channel is closed."""
         self._calls.add(call)
 
     async def close(self) -> None:
-        """To be called in the channel's loop. Cancels all calls: some Python versions' gRPC misses calls of its own."""
+        """To be called in the channel's loop. Cancels all calls first: on some Python versions gRPC's own `close`
+        leaves some of its calls running."""
         for call in list(self._calls):
             call.cancel()
         await self.channel.close()
@@ -236,7 +237,7 @@ class AsyncConnection:
         """Starts a call; returns gRPC's call object. Raises FailedPrecondition if the connection is closed.
 
         Args:
-            metadata: instead of the settings' own, for calls in somebody else's name.
+            metadata: replaces that of the settings, for calls on behalf of another client.
         """
         sent = self._settings.call_metadata(call) if metadata is None else metadata
         return self._channel().start(call, message, timeout, sent)
@@ -255,7 +256,7 @@ class AsyncConnection:
         with self._lock_of_this_process():
             channel = self._channels.get(loop)
             if channel is None:
-                # Unreferenced channels close themselves, which is how channels of ended loops are closed.
+                # Drops the channels of loops that have ended: an unreferenced channel closes itself.
                 self._channels = {held: c for held, c in self._channels.items() if not held.is_closed()}
                 channel = self._channels[loop] = _Channel(self._settings)
             return channel

@@ -23,8 +23,8 @@ AFFINITY_NEEDS = (1, 70)
 
 
 def channel_options(settings: Settings) -> list[tuple[str, Any]]:
-    """The options of a channel. With affinity, also switches on the header's use in gRPC's hash ring, which is an
-    experiment there: without the variable all calls would wait until their deadlines.
+    """The options of a channel. With affinity, also sets the environment variable that enables the header in gRPC's
+    hash ring, which is experimental: without it all calls would wait until their deadlines.
 
     Raises:
         FailedPrecondition: affinity needs a newer gRPC.
@@ -53,7 +53,7 @@ def channel_credentials(tls: TLSConfig) -> Any:
             found = item if item is None or isinstance(item, bytes) else Path(item).read_bytes()
         except (OSError, ValueError) as error:
             raise InvalidArgument(f"tls.{name}: cannot read {item!r}: {file_reason(error)}") from error
-        if found is not None and not found.strip():  # gRPC would take that for the system's default
+        if found is not None and not found.strip():  # gRPC would use the system's default instead
             raise InvalidArgument(f"tls.{name}: expected PEM, got nothing")
         return found
 
@@ -72,7 +72,8 @@ def channel_credentials(tls: TLSConfig) -> Any:
 
 
 class Messages:
-    """Iterates over the messages of a call, and keeps the error that ended it: gRPC reports only that there was one."""
+    """Iterates over the messages of a call, and keeps the error that ended the iteration: gRPC reports only that there
+    was one."""
 
     def __init__(self, messages: Iterator[Any]) -> None:
         self._messages = messages

@@ -58,7 +58,7 @@ class Exchange:
         except SaccadeError:
             raise
         except BaseException:
-            # For example a keyboard interrupt: the server should not finish work that nobody waits for.
+            # For example a keyboard interrupt: the server should not finish an answer that nobody will receive.
             attempt.cancel()
             raise
 

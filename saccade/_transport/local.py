@@ -44,7 +44,7 @@ class LocalConnection:
         self._pid = os.getpid()
         with _translated(""):
             self.service = LocalService(**self._arguments)
-        if self._left is not None:  # a fork's copy, whose threads are the parent's
+        if self._left is not None:  # copied by a fork: the threads of that engine are the parent's
             self._left.detach()
         self._left = weakref.finalize(self, _end, self.service, self._pid)
         self._left.atexit = False
@@ -97,8 +97,9 @@ class LocalConnection:
 
 
 def _end(service: Any, pid: int) -> None:
-    """Closes the engine of a client that was dropped without `close`, whose memory nothing else would free. It does so
-    in a thread, and waits not even for its start: the garbage collector may call this wherever a program is."""
+    """Closes the engine of a client that was garbage-collected without `close`; nothing else would free its memory. It
+    does so in a thread and does not wait for that thread's start either: the garbage collector may call this at any
+    point of a program, for example while a lock is held."""
     if pid == os.getpid():
         closing = threading.Thread(target=service.close, name="saccade-close", daemon=True)
         _thread.start_new_thread(closing.start, ())

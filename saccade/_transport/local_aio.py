@@ -1,4 +1,4 @@
-"""The engine in this process, for asyncio: has what `AsyncExchange` uses of `AsyncConnection`."""
+"""The engine in this process, for asyncio: the part of `AsyncConnection` that `AsyncExchange` uses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from saccade._transport.local import LocalConnection
 
 
 class AsyncLocalConnection:
-    """An engine whose owner closes it.
+    """A connection to an engine that its owner closes.
 
     Args:
-        threads: where calls wait for the engine, one thread for each call in progress.
+        threads: the threads in which calls wait for the engine, one for each call in progress.
     """
 
     def __init__(self, connection: LocalConnection, threads: Executor) -> None:
@@ -36,15 +36,15 @@ class AsyncLocalConnection:
         """A call that begins when it is awaited, or first read.
 
         Args:
-            message: `call.message`; unused, as is `metadata`, since an engine has neither uploads nor keys.
+            message: `call.message`; unused. So is `metadata`: an engine in this process has neither uploads nor keys.
         """
         return AsyncLocalCall(self._connection.exchange(), call, timeout, self._threads)
 
     def keep(self, pause: asyncio.Future[None]) -> None:
-        """Nothing: a call is tried again by its caller, if at all."""
+        """Does nothing: closing the engine does not end a caller's pause between two attempts."""
 
     async def close(self) -> None:
-        """Nothing: the engine is closed by its owner."""
+        """Does nothing: the engine is closed by its owner."""
 
 
 class AsyncLocalCall:

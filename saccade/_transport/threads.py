@@ -31,7 +31,7 @@ class Connection:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        # Reentrant: the garbage collector may run a finalizer that closes the client, wherever this thread is.
+        # Reentrant: the garbage collector may run a finalizer that closes the client while this thread holds the lock.
         self._lock = threading.RLock()
         self._channel: grpc.Channel | None = None
         self._stubs: dict[str, Any] = {}
@@ -98,7 +98,7 @@ class Connection:
             self._stubs = {}
             self._closed = True
             exchanges = list(self._exchanges)
-        for exchange in exchanges:  # one may be between two attempts, and gRPC knows nothing of it
+        for exchange in exchanges:  # one may be between two attempts, when gRPC has no call of it
             exchange.close()
         if channel is not None:
             channel.close()

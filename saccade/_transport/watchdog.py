@@ -9,8 +9,8 @@ from typing import Any
 
 
 class Watchdog:
-    """Cancels a call unless it is disarmed in time. Its thread starts with the first `arm`; it does not keep the call
-    alive and ends with it.
+    """Cancels a call unless it is disarmed in time. Its thread starts with the first `arm`, does not keep the call
+    alive and ends with the call.
 
     Arming does not wake the thread if deadlines only increase: it reads the clock when the earliest deadline has
     passed.

@@ -116,7 +116,7 @@ def test_ask_prints_calls(server: RunningServer, tmp_path: Path, capsys: pytest.
     assert calls and all(call["name"] == "weather" for call in calls)
     file.write_text("{}")
     assert cli.main(["ask", *options, "--tools", str(file), "?"]) == 1
-    assert "holds no JSON list but a dict" in capsys.readouterr().err
+    assert "expected a JSON list in " in (said := capsys.readouterr().err) and "got a dict" in said
 
 
 def test_batch_rows_have_calls(client: saccade.Client, server: RunningServer, tmp_path: Path) -> None:

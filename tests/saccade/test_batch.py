@@ -575,7 +575,7 @@ def test_an_interrupt_says_how_to_go_on(address: str, script: Script, tmp_path: 
         process.append(start(source, output, "--server", address, "--concurrency", 2))
         stdout, stderr = process[0].communicate(timeout=60)
         assert process[0].returncode == 130, stderr
-        assert "the same command goes on" in stderr and "Traceback" not in stderr
+        assert "the same command continues from here" in stderr and "Traceback" not in stderr
         assert json.loads(stdout)["completed"] == len(read(output)) >= 18
     last = start(source, output, "--server", address, "--quiet")
     last.communicate(timeout=60)
@@ -695,7 +695,7 @@ def test_the_command(address: str, script: Script, tmp_path: Path, capsys: pytes
     captured = capsys.readouterr()
     assert json.loads(captured.out)["completed"] == 30 and "30/30 rows" in captured.err
     assert cli.main(arguments) == 0
-    assert "30 of 30 rows are there already" in capsys.readouterr().err
+    assert "30 of 30 rows have been answered already" in capsys.readouterr().err
 
     script.answer = lambda request: (_ for _ in ()).throw(Failure(Code.INVALID_ARGUMENT, "no"))
     assert cli.main([*arguments, "--overwrite", "--quiet"]) == 1

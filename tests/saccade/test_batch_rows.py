@@ -271,7 +271,7 @@ def test_a_duplicate_names_both_lines(tmp_path: Path) -> None:
     path.write_bytes(line("a") + b"\n\n" + line("a"))
     with pytest.raises(BatchInvalid) as caught:
         BatchInput(path, HERE)
-    assert caught.value.problems == ["line 3: custom_id 'a' is that of line 1 too"]
+    assert caught.value.problems == ["line 3: custom_id 'a' is already used in line 1"]
 
 
 def test_the_check_keeps_little_of_a_file(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_an_output_with_values_that_no_journal_holds_is_foreign(tmp_path: Path, 
     output = tmp_path / "out.jsonl"
     content = json.dumps({**json.loads(line(0)), **change}).encode() + b"\n"
     output.write_bytes(content)
-    with pytest.raises(AlreadyExists, match="a line that is no answer of a batch"):
+    with pytest.raises(AlreadyExists, match="a line that is not an answer of a batch"):
         Journal(output, identify)
     assert output.read_bytes() == content
 
@@ -195,7 +195,7 @@ def test_an_output_with_values_that_no_journal_holds_is_foreign(tmp_path: Path, 
 def test_an_output_that_is_nested_too_deep_is_foreign(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     output.write_bytes(b"[" * 100_000 + b"\n")
-    with pytest.raises(AlreadyExists, match="a line that is no answer of a batch"):
+    with pytest.raises(AlreadyExists, match="a line that is not an answer of a batch"):
         Journal(output, identify)
 
 
