@@ -1,2 +1,2 @@
-"""OpenAI's JSON format: requests as Pydantic models, their conversion to messages, and answers. Batch files and
-the HTTP server read and write it here."""
+"""OpenAI's JSON format: requests as Pydantic models, their conversion to messages, and answers. Used for batch files
+and by the HTTP server."""

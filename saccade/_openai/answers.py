@@ -41,7 +41,7 @@ def usage_object(samples: list[Usage]) -> dict[str, Any]:
 
 
 def extension(answer: Generation) -> dict[str, Any]:
-    """`saccade`: what OpenAI's format has no field for. Times are seconds after admission."""
+    """The object `saccade`: values for which OpenAI's format has no field. Times are in seconds since admission."""
     usage = answer.usage
     return {
         "request_id": answer.request_id,
@@ -107,10 +107,10 @@ def _logprob(item: TokenLogprob) -> dict[str, Any]:
 
 
 def token_text(token_id: int, text: bytes) -> str:
-    """A token as a string; one without text is named by its id."""
+    """A token as a string; a token without text is named by its id."""
     return text.decode("utf-8", "replace") if text else f"token_id:{token_id}"
 
 
 def _token(token_id: int, text: bytes) -> dict[str, Any]:
-    """A token may end within a character, so its text counts in bytes."""
+    """A token may begin or end within a character, so its bytes are given in addition to its text."""
     return {"token": token_text(token_id, text), "bytes": list(text) if text else None}

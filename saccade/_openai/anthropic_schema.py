@@ -14,7 +14,7 @@ from saccade.errors import InvalidArgument
 
 
 class Block(Strict):
-    cache_control: Any = Field(None, description="Ignored: everything that can be cached is.")
+    cache_control: Any = Field(None, description="Ignored: the server caches whatever it can.")
 
 
 class TextBlock(Block):
@@ -155,7 +155,7 @@ class CountTokens(Strict):
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     output_config: OutputConfig | None = None
-    cache_control: Any = Field(None, description="Ignored: everything that can be cached is.")
+    cache_control: Any = Field(None, description="Ignored: the server caches whatever it can.")
 
 
 class MessagesRequest(CountTokens):
@@ -186,7 +186,9 @@ def chat_of(body: CountTokens) -> ChatCompletion:
         if message.content:
             _add_message(messages, message)
         elif message.role != "assistant" or i + 1 < len(body.messages):  # an empty last one begins the answer
-            raise InvalidArgument(f"messages[{i}].content: it is empty; only a final message of the assistant may be")
+            raise InvalidArgument(
+                f"messages[{i}].content: expected content; only a final assistant message may be empty"
+            )
     options: dict[str, Any] = {"model": body.model, "continue_final_message": continues or None}
     if isinstance(body, MessagesRequest):
         options |= {
@@ -215,7 +217,8 @@ def chat_of(body: CountTokens) -> ChatCompletion:
 
 
 def _continues(last: AnthropicMessage, name: str) -> bool:
-    """Whether the answer continues the last message: text of the assistant. Raises InvalidArgument."""
+    """Whether the answer continues the last message, which is so if the assistant's text ends it. Raises
+    InvalidArgument."""
     text = _final_text(last) if last.role == "assistant" else ""
     if text != text.rstrip():
         raise InvalidArgument(f"{name}: final assistant content cannot end with trailing whitespace")

@@ -1,4 +1,4 @@
-"""A chat completion request -> the message for the server."""
+"""Converts a chat completion request to the message for the server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SAME = (
     "frequency_penalty", "seed", "n", "ignore_eos", "stop", "stop_token_ids", "allowed_token_ids", "bad_words",
     "response_format", "priority",
 )  # fmt: skip
-"""Fields that the client's methods call by the same name."""
+"""Fields with the same names as the arguments of the client's methods."""
 _TEMPLATE = (
     "chat_template_kwargs",
     "reasoning_effort",

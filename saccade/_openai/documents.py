@@ -1,4 +1,4 @@
-"""JSON documents -> values."""
+"""Parses JSON documents strictly."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from saccade.errors import InvalidArgument
 
 def load_json(data: bytes) -> Any:
     """The value of a JSON document. Raises InvalidArgument, also for constants such as NaN, for numbers too large for a
-    double, for repeated keys, for half characters and for values nested more than `MAX_NESTING` deep."""
+    double, for repeated keys, for lone surrogates and for values nested more than `MAX_NESTING` deep."""
 
     def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is no JSON value")
+        raise ValueError(f"{constant} is not a JSON value")
 
     if depth := excessive_nesting(data, MAX_NESTING):
         raise InvalidArgument(f"nested {depth} deep; at most {MAX_NESTING} are allowed")
@@ -33,11 +33,11 @@ def load_json(data: bytes) -> Any:
 
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""The escape of half a character; two of them may be a whole one."""
+"""The escape of a surrogate; two of them may be a pair, which is one character."""
 
 
 def _check_texts(document: Any) -> None:
-    """Raises InvalidArgument with the place of a string that has half a character."""
+    """Raises InvalidArgument with the path of a string that has a lone surrogate."""
     waiting = [("", document)]
     while waiting:
         place, value = waiting.pop()

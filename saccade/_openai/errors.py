@@ -1,4 +1,4 @@
-"""Errors -> HTTP statuses and OpenAI's error objects."""
+"""Converts errors to HTTP statuses and OpenAI's error objects."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def is_transient(status: int) -> bool:
 
 
 def error_type(status: int) -> str:
-    """OpenAI's type of the errors with a status."""
+    """OpenAI's error type for a status."""
     return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
 def error_object(error: SaccadeError, status: int, rules: Rules = CHAT) -> dict[str, Any]:
-    """OpenAI's error object; `code` is our reason, and `param` the field at fault: the error's, or the one with which
-    its message begins. `rules`: of the request's fields."""
+    """OpenAI's error object. `code` is the error's reason, and `param` the field at fault: the error's, or the one with
+    which its message begins. `rules`: those for the fields of this kind of request."""
     named = _FIELD.match(error.message)
     field = field_named(error.field or (named[1] if named else ""), rules)
     return {

@@ -1,6 +1,6 @@
-"""Paths of fields in our messages -> the fields of the requests that they were made from.
+"""Converts paths of fields in gRPC messages to the fields of the HTTP requests from which the messages were made.
 
-Rules are regular expressions with what replaces their match, applied in order; a path that none matches stays.
+Rules are pairs of a regular expression and a replacement, applied in order; a path that no rule matches is kept.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ DETOKENIZE: Rules = (("^token_ids", "tokens"),)
 
 
 def prompt_rules(name: str) -> Rules:
-    """Of a request whose prompt, text or token ids, has this name."""
+    """The rules for a request whose prompt (text or token ids) is in the field `name`."""
     return (*_ALL, (r"^(?:input|tokens|prompt)(?:\..*)?$", name), (r"^prompt_logprobs$", "logprobs"))
 
 
 def field_named(path: str, rules: Rules) -> str:
-    """The field of the request."""
+    """The field of the HTTP request for a path in the message."""
     for pattern, replacement in rules:
         path = re.sub(pattern, replacement, path)
     return path

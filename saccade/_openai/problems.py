@@ -1,4 +1,4 @@
-"""Values of JSON documents -> Pydantic models, with errors that name the field."""
+"""Validates JSON documents with Pydantic models; errors name the field."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from saccade.errors import InvalidArgument
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _EXPECTED = {"model_type": "expected an object", "dict_type": "expected an object", "list_type": "expected a list"}
-"""What Pydantic says in the words of Python's types."""
+"""Replacements for Pydantic's messages that name Python's types."""
 MAX_PROBLEMS = 4
-"""Problems of a document that its error describes, and unknown keys that it names."""
+"""Most problems of a document that its error describes, and most unknown keys that it names."""
 MOST_COUNTED = 1000
-"""Problems of a document that are looked at; each takes memory and time."""
+"""Most problems of a document that are examined; each takes memory and time."""
 
 
 def validated(model: type[ModelT], document: Any) -> ModelT:
-    """The document as an instance of `model`; keys whose value is null count as absent. Raises InvalidArgument that
-    describes the first problems."""
+    """The document as an instance of `model`; keys whose value is null count as absent. Raises InvalidArgument with a
+    description of the first problems."""
     if isinstance(document, dict):
         document = {key: value for key, value in document.items() if value is not None}
     return _described(lambda: model.model_validate(document))

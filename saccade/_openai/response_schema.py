@@ -1,4 +1,4 @@
-"""The request of OpenAI's Responses API, of which this server keeps nothing between calls."""
+"""The request of OpenAI's Responses API. The server stores nothing between calls."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def _format(text: TextOptions | None) -> dict[str, Any] | None:
 
 
 def _add_item(messages: list[dict[str, Any]], item: Item) -> None:
-    """Reasoning and calls belong to the assistant's message that they are part of."""
+    """Adds an item to the messages; reasoning and calls become parts of an assistant message."""
     match item:
         case MessageItem(role=role, content=content):
             if role == "assistant" and messages and messages[-1].pop("open", False):

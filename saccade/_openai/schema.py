@@ -37,8 +37,8 @@ def _fail_fast(schema: Any) -> None:
 
 
 class Strict(BaseModel):
-    """Unknown keys, numbers as strings, and NaN are errors. Of the entries of a list only the first one at fault is
-    looked at: a body of megabytes may hold a million of them."""
+    """Unknown keys, numbers as strings, and NaN are errors. The validation of a list ends at its first invalid entry: a
+    body of megabytes may have a million of them."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -71,7 +71,7 @@ class Location(Strict):
     """Where an image or a clip is: a data URL, media:ID or, if the server's operator allows its host, an https URL."""
 
     url: str
-    detail: str | None = Field(None, description="Ignored: an image is always read in the resolution of the model.")
+    detail: str | None = Field(None, description="Ignored: an image is always encoded at the model's own resolution.")
 
 
 def _located(value: Any) -> Any:
@@ -197,7 +197,7 @@ class Message(Strict):
     @model_validator(mode="after")
     def _has_content(self) -> Message:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("it has no content: expected a string or a list of parts")
+            raise ValueError("expected content, a string or a list of parts, got none")
         return self
 
 
@@ -207,7 +207,7 @@ def _listed(value: Any) -> Any:
 
 def _typed(value: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(value.get("type"), str) or value["type"] not in FORMAT_TYPES:
-        raise ValueError(f"expected an object with a type out of {', '.join(FORMAT_TYPES)}")
+        raise ValueError(f"expected an object whose type is one of {', '.join(FORMAT_TYPES)}")
     return value
 
 
@@ -222,8 +222,8 @@ class StreamOptions(Strict):
 
 
 class Sampling(Strict):
-    """What a request says of how tokens are drawn, whatever its prompt is. Ranges that depend on the model are checked
-    by the server."""
+    """The fields about how tokens are drawn, which all kinds of requests share. Ranges that depend on the model are
+    checked by the server."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -257,15 +257,15 @@ class Sampling(Strict):
 
 
 class Continuing(Strict):
-    """Where the answer to messages begins."""
+    """Whether the answer to messages begins a new message or continues the last one."""
 
     add_generation_prompt: bool | None = Field(
-        None, description="Whether the answer begins a message: the opposite of `continue_final_message`."
+        None, description="Whether the answer begins a new message: the opposite of `continue_final_message`."
     )
     continue_final_message: bool | None = Field(
         None,
-        description="The answer continues the text of the last message, which is the assistant's; it is only what is "
-        "new. Not with `response_format`.",
+        description="The answer continues the text of the last message, which is the assistant's, and does not repeat "
+        "it. Not with `response_format`.",
     )
 
     @model_validator(mode="after")
@@ -292,7 +292,7 @@ class ChatCompletion(Continuing, Sampling):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
-    # These change no answer.
+    # The following fields do not change the answer.
     metadata: Any = Field(None, description="Ignored.")
     store: Any = Field(None, description="Ignored: nothing is stored.")
     service_tier: Any = Field(None, description="Ignored.")
@@ -355,11 +355,11 @@ class Completion(Sampling):
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens: 0 needs echo to be true")
         if self.best_of not in (None, 1, self.n):
-            raise ValueError(f"best_of: expected n, {self.n or 1}, got {self.best_of}: all samples are returned")
+            raise ValueError(f"best_of: expected n = {self.n or 1}, got {self.best_of}: all samples are returned")
         if self.stream and len(prompt_list(self.prompt)) > 1:
             raise ValueError(f"stream: one prompt can be streamed, got {len(prompt_list(self.prompt))}")
         if self.stream and self.echo and self.logprobs is not None:
-            raise ValueError("echo: with logprobs it cannot be streamed")
+            raise ValueError("echo: it cannot be streamed with logprobs")
         return self
 
 

@@ -1,4 +1,4 @@
-"""Ray's checkpoints for rows whose ids are of any type, and the file that says what an output belongs to."""
+"""Ray's checkpoints for rows with ids of any type, and the file that describes the job to which an output belongs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from saccade.ray.ids import ID, row_id
 
 
 class RowFilter(NumpyArrayBasedCheckpointFilter):
-    """Drops rows that have been answered: the input has ids of any type, the checkpoint their 64-bit form."""
+    """Drops rows that have been answered. The input has ids of any type, and the checkpoint has their 64-bit form."""
 
     def filter_rows_for_block(self, block: Any) -> Any:
-        """The `pyarrow.Table` of the block's other rows. Raises InvalidArgument for an id that is none."""
+        """The rows of a block that have not been answered, as a `pyarrow.Table`. Raises InvalidArgument for an invalid
+        id."""
         import numpy as np
         import pyarrow as pa
 
@@ -31,17 +32,17 @@ class RowFilter(NumpyArrayBasedCheckpointFilter):
 
 
 def checkpoint_config(folder: str, source_column: str) -> CheckpointConfig:
-    """Checkpoints in a folder, which stay there after the job: started again, it finds nothing to do."""
+    """Checkpoints in a folder. They are kept after the job: if it is started again, no row is answered again."""
     config = CheckpointConfig(ID, folder, delete_checkpoint_on_success=False, checkpoint_filter_cls=RowFilter)
     config.saccade_source_column = source_column
     return config
 
 
 def claim(output: str, description: dict[str, Any]) -> bool:
-    """Makes the output this job's, by a file beside it. Returns whether it is so already.
+    """Records in a file next to the output that it belongs to this job. Returns whether that was recorded before.
 
     Raises:
-        AlreadyExists: it belongs to another job, or has files and belongs to none.
+        AlreadyExists: the output belongs to another job, or has files that belong to no job.
     """
     from pyarrow import fs
 
@@ -63,7 +64,9 @@ def claim(output: str, description: dict[str, Any]) -> bool:
         )
     inside = fs.FileSelector(path, allow_not_found=True)
     if any(item.type == fs.FileType.File for item in files.get_file_info(inside)):
-        raise AlreadyExists(f"{output!r} has files, and they are not this job's", reason="BATCH_OUTPUT_FOREIGN")
+        raise AlreadyExists(
+            f"{output!r} has files that are not this job's; name another output", reason="BATCH_OUTPUT_FOREIGN"
+        )
     files.create_dir(path, recursive=True)
     with files.open_output_stream(name) as stream:
         stream.write(json.dumps({**json.loads(text), "digest": digest}, indent=1).encode())

@@ -26,19 +26,20 @@ class Generate:
         )
 
     The output has the columns of `rows.keep`, the row's id, and those of the answer (`rows.ANSWER_COLUMNS`). A row that
-    cannot be answered has an `error`. Errors that concern all rows, such as a server that stays away for the client's
-    timeout, are raised and end the job.
+    cannot be answered has an `error`. Errors that concern all rows, such as a server that is unavailable for as long as
+    the client's timeout, are raised and end the job.
 
     Args:
         rows: how a row becomes a request.
-        server: the server's address, for example that of one on each node, or several; see `saccade.AsyncClient`.
-        model: load this model in each actor instead.
+        server: the server's address, for example 127.0.0.1:50051 if each node has a server, or several addresses; see
+            `saccade.AsyncClient`.
+        model: load this model in each actor instead of using a server.
         concurrency: requests in flight in each actor.
         client: further arguments of `saccade.AsyncClient`: api_key, tls, timeout, affinity, ...
         engine: further arguments of `saccade.LocalClient`: dtype, device and other options of `saccade serve`.
 
     Raises:
-        InvalidArgument: both or none of `server` and `model`.
+        InvalidArgument: both or neither of `server` and `model` are given.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Generate:
         engine: Mapping[str, Any] | None = None,
     ) -> None:
         if (server is None) == (model is None):
-            raise InvalidArgument("Generate: expected one of server and model, got both or none")
+            raise InvalidArgument("Generate: expected either server or model, got both or neither")
         self._rows = rows
         self._concurrency = check_concurrency(concurrency)
         self._limit: asyncio.Semaphore | None = None
@@ -117,7 +118,7 @@ def as_table(rows: list[dict[str, Any]], form: RowFormat, schema: Any) -> Any:
     """A `pyarrow.Table` whose columns have the same types in every batch.
 
     Args:
-        schema: the `pyarrow.Schema` of the input. If it is none, the types of kept columns follow from their values.
+        schema: the `pyarrow.Schema` of the input; with None, the types of kept columns follow from their values.
     """
     import pyarrow as pa
 

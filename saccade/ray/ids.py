@@ -1,4 +1,4 @@
-"""Row ids as 64-bit integers: Ray's checkpoints keep all ids of finished rows in memory, sorted."""
+"""Row ids as 64-bit integers, because Ray's checkpoints keep the ids of all finished rows in memory, sorted."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from saccade.errors import InvalidArgument
 
 ID = "saccade_id"
-"""The output's column with the 64-bit id of a row."""
+"""The column of the output with the 64-bit ids of rows."""
 _SMALLEST, _LARGEST = -(2**63), 2**63 - 1
 
 
 def row_id(value: Any) -> int:
-    """An integer itself; for a string or bytes the first 8 bytes of its BLAKE2b hash.
+    """The 64-bit id: an integer itself; for a string or bytes, its BLAKE2b hash of 8 bytes.
 
     Raises:
         InvalidArgument: another type, null, or an integer of more than 64 bits.
@@ -30,6 +30,6 @@ def row_id(value: Any) -> int:
 
 
 def row_seed(base: int | None, identity: int) -> int:
-    """A row's seed, so that a row that is answered again gets the same answer."""
+    """A row's seed, derived from its id, so that a row that is answered again gets the same answer."""
     digest = hashlib.blake2b(f"{base or 0} {identity}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,8 +1,8 @@
 """A job over files: reads rows, answers them in actors, writes Parquet files with each row exactly once.
 
 Ray's checkpoints record the ids of written rows. Each file of the output is written in two phases, so that a file whose
-ids are not recorded is deleted when the job starts again. What was running when the driver died is answered again, with
-the same seeds.
+ids are not recorded is deleted when the job starts again. Rows that were in progress when the driver died are answered
+again, with the same seeds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RayJob:
 
     source: str
     output: str
-    """Folder, or URL, for Parquet files. Beside it are the checkpoints and a file that describes the job."""
+    """Folder, or URL, for Parquet files. Next to it are the checkpoints and a file that describes the job."""
     rows: RowFormat
     server: Any = None
     model: str | None = None
@@ -42,16 +42,17 @@ class RayJob:
     client: Mapping[str, Any] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
     actors: tuple[int, int] = (1, 1)
-    """The fewest and the most."""
+    """The minimum and the maximum number of actors."""
     concurrency: int = 32
     """Requests in flight in each actor."""
     num_cpus: float | None = None
     """Processors that Ray reserves for an actor; None: 1 for an engine, 0 for a client."""
     num_gpus: float | None = None
     rows_per_task: int = 64
-    """Rows that are answered again if an actor dies while it answers them."""
+    """Rows of one task, which are all answered again if an actor dies while it answers them."""
     rows_per_file: int = 1024
-    """The fewest rows of a file of the output, except of the last ones. Rows are safe when their file is written."""
+    """Minimum number of rows in a file of the output, except for the last files. A row is safe once its file has been
+    written."""
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -62,10 +63,10 @@ class RayJob:
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name}: expected 1 or more, got {getattr(self, name)}")
         if (self.server is None) == (self.model is None):
-            raise InvalidArgument("server, model: expected one of them")
+            raise InvalidArgument("server, model: expected either of them, got both or neither")
 
     def described(self, source: Source) -> dict[str, Any]:
-        """What the answers depend on."""
+        """The options on which the answers depend."""
         rows = asdict(self.rows)
         return {
             "source": _absolute(self.source), "format": source.format, "rows": rows, "model": self.model,
@@ -92,7 +93,8 @@ class RaySummary:
 
 
 def complete(rows: RowFormat, source: Source) -> RowFormat:
-    """The rows with the id column and image columns that a source has by default. Raises InvalidArgument."""
+    """The row format, completed by the id column and image columns that a source has by default. Raises
+    InvalidArgument."""
     id_column = rows.id_column or DEFAULT_IDS.get(source.format, "")
     if not id_column:
         raise InvalidArgument("id_column: rows of Parquet files need a column of ids")
@@ -100,13 +102,13 @@ def complete(rows: RowFormat, source: Source) -> RowFormat:
 
 
 def run_ray_job(job: RayJob) -> RaySummary:
-    """Runs the job on the Ray cluster that this process is connected to, or on this machine. Started again after any
-    interruption it continues.
+    """Runs the job on the Ray cluster that this process is connected to, or on this machine. Started again after an
+    interruption, it continues.
 
     Raises:
-        InvalidArgument: the source, the options or ids in the source are wrong.
+        InvalidArgument: the source or an option is wrong, or two rows of the source have the same id.
         AlreadyExists: the output is another job's.
-        FailedPrecondition: ray is not installed; or two rows have the same id.
+        FailedPrecondition: Ray is not installed, or the output has a row twice.
         SaccadeError: no server can be reached, or it rejects the key.
     """
     try:
@@ -147,11 +149,11 @@ def run_ray_job(job: RayJob) -> RaySummary:
 
 
 def _ours(error: BaseException | None) -> SaccadeError | None:
-    """The error of ours that Ray reports: it wraps those of actors, in several layers."""
+    """The SaccadeError in an error of Ray, which wraps the errors of actors in several layers; None if it has none."""
     while error is not None:
         inner = getattr(error, "cause", None)
         for found in (inner, error):
-            # Ray's own classes are made to inherit from the cause's, without its fields.
+            # Ray makes classes that inherit from the cause's class but lack its fields.
             if isinstance(found, SaccadeError) and not type(found).__module__.startswith("ray."):
                 return found
         error = inner if isinstance(inner, BaseException) else error.__cause__ or error.__context__
@@ -163,7 +165,7 @@ def _answers(dataset: Any, job: RayJob) -> Any:
     from ray.data import ActorPoolStrategy
 
     fewest, most = job.actors
-    # Two tasks and more at a time, or an actor would idle at the end of each.
+    # At least two tasks at a time: with one, an actor would be idle at the end of each.
     calls = max(2, -(-job.concurrency // job.rows_per_task) + 1)
     pool = ActorPoolStrategy(
         min_size=fewest, max_size=most, max_concurrent_calls_per_actor=calls, max_tasks_in_flight_per_actor=2 * calls
@@ -183,7 +185,7 @@ def _answers(dataset: Any, job: RayJob) -> Any:
 
 
 def _warn_if_too_small(job: RayJob) -> None:
-    """Ray waits without an error for processors that a cluster never gets."""
+    """Logs a warning if the cluster has too few CPUs: Ray would wait for them without an error."""
     import ray
 
     engines = 0.0 if job.model is None else job.actors[0] * (1 if job.num_cpus is None else job.num_cpus)
@@ -223,7 +225,7 @@ def _count_ids(table: Any, column: str) -> int:
 
 
 def summarize(output: str) -> RaySummary:
-    """Adds up an output. Raises FailedPrecondition if a row is in it twice."""
+    """The summary of an output. Raises FailedPrecondition if the output has a row twice."""
     from pyarrow import dataset, fs
 
     files, path = fs.FileSystem.from_uri(output) if "://" in output else (None, output)

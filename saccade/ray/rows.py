@@ -32,51 +32,51 @@ ROW_ERRORS = (
     errors.DeadlineExceeded,
     errors.Internal,
 )
-"""Errors that concern one row. All others would repeat themselves in the following rows and end the job."""
+"""Errors that concern one row. All others would recur in the following rows, and end the job."""
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices of a million tokens, in any currency."""
+    """Prices per million tokens, in any currency."""
 
     prompt: float
     completion: float
     cached: float | None = None
-    """Of prompt tokens whose state was cached. None: as others."""
+    """Price of prompt tokens that were in the prefix cache. None: that of other prompt tokens."""
 
     def __post_init__(self) -> None:
         for name in ("prompt", "completion", "cached"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
-                raise InvalidArgument(f"prices: {name}: expected a number from 0, got {value}")
+                raise InvalidArgument(f"prices: {name}: expected a number of 0 or more, got {value}")
 
     def cost(self, prompt: int, completion: int, cached: int) -> float:
-        """Of one answer."""
+        """The cost of one answer."""
         of_cached = self.prompt if self.cached is None else self.cached
         return ((prompt - cached) * self.prompt + cached * of_cached + completion * self.completion) / 1e6
 
 
 class Template:
-    """A prompt with columns in braces, `{caption}`; braces themselves are doubled.
+    """A prompt with names of columns in braces, such as `{caption}`; literal braces are doubled.
 
     Raises:
-        InvalidArgument: it is empty, or a replacement is not just a column's name.
+        InvalidArgument: the text is empty, or braces contain something other than a column's name.
     """
 
     def __init__(self, text: str) -> None:
         if not text.strip():
-            raise InvalidArgument("prompt: expected a text, got an empty one")
+            raise InvalidArgument("prompt: expected text, got an empty string")
         try:
             self._pieces = list(string.Formatter().parse(text))
         except ValueError as error:
-            raise InvalidArgument(f"prompt: {error}; braces that name no column are doubled") from None
+            raise InvalidArgument(f"prompt: {error}; literal braces have to be doubled") from None
         for _, name, form, conversion in self._pieces:
             if name is not None and (not name or form or conversion or set(name) & set("[].")):
                 raise InvalidArgument(f"prompt: expected a column's name in braces, got {name!r}")
         self.columns = tuple(dict.fromkeys(name for _, name, _, _ in self._pieces if name is not None))
 
     def fill(self, row: Mapping[str, Any]) -> str:
-        """Raises InvalidArgument for a column that is missing, null or not text."""
+        """The prompt for a row. Raises InvalidArgument for a column that is missing, null or not UTF-8."""
         pieces = []
         for literal, name, _, _ in self._pieces:
             pieces.append(literal)
@@ -112,25 +112,25 @@ class RowFormat:
     prompt: str
     """A template, see `Template`."""
     id_column: str = ""
-    """Integers, strings or bytes. Empty: rows have no ids, and their seeds are drawn by the server."""
+    """Column with unique integers, strings or bytes. Empty: rows have no ids, and the server draws their seeds."""
     images: Sequence[str] = ()
     """Columns with encoded images: bytes, mappings with `bytes` or `path`, paths, URLs, or lists of these."""
     videos: Sequence[str] = ()
     """The same for video files."""
     keep: Sequence[str] = ()
-    """Columns of the input that the output has, besides the id."""
+    """Columns of the input that are copied to the output, in addition to the id."""
     system: str = ""
-    """The system's message."""
+    """The system message."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Options of `generate`."""
     folder: str = ""
-    """Paths are relative to it, and only files inside it are read. Empty: paths are errors."""
+    """The folder to which paths are relative; only files inside it are read. Empty: paths are errors."""
     prices: Prices | None = None
 
     def __post_init__(self) -> None:
         taken = {ID, *ANSWER_COLUMNS} & {self.id_column, *self.keep}
         if taken:
-            raise InvalidArgument(f"columns: {min(taken)!r} is a column of the answer; rename the input's")
+            raise InvalidArgument(f"columns: {min(taken)!r} is a column of the answer; rename the input's column")
         _ = self.template
         try:
             build_request(self._messages(""), images=[], **dict(self.sampling))
@@ -147,13 +147,13 @@ class RowFormat:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that are read, each once."""
+        """The columns of the input that are needed, each once."""
         named = (self.id_column, *self.template.columns, *self.images, *self.videos, *self.keep)
         return [name for name in dict.fromkeys(named) if name]
 
     @property
     def kept(self) -> list[str]:
-        """The columns of the input that the output has."""
+        """The columns of the input that are copied to the output."""
         return [name for name in dict.fromkeys((self.id_column, *self.keep)) if name]
 
     def _messages(self, prompt: str) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """A Ray Serve application: replicas that each hold an engine, behind Serve's gRPC ingress with Saccade's own services,
 and behind its HTTP ingress with OpenAI's API.
 
-`deploy/ray/serve.yaml` deploys it. `docs/scale.md` says what the ingress does not have.
+`deploy/ray/serve.yaml` deploys it. `docs/scale.md` lists what the ingress lacks.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ CODES: Mapping[type[errors.SaccadeError], grpc.StatusCode] = {
 class Replica:
     """One replica: the methods of InferenceService and ModelService over an engine in this process.
 
-    Serve hands over each request by its method's name, without the client's deadline and, for errors, without status
+    Serve calls the method that a request names, without the client's deadline. It returns errors without status
     details: clients get codes and messages, but no reasons.
 
     Args:
         model, options: as for `saccade.LocalClient`.
-        calls: requests that run at a time; more wait in Serve. Should be `max_ongoing_requests` of the deployment.
+        calls: requests that run at a time; others wait in Serve. It should equal the deployment's
+            `max_ongoing_requests`.
     """
 
     def __init__(self, model: str = "demo", options: Mapping[str, Any] | None = None, calls: int = 64) -> None:

@@ -29,10 +29,10 @@ class Source:
     format: str
 
     def read(self, rows: RowFormat) -> Any:
-        """The dataset, with no more columns than `rows` needs if the format allows it. Files stay encoded.
+        """The dataset, with only the columns that `rows` needs if the format allows that. Files stay encoded.
 
         Raises:
-            InvalidArgument: the source has not all of the columns.
+            InvalidArgument: the source lacks a column.
         """
         from ray import data
 
@@ -61,7 +61,7 @@ def find_source(source: str, given: str = "auto") -> Source:
 
     Args:
         source: a file, a folder or a pattern such as "data/*.parquet"; or a URL such as s3://bucket/folder.
-        given: "auto": the only format that the files' names have.
+        given: the format, or "auto" for the one that follows from the files' suffixes.
 
     Raises:
         InvalidArgument: there are no files, or files of several formats.
