@@ -15,14 +15,14 @@ import numpy as np
 from decoder.constraints import Mask
 
 _MAX_MASKS = 64
-"""Number of cached masks, each with one bit per token. Most of an answer visits few states."""
+"""Maximum number of cached masks, each with one bit per token. Most tokens of an answer visit few states."""
 
 
 class TokenText:
     """The bytes of a vocabulary's tokens, arranged for automaton steps of all tokens at once."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
-        """`tokens`: by id; empty for tokens that are no text."""
+        """`tokens`: the bytes of each token, by id; empty for tokens that are not text."""
         self.tokens = tokens
         lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
         self._order = np.argsort(-lengths, kind="stable")

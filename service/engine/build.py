@@ -41,22 +41,24 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def resolve_device(options: EngineOptions) -> str:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device: {device!r} was asked for and this torch finds no CUDA device; 'cpu' would work")
+        raise ConfigError(f"device: {device!r} is given, but torch finds no CUDA device; 'cpu' would work")
     index = int(device.partition(":")[2] or 0)
     if index and index >= (count := torch.cuda.device_count()):
         raise ConfigError(
-            f"device: {device!r} was asked for and this torch finds {count} CUDA devices; 'cuda:{count - 1}' would work"
+            f"device: {device!r} is given, but torch finds {count} CUDA devices; 'cuda:{count - 1}' would work"
         )
     return device
 
 
 def resolve_dtype(options: EngineOptions, checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of computation: bfloat16 for checkpoints of other dtypes than these two."""
+    """The dtype of computation: that of the option or the checkpoint; bfloat16 if the checkpoint's is neither float32
+    nor bfloat16."""
     return _DTYPES.get(options.dtype or checkpoint.config.dtype, torch.bfloat16)
 
 
 def dtype_loss(options: EngineOptions, checkpoint: Checkpoint) -> str:
-    """What to tell about a checkpoint whose dtype is not one of computation; empty if it is, or if `options` choose."""
+    """The warning for a checkpoint whose dtype is not a dtype of computation; empty if it is one, or if `options` name
+    a dtype."""
     declared = checkpoint.config.dtype
     if options.dtype is not None or declared in _DTYPES:
         return ""
@@ -69,8 +71,8 @@ def _report_loss(options: EngineOptions, checkpoint: Checkpoint) -> None:
 
 
 def resolve_step_tokens(options: EngineOptions) -> int:
-    """Tokens of a decoder step. On a CPU a quarter of a GPU's: prompts are nearly as fast, buffers are smaller, and
-    running requests wait less for prompts."""
+    """Tokens of a decoder step. The default on a CPU is a quarter of that on a GPU: prompts are nearly as fast, buffers
+    are smaller, and running requests wait less for prompts."""
     if options.max_batched_tokens is not None:
         return options.max_batched_tokens
     return max(CPU_STEP_TOKENS, options.max_seqs) if resolve_device(options) == "cpu" else GPU_STEP_TOKENS
@@ -144,14 +146,14 @@ def check_segment(options: EngineOptions, vision: VisionSpec, dtype: torch.dtype
 
 
 def check_encoder_step(options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec) -> None:
-    """Raises ConfigError for steps of an encoder in which the smallest image has no place, or whose buffers and
-    activations would take more than the device's memory."""
+    """Raises ConfigError if the smallest image does not fit an encoder step, or if a step's buffers and activations
+    would take more than the device's memory."""
     step, least = options.encoder_step_tokens, vision.min_image_tokens
     if step is None:
         return
     if step < least:
         raise ConfigError(
-            f"encoder_step_tokens: {step} has no place for the smallest image, of {least} image tokens; at least "
+            f"encoder_step_tokens: {step} is less than the {least} image tokens of the smallest image; at least "
             f"{least} would work"
         )
     budgets = encoder_options(options, checkpoint).budgets(vision)
@@ -165,7 +167,7 @@ def check_encoder_step(options: EngineOptions, checkpoint: Checkpoint, vision: V
 
 
 def check_instruction_set(options: EngineOptions) -> None:
-    """Raises ConfigError for a set that the processor lacks, also where it would have no effect."""
+    """Raises ConfigError for a set that the processor lacks, even if the option would have no effect."""
     if options.instruction_set == instruction_sets.AUTO:
         return
     try:
@@ -175,7 +177,8 @@ def check_instruction_set(options: EngineOptions) -> None:
 
 
 def use_processor(options: EngineOptions) -> None:
-    """Sets threads and instruction set of this process. Raises ConfigError for a set that the processor lacks."""
+    """Sets the number of threads and the instruction set of this process. Raises ConfigError for a set that the
+    processor lacks."""
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     check_instruction_set(options)
     instruction_sets.use(options.instruction_set)
@@ -263,8 +266,8 @@ def step_tokens(options: EngineOptions, vision: VisionSpec) -> int:
 def connect_encoders(
     options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec, handoff: Handoff
 ) -> EncoderPool:
-    """The encoders of `--encoders`. One that cannot be reached yet is connected to later; one that serves another model
-    raises PartnerRefused."""
+    """The encoders of `--encoders`. An encoder that cannot be reached yet is connected later. Raises PartnerRefused if
+    one serves another model."""
     from service.encoding.credentials import channel_credentials
     from service.encoding.grpc_link import GrpcLink
 
@@ -293,7 +296,7 @@ def encoder_process(options: EngineOptions, vision: VisionSpec, handoff: Handoff
 
 
 def encoder_of_process(options: EngineOptions, source: WorkSource) -> LocalEncoder:
-    """Builds the encoder inside that process. On every device it runs when its caller calls it."""
+    """Builds the encoder inside the encoder process. It has no thread of its own on any device: its caller runs it."""
     use_processor(options)
     checkpoint = open_checkpoint(options.model, options.revision)
     vision = resolve_vision(options, checkpoint)
@@ -303,32 +306,33 @@ def encoder_of_process(options: EngineOptions, source: WorkSource) -> LocalEncod
 
 
 def check_role(options: EngineOptions, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for a role that needs images, of a model that takes none."""
+    """Raises ConfigError for a role that needs images if the model takes none."""
     if options.role != "all" and checkpoint.config.vision is None:
         nothing = {"encoder": "to encode", "decoder": "that encoders could do"}[options.role]
         raise ConfigError(f"role: {checkpoint.config.name} takes no images, so there is nothing {nothing}")
 
 
 class RowsOf(NamedTuple):
-    """Weights that are multiplied with rows of a kind of activations."""
+    """The formats of weights that can be multiplied with one kind of activations."""
 
     stored: frozenset[str]
-    """Formats in published checkpoints."""
+    """Formats of published checkpoints."""
     forms: frozenset[str]
-    """Our own, of `--weights`; "own" in a checkpoint's formats stands for one of them."""
+    """Values of `--weights`. The format "own" of a checkpoint stands for one of them."""
     words: str
+    """All of them, for messages."""
 
 
 ROWS_OF = {
-    "fp8": RowsOf(frozenset({"fp8-tensor", "fp8-channel"}), frozenset({"fp8"}), "fp8 with a scale a row or weight"),
+    "fp8": RowsOf(frozenset({"fp8-tensor", "fp8-channel"}), frozenset({"fp8"}), "fp8 with a scale per row or tensor"),
     "int8": RowsOf(frozenset({"int8", "int4", "gptq", "awq"}), frozenset({"int8", "int4", "int4-32"}), "int8 or int4"),
 }
 """By kind of activations."""
 
 
 def check_activations(options: EngineOptions, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError where no weight would be multiplied with such rows, on a device that cannot, or if the
-    checkpoint says something else about them."""
+    """Raises ConfigError if no weight could be multiplied with activations of this kind, if the device cannot do so, or
+    if the checkpoint declares another kind of activations."""
     kind = options.activations
     if kind is None:
         return
@@ -339,25 +343,25 @@ def check_activations(options: EngineOptions, checkpoint: Checkpoint) -> None:
     if options.weights not in of.forms and not stored:
         kinds = options.weights or ", ".join(checkpoint.formats) or "16 or 32 bits"
         raise ConfigError(
-            f"activations: {kind} would have no effect: linear layers are in {kinds}, not in {of.words}; "
-            f"--weights {kind} would do that, on a {wanted}"
+            f"activations: {kind} would have no effect: linear layers are in {kinds}, not in {of.words}; with "
+            f"--weights {kind} it would work, on a {wanted}"
         )
     if device.startswith("cpu") != (wanted == "CPU"):
         raise ConfigError(f"activations: {kind} needs a {wanted}, and the device is {device}")
     if kind == "int8" and checkpoint.declared is not None:
         for weight in checkpoint.weights.values():
             if weight.scheme in of.stored and (other := checkpoint.declared.say(weight.module).inputs):
-                raise ConfigError(f"activations: int8 is not what the checkpoint says: {weight.module}: {other}")
+                raise ConfigError(f"activations: int8 contradicts the checkpoint: {weight.module}: {other}")
 
 
 def check_drafting(options: EngineOptions, checkpoint: Checkpoint) -> None:
-    """Raises ValueError with the reason why this checkpoint's multi-token prediction heads cannot draft."""
+    """Raises ValueError with the reason if this checkpoint's multi-token prediction heads cannot draft."""
     if options.speculative == "mtp":
         check_mtp(checkpoint.config.decoder, checkpoint.decoder_shapes(), options.draft_vocab)
 
 
 def check_state_dtype(options: EngineOptions, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for another dtype than float32 if no layer has such a state."""
+    """Raises ConfigError for a dtype other than float32 if no layer has a recurrent state."""
     if options.state_dtype != "float32" and not checkpoint.config.decoder.slots:
         raise ConfigError(
             f"state_dtype: {options.state_dtype} would have no effect: {checkpoint.config.name} has no recurrent "
@@ -376,7 +380,7 @@ def check_state_block(options: EngineOptions, checkpoint: Checkpoint) -> None:
         page = DecoderOptions.page_size
         fitting = f"; at most {longest // page * page} would work" if longest >= page else ""
         raise ConfigError(
-            f"state_block: no request reaches token {block}, where state_cache {mode} would keep a state first: "
+            f"state_block: no request reaches token {block}, the first at which state_cache {mode} would keep a state: "
             f"max_len is {longest}{fitting}"
         )
 

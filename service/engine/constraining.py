@@ -1,5 +1,5 @@
 """Builds the constraints of requests, in a separate thread. The vocabulary is read and the library loaded when the
-first request needs a constraint, so a server without such requests pays nothing."""
+first request needs a constraint, so a server without such requests spends no time and memory on them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Constraining:
             return self._started_pool().submit(self._make, spec, ends, stops, output_ids)
 
     def close(self) -> None:
-        """Cancels what has not begun. Idempotent."""
+        """Cancels the constraints that it has not begun to build. Idempotent."""
         with self._lock:
             if self._pool is not None:
                 self._pool.shutdown(wait=False, cancel_futures=True)
@@ -64,10 +64,10 @@ class Constraining:
 
     @cached_property
     def _vocabulary(self) -> ByteVocabulary:
-        """Raises UnusableConstraint for a model without one."""
+        """Raises UnusableConstraint if the model has no vocabulary, or one that cannot be used."""
         field = "sampling.response_format"
         if not self._path.exists():
-            raise UnusableConstraint("the model has no tokenizer, which tells tokens from text", field)
+            raise UnusableConstraint("the model has no tokenizer, so the text of its tokens is not known", field)
         try:
             return ByteVocabulary(self._path, self._vocab_size)
         except CheckpointError as error:
@@ -90,7 +90,7 @@ class Constraining:
             constraint = self._constraint(spec, ends, stops)
             if (valid := constraint.valid_prefix(output_ids)) < len(output_ids):
                 raise UnusableConstraint(
-                    f"of the {len(output_ids)} ids only the first {valid} keep to the request's constraints",
+                    f"only the first {valid} of the {len(output_ids)} ids satisfy the request's constraints",
                     "continued_token_ids",
                 )
             for token in output_ids:
@@ -103,7 +103,7 @@ class Constraining:
             raise ConstraintFailed(f"a constraint could not be made: {error}") from error
 
     def _constraint(self, spec: ConstraintSpec, ends: frozenset[int], stops: frozenset[int]) -> Constraint:
-        # A stop id that stands for text is text to the grammar; where it is drawn the answer is cut short.
+        # A stop id that stands for text is text to the grammar; if it is drawn, the answer ends there.
         ends_of_text = ends | self._textless(stops) if spec.format is not None else frozenset[int]()
         made = self._parts(spec, ends, ends_of_text)
         if spec.reasoning is None:

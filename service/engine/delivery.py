@@ -1,6 +1,6 @@
-"""When the engine's events are passed on: those of short steps together.
+"""Decides when the engine's events are passed on: events of several short steps are passed on together.
 
-Each delivery wakes threads of the frontend, and on a machine of a few cores these take time from the next step: on two
+Each delivery wakes threads of the frontend, and on a machine with few cores these take time from the next step: on two
 cores a delivery takes up to a millisecond, a third of the step of a small quantised model.
 """
 
@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection
 from service.engine.types import EngineEvent, EventSink
 
 INTERVAL = 0.010
-"""Seconds between deliveries at least, where tokens come faster. An event waits for less than this and one step of at
-most this length."""
+"""Minimum number of seconds between deliveries of further tokens. A token waits for less than this time plus one step.
+That step is short as well: before a step with new work, which may be long, the engine delivers everything."""
 UNSTREAMED_INTERVAL = 0.1
-"""The same while nobody needs tokens before the end of an answer."""
+"""The same while no request needs its tokens before its end."""
 
 
 def may_wait(event: EngineEvent) -> bool:
@@ -30,7 +30,7 @@ class Delivery:
         """`clock`: the time in seconds."""
         self.sink, self._clock = sink, clock
         self.streamed: Collection[str] | None = None
-        """The requests whose tokens are needed before the end of their answers. `None`: not known, any may be."""
+        """The requests whose tokens are needed before the end of their answers. `None`: possibly all."""
         self._held: list[EngineEvent] = []
         self._delivered = float("-inf")
 
@@ -44,7 +44,7 @@ class Delivery:
             self.flush()
 
     def flush(self) -> None:
-        """Delivers what is held."""
+        """Delivers the events that are held."""
         if self._held:
             events, self._held = self._held, []
             self._delivered = self._clock()

@@ -1,4 +1,4 @@
-"""The engine: encoder, handoff and decoder behind five calls.
+"""The engine: encoder, handoff and decoder behind one interface (`EngineHandle`).
 
     commands   from other threads, through one queue
     decode     decoder.step (schedule -> run -> postprocess) -> events
@@ -10,10 +10,10 @@ The same object runs in-process (`engine_thread.py`) and behind the process boun
 Threads. On a CPU one thread does all three in turn, with a few of the tower's layers per decoder step: both runners
 want every core, and short time slices bound what an image can add to another request's inter-token latency
 (`encoder_time_slice` and a layer). It must also be the thread that built the runners: libgomp keeps a team of threads
-for each thread that has computed, and if there are more of them than cores it hardly spins between operations, which
-halves the speed of a decode step. On a GPU the encoder has a thread and a stream of its own; events order them: it
-writes rows after the reservation of their memory, and the decoder reads them after they are written
-(service/encoding/handoff.py).
+for each thread that has computed, and with more such threads than cores they hardly spin between operations, which
+halves the speed of a decode step. On a GPU the encoder has a thread and a stream of its own. CUDA events order the
+streams: the encoder writes rows after their memory has been reserved, and the decoder reads them after they have been
+written (service/encoding/handoff.py).
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Engine:
 
         The decoder runs first because admission releases images whose rows a cached prefix makes unnecessary.
         """
-        if self._wake.is_set():  # what has come may make the next step a long one
+        if self._wake.is_set():  # new work may make the next step a long one
             self._delivery.flush()
         self._wake.clear()
         if self._closing.is_set():  # checked after `clear`, otherwise a call to `stop` in between would be missed

@@ -2,9 +2,9 @@
 starts another.
 
     EngineLink         the client of an engine at the other end of any connection
-    EngineProcess      one whose process it starts and watches
-    SupervisedEngine   replaces a dead one: its requests get an error event, and another is started after a pause that
-                       grows with each failure
+    EngineProcess      an EngineLink that also starts and watches the engine's process
+    SupervisedEngine   replaces an EngineProcess that has ended: its requests get an error event, and another process is
+                       started after a pause that grows with each failure
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class EngineLink:
     info: EngineInfo
 
     def __init__(self, connection: Connection, on_death: Callable[[], None] = lambda: None) -> None:
-        """`on_death` is called once, from the reader thread, if the connection ends by itself."""
+        """`on_death` is called once, from the reader thread, if the connection ends without `close`."""
         self._connection = connection
         self._on_death = on_death
         self._outbox = Outbox(connection, self._lost)
@@ -163,8 +163,8 @@ class EngineProcess(EngineLink):
     ) -> None:  # fmt: skip
         """Starts the process and waits until its model is loaded. Raises ConfigError with the engine's message if it
         rejects the options, and EngineDied if it ends while loading or takes longer than `load_timeout`. `on_death` is
-        called once, from the reader thread, if the process ends by itself; `on_start` with the process before its model
-        is loaded."""
+        called once, from the reader thread, if the process ends without `close`; `on_start` with the process before its
+        model is loaded."""
         self._process, connection = start_helper("service.servers.engine_process")
         on_start(self._process)
         super().__init__(connection, on_death)
@@ -275,8 +275,8 @@ class SupervisedEngine:
         on_give_up: Callable[[], None] = lambda: None, loading: Loading | None = None,
     ) -> None:  # fmt: skip
         """Starts the first engine; its ConfigError is raised. `on_change` is called from other threads with whether
-        there is an engine, and `on_give_up` when no further engine will be started. `loading`: with which another
-        thread can end the first engine while it loads its model; EngineDied is raised then."""
+        there is an engine, and `on_give_up` when no further engine will be started. With `loading` another thread can
+        end the first engine while it loads its model; EngineDied is raised then."""
         self._options, self._on_change, self._on_give_up = options, on_change, on_give_up
         self._emit: EventSink = lambda events: None
         self._closing, self._first = threading.Event(), loading or Loading()

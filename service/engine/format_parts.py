@@ -1,4 +1,5 @@
-"""The JSON schemas, regular expressions and Lark grammars of a format, with the beginnings of messages about them."""
+"""The JSON schemas, regular expressions, Lark grammars and fixed texts of a format. Each is a pair of a prefix for
+messages, which names the part, and the part itself."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependent
 
 
 def schemas_of(format: TextFormat) -> Iterator[tuple[str, Any]]:
-    """The schemas that are parts of a format by themselves."""
+    """The schemas of a format, without those within its Lark grammars."""
     if format.kind == "tool_calls":
         for tool in json.loads(format.source)["tools"]:
             if tool["schema"] is not None:
@@ -25,8 +26,8 @@ def schemas_of(format: TextFormat) -> Iterator[tuple[str, Any]]:
 
 
 def all_schemas(format: TextFormat) -> Iterator[tuple[str, Any]]:
-    """The same with the schemas within a format's Lark grammars. What cannot be read is no schema for the compiler
-    either."""
+    """The schemas of a format, with those within its Lark grammars. Text that cannot be parsed is skipped, since the
+    compiler does not accept it as a schema either."""
     yield from schemas_of(format)
     for _, lark in grammars_of(format):
         for found in re.finditer(r"%json[ \t\r\n]*", lark):

@@ -1,5 +1,5 @@
-"""Limits on what a format expands to where the grammar compiler has none: it takes memory and time that grow with the
-square of the length of a regular expression, also of one that terminals of a Lark grammar are expanded to, and double
+"""Limits on the size of a format's parts for which the grammar compiler has none. Its memory and time grow with the
+square of the length of a regular expression, also of one to which terminals of a Lark grammar are expanded, and double
 with each pattern that one string has to match.
 """
 
@@ -19,12 +19,13 @@ from service.engine.schema_faults import at_path, target_path
 MAX_EXPRESSION = 2**14
 """Limit on the characters of a regular expression. The worst ones of this length take a second and 140 MB."""
 MAX_TERMINAL = 2**16
-"""Limit on the characters of a Lark grammar's terminal in which others are written out. The worst take a second."""
+"""Limit on the characters of a Lark grammar's terminal after other terminals have been written out in it. The worst
+ones of this length take a second."""
 MAX_TEXT = 2**13
 """Limit on the characters of a fixed text: each step reads the rest of it, which takes two milliseconds."""
 MAX_PATTERNS = 16
 """Limit on the patterns and formats that one string has to match, and on the schemas with patterns that are combined
-for one object. Half of them are too many for most patterns."""
+for one object. With most patterns, half as many already take too much memory or time."""
 _LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
 _DEFINITION = re.compile(r"^[ \t]*[?!]?(\w+)(?:\{[^}\n]*\}|\[[^]\n]*\]|\.-?\d+|[ \t])*:", re.MULTILINE)
 _WITHIN = ("properties", "patternProperties", "additionalProperties", "items", "prefixItems")
@@ -33,7 +34,7 @@ _TERMINAL = re.compile(r"\b_*[A-Z][A-Z0-9_]*\b")
 
 
 def check_sizes(format: TextFormat) -> None:
-    """Raises ValueError for a format that expands to more than the limits."""
+    """Raises ValueError for a format with a part that exceeds a limit."""
     for name, expression in expressions_of(format):
         _check_expression(name, expression)
     for name, text in texts_of(format):
@@ -95,7 +96,7 @@ def _check_terminals(name: str, grammar: str) -> None:
 
 
 def _mappings(value: Any) -> Iterator[dict[str, Any]]:
-    """All mappings within a document: a reference can make a schema of each of them."""
+    """All mappings within a document: a reference can turn each of them into a schema."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -114,7 +115,7 @@ def _expressions(part: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _values(part: Mapping[str, Any]) -> Iterator[Any]:
-    """What a schema lists: each is written as it is."""
+    """The values that a schema lists, each of which becomes a fixed text."""
     if "const" in part:
         yield part["const"]
     if isinstance(part.get("enum"), list):
@@ -122,8 +123,8 @@ def _values(part: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _check_patterns(name: str, schema: Any) -> None:
-    """Counts what each schema demands of one string: its own patterns, those of all of `allOf`, of the schema that it
-    refers to, and of one of `anyOf` and `oneOf`."""
+    """Counts the patterns that one string has to match for each schema: its own, those of all schemas in `allOf`, of
+    the schema that it refers to, and of one schema in `anyOf` or `oneOf`."""
     parts = {id(part): part for part in _mappings(schema)}
     total = sum(isinstance(part.get(key), str) for part in parts.values() for key in ("pattern", "format"))
     if total <= MAX_PATTERNS:
@@ -133,13 +134,13 @@ def _check_patterns(name: str, schema: Any) -> None:
     counts: dict[int, int] = {}
     try:
         order = [*TopologicalSorter({key: map(id, inner) for key, inner in within.items()}).static_order()]
-    except CycleError:  # for the compiler to refuse
+    except CycleError:  # the compiler rejects it
         order, counts = [], {0: total}
     for key in order:
         part = parts[key]
         counts[key] = own[key] + sum(counts[id(inner)] for inner in _all_of(part, schema))
         counts[key] += max((counts[id(inner)] for inner in _one_of(part)), default=0)
-        if _refers_elsewhere(part):  # by a name and not by a path: it may be any schema
+        if _refers_elsewhere(part):  # by a name instead of a path: it may be any schema
             counts[key] += total
     if (most := max(counts.values(), default=0)) > MAX_PATTERNS:
         raise ValueError(
@@ -149,7 +150,7 @@ def _check_patterns(name: str, schema: Any) -> None:
 
 
 def _own(part: Mapping[str, Any]) -> int:
-    """Patterns and formats of a schema; those of its properties and items count as one."""
+    """Number of patterns and formats of a schema; those of its properties and items count as one."""
     inner = [value for name in _WITHIN if isinstance(value := part.get(name), dict | list)]
     deeper = any(not _PATTERNS.isdisjoint(each) for each in _mappings(inner))
     return isinstance(part.get("pattern"), str) + isinstance(part.get("format"), str) + deeper
@@ -167,7 +168,7 @@ def _all_of(part: Mapping[str, Any], schema: Any) -> list[dict[str, Any]]:
 
 
 def _one_of(part: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The schemas of which a value matches some."""
+    """The alternative schemas in `anyOf` and `oneOf`."""
     lists = (part.get(name) for name in ("anyOf", "oneOf"))
     return [each for inner in lists if isinstance(inner, list) for each in inner if isinstance(each, dict)]
 

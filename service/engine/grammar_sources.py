@@ -18,8 +18,8 @@ JSON_OPTIONS: dict[str, Any] = {
     "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "whitespace_pattern": None,
     "coerce_one_of": False, "lenient": False,
 }  # fmt: skip
-"""JSON has a fixed layout, that of Python's `json.dumps`: with free white space, a model could write it without end,
-and hardly any token would be forced. Schema keywords that are not implemented are rejected."""
+"""JSON has a fixed layout, that of Python's `json.dumps`: otherwise a model could write white space without end, and
+hardly any token would be forced. Schema keywords that are not implemented are rejected."""
 
 
 def grammar_source(format: TextFormat, specials: Mapping[str, int]) -> str:
@@ -50,7 +50,7 @@ def grammar_source(format: TextFormat, specials: Mapping[str, int]) -> str:
 
 
 def field_of(format: TextFormat) -> str:
-    """The field of a request that a format comes from."""
+    """The field of the request that contains the format."""
     return "chat.tools" if format.kind == "tool_calls" else f"sampling.response_format.{format.kind}"
 
 
@@ -66,11 +66,12 @@ def json_grammar(schema: str) -> str:
 
 _SECONDS = {"time": "^.{6}[0-5]", "date-time": "^.{17}[0-5]"}
 _DATA = ("enum", "const", "default", "examples")
-"""Keywords whose values are data and no schemas."""
+"""Keywords whose values are data, not schemas."""
 
 
 def _without_leap_seconds(schema: Any) -> Any:
-    """The library takes second 60 of any minute for a time, which readers do not."""
+    """The schema with a pattern for each `time` and `date-time` that excludes second 60: the library allows it in any
+    minute, and most parsers do not."""
     if isinstance(schema, list):
         return [_without_leap_seconds(item) for item in schema]
     if not isinstance(schema, dict):
@@ -82,7 +83,7 @@ def _without_leap_seconds(schema: Any) -> Any:
         else:
             made[key] = value if key in _DATA else _without_leap_seconds(value)
     pattern = _SECONDS.get(made["format"]) if isinstance(made.get("format"), str) else None
-    if pattern is not None and isinstance(others := made.get("allOf", []), list):  # else the library refuses it
+    if pattern is not None and isinstance(others := made.get("allOf", []), list):  # otherwise the library rejects it
         made["allOf"] = [*others, {"pattern": pattern}]
     return made
 
@@ -92,7 +93,7 @@ def _choice(source: str) -> str:
 
 
 def _literal(text: str, specials: Mapping[str, int]) -> str:
-    """A fixed text, in which names of special tokens mean these tokens."""
+    """The Lark source for a fixed text, in which names of special tokens stand for these tokens."""
     names = [name for name in specials if name in text]
     pieces = re.split(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})", text) if names else [text]
     return " ".join(f"<[{specials[piece]}]>" if piece in names else quoted(piece) for piece in pieces if piece)
@@ -113,7 +114,7 @@ def _structural_tags(tags: dict[str, Any], specials: Mapping[str, int]) -> str:
         trigger = max((name for name in specials if tag["begin"].startswith(name)), key=len, default=trigger)
         rest = [_literal(tag["begin"][len(trigger) :], specials), f"@{name}_content", _literal(tag["end"], specials)]
         if trigger in specials:
-            special.add(trigger)  # written in other tokens it would be text that begins no tag
+            special.add(trigger)  # spelled in other tokens, it would be text that does not begin a tag
             lines.append(f"{name}: TEXT <[{specials[trigger]}]> {' '.join(rest)}")
         else:
             lines.append(f"{name}_trigger[lazy]: TEXT {quoted(trigger)}")

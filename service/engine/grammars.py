@@ -41,9 +41,9 @@ LIMITS = {
 """Arguments of `llguidance.LLParserLimits`, which documents their units."""
 _MAX_MESSAGE = 300
 MAX_TOKENIZED = 4096
-"""Number of forced texts whose tokens are cached; tokenizing one takes longer than everything else in a mask."""
+"""Number of forced texts whose tokens are cached; tokenizing one takes longer than the rest of computing a mask."""
 _MAX_TEXT = 1024
-"""Maximum number of characters of such a text."""
+"""Maximum number of characters of a cached text."""
 
 
 class Grammar:
@@ -88,8 +88,8 @@ class GrammarConstraint:
         self._matcher.unsafe_compute_mask_ptr(mask.address, 4 * len(mask.words))
         self._check()
         if (took := time.thread_time() - started) > MASK_SECONDS:
-            raise self._grammar.refuse(f"one step of this grammar takes {took:.2g} s; at most {MASK_SECONDS} are given")
-        if self._matcher.is_accepting():  # only then the library allows the placeholder
+            raise self._grammar.refuse(f"one step of this grammar takes {took:.2g} s; at most {MASK_SECONDS} s allowed")
+        if self._matcher.is_accepting():  # only then does the library allow the placeholder
             placeholder = self._grammar.placeholder
             mask.words[placeholder // 32] &= FULL ^ (1 << placeholder % 32)
             for end in self._ends:
@@ -140,7 +140,7 @@ class GrammarConstraint:
         """Raises UnusableConstraint if the grammar itself has a token that ends the text, and more after it."""
         probe = self._matcher.deep_copy()
         if not (probe.consume_token(end) and probe.is_accepting()):
-            raise UnusableConstraint(f"it goes on after the token {end}, which ends the text", self._grammar.field)
+            raise UnusableConstraint(f"it continues after the token {end}, which ends the text", self._grammar.field)
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -197,7 +197,7 @@ class Grammars:
         source = grammar_source(format, self._specials)
         started = time.thread_time()
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
-        if not matcher.is_error():  # what comes first is the dearest, and an unusable grammar often fails there
+        if not matcher.is_error():  # the first mask is the most expensive, and an unusable grammar often fails at it
             matcher.compute_bitmask()
             matcher.compute_ff_tokens()
         took = time.thread_time() - started
@@ -205,7 +205,7 @@ class Grammars:
             message = _short(matcher.get_error())
             raise UnusableConstraint(message if took > SECONDS else located(format, message, _fault), field)
         if took > COMPILE_SECONDS:
-            raise UnusableConstraint(f"compiling took {took:.2g} s; at most {COMPILE_SECONDS} are given", field)
+            raise UnusableConstraint(f"compiling took {took:.2g} s; at most {COMPILE_SECONDS} s are allowed", field)
         return Grammar(matcher, field, self._placeholder)
 
 
@@ -230,7 +230,7 @@ def _cost(format: TextFormat) -> int:
 
 
 def _fault(schema: Any) -> str:
-    """The message with which the library refuses a JSON schema; empty if it does not."""
+    """The message with which the library rejects a JSON schema; empty if the library accepts it."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:

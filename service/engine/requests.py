@@ -1,11 +1,11 @@
 """The requests of an engine: what each of them holds, when it is submitted to the decoder, and where the rows of its
 images and clips lie in its prompt.
 
-An image is one run of rows, or one for the whole and one for each slice where it is cut into slices. A clip is one run
-for each temporal patch. There are text tokens between the runs. Pruning drops rows after encoding: how many rows of the
-whole clip stay is known from its shape, how many of each temporal patch only after encoding. So the prompt's length,
-which admission and limits need, is known at once, and a request with a pruned clip is submitted to the decoder when its
-clip has been encoded for the first time.
+An image is one run of rows or, if it is cut into slices, one run for the whole image and one for each slice. A clip is
+one run for each temporal patch. There are text tokens between the runs. Pruning drops rows after encoding: the number
+of rows that the whole clip keeps follows from its shape, but that of each temporal patch is known only after encoding.
+So the prompt's length, which admission and limits need, is known at once, and a request with a pruned clip is submitted
+to the decoder when its clip has been encoded for the first time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Requests:
         self._vision, self._constraining, self._wake = vision, constraining, wake
         self.live: set[str] = set()
         self.streamed: set[str] = set()
-        """Those of them whose tokens are needed before their end."""
+        """Live requests whose tokens are needed before their end."""
         self._leases: dict[str, list[Lease]] = {}
         self._embedded: dict[str, Lease] = {}
         """Requests for the embedding of an image."""
@@ -162,8 +162,8 @@ class Requests:
                 self._give_up(request, error)
 
     def _admit(self, request: EngineRequest, names: Iterable[str]) -> None:
-        """Submits these samples of a request to the decoder. Raises ValueError if the decoder cannot run it,
-        DeadlineError if not in time."""
+        """Submits these samples of a request to the decoder. Raises ValueError if the decoder cannot run the request,
+        and DeadlineError if it cannot do so in time."""
         made: list[DecoderRequest] = []
         constraint = self._take_constraint(request)
         for name in names:
@@ -196,7 +196,8 @@ class Requests:
             self._decoder.add(*made)
 
     def _take_constraint(self, request: EngineRequest) -> Constraint | None:
-        """The result of `_begin_constraint`. Raises ValueError if it cannot be served, ConstraintFailed."""
+        """The constraint that `_begin_constraint` began to build; None if there is none. Raises ValueError if it cannot
+        be served, and ConstraintFailed if the server failed to build it."""
         future = self._constraints.pop(request.request_id, None)
         return None if future is None else future.result()
 
@@ -256,7 +257,7 @@ def _bytes(values: torch.Tensor) -> bytes:
 
 def _kind(error: Exception) -> ErrorKind:
     if isinstance(error, ValueError) or (isinstance(error, ConstraintError) and error.__cause__ is None):
-        return "invalid"  # also where what a request asks for leaves no token that could follow
+        return "invalid"  # also if the request's constraints leave no token that could follow
     if isinstance(error, DeadlineError):
         return "deadline"
     return "unavailable" if isinstance(error, EncoderUnavailable) else "internal"

@@ -1,4 +1,4 @@
-"""Where in a JSON schema the fault lies that the grammar compiler reports: its messages do not say.
+"""Finds the place in a JSON schema of a fault that the grammar compiler reports without its place.
 
 The schema's parts are compiled alone. If one of them has the same fault, the fault is within it. At the innermost such
 part, the faulty keyword is the one without which the message changes.
@@ -14,7 +14,8 @@ from service.common.types import TextFormat
 from service.engine.format_parts import BY_NAME, schemas_of
 
 SECONDS = 0.25
-"""Limit on the processor time of a search; after it, the part that has been found contains the fault."""
+"""Limit on the seconds of processor time of a search. When it is reached, the part found so far, which contains the
+fault, is the result."""
 MAX_POINTER = 150
 """Largest number of characters of a pointer."""
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -62,8 +63,8 @@ def pointer(path: Sequence[str]) -> str:
 def _faulty(
     path: _Path, part: Mapping[str, Any], schema: Any, seen: set[_Path], same: Callable[[Any], bool]
 ) -> tuple[_Path, dict[str, Any]] | None:
-    """The first part directly within `part` that has the fault. `seen`: paths that were tried, extended; what refers to
-    one of them adds nothing."""
+    """The first part directly within `part` that has the fault. `seen`: paths that were tried, to which this adds;
+    parts that refer to one of them are skipped."""
     for inner_path, inner in _parts(path, part, schema):
         if inner_path not in seen and isinstance(inner, dict) and target_path(inner) not in seen:
             seen.add(inner_path)
@@ -86,7 +87,7 @@ def _parts(path: _Path, part: Mapping[str, Any], schema: Any) -> Iterator[tuple[
 
 
 def at_path(schema: Any, path: _Path) -> Any:
-    """What a path leads to; None if there is nothing."""
+    """The value at a path; None if there is none."""
     for name in path:
         schema = schema.get(name) if isinstance(schema, dict) else None
     return schema
@@ -101,7 +102,7 @@ def target_path(part: Mapping[str, Any]) -> _Path | None:
 
 
 def located(format: TextFormat, message: str, fault: Callable[[Any], str]) -> str:
-    """`message` with the place that it is about, if it is the fault of one of the format's JSON schemas."""
+    """`message`, followed by the place of the fault if it is in one of the format's JSON schemas."""
     for name, schema in schemas_of(format):
         if fault(schema) == message:
             place = pointer_of_fault(schema, message, fault)

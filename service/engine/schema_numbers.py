@@ -1,8 +1,8 @@
-"""Numbers of JSON schemas that the grammar compiler does not keep to exactly, or that it cannot bear.
+"""Rejects numbers in JSON schemas that the grammar compiler would round, or with which it would crash or not end.
 
-It reads numbers as floats, and bounds of integers as floats and then as 64-bit integers. So it would round an id of 18
-digits to another one, and a minimum of 10^20 to less. A range that consists of -2^63 ends the process: the compiler
-negates it, which overflows, and recurses without end. `multipleOf` becomes an automaton with a state for each
+The compiler reads numbers as floats, and bounds of integers as floats and then as 64-bit integers. So it would round an
+id of 18 digits to another one, and a minimum of 10^20 to less. A range that consists of -2^63 ends the process: the
+compiler negates it, which overflows, and recurses without end. `multipleOf` becomes an automaton with a state for each
 remainder, and several of them can become one with a state for each combination, which no limit of the compiler bounds.
 """
 
@@ -18,20 +18,21 @@ from service.engine.format_parts import all_schemas
 from service.engine.schema_faults import pointer
 
 EXACT = 2**53 - 1
-"""Up to it, neighbouring whole numbers differ as floats, too."""
+"""Up to this magnitude, different integers are different as floats, too."""
 MAX_MULTIPLE = 50_000
-"""Limit on the least common multiple of the `multipleOf` of a format, without factors 2 and 5, which cost little: the
-decimal digits at the end decide about these. It takes about half a second to compile and 20 MB."""
+"""Limit on the least common multiple of all `multipleOf` of a format, without factors 2 and 5. These cost little, since
+they only concern the last decimal digits. The largest allowed multiple takes about half a second and 20 MB to
+compile."""
 _LARGEST = 2**63 - 1
 _BOUNDS = {"minimum": math.inf, "exclusiveMinimum": math.inf, "maximum": _LARGEST, "exclusiveMaximum": _LARGEST + 1}
-"""Keywords with the smallest number beyond EXACT that does no harm: the compiler reads it as the largest integer of 64
-bits, and refuses it for numbers that are not integers."""
+"""Keyword -> the smallest number beyond EXACT that is safe: the compiler reads it as the largest 64-bit integer, and
+rejects it for numbers that are not integers."""
 _Path = tuple[Any, ...]
-"""Keys from the innermost outwards: `(key, (key, ...))`."""
+"""Keys from the innermost to the outermost: `(key, (key, ...))`."""
 
 
 def check_numbers(format: TextFormat) -> None:
-    """Raises ValueError for the numbers of a format's schemas, with the JSON pointer to the first that is at fault."""
+    """Raises ValueError for a number in a format's schemas that cannot be used, with the JSON pointer to the first."""
     multiple = 1
     for name, schema in all_schemas(format):
         for path, value in _numbers(schema):
@@ -72,7 +73,7 @@ def _digits(value: float) -> int:
 
 
 def _numbers(schema: Any) -> Iterator[tuple[_Path, float]]:
-    """The numbers in a document, with their paths. A reference can make a schema of every part of it."""
+    """The numbers in a document, with their paths. A reference can turn every part of it into a schema."""
     waiting: list[tuple[_Path, Any]] = [((), schema)]
     while waiting:
         path, value = waiting.pop()

@@ -1,10 +1,10 @@
-"""Converts tools to a grammar of their calls in a model's markup. What the markup cannot express is rejected, with the
-name of the tool and of the keyword.
+"""Converts tools to a grammar of their calls in a model's markup. Schemas that the markup cannot express are rejected,
+with the names of the tool and of the keyword.
 
 The source of such a format is JSON: `{"markup": {"begin", "end", "body"}, "tools": [{"name", "schema"}], "required",
-"parallel", "answer"}`; a schema is null if the arguments may be any object. `required`: the text is nothing but calls,
-at least one. `answer`: kind and source of a format, which the text has if it has no calls; null: the text is free, and
-what begins like a call is one.
+"parallel", "answer"}`; a schema is null if the arguments may be any object. `required`: the text consists of one call
+or more. `answer`: kind and source of the format of a text without calls; null: the text is free, and the marker of a
+call in it begins a call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from families.tool_values import TYPES, typed
 
 Literal = Callable[[str], str]
-"""A fixed text as Lark, with special tokens as such."""
+"""Converts a fixed text to Lark source, in which special tokens are references to tokens."""
 _ANNOTATIONS = frozenset({
     "title", "description", "default", "examples", "$comment", "$schema", "$id", "deprecated", "readOnly", "writeOnly",
 })  # fmt: skip
@@ -33,7 +33,7 @@ _FORMATS = {
     "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
     "ipv4": r"((25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])\.){3}(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])",
 }
-"""Texts of formats, of which some common ones are enough."""
+"""Regular expressions for the values of `format`. Each matches common values only, which is enough for answers."""
 _CLOSE = "\n</parameter>\n"
 _MAX_LENGTH = 2000
 """Largest `maxLength` that is counted."""
@@ -43,7 +43,7 @@ class ToolGrammar:
     """Collects the rules of a grammar."""
 
     def __init__(self, source: str, literal: Literal, content: Callable[[str, str], dict[str, Any]]) -> None:
-        """`content`: a grammar for a format's kind and source, as llguidance has it, without a name."""
+        """`content`: makes llguidance's grammar, without a name, for the kind and source of a format."""
         self._format = json.loads(source)
         self._literal, self._content = literal, content
         self._markup = self._format["markup"]
@@ -51,7 +51,7 @@ class ToolGrammar:
         self._parts: list[dict[str, Any]] = []
 
     def grammars(self) -> list[dict[str, Any]]:
-        """The grammars for llguidance, the first of which is the whole. Raises ValueError."""
+        """The grammars for llguidance. The first one is that of the whole text. Raises ValueError."""
         calls = [self._call(tool["name"], tool["schema"]) for tool in self._format["tools"]]
         any_call = self._rule(" | ".join(calls))
         begin, end = self._literal(self._markup["begin"]), self._literal(self._markup["end"])
@@ -73,7 +73,7 @@ class ToolGrammar:
 
     def _free(self, begin: str, rest: str) -> str:
         """Text in which the marker is followed by the rest of a call."""
-        if begin.startswith("<"):  # a special token; text that looks like it would begin a call, too
+        if begin.startswith("<"):  # a special token: its name spelled in other tokens would begin a call, too
             self._rules.append(text_without([self._markup["begin"]]))
             return f"start: (TEXT {begin} {rest})* TEXT"
         self._rules.append(text_without([]))
@@ -112,7 +112,7 @@ class ToolGrammar:
         _check_keywords(f"tool {name!r}", schema, _OBJECT)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if lost := [key for key in required if key not in properties]:
-            raise ValueError(f"tool {name!r}: {lost[0]!r} is required, and is none of {len(properties)} properties")
+            raise ValueError(f"tool {name!r}: {lost[0]!r} is required, but is none of the {len(properties)} properties")
         definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         made = []
         for key, inner in properties.items():
@@ -124,12 +124,12 @@ class ToolGrammar:
         return made
 
     def _value(self, where: str, schema: Any, definitions: Mapping[str, Any]) -> str:
-        """The rule for a value up to the end of its tag. Strings are written as they are, others as JSON."""
+        """The rule for a value up to the end of its tag. Strings are written literally, other values as JSON."""
         schema = _followed(where, schema, definitions)
         if schema is True or schema == {} or (isinstance(schema, dict) and not schema.keys() - _ANNOTATIONS):
             return self._raw(".*", "")
         if not isinstance(schema, dict) or "x-guidance" in schema:
-            raise ValueError(f"{where}: this schema cannot be followed")
+            raise ValueError(f"{where}: this schema is not implemented in this markup")
         choices = schema.get("anyOf", schema.get("oneOf"))
         if isinstance(choices, list) and len(schema.keys() - _ANNOTATIONS) == 1:
             followed = [_followed(where, choice, definitions) for choice in choices]
@@ -160,7 +160,8 @@ class ToolGrammar:
         return self._rule(" | ".join([*rules, *([self._texts(where, others)] if others else [])]))
 
     def _mixed(self, where: str, schema: Mapping[str, Any], values: list[Any]) -> str:
-        """The rule for one of several values, some of them strings: what looks like another value is read as it."""
+        """The rule for one of several values, some of them strings. A string that looks like another value would be
+        read as that value, so it is rejected unless that value is listed, too."""
         _check_alone(where, schema)
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
         known = {json.dumps(value) for value in values}
@@ -208,7 +209,7 @@ def text_without(texts: Collection[str]) -> str:
 
 
 def quoted(text: str) -> str:
-    """A string of Lark, which is one of JSON; but the library does not read U+007F as it is."""
+    """A string literal of Lark. It has the syntax of JSON, except that the library does not accept a literal U+007F."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -252,7 +253,7 @@ def _is_one_of(value: Any, types: list[Any]) -> bool:
 
 
 def _kind(schema: Any) -> str:
-    """The only type of a schema that says so; empty otherwise."""
+    """The type of a schema, from `type` or its listed values; empty if it may have several."""
     if not isinstance(schema, Mapping):
         return ""
     if isinstance(schema.get("type"), str):
@@ -267,7 +268,7 @@ def _kind(schema: Any) -> str:
 
 
 def _followed(where: str, schema: Any, definitions: Mapping[str, Any]) -> Any:
-    """The schema behind references."""
+    """The schema after following its references."""
     for _ in range(16):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             return schema
@@ -279,7 +280,7 @@ def _followed(where: str, schema: Any, definitions: Mapping[str, Any]) -> Any:
         if found is None:
             raise ValueError(f"{where}: {str(schema['$ref'])[:50]!r} is not in the schema")
         schema = found
-    raise ValueError(f"{where}: its references go too deep")
+    raise ValueError(f"{where}: more than 16 references in a row")
 
 
 def _may_be_string(schema: Any, definitions: Mapping[str, Any], depth: int = 8) -> bool:
@@ -302,7 +303,7 @@ def _may_be_string(schema: Any, definitions: Mapping[str, Any], depth: int = 8) 
 
 
 def _searched(where: str, pattern: Any) -> str:
-    """A JSON schema's pattern, which may match anywhere, as a regular expression for the whole text."""
+    """A JSON schema's pattern, which may match anywhere in a text, as a regular expression for the whole text."""
     if not isinstance(pattern, str):
         raise ValueError(f"{where}: pattern is not a string")
     begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")

@@ -1,7 +1,7 @@
 """The process that compiles each text format before the engine does: `python -m service.engine.trial_process FD`.
 
 A hostile format can at most end this process, whose memory and processor time are limited. It reads one message at a
-time from the socket FD and answers each with one; all are JSON, which the engine does not have to trust.
+time from the socket FD and answers each with one. All messages are JSON, so the engine need not trust this process.
 
     first     {"tokenizer": path, "vocab_size": n, "ends": ids}      -> {} when it is ready
     format    {"kind": ..., "source": ...}                           -> {}, or {"message": ..., "field": ...}
@@ -40,7 +40,7 @@ def _serve(connection: Connection) -> None:
         except UnusableConstraint as error:
             reply = {"message": error.message, "field": error.field}
         except MemoryError:
-            os.abort()  # as the compiler does
+            os.abort()  # as the compiler does without memory
         connection.send_bytes(json.dumps(reply).encode())
 
 
@@ -50,7 +50,7 @@ def _until_the_end(connection: Connection) -> None:
     except (EOFError, ConnectionError):
         return  # the engine has ended
     except (CheckpointError, UnusableConstraint):
-        return  # the engine reads the same vocabulary, and says what is wrong with it
+        return  # the engine reads the same vocabulary and reports its fault
 
 
 def main(descriptor: int) -> None:

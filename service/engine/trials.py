@@ -1,5 +1,6 @@
 """Compiles each text format in a separate process before the engine does (`service.engine.trial_process`): the memory
-and time that the compiler needs for a hostile format cannot be computed beforehand, and must not be the engine's."""
+and time that the compiler needs for a hostile format cannot be computed beforehand, and the engine must not spend
+them."""
 
 from __future__ import annotations
 
@@ -46,14 +47,14 @@ class Trials:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None if none was started."""
+        """The process id; None if there is no process."""
         return self._process.pid if self._process is not None else None
 
     def check(self, format: TextFormat) -> None:
         """Compiles a format in the process. Raises UnusableConstraint if it cannot be compiled or takes too much
         memory or time, and ConstraintFailed if the process cannot be used."""
         if self._process is not None and self._process.poll() is not None:
-            self._end()  # since the last format, for which this one is not to blame
+            self._end()  # it ended after its last reply, which is not this format's fault
         self.start()
         self._wait_until_ready()
         try:

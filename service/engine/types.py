@@ -21,7 +21,7 @@ them."""
 
 
 class UnusableConstraint(ConstraintError, ValueError):
-    """A constraint that cannot be served, or tokens that do not keep to it. `field`: path in the request."""
+    """A constraint that cannot be served, or tokens that do not satisfy it. `field`: path in the request."""
 
     def __init__(self, message: str, field: str) -> None:
         super().__init__(f"{field.rpartition('.')[2]}: {message}")
@@ -29,7 +29,7 @@ class UnusableConstraint(ConstraintError, ValueError):
 
 
 class ConstraintFailed(RuntimeError):
-    """The server failed to make a constraint; its log says why."""
+    """The server failed to build a constraint; its log has the cause."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class EngineRequest:
     checkpoint_at: tuple[int, ...] = ()
     """Prompt positions, before the first image, where other prompts are likely to differ from this one."""
     siblings: tuple[str, ...] = ()
-    """Ids of further samples, whose indices follow `sample_index`. Each sample runs and ends by itself."""
+    """Ids of further samples, whose indices follow `sample_index`. Each sample runs and ends independently."""
     constraint: ConstraintSpec | None = None
     whole: bool = False
-    """Whether its tokens may be delivered late, since nobody needs them before its end."""
+    """Whether its tokens may be delivered late, since they are not needed before its end."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,13 +64,13 @@ class EngineRequest:
 
     @property
     def numbers(self) -> int:
-        """Token ids and other numbers that it has, with which the time to pickle it grows."""
+        """How many token ids and other numbers it contains: the time to pickle it grows with them."""
         sampling = self.sampling
         return sum(map(len, (self.prompt_ids, self.output_ids, sampling.logit_bias, sampling.stop_token_ids)))
 
     def packed(self) -> tuple[EngineRequest, tuple[int, ...]]:
         """The request without its patches, and the descriptors of their files, which the caller must close. Patches in
-        this process's memory are copied to files. Raises OSError where there is no memory."""
+        this process's memory are copied to files. Raises OSError if there is no memory for them."""
         sealed = [image.sealed() for image in self.images]
         bare = replace(self, images=tuple(replace(image, file=None) for image in sealed))
         return bare, tuple(image.file.take() for image in sealed if image.file is not None)
@@ -96,7 +96,7 @@ class EngineEvent(NamedTuple):
     embedded: tuple[bytes, ...] = ()
     """Little-endian float32: (last, mean) for `hidden`, (rows,) for `image`."""
     prompt_scores: tuple[PromptScore, ...] = ()
-    """With a first token, where they were asked for."""
+    """With a first token, if the request asks for them."""
     scheduled: float | None = None
     """With a first token: when the decoder scheduled its first step, by `time.monotonic`, which is the same in all
     processes of a host."""
@@ -105,7 +105,7 @@ class EngineEvent(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether it is a token without an end and without log-probabilities: as nearly all events are."""
+        """Whether it is a token that does not end its request and has no log-probabilities: nearly all events are."""
         if self.token_id is None or self.finish_reason or self.error:
             return False
         return self.logprob is None and not self.embedded and not self.prompt_scores
@@ -122,7 +122,7 @@ class EngineInfo:
     max_image_tokens: int
     """The largest image that fits the handoff. 0: the model takes no images."""
     dtype: str
-    """Dtype of weights, activations and patches, by torch's name."""
+    """Dtype of computation and of patches, by torch's name. Quantised weights are stored in others."""
     takes_video: bool = False
 
 

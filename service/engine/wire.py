@@ -31,8 +31,8 @@ def pack_events(events: list[EngineEvent]) -> PackedEvents:
 
 
 def unpack_events(packed: PackedEvents) -> list[EngineEvent]:
-    """The inverse of `pack_events`. Only the last event of a request may not be a plain token, so each request keeps
-    its order."""
+    """The inverse of `pack_events`. The events of a request stay in order: with log-probabilities none of them is a
+    plain token, and otherwise only the last one, or a first one with prompt scores, which is sent at once, is not."""
     names, tokens, cached, scheduled, others = packed
     plain = [EngineEvent(n, t, cached_tokens=c) for n, t, c in zip(names, tokens, cached, strict=True)]
     for place, moment in scheduled:

@@ -99,7 +99,7 @@ def test_all_ways_to_ask_give_the_same_answer(client: saccade.Client, local: sac
 
 
 def test_a_continuation_that_breaks_the_format_is_refused(either: Any) -> None:
-    with pytest.raises(errors.InvalidArgument, match="continued_token_ids: of the 2 ids only the first 1"):
+    with pytest.raises(errors.InvalidArgument, match="continued_token_ids: only the first 1 of the 2 ids"):
         either.generate("Go", response_format=saccade.Regex("a+"), continued_token_ids=[*ids(either, "a"), 2 + 100])
     assert (
         either.generate("Go", response_format=saccade.Regex("a{3}"), continued_token_ids=ids(either, "a")).text == "aa"

@@ -182,7 +182,7 @@ def test_activations_in_int8_follow_what_the_checkpoint_says(tmp_path: Path, for
         if other is None:
             plan(EngineOptions(model=str(small), activations="int8"))
             continue
-        with pytest.raises(ConfigError, match=rf"not what the checkpoint says: .*config group group_0 have {other}"):
+        with pytest.raises(ConfigError, match=rf"int8 contradicts the checkpoint: .*config group group_0 have {other}"):
             plan(EngineOptions(model=str(small), activations="int8"))
 
 

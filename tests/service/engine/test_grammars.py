@@ -160,7 +160,7 @@ def test_a_text_does_not_end_where_its_grammar_goes_on(
     for token in tokenizer.encode(before):
         made.accept(token)
     if goes_on:
-        with pytest.raises(UnusableConstraint, match=f"goes on after the token {END}, which ends the text"):
+        with pytest.raises(UnusableConstraint, match=f"continues after the token {END}, which ends the text"):
             allowed(made)
     else:
         assert allowed(made) == {END}
@@ -335,7 +335,7 @@ def test_output_that_exists_is_accepted_first(constraining: Constraining, tokeni
     made = begun(constraining, schema(SCHEMA), tokenizer.encode('{"a": 12'))
     assert tokenizer.encode("3")[0] in allowed(made)
     right, wrong = tokenizer.encode('{"'), tokenizer.encode("bb")
-    kept = f"of the {len(right) + len(wrong)} ids only the first {len(right)} keep"
+    kept = f"only the first {len(right)} of the {len(right) + len(wrong)} ids satisfy"
     with pytest.raises(UnusableConstraint, match=kept) as error:
         begun(constraining, schema(SCHEMA), [*right, *wrong])
     assert error.value.field == "continued_token_ids"

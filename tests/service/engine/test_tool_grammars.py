@@ -170,8 +170,8 @@ def refused(constraining: Constraining, markup: ToolMarkup, schema: Any) -> str:
         ({"type": "string", "contentEncoding": "base64"}, "'contentEncoding' is not implemented"),
         ({"type": "string", "pattern": "^a|b$"}, "anchors beside alternatives"),
         ({"$ref": "#/$defs/none"}, "'#/$defs/none' is not in the schema"),
-        ({"$ref": "#/$defs/loop"}, "references go too deep"),
-        ({"type": "integer", "x-guidance": {}}, "cannot be followed"),
+        ({"$ref": "#/$defs/loop"}, "more than 16 references in a row"),
+        ({"type": "integer", "x-guidance": {}}, "this schema is not implemented in this markup"),
         ({"enum": ["0", 1.5, None]}, "'0' would be read as 0, which is none"),
         ({"type": ["string", "null"], "enum": ["a", "null"]}, "'null' would be read as null, which is none"),
         ({"enum": ["ab", 1], "maxLength": 1}, "enum with further keywords"),
@@ -181,7 +181,7 @@ def refused(constraining: Constraining, markup: ToolMarkup, schema: Any) -> str:
         ({"oneOf": [{"enum": ["a", "b"]}, {"const": "b"}]}, "may overlap"),
         ({"oneOf": [{"const": "a"}], "anyOf": [{"const": "b"}]}, "union of strings"),
         ({"enum": []}, "cannot be|union|none of its|nsatisfiable|enum"),
-        (3, "cannot be followed"),
+        (3, "this schema is not implemented in this markup"),
     ],
 )  # fmt: skip
 def test_what_the_markup_cannot_express_is_refused(inner: Any, words: str, constraining: Constraining) -> None:
@@ -192,7 +192,7 @@ def test_what_the_markup_cannot_express_is_refused(inner: Any, words: str, const
 
 def test_keywords_of_the_whole_object_are_refused_by_name(constraining: Constraining) -> None:
     assert "'minProperties' is not implemented" in refused(constraining, XML, {"minProperties": 1})
-    assert "'b' is required, and is none of 1 properties" in refused(
+    assert "'b' is required, but is none of the 1 properties" in refused(
         constraining, XML, {"properties": {"a": {}}, "required": ["b"]}
     )
     assert "x-guidance" in refused(constraining, HERMES, {"x-guidance": {}})
