@@ -14,7 +14,7 @@ from service.model.modelconfig import ModelConfig
 from service.model.tokenizer import Tokenizer
 
 MOST_TOKENS = 2**31 - 1
-"""Largest `max_tokens` that a message of the protocol holds."""
+"""Largest `max_tokens` that a message of the protocol can hold."""
 
 
 class ReasoningMarkers(NamedTuple):
@@ -45,8 +45,8 @@ class ModelAssets:
 
     @cached_property
     def reasoning(self) -> ReasoningMarkers | None:
-        """The family's markers of reasoning; None if it has none, or if the vocabulary has no tokens for them, so that
-        reasoning cannot be told from the answer by tokens."""
+        """The family's markers of reasoning. None if it has none, or if the vocabulary has no tokens for them, so that
+        tokens do not show where reasoning ends."""
         if self.config.family.reasoning is None or self.tokenizer is None:
             return None
         opening, closing = map(self.tokenizer.token_id, self.config.family.reasoning)

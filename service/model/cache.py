@@ -17,8 +17,8 @@ _REVISION = re.compile(r"[\w][\w.+-]*(/[\w][\w.+-]*)*")
 
 
 def hub_cache() -> Path:
-    """The folder in which the Hugging Face tools keep downloaded snapshots. Raises CheckpointError for a user without a
-    home directory if no variable names it."""
+    """The folder in which the Hugging Face tools keep downloaded snapshots. Raises CheckpointError if no variable names
+    it and the user has no home directory."""
     try:
         if path := os.environ.get("HF_HUB_CACHE"):
             return Path(path).expanduser()
@@ -26,7 +26,7 @@ def hub_cache() -> Path:
         return Path(home).expanduser() / "hub"
     except RuntimeError:
         raise CheckpointError(
-            "the cache of the hub has no folder, because this user has no home directory: set HF_HUB_CACHE to a folder"
+            "the hub's cache has no folder, because this user has no home directory: set HF_HUB_CACHE to a folder"
         ) from None
 
 
@@ -43,7 +43,7 @@ def local_folder(model: str) -> Path | None:
         path = path.expanduser()
     if model == "demo":
         if (path / "config.json").is_file():
-            raise CheckpointError("'demo' is the embedded model and a model's folder here: say './demo' for the folder")
+            raise CheckpointError("'demo' is the embedded model and a model's folder here: use './demo' for the folder")
         return DEMO
     if path.is_dir():
         return path
@@ -61,7 +61,7 @@ def local_folder(model: str) -> Path | None:
 def check_revision(revision: str) -> None:
     """Raises CheckpointError unless this can be a branch, tag or commit: it becomes part of a path."""
     if not _REVISION.fullmatch(revision) or ".." in revision:
-        raise CheckpointError(f"revision: {revision!r} is no branch, tag or commit")
+        raise CheckpointError(f"revision: {revision!r} is not a branch, tag or commit")
 
 
 def cached_snapshot(model: str, revision: str | None) -> Path | None:
@@ -94,10 +94,10 @@ def indexed_files(index: Path) -> list[str]:
     """The weight files that a `model.safetensors.index.json` names. Raises CheckpointError."""
     named = read_json(index).get("weight_map")
     if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
-        raise CheckpointError(f"{index}: weight_map must hold the file of each weight")
+        raise CheckpointError(f"{index}: weight_map must map each weight to its file")
     files = sorted(set(named.values()))
     if strange := [file for file in files if "/" in file or not file.endswith(".safetensors")]:
-        raise CheckpointError(f"{index}: weight_map names {strange[0]!r}, which is no safetensors file beside it")
+        raise CheckpointError(f"{index}: weight_map names {strange[0]!r}, which is not a safetensors file next to it")
     return files
 
 
@@ -112,6 +112,6 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
         check_revision(revision)
     snapshot = cached_snapshot(model, revision)
     if snapshot is None:
-        at = f" of revision {revision!r}" if revision else ""
-        raise CheckpointError(f"no model {model!r}: there is no such folder, and {hub_cache()} holds nothing{at} of it")
+        at = f" at revision {revision!r}" if revision else ""
+        raise CheckpointError(f"no model {model!r}: there is no such folder, and {hub_cache()} does not have it{at}")
     return snapshot

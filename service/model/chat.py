@@ -21,15 +21,15 @@ from service.common.types import Message
 from service.model.tokenizer import literal, without_literals
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Names that every tokenizer has. Files may define further ones, such as `image_token`."""
+"""Names of special tokens that every tokenizer has. Files may define further names, such as `image_token`."""
 
 
 class Marked(str):
-    """Text from the server in which image tokens are meant as such: the text of a clip."""
+    """Text made by the server, in which image tokens stand for images: the text of a clip."""
 
 
 class NotContinued(ValueError):
-    """The template does not print the last message's text as it is."""
+    """The template does not print the last message's text unchanged."""
 
 
 class Clip(Marked):
@@ -38,7 +38,7 @@ class Clip(Marked):
 
 _END = "\ufdd2 "
 """Appended to the text that an answer continues, to find its end in the prompt: a code point that does not occur in
-exchanged text, and a space, which is missing where the template strips texts."""
+exchanged text, and a space, which is missing if the template strips texts."""
 
 
 class _Generation(Extension):
@@ -66,7 +66,7 @@ class ChatTemplate:
         self._template = None
         self.source = source or ""
         self.names: frozenset[str] = frozenset()
-        """All names and strings in the template's code: an argument or field that is not among them has no effect."""
+        """All names and strings in the template's code. An argument or field that is not among them has no effect."""
         if source is not None:
             extensions = [loopcontrols, _Generation]
             environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
@@ -102,7 +102,7 @@ class ChatTemplate:
         parts = [part for message in messages for part in message.parts]
         images = sum(part is None for part in parts)
         if images and self.image_token is None:
-            raise ValueError(f"the messages hold {images} images and this model takes none")
+            raise ValueError(f"the messages contain {images} images, but this model takes none")
         if self._template is None:
             return "\n".join(self._flat(message) for message in messages)
         final = messages[-1].parts[-1] if continue_final else None
@@ -111,7 +111,7 @@ class ChatTemplate:
             messages, arguments = [*messages[:-1], last], {**(arguments or {}), "add_generation_prompt": False}
         text = self._render([self._structured(m) for m in messages], arguments)
         if self._missing(text, parts):
-            # A text-only template prints a list literally or drops it: pass strings.
+            # A text-only template prints a list literally or drops it, so contents are passed as strings.
             flat = [{**self._head(m), "content": self._flat(m)} for m in messages]
             text = self._render(flat, arguments)
             if missing := self._missing(text, parts):
@@ -187,13 +187,13 @@ class ChatTemplate:
 
 
 def _up_to_end(text: str, final: str) -> str:
-    """The prompt up to the end of `final`. White space at its end is kept if the template keeps it."""
+    """The prompt up to the end of `final`, whose trailing white space is kept if the template keeps it."""
     end = text.rfind(_END.strip())
     prompt = text[: max(end, 0)]
     if not text.startswith(_END, end):
         prompt = prompt.rstrip()
     if end < 0 or not prompt.rstrip().endswith(final.strip()):
-        raise NotContinued("the chat template does not print the last message's text as it is")
+        raise NotContinued("the chat template does not print the last message's text unchanged")
     return prompt
 
 

@@ -1,7 +1,7 @@
 """Reads model directories in the format of the Hugging Face hub.
 
-The model's family maps published names of weights to ours; tensors are returned as (name, tensor) pairs, one layer at a
-time, as views of the mapped file.
+The model's family maps published names of weights to native ones, which the decoder and the tower use. Tensors are
+returned as (native name, tensor) pairs, one layer at a time, as views of the mapped file.
 """
 
 from __future__ import annotations
@@ -34,32 +34,33 @@ log = logging.getLogger(__name__)
 __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes read, bytes in all) as weights stream in."""
+"""Called with (bytes read, total bytes) while weights are read."""
 
 
 class Checkpoint:
-    """One model directory: its configuration and its weights by our names."""
+    """One model directory: its configuration, and its weights by native name."""
 
     def __init__(self, path: Path, *, name: str | None = None, outline: bool = False) -> None:
         """`outline`: the directory may have no weights; their shapes then follow from config.json."""
         self.config: ModelConfig = load_config(path, name=name)
         self.path = path
         self.targets = self.config.weight_targets()
-        """A weight's name in the files -> our tensors that it contributes to; none for parts that are not used."""
+        """A weight's name in the files -> the native tensors to which it contributes; none for parts that are not
+        used."""
         self.files = WeightFiles(path, optional=outline)
         digest = hashlib.sha256((path / "config.json").read_bytes() + self.files.digest.encode())
         self.revision = digest.hexdigest()[:16]
         """Digest over config.json, the tensor tables and samples of the weights: part of cache keys, identifies the
         version."""
         self.declared = read_declared(self.config.published, optional_json(path / "hf_quant_config.json"))
-        """What the configuration says about quantisation."""
+        """The quantisation that the configuration declares."""
         self.weights = self._find_weights()
-        """By the names that they would have without quantisation."""
+        """By the names that the weights would have without quantisation."""
         if not self.files.files:
             self.weights = _described(self.config)
             self.targets = lambda name: [Target(name)]
         self._sources = self._find_sources()
-        """By our names."""
+        """By native name."""
 
     def _find_weights(self) -> dict[str, StoredWeight]:
         declared, own = self.declared, self.config.weights
@@ -76,7 +77,7 @@ class Checkpoint:
             log.info("%d scales of activations and caches are not used: both stay in 16 bits or more", len(unused))
         if problems := disagreements(declared, found):
             raise CheckpointError(
-                f"{self.path}: {len(problems)} weights are not as the configuration says:\n  {listed(problems)}"
+                f"{self.path}: {len(problems)} weights differ from what the configuration says:\n  {listed(problems)}"
             )
         return found
 
@@ -108,15 +109,16 @@ class Checkpoint:
         return sizes
 
     def decoder_weights(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor | Quantised]]:
-        """(our name, tensor) of the decoder in layer order, in the file's dtype, as views of the mapped file; weights
-        that are stored one by one and stacked are copied."""
+        """(native name, tensor) of the decoder in layer order, in the file's dtype, as views of the mapped file.
+        Weights that are stored one by one, but used as a stack, are copied."""
         from kernels.linear import Stack, stack  # imported here because it needs torch
 
         for name, weight in self.decoder_parts(progress):
             yield name, stack(weight) if isinstance(weight, Stack) else weight
 
     def decoder_parts(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor | Quantised | Stack]]:
-        """Like `decoder_weights`, but weights that are stored one by one are read one by one, when they are used."""
+        """Like `decoder_weights`, but the parts of a stack that are stored one by one are read only when they are
+        used."""
         return self._stream(self.config.decoder.expected_weights(), progress)
 
     def vision_weights(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor | Quantised]]:
@@ -146,7 +148,7 @@ class Checkpoint:
         return digest.hexdigest()[:16]
 
     def decoder_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Our name -> shape of the decoder's weights in the files."""
+        """Native name -> shape of the decoder's weights in the files."""
         return {
             name: shape_of(self._sources[name], self.weights)
             for name in self.config.decoder.expected_weights()
@@ -154,7 +156,7 @@ class Checkpoint:
         }
 
     def _served(self, role: str) -> Iterator[str]:
-        """Our names of the weights that a server of this role uses."""
+        """Native names of the weights that a server of this role uses."""
         decoder = self.config.decoder.expected_weights()
         for name in self._sources:
             if role == "all" or (name in decoder) == (role == "decoder"):
@@ -170,7 +172,7 @@ class Checkpoint:
         return sum(self.weight_bytes(name, item) for name in self._served(role))
 
     def weight_bytes(self, name: str, item: int) -> int:
-        """Bytes of one of our weights; see `served_bytes`."""
+        """Bytes of the weight of a native name; see `served_bytes`."""
         source = self._sources[name]
         stored = [self.weights[each] for each in source.names]
         total = sum(math.prod(w.shape) * item if w.scheme == "plain" else w.nbytes for w in stored)
@@ -227,7 +229,7 @@ class Checkpoint:
 
 
 def _described(config: ModelConfig) -> dict[str, StoredWeight]:
-    """Each weight that config.json describes, under our name."""
+    """Each weight that config.json describes, by native name."""
     return {name: StoredWeight(name, "plain", shape) for name, shape in expected_weights(config)[0].items()}
 
 

@@ -12,7 +12,8 @@ LOG_SECONDS = 10.0
 
 
 class Stopped(Exception):
-    """Another file has failed, or the user has interrupted: the received part of this one is kept for the next time."""
+    """Another file has failed, or the user has interrupted the download. The received part of this file is kept for the
+    next time."""
 
 
 class Progress:

@@ -1,4 +1,4 @@
-"""Downloads models that are named by hub id into the Hugging Face cache, before anything is started.
+"""Downloads models that are named by hub id into the Hugging Face cache, before the server's processes are started.
 
 Only JSON, chat templates and safetensors are downloaded, never code or pickles. Small files come first, so that an
 unsupported model is rejected before its weights are downloaded. `HF_ENDPOINT`, `HF_TOKEN` (or the token's file),
@@ -47,8 +47,8 @@ SMALL = (".json", ".jinja")
 WORKERS = 4
 """Weight files that are downloaded at a time."""
 RETRIES, RETRY_SECONDS = 4, 0.5
-"""Connections in a row that may bring nothing, and the wait before the second in seconds, which doubles from then
-on."""
+"""How many connections in a row may be lost without receiving a byte, and the seconds to wait after a lost connection
+that received some; the wait doubles with each that did not."""
 
 
 def fetched(options: OptionsT, *, weights: bool = True) -> OptionsT:
@@ -56,7 +56,7 @@ def fetched(options: OptionsT, *, weights: bool = True) -> OptionsT:
     started from them reads the same files, even if the branch has moved. Unchanged for `demo` and folders. `weights`:
     False for the small files only. Raises CheckpointError with one sentence that says what to do."""
     if local_folder(options.model) is not None:
-        resolve_model(options.model, options.revision)  # raises for a revision, which a folder has not
+        resolve_model(options.model, options.revision)  # raises for a revision, since a folder has none
         return options
     return replace(options, revision=fetch(options.model, options.revision, weights=weights).name)
 
@@ -91,7 +91,7 @@ def fetch(model: str, revision: str | None = None, *, weights: bool = True) -> P
 
 
 class _Unavailable(CheckpointError):
-    """The hub does not answer, or not to this caller: a cached copy may be used."""
+    """The hub does not answer, or denies this caller access: a cached copy may be used."""
 
 
 class _Unreachable(_Unavailable):
@@ -99,7 +99,8 @@ class _Unreachable(_Unavailable):
 
 
 def _offline() -> str:
-    """The variable that forbids the hub; empty if none does. The first that is set counts, as for its tools."""
+    """The environment variable that forbids access to the hub; empty if none does. As for the Hugging Face tools, the
+    first of them that is set counts."""
     variable = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)), "")
     return variable if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE") else ""
 
@@ -109,8 +110,8 @@ def _not_cached(model: str, cached: Path | None, reason: str, first: str = "") -
     if cached is not None and (lacking := missing_files(cached)):
         there = f"{hub_cache()} holds only a part of it ({len(lacking)} files are missing, such as {lacking[0]})"
     return (
-        f"{model!r} is no folder here, {there}, and {reason}: {first}{' ' if first else ''}run `hf download {model}` "
-        "where the hub can be reached and copy the folder, then name that folder"
+        f"{model!r} is not a folder here, {there}, and {reason}: {first}{' ' if first else ''}run "
+        f"`hf download {model}` where the hub can be reached and copy the folder, then name that folder"
     )
 
 
@@ -147,7 +148,7 @@ class _Download:
     def __init__(self, model: str, revision: str) -> None:
         from huggingface_hub import HfApi, constants, get_token
 
-        # Its INFO lines show the signed addresses that weights are redirected to, which are as sensitive as a token.
+        # Its INFO lines contain the signed URLs to which weights are redirected, which are as sensitive as a token.
         logging.getLogger("httpx2").setLevel(logging.WARNING)
         self.model, self.revision = model, revision
         self.endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
@@ -167,7 +168,7 @@ class _Download:
         snapshot = self.repository / "snapshots" / self.commit
         small = [name for name in names if name.endswith(SMALL) and "/" not in name]
         if "config.json" not in small:
-            raise CheckpointError(f"{self.model!r} on {self.endpoint} is no model: it has no config.json")
+            raise CheckpointError(f"{self.model!r} on {self.endpoint} is not a model: it has no config.json")
         for name in small:
             self._fetch_small(name)
         load_config(snapshot, name=self.model)  # raises for a model that is not served
@@ -228,7 +229,7 @@ class _Download:
         metadata = self._ask(lambda: get_hf_file_metadata(self._url(name), endpoint=self.endpoint))
         if metadata.etag is None or metadata.size is None:
             raise CheckpointError(
-                f"{self.endpoint} gives no ETag or no size for {name}: it is no hub, or a broken mirror"
+                f"{self.endpoint} gives no ETag or no size for {name}: it is not a hub, or a broken mirror"
             )
         check_revision(metadata.etag)  # it becomes a file's name
         return _File(name, metadata, self.repository / "blobs" / metadata.etag)
@@ -255,15 +256,16 @@ class _Download:
         temporary.replace(pointer)
 
     def _fetch_blob(self, file: _File, progress: Progress) -> None:
-        """Downloads the remaining bytes; then checks the whole file against its hash if its ETag is one.
+        """Downloads the remaining bytes. Then checks the whole file against its ETag, if that is a SHA-256.
 
-        `hf_hub_download` starts a file again after an interruption, so its inner part is implemented here.
+        `hf_hub_download` starts a file again after an interruption, so the transfer itself is implemented here.
         """
         there = file.there
         if there == 0:
             file.partial.unlink(missing_ok=True)
         progress.add(there)
-        # Unbuffered: closing a buffer that the disk did not take would raise once more, over the error that says so.
+        # Unbuffered: closing the file would otherwise try again to write what a full disk rejected, and that second
+        # error would hide the first.
         with file.partial.open("ab", buffering=0) as stream:
             self._ask(lambda: self._receive(file, stream, progress), file)
         if len(file.blob.name) == 64 and _sha256(file.partial) != file.blob.name:
@@ -275,12 +277,12 @@ class _Download:
         file.partial.replace(file.blob)
 
     def _receive(self, file: _File, stream: io.FileIO, progress: Progress) -> None:
-        """Appends the rest of a file, over as many connections as needed while each of them brings something."""
+        """Appends the rest of a file, over as many connections as needed as long as they receive bytes."""
         import httpx2
 
         failures = 0
         while (there := stream.tell()) < file.size:
-            progress.add(0)  # so that one that was to stop does not begin again
+            progress.add(0)  # raises Stopped if the download is to end
             try:
                 self._receive_from(there, file, stream, progress)
             except httpx2.TransportError:
@@ -297,7 +299,7 @@ class _Download:
         if there:
             headers["Range"] = f"bytes={there}-"
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        # Redirects are followed; one to another host loses the token on the way, httpx2 sees to that.
+        # Redirects are followed; httpx2 removes the token from a redirected request to another host.
         with get_session().stream("GET", self._url(file.name), headers=headers, timeout=timeout) as response:
             hf_raise_for_status(response)
             if there and not response.headers.get("Content-Range", "").startswith(f"bytes {there}-"):
@@ -311,7 +313,7 @@ class _Download:
         if (got := stream.tell()) != file.size:
             file.partial.unlink()
             raise CheckpointError(
-                f"{file.name} of {self.model!r} has {got} bytes and {self.endpoint} announced {file.size}: it was "
+                f"{file.name} of {self.model!r} has {got} bytes, but {self.endpoint} announced {file.size}: it was "
                 "deleted, start again"
             )
 
@@ -323,11 +325,11 @@ class _Download:
         if need > free:
             raise CheckpointError(
                 f"{self.model!r} needs {size(need)} more ({need} bytes) in {hub_cache()}, and {size(free)} ({free} "
-                "bytes) are free there: make room, or set HF_HUB_CACHE to a folder on another disk"
+                "bytes) are free there: free some space, or set HF_HUB_CACHE to a folder on another disk"
             )
 
     def _write_reference(self) -> None:
-        """Stores which commit the branch or tag is, for offline use; called last, when the snapshot is complete."""
+        """Stores the commit of the branch or tag, for offline use. Called last, when the snapshot is complete."""
         if self.revision == self.commit:
             return
         reference = self.repository / "refs" / self.revision
@@ -355,12 +357,12 @@ class _Download:
                 raise self._refused(cause.response.status_code, cause) from None
             if file is not None and file.there:
                 raise CheckpointError(
-                    f"{file.name} of {self.model!r} broke off after {file.there} of {file.size} bytes "
-                    f"({_reason(cause)}): start again, it goes on from there"
+                    f"{file.name} of {self.model!r} was interrupted after {file.there} of {file.size} bytes "
+                    f"({_reason(cause)}): start again, the download continues from there"
                 ) from None
             raise _Unreachable(f"{self.endpoint} cannot be reached ({_reason(cause)})") from None
         except errors.HFValidationError as error:
-            raise CheckpointError(f"{self.model!r} is no hub id: {error}") from None
+            raise CheckpointError(f"{self.model!r} is not a hub id: {error}") from None
         except OSError as error:
             if file is None:
                 raise
@@ -388,7 +390,7 @@ class _Download:
         if status in (401, 404):
             who = "this token" if self._has_token else "callers without a token; set HF_TOKEN if it is private"
             return _Unavailable(
-                f"{self.model!r} is no folder here, and {self.endpoint} has no such model ({status}) for {who}"
+                f"{self.model!r} is not a folder here, and {self.endpoint} has no such model ({status}) for {who}"
             )
         return _Unavailable(f"{self.endpoint} answers {status} for {self.model!r}: try again later")
 

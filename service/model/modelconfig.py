@@ -12,7 +12,8 @@ from families import CheckpointError, Family, FamilyConfig, ModelFiles, Target, 
 from families.files import first, optional_json, read_json, token_id
 
 WEIGHTS_KEY, WEIGHTS_FORMAT = "saccade_weights", 1
-"""Entry of config.json that says how linear layers are stored, and the version of it that is written and read."""
+"""Entry of config.json that says how linear layers are stored, and the version of the entry that is written and
+read."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class ModelConfig:
     generation: Mapping[str, Any] = field(default_factory=dict)
     """`generation_config.json`: sampling defaults for fields that a request leaves unset."""
     weights: str | None = None
-    """The format of the decoder's linear layers: `int8`, `int4`, or None for plain tensors."""
+    """The form of the decoder's linear layers in this server's own quantised format, one of `WEIGHT_KINDS`; None if the
+    checkpoint is in another format."""
 
     @property
     def decoder(self) -> DecoderConfig:
@@ -48,7 +50,7 @@ class ModelConfig:
         return self.model.image_token_id
 
     def weight_targets(self) -> Callable[[str], list[Target]]:
-        """Maps a stored name to our tensors that it contributes to."""
+        """Maps a stored name to the native tensors to which it contributes."""
         return self.family.weights(self.model)
 
 
@@ -73,7 +75,7 @@ def _weights_kind(path: Path, config: Mapping[str, Any]) -> str | None:
         raise CheckpointError(f"{path}: {WEIGHTS_KEY} must be an object, not {entry!r}")
     if (found := entry.get("format")) != WEIGHTS_FORMAT:
         raise CheckpointError(
-            f"{path}: {WEIGHTS_KEY} has format {found!r} and this server reads {WEIGHTS_FORMAT}; "
+            f"{path}: {WEIGHTS_KEY} has format {found!r}, but this server reads {WEIGHTS_FORMAT}; "
             "quantise the original again"
         )
     if entry.get("kind") not in WEIGHT_KINDS:
@@ -109,7 +111,7 @@ def load_config(path: Path, *, name: str | None = None) -> ModelConfig:
     video = _processor(path, "video_processor", "video_preprocessor_config.json")
     try:
         model = family.read_config(ModelFiles(path, config, image, video))
-    except OverflowError as error:  # 1e400 and Infinity are numbers of JSON files, and no whole ones
+    except OverflowError as error:  # a JSON file may have 1e400 or Infinity where an integer is expected
         raise CheckpointError(f"{path}: its configuration has a number that is too large: {error}") from None
     return ModelConfig(
         path=path,

@@ -59,7 +59,7 @@ class Written:
     after: int = 0
     """Bytes of all weights."""
     errors: dict[str, float] = field(default_factory=dict)
-    """Root mean square of a weight's error, relative to that of its values."""
+    """Root mean square of each weight's error, relative to the root mean square of its values."""
     plain: list[str] = field(default_factory=list)
     """Modules with a matrix that is not quantised."""
 
@@ -74,10 +74,10 @@ def quantise_checkpoint(source: Checkpoint, out: Path, kind: str, form: str = "s
     stored = sorted({weight.scheme for weight in source.weights.values()} - {"plain"})
     if stored:
         how = source.config.weights or ", ".join(stored)
-        raise ConfigError(f"{source.path} holds {how} weights already; quantise the original")
+        raise ConfigError(f"{source.path} already has {how} weights; quantise the original")
     if form == "compressed-tensors" and kind not in compressed.PUBLISHED:
         known = f"{', '.join(compressed.PUBLISHED[:-1])} and {compressed.PUBLISHED[-1]}"
-        raise ConfigError(f"compressed-tensors are written of {known}, not of {kind}; --format saccade has all kinds")
+        raise ConfigError(f"compressed-tensors can store {known}, not {kind}; --format saccade can store all kinds")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"OUT: {out} is a file; name a folder that does not exist or is empty")
     if out.exists() and any(out.iterdir()):
@@ -133,7 +133,7 @@ def _write(source: Checkpoint, out: Path, kind: str, form: str) -> Written:
 
 def _own(name: str, tensor: Tensor, kind: str, written: Written) -> Iterator[tuple[str, Tensor]]:
     if kind_and_group(kind)[0] in ("int4", "nvfp4") and tensor.shape[-1] % 2:
-        raise ConfigError(f"{name} has {tensor.shape[-1]} inputs; {kind} comes in pairs, int8 would work")
+        raise ConfigError(f"{name} has {tensor.shape[-1]} inputs; {kind} needs an even number, int8 would work")
     packed = quantise(tensor, kind)
     written.errors[name] = _error(tensor, packed.dequantise())
     yield f"{name}.values", packed.values

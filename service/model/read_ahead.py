@@ -12,11 +12,11 @@ from typing import NamedTuple
 from kernels.host_memory import private_mapping
 
 THREADS = 4
-"""Reads at a time: one alone leaves a fast disk, and even more a network's, mostly idle."""
+"""Number of concurrent reads: a single one would leave a fast disk, and even more a network disk, mostly idle."""
 PIECE = 4 * 2**20
-"""Bytes of a read."""
+"""Bytes of one read."""
 AHEAD = 512 * 2**20
-"""Bytes that are read beyond what was asked for last."""
+"""Maximum number of bytes that are read ahead."""
 
 
 class Range(NamedTuple):
@@ -30,8 +30,8 @@ class Range(NamedTuple):
 class ReadAhead:
     """Reads ranges in their order, in pieces, at most `ahead` bytes (`AHEAD`) beyond what `reached` says.
 
-    What is read stays in the system's cache, which is no memory of this process. A range that cannot be read ends the
-    reading ahead, without an error: using the range raises one.
+    The bytes stay in the system's cache, which is not part of this process's memory. A range that cannot be read ends
+    the reading ahead without an error: using that range raises one.
     """
 
     def __init__(
@@ -55,13 +55,14 @@ class ReadAhead:
             thread.start()
 
     def reached(self, done: int) -> None:
-        """So many bytes of the ranges, in their order, are no longer needed."""
+        """To be called when the first `done` bytes of the ranges, in their order, are no longer needed."""
         with self._changed:
             self._reached = done
             self._changed.notify_all()
 
     def wait(self, timeout: float) -> bool:
-        """Waits until nothing is left to read before the next `reached`. Returns whether that is so."""
+        """Waits until everything has been read that may be read before the next `reached`. Returns False after
+        `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._busy and (self._ended or not self._may_read()), timeout)
 

@@ -10,8 +10,8 @@ DEFAULT_MAX_LEN = 8192
 
 
 def resolve_max_len(options: EngineOptions, checkpoint: Checkpoint) -> int:
-    """The context length: the model's, at most 8192, unless the option sets it. Raises ConfigError for more than the
-    model was trained for where it uses positions; a model without positions has no such limit.
+    """The context length: that of the option, otherwise the model's, at most 8192. Raises ConfigError if a model that
+    uses positions was trained for fewer; a model without positions has no such limit.
     """
     decoder = checkpoint.config.decoder
     trained = decoder.max_position_embeddings

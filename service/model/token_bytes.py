@@ -19,7 +19,8 @@ _FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
 _DECODERS = re.compile(
     r"ByteLevel( Fuse)?|WordPiece|BPEDecoder|(\b(Replace|Metaspace) ?)*(\bByteFallback ?)?(\bFuse( Strip)?)?"
 )
-"""Steps of decoders with which tokens do not change the text of those before them, except within a run of bytes."""
+"""Sequences of decoder steps with which a token does not change the text of earlier tokens, except within a run of
+bytes."""
 
 
 def to_bytes(tokenizer: Tokenizer) -> ToBytes | None:
@@ -58,8 +59,8 @@ def fallback_byte(entry: str) -> bytes | None:
 
 
 def check_decoder(tokenizer: Tokenizer) -> None:
-    """Raises ValueError for decoders with which tokens may change the text of those before them, and for those that
-    `tokenizers` fails on."""
+    """Raises ValueError for decoders with which a token may change the text of earlier tokens, and for those with which
+    `tokenizers` fails."""
     steps = _decoder_steps(tokenizer)
     kinds = _kinds(steps)
     if not _DECODERS.fullmatch(kinds):
@@ -101,7 +102,7 @@ def _pieces(entry: str, replaced: list[tuple[str, str]], *, fallback: bool) -> b
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes: the byte's own character if it is printable, otherwise one from U+0100 on."""
+    """GPT-2's characters for bytes: the byte's own character if that is printable, otherwise one from U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -120,7 +121,8 @@ def _byte_level(entry: str) -> bytes:
 
 
 _BEFORE = ("", "\n", "\x02")
-"""Texts after which a text is encoded as within a longer one: some tokenizers write a space at the beginning."""
+"""Prefixes after which a text is encoded as it would be within a longer text: some tokenizers add a space at the
+beginning of a text."""
 
 
 class ByteVocabulary:
@@ -140,7 +142,7 @@ class ByteVocabulary:
         self._tokenizer.no_padding()
         read = to_bytes(self._tokenizer)
         if read is None:
-            raise CheckpointError(f"{path}: its tokens are not made of bytes, so no grammar can follow them")
+            raise CheckpointError(f"{path}: its tokens have no bytes of their own, so answers cannot be constrained")
         self.special = {i: t.content for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
         """Id -> name of each token that is not text."""
         entries = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -151,8 +153,8 @@ class ByteVocabulary:
                 self.tokens[token] = entry.encode() if token in self.special else read(entry)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, whose bytes are those of the text; names of special tokens are ordinary characters. Empty
-        if no tokens have these bytes."""
+        """Ids whose bytes are exactly those of `text`; names of special tokens are ordinary characters. Empty if there
+        are none."""
         data = text.encode()
         for before in _BEFORE:
             head, ids = self._ids(before), self._ids(before + text)
@@ -166,7 +168,7 @@ class ByteVocabulary:
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids) if text else []
 
     def _longest(self, data: bytes) -> list[int]:
-        """From the beginning, the longest token at each place."""
+        """The ids from taking the longest token at each place, from the beginning; empty if there is none."""
         ids, at = [], 0
         while at < len(data):
             pieces = (data[at:end] for end in range(min(len(data), at + self._most), at, -1))

@@ -16,10 +16,10 @@ from service.model.token_bytes import check_decoder, fallback_byte, has_fallback
 _LITERAL_OPEN, _LITERAL_CLOSE = "\ufdd0", "\ufdd1"
 _REPLACEMENT = "\ufffd"
 _BEFORE = 2
-"""Number of ids after which a token's text does not depend on those before them: a decoder may remove the space of the
-first token, and one at the beginning of the text."""
+"""Number of preceding ids on which a token's text depends: a decoder may remove the space of the first token, and one
+at the beginning of the text."""
 MOST_IDS = 1 << 24
-"""Above the vocabulary of every published model. There is a table of all ids."""
+"""Limit on ids, since there is a table of all of them. It is above the vocabulary of every published model."""
 _strict_utf8 = codecs.getincrementaldecoder("utf-8")
 
 
@@ -98,7 +98,7 @@ class Tokenizer:
         return token_id >= len(self._has_text) or not self._has_text[token_id]
 
     def empty(self, token_id: int) -> bool:
-        """Whether the decoder makes nothing of a token that is not `silent`, wherever it stands."""
+        """Whether a token that is not `silent` decodes to no text at any position."""
         found = self._empty.get(token_id)
         if found is None:
             # A decoder may remove the space of the first token, and another one at the beginning of the text.
@@ -106,7 +106,7 @@ class Tokenizer:
         return found
 
     def fallback_byte(self, token_id: int) -> bytes | None:
-        """The byte that a token without text of its own stands for; None for other tokens."""
+        """The byte of a byte-fallback token such as `<0xE2>`; None for other tokens."""
         entry = self.token(token_id) if self._has_fallback else None
         return None if entry is None else fallback_byte(entry)
 
@@ -125,14 +125,14 @@ class Tokenizer:
 
 
 def _encode(tokenizer: _Tokenizer, text: str) -> list[int]:
-    """As a batch of one: `encode` holds the GIL, a batch does not."""
+    """The ids of a text. It is encoded as a batch of one, since `encode` holds the GIL and a batch does not."""
     ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids
 
 
 def literal(text: str, *tokens: str) -> str:
-    """Marks each occurrence of `tokens` in a user's text so that `Tokenizer.encode` reads it as characters: a user who
-    writes `<image>` has written seven characters, not sent an image."""
+    """Marks each occurrence of `tokens` in a user's text so that `Tokenizer.encode` takes it for characters: `<image>`
+    in a user's text is seven characters and not an image."""
     text = text.replace(_LITERAL_OPEN, "").replace(_LITERAL_CLOSE, "")
     for token in tokens:
         text = text.replace(token, f"{_LITERAL_OPEN}{token}{_LITERAL_CLOSE}")
@@ -145,8 +145,8 @@ def without_literals(text: str) -> str:
 
 
 def substitute(text: str, token: str, words: Iterable[str | None]) -> str:
-    """Replaces each `token` of `text` that is meant as such, and not `literal`, by the next of `words`; it stays if
-    that is None, and after the last of them."""
+    """Replaces each `token` in `text` that `literal` has not marked by the next of `words`. A token whose word is None,
+    and those after the last word, stay."""
     given = iter(words)
 
     def replaced(found: re.Match[str]) -> str:
@@ -160,9 +160,9 @@ class Detokenizer:
     """Converts ids to text as soon as the text is certain: the texts together are that of `Tokenizer.decode`.
 
     A character may span several byte-level tokens; an incomplete one at the end is held back. In other vocabularies a
-    token's text depends on whether it is the first, so it is decoded after those before it, and their text is left out.
-    Of byte fallback, a run of byte tokens is text if all of it is UTF-8, and otherwise one U+FFFD per byte: it is held
-    back until it ends or cannot become text.
+    token's text depends on whether it is the first, so it is decoded together with the tokens before it, whose text is
+    then left out. With byte fallback, a run of byte tokens is text if all of it is UTF-8, and otherwise one U+FFFD per
+    byte: it is held back until it ends or cannot become text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -173,7 +173,7 @@ class Detokenizer:
         """A run of byte tokens that may become text."""
         self._run_utf8 = _strict_utf8()
         self._broken = False
-        """Whether the last token was a byte of a run that is no text."""
+        """Whether the last token was a byte of a run that is not UTF-8."""
         joins_bytes = tokenizer is not None and tokenizer.joins_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if joins_bytes else None
 

@@ -27,7 +27,7 @@ DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-"""Dtypes that can be read: safetensors' names and torch's."""
+"""Dtypes that can be read: safetensors' name -> torch's name."""
 
 
 class WeightFiles:
@@ -47,7 +47,7 @@ class WeightFiles:
             _sample_into(digest, file)
             for name, entry in header.items():
                 if name in self.table:
-                    raise CheckpointError(f"{file} and {self._places[name][0]} both hold {name}")
+                    raise CheckpointError(f"{file} and {self._places[name][0]} both contain {name}")
                 start, end = entry["data_offsets"]
                 self.table[name] = Entry(str(entry["dtype"]), tuple(entry["shape"]), end - start)
                 self._places[name] = file, 8 + len(raw) + start
@@ -67,7 +67,7 @@ class WeightFiles:
 
         entry, (file, offset) = self.table[name], self._places[name]
         if entry.dtype not in DTYPES:
-            raise CheckpointError(f"{file}: {name} is {entry.dtype}, which is not read")
+            raise CheckpointError(f"{file}: {name} has dtype {entry.dtype}, which is not supported")
         dtype = getattr(torch, DTYPES[entry.dtype])
         if not entry.nbytes:
             return torch.empty(entry.shape, dtype=dtype)
@@ -92,7 +92,7 @@ def _weight_files(path: Path, *, optional: bool) -> list[Path]:
         if absent := [f.name for f in files if not f.exists()]:
             if optional:
                 return []
-            raise CheckpointError(f"{path}: the index names files that are not there: {', '.join(absent)}")
+            raise CheckpointError(f"{path}: the index names files that do not exist: {', '.join(absent)}")
         return files
     if (single := path / "model.safetensors").exists():
         return [single]
@@ -100,7 +100,7 @@ def _weight_files(path: Path, *, optional: bool) -> list[Path]:
         return files
     if optional:
         return []
-    raise CheckpointError(f"{path} holds no safetensors weights (other formats are not read)")
+    raise CheckpointError(f"{path} has no safetensors weights (other formats are not supported)")
 
 
 def _read_header(file: Path) -> tuple[dict[str, dict[str, Any]], bytes]:
@@ -137,7 +137,7 @@ def _read_header(file: Path) -> tuple[dict[str, dict[str, Any]], bytes]:
 
 def _check_places(file: Path, places: Mapping[str, Sequence[int]], size: int) -> None:
     """Raises CheckpointError unless the tensors fill the `size` bytes after the table without gaps and overlaps, as the
-    format demands: anything else is a damaged table, with which a weight would be read from another one's place."""
+    format requires. Otherwise the table is damaged, and a weight would be read from the place of another."""
     end, before = 0, "the table"
     for name, (start, stop) in sorted(places.items(), key=lambda item: tuple(item[1])):
         if start != end:

@@ -12,15 +12,16 @@ from service.model.modelconfig import ModelConfig
 
 @dataclass(frozen=True)
 class Source:
-    """Source of the tensor of one of our names: one stored tensor, or several to stack."""
+    """The source of the tensor of one native name: one stored tensor, or several to stack."""
 
     names: tuple[str, ...]
     target: Target
-    """How it becomes our tensor; for a stack, the target of the first."""
+    """How the stored tensor becomes the native one; for a stack, the target of the first."""
 
 
 def expected_weights(config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-    """(our name -> shape of the weights that the configuration describes, our names of those that may be missing)."""
+    """(native name -> shape of the weights that the configuration describes, native names of those that may be
+    missing)."""
     decoder, vision = config.decoder, config.vision
     expected, optional = dict(decoder.expected_weights()), set(decoder.optional_weights())
     if vision is not None:
@@ -32,8 +33,8 @@ def expected_weights(config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], s
 def find_sources(
     stored: Mapping[str, StoredWeight], targets: Callable[[str], Sequence[Target]]
 ) -> tuple[dict[str, Source], list[str], list[str]]:
-    """(our name -> source of its tensor, stored names that are not used, problems). `targets`: our tensors that a
-    stored one contributes to."""
+    """(native name -> source of its tensor, stored names that are not used, problems). `targets`: the native tensors to
+    which a stored one contributes."""
     found: dict[str, dict[int, tuple[str, Target]]] = {}
     not_served: list[str] = []
     problems: list[str] = []
@@ -63,7 +64,7 @@ def misfits(
     expected: Mapping[str, tuple[int, ...]],
     optional: Collection[str],
 ) -> Iterator[str]:
-    """What is missing, unexpected, of another shape, or without numbers."""
+    """A message for each weight that is missing, unexpected, of another shape, or not of floating-point numbers."""
     for name, shape in expected.items():
         if name not in sources and name not in optional:
             yield f"missing {name} {list(shape)}"
@@ -81,7 +82,7 @@ def misfits(
 
 
 def shape_of(source: Source, stored: Mapping[str, StoredWeight]) -> tuple[int, ...]:
-    """The shape of our tensor; `()` if the stored ones do not fit together."""
+    """The shape of the native tensor; `()` if the stored ones do not fit together."""
     first, target = stored[source.names[0]].shape, source.target
     if target.how == "part":
         at = max(0, len(first) - 2)
@@ -95,8 +96,8 @@ def shape_of(source: Source, stored: Mapping[str, StoredWeight]) -> tuple[int, .
 
 
 def _not_numbers(source: Source, stored: Mapping[str, StoredWeight], table: Mapping[str, Entry]) -> str | None:
-    """The dtype of a plain tensor that holds no floating-point numbers, such as packed integers without the names of a
-    format."""
+    """The dtype of a plain tensor that has no floating-point numbers, such as packed integers without the names of a
+    format; None if there is no such tensor."""
     for weight in map(stored.__getitem__, source.names):
         if weight.scheme == "plain" and "values" in weight.parts:
             dtype = table[weight.parts["values"]].dtype

@@ -18,7 +18,7 @@ _EXPERTS = {
     "input_linear": (".experts", ("gate_proj", "up_proj")),
     "output_linear": (".experts", ("down_proj",)),
 }
-"""Last part of the name of stacked experts -> what follows the name before it, and an expert's modules."""
+"""Last part of the name of stacked experts -> what follows the rest of the name, and the modules of an expert."""
 
 
 def modules_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -19,10 +19,10 @@ MODELOPT = {
 }  # fmt: skip
 """Schemes of the tensors that each of modelopt's algorithms writes; empty for those that are not supported."""
 NAMES = {"groups": "g_idx, the groups of its inputs", "zeros": "zero points"}
-"""Of tensors that a configuration may ask for."""
+"""Role of a tensor that a configuration may require -> its name in messages."""
 IN_WEIGHTS = ("weight_input", "weight_output")
-"""Places of compressed-tensors' transforms, such as rotations, that are part of the stored weights. At the others the
-runtime has to multiply activations, without which answers would be meaningless.
+"""Places of compressed-tensors' transforms, such as rotations, that are part of the stored weights. At other places the
+runtime would have to transform activations; without that, answers would be meaningless.
 """
 Listed = Literal["table", "default", "excluded"]
 
@@ -33,27 +33,28 @@ class Said(NamedTuple):
     schemes: tuple[str, ...]
     """One of these schemes; empty: not quantised."""
     how: Listed
-    """By its own entry, by a rule for all modules, or as an exception."""
+    """By the module's own entry, by a rule for all modules, or as an exception."""
     group: int | None = None
+    """Inputs that share a scale; None if it says nothing about them."""
     needed: tuple[str, ...] = ()
-    """What else has to be among its tensors, as `StoredWeight.parts` has it: without it other numbers would come out,
-    and nothing in the tensors would show it.
+    """Roles (keys of `StoredWeight.parts`) of further tensors that the module must have. Without them the weights would
+    have other values, and the tensors alone would not show that.
     """
     inputs: str = ""
-    """For int8 and int4: why rows in int8 with a scale for each token are not what it says about inputs; empty if they
-    are, or if it says nothing.
+    """For int8 and int4: how the declared quantisation of inputs differs from int8 rows with a scale for each token;
+    empty if it does not, or if none is declared.
     """
 
 
 @dataclass(frozen=True)
 class Declared:
-    """A quantisation configuration, read and checked on its own."""
+    """A quantisation configuration, read and checked without the tensors."""
 
     method: str
     where: str
     """The file and key, for errors."""
     say: Callable[[str], Said]
-    """The entry for a module, by its name."""
+    """What the configuration says about the module of a name."""
     block: tuple[int, int] = (128, 128)
     gptq_offset: int = 1
     """Offset that stored zero points lack."""
@@ -66,7 +67,8 @@ class Declared:
 
 
 def read_declared(config: Mapping[str, Any], modelopt_file: Mapping[str, Any]) -> Declared | None:
-    """None if neither file has a configuration. Raises CheckpointError naming what is not supported."""
+    """The quantisation configuration; None if neither file has one. Raises CheckpointError naming what is not
+    supported."""
     entry = config.get("quantization_config") or config.get("compression_config")
     if entry is None and isinstance(text := config.get("text_config"), Mapping):
         entry = text.get("quantization_config")
@@ -85,7 +87,9 @@ def read_declared(config: Mapping[str, Any], modelopt_file: Mapping[str, Any]) -
     if method.startswith("modelopt"):
         method = "modelopt"
     if method not in readers:
-        raise CheckpointError(f"{where}: quant_method {method!r} is not read; read are {', '.join(METHODS)}")
+        raise CheckpointError(
+            f"{where}: quant_method {method!r} is not supported; expected one of {', '.join(METHODS)}"
+        )
     try:
         return readers[method](entry, where)
     except (TypeError, AttributeError, KeyError) as error:
@@ -117,12 +121,12 @@ def _expression(pattern: str, what: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise CheckpointError(f"{what} is no regular expression: {error}") from error
+        raise CheckpointError(f"{what} is not a regular expression: {error}") from error
 
 
 def _below(module: str, name: str) -> bool:
-    """Whether a name in a list refers to this module: the module itself, a parent, or its tail. Files of one model name
-    modules with and without prefixes."""
+    """Whether a name in a list refers to this module: it is the module's name, that of a parent, or the end of the
+    module's name. Files of the same model name modules with and without prefixes."""
     return module == name or module.startswith(f"{name}.") or module.endswith(f".{name}") or f".{name}." in module
 
 
@@ -172,9 +176,7 @@ def _modelopt(entry: Mapping[str, Any], where: str) -> Declared:
         found = MODELOPT.get(name, ())
         if not found:
             known = ", ".join([*(key for key, value in MODELOPT.items() if value), "MIXED_PRECISION"])
-            raise CheckpointError(
-                f"{where}: quant_algo {name!r} of {of} is not read; read are {known}, MIXED_PRECISION"
-            )
+            raise CheckpointError(f"{where}: quant_algo {name!r} of {of} is not supported; expected one of {known}")
         if found == ("nvfp4",) and group not in (None, 16):
             raise CheckpointError(f"{where}: group_size {group} of {of}; NVFP4 has 16")
         return Said(found, "table")
@@ -208,7 +210,7 @@ def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
             if applied["location"] not in IN_WEIGHTS:
                 raise CheckpointError(
                     f"{where}: transform_config {name} is applied at {applied['location']!r}, while the model runs; "
-                    f"read are transforms that the weights contain: {', '.join(IN_WEIGHTS)}"
+                    f"only transforms that the weights contain are supported: {', '.join(IN_WEIGHTS)}"
                 )
     groups: list[tuple[list[str], Said]] = []
     blocks: set[tuple[int, int]] = set()
@@ -236,14 +238,14 @@ def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
 
     if len(blocks) > 1:
         sizes = " and ".join(f"{rows}x{inner}" for rows, inner in sorted(blocks))
-        raise CheckpointError(f"{where}: blocks of {sizes} in one model are not read")
+        raise CheckpointError(f"{where}: blocks of {sizes} in one model are not supported, only of one size")
     return Declared("compressed-tensors", where, say, block=blocks.pop() if blocks else (128, 128))
 
 
 INT8_ROWS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
 """compressed-tensors' `input_activations` for rows in int8, each with its own scale."""
 UNSAID = {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": True, "dynamic": False}
-"""What compressed-tensors takes for those that are not there."""
+"""compressed-tensors' defaults for keys that are absent."""
 
 
 def _other_inputs(name: str, inputs: Mapping[str, Any] | None) -> str:
@@ -284,13 +286,13 @@ def _compressed_group(
         return Said(("int8",), "default", inputs=_other_inputs(name, inputs))
     raise CheckpointError(
         f"{where}: config group {name} of format {form!r}, {bits} bits, type {kind!r}, strategy {strategy!r} is not "
-        "read"
+        "supported"
     )
 
 
 def _gptq(entry: Mapping[str, Any], where: str) -> Declared:
     if (bits := _number(entry, "bits", where)) != 4:
-        raise CheckpointError(f"{where}: GPTQ with {bits} bits is not read, 4 is")
+        raise CheckpointError(f"{where}: GPTQ with {bits} bits is not supported, only with 4")
     group, excluded = _number(entry, "group_size", where), _names(entry, where, "modules_to_not_convert")
     form = str(entry.get("checkpoint_format") or "gptq")
     if form not in ("gptq", "gptq_v2"):
@@ -300,7 +302,7 @@ def _gptq(entry: Mapping[str, Any], where: str) -> Declared:
         expression = _expression(pattern.removeprefix("-:").removeprefix("+:"), f"{where}: dynamic rule {pattern!r}")
         rules.append((pattern.startswith("-:"), expression, changes))
         if not pattern.startswith("-:") and (changes or {}).get("bits", 4) != 4:
-            raise CheckpointError(f"{where}: dynamic rule {pattern!r} has {changes['bits']} bits; 4 are read")
+            raise CheckpointError(f"{where}: dynamic rule {pattern!r} has {changes['bits']} bits, only 4 are supported")
         _number(changes or {}, "group_size", f"{where}: dynamic rule {pattern!r}", group)
 
     def say(module: str) -> Said:
@@ -321,9 +323,9 @@ def _gptq(entry: Mapping[str, Any], where: str) -> Declared:
 def _awq(entry: Mapping[str, Any], where: str) -> Declared:
     bits = _number(entry, "bits" if "bits" in entry else "w_bit", where)
     if bits != 4:
-        raise CheckpointError(f"{where}: AWQ with {bits} bits is not read, 4 is")
+        raise CheckpointError(f"{where}: AWQ with {bits} bits is not supported, only with 4")
     if (version := str(entry.get("version", "gemm")).lower()) != "gemm":
-        raise CheckpointError(f"{where}: AWQ version {version!r} is not read, gemm is")
+        raise CheckpointError(f"{where}: AWQ version {version!r} is not supported, only gemm")
     group = _number(entry, "group_size" if "group_size" in entry else "q_group_size", where)
     return Declared("awq", where, _rule(("awq",), _names(entry, where, "modules_to_not_convert"), group))
 
@@ -340,19 +342,19 @@ def disagreements(declared: Declared | None, found: Mapping[str, StoredWeight]) 
         if quantised:
             first = next(iter(quantised.values()))
             problems.append(
-                f"{first.module} is stored as {first.scheme}, and neither config.json nor hf_quant_config.json says "
-                f"how its {len(quantised)} quantised weights are read"
+                f"{first.module} is stored as {first.scheme}, but neither config.json nor hf_quant_config.json says "
+                f"how the {len(quantised)} quantised weights are to be read"
             )
         return problems
     for module, weight in quantised.items():
         said = declared.say(module)
         if weight.scheme not in said.schemes and not _degenerate(weight, said, declared.block):
             meant = " or ".join(said.schemes) or "not quantised"
-            problems.append(f"{module} is stored as {weight.scheme}, and {declared.where} says {meant}")
+            problems.append(f"{module} is stored as {weight.scheme}, but {declared.where} says {meant}")
         elif said.group is not None and weight.group and not _group_fits(said.group, weight):
-            problems.append(f"{module} has groups of {weight.group}, and {declared.where} says {said.group}")
+            problems.append(f"{module} has groups of {weight.group}, but {declared.where} says {said.group}")
         problems += [
-            f"{module} has no {NAMES[role]}, and {declared.where} asks for them"
+            f"{module} has no {NAMES[role]}, but {declared.where} requires them"
             for role in said.needed
             if role not in weight.parts
         ]
@@ -360,16 +362,16 @@ def disagreements(declared: Declared | None, found: Mapping[str, StoredWeight]) 
     for name in sorted(declared.listed):
         below = [module for module in modules if _below(module, name)]
         if not below:
-            problems.append(f"{declared.where} names {name}, of which there is no tensor")
+            problems.append(f"{declared.where} names {name}, which has no tensors")
         elif not any(module in quantised for module in below):
             problems.append(
-                f"{below[0]} is stored plainly, and {declared.where} says {declared.say(below[0]).schemes[0]}"
+                f"{below[0]} is stored unquantised, but {declared.where} says {declared.say(below[0]).schemes[0]}"
             )
     return problems
 
 
 def _degenerate(weight: StoredWeight, said: Said, block: tuple[int, int]) -> bool:
-    """Whether the weight has a single block or row, so that one scale is of either kind."""
+    """Whether the weight has a single block or row, so that one scale fits either scheme."""
     rows, inner = weight.shape[-2:]
     if weight.scheme != "fp8-tensor":
         return False

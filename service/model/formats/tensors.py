@@ -1,8 +1,8 @@
 """Finds the stored tensors that make one weight.
 
-The tensors in the files decide: a weight of 8 or 4 bits belongs together with its scales, and without them it is an
-error. Formats: block FP8 (DeepSeek's), NVIDIA modelopt's FP8, FP8_PB_WO and NVFP4, compressed-tensors' float-quantized,
-int-quantized, nvfp4-pack-quantized and pack-quantized, GPTQ and AWQ, and this server's own.
+The tensors in the files decide: a weight of 8 or 4 bits needs its scales, and is an error without them. Formats: block
+FP8 (DeepSeek's), NVIDIA modelopt's FP8, FP8_PB_WO and NVFP4, compressed-tensors' float-quantized, int-quantized,
+nvfp4-pack-quantized and pack-quantized, GPTQ and AWQ, and this server's own.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ COMPANIONS: tuple[tuple[str, str, str], ...] = (
     (".scales", ".weight", "scale"),
     (".g_idx", ".weight", "groups"),
 )
-"""Suffix of a stored name, what stands in its place in the weight's name, and what the tensor is to the weight."""
+"""Suffix of a stored name, its replacement in the weight's name, and the role of the tensor in the weight."""
 ATTACHED: tuple[tuple[str, str], ...] = (
     (".values", "values"), (".scale", "scale"), (".outer", "outer"), ("_scale_inv", "scale"), ("_scale_2", "outer"),
     ("_scale", "scale"),
 )  # fmt: skip
-"""Suffixes after a whole name: this server's own, and stacked experts', whose names do not end in `weight`."""
+"""Suffixes that follow the whole name of a weight, and the role of the tensor: this server's own, and those of stacked
+experts, whose names do not end in `weight`."""
 OF_ROWS = ("input", "input zeros")
-"""Roles of tensors that say how rows are quantised with fixed scales, which is not done."""
+"""Roles of tensors with fixed scales for quantising activations. This server does not use fixed scales."""
 CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_output_scale")
-"""Scales of attention inputs for 8-bit caches. Our caches are not 8-bit, so these are not used."""
+"""Scales of attention inputs for 8-bit caches. They are not used, since this server's caches are not 8-bit."""
 
 
 class Entry(NamedTuple):
@@ -58,7 +59,7 @@ class Entry(NamedTuple):
 
 
 class FormatError(ValueError):
-    """Tensors that make no weight; the message names the module."""
+    """Tensors that do not make a weight; the message names the module."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class StoredWeight:
     nbytes: int = 0
     """Bytes of all parts."""
     group: int = 0
-    """Inputs per scale, if they share scales."""
+    """Inputs per scale; 0 if inputs do not share scales."""
     block_rows: int = 1
     """Outputs per scale, for fp8-block."""
 
@@ -100,9 +101,9 @@ def find_weights(
 ) -> tuple[dict[str, StoredWeight], list[str]]:
     """Weights by name, and the names of tensors that are not used (scales of activations and caches).
 
-    `block`: of fp8-block, from the configuration, as is `group_of`: a module's inputs per scale in int4, if it says so.
-    `own_kind`: `int8` or `int4` for a checkpoint that this server wrote.
-    One `FormatError` lists every module whose tensors do not fit together.
+    `block`: the configuration's outputs and inputs of a block, for fp8-block. `group_of`: the configuration's inputs
+    per scale of a module in int4, or None. `own_kind`: the form of weights (`ModelConfig.weights`) of a checkpoint that
+    this server wrote. One `FormatError` lists the modules whose tensors do not fit together.
     """
     grouped: dict[str, dict[str, str]] = {}
     unused = [name for name in table if name.endswith(CACHE_SCALES)]
@@ -152,7 +153,7 @@ def _weight(
     entries = {role: table[stored] for role, stored in parts.items()}
     if "values" not in entries:
         orphans = ", ".join(sorted(parts.values()))
-        raise FormatError(f"{module}: {orphans} without the weight that they belong to")
+        raise FormatError(f"{module}: {orphans} without the weight to which they belong")
     values, scale = entries["values"], entries.get("scale")
     size = sum(entry.nbytes for entry in entries.values())
     stored = parts["values"]
@@ -164,7 +165,7 @@ def _weight(
         return _grouped_by_columns(module, entries, group_of(module), made)
     if stored.endswith(".values"):
         if own_kind is None:
-            raise FormatError(f"{module}: {stored} is this server's own format, and config.json does not say so")
+            raise FormatError(f"{module}: {stored} is in this server's own format, but config.json does not say so")
         *rows, inner = values.shape
         if scale is None:
             raise FormatError(f"{module}: {stored} without its scale")
@@ -175,7 +176,9 @@ def _weight(
     if values.dtype not in NEEDS_SCALES:
         extra = sorted(set(parts) - {"values", "input"})
         if extra:
-            raise FormatError(f"{module}: {parts[extra[0]]} stands beside a weight of {values.dtype}, which needs none")
+            raise FormatError(
+                f"{module}: {parts[extra[0]]} belongs to a weight of {values.dtype}, which has no such part"
+            )
         return made("plain", values.shape)
     if scale is None:
         raise FormatError(f"{module}: a weight of {values.dtype} without its scale")
@@ -189,12 +192,12 @@ def _weight(
         if scale.shape not in ((*values.shape[:-1], 1), values.shape[:-1]):
             raise FormatError(f"{module}: scales of shape {list(scale.shape)} for int8 rows {list(values.shape)}")
         return made("int8", values.shape)
-    raise FormatError(f"{module}: weights of {values.dtype} are not read")
+    raise FormatError(f"{module}: weights of {values.dtype} are not supported")
 
 
 def _only(module: str, entries: Mapping[str, Entry], *roles: str) -> None:
     if extra := sorted(set(entries) - set(roles)):
-        raise FormatError(f"{module}: a tensor of its {extra[0]} that this format does not have")
+        raise FormatError(f"{module}: it has a tensor for its {extra[0]}, which this format does not have")
 
 
 def _floats(module: str, role: str, entry: Entry) -> None:
@@ -203,7 +206,7 @@ def _floats(module: str, role: str, entry: Entry) -> None:
 
 
 def _single(module: str, role: str, entry: Entry | None, leading: tuple[int, ...]) -> None:
-    """Checks that there is one float32 number for each weight of a stack."""
+    """Checks that there is one floating-point number for each weight of a stack."""
     if entry is None:
         raise FormatError(f"{module}: its {role} is missing")
     _floats(module, role, entry)
@@ -219,7 +222,7 @@ def _eight_bit_floats(
     values, scale = entries["values"], entries["scale"]
     _floats(module, "scale", scale)
     if len(values.shape) < 2:
-        raise FormatError(f"{module}: a weight of shape {list(values.shape)} in F8_E4M3 is no matrix")
+        raise FormatError(f"{module}: a weight of shape {list(values.shape)} in F8_E4M3 is not a matrix")
     *leading, rows, inner = values.shape
     lead = tuple(leading)
     if scale.shape in (lead, (*lead, 1), (*lead, 1, 1)):
@@ -230,7 +233,7 @@ def _eight_bit_floats(
     if scale.shape in ((*lead, *blocks), (*lead, blocks[0], 1, blocks[1], 1)):
         return made("fp8-block", values.shape, group=block[1], block_rows=block[0])
     raise FormatError(
-        f"{module}: scales of shape {list(scale.shape)} for a weight {list(values.shape)} are neither one, nor one a "
+        f"{module}: scales of shape {list(scale.shape)} for a weight {list(values.shape)} are neither one, nor one per "
         f"row, nor {list(blocks)} blocks of {block[0]}x{block[1]}"
     )
 
@@ -254,8 +257,8 @@ def _four_bit_floats(module: str, entries: Mapping[str, Entry], made: Callable[.
 
 
 def _inputs_per_scale(module: str, groups: int, inputs: int, said: int | None, least: int | None = None) -> int:
-    """Inputs of a group, of which the last may be incomplete if the configuration says how many a group has (`said`).
-    `least`: where the number of inputs is not known yet, the smallest that it can be."""
+    """The number of inputs in a group. If the configuration says how many a group has (`said`), the last group may be
+    incomplete. `least`: the smallest possible number of inputs, if `inputs` is not known exactly yet."""
     if said is not None and said > 0 and -(-(least or inputs) // said) <= groups <= -(-inputs // said):
         return min(said, inputs)
     if groups < 1 or inputs % groups:
@@ -266,7 +269,7 @@ def _inputs_per_scale(module: str, groups: int, inputs: int, said: int | None, l
 def _packed_in_words(
     module: str, entries: Mapping[str, Entry], group: int | None, made: Callable[..., StoredWeight]
 ) -> StoredWeight:
-    """compressed-tensors' pack-quantized: eight values of a row per word."""
+    """compressed-tensors' pack-quantized: eight values of a row in each 32-bit word."""
     _only(module, entries, "values", "scale", "zeros", "shape", "groups", "input")
     values, scale = entries["values"], entries.get("scale")
     if scale is None:
@@ -289,7 +292,8 @@ def _packed_in_words(
 def _grouped_by_columns(
     module: str, entries: Mapping[str, Entry], group: int | None, made: Callable[..., StoredWeight]
 ) -> StoredWeight:
-    """GPTQ and AWQ: inputs by outputs, eight numbers per word; along the inputs in GPTQ, along the outputs in AWQ."""
+    """GPTQ and AWQ: inputs by outputs, with eight numbers in each 32-bit word, along the inputs in GPTQ and along the
+    outputs in AWQ."""
     values, scale = entries["values"], entries.get("scale")
     for role in ("scale", "zeros"):
         if role not in entries:
@@ -299,7 +303,7 @@ def _grouped_by_columns(
     _floats(module, "scale", scale)
     if values.dtype != "I32" or zeros.dtype != "I32" or len(values.shape) != 2 or len(scale.shape) != 2:
         raise FormatError(
-            f"{module}: qweight {values.dtype} {list(values.shape)} and qzeros {zeros.dtype} are not words"
+            f"{module}: qweight {values.dtype} {list(values.shape)} and qzeros {zeros.dtype} are not matrices of I32"
         )
     groups, outputs = scale.shape
     if outputs % 8 or zeros.shape != (groups, outputs // 8):

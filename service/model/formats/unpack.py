@@ -13,7 +13,7 @@ from service.model.formats.tensors import OF_ROWS, FormatError, StoredWeight
 Read = Callable[[str], Tensor]
 """Reads a stored tensor by name."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Index in a word of each of eight neighbouring outputs."""
+"""The nibble of a word that has each of eight neighbouring outputs."""
 
 
 def load(weight: StoredWeight, read: Read, *, gptq_offset: int = 1) -> Tensor | Quantised:
@@ -47,7 +47,7 @@ def load(weight: StoredWeight, read: Read, *, gptq_offset: int = 1) -> Tensor | 
 
 
 def _numbers(weight: StoredWeight, values: Tensor) -> Tensor:
-    """A plain weight. One NaN in it would make every answer meaningless, without an error."""
+    """A plain weight, checked: one NaN in it would make every answer meaningless, without an error."""
     if values.is_floating_point() and values.numel():
         low, high = torch.aminmax(values)
         if not bool(torch.isfinite(low.float()) & torch.isfinite(high.float())):
@@ -105,7 +105,7 @@ def _int4(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
     if len(stored) != 2 or stored[0] != rows or not 8 * (words.shape[1] - 1) < stored[1] <= 8 * words.shape[1]:
         raise FormatError(f"{weight.module}: weight_shape {stored} does not fit packed words {list(words.shape)}")
     inner = stored[1]
-    # A last word that is not full has fewer inputs than words can hold: a single group then has fewer too.
+    # If the last word is not full, there are fewer inputs than the words can hold; a single group then has fewer, too.
     group = min(weight.group, inner)
     if -(-inner // group) != groups:
         raise FormatError(f"{weight.module}: {groups} groups of {group} do not cover {inner} inputs")

@@ -190,11 +190,14 @@ def test_a_model_that_is_not_served_is_refused_before_its_weights_are_fetched(hu
         ({"": ".safetensors"}, "no safetensors weights; other formats are not fetched"),
         (
             {"model.safetensors.index.json": {"weight_map": {"a": "../../evil.safetensors"}}},
-            "no safetensors file beside",
+            "not a safetensors file next to it",
         ),
-        ({"model.safetensors.index.json": {"weight_map": {"a": "pytorch_model.bin"}}}, "no safetensors file beside"),
+        (
+            {"model.safetensors.index.json": {"weight_map": {"a": "pytorch_model.bin"}}},
+            "not a safetensors file next to it",
+        ),
         ({"model.safetensors.index.json": {"weight_map": {"a": "gone.safetensors"}}}, "lacks gone.safetensors"),
-        ({"model.safetensors.index.json": {"weight_map": {}}}, "weight_map must hold"),
+        ({"model.safetensors.index.json": {"weight_map": {}}}, "weight_map must map each weight to its file"),
     ],
 )
 def test_repositories_that_hold_no_model(hub: HubServer, change: dict[str, object], message: str) -> None:
@@ -263,15 +266,17 @@ def test_the_token_is_not_told_to_the_host_that_weights_are_redirected_to(
 
 
 def test_names_and_revisions_that_the_hub_does_not_have(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CheckpointError, match=rf"'no/such' is no folder here, and {hub.endpoint} has no such model"):
+    with pytest.raises(CheckpointError, match=rf"'no/such' is not a folder here, and {hub.endpoint} has no such model"):
         fetch("no/such")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with pytest.raises(CheckpointError, match=r"'no/such' is no folder here, .* no such model \(404\) for this token"):
+    with pytest.raises(
+        CheckpointError, match=r"'no/such' is not a folder here, .* no such model \(404\) for this token"
+    ):
         fetch("no/such")
     with pytest.raises(CheckpointError, match=r"'some/model' on .* has no revision 'v9'"):
         fetch(MODEL, "v9")
     for revision in ("../../x", "", "a b", "/etc"):
-        with pytest.raises(CheckpointError, match="no branch, tag or commit"):
+        with pytest.raises(CheckpointError, match="is not a branch, tag or commit"):
             fetch(MODEL, revision)
     hub.status = 503
     with pytest.raises(CheckpointError, match="answers 503 for 'some/model': try again later"):
@@ -406,7 +411,7 @@ def test_a_local_folder_always_wins(
     with pytest.raises(CheckpointError, match="'file' is a file"):
         fetched(EngineOptions(model="file"))
     shutil.copytree(tiny, tmp_path / "demo")
-    with pytest.raises(CheckpointError, match=r"the embedded model and a model's folder here: say './demo'"):
+    with pytest.raises(CheckpointError, match=r"the embedded model and a model's folder here: use './demo'"):
         fetched(EngineOptions())
     assert not hub.requests
 

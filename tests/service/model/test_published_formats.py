@@ -271,15 +271,15 @@ def transposed(t: torch.Tensor) -> torch.Tensor:
 MALFORMED: list[tuple[str, Callable[[Tensors], Tensors], str]] = [
     ("block-fp8", without("_scale_inv"), "F8_E4M3 without its scale"),
     ("block-fp8", without(".weight"), "without the weight"),
-    ("block-fp8", changed("_scale_inv", lambda t: t.t()), "neither one, nor one a row"),
-    ("block-fp8", changed("_scale_inv", lambda t: t[:-1]), "neither one, nor one a row"),
+    ("block-fp8", changed("_scale_inv", lambda t: t.t()), "neither one, nor one per row"),
+    ("block-fp8", changed("_scale_inv", lambda t: t[:-1]), "neither one, nor one per row"),
     ("block-fp8", changed("_scale_inv", lambda t: t.to(torch.int32)), "its scale is I32"),
     ("block-fp8", changed("_scale_inv", lambda t: t * float("nan")), "a scale is not finite"),
     ("block-fp8", added(".weight_scale", torch.ones(1)), "two tensors for its scale"),
-    ("block-fp8", changed(".weight", lambda t: t.float()), "stands beside a weight of F32"),
+    ("block-fp8", changed(".weight", lambda t: t.float()), "belongs to a weight of F32, which has no such part"),
     ("modelopt-fp8", without(".weight_scale"), "F8_E4M3 without its scale"),
-    ("modelopt-fp8", added(".weight_scale_2", torch.ones(())), "its outer that this format does not have"),
-    ("channel-fp8", changed(".weight_scale", lambda t: t[:-1]), "neither one, nor one a row"),
+    ("modelopt-fp8", added(".weight_scale_2", torch.ones(())), "its outer, which this format does not have"),
+    ("channel-fp8", changed(".weight_scale", lambda t: t[:-1]), "neither one, nor one per row"),
     ("modelopt-nvfp4", without(".weight_scale"), "U8 without its scale"),
     ("modelopt-nvfp4", without(".weight_scale_2"), "its weight_scale_2 is missing"),
     ("modelopt-nvfp4", changed(".weight_scale", lambda t: t.view(torch.uint8)), "not F8_E4M3"),
@@ -327,18 +327,18 @@ def test_tensors_that_belong_to_nothing_are_named(tmp_path: Path) -> None:
 
 
 DISAGREEING: list[tuple[str, dict[str, object], str]] = [
-    ("block-fp8", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "stored as fp8-block, and .* says nvfp4"),
-    ("block-fp8", {"weight_block_size": [64, 64]}, "neither one, nor one a row"),
-    ("block-fp8", {"weight_block_size": None}, "stored as fp8-block, and .* says fp8-tensor or fp8-channel"),
-    ("block-fp8", {"modules_to_not_convert": ["up_proj"]}, "stored as fp8-block, and .* says not quantised"),
-    ("gptq", {"group_size": 128}, "has groups of 32, and .* says 128"),
-    ("gptq", {"dynamic": {"-:.*up_proj": {}}}, "stored as gptq, and .* says not quantised"),
-    ("gptq", {"bits": 8}, "GPTQ with 8 bits is not read"),
-    ("awq", {"version": "gemv"}, "AWQ version 'gemv' is not read"),
-    ("modelopt-nvfp4", {"quant_algo": "W4A8_AWQ"}, "'W4A8_AWQ' of all modules is not read"),
+    ("block-fp8", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "stored as fp8-block, but .* says nvfp4"),
+    ("block-fp8", {"weight_block_size": [64, 64]}, "neither one, nor one per row"),
+    ("block-fp8", {"weight_block_size": None}, "stored as fp8-block, but .* says fp8-tensor or fp8-channel"),
+    ("block-fp8", {"modules_to_not_convert": ["up_proj"]}, "stored as fp8-block, but .* says not quantised"),
+    ("gptq", {"group_size": 128}, "has groups of 32, but .* says 128"),
+    ("gptq", {"dynamic": {"-:.*up_proj": {}}}, "stored as gptq, but .* says not quantised"),
+    ("gptq", {"bits": 8}, "GPTQ with 8 bits is not supported"),
+    ("awq", {"version": "gemv"}, "AWQ version 'gemv' is not supported"),
+    ("modelopt-nvfp4", {"quant_algo": "W4A8_AWQ"}, "'W4A8_AWQ' of all modules is not supported"),
     ("modelopt-fp8", {"quant_algo": "MIXED_PRECISION", "quantized_layers": {
-        "backbone.layers.2.mixer": {"quant_algo": "NVFP4", "group_size": 16}}}, "stored as fp8-tensor, and .* says"),
-    ("channel-fp8", {"quant_method": "bitsandbytes"}, "'bitsandbytes' is not read; read are fp8, modelopt"),
+        "backbone.layers.2.mixer": {"quant_algo": "NVFP4", "group_size": 16}}}, "stored as fp8-tensor, but .* says"),
+    ("channel-fp8", {"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported; expected one of fp8, modelopt"),
 ]  # fmt: skip
 
 
@@ -369,7 +369,7 @@ def transformed(*locations: str) -> dict[str, Any]:
 BROKEN: list[tuple[dict[str, Any], str]] = [
     (compressed({"group_size": 32}, ignore="lm_head"), "ignore is 'lm_head', not a list"),
     (compressed({"group_size": 32}, ignore=[3]), r"ignore is \[3\], not a list"),
-    (compressed({"group_size": 32}, ignore=["re:(lm_head"]), r"'re:\(lm_head' is no regular expression"),
+    (compressed({"group_size": 32}, ignore=["re:(lm_head"]), r"'re:\(lm_head' is not a regular expression"),
     (compressed({"group_size": "32"}), "group_size '32' of config group g"),
     (compressed({"group_size": True}), "group_size True of config group g"),
     (
@@ -419,8 +419,8 @@ def test_a_module_of_the_table_without_quantised_tensors_is_named() -> None:
     )
     problems = disagreements(declared, found)
     assert len(problems) == 2
-    assert "model.layers.4.mixer.o_proj is stored plainly" in problems[0]
-    assert "model.layers.5.mixer, of which there is no tensor" in problems[1]
+    assert "model.layers.4.mixer.o_proj is stored unquantised" in problems[0]
+    assert "model.layers.5.mixer, which has no tensors" in problems[1]
 
 
 def test_the_longest_entry_of_a_table_counts() -> None:

@@ -60,14 +60,14 @@ def test_saved_equals_quantised_at_load(tmp_path: Path, kind: str, capsys: pytes
 def test_wrong_formats_are_named(tmp_path: Path) -> None:
     original = make_checkpoint(tmp_path / "model", 3, text={"pattern": "M*-ME"}).path
     quantise_checkpoint(Checkpoint(original), tmp_path / "small", "int8")
-    with pytest.raises(ConfigError, match="holds int8 weights already"):
+    with pytest.raises(ConfigError, match="already has int8 weights"):
         quantise_checkpoint(Checkpoint(tmp_path / "small"), tmp_path / "again", "int4")
     with pytest.raises(ConfigError, match="is not empty"):
         quantise_checkpoint(Checkpoint(original), tmp_path / "small", "int8")
     file = tmp_path / "small" / "config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"saccade_weights": {"format": 2, "kind": "int8"}}))
-    with pytest.raises(CheckpointError, match="format 2 and this server reads 1"):
+    with pytest.raises(CheckpointError, match="format 2, but this server reads 1"):
         Checkpoint(tmp_path / "small")
     file.write_text(json.dumps(config | {"saccade_weights": 1}))
     with pytest.raises(CheckpointError, match="saccade_weights must be an object, not 1"):
@@ -106,7 +106,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_a_refusal_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
     original = make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "M*-M", "hidden_size": 33}).path
     (tmp_path / "small").mkdir()
-    with pytest.raises(ConfigError, match="33 inputs; int4 comes in pairs, int8 would work"):
+    with pytest.raises(ConfigError, match="33 inputs; int4 needs an even number, int8 would work"):
         quantise_checkpoint(Checkpoint(original), tmp_path / "small", "int4")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "small"]
     assert not list((tmp_path / "small").iterdir())

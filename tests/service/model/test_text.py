@@ -297,7 +297,7 @@ def test_a_continued_message_ends_where_transformers_ends_it(source: str, conten
     ],
 )  # fmt: skip
 def test_a_message_that_the_template_changes_cannot_be_continued(source: str) -> None:
-    with pytest.raises(NotContinued, match="does not print the last message's text as it is"):
+    with pytest.raises(NotContinued, match="does not print the last message's text unchanged"):
         template(source).render([Message("user", ("what?",)), Message("assistant", ("a cat",))], continue_final=True)
 
 
@@ -440,7 +440,7 @@ def test_templates_change_nothing_and_reach_nothing(source: str) -> None:
 def test_a_model_without_images_refuses_them() -> None:
     text_only = ChatTemplate(None, image_token=None, special_tokens={})
     assert text_only.render([Message("user", ("a",))]) == "a"
-    with pytest.raises(ValueError, match="hold 2 images and this model takes none"):
+    with pytest.raises(ValueError, match="contain 2 images, but this model takes none"):
         text_only.render([Message("user", (None, "a", None))])
 
 
