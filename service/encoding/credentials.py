@@ -14,7 +14,7 @@ def channel_credentials(options: EngineOptions) -> Any:
     """`grpc.ChannelCredentials` for connections to encoders, or None without TLS. Raises ConfigError."""
     if options.encoder_ca is None:
         if options.encoder_cert is not None or options.encoder_cert_key is not None:
-            raise ConfigError("encoder_ca: a certificate for encoders needs the authority that theirs come from")
+            raise ConfigError("encoder_ca: a certificate for encoders needs TLS; name the authority of theirs")
         far = [address for address in options.encoders if not is_loopback(address.rpartition(":")[0])]
         if options.encoder_api_key is not None and far:
             raise ConfigError(f"encoder_ca: without TLS the key in encoder_api_key can be read on its way to {far[0]}")

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 TIME_SLICE_SECONDS = 0.1
 """Time slice of the encoder between two decoder steps, in seconds, if both share the cores of a CPU. A running stream
 gets its next token after this time plus a layer and a step at the latest, whatever the sizes and number of images: nine
-tokens per second, faster than reading. A decoder step of few rows, which reads all weights for them, then takes a
+tokens per second, faster than people read. A decoder step of few rows, which reads all weights for them, then takes a
 twentieth of the time that images wait for."""
 
 
@@ -165,7 +165,7 @@ class LocalEncoder:
         return True
 
     def _begin(self) -> bool:
-        """Starts the next batch. False where there is none."""
+        """Starts the next batch. False if there is none."""
         if not (work := self._handoff.take(self._step_tokens)):
             return False
         try:

@@ -1,8 +1,8 @@
-"""Encoders in other processes: assigns images to them, and handles those that are slow, wrong or dead.
+"""Encoders in other processes: assigns images to them, and handles encoders that are slow, fail or die.
 
 An image is sent to the encoder with the fewest tokens in progress. The work in progress of each encoder is limited, so
 that images wait in the handoff, which orders them by urgency, and not in an encoder's queue. An encoder has a lease on
-the memory that it writes to: if it holds it longer, it gets no further images until it answers again, and the image is
+the memory that it writes to: if the lease runs out, it gets no further images until it answers again, and the image is
 sent to another encoder. The images of an encoder that died are sent to others. If there has been no encoder for the
 duration of a lease, waiting and new requests get an error until there is one.
 """
@@ -148,7 +148,7 @@ class EncoderPool:
             link.close()
         self.links.clear()  # they refer to this object: see Engine.close
 
-    # -- what links tell -----------------------------------------------------------------------------------------------
+    # -- callbacks of links --------------------------------------------------------------------------------------------
 
     def written(self, link: Link, work: Work, counts: tuple[int, ...]) -> None:
         self._end(link, work, "written")

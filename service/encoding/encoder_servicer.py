@@ -140,7 +140,7 @@ class _Session:
         self.wake.set()
 
     async def read(self, requests: AsyncIterator[encoder_pb2.AttachRequest]) -> None:
-        """Reads until the decoder has no more to send. Raises StatusError for invalid messages."""
+        """Reads until the decoder has nothing more to send. Raises StatusError for invalid messages."""
         try:
             async for request in requests:
                 match request.WhichOneof("message"):
@@ -159,10 +159,10 @@ class _Session:
         if item.ticket in self._arriving or item.ticket in self._leases:
             raise errors.InvalidArgument(f"ticket {item.ticket} is in use", field="item.ticket")
         if not 0 < len(item.key) <= MAX_KEY:
-            raise errors.InvalidArgument(f"a key of {len(item.key)} bytes; it has 1 to {MAX_KEY}", field="item.key")
+            raise errors.InvalidArgument(f"a key of {len(item.key)} bytes; expected 1 to {MAX_KEY}", field="item.key")
         if item.HasField("seconds_left") and not 0 <= item.seconds_left < math.inf:
             raise errors.InvalidArgument(
-                f"{item.seconds_left:g} seconds left; a finite number from 0 on would work", field="item.seconds_left"
+                f"{item.seconds_left:g} seconds left; expected a finite number of 0 or more", field="item.seconds_left"
             )
         try:
             pixels = empty_pixels(item, self._window)

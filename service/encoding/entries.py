@@ -1,5 +1,5 @@
-"""What the handoff queue holds and hands out: its entries, an encoder's work and a request's lease on rows, and the
-errors of encoding. `service.encoding.handoff` describes the states."""
+"""The objects of the handoff queue: its entries, an encoder's work and a request's lease on rows; and the errors of
+encoding. `service.encoding.handoff` describes the states."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Entry:
 
 
 class Lease:
-    """One request's hold on an image's rows, or on a run of them; an embedding source for the decoder."""
+    """One request's right to an image's rows, or to a run of them; an embedding source for the decoder."""
 
     def __init__(
         self, give_back: Callable[[Lease, Entry], None], entry: Entry, owner: str, priority: int,
@@ -153,5 +153,5 @@ class Lease:
         return behind(self.entry.written, rows)[self._first : self._first + self._count]
 
     def release(self) -> None:
-        """Ends the hold. Idempotent."""
+        """Ends the lease. Idempotent."""
         self._give_back(self, self.entry)

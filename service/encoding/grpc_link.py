@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 FRESH = 1.0
-"""Seconds for which an encoder's reported load is valid: it reports nothing while we send nothing."""
+"""Seconds for which an encoder's reported load is valid: it reports nothing while nothing is sent to it."""
 MAX_MESSAGE = 8 << 20
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE),
@@ -38,7 +38,7 @@ CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Each link has its own connection, and reconnects when we decide.
+    # Each link has its own connection, and decides itself when to reconnect.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5000),  # also the time that one connection attempt may take
@@ -108,7 +108,7 @@ class GrpcLink:
     def send(self, work: Work, seconds_left: float | None) -> None:
         session = self._session
         if session is not None and (size := _pixel_bytes(work)) > self._window:
-            message = f"the image has {size} bytes of pixels, and encoder {self.name} takes {self._window} at a time"
+            message = f"the image has {size} bytes of pixels, but encoder {self.name} takes {self._window} at a time"
             self._owner.failed(self, work, ValueError(message))
         elif session is None or not session.add(work, seconds_left):
             # The connection has ended since this link was chosen: reported like all images of a lost connection.
@@ -221,12 +221,12 @@ class GrpcLink:
         self._partner.check(partner_from_proto(welcome.partner), name)
         if welcome.window_bytes < self._pixel_bytes:
             raise PartnerRefused(
-                f"{name} takes {welcome.window_bytes} bytes of pixels and the largest image here has "
+                f"{name} takes {welcome.window_bytes} bytes of pixels, but the largest image here has "
                 f"{self._pixel_bytes}; raise its max_inflight_bytes"
             )
         if welcome.max_tokens < self._max_tokens:
             raise PartnerRefused(
-                f"{name} holds images of {welcome.max_tokens} tokens and the largest here has {self._max_tokens}; "
+                f"{name} takes images of {welcome.max_tokens} tokens, but the largest here has {self._max_tokens}; "
                 "raise its handoff_bytes"
             )
         self._window = welcome.window_bytes
@@ -319,7 +319,7 @@ class _Session:
 
     def finish(self, ticket: int, counts: Sequence[int]) -> Work | None:
         """Ends an image; None if it has been revoked. Raises ValueError if rows are missing, or if `counts`, the rows
-        of each of its sequences, are not those of all its rows: prompts are laid out by them."""
+        of each of its sequences, do not add up to all its rows: prompts are laid out by them."""
         with self._changed:
             work = self._works.get(ticket)
             if work is None:

@@ -11,15 +11,15 @@ Entry states, and who moves them:
 
 and of the space of an entry whose writer kept it past its lease:
 
-    QUARANTINED  may still be written  -> free      when that writer is over: `publish`, `fail` or `retry`
+    QUARANTINED  may still be written  -> free      when that writer has ended: `publish`, `fail` or `retry`
 
-The entry itself waits for other space meanwhile, and another encoder.
+Meanwhile the entry itself waits for other space and another encoder.
 
 Space is reserved before the encoder starts, so an encoding never has nowhere to go: reserved bytes are the encoders'
 credit, and there is no other. A key in flight is joined, so an image is encoded once however many requests wait for
 it. Ownership: the entry's rows belong to the queue; a lease keeps them alive, and is released by the decoder after the
 step that consumed the last row has executed, or when the request ends for any reason. A writer owns the space of its
-`Work` from `take` until it says that it is over, which it does exactly once. All methods may be called from any thread.
+`Work` from `take` until it reports its end, which it does exactly once. All methods may be called from any thread.
 
 Liveness. Reservations are granted strictly in order, so a large image is never starved by small ones. What can
 stall is a set of requests that hold READY rows while each waits for space; `unblock` then takes rows back (they are
@@ -69,8 +69,8 @@ class Handoff:
     def lease(
         self, key: bytes, image: EncoderItem, owner: str, priority: int = 0, deadline: float | None = None
     ) -> Lease:
-        """Takes a lease on the image's rows: available at once where they are cached, shared where they are being
-        encoded, else queued for the encoder. `deadline`: by the clock of the constructor. Raises ValueError for an
+        """Takes a lease on the image's rows: available at once if they are cached, shared if they are being encoded,
+        otherwise queued for the encoder. `deadline`: by the clock of the constructor. Raises ValueError for an
         image larger than the whole capacity, and for a key whose rows have another number."""
         if image.tokens > self.max_tokens:
             size = image.tokens * self._held.row_bytes
@@ -84,7 +84,7 @@ class Handoff:
                 entry = Entry(key, image.tokens, self._clock(), image=image)
                 self._held.add(entry)
             elif entry.tokens != image.tokens:
-                raise ValueError(f"the image takes {image.tokens} tokens, and {entry.tokens} under the same key")
+                raise ValueError(f"the image takes {image.tokens} tokens, but its key has {entry.tokens} already")
             else:
                 self.counters["hits" if entry.state is EntryState.READY else "joins"] += 1
                 self._held.cached.pop(key, None)
@@ -100,9 +100,9 @@ class Handoff:
         """Takes RESERVED images for one step of an encoder, about `max_tokens` together (None: all of them), in the
         order of `encoder.schedule`; they become WRITING, for at most `lease` seconds (None: without limit).
 
-        An image of which one attempt is left is taken before all others, and alone: it may be what ended its encoders,
-        and with them the attempts of others. `idle`: whether there is an encoder with nothing else to do for it; if
-        not, nothing is taken until there is.
+        An image with one attempt left is taken before all others, and alone: it may be what ended its encoders, and
+        with them the attempts of others. `idle`: whether there is an idle encoder for such an image; if not, nothing
+        else is taken until there is one.
         """
         taken: list[Work] = []
         with self._lock:
@@ -149,8 +149,8 @@ class Handoff:
         self.on_change()
 
     def retry(self, work: Work, error: Exception) -> None:
-        """An attempt has failed for a reason other than the image: it may be taken again, unless no request waits for
-        it any more or MAX_ATTEMPTS have failed."""
+        """An attempt has failed for a reason other than the image: the image may be taken again, unless no request
+        waits for it any more or MAX_ATTEMPTS have failed."""
         with self._lock:
             if (entry := self._held.end_writing(work)) is not None:
                 self._held.again(entry, error)
@@ -158,8 +158,8 @@ class Handoff:
         self.on_change()
 
     def expire(self) -> list[Work]:
-        """Revokes images from encoders whose lease has run out. They may still write: their space is QUARANTINED until
-        they have finished. Returns what was revoked."""
+        """Revokes images from encoders whose lease has run out. The encoders may still write: the space is QUARANTINED
+        until they have finished. Returns what was revoked."""
         with self._lock:
             now = self._clock()
             due = [e for e in self._held.by_key.values() if e.expires is not None and e.expires <= now]
@@ -222,7 +222,7 @@ class Handoff:
         """Makes space for the image that has waited longest by evicting READY rows that requests have leased.
 
         To be called only while no request can advance: then none of these rows is what a request reads next, and each
-        is encoded again later. True if the image now has its space; False where no image waits, or where an encoding in
+        is encoded again later. True if the image now has its space; False if no image waits, or if an encoding in
         progress or the end of a quarantine will let a request advance. Evicted images are queued last, so within as
         many calls as images wait, one of them is the next that some request reads.
         """
@@ -440,4 +440,4 @@ class _Entries:
         assert not written & {id(w.rows) for w in self.quarantined.values()}, "quarantined space is in use"
         if idle:
             assert len(self.cached) == len(self.by_key), "leases or encodings are left behind"
-            assert not self.quarantined, "a writer is not over"
+            assert not self.quarantined, "a writer has not ended"

@@ -13,7 +13,7 @@ from saccade.v1 import encoder_pb2
 PIECE_BYTES = 1 << 20
 """Bytes of pixels or rows in one message: large enough to be efficient, small enough not to delay other messages."""
 LARGEST_MESSAGE = PIECE_BYTES + 64
-"""Bytes of a message with a whole piece, at most."""
+"""Maximum bytes of a message with a whole piece."""
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -62,7 +62,7 @@ def empty_pixels(message: encoder_pb2.EncodeItem, limit: int) -> torch.Tensor:
         raise ValueError(f"pixels of {len(message.shape)} dimensions; an image has 2 and a clip 3")
     size = math.prod(message.shape) * DTYPE_BYTES[message.dtype]
     if not 0 < size <= limit:
-        raise ValueError(f"{size} bytes of pixels, where from 1 to {limit} can be in progress")
+        raise ValueError(f"{size} bytes of pixels; expected 1 to {limit}, the number that may still be in progress")
     return torch.empty(tuple(message.shape), dtype=getattr(torch, message.dtype))
 
 

@@ -11,11 +11,11 @@ from service.common.config import ConfigError
 from service.model.checkpoint import Checkpoint
 
 PROTOCOL = 1
-"""Version of the messages between them; increased when older versions would misunderstand them."""
+"""Version of the messages between them; increased when an older version would misunderstand the messages."""
 
 
 class PartnerRefused(ConfigError):
-    """The other side serves something else."""
+    """The other side serves another model, or the same one differently."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Partner:
             f"{field} is {theirs!r} there and {ours!r} here" for field, ours, theirs in pairs if ours != theirs
         ]
         if differences:
-            raise PartnerRefused(f"{name} ({other.model}) is no partner of {self.model}: {'; '.join(differences)}")
+            raise PartnerRefused(f"{name} ({other.model}) does not match {self.model}: {'; '.join(differences)}")
 
 
 def partner_of(checkpoint: Checkpoint, vision: VisionSpec, dtype: torch.dtype) -> Partner:

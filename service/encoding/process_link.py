@@ -1,5 +1,5 @@
-"""An encoder in another process on this host, seen from the decoder. If it crashes, images are retried; the engine goes
-on.
+"""An encoder in another process on this host, seen from the decoder. If it crashes, its images are retried and the
+engine continues.
 
 Pixels and rows are in shared segments (`segments.py`); control messages are sent through a socket pair, as between
 frontend and engine. Decoder to encoder: (options, log level) first, then ("segment", number) with a descriptor,
@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0
 ALIGNMENT = 64
 MAX_IN_PROGRESS = 64
-"""Largest number of images in the process: their messages fit the socket's buffer, so that a hanging process blocks
-nothing."""
+"""Maximum number of images in the process: their messages fit the socket's buffer, so a hanging process blocks no
+sender."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A segment has no name. Its descriptor is sent through the socket pair once, both sides map it, and it is reused for
 images of about its size, since new pages cost as much as the copy. Memory is allocated when the segment is created, so
-that a full machine gives an error and not a signal in the middle of a copy. With a CUDA device, segments are
+that a machine without memory causes an error and not a signal in the middle of a copy. With a CUDA device, segments are
 page-locked, so that copies run at the bus's speed.
 """
 
@@ -97,7 +97,7 @@ class SegmentPool:
         reached. Raises ValueError for a size above the limit, OSError if the machine has no memory."""
         wanted = rounded(size)
         if wanted > self.capacity_bytes:
-            raise ValueError(f"{size} bytes, of segments that may have {self.capacity_bytes} together")
+            raise ValueError(f"{size} bytes, but all segments together may have {self.capacity_bytes}")
         for segment in self._free:
             if wanted <= segment.size <= 2 * wanted:
                 self._free.remove(segment)
@@ -123,7 +123,7 @@ class SegmentPool:
         self._free.append(segment)
 
     def close(self) -> None:
-        """Closes all segments, which must no longer be in use, for the end of the other side. Idempotent."""
+        """Closes all segments, when the other side has ended and none is in use any more. Idempotent."""
         for segment in [*self._free, *self._taken]:
             segment.close()
         self._free, self._taken, self.closed = [], set(), []

@@ -403,10 +403,10 @@ def test_an_encoder_of_another_dtype_or_store_is_refused_with_both_values(model:
             Pool(model, other)
     width = open_checkpoint(str(model)).config.decoder.hidden_size
     with RunningEncoder(str(model), handoff_bytes=5 * width * 4) as small:
-        with pytest.raises(ConfigError, match="images of 5 tokens and the largest here has 16"):
+        with pytest.raises(ConfigError, match="takes images of 5 tokens, but the largest here has 16"):
             Pool(model, small)
     with RunningEncoder(str(model), max_inflight_bytes=4096) as narrow:
-        with pytest.raises(ConfigError, match="takes 1024 bytes of pixels and the largest image here has"):
+        with pytest.raises(ConfigError, match="takes 1024 bytes of pixels, but the largest image here has"):
             Pool(model, narrow)
 
 

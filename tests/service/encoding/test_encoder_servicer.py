@@ -60,8 +60,8 @@ def test_what_has_changed_since_the_hello_counts(then: str, reason: str) -> None
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("key", b"", "a key of 0 bytes; it has 1 to 64"),
-        ("key", bytes(65), "a key of 65 bytes; it has 1 to 64"),
+        ("key", b"", "a key of 0 bytes; expected 1 to 64"),
+        ("key", bytes(65), "a key of 65 bytes; expected 1 to 64"),
         ("seconds_left", -1.0, "-1 seconds left"),
         ("seconds_left", float("inf"), "inf seconds left"),
         ("seconds_left", float("nan"), "nan seconds left"),
