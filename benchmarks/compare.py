@@ -6,17 +6,17 @@
                                  [--shape 116m|600m|1500m|moe] [--prompt 1024] [--label intel] [--stream]
 
 Saccade runs behind its gRPC server, the peer in a process of its own. In each round both sides run each workload in
-turn, short ones several times; the output is medians of each side, and the median, least and largest ratio of a
-round, since the host's speed changes from round to round. Both sides answer with whole texts; with `--stream` ours
-streams them token by token, which takes time of client and server on the same cores, and times to first tokens are in
-the result.
+turn, short ones several times. The output has the medians of each side and, because the host's speed changes from
+round to round, the median, smallest and largest ratio of a round. Both sides send whole answers. With `--stream`,
+Saccade streams its answers token by token, which takes time of client and server on the same cores; the result then
+has times to first tokens.
 The machine's limits are measured before, between and after both sides' runs of a workload in each round, because the
 memory bandwidth of a shared host changes from second to second (two virtual processors read up to twice as fast while
 the host runs them on different core complexes). The lower bound of a run is computed from the means of the limits
 before and after it and from the checkpoint's shapes (benchmarks/floors.py). The prompts of a decode workload are also
 run alone; the difference is the time of decoding.
-Run it on an idle machine. `--only` and `--concurrent` select parts. With `--weights`, llama.cpp has the type of as
-many bits (`PEER_WEIGHTS`), other peers have bfloat16.
+Run it on an idle machine. `--only` and `--concurrent` select parts. With `--weights`, llama.cpp uses the type with as
+many bits (`PEER_WEIGHTS`), and other peers use bfloat16.
 """
 
 from __future__ import annotations
@@ -53,17 +53,18 @@ LIMITS = {
     "avx512vnni": {"PEER_INSTRUCTION_SET": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
     "avx512": {"PEER_INSTRUCTION_SET": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
 }
-"""For each of our instruction sets, the environment that limits vLLM and its libraries to the same. llama.cpp has a
-build for each."""
+"""For each of Saccade's instruction sets, the environment that limits vLLM and its libraries to the same. llama.cpp
+has a build for each."""
 PEER_WEIGHTS = {None: "bf16", "int8": "q8_0", "int4": "q4_0", "int4-32": "q4_0"}
-"""llama.cpp's type with as many bits as our weights. Both of its quantised types have a scale for 32 numbers: of ours,
-int4-32 is as fine, int4 has a scale for 128 and int8 one for a row. It multiplies them with rows in int8, with a scale
-for 32 numbers; ours have 16 bits, or with `--activations int8` 8 bits and a scale for a row."""
+"""Saccade's kind of weights -> llama.cpp's type with as many bits. Both quantised types of llama.cpp have one scale per
+32 numbers; Saccade's int4-32 too, but int4 has one per 128 numbers and int8 one per row. llama.cpp multiplies them with
+int8 activations that have one scale per 32 numbers; Saccade's activations have 16 bits or, with `--activations int8`,
+8 bits and one scale per row."""
 
 
 @dataclass(frozen=True)
 class Sides:
-    """What is compared: the peer's name, further options of our server, and the file for the peer's output."""
+    """What is compared: the peer's name, further options of Saccade's server, and the folder of the peer's logs."""
 
     peer: str
     options: tuple[str, ...]
@@ -74,7 +75,7 @@ class Sides:
     peer_weights: str = "bf16"
     """llama.cpp: type of its weights."""
     stream: bool = False
-    """Whether our server streams its answers."""
+    """Whether Saccade's server streams its answers."""
 
 
 def typical(measured: Sequence[Ceilings]) -> Ceilings:
@@ -93,14 +94,15 @@ class Measured:
 
     load: Workload
     runs: list[list[tuple[Timed, Timed]]] = field(default_factory=list)
-    """Of each round: runs of our server, and of the peer."""
+    """For each round: runs of Saccade's server and of the peer, in pairs."""
     prompts: list[tuple[float, float]] = field(default_factory=list)
-    """Of each round: seconds of the prompts alone, ours and the peer's. Empty for workloads without a decode part."""
+    """For each round: seconds of the prompts alone, Saccade's and the peer's. Empty for workloads without a decode
+    part."""
     ceilings: list[tuple[Ceilings, Ceilings, Ceilings]] = field(default_factory=list)
-    """Of each round: the machine's limits before, between and after both sides' runs."""
+    """For each round: the machine's limits before, between and after both sides' runs."""
 
     def add_round(self, ours: Ours, peer: Peer, times: int, device: str) -> None:
-        """Runs the workload so many times on each side, then its prompts alone once."""
+        """Runs the workload `times` times on each side, then its prompts alone once."""
         before = settled_ceilings(device)
         mine = turn(ours, self.load, times)
         middle = settled_ceilings(device)
@@ -191,8 +193,8 @@ def measure(sides: Sides, side_by_side: list[tuple[Path, bool, list[Workload]]],
 
 
 def length_options(config: DecoderConfig, tokens: int) -> tuple[str, ...]:
-    """Our server's options for prompts and answers of so many tokens together. `SystemExit` if the checkpoint has
-    fewer positions and uses them."""
+    """The options of Saccade's server for prompts and answers of so many tokens together. `SystemExit` if the
+    checkpoint has fewer positions and uses them."""
     if tokens > config.max_position_embeddings and config.position_axes:
         there = config.max_position_embeddings
         raise SystemExit(f"--prompt: a prompt and its answer have {tokens} tokens, the checkpoint {there} positions")
@@ -200,15 +202,15 @@ def length_options(config: DecoderConfig, tokens: int) -> tuple[str, ...]:
 
 
 def repeats_of(load: Workload, ours: Ours, peer: Peer) -> int:
-    """How often a turn runs a workload to last long enough. Runs it once on each side, which warms both up."""
+    """How often to run a workload for a turn of `TURN` seconds. Runs it once on each side, which warms both up."""
     return max(1, round(TURN / min(ours.run(load).seconds, peer.run(load).seconds)))
 
 
 def roofline_share(
     least: Callable[[Machine], float | None], machines: Sequence[Machine], seconds: Sequence[float]
 ) -> float | None:
-    """Median over rounds of the lower bound on the machine as it was then, as a share of the seconds measured. None if
-    a bound is not known."""
+    """Median over rounds of the lower bound on the machine as it was in that round, as a share of the seconds measured.
+    None if a bound is not known."""
     shares = [bound / took for bound, took in zip(map(least, machines), seconds, strict=True) if bound is not None]
     return statistics.median(shares) if shares else None
 
@@ -266,13 +268,13 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--peer", choices=["transformers", "vllm", "llamacpp"], default="transformers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="decode,prefill,omni", help="comma-separated kinds of workload")
-    parser.add_argument("--weights", choices=WEIGHT_KINDS, help="quantised weights on our side")
-    parser.add_argument("--activations", choices=ACTIVATION_KINDS, help="quantised activations on our side")
+    parser.add_argument("--weights", choices=WEIGHT_KINDS, help="quantised weights of Saccade")
+    parser.add_argument("--activations", choices=ACTIVATION_KINDS, help="quantised activations of Saccade")
     parser.add_argument("--device", default="cpu", help="device of both sides")
     parser.add_argument("--concurrent", default="1,8,32", help="concurrent requests of the decode workloads")
     parser.add_argument("--new-tokens", type=int, default=64, help="output tokens of each concurrent request")
     parser.add_argument(
-        "--instruction-set", choices=list(LIMITS), help="what both sides are limited to; not beside transformers"
+        "--instruction-set", choices=list(LIMITS), help="limit both sides to this one; not with --peer transformers"
     )
     parser.add_argument(
         "--shape",
@@ -280,7 +282,7 @@ def argument_parser() -> argparse.ArgumentParser:
         default=sized_models.SMALLEST,
         help="size of nemotron_h; others: text only",
     )
-    parser.add_argument("--stream", action="store_true", help="our answers are streamed")
+    parser.add_argument("--stream", action="store_true", help="stream Saccade's answers")
     parser.add_argument("--prompt", type=int, help="tokens of each text prompt, instead of the family's")
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
     parser.add_argument("--out", type=Path, help="write the result to this file")
@@ -290,7 +292,7 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def result_name(arguments: argparse.Namespace) -> str:
-    """Name of the result's file, without its date: what differs from the default comparison with a peer."""
+    """Name of the result's file without its date. Names only options that differ from the default."""
     family = None if arguments.family == "nemotron_h" else arguments.family
     shape = None if arguments.shape == sized_models.SMALLEST else arguments.shape
     length = arguments.prompt and f"{arguments.prompt}-tokens"
@@ -302,13 +304,13 @@ def result_name(arguments: argparse.Namespace) -> str:
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; ends the program if some do not go together."""
+    """The arguments; ends the program if some are incompatible."""
     parser = argument_parser()
     arguments = parser.parse_args(argv)
     if arguments.instruction_set and arguments.peer == "transformers":
         parser.error("--instruction-set: transformers cannot be limited; vllm and llamacpp can")
     if arguments.label is not None and not re.fullmatch(r"[a-z0-9-]+", arguments.label):
-        parser.error(f"--label: {arguments.label!r} has other characters than a-z, 0-9 and -")
+        parser.error(f"--label: {arguments.label!r} may contain only a-z, 0-9 and -")
     if arguments.prompt is not None and arguments.prompt < 1:
         parser.error(f"--prompt: {arguments.prompt} is below 1")
     try:
@@ -316,7 +318,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     if arguments.peer == "llamacpp" and arguments.weights not in PEER_WEIGHTS:
-        parser.error(f"--weights {arguments.weights}: llama.cpp has no type like it; int8, int4 and int4-32 have one")
+        parser.error(f"--weights {arguments.weights}: llama.cpp has no such type; use int8, int4 or int4-32")
     return arguments
 
 
@@ -328,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         only -= {"omni"}
     peer_weights = "bf16"
     if arguments.peer == "llamacpp":
-        only -= {"omni"}  # its server takes images by way of its own tower files
+        only -= {"omni"}  # llama.cpp's server needs separate tower files for images
         peer_weights = PEER_WEIGHTS[arguments.weights]
     load = machine.load()
     if load > 0.5:

@@ -1,13 +1,13 @@
-"""Cost of a token against the length of its context: prompts, and one request's decoding after them.
+"""Cost of a token by the length of its context: prompts, and one request's decoding after them.
 
     python -m benchmarks.contexts [--lengths 1024,8192,32768] [--new-tokens 32] [--rounds 3] [--write]
 
 Two random models with 768 numbers per token, each with layers of one kind alone: 8 of Mamba-2, and 2 of attention
-with 4 key/value heads of 64. Both are served in bfloat16; each length is asked for once in each round. A prompt's time
-is the server's time to its first token; decoding is timed from there to the last token, so that prompts are not part of
-it. Answers are sent whole: a message for each token would take time of the same cores. The result has medians. For
-attention it also has the memory bandwidth that the growth of a step's time between the shortest and the longest context
-stands for: a step reads each key and value once. Run it on an idle machine.
+with 4 key/value heads of 64. Both are served in bfloat16; each round requests each length once. A prompt's time is the
+server's time to the first token; decoding is timed from the first token to the last. Answers are sent whole, because a
+message for each token would take time of the same cores. The result has medians. For attention it also has a memory
+bandwidth: a step reads each key and value once, so it is the bytes that the longest context has more than the shortest
+one, divided by the difference of their step times. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from service.commands.cli import ServerProcess
 VOCAB = 1024
 PATTERNS = {"mamba": "MMMMMMMM", "attention": "**"}
 STORED = 2
-"""Bytes of a number of a key or value."""
+"""Bytes per number of a key or value."""
 
 
 def model(kind: str, folder: Path) -> Path:

@@ -6,8 +6,8 @@
               each run eagerly (compiled code if the machine supports it), operation by operation, by graphs with
               power-of-two budgets, and by graphs with the same number of budgets tuned to the mix
 `operations`  time of the compiled tower by operation: shares, and the products' share of the GEMM rate
-`peer`        16 images of mixed sizes in one call: ours against transformers' tower with the same weights, dtype and
-              threads, in one process, both sides in turn; it stops if the results disagree
+`peer`        16 images of mixed sizes in one call: Saccade's tower and transformers' with the same weights, dtype and
+              threads, in turn in one process; it stops if the results disagree
 `packing`     microseconds per image of choosing the batches
 `preprocess`  images/s on one core, decoding and patching separately, by size and format
 
@@ -52,8 +52,8 @@ from service.model.checkpoint import open_checkpoint
 DTYPE = torch.bfloat16
 PARTS = ("mixes", "operations", "peer", "packing", "preprocess")
 AGREEMENT = 0.02
-"""Maximum relative RMS difference between our and the peer's bfloat16 rows; with a larger one, the times mean
-nothing."""
+"""Maximum relative RMS difference between Saccade's and the peer's bfloat16 rows. If it is larger, the times are not
+comparable."""
 
 
 # -- images ---------------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def measure_peer(path: Path, rounds: int) -> dict[str, Any]:
     runner.encode(images, out)
     error = float((torch.cat(out).float() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
     if not error <= AGREEMENT:
-        raise SystemExit(f"ours and transformers' differ by {error:.4f} in relative RMS, above {AGREEMENT}: no result")
+        raise SystemExit(f"--only peer: rows differ from transformers' by {error:.4f} relative RMS, above {AGREEMENT}")
     pairs = [(seconds(lambda: runner.encode(images, out)), seconds(theirs)) for _ in range(2 * rounds)]
     mine, other = (statistics.median(column) for column in zip(*pairs, strict=True))
     result = {
@@ -337,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = arguments.only.split(",")
     if not set(parts) <= set(PARTS):
         parser.error(f"--only takes {', '.join(PARTS)}, got {arguments.only}")
-    keep_freed_memory()  # as the engine process does; transformers, in this process too, profits as well
+    keep_freed_memory()  # as in the engine process; it also speeds up transformers, which runs in this process
     torch.set_num_threads(arguments.threads)
     load = machine.load()
     if load > 0.5:
@@ -375,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
-    """The last line of the output: the main numbers."""
+    """The main numbers, for the last line of the output."""
     short: dict[str, Any] = {"seconds": round(result["seconds"], 1)}
     for row in result.get("mixes", ()):
         numbers = {"images_s": round(row["images_s"], 1), "padding": round(row["padding"], 3)}

@@ -21,7 +21,7 @@ RARE = 0.01
 TOLERANCE = 1e-4
 """Maximum difference of log-probabilities (natural logarithm)."""
 COUNTED = {"verified_steps": "drafted_1", "forced_drafts": "forced_drafted", "preemptions": "preemptions"}
-"""Name in the result -> counter of the runner: what shows that the options took effect."""
+"""Name in the result -> the runner's counter. These counts show that the options took effect."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Comparison:
     def check(
         self, case: dict[str, Any], expected: Answers, plain: Callable[[], Answers], other: Callable[[], Answers]
     ) -> None:
-        """Runs `other`, and `plain` again where their tokens differ. `case`: how a failure is listed; `expected`: the
+        """Runs `other`, and `plain` again if their tokens differ. `case`: how a failure is listed; `expected`: the
         answers of `plain`."""
         try:
             found = other()
@@ -93,7 +93,7 @@ class Comparison:
             self.counts[name] += found.stats.get(counter, 0)
 
     def outcome(self, **described: Any) -> Outcome:
-        """Whether all passed, with what is known about them after `described`."""
+        """Whether all combinations passed. The numbers begin with `described`."""
         return Outcome(
             not self.failed and len(self.excuses) <= RARE * self.requests,
             {

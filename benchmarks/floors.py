@@ -4,9 +4,9 @@ Matrix products cost 2 FLOPs per weight and token, at the measured rate of large
 step reads each weight once, as bfloat16, and each request's recurrent state, at the measured memory bandwidth. States
 advance by blocks of tokens (kernels/native): the part in bfloat16 is read, and once per block all of it is read and
 written. Attention over pages, recurrences, norms and image pixels are left out, so the bound can only be too low for a
-program that reads weights in bfloat16 and computes all layers for all tokens. One that stores weights in fewer bits
-(kernels/native/compact.h: 12), or computes the last layers only for tokens whose rows are read (decoder/native.py), can
-be below it.
+program that reads weights in bfloat16 and computes all layers for all tokens. A program that stores weights in fewer
+bits (kernels/native/compact.h: 12), or computes the last layers only for tokens whose rows are read
+(decoder/native.py), can be faster than the bound.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from service.model.checkpoint import Checkpoint
 
 WEIGHT_BYTES, STATE_BYTES = 2, 4
 BLOCK_STATE_BYTES = 2 + 2 * STATE_BYTES / GRID
-"""Per number of a recurrent state: what a token moves of it."""
+"""Bytes read and written per token and number of a recurrent state."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _weights(mixer: MixerSpec, tokens: int, read: bool) -> float:
         size = float(math.prod(shape))
         if isinstance(mixer, Experts) and name.startswith("experts."):
             chosen = mixer.num_experts_per_tok / mixer.n_routed_experts
-            size *= 1 - (1 - chosen) ** tokens if read else chosen  # as if each were as likely
+            size *= 1 - (1 - chosen) ** tokens if read else chosen  # assumes equally likely experts
         found += size
     return found
 
@@ -111,7 +111,7 @@ class Tower:
             return None
         width, depth, merged = vision["hidden_size"], vision["depth"], vision["spatial_merge_size"] ** 2
         block = 4 * width**2 + 2 * width * vision["intermediate_size"]
-        # Of an image both frames of a temporal patch are the same, so that one's weights will do.
+        # Both frames of an image's temporal patch are equal, so a sum of their weights, one frame's size, is enough.
         embedding = 3 * vision["patch_size"] ** 2 * width
         merger = (merged * width) ** 2 + merged * width * vision["out_hidden_size"]
         return cls(depth * block + embedding, merger, depth * width, vision["patch_size"], merged)

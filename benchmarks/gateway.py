@@ -1,11 +1,12 @@
-"""How often caches are hit behind the gateway smg, by its policy, beside one server alone.
+"""Cache hit rates behind the gateway smg, by routing policy, compared with one server alone.
 
     python -m benchmarks.gateway [--groups 16] [--servers 2] [--write]
 
-Groups of requests begin alike: ten questions about an image, or ten after the same system prompt. Each group is asked
-in order, four groups at a time, through `/v1/chat/completions`. The hit rate is the share of prompt tokens whose state
-was cached, as the gateway reports it. With `consistent_hashing` requests have the header `x-smg-routing-key` with the
-group's name. Needs `pip install smg smg-grpc-proto`. The last line on stdout is JSON.
+The requests of a group have a common prefix: ten questions about one image, or ten questions after one system prompt.
+Each group's questions are sent in order, four groups at a time, through `/v1/chat/completions`. The hit rate is the
+share of prompt tokens whose state was cached, as the gateway reports it. With `consistent_hashing`, the header
+`x-smg-routing-key` of a request is the name of its group. Needs `pip install smg smg-grpc-proto`. The last line on
+stdout is JSON.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def gateway(addresses: Sequence[str], *options: str) -> Iterator[str]:
 
 
 def _ready(base: str, servers: int) -> bool:
-    """Whether the gateway has all servers and their tokenizer."""
+    """Whether the gateway has registered all servers and loaded their tokenizer."""
     try:
         with urllib.request.urlopen(f"{base}/workers", timeout=5) as response:
             found = len(json.loads(response.read())["workers"])

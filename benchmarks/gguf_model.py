@@ -2,7 +2,7 @@
 
     python -m benchmarks.gguf_model CHECKPOINT OUT.gguf LLAMA_CPP_SOURCE
 
-The converter does not take the checkpoint as it is: it reads config.json through transformers, which adds defaults for
+The converter cannot read the checkpoint unchanged: it reads config.json through transformers, which adds defaults for
 fields that a dense model does not have, and it needs a released tokenizer. So the configuration is written with the
 field names of released files and read directly, and the vocabulary is one word per id, because benchmarks send only
 ids.

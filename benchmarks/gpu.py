@@ -12,10 +12,10 @@ service   `benchmarks.compare` against transformers on the same GPU at 1, 8 and 
           family (`make peers`); a server with the embedded model at 1, 8 and 64 callers: output tokens/s, time to first
           token
 
-Each part writes DATE-gpu-PART.json into DIR, again after each measurement. After `--seconds` it begins no further
-measurement, and the file lists those left out. Failed measurements are stored with their errors, and the exit status is
-1. The last line on stdout is JSON. `--device cpu --scale tiny` tries the program on any machine; its numbers mean
-nothing.
+Each part writes DATE-gpu-PART.json into DIR, and rewrites it after each measurement. After `--seconds` it begins no
+further measurement, and the file lists those left out. Failed measurements are stored with their errors, and the exit
+status is 1. The last line on stdout is JSON. `--device cpu --scale tiny` tests the program on any machine; its numbers
+have no meaning.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build")))
     arguments = parser.parse_args(argv)
     if arguments.device != "cpu" and not torch.cuda.is_available():
-        parser.error(f"--device {arguments.device}: no GPU is found; --device cpu --scale tiny needs none")
+        parser.error(f"--device {arguments.device}: no GPU found; --device cpu --scale tiny needs none")
     setting = Setting(arguments.device, arguments.scale)
     arguments.out.mkdir(parents=True, exist_ok=True)
     ceilings = measure_ceilings(setting)

@@ -6,9 +6,9 @@ Parts: `kernels` (the tests of every Triton kernel, against float64), `layers` (
 and of a vision tower at real sizes: at most twice the error of the torch reference in the same dtype, both relative to
 the reference in float32), `graphs` (graph = eager for both runners), `service` (a server with the embedded model
 answers the shipped questions, sequentially and concurrently), `e2e` (the end-to-end tests, if `make peers` has
-downloaded the transformers that they need). `--device cpu --scale tiny` tries the program itself.
-Writes gpu-check.json into DIR, again after each part. The last line on stdout is JSON. Status 1 if a part failed or had
-no time left.
+downloaded the transformers that they need). `--device cpu --scale tiny` tests the program itself.
+Writes gpu-check.json into DIR, and rewrites it after each part. The last line on stdout is JSON. The exit status is 1
+if a part failed or had no time left.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def check_kernels(device: str, scale: str) -> dict[str, Any]:
     chosen = [path for path in files if path.name not in left_out]
     if scale == "tiny":
         chosen = [path for path in chosen if "patches" in path.name]
-    # With xdist, because most of the time is Triton's compiler, on the host.
+    # With xdist, because Triton's compiler takes most of the time, on the host.
     several = ["-n", "8"] if scale == "full" and importlib.util.find_spec("xdist") is not None else []
     said = run_tests([*several, *map(str, chosen)])
     return {"files": [path.name for path in chosen], "left_out": left_out, "said": said}
@@ -181,7 +181,7 @@ def check_layers(device: str, scale: str) -> dict[str, Any]:
 
 
 CONSTRAINED = (1, 2)
-"""Requests that may draw every third token only: one is sampled, one greedy."""
+"""Requests that may draw only every third token: one is sampled, one greedy."""
 
 
 def answers(config: DecoderConfig, device: str, graphs: str) -> dict[str, list[int]]:

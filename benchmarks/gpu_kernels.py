@@ -32,7 +32,7 @@ from kernels.varlen_attention import varlen_attention
 
 @dataclass(frozen=True)
 class Measure:
-    """One operation: its bytes and FLOPs, our call, and other projects' equivalent calls by project name."""
+    """One operation: its bytes and FLOPs, Saccade's call, and other projects' equivalent calls by project name."""
 
     name: str
     call: Callable[[], object]
@@ -184,8 +184,8 @@ def scan_measure(setting: Setting, shape: ModelShape) -> Measure:
 
 
 def scan_peers(setting: Setting, pool: torch.Tensor, given: tuple[torch.Tensor, ...], rows: int, chunk: int) -> Calls:
-    """Rows of equal length: mamba-ssm takes them as a batch; vLLM takes them packed, with tables computed before, like
-    ours."""
+    """Rows of equal length: mamba-ssm takes them as a batch; vLLM, like Saccade, takes them packed, with tables
+    computed before."""
     x, dt, decay, b, c, skip = given
     tokens, device = x.shape[0], x.device
     apart = [value.view(rows, tokens // rows, *value.shape[1:]) for value in (x, dt, b, c)]
@@ -338,8 +338,8 @@ def tower_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
 
 
 def difference(measure: Measure, other: Callable[[], object]) -> float:
-    """RMS of the difference of two results, relative to the RMS of ours. What a call changes in place is restored in
-    between."""
+    """RMS of the difference of two results, relative to the RMS of Saccade's result. Tensors that a call changes in
+    place are restored in between."""
     before = [tensor.clone() for tensor in measure.changes]
     found = []
     for call in (measure.call, other):
@@ -353,8 +353,8 @@ def difference(measure: Measure, other: Callable[[], object]) -> float:
 
 
 def result_of(setting: Setting, ceilings: dict[str, float], measure: Measure) -> dict[str, Any]:
-    """Seconds, shares of the ceilings and, for each peer, our speedup and whether the results agree; a message if a
-    peer cannot run here."""
+    """Seconds, shares of the ceilings and, for each peer, Saccade's speedup and whether the results agree, or a message
+    if the peer cannot run here."""
     seconds = timed(setting, measure.call)
     row: dict[str, Any] = {"seconds": seconds}
     if measure.bytes:
@@ -365,7 +365,7 @@ def result_of(setting: Setting, ceilings: dict[str, float], measure: Measure) ->
         try:
             differs = difference(measure, other)
             row[f"times_{name}"], row[f"difference_{name}"] = timed(setting, other) / seconds, differs
-        except Exception as error:  # a peer's kernel may fail in any way; ours is still measured
+        except Exception as error:  # a peer's kernel may fail in any way; Saccade's is still measured
             row[f"failed_{name}"] = f"{type(error).__name__}: {error}"[:500]
     return row
 

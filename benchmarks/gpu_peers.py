@@ -21,7 +21,7 @@ import torch
 
 SOURCES = Path(__file__).resolve().parent.parent / ".peers" / "src"
 VLLM_NULL_BLOCK = -1
-"""vLLM's id for padding (its own default is 0) is set to ours, so that both sides use the same slots."""
+"""vLLM's id for padding (0 by default) is set to Saccade's, so that both sides use the same slots."""
 
 
 def runnable(device: str) -> bool:

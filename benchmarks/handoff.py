@@ -1,4 +1,4 @@
-"""Cost and gain of encoding in another process: overlap, gaps in running streams, latency per image, bytes per second.
+"""Encoding in the engine's process and in another one: overlap, gaps in streams, latency per image, bytes per second.
 
     python -m benchmarks.handoff [--only overlap,gaps,latency,bytes] [--rounds N] [--folder DIR] [--write]
 
@@ -8,10 +8,10 @@ memory), `remote` (a server of role encoder, gRPC over the loopback interface).
 overlap   time to first token of a request with 512 tokens of text and then an image, against encoding the image first
           and then computing the text (encode-then-prefill, two calls). Limit: the longer of the two parts, if encoder
           and decoder have their own cores; no gain if they share them.
-gaps      time between two tokens of four running streams, alone and while images arrive one after the other. `turns`
-          bounds it by its policy; for two processes it depends on the operating system's scheduler.
-latency   with a tower that does almost no work: seconds from the request for an image to its rows, in each mode, minus
-          the same in one thread.
+gaps      time between two tokens of four running streams, alone and while images arrive one after the other. In the
+          mode `turns` the scheduling policy bounds it; with two processes it depends on the operating system.
+latency   with a tower that does almost no work: seconds from an image's request to its rows in each mode, minus the
+          seconds of the same work in one thread.
 bytes     with the same tower: pixels and rows per second through each transport, against the same bytes through a plain
           TCP socket on the loopback interface, which is the limit of `remote`.
 """
@@ -291,8 +291,8 @@ def measure_latency(path: Path, threads: int, rounds: int) -> list[dict[str, Any
 
 
 def socket_rate(there: int, back: int, repeats: int) -> float:
-    """Bytes per second of `there` bytes one way and `back` bytes the other over a loopback TCP connection, piece by
-    piece, one image after the other."""
+    """Bytes per second of a loopback TCP connection that sends `there` bytes one way and `back` bytes the other, in
+    chunks, one image after the other."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
@@ -379,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
-    """The last line of the output: the main numbers."""
+    """The main numbers, for the last line of the output."""
     short: dict[str, Any] = {"seconds": round(result["seconds"], 1)}
     for row in result.get("overlap", ()):
         short[f"overlap {row['way']}"] = round(row["ratio"], 3)

@@ -1,4 +1,4 @@
-"""Formats that cost a careless server its memory, its time or its stack."""
+"""Formats that would exhaust the memory, the processor time or the stack of a server without limits."""
 
 from __future__ import annotations
 
@@ -65,4 +65,5 @@ HOSTILE: dict[str, Any] = {
         + "\n".join(f"T{i}: /(a|b|c){{{i % 50}}}x{i}.*/" for i in range(1500))
     ),
 }
-"""By what is hostile about them. Each is served or ends with INVALID_ARGUMENT, and others hardly notice."""
+"""Formats by the construct that makes them expensive. Each request is served or ends with INVALID_ARGUMENT, and other
+requests are hardly delayed."""

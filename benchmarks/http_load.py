@@ -1,4 +1,4 @@
-"""Load over HTTP by `vllm bench serve`, from vLLM's own environment: our server, vLLM's and llama.cpp's, in turn.
+"""Load over HTTP by `vllm bench serve`, from vLLM's own environment, on Saccade's server, vLLM's or llama.cpp's.
 
     python -m benchmarks.http_load [--kind text|images] [--side ours|vllm|llamacpp] [--rates 4,8,inf] [--seconds 30]
                                    [--threads-bind 0-1] [--write]
@@ -8,11 +8,12 @@ images    /v1/chat/completions, 32 random tokens and an image of 448 x 448 rando
 
 A run starts one server on the benchmarks' random checkpoint of 116 M parameters, sends requests at each rate (Poisson
 arrivals, the same to every server; `inf`: all at once) for about that many seconds, and reports time to first token,
-inter-token latency and throughput as the load generator does. It shares the machine with the server. Servers have their
-default options, but for bfloat16 and 32 concurrent requests. Every run has other prompts, so that no cache helps.
+inter-token latency and throughput as the load generator measures them. The load generator shares the machine with the
+server. Servers have their default options except bfloat16 and 32 concurrent requests. Every run has different prompts,
+so that no cache helps.
 
-`--write` puts a run's cells into today's file in benchmarks/results, instead of earlier ones of the same side, kind and
-rate, and draws the plot. The last line on stdout is JSON.
+`--write` adds a run's cells to today's file in benchmarks/results, where they replace earlier cells of the same side,
+kind and rate, and draws the plot. The last line on stdout is JSON.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
-"""What `vllm bench serve` runs; the command itself looks for a package of another name than that of the CPU build."""
+"""The program of `vllm bench serve`. The command itself looks for a package whose name is not that of the CPU build."""
 KEPT = (
     "completed", "failed", "duration", "request_throughput", "output_throughput", "total_input_tokens",
     "total_output_tokens",
@@ -74,7 +75,7 @@ KEPT = (
 
 
 def vllm_environment(threads_bind: str | None = None) -> dict[str, str]:
-    """The environment of vLLM's programs, as its documentation asks for on a CPU."""
+    """The environment of vLLM's programs that its documentation recommends on a CPU."""
     found = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
     found |= {
         "PYTHONSAFEPATH": "1", "LD_PRELOAD": str(VLLM / "lib" / "libiomp5.so"), "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -115,7 +116,7 @@ def served(side: str, kind: str, model: Path, threads_bind: str | None) -> Itera
             "-fit", "off",
         ]  # fmt: skip
     if not Path(command[0]).exists():
-        raise SystemExit(f"{side} is missing: benchmarks/setup_{side}.sh makes it")
+        raise SystemExit(f"{side} is missing; run benchmarks/setup_{side}.sh first")
     log = FOLDER / f"http-load-{side}.log"
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=FOLDER)
@@ -168,7 +169,7 @@ def measure(side: str, kind: str, rates: Sequence[str], seconds: float, bind: st
     model = models.written_model(FOLDER) if kind == "text" else models.chat_omni_model(FOLDER)
     cells = []
     with served(side, kind, model, bind) as url:
-        cell(url, kind, model, "8", 1, seed=99)  # not counted: memory and compiled code are used for the first time
+        cell(url, kind, model, "8", 1, seed=99)  # not counted: it warms up memory and compiled code
         for index, rate in enumerate(rates):
             load = machine.load()
             numbers = cell(url, kind, model, rate, seconds, seed=index)
@@ -205,15 +206,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=list(REQUESTS), default="text")
     parser.add_argument("--side", choices=SIDES, default="ours")
-    parser.add_argument("--rates", help=f"requests a second, with commas (default: {RATES})")
-    parser.add_argument("--seconds", type=float, default=30.0, help="about the length of a run at one rate")
+    parser.add_argument("--rates", help=f"requests per second, comma-separated (default: {RATES})")
+    parser.add_argument("--seconds", type=float, default=30.0, help="approximate length of a run at one rate")
     parser.add_argument(
         "--threads-bind", help="VLLM_CPU_OMP_THREADS_BIND: by default vLLM reserves a core for its scheduler"
     )
     parser.add_argument("--write", action="store_true", help="write the cells to today's file and draw the plot")
     arguments = parser.parse_args(argv)
     if (arguments.kind, arguments.side) == ("images", "llamacpp"):
-        parser.error("llama.cpp's server takes images by way of tower files of its own")
+        parser.error("--kind images --side llamacpp: llama.cpp's server needs separate tower files for images")
     rates = (arguments.rates or RATES[arguments.kind]).split(",")
     cells = measure(arguments.side, arguments.kind, rates, arguments.seconds, arguments.threads_bind)
     if arguments.write:

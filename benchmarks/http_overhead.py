@@ -1,8 +1,8 @@
-"""What HTTP costs over gRPC: the same requests to `saccade http` and to its gRPC server, in turn.
+"""Cost of HTTP compared with gRPC: the same requests to `saccade http` and to its gRPC server, in turn.
 
     python -m benchmarks.http_overhead [--model demo] [--turns N] [--streams 1,64] [--write]
 
-request    seconds of a request for one token, alone, over each; the difference is what a request costs
+request    seconds of a request for one token, one at a time, over each; the difference is the cost of a request
 token      seconds of streams of 100 tokens, 1 and 64 at a time, over each; the difference per token of all streams
 
 Clients are asyncio programs in processes of their own: the SDK's, and one that only splits lines of server-sent events.
@@ -84,7 +84,7 @@ asyncio.run(main())
 
 
 class Client:
-    """A client process, which does what it is told and says how long it took."""
+    """A client process, which executes commands and reports the seconds of each."""
 
     def __init__(self, kind: str, address: str) -> None:
         self._process = subprocess.Popen(
@@ -124,7 +124,7 @@ def _turns(clients: dict[str, Client], turns: int, streams: Sequence[int]) -> di
             found = {"request": client.seconds("ask", asks) / asks}
             found |= {f"streams_{n}": client.seconds("stream", n) for n in streams}
             for what, seconds in found.items():
-                if turn:  # the first turn pays for what is made once
+                if turn:  # the first turn includes one-time costs
                     took.setdefault((name, what), []).append(seconds)
     middle = {key: statistics.median(values) for key, values in took.items()}
     cost = {"request_ms": {name: round(1000 * middle[name, "request"], 3) for name in clients}}

@@ -1,4 +1,4 @@
-"""Traces the modules that an image passes in a server, for the list in docs/architecture.md.
+"""Traces the modules that an image passes through in a server, for the list in docs/architecture.md.
 
     python -m benchmarks.image_walk [--model demo]
 

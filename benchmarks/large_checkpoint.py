@@ -1,12 +1,12 @@
-"""A random checkpoint of Nemotron 3 Nano Omni's shape in NVIDIA's mixed NVFP4, as large as memory allows.
+"""A random checkpoint of Nemotron 3 Nano Omni's shape in NVIDIA's mixed NVFP4, of a given size.
 
     python -m benchmarks.large_checkpoint FOLDER [--gigabytes 16] [--experts 128] [--new-tokens 32] [--write]
 
 Writes FOLDER tensor by tensor, unless it exists: the whole tower, and as many of the first layers of the released
 pattern as fit into the given number of GB. As in the release, routed experts are NVFP4, shared experts and attention
 outputs FP8, all else bfloat16. Then it serves the checkpoint and measures the time until the server is ready, its peak
-memory and what it keeps, the tokens per second of one request compared with the time of reading a token's weights, and
-the answer to an image through gRPC. `--experts`: fewer experts make a small checkpoint. Run it on an idle machine.
+and resident memory, the tokens per second of one request compared with the time of reading a token's weights, and the
+seconds of an answer about an image through gRPC. Fewer `--experts` make a small checkpoint. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -206,10 +206,10 @@ def measure(folder: Path, new_tokens: int) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--gigabytes", type=float, default=16.0, help="of the weights, at most")
-    parser.add_argument("--experts", type=int, default=128, help="of each layer")
+    parser.add_argument("--gigabytes", type=float, default=16.0, help="maximum size of the weights")
+    parser.add_argument("--experts", type=int, default=128, help="routed experts in each layer")
     parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--only-write", action="store_true", help="make the checkpoint, and measure nothing")
+    parser.add_argument("--only-write", action="store_true", help="write the checkpoint, but measure nothing")
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
     arguments = parser.parse_args(argv)
     started = time.perf_counter()

@@ -1,11 +1,11 @@
-"""lm-eval's `local-completions` over HTTP, on a task of our own: its scores must be those that gRPC gives.
+"""lm-eval's `local-completions` over HTTP, on a task defined here: its scores must equal those through gRPC.
 
     python -m benchmarks.lm_eval_scores --python /path/to/lm-eval's/python [--model demo]
 
 lm-eval is not a dependency; an environment for it: `python -m venv V && V/bin/pip install 'lm-eval[api]' transformers`.
 The task has questions with four choices, scored by their log-likelihood (`echo` and `logprobs` of /v1/completions). For
 each choice the log-likelihood is computed through gRPC as well, from the prompt's log-probabilities, with the same
-tokens: both have to be the same number. Nothing is downloaded. The last line on stdout is JSON.
+tokens; both numbers must be equal. Nothing is downloaded. The last line on stdout is JSON.
 """
 
 from __future__ import annotations

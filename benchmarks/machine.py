@@ -26,7 +26,7 @@ _MODEL = ("cpu family", "model", "CPU implementer", "CPU part")
 
 
 def describe() -> dict[str, str | int]:
-    """Processor, its model, the flags that our instruction sets need, the best of these sets, cores, memory and
+    """Processor, its model, the flags that Saccade's instruction sets need, the best of these sets, cores, memory and
     versions."""
     cpuinfo, features = Path("/proc/cpuinfo"), processor_features()
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
@@ -90,8 +90,9 @@ def matmul_rate(dtype: torch.dtype = torch.bfloat16, side: int = 2048, repeats: 
 
 
 def bf16_rate(side: int = 2048, device: str = "cpu") -> float:
-    """FLOP/s at which numbers in bfloat16 can be multiplied. On a CPU without instructions for them that is the rate of
-    float32, which holds them exactly. There torch multiplies bfloat16 so slowly that only small products are tried."""
+    """FLOP/s at which bfloat16 numbers can be multiplied. On a CPU without bfloat16 instructions it is the rate of
+    float32, which represents these numbers exactly; torch multiplies bfloat16 so slowly there that only a small product
+    is tried."""
     if device != "cpu":
         return matmul_rate(torch.bfloat16, side, device=device)
     tried = {dtype: matmul_rate(dtype, min(side, 256)) for dtype in (torch.bfloat16, torch.float32)}
@@ -100,8 +101,8 @@ def bf16_rate(side: int = 2048, device: str = "cpu") -> float:
 
 
 def ceilings(device: str = "cpu") -> dict[str, float]:
-    """Read bandwidth in GB/s and products of bfloat16 in GFLOP/s; with larger sizes on a GPU. On a CPU also the
-    nanoseconds of a message between cores, if they can be measured."""
+    """Read bandwidth in GB/s and rate of bfloat16 products in GFLOP/s, measured with larger sizes on a GPU. On a CPU
+    also the nanoseconds of a round trip between two cores, if they can be measured."""
     size, side = (1 << 30, 2048) if device == "cpu" else (1 << 33, 8192)
     bandwidth, rate = read_bandwidth(size, device=device), bf16_rate(side, device)
     found = {"read_gb_s": bandwidth / 1e9, "bf16_gflop_s": rate / 1e9}
@@ -111,8 +112,8 @@ def ceilings(device: str = "cpu") -> dict[str, float]:
 
 
 def restart_with(variables: Mapping[str, str]) -> None:
-    """Starts this program again with these environment variables where it lacks one: libraries read them when they are
-    loaded. Those that are set stay."""
+    """Starts this program again if one of these environment variables is not set, because libraries read them when they
+    are loaded. Variables that are set keep their values."""
     if any(name not in os.environ for name in variables):
         os.execve(sys.executable, sys.orig_argv, {**variables, **os.environ})
 
@@ -149,7 +150,7 @@ def _timed(function: object, device: str = "cpu") -> float:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on."""
+    """A TCP port of this host on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,9 +1,9 @@
-"""Peak memory by kind of weights, of our server and of llama.cpp's, under the workloads of benchmarks.compare.
+"""Peak memory by kind of weights, of Saccade's and llama.cpp's servers, under the workloads of benchmarks.compare.
 
     python -m benchmarks.memory [--kinds bfloat16,int8,int4] [--peers bf16,q8_0,q4_0] [--write]
 
-One server at a time. Ours: the sum of the peaks (VmHWM) of all processes, so that pages that two of them share count
-twice; llama.cpp: that of its one process. The machine need not be idle.
+One server at a time. For Saccade, the sum of the peaks (VmHWM) of all processes, in which pages that two of them share
+count twice; for llama.cpp, the peak of its one process. The machine need not be idle.
 """
 
 from __future__ import annotations

@@ -137,7 +137,8 @@ CHAT_TEMPLATE = (
 
 
 def chat_omni_model(folder: Path) -> Path:
-    """The model with images, with released names, a tokenizer and a chat template: to be served as it is by others."""
+    """The model with images, with released names, a tokenizer and a chat template, which other servers can load
+    unchanged."""
     path = released_names(omni_model(folder), folder)
     (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return path

@@ -52,7 +52,7 @@ class Mutant:
     def applied(self, source: str) -> str:
         """The source with the mutant. `ValueError` unless `old` occurs in `source` exactly once."""
         if (count := source.count(self.old)) != 1 or self.old == self.new:
-            raise ValueError(f"{self.area}: {self.path} holds {count} times {self.old!r}, it must be once")
+            raise ValueError(f"{self.area}: {self.path} holds {count} times {self.old!r}, expected once")
         return source.replace(self.old, self.new)
 
     def key(self, root: Path) -> str:
@@ -89,10 +89,10 @@ def copied(root: Path) -> Iterator[Path]:
 
 
 def run_tests(folder: Path, tests: Sequence[str], timeout: float) -> tuple[str, str]:
-    """(how it ended, the end of what was said): passed, caught, hung or error. Ends whatever the tests started."""
+    """(passed, caught, hung or error; the end of the output). Ends all processes that the tests started."""
     environment = {
         **os.environ,
-        # An editable install has the checkout on the path, which the tests' own child processes would take.
+        # With an editable install, the tests' child processes would otherwise import the original checkout.
         "PYTHONPATH": str(folder),
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
@@ -112,7 +112,7 @@ def run_tests(folder: Path, tests: Sequence[str], timeout: float) -> tuple[str, 
             process.wait()
         said.seek(0)
         end = said.read()[-2000:]
-    # 1: a test failed; 2: a file could not be collected; negative: the process died, as it may of a wrong index in C++.
+    # 1: a test failed; 2: a file could not be collected; negative: a signal, such as after a wrong index in C++.
     if status is None:
         return "hung", end
     return ("passed" if status == 0 else "caught" if status in (1, 2) or status < 0 else "error"), end
@@ -142,7 +142,7 @@ class Results:
             path.unlink(missing_ok=True)
         text = path.read_text("utf-8") if path.exists() else ""
         whole, _, cut = text.rpartition("\n")
-        if cut:  # by the end of a run that was killed
+        if cut:  # because a run was killed while it wrote
             path.write_text(whole + "\n", "utf-8")
         self.known: dict[str, Any] = {}
         for row in map(json.loads, filter(None, whole.splitlines())):
@@ -176,14 +176,14 @@ def run(
     mutants: Sequence[Mutant], root: Path, results: Results, *, jobs: int = 1, timeout: float = 300,
     seconds: float = float("inf"),
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """One row per mutant that is known or was tried; none is begun after `seconds`. `SystemExit` with the names of
-    tests that fail without any mutant; `ValueError` for an entry that does not fit its file."""
+    """One row per mutant with an earlier or a new result; no test begins after `seconds`. `SystemExit` with the names
+    of tests that fail without any mutant; `ValueError` for an entry that does not fit its file."""
     end = time.monotonic() + seconds
     for mutant in mutants:
         mutant.applied((root / mutant.path).read_text("utf-8"))  # fails now for a stale entry, not after an hour
     keys = {
         mutant: mutant.key(root) for mutant in mutants
-    }  # now: the checkout may be edited while the copies are tested
+    }  # computed now, because the checkout may be edited while the copies are tested
     todo = [mutant for mutant in mutants if keys[mutant] not in results.known and seconds > 0]
     with contextlib.ExitStack() as ends:
         folders: queue.Queue[Path] = queue.Queue()
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="mutants whose file or change contains this")
     parser.add_argument("--jobs", type=int, default=1, help="mutants tested concurrently, each in a copy (default: 1)")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for the tests of one mutant (default: 300)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant after this long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further mutant after this time")
     parser.add_argument("--least", type=float, default=85, help="percent that must be caught (default: 85)")
     parser.add_argument("--fresh", action="store_true", help="discard earlier results")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")

@@ -44,18 +44,18 @@ class Peer:
     """One loaded model."""
 
     def __init__(self, path: str, omni: bool, tokenizer: bool = False, tokens: int = 0) -> None:
-        """`tokens`: of the longest prompt and its answer."""
+        """`tokens`: maximum number of tokens of a prompt and its answer."""
         limit_instructions(os.environ.get("PEER_INSTRUCTION_SET"))
         from vllm import LLM
 
         limits: dict[str, Any] = {}
         if omni:
             limits = {"limit_mm_per_prompt": {"image": 1, "video": 0}, "trust_remote_code": True}
-            # Else it begins with an image of as many tokens as there may be: 16,384 of Qwen3.5's.
+            # Otherwise vLLM first encodes an image of the maximum size, 16,384 tokens for Qwen3.5.
             limits["skip_mm_profiling"] = True
         elif "vision_config" in json.loads((Path(path) / "config.json").read_text()):
-            limits = {"limit_mm_per_prompt": {"image": 0, "video": 0}}  # its tower is not even loaded
-        if tokenizer:  # with its default, free white space, random models write nothing else
+            limits = {"limit_mm_per_prompt": {"image": 0, "video": 0}}  # then the tower is not loaded
+        if tokenizer:  # by default grammars allow any white space, and random models would write nothing else
             limits["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
         self.model = LLM(
             path, dtype="bfloat16", max_model_len=max(4096, tokens), max_num_seqs=32,
@@ -75,8 +75,8 @@ class Peer:
     def constrained(
         self, prompts: list[list[int]], schema: dict[str, Any] | None, most: int | list[int]
     ) -> dict[str, Any]:
-        """Answers drawn at temperature 1 under a JSON schema of at most `most` tokens, without white space that a model
-        could write without end; without a schema, answers of exactly these numbers of tokens."""
+        """Answers of at most `most` tokens, drawn at temperature 1 under a JSON schema, without white space, which a
+        model could repeat without end; without a schema, answers of exactly these numbers of tokens."""
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
 
@@ -101,7 +101,7 @@ class Peer:
         from PIL import Image
 
         images = [Image.open(file).convert("RGB") for file in files]
-        for image in images:  # one other pixel makes it another image to the embedding cache
+        for image in images:  # a changed pixel gives it a new key in the embedding cache
             image.putpixel((0, 0), tuple(os.urandom(3)))
         return {"prompt_token_ids": prompt, "multi_modal_data": {"image": images}}
 
@@ -109,7 +109,7 @@ class Peer:
 def main() -> None:
     os.environ.update(SETTINGS)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints where it likes; stdout is the protocol's
+    os.dup2(2, 1)  # vLLM also prints to stdout, which is reserved for the protocol
     peer: Peer | None = None
     for line in sys.stdin:
         command = json.loads(line)

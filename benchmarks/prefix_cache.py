@@ -3,9 +3,10 @@
     python -m benchmarks.prefix_cache [--family qwen3_5] [--state-cache auto] [--folder DIR] [--write]
 
 Both use `saccade.LocalClient` on a small random model of the family, greedily, one request at a time. Target: from the
-second request on, at most 16 prompt tokens more than the request's own are computed, and the image is encoded once.
-Without a chat template, which shows where the system prompt ends, the cache learns that from the second request, and
-the target applies from the third. Computed tokens are counted by the engine, not derived from its cache statistics.
+second request on, the engine computes at most 16 prompt tokens in addition to those that no earlier request had, and
+the image is encoded once. A chat template shows where the system prompt ends; without one the cache learns it from the
+second request, and the target applies from the third. Computed tokens are counted by the engine, not derived from its
+cache statistics.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ALLOWANCE = 16
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One request. `own`: its tokens that no earlier request had."""
+    """One request. `own`: number of its tokens that no earlier request had."""
 
     number: int
     prompt: int
@@ -56,13 +57,13 @@ def noise_image(side: int = 448) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The pieces of prompts for a model family."""
+    """The parts of prompts for a model family."""
 
     write: Callable[[Path], Path]
     image: tuple[int, ...]
     """Token ids that stand for an image in a prompt."""
     chat: bool = False
-    """Whether it has a chat template, which shows where a system prompt ends."""
+    """Whether the model has a chat template, which shows where a system prompt ends."""
 
 
 FAMILIES = {
@@ -100,7 +101,7 @@ def same_image(client: saccade.LocalClient, image_ids: Sequence[int], count: int
 
 
 def system_prompt(client: saccade.LocalClient, *, chat: bool, count: int = 10) -> list[Line]:
-    """1,700 shared tokens, then a user's own; as messages if the model has a template for them."""
+    """1,700 shared tokens, then tokens of one user; as messages if the model has a chat template."""
     rng = random.Random(2)
     shared = words(rng, SYSTEM_TOKENS)
     lines = []

@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--family", choices=list(RULES), default="nemotron_h_omni", help="use the released image rule of this family"
     )
     parser.add_argument("--model", help="use the image rule of this model instead")
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each size and format")
+    parser.add_argument("--seconds", type=float, default=1.0, help="duration for each size and format")
     parser.add_argument("--write", action="store_true", help="write a dated file to benchmarks/results")
     arguments = parser.parse_args(argv)
     config = RULES[arguments.family]

@@ -5,9 +5,9 @@
 
 Runs the decoder in this process on the family's text model of `benchmarks.workloads`. The operations of the compiled
 step are called one at a time, which adds a few microseconds to each. The lower bound of a part is the larger of its
-bytes over the measured bandwidth and its FLOPs over the measured rate of large products of bfloat16. States are read
-and written, of Mamba-2 what one token in blocks of 16 moves. `--write` writes docs/profile.md, or
-docs/profile-FAMILY.md. Run it on an idle machine.
+bytes over the measured bandwidth and its FLOPs over the measured rate of large products of bfloat16. The bytes include
+reads and writes of recurrent states; these advance by blocks of 16 tokens, so a step counts the average per token.
+`--write` writes docs/profile.md, or docs/profile-FAMILY.md. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", choices=list(SUBJECTS), default="nemotron_h")
     parser.add_argument("--only", default="decode,prefill", help="comma-separated kinds of steps")
     parser.add_argument("--concurrent", default="1,8,32", help="requests of the decode steps")
-    parser.add_argument("--prompts", type=prompt_sizes, help="of prefill steps: numbers of prompts x tokens of each")
+    parser.add_argument("--prompts", type=prompt_sizes, help="prefill steps: comma-separated PROMPTSxTOKENS")
     parser.add_argument("--steps", type=int, default=30, help="decode steps; the fastest counts")
     parser.add_argument("--weights", choices=WEIGHT_KINDS)
     parser.add_argument("--activations", choices=ACTIVATION_KINDS)

@@ -13,7 +13,7 @@ from benchmarks.qwen_model import SMALL_TEXT, tiny_qwen_model
 from service.model.checkpoint import open_checkpoint
 
 _ENDINGS = ('"', '"}', '"]', '",', "}", "]", ",", "}}", "}]", "]}", "]]", "},", "],", "\n")
-"""Texts that end values. Those that are one token of a model are made likelier."""
+"""Texts that end values. Those that are a single token of a model are made likelier."""
 _BIAS = 7.0
 
 
@@ -54,6 +54,6 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {"nemotron_h": demo_shape, "qwen3_
 
 
 def ending_bias(client: saccade.Client) -> dict[int, float]:
-    """A bias for the tokens that end values, without which hardly an answer would end."""
+    """A logit bias for the tokens that end values, without which hardly any answer would end."""
     found = (list(client.tokenize(text, raw=True).token_ids) for text in _ENDINGS)
     return {ids[0]: _BIAS for ids in found if len(ids) == 1}

@@ -24,7 +24,7 @@ class Piece:
 
     name: str
     dtype: str
-    """In safetensors' spelling."""
+    """As safetensors names it."""
     shape: tuple[int, ...]
     content: str
     """`codes`, `scales` and `fp8`: random bytes without NaN; `normal`: with variance 1 / inputs; or a number that fills
@@ -88,7 +88,7 @@ def _stored(values: np.ndarray[Any, np.dtype[np.float32]], dtype: str) -> bytes:
     if dtype == "F32":
         return values.tobytes()
     assert dtype == "BF16"
-    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()  # cut off: these are random numbers
+    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()  # truncated: the numbers are random
 
 
 def write_shards(folder: Path, parts: Sequence[Piece]) -> None:

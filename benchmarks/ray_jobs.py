@@ -1,14 +1,14 @@
-"""Jobs with Ray Data: exactly once under faults, and the cost of Ray beside our own client.
+"""Jobs with Ray Data: exactly-once output under faults, and the cost of Ray compared with the SDK's own client.
 
     python -m benchmarks.ray_jobs faults [--rows 20000] [--strikes 6] [--folder DIR] [--write]
     python -m benchmarks.ray_jobs overhead [--rows 4000] [--tokens 32] [--write]
 
 faults     `saccade batch --ray` on a cluster of two nodes (`ray.cluster_utils.Cluster`, real processes). The driver, an
-           actor and a worker node are killed at random times, in turn; the driver is started again. At the end each id
-           must be in the output once, and the peak memory of drivers and object stores is printed.
-overhead   the same rows through `Client.map` and a Parquet writer, and through a Ray job on a cluster that is running
-           already, in turn. Both with all rows and with a quarter of them: the difference is the cost of further rows,
-           the rest the start of a job.
+           actor and a worker node are killed at random times, in random order; the driver is started again. At the end
+           each id must be in the output exactly once. The peak memory of drivers and object stores is printed.
+overhead   the same rows through `Client.map` and a Parquet writer, and through a Ray job on a cluster that is already
+           running, in turn. Both with all rows and with a quarter of them: the difference is the cost of further rows,
+           and the remainder is the cost of starting a job.
 
 Needs `pip install 'saccade[ray]'`. The last line on stdout is JSON.
 """
@@ -50,7 +50,7 @@ SERVER = ["demo", "--log-level", "error", "--threads", "1", "--max-seqs", "32", 
 STORE = 150 * 2**20
 """Bytes of a node's object store."""
 CPUS = 3
-"""Of a node, as Ray counts them: rows are read, filtered and written in processes of one each."""
+"""A node's CPUs as Ray counts them; the processes that read, filter and write rows use one each."""
 
 
 def write_rows(folder: Path, rows: int, files: int = 8) -> Path:
@@ -103,7 +103,7 @@ class FaultRun:
         self.driver: subprocess.Popen[bytes] | None = None
 
     def run(self, strikes: int) -> dict[str, Any]:
-        """Runs the job to its end. Raises AssertionError if a row is lost, or is there twice."""
+        """Runs the job to its end. Raises AssertionError if a row is lost or written twice."""
         source, began = write_rows(self.folder / "in", self.rows), time.monotonic()
         with ExitStack() as ends:
             server = ends.enter_context(ServerProcess(SERVER))
@@ -144,7 +144,7 @@ class FaultRun:
         return done
 
     def strike_until_done(self, strikes: int) -> None:
-        """Strikes at random shares of the rows, and watches memory."""
+        """Kills a process when random shares of the rows are written, and records the peak of memory."""
         due = sorted(self.random.uniform(0.03, 0.9) for _ in range(strikes))
         kinds = [(self.kill_driver, self.kill_actor, self.kill_node)[i % 3] for i in range(strikes)]
         self.random.shuffle(kinds)
@@ -183,7 +183,7 @@ class FaultRun:
 
     def kill_actor(self) -> None:
         actors: list[int] = []
-        while not actors:  # those of a driver that has just been started
+        while not actors:  # a driver that has just been started has none yet
             actors = [pid for pid in descendants(os.getpid()) if "MapBatches(Generate)" in command_of(pid)]
             time.sleep(0.1)
         os.kill(self.random.choice(actors), signal.SIGKILL)
@@ -196,7 +196,7 @@ class FaultRun:
 
 
 def own_loop(server: str, source: Path, output: Path, rows: RowFormat) -> float:
-    """Seconds for all rows through our own client and one Parquet writer."""
+    """Seconds for all rows through the SDK's own client and one Parquet writer."""
     table = parquet.read_table(source).to_pylist()
     began = time.perf_counter()
     with saccade.Client(server) as client:

@@ -1,10 +1,10 @@
-"""Cost of Ray Serve's gRPC and HTTP ingress beside our own servers, and what the gRPC ingress does not have.
+"""Cost of Ray Serve's gRPC and HTTP ingress compared with Saccade's own servers, and what the gRPC ingress lacks.
 
     python -m benchmarks.ray_serve [--requests 60] [--tokens 100] [--write]
 
-One caller asks the embedded model by all four ways in turn: whole answers of one token, and streams. Then the ingress
-is asked for the standard health service, for TLS, with a deadline, and with an image of 6 MB. Needs
-`pip install 'ray[serve-grpc]' 'saccade-server[http]'`. The last line on stdout is JSON.
+One caller sends requests to the embedded model through each of the four in turn: whole answers of one token, and
+streams. Then the ingress gets a call of the standard health service, a call with TLS, one with a deadline, and one with
+an image of 6 MB. Needs `pip install 'ray[serve-grpc]' 'saccade-server[http]'`. The last line on stdout is JSON.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def said(call: Callable[[], Any]) -> str:
 
 
 def lacks(address: str) -> dict[str, str]:
-    """What the ingress answers to what our own server has."""
+    """The ingress's results for four features that Saccade's own server has."""
     noise = np.random.default_rng(0).integers(0, 256, (1420, 1420, 3), dtype=np.uint8)
     large = io.BytesIO()
     Image.fromarray(noise).save(large, "PNG")

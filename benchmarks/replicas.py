@@ -1,12 +1,12 @@
-"""Several replicas behind one client: how often the caches are hit with affinity, in turns and with one replica alone.
+"""Cache hit rates of several replicas behind one client: with affinity, with round robin, and with one replica alone.
 
     python -m benchmarks.replicas [--model demo] [--images 24] [--replicas 3] [--write]
 
-Each image gets ten questions, one after the other, from clients that share nothing; the images' askers run
-concurrently. The hit rate is the share of prompt tokens whose state was cached. In the last run one replica is killed
-when half of the answers are there. All answers must be those of one replica alone. Target: the hit rate with affinity
-is at most 5 % below that of one replica, and with the kill it loses no more than the images of the replica that is
-killed. The last line on stdout is JSON.
+Each image gets ten questions, one after the other, from a client of its own; several images' clients run concurrently.
+The hit rate is the share of prompt tokens whose state was cached. In the last run one replica is killed when half of
+the answers have arrived. All answers must equal those of one replica alone. Target: the hit rate with affinity is at
+most 5 % below that of one replica, and with the kill it loses no more than the images of the killed replica. The last
+line on stdout is JSON.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def flush(server: ServerProcess) -> None:
 
 
 def measure(arguments: Sequence[str], images: int, replicas: int) -> list[Hits]:
-    """One replica; several in turns; with affinity; with affinity and a replica that is killed. Each run begins with
-    empty caches.
+    """Runs with one replica, and with several: round robin, affinity, and affinity while a replica is killed. Each run
+    begins with empty caches.
 
     Args:
         arguments: those of `saccade serve`.

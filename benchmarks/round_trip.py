@@ -1,6 +1,6 @@
 """The time that a message takes from one core to another and back.
 
-It tells whether the cores share a cache: on an EPYC 80 to 110 ns if they do and about 500 ns if not. A host may move a
+It shows whether the cores share a cache: on an EPYC, 80 to 110 ns if they do and about 500 ns if not. A host may move a
 virtual machine's cores within seconds, and operations that read what another core wrote then take up to twice as long.
 """
 

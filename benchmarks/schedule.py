@@ -6,7 +6,7 @@ The scheduler alone, without a model. Times are processor times, so that other p
 Three situations, each of `--steps` steps in which every request draws one token:
 
 decode    no request waits: the base cost of a step
-blocked   one more request waits for which there is no room: the cost of checking its admission
+blocked   one more request waits, for which there is no memory: the cost of checking its admission
 reclaim   all memory is in use or cached, so each new superblock of pages needs an eviction
 
 Target: in each situation, the time per request at the largest number of requests is at most `GROWTH` times that at the

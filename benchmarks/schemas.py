@@ -1,4 +1,4 @@
-"""Random JSON schemas that structured output serves, and schemas like those that people send."""
+"""Random JSON schemas that structured output supports, and schemas like those of real applications."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VALUES: list[Any] = [None, True, False, 0, -3, 7.5, "", "a", "Ã©\n", 'q"\\', "ðŸ
 
 
 def random_schema(rng: random.Random) -> Schema:
-    """A schema with a few levels: every kind of keyword that is served, `$ref`s into `$defs` among them."""
+    """A schema with a few levels, from all kinds of supported keywords, including `$ref`s into `$defs`."""
     maker = _Maker(rng)
     schema = maker.schema(rng.randrange(1, 4))
     return {**schema, "$defs": maker.definitions} if maker.definitions else schema
@@ -117,7 +117,7 @@ class _Maker:
 
 
 def common_schema(rng: random.Random) -> Schema:
-    """A flat or twice nested record with described fields, enums, a list of records: what applications ask for."""
+    """A flat or twice nested record with described fields, enums and a list of records, as applications use them."""
     fields: list[tuple[str, Schema]] = [
         ("title", {"type": "string", "description": "A short title"}),
         ("summary", {"type": "string", "maxLength": 400}),

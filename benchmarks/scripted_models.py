@@ -1,12 +1,12 @@
-"""Random checkpoints whose text is known: each token names the next one, and the drafting head errs after known tokens.
+"""Random checkpoints whose text is known: each token determines the next one, and the MTP head errs after known tokens.
 
-All weights of the shape are there and are read, so a step takes as long as a trained model's. The layers add almost
-nothing to the embedding of the last token; the vocabulary projection maps that embedding to the next token. So ids form
-cycles: short ones are text that repeats, long ones are text that does not. In `branching` text each token has two
-successors that are equally likely, so that an earlier occurrence tells the next token half of the time.
+All weights of the shape exist and are read, so a step takes as long as a trained model's. The layers add almost nothing
+to the embedding of the last token; the vocabulary projection maps that embedding to the next token. So ids form cycles:
+short ones are text that repeats, long ones are text that does not. In `branching` text each token has two equally
+likely successors, so that an earlier occurrence predicts the next token half of the time.
 
-One number of an embedding says whether the multi-token prediction (MTP) head errs behind this token; the model's own
-logits do not read it. Each text of `RATES` has its share of tokens behind which the head is right.
+One number of an embedding decides whether the multi-token prediction (MTP) head errs after this token; the model's own
+logits do not read it. For each rate of `RATES` there is a text in which the head is right after that share of tokens.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 RATES = (1.0, 0.8, 0.6, 0.4, 0.0)
-"""Shares of drafts of the head that are accepted."""
+"""Shares of the head's drafts that are accepted."""
 FIRST = 10
-"""Ids below this one are in no text."""
+"""The lowest id that occurs in a text."""
 LOGIT = 40.0
-"""Of the next token; all others are below a quarter of it."""
+"""The logit of the next token; all others are below a quarter of it."""
 QUIET = 1e-3
 """Scale of what the layers add."""
 LOUD = 4.0
-"""Scale of the wrong embedding that the head reads behind a token where it errs."""
+"""Scale of the wrong embedding that the head reads after a token where it errs."""
 
 NEMOTRON_H: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128,
@@ -54,7 +54,7 @@ class Script:
     long: int = 2000
 
     def text(self, name: str, request: int, count: int) -> list[int]:
-        """The first `count` ids of a text of one request; of `branching` text, one that could be."""
+        """The first `count` ids of a request's text; for `branching`, one of the possible texts."""
         ids = self.cycle(name, request)
         start = 0 if name in ("repeating", "branching") else request * len(ids) // self.groups
         return [ids[(start + index) % len(ids)] for index in range(count)]
@@ -69,7 +69,8 @@ class Script:
         return list(range(first, first + self.long))
 
     def next_tokens(self, vocab: int) -> Tensor:
-        """`[vocab, 2]`: both successors of each id, mostly the same one; of an id without a text, itself."""
+        """`[vocab, 2]`: both successors of each id, which are equal except in `branching` text; an id that is in no
+        text is followed by itself."""
         found = torch.arange(vocab)[:, None].repeat(1, 2)
         draw = random.Random(0)
         for name in ("repeating", "branching"):
@@ -83,7 +84,7 @@ class Script:
         return found
 
     def errs(self, vocab: int) -> Tensor:
-        """`[vocab]`: 1 for an id behind which the head errs, else 0. Of each ten ids in order the same share."""
+        """`[vocab]`: 1 for an id after which the head errs, else 0. Each ten consecutive ids have the same share."""
         found, draw = torch.zeros(vocab), random.Random(1)
         for rate in RATES:
             ids = self.cycle(f"rate {rate}", 0)
@@ -116,7 +117,7 @@ def nemotron_model(folder: Path, shape: Mapping[str, Any] = NEMOTRON_H, script: 
 
 def qwen_model(folder: Path, shape: Mapping[str, Any] | None = None, script: Script = Script()) -> Path:
     """A text-only `qwen3_5` checkpoint in bf16, by default of the released 0.8B shape. Its vocabulary projection is not
-    tied to the embeddings, which are of more memory but the same number of bytes that a step reads."""
+    tied to the embeddings; this takes more memory, but a step reads the same number of bytes."""
     from transformers import Qwen3_5ForCausalLM
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
@@ -145,7 +146,8 @@ def _like(weights: Mapping[str, Tensor], prefix: str, target: str) -> dict[str, 
 
 
 def _script(weights: dict[str, Tensor], script: Script, embedding: str, fuse: str) -> None:
-    """Sets the embedding, the vocabulary projection and the head's first product, and scales down what layers add."""
+    """Sets the embedding, the vocabulary projection and the head's first product, and scales down the layers'
+    outputs."""
     for name, weight in weights.items():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             weights[name] = weight * QUIET
@@ -157,7 +159,7 @@ def _script(weights: dict[str, Tensor], script: Script, embedding: str, fuse: st
     for column in script.next_tokens(vocab).T:
         head.index_add_(0, column, table * (LOGIT / hidden / 2))
     branching = torch.tensor([i for request in range(script.groups) for i in script.cycle("branching", request)])
-    for column in script.next_tokens(vocab).T:  # each of two successors as likely as another text's only one
+    for column in script.next_tokens(vocab).T:  # each of two successors gets the logit of an only one
         head.index_add_(0, column[branching], table[branching] * (LOGIT / hidden / 2))
     wrong = table[FIRST]
     table[:, -1] = script.errs(vocab)

@@ -74,7 +74,7 @@ def overhead(model: str, scale: float) -> dict[str, Any]:
             took: dict[str, list[float]] = {"request_local": [], "request": [], "stream_local": [], "stream": []}
             for turn in range(turns + 2):
                 measured = (request(local), request(remote), stream(local), stream(remote))
-                if turn >= 2:  # the first ones pay for what is made once
+                if turn >= 2:  # the first two turns include one-time costs
                     for name, seconds in zip(took, measured, strict=True):
                         took[name].append(seconds)
     median = {name: statistics.median(values) for name, values in took.items()}
@@ -87,8 +87,7 @@ def overhead(model: str, scale: float) -> dict[str, Any]:
     }
 
 
-# -- the frontend alone
-# ---------------------------------------------------------------------------------------------------
+# -- the frontend alone ------------------------------------------------------------------------------------------------
 
 READER = """
 import asyncio, sys, time
@@ -134,7 +133,7 @@ def ceiling(model: str, scale: float) -> dict[str, Any]:
     found: dict[str, Any] = {"streams": streams * readers, "readers": readers, "tokens_per_stream": tokens}
     for chunk in (1, 16):
         engine = FakeEngine(vocabulary=vocabulary, model=Path(model).name)
-        with RunningServer(model, engine=engine) as server:  # without image workers, which would start beside it
+        with RunningServer(model, engine=engine) as server:  # in this process, so without image workers
             engine.loop = server.loop  # type: ignore[attr-defined]
             arguments = [sys.executable, "-c", READER, server.address, str(streams), str(tokens), str(chunk)]
             processes = [
@@ -261,7 +260,7 @@ def _engine_of(pid: int) -> int:
 
 
 def memory(model: str, scale: float) -> dict[str, Any]:
-    """`growth_bytes_per_request`: of both processes, over the second half."""
+    """`growth_bytes_per_request`: growth of each process's resident memory over the second half of the requests."""
     total = max(200, round(50_000 * scale))
     with ServerProcess([model, *SERVER]) as server, saccade.Client(server.address, max_retries=0) as client:
         pids = {"frontend": server.pid, "engine": _engine_of(server.pid)}
@@ -271,7 +270,7 @@ def memory(model: str, scale: float) -> dict[str, Any]:
                 start = tenth * total // 10
 
                 def ask(number: int) -> None:
-                    # few images, so that caches are full early and what grows then is no cache
+                    # few images, so that caches are full early and later growth is not theirs
                     images = [IMAGES[number % len(IMAGES)]] if number % 10 == 0 else []
                     client.generate(f"{number}?", images=images, max_tokens=2, seed=number)
 

@@ -1,4 +1,4 @@
-"""The sides of a comparison: our server, and a peer in a process of its own. Both run the same workloads."""
+"""The sides of a comparison: Saccade's server, and a peer in a process of its own. Both run the same workloads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTLE = 0.5
 
 
 class Timed(NamedTuple):
-    """Of one run of a workload: its seconds, and the seconds from its start to each request's first token, if the side
+    """One run of a workload: its seconds, and the seconds from its start to each request's first token if the side
     reports them."""
 
     seconds: float
@@ -33,12 +33,12 @@ class Timed(NamedTuple):
 
 
 class Ours:
-    """Our server behind gRPC, one client thread per request."""
+    """Saccade's server behind gRPC, with one client thread per request."""
 
     def __init__(self, model: Path, options: Sequence[str] = (), most: int = 32, *, stream: bool = False) -> None:
-        """`most`: maximum number of concurrent requests. `stream`: answers are streamed instead of sent whole, and the
-        times to first tokens are known."""
-        # Rounds repeat their prompts, and the peer forgets them: so does our server.
+        """`most`: maximum number of concurrent requests. `stream`: stream answers instead of sending them whole, and
+        report the times to first tokens."""
+        # Rounds repeat their prompts and the peer has no prefix cache, so Saccade runs without one too.
         fixed = ["--dtype", "bfloat16", "--max-seqs", str(most), "--state-cache", "none", "--log-level", "warning"]
         options = [*fixed, *options]
         self._server = ServerProcess([str(model), *options])
@@ -51,7 +51,7 @@ class Ours:
 
         def ask(index: int) -> list[float]:
             first: list[float] = []
-            # Other bytes behind the image, which decoders ignore, make it another image to the embedding cache.
+            # Random bytes after the image, which decoders ignore, give it a new key in the embedding cache.
             images = [file.read_bytes() + os.urandom(8) for file in workload.images[index]]
             fixed: dict[str, Any] = {
                 "images": images, "max_tokens": workload.new_tokens, "temperature": 0, "ignore_eos": True,
@@ -87,9 +87,9 @@ class Ours:
 def peer_command(peer: str, model: Path, kind: str = "bf16", tokens: int = 512) -> list[str]:
     """The command line that starts a peer's process for a model.
 
-    For llama.cpp, `kind` is the type of its weights and `tokens` the length of its slots (the longest prompt and
-    answer); PEER_BUILD in the environment is the instruction set of its build. `SystemExit` if the peer's environment
-    is missing.
+    For llama.cpp, `kind` is the type of its weights and `tokens` the length of its slots (the maximum number of tokens
+    of a prompt and its answer); PEER_BUILD in the environment is the instruction set of its build. `SystemExit` if the
+    peer's environment is missing.
     """
     if peer == "transformers":
         return [sys.executable, "-m", "benchmarks.peer_transformers"]
@@ -98,12 +98,12 @@ def peer_command(peer: str, model: Path, kind: str = "bf16", tokens: int = 512) 
         server = folder / (f"build-{limit}" if limit else "build") / "bin" / "llama-server"
         if not server.exists():
             setup = f"benchmarks/setup_llamacpp.sh {limit or ''}".rstrip()
-            raise SystemExit(f"llama.cpp's server is missing: {setup} makes it")
+            raise SystemExit(f"llama.cpp's server is missing; run {setup} first")
         file = gguf_model.converted(model, folder, kind)
         return [sys.executable, str(ROOT / "benchmarks" / "peer_llamacpp.py"), str(server), str(file), str(tokens)]
     python = Path("~/.cache/saccade/peers/vllm/bin/python").expanduser()
     if not python.exists():
-        raise SystemExit("vLLM's environment is missing: benchmarks/setup_vllm.sh makes it")
+        raise SystemExit("vLLM's environment is missing; run benchmarks/setup_vllm.sh first")
     return [str(python), str(ROOT / "benchmarks" / "peer_vllm.py")]
 
 
@@ -120,12 +120,11 @@ class Peer:
         environment, command = dict(os.environ), peer_command(peer, model, kind, tokens)
         if peer == "vllm":
             environment.pop("PYTHONPATH", None)
-            environment["PYTHONSAFEPATH"] = (
-                "1"  # or this folder's modules would stand in for the library's of their name
-            )
-            # It refuses prompts beyond the positions in config.json also for models that use none.
+            # Otherwise modules of this folder would hide modules of the same names that vLLM imports.
+            environment["PYTHONSAFEPATH"] = "1"
+            # vLLM rejects prompts longer than the positions in config.json even for models that use no positions.
             environment["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-            # What vLLM's own documentation asks for; it warns that it is slower without.
+            # As vLLM's documentation recommends; vLLM warns that it is slower without.
             environment["LD_PRELOAD"] = str(Path(command[0]).parent.parent / "lib" / "libiomp5.so")
         with log.open("w") as stderr:
             self._process = subprocess.Popen(
@@ -158,15 +157,15 @@ class Peer:
         return Timed(answer["seconds"], answer.get("firsts", []))
 
     def ids(self, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
-        """Greedy answers, of llama.cpp only."""
+        """Token ids of greedy answers; supported by llama.cpp only."""
         answers = [self._ask({"prompts": [each], "new_tokens": new_tokens, "ids": True})["ids"] for each in prompts]
         return [list(answer[0]) for answer in answers]
 
     def constrained(
         self, prompts: list[list[int]], schema: dict[str, Any] | None, most: int | list[int]
     ) -> dict[str, Any]:
-        """vLLM: `seconds`, `tokens` and the texts of answers that `ended` by themselves under a JSON schema of at most
-        `most` tokens; without a schema, answers of exactly these numbers of tokens."""
+        """Supported by vLLM only: `seconds`, `tokens` and, in `ended`, the texts of answers that end by themselves
+        under a JSON schema within `most` tokens; without a schema, answers of exactly these numbers of tokens."""
         return self._ask({"prompts": prompts, "schema": schema, "most": most})
 
     def close(self) -> None:
@@ -176,6 +175,6 @@ class Peer:
 
 
 def turn(side: Ours | Peer, load: Workload, times: int) -> list[Timed]:
-    """Several consecutive runs, begun when the other side's threads are idle."""
+    """Several consecutive runs, which begin when the other side's threads are idle."""
     time.sleep(SETTLE)
     return [side.run(load) for _ in range(times)]

@@ -30,7 +30,7 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "1500m": ("M-M-M-M-M*-M-M-M-M-", _WIDER),
     "moe": ("MEMEMEM*EMEMEME", {**_WIDE, **_EXPERTS}),
 }
-"""Of each size the letters of its layers (`models.KINDS`), and the fields that differ from those of the 116 M model."""
+"""For each size, the letters of its layers (`models.KINDS`) and the fields that differ from the 116 M model's."""
 SHAPES = (SMALLEST, *_SIZES)
 
 
@@ -41,8 +41,8 @@ def fields(shape: str) -> dict[str, Any]:
 
 
 def sized_model(shape: str, folder: Path) -> Path:
-    """The decoder of a shape in bfloat16: 0.1, 0.6 or 1.5 billion parameters, or 3 billion in experts, of which a token
-    uses 0.6. An existing checkpoint is kept."""
+    """The decoder of a shape in bfloat16: 0.1, 0.6 or 1.5 billion parameters, or 3 billion with experts, of which a
+    token uses 0.6. An existing checkpoint is kept."""
     if shape == SMALLEST:
         return text_model(folder)
     path = folder / f"nemotron-h-{shape}"

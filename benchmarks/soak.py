@@ -64,7 +64,7 @@ def run_part(name: str, scale: float, family: str | None = None) -> dict[str, An
 
 
 def write(result: dict[str, Any]) -> Path:
-    """Writes a result to a dated file, whose name shows if the run was shortened."""
+    """Writes a result to a dated file. Its name shows whether the run was shortened."""
     scale = "" if result["scale"] == 1 else f"-x{result['scale']:g}"
     family = f"-{result['family']}" if result.get("family", DEFAULT_FAMILY) != DEFAULT_FAMILY else ""
     return write_result(f"soak-{result['part']}{family}{scale}", result)

@@ -1,12 +1,12 @@
-"""Gain and cost of drafting: tokens per second against plain decoding, acceptance, memory of states.
+"""Gain and cost of drafting: tokens per second compared with plain decoding, acceptance, memory of states.
 
     python -m benchmarks.speculation [--model demo] [--rounds 15] [--requests 16] [--write]
 
 Each comparison alternates both sides on the same requests through `saccade.LocalClient`. The ratio is the median over
-the rounds; `decoder_ratio` is that of the decoder's steps alone, over all rounds. Prompts are cached on both sides
+the rounds; `decoder_ratio` is the ratio of the decoder's steps alone, over all rounds. Prompts are cached on both sides
 after the first round, which is not counted. Workloads: `captions`, held-out images of the embedded model; `again`, the
 same caption a second time in one conversation; `noise`, sampled at a temperature at which nothing repeats, which shows
-the pure cost of drafting. The answers of both sides must be equal.
+the cost of drafting without its gain. The answers of both sides must be equal.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NANO_12B = NemotronHConfig(
 ).decoder  # fmt: skip
 NOISE_TOKENS = 96
 SLOWEST = 0.97
-"""Minimum share of the plain speed where drafting cannot help."""
+"""Minimum share of the plain speed on workloads where drafting cannot help."""
 
 Ask = Callable[[saccade.LocalClient], saccade.Generation]
 

@@ -1,11 +1,11 @@
-"""Tokens per second with drafts beside plain decoding, by how many drafts are accepted, on models larger than a cache.
+"""Tokens per second with and without drafts, by the share of accepted drafts, on models larger than a CPU's caches.
 
     python -m benchmarks.speculation_rates [--model nemotron_h,qwen3_5] [--concurrent 1,8] [--rounds 2] [--write]
 
 The checkpoints are those of `benchmarks.scripted_models`, in which text and acceptance are known. Both sides run in
 turn through `saccade.LocalClient`, and their answers must be equal. The adaptive policy starts anew with each text, so
-what its trials cost is counted. `fixed` always makes `--draft-tokens` drafts: what drafts cost if they never stop.
-Prompts are cached before the time begins. The last line on stdout is JSON.
+the cost of its trials is included. `fixed` always makes `--draft-tokens` drafts, which shows the cost of drafts that
+never stop. Prompts are cached before the measurement. The last line on stdout is JSON.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ NGRAM_TEXTS = ("repeating", "branching", "rate 1.0")
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One text and one number of requests. Rates are tokens per second; `step` is a decoder step with drafts in plain
-    ones."""
+    """One text and one number of requests. Rates are tokens per second; `step` is the time of a decoder step with
+    drafts relative to a plain one."""
 
     model: str
     drafts: str
@@ -48,7 +48,7 @@ class Cell:
     ratio: float
     step: float
     tokens_a_step: float
-    """Of one request."""
+    """Tokens per step of one request."""
     accepted: float
     """Share of first drafts; nan if there were none."""
     same_answers: bool
@@ -106,7 +106,8 @@ def compare(
 
 
 def cells(model: str, path: Path, options: argparse.Namespace) -> list[Cell]:
-    """Both sides are loaded once for each policy, an adaptive one once for each text."""
+    """Loads the plain side once. For each number of requests, loads the drafting side once for each policy, but the
+    adaptive policy once for each text."""
     base = PLAIN | {"threads": options.threads}
     rates = [f"rate {rate}" for rate in RATES]
     plans = [("ngram", "adaptive", [text]) for text in NGRAM_TEXTS]
@@ -137,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy", type=lambda text: text.split(","), default=["adaptive", "fixed"])
     parser.add_argument("--concurrent", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8])
     parser.add_argument("--draft-tokens", type=int, default=3)
-    parser.add_argument("--draft-vocab", type=int, help="mtp drafts ids below this only; those of the texts are")
+    parser.add_argument("--draft-vocab", type=int, help="mtp: draft only ids below this (texts use ids below 10778)")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)

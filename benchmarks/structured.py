@@ -1,15 +1,17 @@
-"""Structured output: whether answers keep to random schemas, what compiling costs, what a schema costs and gains.
+"""Structured output: whether answers conform to random schemas, and the cost of compiling and of using a schema.
 
     python -m benchmarks.structured answers compile speed peer hostile [--write]
 
 `answers`: answers of models with random weights (benchmarks/random_models.py), through gRPC, under random schemas, at a
-high temperature so that logits push against the grammar, judged by `jsonschema`; what ends by itself must pass.
-`compile`: milliseconds to make the constraint of a common schema, first mask included, each schema for the first time.
-`speed`: tokens per second of the 116 M model with and without a schema at 1 and 32 requests, and with forced tokens;
-all sides in turn; without a schema, as many tokens as with it. `peer`: the same schema, checkpoint and prompts in
-vLLM's CPU build, in turn with ours. `hostile`: how formats of benchmarks/hostile_formats.py end, and the longest pause
-of a stream beside each of them, and beside four of each at a time. `--write` writes a dated file for each part. The
-last line on stdout is JSON.
+high temperature so that likely tokens often violate the grammar. Every answer that ends by itself must be valid for
+`jsonschema`.
+`compile`: milliseconds to make the constraint of a common schema, including the first mask, without any cache.
+`speed`: tokens per second of the 116 M model with and without a schema at 1 and 32 requests, and with forced tokens,
+all sides in turn. Answers without a schema have as many tokens as those with it.
+`peer`: the same schema, checkpoint and prompts in vLLM's CPU build and in Saccade, in turn.
+`hostile`: how requests with the formats of benchmarks/hostile_formats.py end, and the longest pause of a concurrent
+stream, for each format alone and for four requests of each at once.
+`--write` writes a dated file for each part. The last line on stdout is JSON.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ RECORD = {
                  "measured_coordinates"],
     "additionalProperties": False,
 }  # fmt: skip
-"""Most of an answer to it is certain beforehand."""
+"""A schema that determines most tokens of an answer."""
 
 
 @contextlib.contextmanager
@@ -79,7 +81,7 @@ def served(model: Path, *options: str) -> Iterator[saccade.Client]:
 
 
 def verdict(text: str, schema: Schema) -> str:
-    """What `jsonschema` says: "" for a valid answer."""
+    """The error that `jsonschema` finds; "" for a valid answer."""
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     try:
         jsonschema.Draft202012Validator(schema, format_checker=checker).validate(json.loads(text))
@@ -89,7 +91,7 @@ def verdict(text: str, schema: Schema) -> str:
 
 
 def answered(client: saccade.Client, count: int, bias: dict[int, float]) -> dict[str, int]:
-    """Ends of answers under `count` random schemas: `valid`, `invalid`, `length` or `refused`; and their tokens."""
+    """Numbers of `valid`, `invalid`, `length` and `refused` answers under `count` random schemas, and of `tokens`."""
     schemas = [random_schema(random.Random(seed)) for seed in range(count)]
     requests = [
         {
@@ -118,7 +120,7 @@ def answered(client: saccade.Client, count: int, bias: dict[int, float]) -> dict
 
 
 def answers(arguments: argparse.Namespace) -> dict[str, Any]:
-    """By family. Characters that end values are likelier than others, because random text hardly ends."""
+    """Counts by family. Characters that end values get a bias, because random text hardly ever ends otherwise."""
     found: dict[str, Any] = {"max_tokens": MAX_TOKENS, "passed": True}
     for family, make in random_models.FAMILIES.items():
         with served(make(FOLDER)) as client:
@@ -150,7 +152,7 @@ def compiling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def rate(client: saccade.Client, lengths: list[int | None]) -> float:
-    """Tokens per second of concurrent requests; a length of None: as long as the schema makes the answer."""
+    """Tokens per second of concurrent requests with these numbers of output tokens; None: as the schema determines."""
 
     def one(seed: int, tokens: int | None) -> int:
         options: dict[str, Any] = {"temperature": 1.0, "seed": seed}
@@ -165,7 +167,7 @@ def rate(client: saccade.Client, lengths: list[int | None]) -> float:
 
 
 def schema_lengths(client: saccade.Client) -> list[int]:
-    """Tokens of the answers of `rate` under the schema."""
+    """Numbers of tokens of `rate`'s answers under the schema."""
     return [
         client.generate("Go", temperature=1.0, seed=seed, response_format=RECORD, max_tokens=MAX_TOKENS)
         .usage.completion_tokens
@@ -184,7 +186,7 @@ def in_turn(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, Any
 
 
 def speed(arguments: argparse.Namespace) -> dict[str, Any]:
-    """`cost`: share of the rate without a schema that is lost with one; `gain`: of forced tokens, by the rates with the
+    """`cost`: share of the plain rate that is lost with a schema; `gain`: gain of forced tokens over the rate with the
     schema. Both are medians over rounds."""
     model, found = models.written_model(FOLDER), dict[str, Any]()
     with served(model) as plain, served(model, "--forced-tokens", "on") as forcing:
@@ -206,7 +208,7 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def peer(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of both sides, with and without the schema, and the judgement of the peer's answers."""
+    """Tokens per second of both sides, with and without the schema, and the number of the peer's invalid answers."""
     model, found = models.written_model(FOLDER), dict[str, Any]()
     log = FOLDER / "vllm-structured.log"
     with served(model, "--dtype", "bfloat16", "--state-cache", "none") as ours:
@@ -240,7 +242,7 @@ def peer(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def hostile(arguments: argparse.Namespace) -> dict[str, Any]:
-    """On the embedded model. Seconds of each request, how it ended, and the pause in milliseconds."""
+    """Seconds of each request to the embedded model, how it ended, and the stream's longest pause in milliseconds."""
     pieces: list[float] = []
     stop = threading.Event()
 

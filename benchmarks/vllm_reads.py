@@ -5,7 +5,7 @@
 Quantises a random checkpoint, answers some prompts with it, and computes the log-probabilities of the same tokens with
 vLLM's CPU build (benchmarks/setup_vllm.sh); wrong or missing scales change them by whole units. `plain` is the
 checkpoint itself, which shows the difference of the two engines in bfloat16. With fp8 weights, vLLM also rounds
-activations to fp8, Saccade does not.
+activations to fp8; Saccade does not.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def score(model: str, prompts: str, out: str) -> None:
 
 
 def answers(path: Path) -> tuple[list[list[int]], list[list[float]]]:
-    """Our results: prompts with their greedy answers, and the answers' log-probabilities."""
+    """Saccade's results: prompts with their greedy answers, and the answers' log-probabilities."""
     import saccade
 
     rng, ids, logprobs = random.Random(1), [], []

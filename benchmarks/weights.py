@@ -1,15 +1,15 @@
-"""Speed by kind of weights: our server with each of them, in turn, in one run.
+"""Speed by kind of weights: Saccade's server with each kind, in turn, in one run.
 
     python -m benchmarks.weights [--family nemotron_h|qwen3_5] [--shape 116m|600m|1500m|moe]
                                  [--kinds bfloat16,fp8,nvfp4,int8,int8+int8,int4,int4-32]
                                  [--peers q8_0,q4_0] [--concurrent 1,32] [--prompts 1x1024,32x128]
                                  [--new-tokens 64] [--rounds 3] [--write] [--label zen5]
 
-One gRPC server per kind, all started at the beginning; in each round each runs each workload in turn. The output is
-medians, and the speedup of each kind over bfloat16. `int8+int8` are weights and activations in int8. The prompts of a
-decode workload are also run alone; its decode rate is that of the remaining time. `--peers` adds llama.cpp's types of
-the same checkpoint. For all kinds, the result says how many of some prompts have the same first token as with the first
-kind. Run it on an idle machine.
+One gRPC server per kind, all started at the beginning; in each round each server runs each workload in turn. The output
+has medians and the speedup of each kind over the first one. `int8+int8` are weights and activations in int8. The
+prompts of a decode workload are also run alone; its decode rate is computed from the remaining time. `--peers` adds
+llama.cpp with these types of the same checkpoint. For all kinds, the result has the share of some prompts whose first
+token is the same as with the first kind. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def row_of(load: Workload, seconds: dict[str, list[float]], alone: dict[str, lis
 
 
 def speedups(rates: dict[str, float]) -> dict[str, float]:
-    """How many times as fast as the first one each is."""
+    """Each rate divided by the first one."""
     first = next(iter(rates.values()))
     return {name: rate / first for name, rate in rates.items()}
 
@@ -71,7 +71,7 @@ def lines(row: dict[str, Any]) -> Iterator[str]:
 
 
 def agreement(sides: dict[str, Ours | Peer], prompts: list[list[int]]) -> dict[str, float]:
-    """Of each side, the share of prompts with the first side's first token: the weights are the same ones."""
+    """For each side, the share of prompts for which it draws the same first token as the first side."""
     found = {name: side.ids(prompts, 1) for name, side in sides.items()}
     first = next(iter(found.values()))
     return {name: sum(map(operator.eq, ids, first)) / len(prompts) for name, ids in found.items()}
@@ -93,7 +93,7 @@ def measured(sides: dict[str, Ours | Peer], loads: Sequence[Workload], rounds: i
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """The parser of the command line."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--family", choices=list(SUBJECTS), default="nemotron_h")
     found.add_argument("--shape", choices=SHAPES, default=SMALLEST, help="size of nemotron_h")

@@ -17,7 +17,8 @@ from benchmarks.floors import Floor, Machine
 PROMPT = 128
 """Tokens of a prompt, in workloads that do not measure prompts."""
 TOGETHER = 32768
-"""Tokens of prompts of a length that was asked for: fewer of them at a time if there would be more."""
+"""Maximum total tokens of a workload of prompts whose length is given by `--prompt`; larger workloads are skipped,
+except those of one prompt."""
 TEXT_BEHIND = 32
 """Tokens after an image."""
 MIXED = ((224, 224), (512, 512), (320, 240), (256, 384), (448, 448), (224, 320), (384, 512), (336, 336))
@@ -72,7 +73,7 @@ def prompt_sizes(text: str) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that start together; `new_tokens` each."""
+    """Requests that start together, with `new_tokens` output tokens each."""
 
     name: str
     prompts: list[list[int]]

@@ -1,8 +1,8 @@
 """All combinations of drafts, cache, chunk, preemption, graphs, compiled code and overlap with constraints: 20 tokens
 of eight requests, one for each kind of constraint in `tests/support/constrained.py`.
 
-Each combination runs twice: each kind is greedy in one run and sampled in the other. The layer pattern and the way in
-which drafts are taken back alternate from combination to combination. Comparison as in `product`.
+Each combination runs twice: each kind is greedy in one run and sampled in the other. The layer pattern and the method
+of undoing drafts alternate from combination to combination. Comparison as in `product`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DRAFTS: dict[str, dict[str, str]] = {
     "ngram and forced": {"speculative": "ngram", "forced_tokens": "on"},
     "mtp and forced": {"speculative": "mtp", "forced_tokens": "on"},
 }
-"""Options by what drafts."""
+"""Options by the source of drafts."""
 
 
 def run(scale: float, family: str = "nemotron_h") -> Outcome:

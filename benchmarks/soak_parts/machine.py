@@ -1,4 +1,4 @@
-"""50,000 steps of random programs over arena, prefix cache and scheduler; the test suite runs 2,000."""
+"""50,000 steps of random programs on arena, prefix cache and scheduler; the test suite runs 2,000."""
 
 from __future__ import annotations
 
