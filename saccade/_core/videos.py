@@ -25,7 +25,8 @@ class Video:
     """A path, an https or data URL, the bytes of a GIF, APNG, WebP, MP4 or WebM file, or a binary file object; or
     frames: a list of anything that `images=` accepts, or a uint8 array `[T, H, W, C]`."""
     fps: float | None = None
-    """Frame rate of a clip that is given as frames: the prompt then has their timestamps. None: it numbers them."""
+    """Frame rate of a clip that is given as frames; the prompt then has their timestamps. None: the prompt has the
+    frames' numbers instead."""
     max_frames: int | None = None
     """At most this many frames are sampled, evenly spaced. None: the server's own limit."""
 

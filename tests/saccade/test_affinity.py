@@ -261,4 +261,4 @@ def test_calls_that_belong_to_one_server_need_affinity(capsys: pytest.CaptureFix
             _ = client.batches
     assert saccade.Client(two, affinity="image").batches
     assert main(["top", "--server", two]) == 1
-    assert "one server" in capsys.readouterr().err
+    assert "--server: expected one address" in capsys.readouterr().err

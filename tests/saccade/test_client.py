@@ -443,8 +443,8 @@ def test_a_key_of_the_environment_that_no_header_can_hold(monkeypatch: pytest.Mo
     ("options", "words"),
     [
         # gRPC ends the whole process over these two.
-        ({"certificate": b"x"}, "^tls.key: tls.certificate is given"),
-        ({"key": "key.pem"}, "^tls.certificate: tls.key is given"),
+        ({"certificate": b"x"}, "^tls.key: expected with tls.certificate, got None; give both or neither"),
+        ({"key": "key.pem"}, "^tls.certificate: expected with tls.key, got None; give both or neither"),
         ({"ca": 5}, "^tls.ca: expected a path or bytes, got int"),
         ({"ca": "a\0b"}, "^tls.ca: cannot read 'a.*null byte"),
         ({"ca": b"no certificate \xff"}, "^tls.ca: no certificate in PEM format"),
