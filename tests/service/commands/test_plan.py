@@ -350,7 +350,7 @@ def test_a_step_of_the_encoder_that_cannot_be_is_an_error_with_one_that_can(tmp_
         (build_engine(options) if role == "all" else build_encoder(options)[0]).close()
 
     for run in (plan, build):
-        with pytest.raises(ConfigError, match="encoder_step_tokens: 15 has no .* 16 image tokens; at least 16 "):
+        with pytest.raises(ConfigError, match="encoder_step_tokens: 15 is less than the 16 image .*; at least 16 "):
             run(options(15))
         with pytest.raises(ConfigError, match="encoder_step_tokens: 2147483647 takes .* of memory of .*; 64, the"):
             run(options(2**31 - 1))

@@ -317,7 +317,7 @@ def test_another_encoder_gets_other_space_while_the_late_one_may_still_write() -
     late.rows.fill_(99)
     assert (lease.rows() == ord("a")).all()
     lease.release()
-    with pytest.raises(AssertionError, match="not over"):
+    with pytest.raises(AssertionError, match="a writer has not ended"):
         handoff.check_integrity(idle=True)
     handoff.fail(late, RuntimeError("too late to matter"))
     assert lease.error is None and handoff.stats()["cached"] == 1

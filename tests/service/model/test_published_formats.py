@@ -100,7 +100,7 @@ def test_other_groups_than_the_configuration_says_are_refused() -> None:
     declared = read_declared({"quantization_config": config}, {})
     assert declared is not None
     found, _ = find_weights(entries(tensors), group_of=declared.group_of)
-    assert disagreements(declared, found) == [f"{NAME} has groups of 28, and {declared.where} says 64"]
+    assert disagreements(declared, found) == [f"{NAME} has groups of 28, but {declared.where} says 64"]
     with pytest.raises(FormatError, match=f"{NAME}: 6 groups do not divide 160 inputs"):
         find_weights(entries(packed_int4(NAME, matrix(24, 160), 29)[0]))
 

@@ -145,5 +145,5 @@ def test_published_format_holds_the_numbers_of_quantising_at_load(tmp_path: Path
 
 def test_kinds_without_a_published_format_are_refused(tmp_path: Path) -> None:
     original = make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "M"}).path
-    with pytest.raises(ConfigError, match="written of fp8, int4 and int4-32, not of nvfp4"):
+    with pytest.raises(ConfigError, match="compressed-tensors can store fp8, int4 and int4-32, not nvfp4"):
         quantise_checkpoint(Checkpoint(original), tmp_path / "small", "nvfp4", "compressed-tensors")
