@@ -74,8 +74,8 @@ class CallSettings:
     timeout: float | None = 600.0
     """Seconds for a whole call, retries included; None for no limit."""
     max_retries: int | None = None
-    """Retries of a call that failed as UNAVAILABLE, or because of a rate limit with a time to wait. For a stream, those
-    since its last part. None: any number within the timeout."""
+    """Maximum number of retries of a call that failed as UNAVAILABLE, or because of a rate limit with a time to wait;
+    for a stream, counted since its last part. None: any number within the timeout."""
     first_token_timeout: float | None = None
     """Seconds that a reader of a stream waits for its first part, time in queues included; None for no limit."""
     idle_timeout: float | None = None

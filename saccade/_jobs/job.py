@@ -100,7 +100,7 @@ class BatchSummary:
     completed: int = 0
     failed: int = 0
     resumed: int = 0
-    """Of the rows completed or failed, those that an earlier run had answered."""
+    """Number of completed and failed rows that an earlier run had answered."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     seconds: float = 0.0

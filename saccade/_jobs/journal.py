@@ -251,7 +251,7 @@ class Journal:
 
     def _foreign(self, what: str) -> AlreadyExists:
         return AlreadyExists(
-            f"{str(self.output)!r} holds {what}; name another output, or allow to overwrite it",
+            f"{str(self.output)!r} holds {what}; name another output or set overwrite",
             reason="BATCH_OUTPUT_FOREIGN",
         )
 

@@ -34,7 +34,7 @@ class Partner:
     """Width of a row."""
 
     def check(self, other: Partner, name: str) -> None:
-        """Raises PartnerRefused listing each difference with both values. `name`: of the other side, for messages."""
+        """Raises PartnerRefused listing each difference with both values. `name`: what messages call the other side."""
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.name != "model")
         differences = [
             f"{field} is {theirs!r} there and {ours!r} here" for field, ours, theirs in pairs if ours != theirs

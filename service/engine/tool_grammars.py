@@ -273,7 +273,7 @@ def _followed(where: str, schema: Any, definitions: Mapping[str, Any]) -> Any:
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             return schema
         if schema.keys() - _ANNOTATIONS - {"$ref"}:
-            raise ValueError(f"{where}: $ref beside other keywords is not implemented")
+            raise ValueError(f"{where}: $ref with other keywords is not implemented")
         found: Any = definitions
         for name in str(schema["$ref"]).removeprefix("#/").split("/"):
             found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
@@ -308,7 +308,7 @@ def _searched(where: str, pattern: Any) -> str:
         raise ValueError(f"{where}: pattern is not a string")
     begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     if (begins or ends) and "|" in pattern and not _one_group(pattern):
-        raise ValueError(f"{where}: anchors beside alternatives in pattern are not implemented")
+        raise ValueError(f"{where}: anchors in a pattern with alternatives are not implemented")
     body = pattern[begins : len(pattern) - ends]
     escaped, i = "", 0
     while i < len(body):

@@ -321,7 +321,7 @@ def _grouped_by_columns(
         _only(module, entries, "values", "scale", "zeros")
     else:
         raise FormatError(
-            f"{module}: qweight of shape {list(values.shape)} fits neither GPTQ nor AWQ in 4 bits beside scales "
-            f"{list(scale.shape)}"
+            f"{module}: qweight of shape {list(values.shape)} with scales of shape {list(scale.shape)} fits "
+            "neither GPTQ nor AWQ in 4 bits"
         )
     return made(scheme, (outputs, inputs), group=_inputs_per_scale(module, groups, inputs, group))

@@ -168,7 +168,7 @@ def refused(constraining: Constraining, markup: ToolMarkup, schema: Any) -> str:
         ({"type": ["string", "integer"]}, "look alike"),
         ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "union of strings"),
         ({"type": "string", "contentEncoding": "base64"}, "'contentEncoding' is not implemented"),
-        ({"type": "string", "pattern": "^a|b$"}, "anchors beside alternatives"),
+        ({"type": "string", "pattern": "^a|b$"}, "anchors in a pattern with alternatives"),
         ({"$ref": "#/$defs/none"}, "'#/$defs/none' is not in the schema"),
         ({"$ref": "#/$defs/loop"}, "more than 16 references in a row"),
         ({"type": "integer", "x-guidance": {}}, "this schema is not implemented in this markup"),
