@@ -150,7 +150,7 @@ def _add_affinity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--affinity",
         choices=("auto", "image"),
-        help="with several replicas, send requests with the same image (or, with auto, system prompt) to the same one",
+        help="with several replicas, send requests with the same image (auto: or system prompt) to the same replica",
     )
 
 

@@ -55,9 +55,12 @@ def add_options(batch: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-cpus", type=float, metavar="N", help="CPUs reserved for an actor (default: 1 with --model, else 0)"
     )
-    group.add_argument("--num-gpus", type=float, metavar="N", help="GPUs reserved for an actor")
+    group.add_argument("--num-gpus", type=float, metavar="N", help="GPUs reserved for an actor (default: none)")
     group.add_argument(
-        "--rows-per-task", type=int, metavar="N", help="rows that are answered again if an actor dies (default: 64)"
+        "--rows-per-task",
+        type=int,
+        metavar="N",
+        help="rows per task; if an actor dies, its tasks are repeated (default: 64)",
     )
     group.add_argument("--rows-per-file", type=int, metavar="N", help="minimum rows of an output file (default: 1024)")
 

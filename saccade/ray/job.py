@@ -48,6 +48,7 @@ class RayJob:
     num_cpus: float | None = None
     """Processors that Ray reserves for an actor; None: 1 for an engine, 0 for a client."""
     num_gpus: float | None = None
+    """GPUs that Ray reserves for an actor; None: none."""
     rows_per_task: int = 64
     """Rows of one task, which are all answered again if an actor dies while it answers them."""
     rows_per_file: int = 1024
