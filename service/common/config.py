@@ -221,7 +221,7 @@ class ServerOptions(
             )
         if self.admin and self.api_keys is not None:
             raise ConfigError(
-                "admin: it would not be used with api_keys; leave it out, and add \"admin\" to the scopes of a key"
+                'admin: it would not be used with api_keys; leave it out, and add "admin" to the scopes of a key'
             )
         if self.max_connection_age_grace is not None and self.max_connection_age is None:
             raise ConfigError(
