@@ -19,6 +19,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "licences.md"
 EXTRAS = ("", "http", "otlp", "urls", "video")
 """The extras of saccade-server that `make setup` installs; the first is none."""
 OURS = ("saccade", "saccade-server")
+CUDA = ("cuda-", "nvidia-", "triton")
+"""What the names of packages begin with that torch's build with CUDA brings; the page mentions them below the table."""
 SPDX = {
     "Apache Software License": "Apache-2.0",
     "BSD License": "BSD-3-Clause",
@@ -60,7 +62,7 @@ def required(name: str, extra: str) -> Iterator[Requirement]:
 
 
 def installed() -> dict[str, tuple[str, str]]:
-    """Name -> (licence, the package or extra that brings it), of all that is installed with the server. Raises
+    """Name -> (licence, the package or extra that brings it), of all that is installed with the server but CUDA. Raises
     PackageNotFoundError for a package that is missing here."""
     found: dict[str, tuple[str, str]] = {}
     seen: set[tuple[str, str]] = set()
@@ -75,7 +77,8 @@ def installed() -> dict[str, tuple[str, str]]:
         brings = f"{name}[{extra}]" if extra in EXTRAS[1:] and name in OURS else name
         for requirement in required(name, extra):
             other = canonicalize_name(requirement.name)
-            waiting += [(other, each, brings) for each in ("", *sorted(requirement.extras))]
+            if not other.startswith(CUDA):
+                waiting += [(other, each, brings) for each in ("", *sorted(requirement.extras))]
     return found
 
 

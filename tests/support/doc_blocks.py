@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def all_blocks() -> list[Block]:
 
 def make_folder(folder: Path) -> Path:
     """Fills a folder with what pages expect: the checkout's files, three images, and two files of requests."""
-    for name in (".venv", "Makefile", "benchmarks", "deploy", "examples", "protos"):
+    (folder / ".venv").symlink_to(sys.prefix)  # the environment of these tests, wherever it is
+    for name in ("Makefile", "benchmarks", "deploy", "examples", "protos"):
         (folder / name).symlink_to(CHECKOUT / name)
     shutil.copytree(IMAGES, folder / "demo" / "pictures")
     for name, shipped in (("image.png", "shapes.png"), ("a.png", "pair-first.png"), ("b.png", "pair-second.png")):
