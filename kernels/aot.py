@@ -4,10 +4,10 @@
 
 Each folder with a `kernel.py` has a `cases.py` with `cases(shape)`: named calls of its operations on meta tensors, with
 the sizes of a model (`kernels.shapes`). Their launches are compiled for each target. Registers and spills are read with
-`cuobjdump`, which the Triton package includes, or from the code object's notes for gfx targets. The table of each
-folder is `aot.json`. Exit status 1: a spill, shared memory over the limit, a product whose registers are overwritten
-while it runs (`unguarded_products`), a row that is missing or worse than the committed one. No GPU is needed;
-TRITON_INTERPRET must be unset.
+`cuobjdump`, which the Triton package includes, or, for gfx targets, from the metadata in the assembly. The table of
+each folder is `aot.json`. The exit status is 1 if a kernel spills, needs more shared memory than the limit, or has a
+product whose registers may be overwritten while it runs (`unguarded_products`), and if a row is missing or worse than
+the committed one. TRITON_INTERPRET must be unset.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def unguarded_products(ttgir: str) -> int:
     """Number of asynchronous products (wgmma, sm_90) in a loop that read their left operand from registers, where the
     loop never waits for all products to end. The next iteration then writes registers that the hardware may still be
     reading, and whole rows of the result are wrong. Triton 3.6 generates such code for pipelined loops whose left
-    operand is computed from what they load; use one stage, or a left operand that enters the product as loaded."""
+    operand is computed from loaded values. To avoid it, use one stage, or pass the left operand as it was loaded."""
     lines = ttgir.splitlines()
     depths = [len(line) - len(line.lstrip()) for line in lines]
     found = 0
@@ -149,7 +149,7 @@ def problems_of(key: str, usage: Usage, committed: dict[str, Any] | None) -> lis
     if usage.spills:
         found.append(f"{key}: spills ({usage.spills})")
     if usage.unguarded:
-        found.append(f"{key}: {usage.unguarded} products may still read registers that the next round writes")
+        found.append(f"{key}: {usage.unguarded} products may still read registers that the next iteration writes")
     if usage.shared > limit:
         found.append(f"{key}: {usage.shared} bytes of shared memory, limit {limit}")
     if committed is None:
@@ -175,7 +175,9 @@ def check(operation: str, targets: Sequence[str], models: Sequence[ModelShape], 
         print(f"{operation:24} {key:72} {usage.registers:4} registers {usage.shared:7} shared", file=sys.stderr)
         problems += problems_of(key, usage, usage.__dict__ if update else table.get(key))
     if complete and not update:
-        problems += [f"{key}: in the table, but compiled no more (--update)" for key in table.keys() - found.keys()]
+        problems += [
+            f"{key}: in the table, but no longer compiled (--update removes it)" for key in table.keys() - found.keys()
+        ]
     if update:
         kept = {} if complete else table
         rows = sorted((kept | found).items())
@@ -194,9 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--model", nargs="+", choices=[shape.name for shape in MODELS])
     parser.add_argument(
-        "--quick", action="store_true", help="the embedded model in bfloat16 on sm_90 only: what the tests compile"
+        "--quick", action="store_true", help="compile only the embedded model, in bfloat16 for sm_90, as the tests do"
     )
-    parser.add_argument("--update", action="store_true", help="write the tables; spills still fail")
+    parser.add_argument("--update", action="store_true", help="write the tables; other problems still fail")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         parser.error("TRITON_INTERPRET is set: nothing would be compiled")

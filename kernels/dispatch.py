@@ -1,9 +1,9 @@
 """Selects the implementation of an operation: the torch reference or the Triton kernel.
 
 Callers import an operation from its folder (`from kernels.rms_norm import rms_norm`) and get a `dispatched` function
-that looks at the device of its first tensor: CUDA and ROCm devices use the kernel, CPUs the reference. Each choice
-except the last is logged once with its reason. If a kernel is needed but cannot be imported, that is an error; there is
-no fallback.
+that looks at the device of its first tensor: CUDA and ROCm devices use the kernel, CPUs the reference. The first use of
+each choice is logged with its reason, except that of the reference on a CPU. If a kernel is needed but cannot be
+imported, that is an error; there is no fallback.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def is_forced() -> bool:
 
 @contextmanager
 def forced(choice: Implementation) -> Iterator[None]:
-    """Inside, every operation that has both runs `choice`, on any device. For tests and measurements; process-wide, not
-    for several threads."""
+    """Inside this context every operation that has a kernel runs `choice`, on any device. For tests and measurements:
+    the setting applies to the whole process and is not thread-safe."""
     global _forced
     before, _forced = _forced, choice
     try:
@@ -57,8 +57,8 @@ def dispatched(reference: Callable[P, R], *, kernel: bool = True) -> Callable[P,
     """Makes the operation from its reference, such as `kernels.rms_norm.reference.rms_norm`.
 
     The Triton version is the function of the same name in `kernel.py` of the same folder, imported when first needed.
-    `kernel=False`: there is none, and the reference runs everywhere. Raises `RuntimeError` if the kernel is needed and
-    cannot be imported.
+    `kernel=False`: there is none, and the reference runs everywhere. The operation raises `RuntimeError` if the kernel
+    is needed and cannot be imported.
     """
     name = reference.__name__
     module = reference.__module__.removesuffix("reference") + "kernel"

@@ -27,7 +27,7 @@ WARMUP_RUNS = 2
 
 
 class ReplayError(RuntimeError):
-    """A buffer was replaced, moved or reshaped after the capture: a bug of ours, never of a request."""
+    """A buffer was replaced, moved or reshaped after the capture: a bug in the server, whatever the request."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class GraphPool:
 class StaticGraph:
     """One step bound to its buffers. Build, `capture()` once, `replay()` many times, `close()`.
 
-    Inputs and outputs are the caller's memory; the graph keeps references, so they live as long as it does. Captures
-    that share a pool go from the largest to the smallest. A replay's outputs are overwritten by the next replay of the
-    same graph (or of any graph whose outputs are views of the same arena).
+    Inputs and outputs are the caller's memory; the graph keeps references, so they live as long as it does. Capture
+    graphs that share a pool from the largest to the smallest. A replay's outputs are overwritten by the next replay of
+    the same graph (or of any graph whose outputs are views of the same arena).
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class StaticGraph:
         *,
         pool: GraphPool | None = None,
     ) -> None:
-        """Raises `ValueError` if there is no output or the buffers are spread over devices."""
+        """Raises `ValueError` if there is no output or the buffers are on more than one device."""
         devices = {tensor.device for tensor in (*inputs.values(), *outputs.values())}
         if not outputs or len(devices) != 1:
             places = sorted(map(str, devices))
@@ -107,8 +107,8 @@ class StaticGraph:
         return [(f"{side} {key}", tensor) for side, tensors in named for key, tensor in tensors.items()]
 
     def capture(self) -> None:
-        """Makes it ready. On a GPU the step runs and is recorded: the buffers must hold a valid batch, outputs are
-        overwritten. On a CPU nothing runs."""
+        """Makes the graph ready for replays. On a GPU the step runs and is recorded: the buffers must hold a valid
+        batch, and outputs are overwritten. On a CPU nothing runs."""
         assert not self.captured, f"graph {self.name} is captured already"
         start = time.perf_counter()
         if self.device.type == "cuda":
@@ -118,8 +118,8 @@ class StaticGraph:
 
     def _capture_cuda(self) -> None:
         pool, current = self._pool, torch.cuda.current_stream(self.device)
-        # The current stream has filled the buffers. Eager runs load every kernel first: compiling or loading one during
-        # a capture is an error.
+        # The current stream has filled the buffers. The eager runs load every kernel, because compiling or loading one
+        # during a capture is an error.
         pool.stream.wait_stream(current)
         with torch.cuda.stream(pool.stream):
             for _ in range(WARMUP_RUNS):
@@ -144,7 +144,7 @@ class StaticGraph:
                 raise ReplayError(f"graph {self.name}: {key} was {stamp} and is now {now}")
 
     def replay(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Runs the step on the static buffers, already filled by the caller; returns the static outputs.
+        """Runs the step on the static buffers, which the caller has filled, and returns the static outputs.
 
         On a GPU the work is enqueued on the current stream: no host sync. Raises `ReplayError` like `check`, or if the
         graph was never captured or is closed.

@@ -1,5 +1,5 @@
-"""Host memory of a process: memory that a step frees is kept for the next step; weights have mappings of their own, in
-huge pages; files are mapped, and the pages of what has been read from them are released."""
+"""Host memory of this process: memory that a step frees is kept for the next step, weights have mappings of their own
+in huge pages, and files are mapped, with pages released once they have been read."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def keep_freed_memory(limit: int = 512 << 20) -> bool:
 
 
 def release_freed_memory() -> bool:
-    """Returns all freed pages to the system, once: after loading weights, of which temporary copies leave much more
-    behind than steps need. Returns whether the allocator did so (glibc only)."""
+    """Returns all freed pages to the system now: for use after loading weights, whose temporary copies leave far more
+    freed memory than steps need. Returns whether the allocator did so (glibc only)."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -55,15 +55,15 @@ def release_freed_memory() -> bool:
 HUGE = 2 << 20
 """Bytes of a huge page."""
 SHARED = 32 << 20
-"""Bytes of a mapping that several tensors share; one that would take more than half of it has a mapping of its own."""
+"""Bytes of a mapping that several tensors share; a tensor of more than half of this has a mapping of its own."""
 COPIED = 1 << 20
-"""Numbers that are copied before the source's pages are dropped."""
+"""Elements that `kept_copy` copies at a time, before it drops the pages that they were read from."""
 RELEASED = 16 << 20
-"""After so many bytes of weights, freed pages of the C allocator go back to the system."""
+"""Each time this many bytes of weights have been allocated, freed pages of the C allocator return to the system."""
 
 
 def _advise(begin: int, end: int, advice: int | None) -> bool:
-    """Whether the system accepted the advice about these addresses, which must be multiples of a page."""
+    """Whether the system accepted the advice about these addresses, which must be multiples of the page size."""
     if begin >= end or advice is None:
         return False
     try:
@@ -81,9 +81,9 @@ relocated, differ from the file and must stay."""
 
 
 def release_program_pages() -> int:
-    """Removes the pages of program and library files from this process' memory. To be called once, after the start:
-    most of these pages are used for nothing else (importing torch reads 70 MiB of its libraries). Pages that are used
-    again come back from the system's file cache. Returns the size of the mappings in bytes, 0 where there is no
+    """Removes the pages of program and library files from this process's memory. To be called once, after startup,
+    which is all that most of these pages are used for (importing torch reads 70 MiB of its libraries). Pages that are
+    used again come back from the system's file cache. Returns the size of the mappings in bytes, 0 where there is no
     `/proc`."""
     try:
         lines = Path("/proc/self/smaps").read_text().splitlines()
@@ -103,11 +103,12 @@ def release_program_pages() -> int:
 
 
 def use_huge_pages(tensor: Tensor) -> bool:
-    """Asks for huge pages inside a tensor in host memory, preferably before it is first written.
+    """Asks for huge pages for a tensor in host memory, preferably before it is first written.
 
-    Weights and states are read completely in each step, which with pages of 4 KiB takes a page walk per 4 KiB: one core
-    then reads 19 GB/s of weights instead of 29, and processes 30 GB/s of states instead of 41 (Zen 4). No more memory
-    is used than the tensor fills. Returns whether the system accepted the advice, which it need not follow.
+    Each step reads all weights and states. With pages of 4 KiB that takes a page walk per 4 KiB: one core reads 19 GB/s
+    of weights, instead of 29 with huge pages, and processes 30 GB/s of states instead of 41 (Zen 4). The tensor takes
+    no more memory than without: only huge pages that lie wholly inside it are used. Returns whether the system accepted
+    the advice, which it need not follow.
     """
     if tensor.device.type != "cpu":
         return False
@@ -116,8 +117,9 @@ def use_huge_pages(tensor: Tensor) -> bool:
 
 
 class _Mappings:
-    """Memory for weights, apart from the C allocator's: there, weights between temporary copies leave gaps that nothing
-    fills (measured 4 GB for 15 GB of weights). A mapping is unmapped when the last of its tensors is gone."""
+    """Memory for weights, separate from the C allocator's, where weights that lie between temporary copies would leave
+    gaps that nothing fills (measured: 4 GB for 15 GB of weights). A mapping is unmapped when its last tensor is gone.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -128,7 +130,7 @@ class _Mappings:
         """uint8 `[nbytes]`, zeros, at a multiple of 64; a large one begins at a huge page."""
         with self._lock:
             self._unreleased += nbytes
-            if self._unreleased >= RELEASED:  # small tensors that others keep are between the temporary copies as well
+            if self._unreleased >= RELEASED:  # small tensors of other owners also lie between the temporary copies
                 self._unreleased = 0
                 release_freed_memory()
             if nbytes > SHARED // 2:
@@ -143,7 +145,7 @@ _mappings = _Mappings()
 
 
 def private_mapping(nbytes: int) -> mmap.mmap:
-    """Zeros in a mapping of their own: pages count as memory once they are written, until it is closed or gone."""
+    """A mapping of zeros. A page counts as memory from its first write until the mapping is closed or collected."""
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     return mmap.mmap(-1, nbytes, **private)
 
@@ -160,14 +162,14 @@ def _mapped(nbytes: int) -> Tensor:
 
 
 def weight_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros for a weight that stays: apart from the C allocator's memory, and in huge pages as far as the
+    """A tensor of zeros for a weight that stays: separate from the C allocator's memory, and in huge pages where the
     system has them and the tensor fills them."""
     return _mappings.take(math.prod(shape) * dtype.itemsize).view(dtype).view(*shape)
 
 
 def buffer_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros for a buffer that steps write as far as they need it: what lies behind takes no memory, except
-    in the last huge page. The C allocator would take it from memory that was freed, and is still there."""
+    """A tensor of zeros for a buffer of which steps write only the part that they need: the rest takes no memory,
+    except in the last huge page. The C allocator could reuse freed memory instead, whose pages are still resident."""
     import torch
 
     nbytes = math.prod(shape) * dtype.itemsize
@@ -208,7 +210,7 @@ _files = _FileMappings()
 
 def map_file(handle: int, offset: int, nbytes: int) -> Tensor:
     """uint8 `[nbytes]`: bytes of an open file from `offset` on, read when they are used. The tensor must not be written
-    to: its pages may be read again. Raises OSError or ValueError if the file cannot be mapped."""
+    to, because `drop_pages` discards changes. Raises OSError or ValueError if the file cannot be mapped."""
     import torch
 
     begin = offset - offset % mmap.ALLOCATIONGRANULARITY
@@ -219,8 +221,9 @@ def map_file(handle: int, offset: int, nbytes: int) -> Tensor:
 
 
 def drop_pages(*tensors: Tensor) -> None:
-    """Says that contiguous tensors have been read. Pages of those that `map_file` returned, or parts of them, then no
-    longer count as this process's memory; they are read again if they are used again. Others stay as they are."""
+    """Releases the pages of contiguous tensors that have been read, if they are tensors from `map_file` or parts of
+    them: they no longer count as this process's memory, and are read from the file again if they are used again. Other
+    tensors stay as they are."""
     for tensor in tensors:
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         if tensor.device.type == "cpu" and tensor.is_contiguous() and _files.holds(begin, end):
@@ -229,8 +232,8 @@ def drop_pages(*tensors: Tensor) -> None:
 
 
 def kept_copy(tensor: Tensor) -> Tensor:
-    """A contiguous copy of a weight that stays. In host memory it is made in pieces, and pages of a mapped file are
-    dropped."""
+    """A contiguous copy of a weight that stays. A contiguous weight in host memory is copied in pieces, and if it is a
+    mapped file, the pages of each piece are dropped."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return tensor.detach().clone().contiguous()
     found = weight_memory(tensor.shape, tensor.dtype)

@@ -1,7 +1,7 @@
 """Launches Triton kernels, and records launches without a GPU.
 
 Every `kernel.py` starts its kernels through `launch`. Inside `recording` nothing runs: operations are called with
-tensors on torch's "meta" device and their launches are recorded. `kernels.aot` compiles these.
+tensors on torch's "meta" device, and their launches are recorded for `kernels.aot`, which compiles them.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def recording(architecture: str) -> Iterator[list[Launch]]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
-    """`kernel[grid](**arguments)` on the device of the first tensor; nothing at all for an empty grid."""
+    """Runs `kernel[grid](**arguments)` on the device of the first tensor; does nothing for an empty grid."""
     if 0 in grid:
         return
     if _recorder is not None:
         _recorder.launches.append(Launch(kernel, grid, arguments))
         return
     device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
-    # Triton launches on the thread's current device: the first GPU, whichever the tensors are on.
+    # Triton launches on the thread's current device, by default the first GPU, wherever the tensors are.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](**arguments)
 
@@ -79,8 +79,8 @@ def architecture(device: torch.device) -> str:
 
 
 def by_architecture(table: Mapping[str, T], device: torch.device) -> T:
-    """The row of a table of configurations. An unknown device gets the smallest row of its vendor, whose shared memory
-    all of them have, with one warning."""
+    """The row of a table of configurations. An unknown device gets the row of its vendor that needs the least shared
+    memory, with one warning; a device with less than that fails at the launch."""
     name = architecture(device)
     if name in table:
         return table[name]

@@ -13,17 +13,17 @@ from pathlib import Path
 CGROUPS = Path("/proc/self/cgroup")
 """Lines of ID:CONTROLLERS:PATH; v2 has the id 0 and no controllers."""
 MOUNTS = Path("/sys/fs/cgroup")
-"""The folder of their file systems."""
+"""The folder in which the cgroup file systems are mounted."""
 
 
 def machine_memory() -> int:
-    """Bytes: the physical memory, or the smallest limit of this process' cgroups if one is below it. Files that are
-    missing, cannot be read or hold no positive number are no limit."""
+    """The physical memory in bytes, or the smallest limit of this process's cgroups if that is lower. Files that are
+    missing, cannot be read or hold no positive number set no limit."""
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_limits(CGROUPS, MOUNTS)])
 
 
 def _limits(cgroups: Path, mounts: Path) -> Iterator[int]:
-    """The limits of the cgroups of this process and of all above them: each of them applies."""
+    """The limits of this process's cgroups and of all of their ancestors, each of which applies."""
     for line in _read(cgroups).splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -34,7 +34,7 @@ def _limits(cgroups: Path, mounts: Path) -> Iterator[int]:
         else:
             continue
         # A container may see its own cgroup as the root of the mount while `path` is that of the host, and a process
-        # outside of its namespace's root has a path with "..": folders that are not there are no limit.
+        # outside of its namespace's root has a path with "..": folders that do not exist set no limit.
         parts = [part for part in path.split("/") if part not in ("", ".", "..")]
         for folder in folders:
             for depth in range(len(parts) + 1):

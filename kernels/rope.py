@@ -13,7 +13,7 @@ class Rope:
     """Rotated dimensions at the beginning of each head; even."""
     theta: float = 10000.0
     axes: tuple[int, ...] = ()
-    """Axis of the positions for each of the `dims / 2` frequencies; empty: the first axis for all."""
+    """For each of the `dims / 2` frequencies, the axis of the positions that it uses; empty: the first axis for all."""
 
     def __post_init__(self) -> None:
         if self.dims < 2 or self.dims % 2:
@@ -25,5 +25,5 @@ class Rope:
 
     @property
     def num_axes(self) -> int:
-        """Number of axes that positions need at least."""
+        """The least number of axes that positions must have."""
         return 1 + max(self.axes, default=0)

@@ -1,7 +1,7 @@
-"""Tables about the packed rows of a scan on the device, which the Triton scan and convolution read.
+"""Device tables that describe the packed rows of a scan, for the Triton scan and convolution.
 
-The references take the same facts as Python sequences (`chunks`, `saves`). Here they are one int32 buffer, so that a
-step needs one copy to the device, and a captured graph has one address to update.
+The references take the same information as Python sequences (`chunks`, `saves`). Here it is one int32 buffer, so that
+a step needs one copy to the device, and a captured graph has one address to update.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.chunk_scan.plan import plan_chunks
 from kernels.transfer import upload
 
 TILE = 32
-"""Tokens of a tile of the convolution. The first tile of a row has the whole row or at least W - 1 tokens of it."""
+"""Tokens of a tile of the convolution. The first tile of a row holds the whole row or at least W - 1 tokens of it."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class ScanTables:
 
     @property
     def chunks_C4(self) -> Tensor:
-        """(row, first packed token, one past the last, slot for the state after it or -1), in row order.
+        """(row, first packed token, one past the last, slot for the state after the chunk or -1), in row order.
 
-        A further slot for the same state is an entry without tokens. After the real entries: (-1, end of the last row,
-        the same, -1), at least once.
+        If a state is saved in several slots, each further slot is an entry without tokens. The padding that follows,
+        at least one entry, is (-1, end of the last row, end of the last row, -1).
         """
         return self.buffer[self.rows + 1 : self.rows + 1 + 4 * self.entries].view(-1, 4)
 
@@ -72,9 +72,9 @@ class ScanTables:
         device: torch.device | str = "cpu",
         padded: Mapping[str, int] | None = None,
     ) -> ScanTables:
-        """Tables for rows of `lengths[r]` new tokens after `computed[r]` old ones, cut as by `plan_chunks`; `saves`:
-        (row, end, slot) as for `causal_conv1d`. `padded`: sizes to pad to, from `room`; raises `ValueError` if they do
-        not suffice."""
+        """Tables for rows of `lengths[r]` new tokens after `computed[r]` old ones, cut by `plan_chunks`. `saves`:
+        (row, end, slot) as for `causal_conv1d`. `padded`: sizes to pad to, from `room`; raises `ValueError` if the step
+        needs more."""
         begins = [0, *accumulate(lengths)]
         kept: dict[tuple[int, int], list[int]] = {}
         for row, end, slot in sorted(saves):
@@ -117,7 +117,7 @@ class ScanTables:
 
     @staticmethod
     def room(tokens: int, rows: int, saves: int, chunk_size: int) -> dict[str, int]:
-        """Sizes that suffice for this many tokens, rows and saves."""
+        """Sizes that suffice for any step of at most this many tokens, rows and saves."""
         entries = tokens // chunk_size + 2 * rows + saves + 1
         return {"rows": rows, "entries": entries, "saves": saves, "tiles": tokens // TILE + rows}
 

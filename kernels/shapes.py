@@ -12,8 +12,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model for kernels, named as in the configurations of `nemotron_h` and RADIO. A count of 0 means none:
-    no Mamba-2 heads, no experts, no gated delta heads, no rotated dimensions."""
+    """Sizes of a model that kernels depend on, named as in the configurations of `nemotron_h` and RADIO. A count of 0
+    means that the model has none: no Mamba-2 heads, no experts, no gated delta heads, no rotated dimensions."""
 
     name: str
     hidden: int
@@ -34,7 +34,7 @@ class ModelShape:
     patch: int
     conv: int = 4
     gated: bool = False
-    """Experts have a gate next to the up projection (SwiGLU), and are chosen by a softmax."""
+    """Whether experts have a gate beside the up projection (SwiGLU) and are chosen by a softmax."""
     delta_key_heads: int = 0
     delta_value_heads: int = 0
     delta_head_dim: int = 128
@@ -67,7 +67,7 @@ DEMO = ModelShape(
     "demo", 192, 6, 64, 2, 32, 64, 4, 2, 64, 1024, 512, 8, 2, 160, 5, patch=8, dtypes=(torch.bfloat16, torch.float32),
     delta_key_heads=2, delta_value_heads=4, delta_head_dim=32, rope_dims=32,
 )  # fmt: skip
-"""The embedded model, with small sizes of what it does not have, for the compilations in tests."""
+"""The embedded model, with small sizes for the layers that it lacks, for the compilations in tests."""
 INTERLEAVED = tuple(i % 3 for i in range(32))
 """Axes of 32 frequencies in sections [11, 11, 10]: time, height and width alternate."""
 _QWEN: dict[str, Any] = {
@@ -90,7 +90,7 @@ MODELS = (NANO_3_OMNI, NANO_V2_12B_VL, DEMO, QWEN_0_8B, QWEN_27B, QWEN_35B_A3B)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor of that shape without memory."""
+    """A tensor of this shape on the "meta" device, which has no memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 

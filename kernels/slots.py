@@ -1,4 +1,4 @@
-"""Runs of rows with consecutive state slots, which one view of the pool covers; rounding of states."""
+"""Runs of rows whose state slots are consecutive, so that one view of the pool covers them; rounding of states."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 MAX_RUN = 4
-"""Largest number of rows processed together: more would evict their states from the cache between two passes."""
+"""Largest number of rows processed together: with more, their states would leave the cache between two passes."""
 
 
 @dataclass(frozen=True)
 class SlotRun:
-    """Rows `[begin, end)` have slots `slot`, `slot + 1`, ...; `slot` -1: all of them are padding."""
+    """Rows `[begin, end)` have the slots `slot`, `slot + 1`, ...; if `slot` is -1, all of these rows are padding."""
 
     begin: int
     end: int
@@ -26,7 +26,7 @@ class SlotRun:
 
     @classmethod
     def of(cls, slots: Sequence[int], limit: int = MAX_RUN) -> list[SlotRun]:
-        """Cuts rows into runs of at most `limit`."""
+        """Cuts rows into runs of at most `limit` rows; `slots`: the slot of each row, -1 for padding."""
         runs: list[SlotRun] = []
         for row, slot in enumerate(slots):
             if runs:
@@ -42,7 +42,7 @@ class SlotRun:
 def round_states(h: Tensor, dtype: torch.dtype) -> None:
     """Rounds float32 states in place to what a pool of this dtype stores for them, to nearest, ties to even.
 
-    States are rounded after every token, not where a chunk, a step or a draft ends, so that none of these changes them.
+    Callers round after every token, so that states do not depend on where a chunk, a step or a draft ends.
     """
     if h.dtype != dtype:
         h.copy_(h.to(dtype))

@@ -1,6 +1,6 @@
 """Order between the streams of one GPU: a stream that uses memory of another waits for an event.
 
-A CPU has no streams: they and their events are `None`, and the functions here do nothing.
+A CPU has no streams: streams and events are `None` there, and these functions do nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def side_stream(device: torch.device | str) -> Any:
 
 
 def on(stream: Any) -> AbstractContextManager[Any]:
-    """Inside, this thread's work goes to `stream`; `None`: no change."""
+    """Inside this context, this thread's work is queued on `stream`; `None` changes nothing."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 

@@ -1,7 +1,8 @@
 """Copies between host and device without waiting.
 
 Torch's plain copies wait: a copy from ordinary memory to a GPU waits until the stream has done all earlier work, and so
-does a copy back. A host that prepares a step while another runs uses these functions. On a CPU nothing is copied.
+does a copy back. These functions do not wait, so that the host can prepare one step while another runs. On a CPU
+nothing is copied.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device | str
 
 
 def send(values: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor of the host on a device; on a CPU itself. The copy is queued on the current stream; the host may write
-    to its tensor at once.
+    """Copies a host tensor to a device; for a CPU, returns the tensor itself. The copy is queued on the current stream;
+    the host may overwrite its tensor at once.
     """
     if torch.device(device).type != "cuda":
         return values
@@ -33,7 +34,7 @@ def send(values: Tensor, device: torch.device | str) -> Tensor:
 
 
 class Download:
-    """Copies tensors of one device to the host, from its construction on."""
+    """Copies tensors of one device to the host; the copies start when it is constructed."""
 
     def __init__(self, device: torch.device | str, tensors: Sequence[Tensor]) -> None:
         """Queues the copies on the current stream, after all earlier work."""
@@ -48,7 +49,7 @@ class Download:
         self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The copies on the host; waits for them. On a CPU the tensors themselves."""
+        """Waits for the copies and returns them; on a CPU returns the tensors themselves."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensors

@@ -14,8 +14,8 @@ from kernels.shapes import Case, ModelShape, meta
 
 
 def cases(shape: ModelShape) -> Iterator[Case]:
-    """A prefill of two rows, one token per row, and a step with three drafts per row; without a bias before a gated
-    delta rule."""
+    """A prefill of two rows, one token per row, and a step with three drafts per row; the convolution before a gated
+    delta rule has no bias."""
     if shape.mamba_heads:
         channels, before = shape.conv_channels, shape.mamba_inner
         yield from _cases(shape, "", channels, before + channels + shape.mamba_heads, before, meta(channels))

@@ -1,6 +1,7 @@
 """The causal convolution in Triton; README.md has the maths, bytes and reasons for the configurations.
 
-x, B and C stay parts of one row of channels: the scan reads them with the row's stride, so splitting copies nothing.
+x, B and C of the scan stay parts of one row of channels: the scan reads them with the row's stride, so that splitting
+the row copies nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAX_TAPS = 4
 
 @triton.jit
 def load_weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS, HAS_BIAS):
-    """The weights of four taps, oldest first, with zeros where the convolution has fewer, and the bias."""
+    """The weights of four taps, oldest first (zeros for taps that the convolution lacks), and the bias."""
     k_a = tl.load(p_weight + (TAPS - 4) * CHANNELS + o_c, mask=m_c & (TAPS >= 4), other=0.0)
     k_b = tl.load(p_weight + (TAPS - 3) * CHANNELS + o_c, mask=m_c & (TAPS >= 3), other=0.0)
     k_c = tl.load(p_weight + (TAPS - 2) * CHANNELS + o_c, mask=m_c, other=0.0)
@@ -41,7 +42,7 @@ def convolve(b_a, b_b, b_c, b_x, k_a, k_b, k_c, k_x, bias):
 
 @triton.jit
 def _input(p_x, p_window, position, begin, known, x_stride, o_c, m_c, CHANNELS, KEEP):
-    """The input at a packed token of the row, or before the row's begin from its old window (zero if it has none)."""
+    """The input at a packed token of the row; before the row's first token, from its old window (zero if none)."""
     back = position - begin
     b_new = tl.load(p_x + position * x_stride + o_c, mask=m_c & (back >= 0), other=0.0)
     m_old = m_c & (back < 0) & (back + KEEP >= 0) & known
@@ -123,7 +124,7 @@ def _packed_kernel(
         b_a, b_b, b_c = b_1, b_2, b_3
 
     if first == begin:
-        # Only this tile reads the row's window, so it may write it when all threads have read it.
+        # Only this tile reads the row's window, so it may overwrite it once all of its threads have read it.
         for save in range(tl.load(p_rows + i_row), tl.load(p_rows + i_row + 1)):
             stop = tl.load(p_saves + 2 * save).to(tl.int64)
             target = tl.load(p_saves + 2 * save + 1).to(tl.int64)

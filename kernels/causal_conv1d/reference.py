@@ -32,10 +32,10 @@ def causal_conv1d(
 
     x: `[T, C]`, rows concatenated; row r is `starts[r]:starts[r+1]` (`starts` has R + 1 entries). weight: `[W, C]`
     float32, oldest tap first; bias: `[C]` float32. pool: `[S, W-1, C]`, oldest input first. A row whose `has_initial`
-    is False starts from zeros. Slot -1: the row starts from zeros and its window is not stored. `saves`: (row, end,
-    slot): the window after packed token `end - 1` of the row is also stored in that slot; as a buffer `[S, 3]`, with -1
-    as row for padding (`tables` has the same content for kernels and is not needed here). Returns `[T, C]` float32,
-    zeros for tokens after the last row; stores each row's last W-1 inputs in its slot, in the pool's dtype.
+    is False starts from zeros. A row with slot -1 starts from zeros and its window is not stored. `saves`: for each
+    (row, end, slot), the window after packed token `end - 1` of the row is also stored in that slot; as a buffer
+    `[saves, 3]`, padding has row -1. `tables` has the same content for kernels and is not needed here. Returns `[T, C]`
+    float32, zeros for tokens after the last row; stores each row's last W-1 inputs in its slot, in the pool's dtype.
     """
     keep = weight_WC.shape[0] - 1
     out = torch.empty(x_TC.shape, dtype=torch.float32, device=x_TC.device)
@@ -80,8 +80,8 @@ def causal_conv1d_update(
 ) -> Tensor:
     """Convolves one token per row. Arguments as in `causal_conv1d`; returns `[R, C]` float32.
 
-    `runs` is the host's knowledge of `slots`: rows with consecutive slots are processed together in place. A row with
-    slot -1 accesses no slot; its output is that of a zero state.
+    `runs`: `SlotRun.of(slots)`, if the host knows it already; rows with consecutive slots are processed together, in
+    place. A row with slot -1 accesses no slot; its output is that of a zero state.
     """
     out = torch.empty(x_RC.shape, dtype=torch.float32, device=x_RC.device)
     for run in runs if runs is not None else SlotRun.of(slots_R.tolist()):

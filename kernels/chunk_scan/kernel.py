@@ -51,13 +51,13 @@ OUTPUTS = {
     4: dict.fromkeys(ARCHITECTURES, Configuration(32, 8, 1)),
 }
 BLOCK_TOKENS = 64
-"""Tokens of a program of the outputs: half a chunk of 128, so that the first half does not compute masked products."""
+"""Tokens of a program of `_outputs_kernel`: half a chunk of 128, so that the first half computes no masked products."""
 
 
 @triton.jit
 def _running_sum(sum_0, dt_0, sum_1, dt_1):
-    """The sum so far; dt is passed through, because otherwise every thread that needs it would repeat the small
-    load."""
+    """Combines two parts of the running sum. dt is passed through; otherwise every thread that needs it would load it
+    again."""
     return sum_0 + sum_1, dt_1
 
 
@@ -244,8 +244,8 @@ def chunk_scan(
     saves: Sequence[tuple[int, int]] | Tensor = (),
     tables: ScanTables | None = None,
 ) -> Tensor:
-    """Like the reference for states in float32; x, B, C may have any float dtype, the result has x's. `tables`, which
-    replaces `chunks` and `saves`, is required.
+    """Like the reference for float32 states; x, B and C may have any one float dtype, which the result has too.
+    `tables`, which replaces `chunks` and `saves`, is required.
 
     Rows may have any stride; heads, channels and states of a row are contiguous, and so is each slot. Tokens after the
     last row give zeros. No host sync. Raises `ValueError` without tables.

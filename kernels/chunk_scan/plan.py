@@ -10,13 +10,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Chunk:
-    """Packed tokens `[first, last)`, all of one row."""
+    """The packed tokens `[first, last)`, all of one row."""
 
     row: int
     first: int
     last: int
     end: int
-    """Tokens of the sequence up to and including this chunk."""
+    """Number of tokens of the sequence up to the end of this chunk."""
     opens: bool
     """True for the first chunk of its row."""
 
@@ -27,7 +27,8 @@ def chunk_table(chunks: Iterable[Chunk]) -> list[tuple[int, int, int, int]]:
 
 
 def listed_chunks(table_C4: Tensor) -> tuple[Chunk, ...]:
-    """The plan in a buffer `[C, 4]`. Reads it on the host; `end`, which no kernel needs, is 0."""
+    """The chunks in a buffer `[C, 4]` of `chunk_table`, without padding. Reads the buffer on the host (a sync on a
+    GPU); `end`, which no kernel needs, is 0."""
     return tuple(Chunk(row, first, last, 0, bool(opens)) for row, first, last, opens in table_C4.tolist() if row >= 0)
 
 

@@ -38,15 +38,17 @@ def chunk_scan(
 ) -> Tensor:
     """Runs every row from its slot's state (or zeros) to its end and writes the final state to the slot.
 
-    pool: `[S, H, P, N]`, float32 or what states are rounded to after every token. x, B, C, dt: float32, dt after bias,
-    softplus and clamp. A (negative), D: `[H]` float32. A row whose `has_initial` is False, or whose slot is -1, starts
-    from zeros; slot -1 leaves no state. `chunks`: those of all rows, row after row. `saves`: (index of a chunk, slot):
-    the state after that chunk goes to that slot too. Both may be buffers, `[C, 4]` as `chunk_table` writes it and `[S,
-    2]`, in which -1 first is padding. `tables` says the same to kernels and is not needed here. Returns `[T, H, P]`
-    float32; tokens of no chunk, the padding of a static batch, get zeros.
+    pool: `[S, H, P, N]`, float32 or the dtype that states are rounded to after every token. x: `[T, H, P]`, B, C:
+    `[T, G, N]` and dt: `[T, H]`, all float32, dt after bias, softplus and clamp. A (negative), D: `[H]` float32. A row
+    whose `has_initial` is False, or whose slot is -1, starts from zeros; with slot -1 the final state is not stored.
+    `chunks`: those of all rows, in row order. `saves`: for each (index of a chunk, slot), the state after that chunk is
+    also stored in that slot. Both may be buffers, `[chunks, 4]` as written by `chunk_table` and `[saves, 2]`, with -1
+    in the first column for padding. `tables` has the same content for kernels and is not needed here. Returns
+    `[T, H, P]` float32; zeros for tokens of no chunk (padding of a static batch).
 
-    Chunk after chunk on purpose: everything that one needs stays in the cache, and no padding is computed. States that
-    are rounded take one token after the other instead: the products of a chunk have no states to round.
+    Chunks are computed one after the other on purpose: the data of a chunk stays in the cache, and no padding is
+    computed. If states are rounded, tokens are computed one after the other instead, because the products of a chunk
+    have no state after each token to round.
     """
     tokens, heads, width = x_THP.shape
     out = torch.empty(tokens, heads, width, dtype=torch.float32, device=x_THP.device)
@@ -104,7 +106,7 @@ def _scan_tokens(
     dtype: torch.dtype,
     out_LHP: Tensor,
 ) -> None:
-    """Like `_scan_chunk`, token after token; the state after each is rounded to `dtype`."""
+    """Like `_scan_chunk`, but token by token; the state after each token is rounded to `dtype`."""
     length, groups = b_LGN.shape[:2]
     decay = torch.exp(dt_LH * A_H)
     scaled = (x_LHP * dt_LH[:, :, None]).view(length, groups, -1, 1)
@@ -126,9 +128,8 @@ def _scan_chunk(
     mask: Tensor,
     out_LHP: Tensor,
 ) -> None:
-    """One chunk: fills `out` (without the D term) and advances `h` in place; `fresh`: h counts as zero whatever it
-    holds.
-    """
+    """Computes one chunk: fills `out` (without the D term) and advances `h` in place. `fresh`: the state before the
+    chunk is zero, whatever `h` holds."""
     length, heads, width = x_LHP.shape
     groups, state = b_LGN.shape[1:]
     grouped = h_HPN.view(groups, heads // groups * width, state)

@@ -28,8 +28,8 @@ def _mixed(shape: ModelShape, rows: int, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def cases(shape: ModelShape) -> Iterator[Case]:
-    """One token per row, a step with three drafts, those on a ring of 16 and its end, and a prompt of two rows that
-    saves one state."""
+    """One token per row; a step with three drafts, in state slots and on a ring of 16; the advance of that ring; the
+    gates; and a prompt of two rows that saves one state."""
     if not shape.delta_value_heads:
         return
     heads, width, channels = shape.delta_value_heads, shape.delta_head_dim, shape.delta_channels

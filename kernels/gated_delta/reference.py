@@ -56,7 +56,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _normed(q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Queries and keys `[..., J, K]` -> `[..., H, K]` of length 1, queries times `K ** -0.5` besides."""
+    """Queries and keys `[..., J, K]` -> `[..., H, K]` of length 1; queries are then multiplied by `K ** -0.5`."""
     each = heads // q.shape[-2]
     q, k = _unit(q.float()) * q.shape[-1] ** -0.5, _unit(k.float())
     return (q, k) if each == 1 else (q.repeat_interleave(each, -2), k.repeat_interleave(each, -2))
@@ -85,10 +85,10 @@ def gated_delta_update(
 ) -> Tensor:
     """Advances the state of each row by one token and returns `[R, H, V]` float32.
 
-    pool: `[S, H, K, V]`, any stride between slots, float32 or what states are rounded to. q, k, v: as the convolution
-    outputs them (queries and keys are normalised here); b, a: raw, before sigmoid, bias and softplus; A (negative) and
-    dt_bias: `[H]` float32. `runs` is the host's knowledge of `slots`. Rows with slot -1 access no slot; their output is
-    that of a zero state. No slot may appear twice."""
+    pool: `[S, H, K, V]`, any stride between slots, float32 or the dtype that states are rounded to. q, k, v: as the
+    convolution outputs them (queries and keys are normalised here); b, a: raw, before sigmoid, bias and softplus;
+    A (negative) and dt_bias: `[H]` float32. `runs`: `SlotRun.of(slots)`, if the host knows it already. Rows with slot
+    -1 access no slot; their output is that of a zero state. No slot may appear twice."""
     out = torch.empty(v_RHV.shape, dtype=torch.float32, device=v_RHV.device)
     q, k = _normed(q_RJK, k_RJK, v_RHV.shape[1])
     log_decay, beta = delta_gates(b_RH, a_RH, A_H, dt_bias_H)
@@ -146,8 +146,8 @@ def gated_delta_tokens(
 def _advance(
     h: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`_chunk`; if states are stored in another dtype than float32, token after token, and rounded to it after each.
-    May overwrite h."""
+    """Like `_chunk` for states stored in float32. For any other `dtype`, computes token by token and rounds the state
+    to it after each. May overwrite h."""
     if dtype == torch.float32:
         return _chunk(h, q, k, v, log_decay, beta)
     out, decay = torch.empty(v.shape, device=v.device), log_decay.exp()
@@ -159,8 +159,8 @@ def _advance(
 
 
 def _chunk(h: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """A chunk of tokens: h `[..., H, K, V]`, q and k `[..., L, H, K]` normed, v `[..., L, H, V]`, the rest
-    `[..., L, H]`. Returns (outputs `[..., L, H, V]`, the state after the chunk).
+    """A chunk of tokens: h `[..., H, K, V]`, q and k `[..., L, H, K]` normalised, v `[..., L, H, V]`, log decays and
+    betas `[..., L, H]`. Returns (outputs `[..., L, H, V]`, the state after the chunk).
     """
     q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
     sums, beta = (log_decay * LOG2_E).cumsum(-2).transpose(-1, -2), beta.transpose(-1, -2)[..., None]
@@ -192,13 +192,13 @@ def gated_delta_scan(
 ) -> Tensor:
     """Runs every row from its slot's state (or zeros) to its end and writes the final state to the slot.
 
-    pool: `[S, H, K, V]`, float32 or what states are rounded to after every token, of which there are then no chunks.
-    q, k, v: as the convolution outputs them; log_decay, beta: from `delta_gates`. A row whose
-    `has_initial` is False, or whose slot is -1, starts from zeros; with slot -1 the final state is not stored.
-    `chunks`: those of all rows, in row order. `saves`: (index of a chunk, slot): the state after that chunk is also
-    stored in that slot. Both may be buffers, `[N, 4]` as written by `chunk_table` and `[N, 2]`, with -1 in the first
-    column for padding. `tables` has the same content for kernels and is not needed here. Returns `[T, H, V]` float32;
-    zeros for tokens of no chunk (padding of a static batch).
+    pool: `[S, H, K, V]`, float32 or the dtype that states are rounded to after every token; such tokens are computed
+    one by one, not in chunks. q, k, v: as the convolution outputs them; log_decay, beta: from `delta_gates`. A row
+    whose `has_initial` is False, or whose slot is -1, starts from zeros; with slot -1 the final state is not stored.
+    `chunks`: those of all rows, in row order. `saves`: for each (index of a chunk, slot), the state after that chunk is
+    also stored in that slot. Both may be buffers, `[chunks, 4]` as written by `chunk_table` and `[saves, 2]`, with -1
+    in the first column for padding. `tables` has the same content for kernels and is not needed here. Returns
+    `[T, H, V]` float32; zeros for tokens of no chunk (padding of a static batch).
     """
     if isinstance(chunks, Tensor):
         chunks = listed_chunks(chunks)
@@ -234,13 +234,13 @@ def gated_delta_replay(
     span: int,
     runs: Sequence[SlotRun] | None = None,
 ) -> Tensor:
-    """Output of each row's new tokens, `[R, T, H, V]` float32; slots are only read.
+    """Output of each row's new tokens, `[R, T, H, V]` float32; states and windows are only read.
 
     rings: `[Q, L, X]`, X = C + 2 H: conv inputs, raw b and raw a of each step since the slot's state, by batch slot.
-    The first `counts[r]` of batch slot `batch_slots[r]` are valid; the row's `lengths[r]` new inputs are written after
-    them, and the caller sets the new count when it knows how many of them are accepted. `span`: at least the largest of
-    counts + lengths, at most L. Outputs after a row's length, and of rows with slot -1, are finite and meaningless;
-    such rows write nothing. `runs` is not needed here.
+    The first `counts[r]` steps of batch slot `batch_slots[r]` are valid; the row's `lengths[r]` new inputs are written
+    after them, and the caller sets the new count when it knows how many of them are accepted. `span`: at least the
+    largest of counts + lengths, at most L. Outputs after a row's length, and those of rows with slot -1, are finite but
+    meaningless; rows with slot -1 write nothing. `runs` is not needed here.
     """
     tokens = inputs_RTX.shape[1]
     steps = torch.arange(span, device=rings_QLX.device)

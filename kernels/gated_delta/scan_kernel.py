@@ -27,7 +27,8 @@ from kernels.scan_tables import ScanTables
 
 
 class Configuration(NamedTuple):
-    """Configuration of one kernel: largest number of values of a program, warps, and chunks with loads in flight."""
+    """Configuration of one kernel: largest number of value channels of a program, warps, and chunks with loads in
+    flight."""
 
     values: int
     warps: int
@@ -50,7 +51,7 @@ OUTPUTS = {
 
 
 LONGEST = 128
-"""Largest number of tokens of a chunk: 8 blocks of the inverse."""
+"""Largest number of tokens of a chunk: `_inverse` computes at most 8 blocks of 16."""
 PRECISION = {"sm_80": "tf32", "sm_90": "tf32", "sm_100": "tf32", "gfx942": "ieee"}
 """Precision of the products that invert a system for 16-bit results. For float32 it is inverted by substitution
 alone."""
@@ -65,9 +66,9 @@ def _lengths(b_x):
 
 @triton.jit
 def _inverse(b_A, BLOCK: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr):
-    """`(I + A)^-1` of a strictly lower triangular A. Diagonal blocks of size PART are inverted by substitution, row by
-    row, all in parallel; with D their matrix, R the rest of A and M = D^-1 R, whose power of the number of blocks is 0:
-    `(I + A)^-1 = (I - M)(I + M^2)(I + M^4) .. D^-1`."""
+    """`(I + A)^-1` of a strictly lower triangular A. Let D be the diagonal blocks of I + A of size PART, which are
+    inverted by substitution, row by row and all in parallel, R the rest of A, and M = D^-1 R, which is 0 when raised to
+    the number of blocks. Then `(I + A)^-1 = (I - M)(I + M^2)(I + M^4) .. D^-1`."""
     MANY: tl.constexpr = BLOCK // PART
     o_b, o_i = tl.arange(0, MANY), tl.arange(0, PART)
     o_l = tl.arange(0, BLOCK)
@@ -103,8 +104,8 @@ def _prepare_kernel(
     p_beta,  # [T, H] float32
     p_W,  # [T, H, K]
     p_U,  # [T, H, V]
-    p_carry,  # [T, H] float32: of what a token adds, how much is left at the chunk's end, over the length of its key
-    p_total,  # [C, H] float32: how much of the state is left at the chunk's end
+    p_carry,  # [T, H] float32: the share of a token's change that is left at the chunk's end / the length of its key
+    p_total,  # [C, H] float32: the share of the state that is left at the chunk's end
     k_stride,
     v_stride,
     log_decay_stride,
@@ -173,7 +174,7 @@ def _states_kernel(
     p_chunks,  # [C, 4] int32
     p_k,  # [T, J, K]
     p_W,  # [T, H, K]
-    p_U,  # [T, H, V]: the changes when this ends
+    p_U,  # [T, H, V], overwritten with the changes
     p_carry,  # [T, H] float32
     p_total,  # [C, H] float32
     p_before,  # [C, H, K, V]: the state before each chunk
@@ -321,16 +322,16 @@ def gated_delta_scan(
     saves: Sequence[tuple[int, int]] | Tensor = (),
     tables: ScanTables | None = None,
 ) -> Tensor:
-    """Like the reference for states in float32; q, k, v may have any float dtype, the result has v's. `tables`, which
-    replaces `chunks` and `saves`, is required.
+    """Like the reference for float32 states; q, k and v may have any one float dtype, which the result has too.
+    `tables`, which replaces `chunks` and `saves`, is required.
 
-    Rows may have any stride; heads and numbers of a row are contiguous, and so is each slot. Tokens after the last row
+    Rows may have any stride; heads and channels of a row are contiguous, and so is each slot. Tokens after the last row
     give zeros. No host sync. Raises `ValueError` without tables, and for chunks of more than `LONGEST` tokens.
     """
     if tables is None:
         raise ValueError("gated_delta_scan on a GPU needs tables (kernels.scan_tables)")
     if tables.chunk_size > LONGEST:
-        raise ValueError(f"chunk_size {tables.chunk_size} is above the {LONGEST} tokens that the kernel has room for")
+        raise ValueError(f"chunk_size {tables.chunk_size} is above the maximum of {LONGEST} tokens of this kernel")
     tokens, heads, value = v_THV.shape
     key_heads, key = k_TJK.shape[1:]
     assert pool_SHKV.dtype == torch.float32, "products of chunks have no states to round after every token"
@@ -387,7 +388,7 @@ def _launch(
     split: bool = True,
     **given: Any,
 ) -> None:
-    """`grid`: heads and further dimensions; with `split` the values of a head are divided among programs."""
+    """`grid`: heads and the second dimension; with `split`, the value channels of a head are divided among programs."""
     configuration = by_architecture(table[v_THV.element_size()], v_THV.device)
     value = v_THV.shape[2]
     block_v = max(16, min(triton.next_power_of_2(value), configuration.values))

@@ -1,7 +1,8 @@
 """The recurrence of the gated delta rule in Triton: one token per row, several, or the steps of a ring; see README.md.
 
-A program holds `BLOCK_V` values of one head's state in registers, with all K of their rows: both products with the
-state are sums inside the program, and the state is read once and written at most once. All variants run `_step`.
+A program holds `BLOCK_V` value channels of one head's state in registers, with all K rows: both products with the state
+are sums inside the program. It reads the state once, and writes it once for each slot that stores it. All variants run
+`_step`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kernels.state_replay.kernel import mix_ring
 
 @triton.jit
 def unit(b_x):
-    """Normalises a vector to length 1 (with the epsilon)."""
+    """Normalises a vector to length 1, with `NORM_EPS` under the root."""
     return b_x * tl.rsqrt(tl.sum(b_x * b_x, 0) + 1e-6)
 
 
@@ -36,7 +37,7 @@ def gates_of(b, a, rate, bias):
 @triton.jit
 def _step(b_h, b_k, b_v, decay, beta):
     """(the state after one token, the change of the values). Fused multiply-adds are explicit, so that all kernels
-    round alike."""
+    round in the same way."""
     b_change = beta * tl.fma(tl.sum(b_h * b_k[:, None], 0), -decay, b_v)
     return tl.fma(tl.broadcast_to(b_k[:, None], b_h.shape), b_change[None, :], b_h * decay), b_change
 
@@ -203,7 +204,7 @@ def gated_delta_update(
 ) -> Tensor:
     """Like the reference, but q, k, v may have any float dtype and the result has v's. `runs` is not needed here.
 
-    Rows may have any stride; heads and numbers of a row are contiguous, and so is each slot. No host sync.
+    Rows may have any stride; heads and channels of a row are contiguous, and so is each slot. No host sync.
     """
     given = [x[:, None] for x in (q_RJK, k_RJK, v_RHV, b_RH, a_RH)]
     return _update(pool_SHKV, slots_R, None, None, given, A_H, dt_bias_H)[:, 0]
@@ -222,8 +223,8 @@ def gated_delta_tokens(
     A_H: Tensor,
     dt_bias_H: Tensor,
 ) -> Tensor:
-    """Like the reference for states in float32, with dtypes and strides as in `gated_delta_update`; the strides of
-    tokens and rows must agree. The state stays in registers from token to token. No host sync."""
+    """Like the reference for float32 states, with dtypes and strides as in `gated_delta_update`; the stride of rows
+    must be that of tokens times T. The state stays in registers from token to token. No host sync."""
     assert pool_SHKV.dtype == torch.float32, "states stay in registers, and are not rounded there"
     given = [q_RTJK, k_RTJK, v_RTHV, b_RTH, a_RTH]
     return _update(pool_SHKV, slots_RK, accepted_R, lengths_R, given, A_H, dt_bias_H)
@@ -289,8 +290,8 @@ def gated_delta_replay(
     span: int,
     runs: Sequence[SlotRun] | None = None,
 ) -> Tensor:
-    """Like the reference for states in float32; the result has the inputs' dtype. `span` and `runs` are not needed. No
-    host sync."""
+    """Like the reference for float32 states; the result has the inputs' dtype. `span` and `runs` are not needed here.
+    No host sync."""
     rows, tokens, _ = inputs_RTX.shape
     ring = (windows_SWC, rings_QLX, batch_slots_R, slots_R, counts_R)
     mixed = mix_ring(*ring, terms.conv_WC, None, lengths_R, inputs_RTX, None)
@@ -311,7 +312,7 @@ def gated_delta_advance(
     terms: DeltaTerms,
     span: int,
 ) -> None:
-    """Like the reference for states in float32. `span` is not needed here. No host sync."""
+    """Like the reference for float32 states. `span` is not needed here. No host sync."""
     ring = (windows_SWC, rings_QLX, batch_slots_R, slots_R, counts_R)
     mixed = mix_ring(*ring, terms.conv_WC, None, None, None, targets_R)
     _replay(states_SHKV, ring, mixed, terms, {"p_targets": targets_R, "p_lengths": slots_R, "p_out": None})
@@ -324,7 +325,7 @@ def _replay(
     terms: DeltaTerms,
     given: dict[str, Any],
 ) -> None:
-    """`ring`: windows, rings, batch slots, slots and counts. Without `p_out` states are written to the targets."""
+    """`ring`: windows, rings, batch slots, slots and counts. If `p_out` is None, states are written to the targets."""
     assert states_SHKV.dtype == torch.float32, "states stay in registers, and are not rounded there"
     _, rings_QLX, batch_slots_R, slots_R, counts_R = ring
     out = given.pop("p_out")
@@ -355,7 +356,7 @@ def _replay(
 
 
 def _blocks(states_SHKV: Tensor, key_heads: int) -> dict[str, int]:
-    """Sizes that these kernels are compiled for."""
+    """The compile-time sizes of these kernels."""
     heads, key, value = states_SHKV.shape[1:]
     assert states_SHKV.stride()[1:] == (key * value, value, 1)
     block_k = triton.next_power_of_2(key)

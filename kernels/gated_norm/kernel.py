@@ -1,6 +1,6 @@
 """The gated, grouped norm in Triton; README.md has the maths, bytes and reasons for the configurations.
 
-One program takes several whole groups of one row: y and the gate are read once, the result is written once.
+One program computes several whole groups of one row: y and the gate are read once, the result is written once.
 """
 
 from __future__ import annotations

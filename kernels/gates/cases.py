@@ -10,7 +10,7 @@ from kernels.shapes import Case, ModelShape, meta
 
 
 def cases(shape: ModelShape) -> Iterator[Case]:
-    """For models of gated attention and MLPs; the gates are parts of wider rows."""
+    """For models with gated attention and gated MLPs; the gates of attention are parts of wider rows."""
     if not shape.delta_value_heads:
         return
     width = shape.heads * shape.head_dim

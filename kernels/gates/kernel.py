@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.launch import launch
 
 BLOCK = 1024
-"""Numbers of a program of 2 warps: 16 per thread."""
+"""Elements of a program of 2 warps: 16 per thread."""
 
 
 @triton.jit
@@ -65,12 +65,12 @@ def _add_gated_kernel(
 
 
 def sigmoid_gate(x_TD: Tensor, gate_TD: Tensor) -> Tensor:
-    """Like the reference, rounded once, at the end. No host sync."""
+    """Like the reference, but rounded only once, at the end. No host sync."""
     return _product(x_TD, gate_TD, silu=False)
 
 
 def swiglu(gate_up_TI: Tensor) -> Tensor:
-    """Like the reference, rounded once, at the end. No host sync."""
+    """Like the reference, but rounded only once, at the end. No host sync."""
     gate, up = gate_up_TI.chunk(2, dim=-1)
     return _product(up, gate, silu=True)
 
@@ -97,7 +97,7 @@ def _product(x_TD: Tensor, gate_TD: Tensor, *, silu: bool) -> Tensor:
 
 
 def add_gated(routed_TD: Tensor, shared_TD: Tensor, x_TD: Tensor, weight_1D: Tensor) -> Tensor:
-    """Like the reference, rounded once, at the end. No host sync."""
+    """Like the reference, but rounded only once, at the end. No host sync."""
     rows, width = routed_TD.shape
     assert routed_TD.stride(1) == shared_TD.stride(1) == x_TD.stride(1) == weight_1D.stride(1) == 1
     out = torch.empty(rows, width, dtype=routed_TD.dtype, device=routed_TD.device)

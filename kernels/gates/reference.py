@@ -8,17 +8,17 @@ from torch.nn import functional as F
 
 
 def sigmoid_gate(x_TD: Tensor, gate_TD: Tensor) -> Tensor:
-    """`x * sigmoid(gate)`, in x's dtype; new memory. Rows of both may have any stride."""
+    """`x * sigmoid(gate)`: `[T, D]` in x's dtype, a new tensor. Rows of both may have any stride."""
     return x_TD * gate_TD.sigmoid()
 
 
 def swiglu(gate_up_TI: Tensor) -> Tensor:
-    """`silu(gate) * up` of rows `[gate, up]`: `[T, 2 I]` to `[T, I]`."""
+    """`silu(gate) * up` of rows `[gate, up]`: `[T, 2 I]` -> `[T, I]` in the same dtype."""
     gate, up = gate_up_TI.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def add_gated(routed_TD: Tensor, shared_TD: Tensor, x_TD: Tensor, weight_1D: Tensor) -> Tensor:
-    """`routed + sigmoid(x . weight) * shared`, in routed's dtype; weight: `[1, D]` float32; product and sigmoid are
-    float32."""
+    """`routed + sigmoid(x . weight) * shared`: `[T, D]` in routed's dtype. weight: `[1, D]` float32; the product and
+    the sigmoid are computed in float32."""
     return routed_TD + (torch.sigmoid(F.linear(x_TD.float(), weight_1D)) * shared_TD).to(shared_TD.dtype)

@@ -17,7 +17,7 @@ MODELS = ("nano-3-omni", "demo")
 def cases(shape: ModelShape) -> Iterator[Case]:
     """A projection from the residual stream, with the rows of a step and of a prompt, for every kind of weight.
 
-    A model's sizes matter only by whether they are multiples of a block, so one large and one small model are enough.
+    Of a model's sizes it matters only whether they are multiples of a block, so one large and one small model suffice.
     """
     if shape.name not in MODELS:
         return

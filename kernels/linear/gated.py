@@ -18,8 +18,8 @@ from kernels.native import Activation, NativeUnavailable
 class GatedLinear:
     """A weight `[2 * out, in]`, gates first, and an optional bias `[2 * out]`.
 
-    If the compiled product supports the weight, as `Linear` describes, gates and up outputs are interleaved, and f and
-    the multiplication are part of the matrix product. Otherwise the weight is a `Linear`.
+    If the compiled product supports the weight (see `Linear`), gate and up outputs are interleaved, and f and the
+    multiplication are part of the matrix product. Otherwise the weight becomes a `Linear`, followed by `product`.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class GatedLinear:
         activations: str | None = None,
     ) -> None:
         """`product`: `[rows, 2 * out]`, gate and up halves -> f(gate) * up; `activation`: f in compiled code; `dtype`
-        and `activations`: as in `Linear`. The weight may be kept instead of copied. An existing product is used
-        unchanged, without `bias`."""
+        and `activations`: as in `Linear`. The weight may be kept instead of copied. A `Linear` or `LinearParts` is used
+        unchanged, and `bias` is ignored."""
         self.product, self.activation = product, activation
         self.packed: Packed | None = None
         self.plain: Linear | LinearParts | None = None
@@ -48,7 +48,7 @@ class GatedLinear:
             self.plain = Linear(weight, bias, owned=True, compiled=False, dtype=dtype, activations=activations)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[rows, in]` -> `[rows, out]` in x's dtype, which must be the weight's unless that is quantised."""
+        """`[rows, in]` -> `[rows, out]` in x's dtype, which must be the weight's unless the weight is quantised."""
         if self.packed is not None:
             return self.packed(x, self.activation)
         assert self.plain is not None

@@ -1,14 +1,15 @@
 """Products of int8 rows with int8 and int4 weights, on CPUs: `--activations int8`.
 
-Each row of activations is rounded to 127 steps of its own scale, its largest magnitude / 127, like compressed-tensors'
-dynamic symmetric "per token" activations. Sums of products are integers, so that their order is of no importance, and
+Each row of activations is rounded to integers from -127 to 127 with its own scale, its largest magnitude / 127, like
+compressed-tensors' dynamic symmetric "per token" activations. Sums of products are integers, so that their order does
+not matter. In float32,
 
     int8: y = (sum * scale of the row) * scale of the output
     int4: total = fma(sum of the group, scale of the group and output, total), group after group;
           y = total * scale of the row
 
-in float32. Results differ from those with rows of 16 bits, so this must be requested. Here is the reference; the
-compiled products (`BYTES` and `SUMMED_BYTES` in kernels/native) have the same bits.
+Results differ from those with rows of 16 bits, so this must be requested. This is the reference; the results of the
+compiled products (`BYTES` and `SUMMED_BYTES` in kernels/native) are bitwise equal.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from torch import Tensor
 from kernels.linear.quantised import Quantised
 
 INT8_ROWS_OF = ("int8", "int4")
-"""Kinds of weights that such rows are multiplied with."""
+"""Kinds of weights that int8 rows are multiplied with."""
 STEPS = 127.0
 """Steps from 0 to a row's largest magnitude."""
 SMALLEST = 2.0**-119
-"""The least value that counts as a row's largest: a scale is never 0, and its reciprocal is finite."""
+"""Lower bound of a row's largest magnitude, so that its scale is never 0 and the reciprocal is finite."""
 
 
 def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`[rows, in]` -> int8 `[rows, in]` and float32 scales `[rows, 1]`; x is about their product. The scale of a row
-    with a number that is not finite is NaN."""
+    """`[rows, in]` -> int8 `[rows, in]` and float32 scales `[rows, 1]`; x is approximately their product. The scale of
+    a row with an element that is not finite is NaN."""
     wide = x.float()
     finite = torch.isfinite(wide)
     largest = wide.where(finite, 0).abs().amax(1, keepdim=True).clamp(min=SMALLEST)
-    steps = torch.full_like(largest, STEPS)  # torch divides a plain number by way of a rounded reciprocal
+    steps = torch.full_like(largest, STEPS)  # a tensor: torch divides by a Python number with a rounded reciprocal
     values = (wide.where(finite, 0) * (steps / largest)).round_()
     scale = (largest / steps).where(finite.all(1, keepdim=True), torch.nan)
     return values.to(torch.int8), scale
@@ -65,7 +66,7 @@ def _sum_of_groups(values: Tensor, weight: Quantised) -> Tensor:
 
 
 def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c in float32, rounded once: the product is exact in float64, and the sum is rounded to odd there."""
+    """a * b + c in float32, rounded once: in float64 the product is exact, and the sum is rounded to odd."""
     product, wide = a.double() * b.double(), c.double()
     total = product + wide
     part = total - product
@@ -77,6 +78,6 @@ def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def check_int8_products(device: torch.device) -> None:
-    """`ValueError` if int8 rows cannot be multiplied: not on a CPU."""
+    """Raises `ValueError` if the device is not a CPU: only CPUs have products of int8 rows."""
     if device.type != "cpu":
-        raise ValueError(f"activations int8 need a CPU, and the device is {device}; unset, they stay in 16 bits")
+        raise ValueError(f"activations int8 needs a CPU, but the device is {device}; leave it unset for 16 bits")

@@ -49,7 +49,7 @@ def _e2m1(b_codes):
 
 @triton.jit
 def _nibbles(b_codes, p_scale, p_zeros, m_n, o_group, m_group, KIND: tl.constexpr, ZEROS: tl.constexpr):
-    """Values `[N, half a block]` of one half of the bytes, scaled if scales change within a block."""
+    """Values `[N, half a block]` of the low or high halves of the bytes, scaled if scales change within a block."""
     if KIND == NVFP4:
         b_scale = _e4m3(tl.load(p_scale + o_group, mask=m_group, other=0))
         return _e2m1(b_codes) * b_scale
@@ -65,10 +65,10 @@ def block_product(
     p_values,  # pointers [N, 1] to the first byte of outputs
     p_scale,
     p_zeros,
-    p_order,  # int64: which input a column stands for; with ORDERED
+    p_order,  # int64: the input of each column; with ORDERED
     m_m,
     m_n,
-    o_groups,  # [N]: of an output's first group among the scales
+    o_groups,  # [N]: offset of each output's first group in the scales
     k,
     k_count,
     KIND: tl.constexpr,
@@ -77,7 +77,7 @@ def block_product(
     ORDERED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """`[M, N]` float32: the part of the product for inputs `k` to `k + BLOCK_K`, scaled if scales belong to groups of
+    """`[M, N]` float32: the part of the product for inputs `[k, k + BLOCK_K)`, scaled if scales belong to groups of
     inputs."""
     element = p_x.dtype.element_ty
     o_scale = o_groups + (k // GROUP if GROUP > 0 else 0)
@@ -182,14 +182,14 @@ class Form:
 
     @classmethod
     def of(cls, weight: Quantised, dtype: torch.dtype) -> Form:
-        """`dtype`: of the rows. `ValueError` for groups that are not divisible by a power of two from 16 on."""
-        group, exact = weight.scale_group, dtype == torch.float32  # without tensor cores: smaller tiles
+        """`dtype`: of the rows. `ValueError` for groups that are not multiples of 16 inputs."""
+        group, exact = weight.scale_group, dtype == torch.float32  # no tensor cores for float32: smaller tiles
         whole = weight.kind == "int8" or group >= weight.in_features
         outputs, block = (16, 32) if exact else (OUTPUTS, INPUTS)
         if not whole and weight.kind != "nvfp4":
             block = min(block, group & -group)
             if block < 16:
-                raise ValueError(f"groups of {group} inputs have no kernel: they are multiples of 16 at least")
+                raise ValueError(f"groups of {group} inputs have no kernel: a group must be a multiple of 16")
         arguments = {
             "KIND": CODES[weight.kind], "GROUP": NVFP4_GROUP if weight.kind == "nvfp4" else 0 if whole else group,
             "ZEROS": weight.zeros is not None, "DIVIDED": weight.divided,
@@ -199,7 +199,7 @@ class Form:
 
 
 def pointers(weight: Quantised) -> dict[str, Tensor]:
-    """The tensors of a weight as arguments of the kernels; an arbitrary tensor for those that it does not have."""
+    """The tensors of a weight as arguments of the kernels; an arbitrary tensor stands for those that it lacks."""
     as_bytes = weight.values if weight.kind == "int8" else weight.values.view(torch.uint8)
     return {
         "p_values": as_bytes,
@@ -210,7 +210,7 @@ def pointers(weight: Quantised) -> dict[str, Tensor]:
 
 
 def quantised_linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
-    """Like the reference. No host sync. `ValueError` for groups that are not divisible by a power of two from 16 on."""
+    """Like the reference. No host sync. `ValueError` for groups that are not multiples of 16 inputs."""
     rows, inner = x.shape
     outputs, form, tensors = weight.shape[0], Form.of(weight, x.dtype), pointers(weight)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)

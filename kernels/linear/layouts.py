@@ -1,4 +1,4 @@
-"""Weights in the layouts of the compiled kernels; kernels/native/README.md describes these."""
+"""Weights in the layouts of the compiled kernels, which kernels/native/README.md describes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ STEPS = {
     Kind.F32: 1, Kind.BF16: 2, Kind.COMPACT_BF16: 2, Kind.INT8: 16, Kind.INT4: GROUP,
     Kind.FP8: 8, Kind.NVFP4: 16, Kind.UINT4: 8,
 }  # fmt: skip
-"""Inputs are padded to multiples of these; for the last three kinds they must be multiples already."""
+"""The number of inputs is padded to a multiple of these; for the last three kinds it must be a multiple already."""
 GATES = 16
 """In a gated weight, this many gates alternate with the outputs that they gate."""
 MOST_INPUTS = 131_071
-"""For int8 and int4: sums of products of bytes must fit 32 bits."""
+"""Largest number of inputs of an int8 or int4 weight: sums of products of bytes must fit 32 bits."""
 MOST_SHIFTED = 8192
-"""Inputs of an int4 group with a zero point: its sums with int8 rows must be exact in float32."""
+"""Largest number of inputs in an int4 group with zero points: its sums with int8 rows must be exact in float32."""
 EXCEPTIONS = 1024
-"""A bfloat16 weight is compact if at most one in so many numbers has an exponent that the others of its panel lack."""
+"""A bfloat16 weight is compact if at most one in this many elements has an exponent outside its panel's 16 exponents.
+"""
 PIECE = 1 << 21
-"""Numbers of a weight that are converted before its file's pages are dropped."""
+"""Elements of a weight that are converted at a time, before the pages that they were read from are dropped."""
 MULTIPLIED = (torch.bfloat16, torch.float32)
 """Dtypes of plain weights and of rows."""
 
@@ -48,11 +49,12 @@ class Layout:
     group: int = 0
     """Inputs that share a scale, for kinds that are summed group by group."""
     bf16_scale: Tensor | None = None
-    """Instead of `scale`: scales of groups that are exactly bfloat16, as those of `quantise` and of most files are."""
+    """Replaces `scale` if the scales of groups are exact in bfloat16, as those of `quantise` and of most files are."""
     compact: Tensor | None = None
-    """int64 `[panels + 1, 2]`, for COMPACT_BF16: the first exception of a panel, and its smallest exponent << 7."""
+    """int64 `[panels + 1, 2]`, for compact kinds: the index of a panel's first exception, and its lowest exponent << 7.
+    """
     exceptions: Tensor | None = None
-    """int64: for COMPACT_BF16, the numbers that have other exponents."""
+    """int64, for compact kinds: the elements with other exponents than their panel's 16."""
 
     @property
     def nbytes(self) -> int:
@@ -64,15 +66,16 @@ def lay_out(
     weight: Tensor | Quantised, dtype: torch.dtype, *, gated: bool = False, int8_rows: bool = False,
     compact: bool | None = None,
 ) -> Layout:  # fmt: skip
-    """Converts a weight with `torch.get_num_threads()` threads; besides the result, memory for scales and for one
-    piece (`PIECE`) is used.
+    """Converts a weight with `torch.get_num_threads()` threads. Besides the result, this takes memory for scales and
+    for one piece of `PIECE` elements.
 
     `dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16. `gated`: the
     first half of the rows are gates of the second, and they are interleaved; not for plain float32. `int8_rows`: an
-    int8 or int4 weight is multiplied with rows in int8. `compact`: whether a bfloat16 weight is stored in 12 bits, if
-    at most one in `EXCEPTIONS` of its numbers prevents it; products have the same bits. None: where it is faster.
-    Columns keep their stored order; the caller must permute inputs. float32 is shared, others are copied. Raises
-    NativeUnavailable if the compiled code has no product for the weight.
+    int8 or int4 weight is multiplied with rows in int8. `compact`: whether a bfloat16 weight is stored in 12 bits per
+    element, if at most one element in `EXCEPTIONS` is an exception; the results of products are bitwise equal. None
+    stores it so if the instruction set in use is faster with it. Columns keep their stored order; the caller must
+    permute inputs. A float32 weight is shared, others are copied. Raises NativeUnavailable if the compiled code has no
+    product for the weight.
     """
     stored = weight if isinstance(weight, Tensor) else weight.values
     if stored.device.type != "cpu" or (isinstance(weight, Tensor) and weight.dtype not in MULTIPLIED):
@@ -106,7 +109,7 @@ def lay_out(
 
 
 def _in_groups(weight: Quantised, order: Tensor | None, layout: Layout, *, small: bool = True) -> Layout:
-    """With the scales and zero points of groups. `small`: scales are kept in bfloat16 if that is exact."""
+    """The layout with the scales and zero points of groups. `small`: scales are kept in bfloat16 if that is exact."""
     zeros = None if weight.zeros is None else _of_groups(weight.zeros.float(), order)
     rounded = weight.scale.bfloat16()
     if small and layout.group < weight.in_features and torch.equal(rounded.float(), weight.scale):
@@ -119,8 +122,8 @@ def _row_kind(dtype: torch.dtype) -> Kind:
 
 
 def _is_scaled(weight: Quantised, dtype: torch.dtype) -> bool:
-    """Whether the weight is multiplied with plain rows instead of rows of integers. Both are possible for int4: plain
-    bfloat16 rows are a third faster if there are many; integers support any number of inputs."""
+    """Whether the weight is multiplied with plain rows instead of rows of integers. For int4 both are possible: plain
+    bfloat16 rows are a third faster for many rows; rows of integers support any number of inputs."""
     if weight.kind != "int4":
         return weight.kind in ("fp8", "nvfp4")
     plain = dtype == torch.bfloat16 and weight.in_features % STEPS[Kind.UINT4] == 0
@@ -137,15 +140,15 @@ def _check_grouped_bytes(weight: Quantised) -> None:
 
 def _check_scaled(weight: Quantised, step: int, dtype: torch.dtype) -> None:
     if dtype not in MULTIPLIED:
-        raise NativeUnavailable(f"no compiled product with {weight.kind} has rows of {dtype}")
+        raise NativeUnavailable(f"no compiled product multiplies rows of {dtype} with {weight.kind}")
     group, inner = weight.scale_group, weight.in_features
     if inner % step or (group % step and group < inner):
         raise NativeUnavailable(f"{inner} inputs in groups of {group} are not multiples of {step}")
 
 
 def _pack(weight: Tensor | Quantised, kind: Kind, order: Tensor | None) -> Tensor:
-    """The weight's numbers in panels; kernels/native/pack.h has the layouts. `order`: the row of each output, -1 for
-    zeros. Raises NativeUnavailable for numbers that the compiled products do not take."""
+    """The weight's values in panels; kernels/native/pack.h has the layouts. `order`: the row of each output, -1 for
+    zeros. Raises NativeUnavailable for values that the compiled products do not support."""
     rows = _Rows.of(weight, kind, order)
     kpad, panels = rows.kpad, rows.panels
     forms: dict[Kind, tuple[int, ...]] = {
@@ -159,7 +162,7 @@ def _pack(weight: Tensor | Quantised, kind: Kind, order: Tensor | None) -> Tenso
 
 
 def _compact(weight: Tensor, order: Tensor | None) -> Layout | None:
-    """A bfloat16 weight in 12 bits a number, without loss (kernels/native/compact.h). None if it has too many
+    """A bfloat16 weight in 12 bits per element, without loss (kernels/native/compact.h). None if it has too many
     exceptions."""
     rows = _Rows.of(weight, Kind.BF16, order)
     pieces, compacting = rows.pieces(), _Compacting(rows.outputs, rows.kpad, weight.numel() // EXCEPTIONS)
@@ -172,13 +175,13 @@ def _compact(weight: Tensor, order: Tensor | None) -> Layout | None:
 
 
 def is_compact_width(k: int) -> bool:
-    """Whether rows of `k` numbers can be panels of `Kind.COMPACT_ROWS`."""
+    """Whether rows of `k` elements can be panels of `Kind.COMPACT_ROWS`."""
     return k % (2 * PANEL) == 0
 
 
 def compact_rows(table: Tensor) -> Layout | None:
-    """A bfloat16 table `[rows, k]` in host memory, of which rows are read, in 12 bits a number, without loss. None if k
-    is no compact width, or the table has too many exceptions. Pages of a mapped file are dropped. Raises
+    """A bfloat16 table `[rows, k]` in host memory, such as an embedding table, in 12 bits per element, without loss.
+    None if k is not a compact width, or the table has too many exceptions. Pages of a mapped file are dropped. Raises
     NativeUnavailable if there is no compiled code for this machine."""
     count, k = table.shape
     if not is_compact_width(k) or not count:
@@ -194,17 +197,17 @@ def compact_rows(table: Tensor) -> Layout | None:
 
 
 class _Compacting:
-    """Plain panels that are stored in 12 bits a number, piece by piece."""
+    """Stores plain panels in 12 bits per element, piece by piece."""
 
     def __init__(self, outputs: int, kpad: int, allowed: int) -> None:
-        """`allowed`: exceptions."""
+        """`allowed`: the largest number of exceptions."""
         self._outputs, self._kpad, self._allowed = outputs, kpad, allowed
         panels = -(-outputs // PANEL)
         self._data = weight_memory((panels, kpad // 2, 3 * PANEL), torch.uint8)
         self._heads, self._exceptions = torch.zeros(panels + 1, 2, dtype=torch.int64), list[Tensor]()
 
     def add(self, plain: Tensor, begin: int, end: int) -> bool:
-        """Stores panels [begin, end), with which `plain` begins. False if there are too many exceptions."""
+        """Stores panels [begin, end), which are the first of `plain`. False if there are too many exceptions."""
         found, most = self._heads[begin:end], min(self._allowed + 1, self._kpad * PANEL)
         kept = torch.empty(end - begin, most, dtype=torch.int64)
         library().saccade_compact(
@@ -224,7 +227,7 @@ class _Compacting:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A weight's rows, as files store them, which are packed piece by piece."""
+    """A weight's rows as files store them, to be packed piece by piece."""
 
     kind: Kind
     numbers: Tensor
@@ -250,7 +253,7 @@ class _Rows:
         return -(-self.outputs // PANEL)
 
     def pieces(self) -> list[tuple[int, int]]:
-        """First panel and end of each piece; none has more panels than the first."""
+        """(first panel, one past the last) of each piece; no piece has more panels than the first."""
         step = max(PIECE // max(self.inputs, 1) // PANEL, 1)
         return [(begin, min(begin + step, self.panels)) for begin in range(0, self.panels, step)]
 

@@ -19,7 +19,7 @@ __all__ = ["MOST_INPUTS", "CompactTable", "Packed"]
 
 
 def operand_elements(kind: int, kpad: int) -> int:
-    """Size of a row of `kpad` numbers in an operand format: 16-bit elements, or 32-bit ones for float32."""
+    """Size of a row of `kpad` values in an operand format, in elements of 16 bits, or of 32 bits for float32."""
     if kind == Kind.BYTES:
         return kpad // 2 + 2
     if kind == Kind.SUMMED_BYTES:
@@ -28,15 +28,15 @@ def operand_elements(kind: int, kpad: int) -> int:
 
 
 class Packed:
-    """One weight; float32 is shared, others are copied. Keeps alive what `descriptor` points to. If the weight's
-    columns have another order than the inputs, rows are permuted before the product."""
+    """One weight; a float32 weight is shared, others are copied. Keeps the memory alive that `descriptor` points to. If
+    the weight's columns have another order than the inputs, rows are permuted before the product."""
 
     def __init__(
         self, weight: Tensor | Quantised, bias: Tensor | None, dtype: torch.dtype = torch.float32, *,
         gated: bool = False, int8_rows: bool = False, compact: bool | None = None,
     ) -> None:  # fmt: skip
         """`dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16.
-        `gated`: the first half of the outputs are gates of the second, and a product returns half as many numbers,
+        `gated`: the first half of the outputs are gates of the second, and a product returns half as many outputs,
         f(gate) * up; not for plain float32. `int8_rows` and `compact`: as in `lay_out`. Raises NativeUnavailable if
         there is no compiled code for the weight on this machine."""
         self._library = library()
@@ -49,7 +49,7 @@ class Packed:
         """The input of each column; None if they are in order."""
         self._layout = layout = lay_out(weight, dtype, gated=gated, int8_rows=int8_rows, compact=compact)
         self.kind = layout.rows
-        """The form of the rows that it is multiplied with."""
+        """The form of the rows that the weight is multiplied with."""
         self.kpad = -(-self.k // STEPS[layout.stored]) * STEPS[layout.stored]
         outputs = -(-self.n // GATES) * GATES * 2 if gated else self.n
         self._bias = None if bias is None else weight_memory(bias.shape, torch.float32).copy_(bias.detach())
@@ -61,8 +61,8 @@ class Packed:
 
     @property
     def descriptor(self) -> Weight:
-        """For compiled code that runs more than this product. Raises NativeUnavailable if rows would have to be
-        permuted first."""
+        """The weight's struct, for compiled code that runs more than this product. Raises NativeUnavailable if rows
+        would have to be permuted first."""
         if self.order is not None:
             raise NativeUnavailable("no compiled step permutes the inputs of a product")
         return self._descriptor
@@ -72,7 +72,7 @@ class Packed:
         return operand_elements(self.kind, self.kpad)
 
     def first(self, outputs: int) -> Packed:
-        """The first `outputs` outputs of a weight that is not gated, in the same memory."""
+        """The first `outputs` outputs of a weight that is not gated; shares its memory."""
         assert 0 < outputs <= self.n and not self._descriptor.gated
         part = copy.copy(self)
         part.n, part._descriptor = outputs, Weight.from_buffer_copy(self._descriptor)
@@ -80,7 +80,7 @@ class Packed:
         return part
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        """`[T, k]` float32: rows of a weight that is not gated, as numbers. `IndexError` for rows that it lacks."""
+        """Rows of a weight that is not gated, dequantised: `[T, k]` float32. `IndexError` for ids out of range."""
         assert self._layout.stored is not Kind.F32 and not self._descriptor.gated and self.order is None
         return _rows(self._descriptor, ids_T)
 
@@ -94,8 +94,8 @@ class Packed:
         return self._layout.nbytes
 
     def __call__(self, x: Tensor, activation: Activation = Activation.NONE) -> Tensor:
-        """`[..., k]` -> `[..., n]` in x's dtype, after `activation` (of the gates, if gated). Dtypes other than float32
-        and bfloat16 are converted to float32."""
+        """`[..., k]` -> `[..., n]` in x's dtype, after `activation` (of the gates, if gated). Inputs of other dtypes
+        than float32 and bfloat16 are converted to float32."""
         if x.dtype not in MULTIPLIED:
             return self(x.float(), activation).to(x.dtype)
         rows = x.reshape(-1, self.k)
@@ -105,7 +105,7 @@ class Packed:
             rows = rows.contiguous()
         out = torch.empty(rows.shape[0], self.n, dtype=x.dtype)
         if rows.shape[0]:
-            # The integer kinds, and odd rows, are copied into the form that they are multiplied in.
+            # For the integer kinds and for odd rows, inputs are copied into the form that is multiplied.
             operand = torch.empty(
                 rows.shape[0], self.operand_elements, dtype=torch.float32 if self.kind is Kind.F32 else torch.int16
             )
@@ -119,7 +119,7 @@ class Packed:
 
 
 class CompactTable:
-    """A bfloat16 table in 12 bits a number, of which rows are read."""
+    """A bfloat16 table, such as an embedding table, in 12 bits per element."""
 
     def __init__(self, layout: Layout, count: int, k: int) -> None:
         self._layout = layout
@@ -127,11 +127,12 @@ class CompactTable:
             layout.stored, count, k, k, layout.data.data_ptr(), None, None, 0, layout.rows,
             compact=_address(layout.compact), exceptions=_address(layout.exceptions),
         )  # fmt: skip
-        """For compiled code."""
+        """The table's struct for compiled code."""
 
     @classmethod
     def of(cls, table_NK: Tensor) -> CompactTable | None:
-        """A copy of a table. None if it cannot be stored so, or there is no compiled code for this machine."""
+        """A compact copy of a table `[N, k]`. None if the table cannot be compact (see `compact_rows`), or if there is
+        no compiled code for this machine."""
         if table_NK.dtype != torch.bfloat16 or table_NK.device.type != "cpu":
             return None
         with contextlib.suppress(NativeUnavailable):
@@ -144,14 +145,14 @@ class CompactTable:
         return self._layout.nbytes
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        """`[T, k]` float32: rows as numbers. `IndexError` for rows that it lacks."""
+        """The rows `ids`: `[T, k]` float32. `IndexError` for ids out of range."""
         return _rows(self.descriptor, ids_T)
 
 
 def _rows(weight: Weight, ids_T: Tensor) -> Tensor:
     ids, found = ids_T.contiguous(), torch.empty(ids_T.shape[0], weight.k)
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.n:
-        raise IndexError(f"row {int(ids.min())} or {int(ids.max())} of a weight with {weight.n} rows")
+        raise IndexError(f"row ids {int(ids.min())} to {int(ids.max())} of a weight with {weight.n} rows")
     library().saccade_rows(ctypes.byref(weight), ids.data_ptr(), len(ids), found.data_ptr(), torch.get_num_threads())
     return found
 

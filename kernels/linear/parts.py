@@ -1,4 +1,4 @@
-"""Several products with the same input, which are one product if their weights are stored alike."""
+"""Several products with the same input, for weights that are stored in different ways and cannot be one product."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.linear.reference import Linear
 
 
 class LinearParts:
-    """`cat(part(x) for part in parts)`: weights with the same input that are stored in different formats."""
+    """`cat(part(x) for part in parts)`: weights of the same input that are stored in different formats."""
 
     def __init__(self, parts: Sequence[Linear]) -> None:
         self.parts = tuple(parts)

@@ -26,10 +26,10 @@ TENSORS = ("values", "scale", "zeros", "outer", "order")
 
 @dataclass(frozen=True)
 class Quantised:
-    """Rows of a weight `[..., n, k]` as small numbers and scales. `ValueError` for shapes and dtypes that do not fit.
+    """Rows of a weight `[..., n, k]` as small values and scales. `ValueError` for shapes and dtypes that do not fit.
 
     int8: `values` int8 `[..., n, k]`, `scale` float32 `[..., n]`: w = value * scale of its row.
-    int4: `values` uint8 `[..., n, ceil(k / 2)]`, two values of 0 to 15 a byte, the even one in the low half; `scale`
+    int4: `values` uint8 `[..., n, ceil(k / 2)]`, two values of 0 to 15 per byte, even inputs in the low half; `scale`
     float32 `[..., n, ceil(k / group)]`: w = (value - zero) * scale of its row and group. Zeros are 8, or `zeros`.
     fp8: `values` float8_e4m3fn `[..., n, k]`, `scale` as of int4: w = value * scale of its row and group.
     nvfp4: `values` as of int4, e2m1 codes; `scale` float8_e4m3fn `[..., n, ceil(k / 16)]`: w = value * scale * outer of
@@ -52,7 +52,7 @@ class Quantised:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"weights {self.kind!r} is not one of {', '.join(KINDS)}")
+            raise ValueError(f"kind of weights {self.kind!r} is not one of {', '.join(KINDS)}")
         if self.group < 1:
             raise ValueError(f"a group must have at least 1 input, not {self.group}")
         rows, inner = tuple(self.values.shape[:-1]), self.in_features
@@ -76,7 +76,7 @@ class Quantised:
             if tensor is None or wanted is None or (tensor.dtype, tuple(tensor.shape)) != wanted:
                 found = "missing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
                 want = "nothing" if wanted is None else f"{wanted[0]} {wanted[1]}"
-                raise ValueError(f"the {name} of an {self.kind} weight are {found}, not {want}")
+                raise ValueError(f"{name} of an {self.kind} weight: {found}, but must be {want}")
 
     @property
     def scale_group(self) -> int:
@@ -96,11 +96,11 @@ class Quantised:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those that there are."""
+        """The tensors that this weight has, in the order of `TENSORS`."""
         return tuple(tensor for name in TENSORS if (tensor := getattr(self, name)) is not None)
 
     def rows(self, index: Tensor | slice) -> Quantised:
-        """Rows of a weight `[n, k]`: copies of those at an `index`, int64 of any length; views of those of a slice."""
+        """Rows of a weight `[n, k]`: copies for an int64 `index` of any length, views for a slice."""
         return self._each(lambda tensor, has_rows: tensor[index] if has_rows else tensor)
 
     def row_part(self, place: int, parts: int, groups: int = 1) -> Quantised:
@@ -126,7 +126,7 @@ class Quantised:
         return self._each(lambda tensor, _: change(tensor))
 
     def _each(self, change: Callable[[Tensor, bool], Tensor]) -> Quantised:
-        """Applies `change` to each tensor; its second argument is whether the tensor has a dimension of rows."""
+        """Applies `change` to each tensor; its second argument tells whether the tensor has a dimension of rows."""
         tensors = {name: getattr(self, name) for name in TENSORS}
         found: dict[str, Any] = {
             name: change(tensor, name != "order") for name, tensor in tensors.items() if tensor is not None
@@ -134,8 +134,8 @@ class Quantised:
         return replace(self, **found)
 
     def integers(self) -> Tensor:
-        """int8 and int4: int8 `[..., n, k]`, in the order of the columns; for int4 values - 8, whatever the zero points
-        are."""
+        """The values of an int8 or int4 weight: int8 `[..., n, k]`, in the order of the columns; for int4 values - 8,
+        whatever the zero points are."""
         if self.kind == "int8":
             return self.values
         return _nibbles(self.values, self.in_features).to(torch.int8) - 8
@@ -170,7 +170,7 @@ class Quantised:
 
 @functools.cache
 def _numbers(device: torch.device) -> Tensor:
-    """`[16]`: the number of each code of nvfp4. Kept, because a copy to a GPU cannot be captured in a graph."""
+    """`[16]`: the value of each e2m1 code. Cached, because a copy to a GPU cannot be captured in a graph."""
     return torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
 
 
@@ -184,7 +184,7 @@ AnyWeight = Tensor | Quantised
 
 def row_part(tensor: Tensor, place: int, parts: int, groups: int, dim: int) -> Tensor:
     """Along a negative `dim`: part `place` of `parts` equal parts of each of `groups` equal groups, group after group.
-    Aliases the tensor where there is one group.
+    Aliases the tensor if there is one group.
     """
     if groups == 1:
         return tensor.chunk(parts, dim)[place]
@@ -206,7 +206,7 @@ def quantised_bytes(shape: Sequence[int], form: str) -> int:
 
 
 def concatenate(parts: Sequence[Tensor | Quantised]) -> Tensor | Quantised:
-    """Concatenates weights of one input along the rows. `ValueError` unless they are `alike`."""
+    """Concatenates weights of the same input along the rows. `ValueError` unless they are `alike`."""
     plain = [part for part in parts if isinstance(part, Tensor)]
     if len(plain) == len(parts):
         return _joined(plain, plain[0].dim() - 2)
@@ -227,7 +227,7 @@ def _joined(tensors: Sequence[Tensor], row: int) -> Tensor:
 
 
 def alike(parts: Sequence[Tensor | Quantised]) -> bool:
-    """Whether weights of one input can be concatenated: all plain, or all of one kind, group and order."""
+    """Whether weights of the same input can be concatenated: all plain, or all of one kind, group and order."""
     quantised = [part for part in parts if isinstance(part, Quantised)]
     if not quantised:
         return True
@@ -235,7 +235,7 @@ def alike(parts: Sequence[Tensor | Quantised]) -> bool:
 
 
 def _same(one: Quantised, other: Quantised) -> bool:
-    """Whether two weights differ only in their numbers, and not in the order of their inputs."""
+    """Whether two weights are stored in the same way, with the same order of inputs."""
     if any((getattr(one, name) is None) != (getattr(other, name) is None) for name in TENSORS):
         return False
     if one.order is not None and other.order is not None and not torch.equal(one.order, other.order):

@@ -1,4 +1,4 @@
-"""`y = x W^T + b`, with the weight laid out once for the machine that runs it."""
+"""`y = x W^T + b`, with the weight laid out once for this machine."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ run_quantised = dispatched(quantised_linear)
 class Linear:
     """A weight `[out, in]` and an optional bias `[out]`, which are copied.
 
-    On a CPU, bfloat16 and quantised weights are kept in the layout of the compiled product if this machine can build
-    it; otherwise bfloat16 weights are kept in oneDNN's blocked layout, and others unchanged. Quantised weights also
-    stay quantised on a GPU; on a CPU without the compiled product they are expanded for each call, which is slow.
+    On a CPU, bfloat16 and quantised weights are kept in the layout of the compiled product if this machine has it;
+    otherwise bfloat16 weights are kept in oneDNN's blocked layout, and others unchanged. Quantised weights also stay
+    quantised on a GPU; on a CPU without the compiled product they are expanded for each call, which is slow.
     """
 
     def __init__(
         self, weight: Tensor | Quantised, bias: Tensor | None = None, *, owned: bool = False, compiled: bool = True,
         dtype: torch.dtype = torch.float32, activations: str | None = None, compact: bool | None = None,
     ) -> None:  # fmt: skip
-        """`dtype`: of the rows, which a quantised weight does not determine. `activations`: `fp8` rounds rows to fp8
-        before products with weights that `kernels.linear.scaled` supports, `int8` rounds them to int8 before products
+        """`dtype`: of the rows, which a quantised weight does not determine. `activations`: "fp8" rounds rows to fp8
+        before products with weights that `kernels.linear.scaled` supports, "int8" rounds them to int8 before products
         with int8 and int4 weights (`kernels.linear.int8_rows`). `owned`: the weight may be kept instead of copied.
         `compiled`: whether the compiled product may be used; its threads compete for cores with those of torch's
         operations if the two alternate, as in a tower that is not compiled as a whole. `compact`: as in `lay_out`;
-        False where there are always many rows.
+        pass False if there are always many rows.
 
-        `ValueError` if the bias does not fit the weight.
+        Raises `ValueError` if the bias does not fit the weight.
         """
         self.out_features, self.in_features = weight.shape
         if bias is not None and bias.shape != (self.out_features,):
@@ -68,7 +68,7 @@ class Linear:
             self.weight = weight.detach().clone() if isinstance(weight, Tensor) and not owned else weight
 
     def first(self, outputs: int) -> Linear:
-        """The first `outputs` outputs, in the same memory. All are computed where its layout cannot be divided."""
+        """The first `outputs` outputs; shares memory. Computes all outputs if the layout cannot be divided."""
         assert 0 < outputs <= self.out_features
         part = copy.copy(self)
         part.out_features = outputs
@@ -82,7 +82,7 @@ class Linear:
         return part
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[rows, in]` -> `[rows, out]` in x's dtype, which must be the weight's unless that is quantised."""
+        """`[rows, in]` -> `[rows, out]` in x's dtype, which must be the weight's unless the weight is quantised."""
         if self.packed is not None:
             return self.packed(x)
         if self.scaled is not None:
@@ -111,7 +111,7 @@ class Linear:
 
 
 def _block(weight: Tensor) -> Tensor | None:
-    """The weight in oneDNN's layout, or None if that is not available or does not pay."""
+    """The weight in oneDNN's layout, or None if that is not available or not worthwhile."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or min(weight.shape) < 16:
         return None
     try:

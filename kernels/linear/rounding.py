@@ -14,19 +14,20 @@ from kernels.linear.quantised import E2M1, NVFP4_GROUP, Quantised
 from kernels.weight_forms import FORMS, kind_and_group
 
 SCALES = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Fractions of the largest scale that are tried for four bits."""
+"""Fractions of the largest scale that are tried for int4 and nvfp4."""
 PIECE = 1 << 20
-"""Numbers that are rounded at a time, because the float32 intermediates are many times larger than the result."""
+"""Elements that are rounded at a time, because the float32 intermediates are many times larger than the result."""
 LARGEST_E4M3 = 448.0
 LARGEST_E2M1 = E2M1[-1]
 
 
 def quantise(weight: Tensor, form: str) -> Quantised:
-    """Rounds to the grid of each row (int8, fp8) or group (int4, nvfp4). `form`: one of `FORMS`. Scales of fp8 and
-    int4 are bfloat16 numbers, as published formats store them. `ValueError` for another form or for infinite weights.
+    """Rounds a weight `[..., n, k]` to the grid of each row (int8, fp8) or group (int4, nvfp4). `form`: one of `FORMS`.
+    Scales of fp8 and int4 are exact in bfloat16, as published formats store them. `ValueError` for another form or for
+    weights that are not finite.
     """
     if form not in FORMS:
-        raise ValueError(f"weights {form!r} is not one of {', '.join(FORMS)}")
+        raise ValueError(f"form of weights {form!r} is not one of {', '.join(FORMS)}")
     kind, group = kind_and_group(form)
     rounders: dict[str, Callable[[Tensor], Quantised]] = {
         "int8": _int8, "int4": partial(_int4, group=group), "fp8": _fp8, "nvfp4": _nvfp4,
@@ -78,7 +79,8 @@ def _nvfp4(weight: Tensor) -> Quantised:
     inner = weight.shape[-1]
     groups = F.pad(weight, (0, -inner % NVFP4_GROUP)).unflatten(-1, (-1, NVFP4_GROUP))
     largest = groups.abs().amax(-1)
-    # An outer scale for each row, with its largest inner one at the limit: rows are the same alone as in a weight.
+    # One outer scale per row, chosen so that the row's largest inner scale is at its limit: a row is rounded in the
+    # same way alone as within a weight.
     outer = _divisor(largest.amax(-1) / (LARGEST_E2M1 * LARGEST_E4M3))
 
     def scale_of(factor: float) -> Tensor:
@@ -102,7 +104,7 @@ def _finest(
     groups: Tensor, scale_of: Callable[[float], Tensor], nearest: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Grid values and scale of each group: of several candidate scales, the one with the least squared error. Scales
-    below the first clip the largest values, which pays if few values are large."""
+    below the first clip the largest values, which reduces the error if few values are large."""
     best_values = torch.zeros_like(groups)
     best_scale = torch.zeros(groups.shape[:-1])
     best_error = torch.full(groups.shape[:-1], float("inf"))

@@ -2,7 +2,7 @@
 
 Each row of activations is rounded to e4m3 with its own scale, its largest magnitude / 448, like compressed-tensors'
 dynamic "per token" activations. Results therefore differ from those with 16-bit activations, so this must be requested.
-Weights without such a product (other kinds, scales of blocks, sizes that are no multiples of 16, experts) are
+Weights without such a product (other kinds, one scale per block, sizes that are not multiples of 16, experts) are
 multiplied with 16-bit rows.
 """
 
@@ -27,7 +27,7 @@ def has_product(weight: Quantised) -> bool:
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`[rows, in]` -> e4m3 `[rows, in]` and float32 scales `[rows, 1]`; x is about their product."""
+    """`[rows, in]` -> e4m3 `[rows, in]` and float32 scales `[rows, 1]`; x is approximately their product."""
     wide = x.float()
     scale = wide.abs().amax(1, keepdim=True) / LARGEST_E4M3
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
@@ -35,7 +35,7 @@ def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ScaledProduct:
-    """`x W^T` for bfloat16 rows, by torch's product of fp8 numbers."""
+    """`x W^T` for bfloat16 rows, by torch's product of fp8 tensors."""
 
     def __init__(self, weight: Quantised) -> None:
         assert has_product(weight)
@@ -52,26 +52,26 @@ class ScaledProduct:
 
 
 def multiplies_fp8(name: str) -> bool:
-    """Whether GPUs of this architecture (`sm_90`, `gfx950`) multiply e4m3 numbers. gfx94x have another fp8 type."""
+    """Whether GPUs of this architecture (`sm_90`, `gfx950`) multiply e4m3 values. gfx94x have another fp8 type."""
     if name.startswith("gfx"):
         return name[3:].isdigit() and int(name[3:]) >= 950
     return name.startswith("sm_") and int(name[3:]) >= 89
 
 
 def check_fp8_products(device: torch.device, dtype: torch.dtype) -> None:
-    """`ValueError` if fp8 rows cannot be multiplied: no GPU, a GPU without such products, rows of another dtype than
-    bfloat16, or a test product with a wrong result."""
+    """Raises `ValueError` if fp8 rows cannot be multiplied: no GPU, a GPU without such products, rows of another dtype
+    than bfloat16, or a test product with a wrong result."""
     if device.type != "cuda":
-        raise ValueError(f"activations fp8 need a GPU, and the device is {device}; unset, they stay in 16 bits")
+        raise ValueError(f"activations fp8 needs a GPU, but the device is {device}; leave it unset for 16 bits")
     if dtype != torch.bfloat16:
-        raise ValueError(f"activations fp8 need dtype bfloat16, not {dtype}")
+        raise ValueError(f"activations fp8 needs dtype bfloat16, not {dtype}")
     if not multiplies_fp8(name := architecture(device)):
-        raise ValueError(f"activations fp8 need a GPU that multiplies fp8 numbers (sm_89 or later), not {name}")
+        raise ValueError(f"activations fp8 needs a GPU that multiplies fp8 (sm_89 or gfx950, or later), not {name}")
     try_product(device)
 
 
 def try_product(device: torch.device) -> None:
-    """`ValueError` unless a small product has the right result."""
+    """Raises `ValueError` unless a small product has the right result."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(48, 64, generator=generator).to(torch.float8_e4m3fn)
     weight = Quantised("fp8", values, torch.rand(48, 1, generator=generator) + 0.1, 64, 64)
@@ -81,6 +81,6 @@ def try_product(device: torch.device) -> None:
     try:
         found = ScaledProduct(weight.to(device))(x.to(device)).cpu().double()
     except RuntimeError as error:
-        raise ValueError(f"activations fp8 cannot be had on {device}: {error}") from error
+        raise ValueError(f"activations fp8 is not available on {device}: {error}") from error
     if not float((found - exact).abs().max()) <= 2**-7 * float(exact.abs().max()):
-        raise ValueError(f"activations fp8: torch {torch.__version__} multiplies fp8 numbers wrongly on {device}")
+        raise ValueError(f"activations fp8: torch {torch.__version__} multiplies fp8 values wrongly on {device}")

@@ -14,10 +14,10 @@ from kernels.linear.quantised import TENSORS, AnyWeight, Quantised
 
 
 class Stack:
-    """Weights that are read one by one when they are asked for, and not kept."""
+    """A sequence of weights, each of which is read when it is indexed, and not kept."""
 
     def __init__(self, read: Callable[[int], AnyWeight], shape: Sequence[int]) -> None:
-        """`read`: the weight at an index; `shape`: of the whole, the number of weights first."""
+        """`read`: returns the weight at an index; `shape`: of the whole stack, beginning with the number of weights."""
         self._read, self.shape = read, torch.Size(shape)
         self._form: tuple[object, ...] | None = None
 
@@ -25,7 +25,7 @@ class Stack:
         return int(self.shape[0])
 
     def __getitem__(self, index: int) -> AnyWeight:
-        """`ValueError` for a weight that is stored in another way than the one that was read first."""
+        """Raises `ValueError` for a weight that is not stored in the same way as the first that was read."""
         weight = self._read(index)
         self._form = self._form or _form(weight)
         _check(weight, self._form)

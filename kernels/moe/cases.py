@@ -51,8 +51,8 @@ KINDS = {
     "qwen3.5-35b-a3b": ("nvfp4", "fp8 blocks"),
     "demo": ("nvfp4", "int4 ordered"),
 }
-"""The kinds of weights that each model's experts are compiled with: all kinds for one model, the published kinds for
-another with gated experts."""
+"""The kinds of weights that each model's experts are compiled with: nearly all kinds for one model, the published kinds
+for one with gated experts, and int4 with an input order for the smallest."""
 
 
 def _quantised(kind: str, count: int, outputs: int, inner: int) -> Quantised:

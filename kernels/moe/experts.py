@@ -22,8 +22,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Experts(Sequence[Callable[[Tensor], Tensor]]):
-    """Experts `down(act(up(x)))`, or gated ones, `down(act(gate(x)) * up(x))`, with stacked weights; each item is also
-    a function of rows."""
+    """Experts `down(act(up(x)))`, or gated ones, `down(act(gate(x)) * up(x))`, with stacked weights (`E` experts, `I`
+    their width, `D` width of a token). Item e is expert e as a function `[rows, D]` -> `[rows, D]`."""
 
     def __init__(
         self, up_EID: AnyWeight, down_EDI: AnyWeight, gate_EID: AnyWeight | None = None, activation: str = "relu2"
@@ -32,14 +32,15 @@ class Experts(Sequence[Callable[[Tensor], Tensor]]):
         activation that is not in `ACTIVATIONS`."""
         count, self.inner, width = up_EID.shape
         if down_EDI.shape != (count, width, self.inner):
-            raise ValueError(f"experts of {tuple(up_EID.shape)} do not fit {tuple(down_EDI.shape)} behind them")
+            fitting = (count, width, self.inner)
+            raise ValueError(f"down projections of experts have shape {tuple(down_EDI.shape)}, but must have {fitting}")
         if gate_EID is not None and gate_EID.shape != up_EID.shape:
             raise ValueError(f"gates of {tuple(gate_EID.shape)} do not fit experts of {tuple(up_EID.shape)}")
         if activation not in ACTIVATIONS:
             raise ValueError(f"experts have one of {', '.join(ACTIVATIONS)} as their activation, not {activation}")
         if gate_EID is not None and isinstance(gate_EID, Quantised) != isinstance(up_EID, Quantised):
             plain, other = ("up", "gate") if isinstance(gate_EID, Quantised) else ("gate", "up")
-            raise ValueError(f"experts whose {other} projection is quantised and whose {plain} projection is not")
+            raise ValueError(f"experts whose {other} projection is quantised, but whose {plain} projection is not")
         self.up_EID, self.down_EDI = up_EID.contiguous(), down_EDI.contiguous()
         self.gate_EID = None if gate_EID is None else gate_EID.contiguous()
         self.activation = activation

@@ -127,7 +127,7 @@ def _grouped(  # type: ignore[no-untyped-def]
     p_weight,  # [E, OUT, IN]
     p_gate,  # [E, OUT, IN]; with GATED
     p_order,  # [X]: pairs by expert
-    p_starts,  # [E + 1]: each expert's first in that order
+    p_starts,  # [E + 1]: where each expert's pairs begin in that order
     p_scales,  # [X] float32: weight of each pair
     p_out,  # [X, OUT]
     experts,
@@ -141,7 +141,7 @@ def _grouped(  # type: ignore[no-untyped-def]
     ACT: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    # Blocks of outputs are neighbours in the grid, so that shared rows stay in the cache.
+    # Blocks of outputs are neighbours in the grid, so that the rows that they share stay in the cache.
     i_expert, begin, count, first = block_pairs(p_starts, experts, BLOCK_M)
     if first >= count:
         return
@@ -235,7 +235,7 @@ def _run_few(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Expe
 
 
 def _run_many(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
-    """Pairs sorted by expert, grouped products, and a sum over each token's pairs in a fixed order."""
+    """Sorts pairs by expert, computes grouped products, and sums each token's pairs in a fixed order."""
     (tokens, width), chosen, inner = x_TD.shape, experts_TK.shape[1], experts.inner
     pairs, count = tokens * chosen, len(experts)
     by_expert, order = experts_TK.reshape(-1).sort(stable=True)

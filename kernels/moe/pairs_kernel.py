@@ -10,13 +10,13 @@ from kernels.varlen_attention.kernel import find_segment
 
 @triton.jit
 def block_pairs(  # type: ignore[no-untyped-def]
-    p_starts,  # [E + 1]: each expert's first in the order of pairs by expert
+    p_starts,  # [E + 1]: where each expert's pairs begin in the order of pairs by expert
     experts,
     BLOCK_M: tl.constexpr,
 ):
-    """The expert of this program, the place of the expert's first pair in the order, the number of its pairs, and the
-    first of them that is this program's. Blocks are axis 1 of the grid; some have no pairs: the first is not below the
-    number."""
+    """(expert of this program, index of the expert's first pair in the order, number of its pairs, index among these of
+    this program's first pair). Blocks are axis 1 of the grid; in a block without pairs, the last result is not below
+    the number of pairs."""
     i_block = tl.program_id(1)
     i_expert = find_segment(p_starts, experts, i_block, BLOCK_M)
     begin = tl.load(p_starts + i_expert).to(tl.int32)

@@ -1,8 +1,8 @@
 """Grouped products of experts whose weights stay quantised, in Triton; kernels/linear/README.md has the layouts.
 
 One program computes a tile of one expert's pairs and outputs, like the plain grouped product, and converts the weight's
-bytes like the product of a linear layer. A gate is a separate product; its float32 sums are kept until the up product
-is multiplied with their activation. Letters as in `kernel`.
+bytes like the product of a linear layer. A gate is a separate product; its sums are kept in float32 until the up
+product is multiplied by their activation. Letters as in `kernel`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def _grouped_quantised(  # type: ignore[no-untyped-def]
     p_scale,  # [E, OUT, groups]; int8: [E, OUT]
     p_zeros,  # int4: [E, OUT, groups] uint8
     p_outer,  # nvfp4: [E, OUT] float32
-    p_columns,  # [E, IN] int64: which input a column stands for; with ORDERED
+    p_columns,  # [E, IN] int64: the input of each column; with ORDERED
     p_gate,  # [X, OUT] float32: sums of the gates; with GATED
     p_order,  # [X]: pairs by expert
-    p_starts,  # [E + 1]: each expert's first in that order
+    p_starts,  # [E + 1]: where each expert's pairs begin in that order
     p_shares,  # [X] float32: weight of each pair
     p_out,  # [X, OUT]
     experts,
@@ -60,7 +60,7 @@ def _grouped_quantised(  # type: ignore[no-untyped-def]
     m_m, m_n = o_m < count, o_n < n_count
     pair = tl.load(p_order + begin + o_m, mask=m_m, other=0).to(tl.int64)
     p_x = p_in + ((pair // K) * k_count if UP else pair * k_count)[:, None]
-    # Inside an expert 32 bits address everything; 64 would need more registers than there are.
+    # Offsets within an expert fit 32 bits; 64 bits would need more registers than there are.
     p_values += i_expert.to(tl.int64) * n_count * row_bytes
     p_values += (o_n * row_bytes)[:, None]
     p_scale += i_expert.to(tl.int64) * n_count * groups
@@ -93,7 +93,7 @@ class Grouping:
     order: Tensor
     """`[X]` pairs, sorted by expert."""
     starts: Tensor
-    """`[E + 1]`: the first pair of each expert in `order`, and the number of pairs."""
+    """`[E + 1]`: the index in `order` of each expert's first pair, and the number of pairs."""
     shares: Tensor
     """`[T, K]` float32: the weight of each pair."""
 
@@ -142,7 +142,7 @@ def grouped_quantised(
         ORDERED=weight.order is not None,
         BLOCK_M=tall,
         BLOCK_N=form.outputs,
-        # Larger blocks, rows in float32 on fewer warps, and tiles of 64 rows in int8 would spill.
+        # Larger nvfp4 blocks, float32 rows on fewer warps, and int8 tiles of 64 rows would spill.
         BLOCK_K=min(form.block, 64) if weight.kind == "nvfp4" else form.block,
         UP=up,
         ACT=activation,

@@ -22,10 +22,12 @@ def route(
     normalise: bool = True,
     scaling: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Chosen experts `[T, K]` int64 and their weights `[T, K]` float32.
+    """The chosen experts `[T, K]` int64 and their weights `[T, K]` float32, from sigmoid scores.
 
-    The correction is added for the choice only, not to the weights. A group's score is the sum of its two best experts'
-    scores.
+    x: `[T, D]`; gate: `[E, D]` and correction: `[E]`, float32. The correction is added for the choice only, not to the
+    weights. With fewer `kept_groups` than `groups`, experts are chosen only from the groups with the largest sums of
+    their two best experts' scores. `normalise`: the weights of a token are divided by their sum; then they are
+    multiplied by `scaling`.
     """
     scores = torch.sigmoid(F.linear(x_TD.float(), gate_ED))
     choice = scores + correction_E

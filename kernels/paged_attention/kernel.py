@@ -21,10 +21,11 @@ __all__ = ["decode_attention", "decode_attention_after", "extend_attention", "wr
 
 MAX_SPLITS = 32
 SPLIT_KEYS = 512
-"""A row's keys are divided into splits of at least this many keys, depending on the row's length only, if there are at
-most `SPLIT_TOKENS` query tokens."""
+"""With at most `SPLIT_TOKENS` query tokens, a row's keys are divided into splits of at least this many keys. A row's
+splits depend only on its length."""
 SPLIT_TOKENS = 256
-"""Above this many query tokens the blocks of queries keep a GPU busy without splits, whose sums would take memory."""
+"""With more query tokens, the blocks of queries keep a GPU busy without splits, whose partial sums would take memory.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Tile:
     stages: int
 
 
-# By architecture, then by the queries of a row (tokens x G): at most 16, at most 64, more. Chosen for zero spills, at
-# head sizes up to 128 and beyond (256).
+# By architecture, then by the queries of a row (tokens x G): at most 16, at most 64, more. Chosen so that nothing
+# spills: TILES for head sizes up to 128, TILES_WIDE for larger ones (256).
 TILES = {
     "sm_80": (Tile(16, 64, 4, 3), Tile(64, 32, 8, 3), Tile(64, 64, 8, 3)),
     "sm_90": (Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
@@ -91,8 +92,8 @@ def extend_attention(
     scale: float,
     places_T: Tensor | None = None,
 ) -> Tensor:
-    """Like the reference. No host sync: the rows' lengths are read on the device, and tokens after the last row get
-    zeros. New keys are read from `k` and `v`, never from the pages that the same launch may be writing."""
+    """Like the reference. No host sync: the rows' lengths are read on the device. New keys are read from `k` and `v`,
+    never from the pages, which the same launch may be writing."""
     longest = tables_RW.shape[1] * pool_B2SKP.shape[2] + k_TKP.shape[0]
     return _launch(
         q_TQP, k_TKP, v_TKP, pool_B2SKP, tables_RW, computed_R, starts_R, places_T, scale, longest, decode=False

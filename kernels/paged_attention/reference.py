@@ -14,7 +14,7 @@ from torch.nn import functional as F
 def write_kv(pool_B2SKP: Tensor, k_TKP: Tensor, v_TKP: Tensor, places_T: Tensor) -> None:
     """Stores each token's key and value at `places[t]` = page * S + offset; -1 stores nothing.
 
-    pool: `[B, 2, S, K, P]`, any stride between pages.
+    pool: `[B, 2, S, K, P]`, keys and values, with any stride between pages. places: `[T]` int64.
     """
     size = pool_B2SKP.shape[2]
     if bool((places_T < 0).any()):
@@ -34,13 +34,14 @@ def decode_attention(
     longest: int,
     fresh: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """One query per row over its first `lengths[r]` keys, its own included. Returns `[R, Q, P]` in q's dtype.
+    """Attention of one query per row over the row's first `lengths[r]` keys, its own included. Returns `[R, Q, P]` in
+    q's dtype.
 
-    `fresh`: keys `[R, K, P]`, values and places `[R]` of the rows' own tokens, which are stored first, as by
+    `fresh`: keys and values `[R, K, P]` and places `[R]` of the rows' own tokens, which are stored first, as by
     `write_kv`; without it they are in their pages already.
 
-    tables: `[R, W]` page numbers in order, -1 after a row's pages; `longest` is the largest length (known to the host).
-    Pages in a table contain only finite numbers. A row of length 0 is padding: its output is zeros.
+    tables: `[R, W]` page numbers in order, -1 after a row's pages; `longest`: the largest length, as the host knows it.
+    Pages in a table must hold only finite values. A row of length 0 is padding: its output is zeros.
     """
     if fresh is not None:
         write_kv(pool_B2SKP, *fresh)
@@ -71,7 +72,7 @@ def extend_attention(
     scale: float,
     places_T: Tensor | None = None,
 ) -> Tensor:
-    """New tokens of each row attend to the row's earlier keys (in pages) and to each other, causally.
+    """Attention of each row's new tokens to the row's earlier keys (in pages) and to each other, causally.
 
     q, k, v: packed new tokens, row r is `starts[r]:starts[r+1]`. `computed[r]`: number of earlier keys. With `places`
     the new keys are stored, as by `write_kv`; without, they are in their pages already. Returns `[T, Q, P]` in q's
@@ -118,7 +119,7 @@ def _repeat(x_1KSP: Tensor, times: int) -> Tensor:
 def decode_attention_after(
     q_RQP: Tensor, pool_B2SKP: Tensor, tables_RW: Tensor, lengths_R: Tensor, first: int, scale: float, longest: int
 ) -> Tensor:
-    """`decode_attention` over the keys from place `first` on; earlier keys are not read."""
+    """`decode_attention` over the keys from index `first` on; earlier keys get no weight."""
     rows, heads, width = q_RQP.shape
     size, kv_heads = pool_B2SKP.shape[2:4]
     count = -(-longest // size)

@@ -1,6 +1,6 @@
 """Patches to tower rows in one product, in Triton; the maths is in README.md.
 
-T patches of P numbers, D features, K prefix rows, R tower rows. A program computes M rows of N features.
+T patches of P values, D features, K prefix rows, R tower rows. A program computes M rows of N features.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernels.linear import Linear
 
 @dataclass(frozen=True)
 class Tile:
-    """One configuration: rows, features and patch numbers of a block, warps, stages of the load pipeline."""
+    """One configuration: rows, features and patch values of a block, warps, stages of the load pipeline."""
 
     m: int
     n: int

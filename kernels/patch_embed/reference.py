@@ -1,6 +1,6 @@
 """Patch projection, position and prefix rows of packed images, in torch; the maths is in README.md.
 
-T patches of P numbers, D features, K prefix rows, R tower rows.
+T patches of P values, D features, K prefix rows, R tower rows.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ def patch_embed(
     source_R: Tensor,
     pixels: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """New `[R, D]` in the dtype of `table`: row r is entry `source_R[r]` of `table` followed by the embedded patches.
+    """A new tensor `[R, D]` in the table's dtype: row r is entry `source_R[r]` of `table_KD`, followed by the embedded
+    patches.
 
     `table_KD` has the prefix tokens and any padding row, so source 0..K-1 selects one of these and source K + t selects
-    patch t. `source_R` is int64 on the same device; no host sync. `pixels`: scale and shift `[P]`, float32, to
-    normalise bytes (0..255) with; without it patches are normalised already, in the table's dtype.
+    patch t. `source_R` is int64 on the same device; no host sync. `pixels`: float32 scale and shift `[P]` that
+    normalise bytes (0..255); without it, patches are normalised already, in the table's dtype.
     """
     if pixels is not None:
         scale_P, shift_P = pixels

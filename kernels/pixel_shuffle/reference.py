@@ -13,7 +13,8 @@ from kernels.rms_norm import rms_norm
 
 
 def pixel_shuffle(x_RD: Tensor, token_rows_NM: Tensor) -> Tensor:
-    """New `[N, M * M * D]`: concatenates the rows that `token_rows_NM` `[N, M * M]` int64 names. No host sync."""
+    """A new tensor `[N, M * M * D]`: for each token, the rows `token_rows_NM` (`[N, M * M]` int64), concatenated. No
+    host sync."""
     tokens, merged = token_rows_NM.shape
     return x_RD.index_select(0, token_rows_NM.reshape(-1)).view(tokens, merged * x_RD.shape[1])
 
@@ -30,7 +31,7 @@ def shuffle_norm(
     `final`: weight and bias `[D]` and epsilon of a LayerNorm of each tower row; then an RMS norm of the whole token
     with `weight_E` `[M * M * D]` float32, unless that is None.
     """
-    # Both norms are per row or token, so gathering the image rows first gives the same result with less work.
+    # The norms are per row or per token, so gathering the rows of images first gives the same result with less work.
     features_NE = pixel_shuffle(x_RD, token_rows_NM)
     if final is not None:
         weight_D, bias_D, final_eps = final
@@ -41,11 +42,12 @@ def shuffle_norm(
 
 
 def shuffle_order(rows: int, columns: int, merge: int = 2) -> Tensor:
-    """`[tokens, merge * merge]` int64: for each token, row by row, the patches under it, row by row too.
+    """`[tokens, merge * merge]` int64: the indices of the patches under each token; tokens row by row, and the patches
+    of a token row by row too.
 
     Raises `ValueError` unless both sides of the grid are multiples of `merge`.
     """
     if rows % merge or columns % merge:
-        raise ValueError(f"a grid of {rows}x{columns} patches is not made of {merge}x{merge} tokens")
+        raise ValueError(f"a grid of {rows}x{columns} patches: both sides must be multiples of {merge}")
     grid = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)
     return grid.permute(0, 2, 1, 3).reshape(-1, merge * merge)

@@ -1,6 +1,6 @@
 """RMS norm in Triton; README.md has the maths, bytes and reasons for the configurations.
 
-One program takes one row and keeps it in registers, so x is read once and the result written once.
+One program computes one row and keeps it in registers, so x is read once and the result written once.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """`[rows, d]` -> `[rows, d]` in `dtype` (default: x's). `weight` `[d]` float32; computed in float32.
+    """`[rows, d]` -> `[rows, d]` in `dtype` (default: x's). `weight`: `[d]` float32; computed in float32.
 
     Many rows are processed in blocks that stay in the cache.
     """

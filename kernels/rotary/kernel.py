@@ -1,4 +1,4 @@
-"""Norm and rotation of heads in Triton; the maths is in README.md. One program takes a few heads of one token.
+"""Norm and rotation of heads in Triton; the maths is in README.md. One program computes a few heads of one token.
 
 All arithmetic between load and store is float32, cosines and sines included.
 """
@@ -16,7 +16,7 @@ ELEMENTS = 2048
 """Elements of a program of 4 warps: 16 per thread."""
 MOST_AXES = 3
 MOST_FREQUENCIES = 64
-"""Size of the bit masks that give each frequency's axis."""
+"""Bits of the masks that give each frequency's axis; with several axes there must be fewer frequencies."""
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _norm_rotate_kernel(
         b_w += tl.load(p_norm_k + o_p + 0 * o_h, mask=m_k, other=0.0)
         b_x = b_x * scale * b_w
     if HALF > 0:
-        # Each number and its partner, which is in the cache: pairs are (i, i + HALF).
+        # Each element and its partner, whose load hits the cache: pairs are (i, i + HALF).
         o_f = tl.where(o_p < HALF, o_p, o_p - HALF)
         o_other = tl.where(o_p < HALF, o_p + HALF, o_p - HALF)
         m_turned = o_p < 2 * HALF
@@ -85,8 +85,8 @@ def norm_rotate(
     positions_TA: Tensor | None,
     axes: tuple[int, ...] = (),
 ) -> Tensor:
-    """Like the reference, rounded once, at the end. At most 3 axes, and 64 frequencies if there is more than one. No
-    host sync."""
+    """Like the reference, but rounded only once, at the end. At most 3 axes, and with several axes fewer than 64
+    frequencies: otherwise raises `ValueError`. No host sync."""
     tokens, count, width = x_THP.shape
     assert x_THP.stride(2) == 1 and (table is None or table.is_contiguous())
     half = 0 if table is None else table.shape[-1]
@@ -125,12 +125,13 @@ def norm_rotate(
 
 
 def axis_masks(axes: tuple[int, ...]) -> tuple[int, int]:
-    """Bit i: whether frequency i takes the second axis, or the third. Raises `ValueError` if they do not fit."""
+    """(mask of the second axis, mask of the third): bit i is set if frequency i takes that axis. Raises `ValueError`
+    for more axes or frequencies than the kernel supports."""
     if not any(axes):
         return 0, 0
     if max(axes) >= MOST_AXES or len(axes) >= MOST_FREQUENCIES:
         raise ValueError(
-            f"the kernel has {MOST_AXES} axes and fewer than {MOST_FREQUENCIES} frequencies, the model has "
+            f"the kernel supports {MOST_AXES} axes and {MOST_FREQUENCIES - 1} frequencies, but the model has "
             f"{max(axes) + 1} and {len(axes)}"
         )
     second, third = (sum(1 << i for i, axis in enumerate(axes) if axis == which) for which in (1, 2))
@@ -138,5 +139,5 @@ def axis_masks(axes: tuple[int, ...]) -> tuple[int, int]:
 
 
 def rotate(x_THP: Tensor, table: Tensor, positions_TA: Tensor, axes: tuple[int, ...] = ()) -> Tensor:
-    """Like the reference, rounded once, at the end. No host sync."""
+    """Like the reference, but rounded only once, at the end. No host sync."""
     return norm_rotate(x_THP, x_THP.shape[1], None, 0.0, table, positions_TA, axes)

@@ -16,14 +16,15 @@ from kernels.rope import Rope
 
 @lru_cache(maxsize=8)
 def rope_table(rope: Rope, positions: int, device: str) -> Tensor:
-    """`[L, 2, D/2]` float32: cosines and sines of the positions below `positions`. Shared between layers."""
+    """`[L, 2, D/2]` float32: cosines and sines of positions 0 to `positions - 1`. Cached, so that layers share it."""
     frequencies = 1.0 / rope.theta ** (torch.arange(0, rope.dims, 2, dtype=torch.int64).float() / rope.dims)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
     return torch.stack((angles.cos(), angles.sin()), dim=1).to(device)
 
 
 def rotate(x_THP: Tensor, table: Tensor, positions_TA: Tensor, axes: tuple[int, ...] = ()) -> Tensor:
-    """New memory, `[T, H, P]` in x's dtype. `axes`: see `Rope`. Positions below 0 (padding) count as 0."""
+    """Rotates heads: a new tensor `[T, H, P]` in x's dtype. `table`: from `rope_table`; `axes`: see `Rope`. Positions
+    below 0 (padding) count as 0."""
     half = table.shape[-1]
     at_TA = positions_TA.clamp(min=0)
     if not axes:
@@ -46,7 +47,8 @@ def norm_rotate(
     positions_TA: Tensor | None,
     axes: tuple[int, ...] = (),
 ) -> Tensor:
-    """Prepares queries and keys of one product for attention: an RMS norm of each head, then `rotate`; new memory.
+    """Prepares the queries and keys of one product for attention: an RMS norm of each head, then `rotate`. `[T, H, P]`
+    in x's dtype; x itself if there is neither.
 
     `norms`: weights `[P]` float32 for the first `heads` heads (queries) and for the keys after them, or `None` for no
     norm. Without a table nothing is rotated. Rows of x may have any stride; heads are contiguous.

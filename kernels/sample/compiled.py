@@ -1,7 +1,7 @@
 """Sampling in compiled code on a CPU: rows of logits to tokens in one call, on all threads.
 
 The maths is the reference's. Exponentials differ from torch's by a few units in the last place, so a token can differ
-if the random number is within 1e-7 of the border of two tokens. A row's result depends on that row only.
+if the random number is within 1e-7 of the border between two tokens. A row's result depends on that row only.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kernels.native.structs import Draw, SampleParams
 __all__ = ["DrawRow", "Drawing", "SampleParams", "packed"]
 
 _DRAW = struct.Struct("7q")
-"""One `Draw`, seven 64-bit numbers: ten times as fast as packing through ctypes."""
+"""One `Draw`, seven 64-bit integers; packing is ten times as fast as with ctypes."""
 assert _DRAW.size == sizeof(Draw)
 DrawRow = tuple[int, int, int, int, int, int, int]
 """Address of the row's `SampleParams` (0: take the largest logit); position to draw; whether `ends` are masked; for
-penalties: number of prompt tokens, of all tokens, and their address; address of the row's mask (a row of
-`Masks.words_GW`; 0: none).
+penalties: number of prompt tokens, number of all tokens, and the address of the tokens; address of the row's mask (a
+row of `Masks.words_GW`; 0: no mask).
 """
 
 
@@ -45,9 +45,11 @@ class Drawing:
     def __call__(
         self, logits_RV: Tensor, rows: Sequence[DrawRow] | None = None, likeliest: int | None = None
     ) -> tuple[list[int], tuple[list[float], list[list[int]], list[list[float]]]]:
-        """Tokens, and log-probabilities for the rows that ask for them. `likeliest`: number of likeliest tokens to
-        report, or None for no log-probabilities; then (log-probability of the drawn token, ids of the likeliest, their
-        log-probabilities). `rows` None: the largest logit of each row."""
+        """(token of each row, log-probabilities). `rows`: how to draw each row; None takes each row's largest logit.
+        `likeliest`: number of likeliest tokens to report, or None for no log-probabilities. These are (log-probability
+        of each drawn token, ids of its row's likeliest tokens, their log-probabilities), or empty lists; a row has
+        values only if its `SampleParams` ask for log-probabilities. Raises `IndexError` for a request that compiled
+        code rejects, such as a token that is not in the vocabulary."""
         logits = logits_RV.float().contiguous()
         count, vocab = logits.shape
         assert vocab == self.vocab_size

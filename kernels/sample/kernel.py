@@ -16,28 +16,28 @@ from kernels.sample.rows import RowParams
 
 UNIT = tl.constexpr(float(1 << 44))
 MAX_VOCAB = 1 << 18
-"""Beyond, the sum of a row could exceed 63 bits."""
+"""With a larger vocabulary the sum of a row could exceed 63 bits."""
 BLOCK = 4096
 CANDIDATES = 4096
-"""Number of likeliest tokens that are copied to scratch memory, if one of the filters leaves at most this many."""
+"""Tokens with logits near the largest are copied to scratch memory if there are at most this many."""
 
 
 @triton.jit
 def _key(x):  # type: ignore[no-untyped-def]
-    """int32 with the same order as the float32 `x`; the function is its own inverse on bits."""
+    """int32 with the same order as the float32 `x`; applied to the bits, the function is its own inverse."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _weight(x, top):  # type: ignore[no-untyped-def]
-    """exp(x - top) as an integer."""
+    """exp(x - top) as an integer, in units of 1 / UNIT."""
     return (tl.exp(x - top) * UNIT).to(tl.int64)
 
 
 @triton.jit
 def _reaching(p_x, n, key, top, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Number of the `n` values whose key is at least `key`, and their weight."""
+    """(number of the `n` values whose key is at least `key`, their total weight)."""
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.int64)
     for i in range(0, n, BLOCK):
@@ -51,8 +51,8 @@ def _reaching(p_x, n, key, top, BLOCK: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit
 def _cut(p_x, n, top, least, goal, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest key that at least `least` values with weight `goal` reach; number and weight of the values above
-    it."""
+    """(largest key such that the values with at least this key number at least `least` and weigh at least `goal`,
+    number of values with larger keys, their total weight, weight of one value with this key)."""
     low = tl.full([], -(1 << 31), tl.int64)
     high = _key(top).to(tl.int64) + 1
     above = tl.full([], 0, tl.int32)
@@ -117,8 +117,8 @@ def _filtered(  # type: ignore[no-untyped-def]
     min_p,
     BLOCK: tl.constexpr,
 ):
-    """Index of the drawn token among `n` values, by rising id, which are the likeliest of the row's `possible` tokens;
-    -1: more values are needed."""
+    """Index of the drawn token among the `n` values at `p_x`, which are the likeliest of the row's `possible` tokens,
+    in order of their ids; -1 if more values are needed."""
     everything, mass = _reaching(p_x, n, tl.full([], -(1 << 31), tl.int32), top, BLOCK)
     kept = tl.full([], 0, tl.int32) + possible
     enough = (top_p < 1.0) | (min_p > 0.0) | (n >= possible)
@@ -157,8 +157,8 @@ def _filtered(  # type: ignore[no-untyped-def]
     return place
 
 
-# Numbers of rows are parts of one tensor, which have any alignment; compiling for each would stall the steps that meet
-# a new one.
+# The rows' parameters are parts of one tensor and may have any alignment; compiling for each alignment would stall the
+# steps that meet a new one.
 OF_ROWS = ["p_temperature", "p_top_k", "p_top_p", "p_min_p", "p_seeds", "p_samples", "p_positions", "p_masks"]
 
 
@@ -291,10 +291,10 @@ def _accept(  # type: ignore[no-untyped-def]
 
 
 def sample(logits_RV: Tensor, params: RowParams) -> Tensor:
-    """Like the reference, in one launch. No host sync. Raises `ValueError` for a vocabulary beyond `MAX_VOCAB`."""
+    """Like the reference, in one launch. No host sync. Raises `ValueError` for a vocabulary above `MAX_VOCAB`."""
     rows, vocab = logits_RV.shape
     if vocab > MAX_VOCAB:
-        raise ValueError(f"a vocabulary of {vocab} tokens is beyond the {MAX_VOCAB} that sums are exact for")
+        raise ValueError(f"a vocabulary of {vocab} tokens is above the maximum of {MAX_VOCAB} of the sampling kernel")
     device = logits_RV.device
     out = torch.empty(rows, dtype=torch.int64, device=device)
     scratch = torch.empty(rows, vocab + CANDIDATES, dtype=torch.float32, device=device)

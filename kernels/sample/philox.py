@@ -37,7 +37,7 @@ def uniform(seed: int, sample_index: int, position: int, count: int) -> Tensor:
     """`[count]` float64 in the open interval (0, 1), for positions `position` onwards.
 
     key = the two words of `seed`, low first; counter = (position, sample index, purpose, 0), where purpose 0 is drawing
-    a token. Uses 52 bits of the first two words plus a half step, so that 0 and 1 cannot occur.
+    a token. Uses 52 bits of the first two words of the result plus a half step, so that 0 and 1 cannot occur.
     """
     key = torch.tensor([seed & _MASK, seed >> 32], dtype=torch.int64)
     counter = torch.zeros(count, 4, dtype=torch.int64)

@@ -16,10 +16,10 @@ FIRST_CANDIDATES = 64
 
 
 def greedy(logits_RV: Tensor) -> Tensor:
-    """`[R]` int64: the largest logit, the lowest id among equals.
+    """`[R]` int64: the id of the largest logit, the lowest among equals.
 
-    In two levels, because `argmax` of a whole row is not vectorised and `amax` is (bfloat16: 10 times slower). Does not
-    pay for small vocabularies.
+    A large vocabulary is searched in two levels, because `amax` is vectorised and `argmax` is not (in bfloat16 it is 10
+    times slower).
     """
     rows, vocab = logits_RV.shape
     if vocab <= 8 * BLOCK:
@@ -59,7 +59,8 @@ def keep_allowed(logits_RV: Tensor, masks: Masks) -> Tensor:
 
 
 def draw(logits_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """Inverse of the cumulative softmax over ids in order, `[R]` int64; float32 logits, float64 uniforms in (0, 1)."""
+    """Draws by inverting the cumulative softmax over ids in order: `[R]` int64. logits: float32; uniform: float64 in
+    (0, 1)."""
     rows, vocab = logits_RV.shape
     weights = torch.exp(logits_RV - logits_RV.amax(-1, keepdim=True))
     blocks = -(-vocab // BLOCK)
@@ -74,7 +75,7 @@ def draw(logits_RV: Tensor, uniform_R: Tensor) -> Tensor:
 
 
 def _last_possible(weights_RN: Tensor, place_R1: Tensor) -> Tensor:
-    """If rounding has selected an impossible token, moves to the nearest possible one before it."""
+    """`place`, or if rounding has selected a token of probability 0, the nearest possible one before it."""
     if bool((weights_RN.gather(1, place_R1) > 0).all()):
         return place_R1
     places = torch.arange(weights_RN.shape[1], device=weights_RN.device).expand_as(weights_RN)
@@ -85,9 +86,10 @@ def _last_possible(weights_RN: Tensor, place_R1: Tensor) -> Tensor:
 def draw_filtered(logits_RV: Tensor, uniform_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
     """Draws a token after filtering, `[R]` int64.
 
-    Tokens are ordered by falling logit, equals by rising id; each filter keeps a prefix of that order, so together they
-    keep the shortest. `top_k` (0 = off) comes first, `top_p` is measured on its result, `min_p` on the likeliest token.
-    The draw is the inverse of the cumulative probability in that order.
+    Tokens are ordered by falling logit, equal ones by rising id. Each filter keeps a prefix of that order, so together
+    they keep the shortest of these prefixes. `top_k` (0 = off) comes first; `top_p` (1 = off) is a share of the mass
+    that `top_k` keeps, `min_p` (0 = off) a share of the likeliest token's probability. The draw inverts the cumulative
+    probability in that order.
     """
     rows, vocab = logits_RV.shape
     total = torch.exp(logits_RV - logits_RV.amax(-1, keepdim=True)).sum(-1, dtype=torch.float64)
@@ -105,7 +107,7 @@ def draw_filtered(logits_RV: Tensor, uniform_R: Tensor, top_k_R: Tensor, top_p_R
         out[todo] = ids.gather(1, place[:, None])[:, 0]
         if width == vocab:  # all tokens; also if rounding keeps the sums below top_p
             return out
-        # Among equals at the end of the candidates, topk may have omitted lower ids.
+        # If several tokens are equal to the last candidate, topk may have omitted those with lower ids.
         certain &= (kept < width) & (values.gather(1, kept[:, None] - 1)[:, 0] > values[:, -1])
         if bool(certain.all()):
             return out
@@ -113,7 +115,7 @@ def draw_filtered(logits_RV: Tensor, uniform_R: Tensor, top_k_R: Tensor, top_p_R
 
 
 def _ordered(logits_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` largest of each row, by falling value and rising id."""
+    """Values and ids of the `width` largest logits of each row, by falling value, equal ones by rising id."""
     if width == logits_RV.shape[1]:
         values, ids = logits_RV.sort(dim=-1, descending=True, stable=True)
         return values, ids
@@ -125,7 +127,7 @@ def _ordered(logits_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def _kept(
     weights_RN: Tensor, total_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, vocab: int
 ) -> tuple[Tensor, Tensor]:
-    """Number of the ordered tokens that each row keeps (at least 1), and whether the candidates were enough to know."""
+    """Number of the ordered tokens that each row keeps (at least 1), and whether the candidates determine it."""
     width = weights_RN.shape[1]
     sums = weights_RN.cumsum(-1)
     top_k = torch.where(top_k_R == 0, vocab, top_k_R).clamp(max=vocab)
@@ -135,7 +137,7 @@ def _kept(
     reached = (sums < (top_p_R * mass)[:, None]).sum(-1) + 1
     by_p = torch.where(top_p_R < 1.0, reached, vocab)
     by_min = torch.where(min_p_R > 0.0, (weights_RN >= min_p_R[:, None]).sum(-1), vocab)
-    # A top-k wider than the candidates leaves the mass that top-p is measured on unknown.
+    # If top-k keeps more tokens than there are candidates, the mass that top-p is a share of is unknown.
     known_p = (top_p_R < 1.0) & (reached <= width) & (inside | (top_k >= vocab))
     known_min = (min_p_R > 0.0) & (by_min < width)
     known = torch.where(top_p_R < 1.0, known_p, inside | known_min)
@@ -144,8 +146,8 @@ def _kept(
 
 
 def logprobs(logits_RV: Tensor, tokens_R: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of the softmax of float32 logits: of `tokens` `[R]`; ids of the `count` likeliest `[R, count]`;
-    theirs."""
+    """(log-probabilities of `tokens` `[R]`, ids of the `count` likeliest tokens `[R, count]`, their log-probabilities),
+    from the softmax of float32 logits. `count` is limited to the vocabulary."""
     norm = torch.logsumexp(logits_RV, -1, keepdim=True)
     chosen = (logits_RV.gather(1, tokens_R[:, None]) - norm)[:, 0]
     if count == 0:
@@ -156,7 +158,7 @@ def logprobs(logits_RV: Tensor, tokens_R: Tensor, count: int) -> tuple[Tensor, T
 
 
 def sample(logits_RV: Tensor, params: RowParams) -> Tensor:
-    """Draws a token per row, `[R]` int64: mask, temperature, filters, draw, by the row's parameters.
+    """Draws a token per row, `[R]` int64: applies the row's mask, temperature and filters, then draws.
 
     A row's result depends on its own logits and parameters only.
     """
@@ -183,7 +185,7 @@ def sample(logits_RV: Tensor, params: RowParams) -> Tensor:
 def accept_drafts(tokens_RT: Tensor, drafts_RK: Tensor, counts_R: Tensor) -> Tensor:
     """Number of accepted drafts per row, `[R]` int64: those before the first that differs from the token drawn there.
 
-    tokens: drawn at each position, `[R, K + 1]`; row r has `counts[r]` drafts.
+    tokens: `[R, K + 1]`, drawn at each position; drafts: `[R, K]`, of which row r has `counts[r]`.
     """
     places = torch.arange(drafts_RK.shape[1], device=drafts_RK.device)
     same = (tokens_RT[:, : drafts_RK.shape[1]] == drafts_RK) & (places < counts_R[:, None])

@@ -9,12 +9,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Masks:
-    """Which tokens rows may draw. `G` masks."""
+    """The tokens that rows may draw: `G` masks of `W` words, and the mask of each row."""
 
     words_GW: Tensor
-    """int32 `[G, ceil(V / 32)]`: bit `t % 32` of word `t // 32` is set where token t may be drawn. At least one is."""
+    """int32 `[G, ceil(V / 32)]`: bit `t % 32` of word `t // 32` is set if token t may be drawn. Each mask must allow a
+    token."""
     index_R: Tensor
-    """int64: which of these is a row's; -1: none, any token may be drawn."""
+    """int64: the index of each row's mask; -1: no mask, any token may be drawn."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,6 @@ class RowParams:
     samples_R: Tensor
     """int64: index of the sample within a request."""
     positions_R: Tensor
-    """int64: absolute position to draw."""
+    """int64: absolute position of the token to draw."""
     masks: Masks | None = None
-    """`None`: no row has one."""
+    """`None`: no row has a mask."""

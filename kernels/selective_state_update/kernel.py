@@ -1,7 +1,8 @@
 """The Mamba-2 recurrence in Triton, one or several tokens per row; README.md has the maths, bytes and reasons for the
 sizes.
 
-A program holds `BLOCK_P` channels of one head's state in registers: it reads the state once and writes it once.
+A program holds `BLOCK_P` channels of one head's state in registers: it reads the state once, and writes it once for
+each token that has a slot.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from kernels.launch import by_architecture, launch
 from kernels.slots import SlotRun
 
 ELEMENTS = {"sm_80": 2048, "sm_90": 2048, "sm_100": 2048, "gfx942": 4096}
-"""State elements of a program of 4 warps: 8 or 16 kB in flight, 16 registers of state per thread."""
+"""State elements of a program of 4 warps: 8 kB of float32 in flight and 16 registers of state per thread (16 kB on
+gfx942, whose warps have 64 threads)."""
 
 
 @triton.jit
 def softplus(x):
-    """`log(1 + e^x)` in float32 without losing small results: `log1p(u) = log(w) u / (w - 1)` for `w = 1 + u`, exact
-    where w rounds to 1."""
+    """`log(1 + e^x)` in float32, accurate for small results too: `log1p(u) = log(w) u / (w - 1)` with `w = 1 + u`, and
+    u itself where w rounds to 1."""
     u = tl.exp(-tl.abs(x))
     w = 1.0 + u
     small = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
@@ -32,7 +34,7 @@ def softplus(x):
 
 @triton.jit
 def step_size(dt, bias, limit_low, limit_high, LIMITED: tl.constexpr):
-    """Raw step size plus bias, through softplus and the model's limits."""
+    """The step size: softplus of the raw step size plus bias, clamped to the model's limits."""
     dt = softplus(dt.to(tl.float32) + bias)
     if LIMITED:
         dt = tl.minimum(tl.maximum(dt, limit_low), limit_high)
@@ -140,15 +142,15 @@ def selective_state_update_tokens(
     dt_bias_H: Tensor,
     limit: tuple[float, float] = (0.0, float("inf")),
 ) -> Tensor:
-    """Like the reference for states in float32, with dtypes and strides as in `selective_state_update`; the strides of
-    tokens and rows must agree. The state stays in registers from token to token. No host sync."""
+    """Like the reference for float32 states, with dtypes and strides as in `selective_state_update`; the stride of rows
+    must be that of tokens times T. The state stays in registers from token to token. No host sync."""
     assert pool_SHPN.dtype == torch.float32, "states stay in registers, and are not rounded there"
     given = (x_RTHP, dt_RTH, A_H, B_RTGN, C_RTGN, D_H, dt_bias_H, limit)
     return _update(pool_SHPN, slots_RK, accepted_R, lengths_R, *given)
 
 
 def token_stride(tensor: Tensor) -> int:
-    """Elements between tokens, which must be the same between the tokens of a row and between rows."""
+    """Elements from one token to the next, which must be the same within a row and from row to row."""
     rows, tokens = tensor.shape[:2]
     assert rows == 1 or tokens == 1 or tensor.stride(0) == tokens * tensor.stride(1), "rows of tokens lie apart"
     return tensor.stride(0) if tokens == 1 else tensor.stride(1)

@@ -16,7 +16,8 @@ from kernels.slots import SlotRun, round_states
 
 
 def discretise(dt_TH: Tensor, dt_bias_H: Tensor, limit: tuple[float, float]) -> Tensor:
-    """`softplus(dt + bias)` in float32, clamped to `limit` only. `F.softplus` uses log1p and is linear above 20."""
+    """`softplus(dt + bias)` in float32, clamped to `limit` and nothing else. `F.softplus` uses log1p and is linear
+    above 20."""
     dt = F.softplus(dt_TH + dt_bias_H)
     if limit != (0.0, float("inf")):
         dt = dt.clamp_(*limit)
@@ -51,9 +52,10 @@ def selective_state_update(
 ) -> Tensor:
     """Advances the state of each row by one token and returns `[R, H, P]` float32.
 
-    pool: `[S, H, P, N]`, any stride between slots, float32 or what states are rounded to. x, B, C: float32; dt: raw,
-    before bias and softplus; A (negative), D and dt_bias: `[H]` float32. `runs` is the host's knowledge of `slots`.
-    Rows with slot -1 access no slot; their output is that of a zero state. No slot may appear twice.
+    pool: `[S, H, P, N]`, any stride between slots, float32 or the dtype that states are rounded to. x, B, C: float32;
+    dt: raw, before bias and softplus; A (negative), D and dt_bias: `[H]` float32. `runs`: `SlotRun.of(slots)`, if the
+    host knows it already. Rows with slot -1 access no slot; their output is that of a zero state. No slot may appear
+    twice.
     """
     rows, heads, width = x_RHP.shape
     groups = B_RGN.shape[1]

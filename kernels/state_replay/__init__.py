@@ -1,4 +1,4 @@
-"""Steps of several Mamba-2 tokens that can be rolled back: inputs are kept, states are not written."""
+"""Steps of several Mamba-2 tokens that can be rolled back: their inputs are kept, and states are not written."""
 
 from kernels.dispatch import dispatched
 from kernels.state_replay import reference

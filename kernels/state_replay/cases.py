@@ -14,7 +14,7 @@ from kernels.state_replay.reference import MambaTerms
 
 
 def cases(shape: ModelShape) -> Iterator[Case]:
-    """A token and three drafts on a ring of 16, and its end."""
+    """A token and three drafts on a ring of 16, and the advance of that ring."""
     if not shape.mamba_heads:
         return
     channels, head, row = shape.conv_channels, meta(shape.mamba_heads), meta(16, dtype=torch.int64)

@@ -1,8 +1,8 @@
 """Several tokens after a state and a ring of inputs, in Triton; README.md has the maths and bytes.
 
-Two kernels each. `_mix_kernel` convolves the window and the ring of a row and writes new inputs to the ring.
-`_tokens_kernel` reads a state once, multiplies it with C of each new token, and adds the contributions of the ring's
-steps; `_advance_kernel` advances a state by the ring's steps and writes it.
+Each operation is two kernels. `_mix_kernel` convolves the window and the ring of a row and writes new inputs to the
+ring. Then `_tokens_kernel` reads a state once, multiplies it with C of each new token, and adds the contributions of
+the ring's steps, or `_advance_kernel` advances a state by the ring's steps and writes it.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _tokens_kernel(
         p_C = p_mixed + step * CHANNELS + GROUPS * STATE + o_group
         b_C = tl.load(p_C, mask=m_n & known & (token < tl.load(p_lengths + i_row)), other=0.0).to(tl.float32)
         here = tl.sum(tl.where(o_l == step, b_sum, 0.0), 0)
-        # Behind the ring's end `here` is no sum, and its difference to one could be too large for a power.
+        # After the ring's end `here` is not one of the sums, and its difference from one could overflow exp2.
         b_decay = tl.where((o_l <= step) & known, here - b_sum, float("-inf"))
         b_weight = tl.sum(b_B * b_C[None, :], 1) * tl.exp2(b_decay) * b_dt + tl.where(o_l == step, d, 0.0)
         b_y = tl.sum(b_h * b_C[None, :], 1) * tl.exp2(here) + tl.sum(b_weight[:, None] * b_x, 0)
@@ -215,8 +215,8 @@ def replay_tokens(
     span: int,
     runs: Sequence[SlotRun] | None = None,
 ) -> Tensor:
-    """Like the reference for states in float32; the result has the inputs' dtype. `span` and `runs` are not needed. No
-    host sync."""
+    """Like the reference for float32 states; the result has the inputs' dtype. `span` and `runs` are not needed here.
+    No host sync."""
     rows, tokens, _ = inputs_RTX.shape
     heads, width = states_SHPN.shape[1:3]
     mixed = mix_ring(
@@ -263,7 +263,7 @@ def replay_advance(
     terms: MambaTerms,
     span: int,
 ) -> None:
-    """Like the reference for states in float32. `span` is not needed here. No host sync."""
+    """Like the reference for float32 states. `span` is not needed here. No host sync."""
     heads, width = states_SHPN.shape[1:3]
     mixed = mix_ring(
         windows_SWC,
@@ -300,7 +300,7 @@ def replay_advance(
 
 
 def _blocks(states_SHPN: Tensor, rings_QLX: Tensor, terms: MambaTerms) -> dict[str, int]:
-    """Sizes that both state kernels are compiled for."""
+    """The compile-time sizes of both state kernels."""
     heads, width, state = states_SHPN.shape[1:]
     assert states_SHPN.dtype == torch.float32, "states stay in registers, and are not rounded there"
     assert states_SHPN.stride()[1:] == (width * state, state, 1)
@@ -331,8 +331,8 @@ def mix_ring(
     inputs_RTX: Tensor | None,
     targets_R: Tensor | None,
 ) -> Tensor:
-    """The convolution of the valid steps of each row, `[R, L, C]`; new inputs are written after them. With targets the
-    windows after the steps are stored there."""
+    """The convolution of each row's valid steps and new inputs, `[R, L, C]`; new inputs are written to the ring after
+    the valid steps. With `targets`, the windows after the steps are stored in these slots."""
     steps, size = rings_QLX.shape[1:]
     taps, channels = weight_WC.shape
     assert 2 <= taps <= 4 and windows_SWC.stride()[1:] == (channels, 1) and rings_QLX.stride()[1:] == (size, 1)

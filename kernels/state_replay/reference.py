@@ -1,4 +1,4 @@
-"""Several tokens per row after a state that is not written and the inputs since; the maths is in README.md.
+"""Several tokens per row, computed from a state that is not written and the inputs since it; the maths is in README.md.
 
 `R` rows, `T` new tokens of a row, `L` steps of a ring, `C` conv channels, `H` heads, `P` channels of a head, `G`
 groups, `N` state size, `S` state slots, `W` taps, `Q` batch slots.
@@ -45,13 +45,14 @@ def replay_tokens(
     span: int,
     runs: Sequence[SlotRun] | None = None,
 ) -> Tensor:
-    """Output of each row's new tokens, `[R, T, H, P]` float32; slots are only read.
+    """Output of each row's new tokens, `[R, T, H, P]` float32; states and windows are only read.
 
     rings: `[Q, L, X]`, X = C + H: for each batch slot, the projected conv inputs and raw dt of each step since the
     state in the state slot. The first `counts[r]` steps of batch slot `batch_slots[r]` are valid; the row's
     `lengths[r]` new inputs are written after them, and the caller sets the new count when it knows how many of them are
-    accepted. `span`: at least the largest of counts + lengths, at most L. Outputs after a row's length, and of rows
-    with slot -1, are finite and meaningless; such rows write nothing.
+    accepted. `span`: at least the largest of counts + lengths, at most L. `runs`: `SlotRun.of(slots)`, if the host
+    knows it already. Outputs after a row's length, and those of rows with slot -1, are finite but meaningless; rows
+    with slot -1 write nothing.
     """
     rows, tokens, _ = inputs_RTX.shape
     heads, width = states_SHPN.shape[1:3]
@@ -104,7 +105,8 @@ def _recurrence_inputs(
     width: int,
     terms: MambaTerms,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x `[R, L, H, P]`, dt `[R, L, H]`, B and C `[R, L, G, N]` of a ring's steps, zero where they are not valid."""
+    """x `[R, L, H, P]`, dt `[R, L, H]`, B and C `[R, L, G, N]` of a ring's steps. Inputs of invalid steps, and their
+    dt, are zero."""
     ring_RLX = torch.where(valid_RL[:, :, None], ring_RLX, ring_RLX.new_zeros(()))  # invalid steps may be NaN
     conv_in, dt_raw = ring_RLX.split([ring_RLX.shape[2] - heads, heads], dim=-1)
     window = windows_SWC[slots_R.clamp(min=0)]

@@ -20,8 +20,8 @@ def varlen_attention(
 
 
 def reads_host(device_type: str) -> bool:
-    """Whether attention on such a device reads sequence lengths on the host, so that no graph can be captured. A replay
-    on a CPU calls the function again and may."""
+    """Whether attention on such a device reads sequence lengths on the host, so that no graph can be captured. False
+    for a CPU, where a replay calls the function again and may read them."""
     return device_type != "cpu" and implementation(device_type)[0] == "reference"
 
 

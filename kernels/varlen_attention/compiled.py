@@ -1,4 +1,4 @@
-"""The attention in compiled code (kernels/native/varlen.h), for CPUs with AVX-512."""
+"""The attention in compiled code (kernels/native/varlen.h), for CPUs with one of its instruction sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ KINDS = {torch.bfloat16: Kind.BF16, torch.float32: Kind.F32}
 
 
 def takes(q_RHD: Tensor, k_RHD: Tensor, v_RHD: Tensor, scale: float) -> bool:
-    """Whether this machine has the compiled code and it can read these layouts: equal strides, contiguous features."""
+    """Whether this machine has compiled code and it supports these arguments: bfloat16 or float32, the same strides for
+    all three tensors, contiguous features, and a positive scale."""
     strides = {x.stride() for x in (q_RHD, k_RHD, v_RHD)}
     if q_RHD.dtype not in KINDS or len(strides) > 1 or q_RHD.stride(2) != 1 or scale <= 0:
         return False

@@ -1,7 +1,7 @@
 """Unmasked attention over packed sequences in Triton; README.md has the maths, FLOPs and bytes.
 
-R packed rows, H heads, D features per head = MAIN + a rest, N sequences. A program takes M rows of one sequence and
-head.
+R packed rows, H heads, D features per head (at most MAIN + REST), N sequences. A program computes M rows of one
+sequence and head.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Tile:
     stages: int
 
 
-# By architecture, then by the width of a head: up to 64, beyond. Chosen for zero spills at 64, 80, 96 and 128.
+# By architecture, then by the width of a head: up to 64, or wider. Chosen so that 64, 80, 96 and 128 do not spill.
 TILES = {
     "sm_80": (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3)),
     "sm_90": (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3)),
@@ -38,8 +38,8 @@ TILE_FLOAT32 = Tile(32, 32, 4, 2)
 
 @triton.jit
 def find_segment(p_starts, count, i_block, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The last of `count` segments that begins at block `i_block` or before; p_starts: [count] first items. README.md
-    explains why `items // BLOCK + count` blocks always suffice."""
+    """The last of `count` segments whose first block is `i_block` or an earlier one; p_starts: `[count]`, first item of
+    each segment. README.md explains why `items // BLOCK + count` blocks always suffice."""
     low = 0
     high = count
     while low < high:
@@ -76,7 +76,7 @@ def _varlen(  # type: ignore[no-untyped-def]
     EIGHTHS: tl.constexpr,
 ):
     if EIGHTHS:
-        # The compiler only knows multiples of 16, and would load heads of 72 element by element.
+        # The compiler specialises only for multiples of 16, and would load heads of 72 element by element.
         q_row, q_head, k_row, k_head = q_row // 8 * 8, q_head // 8 * 8, k_row // 8 * 8, k_head // 8 * 8
         v_row, v_head, out_row, out_head = v_row // 8 * 8, v_head // 8 * 8, out_row // 8 * 8, out_head // 8 * 8
     i_block = tl.program_id(0)
@@ -140,8 +140,8 @@ def _varlen(  # type: ignore[no-untyped-def]
 
 
 def head_parts(width: int) -> tuple[int, int]:
-    """A head divided into powers of two for products: 80 -> (64, 16), 128 -> (128, 0), 72 -> (64, 16); at least 16
-    each."""
+    """(MAIN, REST): powers of two, at least 16, whose sum covers a head; REST is 0 if MAIN suffices. 80 -> (64, 16),
+    128 -> (128, 0), 72 -> (64, 16)."""
     main = max(triton.next_power_of_2(width + 1) // 2, 16)
     if width <= main:
         return main, 0
@@ -152,7 +152,7 @@ def head_parts(width: int) -> tuple[int, int]:
 def varlen_attention(
     q_RHD: Tensor, k_RHD: Tensor, v_RHD: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float
 ) -> Tensor:
-    """Like the reference, but without a host read: `cu_seqlens` is not checked, `max_seqlen` not needed."""
+    """Like the reference, but without a host read: `cu_seqlens` is not checked, and `max_seqlen` is not used."""
     rows, heads, width = q_RHD.shape
     out_RHD = torch.empty(rows, heads, width, dtype=q_RHD.dtype, device=q_RHD.device)
     sequences = cu_seqlens.shape[0] - 1

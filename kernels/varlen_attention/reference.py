@@ -21,7 +21,7 @@ MIN_ROWS = 48
 SHIFT_STRIDE = 8
 """Stride of the keys that are sampled to estimate a row's shift."""
 FAR_TOTAL = 20
-"""A row total above this multiple of the number of keys shows that the sample missed a far larger key."""
+"""A row total above this multiple of the number of keys shows that the sample missed a key with a far larger score."""
 
 
 def varlen_attention(
@@ -29,9 +29,9 @@ def varlen_attention(
 ) -> Tensor:
     """Every row attends to all rows of its own sequence: `[R, H, D]` -> new `[R, H, D]`.
 
-    `cu_seqlens` `[sequences + 1]` int32: 0, then the end of each sequence, never falling, the last equal to R, so that
-    every output row is written; `max_seqlen` is an upper bound of the lengths. q, k and v may be strided views. One
-    host read of `cu_seqlens`. Raises `ValueError` with the offsets if that contract is broken.
+    `cu_seqlens` `[sequences + 1]` int32: 0, then the end of each sequence, never decreasing, the last equal to R, so
+    that every output row is written; `max_seqlen` is an upper bound of the lengths. q, k and v may be strided views.
+    One host read of `cu_seqlens`. Raises `ValueError` with the offsets unless all of this holds.
     """
     rows, heads, width = q_RHD.shape
     out_RHD = q_RHD.new_empty(rows, heads, width)
@@ -63,7 +63,7 @@ def check_offsets(bounds: list[int], rows: int, max_seqlen: int) -> None:
         raise ValueError(f"sequence offsets must run from 0 to {rows} rows, got {bounds[:1]}..{bounds[-1:]}")
     for before, after in zip(bounds, bounds[1:]):
         if not 0 <= after - before <= max_seqlen:
-            raise ValueError(f"a sequence from {before} to {after}: its length must be in 0..{max_seqlen}")
+            raise ValueError(f"a sequence has rows {before} to {after}: its length must be in 0..{max_seqlen}")
 
 
 def _runs(bounds: list[int]) -> Iterator[tuple[int, int, int]]:
@@ -82,11 +82,11 @@ def _runs(bounds: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def blocked_attention(q_NHSD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor, scale: float, out_NHSD: Tensor) -> None:
-    """Attention in bfloat16 matrix products, written to `out_NHSD`; for CPUs, whose fused kernel is slower.
+    """Attention in bfloat16 matrix products, written to `out_NHSD`; for CPUs, where torch's fused kernel is slower.
 
-    Scores rounded to bfloat16 would be off by 0.4 % of their size, so each row is shifted inside the product, where the
-    sum is still float32, by the largest score of a sample of the keys: the rounded values are then small wherever it
-    matters. A block with a row whose shift was estimated badly, or whose exponentials overflowed, is computed again
+    Rounding scores to bfloat16 would change them by 0.4 %. So each row is shifted inside the product, where the sum is
+    still float32, by the largest score of a sample of the keys: the scores that matter are then small when they are
+    rounded. A block with a row whose shift was estimated badly, or whose exponentials overflowed, is computed again
     with the true maximum.
     """
     count, heads, length, width = q_NHSD.shape
@@ -100,8 +100,8 @@ def blocked_attention(q_NHSD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor, scale: flo
     sampled_GSK = torch.bmm(queries_GSE[..., :width], keys_GSE[:, ::stride, :width].transpose(1, 2))
     torch.neg(sampled_GSK.amax(-1), out=queries_GSE[..., width])
     keys_GES = keys_GSE.transpose(1, 2)
-    # One buffer for all blocks: if each were allocated, its memory would be returned to the system and faulted in
-    # again.
+    # One buffer for all blocks: if each block allocated its own, the memory would return to the system and be faulted
+    # in again.
     weights = q_NHSD.new_empty(groups * block * length)
     mixed = q_NHSD.new_empty(groups * block * width)
     for start in range(0, length, block):

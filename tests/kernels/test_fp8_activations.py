@@ -127,7 +127,7 @@ def test_a_product_that_is_wrong_or_missing_is_noticed(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         torch, "_scaled_mm", lambda *given, scale_b, **rest: right(*given, scale_b=scale_b * 1.1, **rest)
     )
-    with pytest.raises(ValueError, match="multiplies fp8 numbers wrongly on cpu"):
+    with pytest.raises(ValueError, match="multiplies fp8 values wrongly on cpu"):
         try_product(cpu)
 
     def none(*_: object, **__: object) -> None:

@@ -216,7 +216,7 @@ def test_a_weight_takes_no_more_memory(kind: str) -> None:
 
 def test_elsewhere_it_is_refused() -> None:
     check_int8_products(torch.device("cpu"))
-    with pytest.raises(ValueError, match="activations int8 need a CPU, and the device is cuda"):
+    with pytest.raises(ValueError, match="activations int8 needs a CPU, but the device is cuda"):
         check_int8_products(torch.device("cuda"))
     with pytest.raises(ValueError, match="activations 'int4' is not fp8 or int8"):
         DecoderOptions(activations="int4")

@@ -241,7 +241,7 @@ def test_parts_that_do_not_belong_together_are_refused(kind: str) -> None:
         (whole.values[:, :-1], whole.scale),
         (whole.values.short(), whole.scale),
     ):
-        with pytest.raises(ValueError, match=f"of an {kind} weight are torch.*, not torch"):
+        with pytest.raises(ValueError, match=f"of an {kind} weight: torch.*, but must be torch"):
             Quantised(kind, values, scale, 200)
     with pytest.raises(ValueError, match="'int3' is not one of int8, int4"):
         Quantised("int3", whole.values, whole.scale, 200)

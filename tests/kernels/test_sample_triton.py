@@ -121,7 +121,7 @@ def test_random_numbers_are_bit_for_bit_those_of_the_reference() -> None:
 
 
 def test_a_vocabulary_that_sums_are_not_exact_for_is_refused() -> None:
-    with pytest.raises(ValueError, match="300000 tokens is beyond the 262144"):
+    with pytest.raises(ValueError, match="300000 tokens is above the maximum of 262144"):
         sample_kernel.sample(torch.zeros(1, 300000), row_params(1.0, [NONE] * ROWS))
 
 
