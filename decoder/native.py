@@ -347,7 +347,7 @@ def native_step(trunk: Trunk) -> NativeStep | None:
         return NativeStep(trunk)
     except NativeUnavailable as reason:
         if trunk.options.native == "on":
-            raise ValueError(f"native: 'on' cannot be had: {reason}; 'auto' would work") from None
+            raise ValueError(f"native: 'on' is not possible: {reason}; 'auto' would work") from None
         log.info("the decoder steps operation by operation: %s", reason)
         on_kernels = implementation(torch.device(trunk.options.device).type)[0] == "triton"
         if isinstance(trunk.head.weight, Quantised) and not on_kernels:

@@ -50,7 +50,7 @@ def runs_compiled(sizes: ViTSizes, dtype: torch.dtype, device: torch.device, mod
         library()
     except NativeUnavailable as reason:
         if mode == "on":
-            raise ValueError(f"native: 'on' cannot be had: {reason}; 'auto' would work") from None
+            raise ValueError(f"native: 'on' is not possible: {reason}; 'auto' would work") from None
         log.info("the encoder runs operation by operation: %s", reason)
         return False
     return True

@@ -1,5 +1,5 @@
-"""Bamba (IBM, Princeton, UIUC): Mamba-2, and attention with partial rotary positions, each followed by SwiGLU. Text
-only."""
+"""Bamba (IBM, Princeton, UIUC): Mamba-2 layers and attention layers with partial rotary positions, each followed by a
+SwiGLU MLP. Text only."""
 
 from families.bamba.config import read_config
 from families.bamba.names import weights

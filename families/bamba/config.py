@@ -12,7 +12,7 @@ from families import fields
 from families.files import CheckpointError, first
 
 ROTATED = 0.5
-"""Share of each head that takes rotary positions if `rope_parameters` do not say; the same for all published models."""
+"""Default share of each head that has rotary positions: that of all published models."""
 
 
 def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
@@ -45,7 +45,7 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _attention_layers(text: Mapping[str, Any], layers: int) -> set[int]:
-    """The indices of layers that are attention. Raises CheckpointError."""
+    """The indices of the attention layers. Raises CheckpointError."""
     found = first(text, "attn_layer_indices", default=[])
     if not isinstance(found, list) or any(type(index) is not int for index in found):
         raise CheckpointError(f"config.json: attn_layer_indices must be a list of whole numbers, not {found!r}")

@@ -1,4 +1,7 @@
-"""Names of published weights -> our names. A published layer is two of ours: Mamba-2 or attention, then the MLP."""
+"""Maps names of published weights to the server's names.
+
+A published layer is two layers here: Mamba-2 or attention, then the MLP.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ _OUTER = {
     "model.final_layernorm.weight": "model.norm_f.weight",
 }
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.(.*)$")
-# Prefix in a published layer -> (which of our two layers, our prefix in it).
+# Prefix in a published layer -> (which of the two layers here, prefix in it).
 _PARTS = {
     "input_layernorm.": (0, "norm."),
     "pre_ff_layernorm.": (1, "norm."),

@@ -1,8 +1,8 @@
-"""Names of published weights -> our names.
+"""Maps names of published weights to the server's names.
 
-A published layer is two of ours: Mamba-2 or attention, then experts beside the shared MLP. Gate and up projections are
-one published tensor and two of ours. Released files and transformers' modules name the experts' tensors differently;
-quantised files have each expert's matrices one by one.
+A published layer is two layers here: Mamba-2 or attention, then experts beside the shared MLP. Gate and up projections
+are one published tensor and two tensors here. Released files and transformers' modules name the experts' tensors
+differently; quantised files have each expert's matrices one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from families.family import FamilyConfig, Target
 
 _OUTER = {"model.embed_tokens.weight": "model.embeddings.weight", "model.norm.weight": "model.norm_f.weight"}
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.(.*)$")
-# Name, or prefix ending in a dot, in a published layer -> which of our two layers, and our name in it.
+# Name, or prefix ending in a dot, in a published layer -> which of the two layers here, and the name in it.
 _PARTS = {
     "input_layernorm.": (0, "norm."),
     "post_attention_layernorm.": (1, "norm."),

@@ -1,6 +1,7 @@
 """`config.json` and `preprocessor_config.json` -> `DecoderConfig` and `SlicingVision`.
 
-Reference: transformers, models/minicpmv4_6/configuration_minicpmv4_6.py. `text_config` is `qwen3_5_text`'s.
+Reference: transformers, models/minicpmv4_6/configuration_minicpmv4_6.py. `text_config` has the fields of
+`qwen3_5_text`.
 """
 
 from __future__ import annotations

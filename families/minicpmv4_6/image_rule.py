@@ -25,12 +25,12 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class SlicedImageRule:
-    """`families.family.ImageRule` and `SlicingRule` with the numbers of `config`."""
+    """Implements `families.family.ImageRule` and `SlicingRule` with the settings of `config`."""
 
     config: VisionConfig
 
     def grid(self, height: int, width: int) -> Grid:
-        """The patch grid of the whole image (without slices) of `height` x `width` pixels."""
+        """The patch grid of the whole image (without slices) for an image of `height` x `width` pixels."""
         sides = self.whole(height, width)
         return sides[0] // self.config.patch_size, sides[1] // self.config.patch_size
 
@@ -67,7 +67,7 @@ class SlicedImageRule:
         """Resizes and cuts one image and its slices, and normalises the patches. With `keep_bytes` they stay uint8, and
         the tower's `as_floats` normalises them to the same values.
 
-        `image_HWC`: `[H, W, 3]` uint8. Resizing is Pillow's bicubic filter on bytes. Returns new memory. Raises
+        `image_HWC`: `[H, W, 3]` uint8, resized with Pillow's bicubic filter on bytes. Returns new memory. Raises
         `ValueError` for another shape or dtype, and for an image of more tokens than the context has.
         """
         import torch  # imported here: grids and token counts need no torch
@@ -108,15 +108,19 @@ class SlicedImageRule:
             raise ValueError(f"it takes {tokens} tokens and the context holds {limit}")
 
     def text(self, item: ItemLayout, number: int, *, token: str) -> str:
-        """The image's number, the whole image, and its slices row by row."""
+        """The image's part of the prompt: its number, the whole image, and its slices row by row."""
         words = f"<image_id>{number}</image_id>" if self.config.use_image_id else ""
         row = f"<slice>{token}</slice>" * item.slices[1]
         return f"{words}<image>{token}</image>" + "\n".join([row] * item.slices[0])
 
 
 def best_slices(height: int, width: int, most: int, resolution: int) -> Grid | None:
-    """Rows and columns of slices: the number of slices is the image's area over `resolution` squared, at most `most`;
-    of the possible grids the one nearest to the image's aspect ratio. None for an image that needs no slices."""
+    """Rows and columns of slices; None for an image that needs no slices.
+
+    n is the image's area divided by `resolution` squared, rounded up, and at most `most`. Of the grids of n - 1, n or
+    n + 1 slices, but at most `most`, the result is the one nearest to the image's aspect ratio. Raises `ValueError` for
+    an empty image.
+    """
     if height < 1 or width < 1:
         raise ValueError(f"an image needs at least one pixel each way, got {height}x{width}")
     wanted = min(math.ceil(width * height / resolution**2), most)
@@ -137,6 +141,6 @@ def best_slices(height: int, width: int, most: int, resolution: int) -> Grid | N
 
 
 def _to_multiple(length: float, divisor: int) -> int:
-    """`length` rounded to the nearest multiple of `divisor`, at least one. Rounds half to even, which is part of the
-    rule."""
+    """`length` rounded to the nearest multiple of `divisor`, but at least `divisor`. Rounding half to even is part of
+    the rule."""
     return max(round(length / divisor) * divisor, divisor)

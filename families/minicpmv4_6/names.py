@@ -1,4 +1,4 @@
-"""Names of published weights -> our names. The tower and its mergers keep their published names without `model.`."""
+"""Maps names of published weights to the server's names. The tower and its mergers only lose the prefix `model.`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def weights(config: FamilyConfig) -> Callable[[str], list[Target]]:
         if _VISION.match(name) is None:
             return decoder_targets(name, config.decoder)
         ours = _VISION.sub("", name)
-        # With four times the tokens per image, the checkpoint has a window merger that is not used.
+        # With downsample_mode "4x" (four times the tokens per image), the checkpoint's window merger is not used.
         return [] if ours.startswith("vision_tower.vit_merger.") and ours not in served else [Target(ours)]
 
     return targets

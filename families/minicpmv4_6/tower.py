@@ -27,8 +27,8 @@ from kernels.varlen_attention import varlen_attention
 
 @dataclass(frozen=True)
 class _Merger:
-    """Merges windows at the end: concatenates the rows of a window, then norm, linear layer, activation, linear
-    layer."""
+    """Merges windows: takes the concatenated rows of each window through a norm, a linear layer, an activation and
+    another linear layer."""
 
     norm: Norm
     linear_1: Linear
@@ -130,14 +130,14 @@ class MergingTower:
 
 
 def _nearest(length: int, side: int) -> Tensor:
-    """`[length]` int64: index of the table entry, of `side`, in which the fraction i / length falls."""
+    """`[length]` int64: for each i, which of `side` table entries the fraction i / length falls in."""
     edges = torch.arange(1 / side, 1.0, 1 / side)
     return torch.bucketize(torch.arange(length) / length, edges, right=True)
 
 
 def _merged_sequences(cu_seqlens: Tensor, rows: int) -> Tensor:
-    """`cu_seqlens` after every four rows were merged to one. The last sequence is padding and may have had a number of
-    rows that is not a multiple of four."""
+    """`cu_seqlens` after every four rows have become one. If the last sequence is padding, its number of rows before
+    need not have been a multiple of four."""
     return (cu_seqlens // WINDOW**2).clamp_(max=rows)
 
 

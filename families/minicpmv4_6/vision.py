@@ -40,7 +40,7 @@ class SlicingVision(VisionConfig):
 
     def limited(self, *, max_model_len: int, video_pruning_rate: float | None = None) -> SlicingVision:
         if video_pruning_rate:
-            raise ValueError(f"video_pruning_rate {video_pruning_rate:g}: clips are not served with this model")
+            raise ValueError(f"video_pruning_rate {video_pruning_rate:g}: this model takes no videos; 0 would work")
         return replace(self, max_model_len=max_model_len)
 
     def positions(self, length: int, blocks: Sequence[tuple[int, Grid]]) -> None:

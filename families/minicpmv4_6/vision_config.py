@@ -1,4 +1,4 @@
-"""The vision part of a checkpoint's configuration: tower sizes, weights, and the numbers of the image rule."""
+"""The vision part of a checkpoint's configuration: tower sizes, weights, and the settings of the image rule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from families.files import CheckpointError, first
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu")
 WINDOW = 2
-"""Patches, or tower rows, per window along each side, of both the window merger and the last merger."""
+"""Rows per window along each side: patches for the window merger, merged rows for the last merger."""
 MERGER_EPS = 1e-6
 _BICUBIC = 3
 _PROCESSOR = "preprocessor_config.json"
@@ -70,16 +70,18 @@ class VisionConfig(VitSizes):
         if self.image_size < self.patch_size:
             raise ValueError(f"vision image_size {self.image_size} is below patch_size {self.patch_size}")
         if self.insert_layer is not None and not 0 <= self.insert_layer < self.num_layers:
-            raise ValueError(f"insert_layer_id {self.insert_layer} is none of {self.num_layers} layers")
+            raise ValueError(
+                f"insert_layer_id {self.insert_layer} must be at least 0 and below {self.num_layers} layers"
+            )
         if self.hidden_act not in ACTIVATIONS:
             raise ValueError(f"vision hidden_act {self.hidden_act!r} is none of {sorted(ACTIVATIONS)}")
         if len(self.image_mean) != RGB or len(self.image_std) != RGB or min(self.image_std) <= 0:
             numbers = f"image_mean {self.image_mean} and image_std {self.image_std}"
-            raise ValueError(f"{numbers} need {RGB} numbers each, the latter above 0")
+            raise ValueError(f"{numbers} must be {RGB} numbers each, and image_std above 0")
 
     @property
     def num_prefix_tokens(self) -> int:
-        """0: there are no prefix tokens."""
+        """0: the tower has no prefix tokens."""
         return 0
 
     @property
@@ -89,7 +91,7 @@ class VisionConfig(VitSizes):
 
     @cached_property
     def patch_widths(self) -> dict[str, int]:
-        """Only images: this family takes no clips."""
+        """Values in one flattened patch; only for images, since this family takes no clips."""
         return {IMAGE: self.patch_dim}
 
     @property
@@ -104,8 +106,8 @@ class VisionConfig(VitSizes):
 
     @property
     def max_image_tokens(self) -> int:
-        """Tokens of a whole image with the most slices, each side rounded up by half a token, but not more than the
-        context holds. Very flat images may have more."""
+        """Tokens of an image with the most slices, if rounding enlarges each side by half a token, but not more than
+        the context holds. Very flat images may have more."""
         each = max(int((self.scale_resolution / self.factor + 0.5) ** 2), 1)
         tokens = each * (1 + self.max_slice_nums) if self.slice_mode and self.max_slice_nums > 1 else each
         return tokens if self.max_model_len is None else max(min(tokens, self.max_model_len), self.min_image_tokens)

@@ -61,7 +61,7 @@ class NemotronHConfig:
     """`None` means as many as query heads."""
     head_dim: int = 128
     attention_bias: bool = False
-    """Biases of q, k, v and o are used where the checkpoint has them."""
+    """Whether q, k, v and o have biases; they are used if the checkpoint has them."""
 
     intermediate_size: int = 21504
     mlp_hidden_act: str = "relu2"
@@ -168,7 +168,7 @@ class NemotronHConfig:
 
 
 def _letters(kinds: Any, field: str) -> str:
-    """The names of layers as letters. Raises CheckpointError."""
+    """A list of layer kinds as letters. Raises CheckpointError."""
     if not isinstance(kinds, list):
         raise CheckpointError(f"config.json: {field} must be a list of the kinds of layers, not {kinds!r}")
     if unknown := sorted({str(kind) for kind in kinds if str(kind) not in _LAYER_LETTERS}):

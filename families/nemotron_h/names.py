@@ -1,7 +1,7 @@
-"""Names of published weights -> our names.
+"""Maps names of published weights to the server's names.
 
 NVIDIA's releases (and, by default, transformers' `save_pretrained`) have `backbone.layers.0...`; transformers' modules
-have `model.layers.0...`, which we use.
+have `model.layers.0...`, and so does the server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _EXPERT = re.compile(r"^(.*\.mixer\.experts)\.(\d+)\.(up_proj|down_proj)\.weight
 
 
 def decoder_targets(name: str, has_mtp: bool) -> list[Target]:
-    """Our tensors for a stored tensor of the decoder. `has_mtp`: whether multi-token prediction heads are used."""
+    """The server's tensors for a stored tensor of the decoder. `has_mtp`: whether the model has multi-token prediction
+    heads; without, their tensors are not used."""
     for pattern, replacement in _RENAMES:
         name = pattern.sub(replacement, name)
     if name.startswith("mtp.") and not has_mtp:

@@ -98,8 +98,8 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
 
 
 def _sizes(*sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Limits on the patches of an image and of a video's frame: from the processor's own file, or from the sections
-    that released files use. Raises CheckpointError."""
+    """Limits on the patches of an image and of a video's frame. The first of `sections` that has a setting determines
+    it: the processor's own file, then the parts of `config.json` that released files use. Raises CheckpointError."""
     names = (
         "video_target_num_patches", "video_maintain_aspect_ratio", "min_num_patches", "max_num_patches",
         "max_model_len",
@@ -116,14 +116,14 @@ def _sizes(*sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _or_zero(text: Mapping[str, Any], name: str, default: int, *, file: str = CONFIG) -> int:
-    """Like `count`, but 0 is a value too."""
+    """Like `count`, but 0 is allowed too."""
     value = text.get(name)
     return 0 if type(value) is int and value == 0 else count(text, name, default, file=file)
 
 
 def _prefix_tokens(vision: Mapping[str, Any], args: Mapping[str, Any]) -> tuple[int, int]:
-    """Class and register tokens per image: as given, or by RADIO's rule (one class token per distinct teacher,
-    registers up to a multiple)."""
+    """(class tokens, register tokens) per image: as given, or by RADIO's rule (one class token per distinct teacher,
+    and registers that fill up to a multiple)."""
     cls_tokens, registers = 3, 7
     if "teachers" in args:
         teachers = args["teachers"] or []

@@ -43,9 +43,9 @@ class OmniImageRule:
         """Resizes, normalises and cuts one image.
 
         `image_HWC`: `[H, W, 3]` uint8. The resize is bicubic with antialiasing, in float32 on 0..255, and keeps values
-        beyond that range. Returns new memory, patches in `dtype`. Raises `ValueError` for another shape or dtype.
-        `watch` times the stages. `keep_bytes`: patches of an image that needs no resize stay uint8, a quarter to half
-        of the memory, and the tower's `as_floats` normalises them to the same values.
+        beyond that range. Returns new memory, patches in `dtype`. `watch` times the stages. `keep_bytes`: patches of an
+        image that needs no resize stay uint8, which takes a quarter to half of the memory, and the tower's `as_floats`
+        normalises them to the same values. Raises `ValueError` for another shape or dtype, and like `target_grid`.
         """
         import torch  # imported here: grids and token counts need no torch
 
@@ -78,7 +78,8 @@ def target_grid(
     at least `min_patches`, both sides multiples of `merge_size`. Rounding a side of 1 up to `merge_size` may leave a
     very flat image above `max_patches`, as in the released processor.
 
-    Raises `ValueError` if a size is not positive, or if the image is so flat that the grid would have no rows.
+    Raises `ValueError` if a size is not positive, or if the image is so flat that the grid would have no rows or no
+    columns.
     """
     if height < 1 or width < 1:
         raise ValueError(f"an image needs at least one pixel each way, got {height}x{width}")

@@ -1,7 +1,7 @@
-"""Names of published weights -> our names.
+"""Maps names of published weights to the server's names.
 
 NVIDIA's releases (and, by default, transformers' `save_pretrained`) have `vision_model.radio_model.model.blocks.0...`
-and `mlp1.1...`; transformers' modules have `vision_model.encoder.layer.0...`, which we use.
+and `mlp1.1...`; transformers' modules have `vision_model.encoder.layer.0...`, and so does the server.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from families.family import FamilyConfig, Target
 from families.nemotron_h.names import decoder_targets
 
-# Audio weights, and buffers that follow from the configuration.
+# Not used: audio weights, and buffers that follow from the configuration.
 _NOT_SERVED = re.compile(
     r"^(language_model\.)?(sound_encoder\.|sound_projection\.|audio_tower\.|embed_audio\.)"
     r"|\.input_conditioner\.|(^|\.)summary_idxs$"

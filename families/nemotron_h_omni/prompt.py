@@ -10,8 +10,9 @@ def frame_labels(
 ) -> list[str]:
     """The text before each temporal patch, as the released processor writes it: `Frame 1 and frame 2: `.
 
-    With the source's `fps` it includes the time: from the frames' `indices` in the source, in whole milliseconds per
-    frame, if they are given, otherwise as if the frames were consecutive.
+    With the source's `fps` the text includes each frame's time: computed from the frame's index in the source
+    (`indices`) with a frame duration of whole milliseconds, or, without indices, as if the frames were consecutive.
+    Raises `ValueError` unless `num_frames` and `together`, the frames of a temporal patch, are positive.
     """
     if num_frames < 1 or together < 1:
         raise ValueError(f"{num_frames} frames in groups of {together}: both must be positive")
@@ -34,7 +35,7 @@ def frame_labels(
 def video_text(labels: Sequence[str], rows: Sequence[int], *, start: str, token: str, end: str) -> str:
     """A clip's part of a prompt: for each temporal patch its label, `start`, one `token` per row, and `end`.
 
-    `rows`: rows of each temporal patch after pruning. One with no rows left keeps its label and wrappers.
+    `rows`: rows of each temporal patch after pruning. A temporal patch with no rows left keeps its label and wrappers.
     """
     if len(labels) != len(rows):
         raise ValueError(f"{len(labels)} labels for {len(rows)} temporal patches")

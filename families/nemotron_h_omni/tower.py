@@ -44,7 +44,7 @@ class RadioTower:
         stored = TowerWeights(weights, required, dtype=dtype, device=device, compiled=compiled)
         self.vit = _vit(spec, stored)
         self.kinds = tuple(self.vit.projections)
-        # float32 with the features of a position contiguous: interpolation then reads four rows per patch. With one
+        # float32 with the features of a position contiguous, so that interpolation reads four rows per patch. With one
         # plane per feature each element would be a cache miss, and a grid would take a hundred times as long.
         table_1ND = stored.take(_EMBEDDINGS + "position_embedding").to(torch.float32, copy=True)
         self._table_1DSS = table_1ND.view(1, spec.table_side, spec.table_side, -1).permute(0, 3, 1, 2)
@@ -94,7 +94,7 @@ def _vit(spec: VisionConfig, stored: TowerWeights) -> ViT:
 
 
 def _block(spec: VisionConfig, stored: TowerWeights, prefix: str) -> Block:
-    # A layer scale is folded into the rows of the layer before it: one rounding, no cost at run time.
+    # A layer scale is folded into the weight of the linear layer before it: one rounding, and no cost at run time.
     scale1, scale2 = (_layer_scale(spec, stored, f"{prefix}layer_scale{index}.lambda1") for index in (1, 2))
     up, down = prefix + "mlp.fc1", prefix + "mlp.fc2"
     if swiglu := spec.use_swiglu_ffn:

@@ -32,7 +32,7 @@ class OmniVideoRule:
 
     def __post_init__(self) -> None:
         if self.config.video_temporal_patch_size is None:
-            raise ValueError("this model takes no video: its tower has no projection for temporal patches")
+            raise ValueError("this model takes no videos: its tower has no projection for temporal patches")
 
     @property
     def together(self) -> int:
@@ -46,7 +46,7 @@ class OmniVideoRule:
         return self.config.video_pruning_rate
 
     def sample(self, total: int, count: int) -> list[int]:
-        """Evenly spaced frames from the first."""
+        """Indices of at most `count` of `total` frames, evenly spaced from the first (`sample_indices`)."""
         return sample_indices(total, count)
 
     def sample_file(self, total: int, count: int, fps: Callable[[], float | None]) -> list[int]:
@@ -56,12 +56,12 @@ class OmniVideoRule:
     def tokens(self, num_frames: int, height: int, width: int) -> int:
         """Rows that a clip will give the decoder; needs no decoded frame. Raises `ValueError` without frames."""
         if num_frames < 1:
-            raise ValueError(f"a clip needs a frame, got {num_frames}")
+            raise ValueError(f"a clip needs at least 1 frame, got {num_frames}")
         tokens = num_image_tokens(video_grid(height, width, self.config), merge_size=self.config.merge_size)
         return retained_tokens(-(-num_frames // self.together), tokens, self.pruning_rate)
 
     def most_numbers(self, num_frames: int) -> int:
-        """Upper bound of the numbers in the patches of a clip of `num_frames` frames of any size."""
+        """Upper bound of the values in the patches of a clip of `num_frames` frames of any size."""
         return (num_frames + self.together - 1) * self.config.video_target_num_patches * self.config.patch_dim
 
     def labels(self, num_frames: int, *, fps: float | None = None, indices: Sequence[int] | None = None) -> list[str]:
@@ -78,10 +78,10 @@ class OmniVideoRule:
     ) -> EncoderItem:  # fmt: skip
         """Resizes, normalises and cuts a clip, one group of frames at a time.
 
-        `frames`: `[H, W, 3]` uint8, all of one size. They are consumed one by one, so a generator, which needs
-        `num_frames`, keeps a single group in memory. Returns new memory in `dtype`; with `keep_bytes` in uint8 if no
-        frame needs a resize. Raises `ValueError` naming the first frame that does not fit, or both counts if they
-        differ.
+        `frames`: `[H, W, 3]` uint8, all of one size. They are consumed one by one, so that with a generator only one
+        frame is in memory at a time; a generator needs `num_frames`. Returns new memory in `dtype`, or with
+        `keep_bytes` in uint8 if no frame needs a resize. Raises `ValueError` naming the first frame that does not fit,
+        or both counts if they differ.
         """
         import torch  # imported here: grids and token counts need no torch
 
@@ -92,7 +92,7 @@ class OmniVideoRule:
             frames = list(frames)
             num_frames = len(frames)
         if num_frames < 1:
-            raise ValueError(f"a clip needs a frame, got {num_frames}")
+            raise ValueError(f"a clip needs at least 1 frame, got {num_frames}")
         watch = watch or Stopwatch()
         grid, patches, size, kept, cut_only = (0, 0), torch.empty(0), (0, 0), dtype, False
         first: tuple[int, ...] = ()
@@ -111,7 +111,7 @@ class OmniVideoRule:
             if shape != first:
                 raise ValueError(f"frame {index} has {shape[0]}x{shape[1]} pixels, the first {first[0]}x{first[1]}")
             if index >= num_frames:
-                raise ValueError(f"frame {index} of a clip of {num_frames} frames")
+                raise ValueError(f"frame {index} is one too many for a clip of {num_frames} frames")
             pixels_CHW = frame_HWC.permute(2, 0, 1)
             if not cut_only:
                 with watch("resize"):
@@ -122,7 +122,7 @@ class OmniVideoRule:
                 cut = cut_patches(pixels_CHW, config.patch_size, kept)
                 patches[index // together, :, index % together] = cut
         if index + 1 != num_frames:
-            raise ValueError(f"{index + 1} frames of a clip of {num_frames}")
+            raise ValueError(f"got only {index + 1} frames of a clip of {num_frames}")
         last = index % together
         patches[-1, :, last + 1 :] = patches[-1, :, last : last + 1]
         return EncoderItem(

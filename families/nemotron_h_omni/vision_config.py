@@ -16,7 +16,8 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 ACTIVATIONS = frozenset({"gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu"})
 
 MOST_PATCHES = 2**15
-"""Above all that is published. The encoder is timed on an image with the fewest patches before it serves."""
+"""Upper bound of `min_num_patches`, above every published model's. It exists because the server times the encoder on
+an image of that size before it is ready."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class VisionConfig(VitSizes):
     """Frames in one video patch, or None for a tower without a video projection."""
     min_num_patches: int = 1024
     max_num_patches: int = 13312
-    """Largest patch grid of one image; 0: only the context length limits it."""
+    """Largest patch grid of one image, in patches; 0: only the context length limits it."""
     max_model_len: int = 16384
     """Context length, in tokens; limits the size of images."""
     image_mean: tuple[float, float, float] = CLIP_MEAN
@@ -61,7 +62,7 @@ class VisionConfig(VitSizes):
     """Width of the rows that the decoder gets."""
     projector_eps: float = 1e-5
     final_layernorm: bool = False
-    """Whether the features pass another layer norm before the projector (in towers trained with MTP heads)."""
+    """Whether features pass another layer norm before the projector (for models with MTP heads)."""
     video_target_num_patches: int = 1024
     """Number of patches that the grid of a video frame aims at."""
     video_maintain_aspect_ratio: bool = True
@@ -93,7 +94,7 @@ class VisionConfig(VitSizes):
         if not 0 <= self.video_pruning_rate < 1:
             raise ValueError(f"video_pruning_rate must be at least 0 and below 1, got {self.video_pruning_rate}")
         if len(self.image_mean) != RGB or len(self.image_std) != RGB:
-            raise ValueError(f"image_mean and image_std need {RGB} numbers, got {self.image_mean}, {self.image_std}")
+            raise ValueError(f"image_mean and image_std need {RGB} numbers each: {self.image_mean}, {self.image_std}")
         if min(self.image_std) <= 0:
             raise ValueError(f"image_std must be positive, got {self.image_std}")
 
@@ -110,7 +111,7 @@ class VisionConfig(VitSizes):
 
     @cached_property
     def patch_widths(self) -> dict[str, int]:
-        """Numbers in one flattened patch, for each kind of item."""
+        """Values in one flattened patch, for each kind of item."""
         widths = {IMAGE: self.patch_dim}
         if self.video_temporal_patch_size is not None:
             widths[VIDEO] = self.patch_dim * self.video_temporal_patch_size
@@ -123,7 +124,8 @@ class VisionConfig(VitSizes):
 
     @property
     def patch_budget(self) -> int:
-        """Largest grid, in patches, that the image rule aims at: the context less 4 tokens, within both limits."""
+        """Largest grid, in patches, that the image rule aims at: that of the context length less 4 tokens, clamped to
+        `min_num_patches` and `max_num_patches`."""
         budget = max((self.max_model_len - 4) * self.patches_per_token, self.min_num_patches)
         if self.max_num_patches:
             budget = min(budget, self.max_num_patches)

@@ -1,4 +1,4 @@
-"""Qwen3.5, 3.6 and 3.8 (Alibaba): gated delta rule and gated attention, each followed by a SwiGLU MLP or by experts."""
+"""Qwen3.5, 3.6 and 3.8 (Alibaba): gated delta and gated attention layers, each followed by a SwiGLU MLP or experts."""
 
 from functools import partial
 

@@ -1,6 +1,6 @@
 """`config.json` -> `DecoderConfig`. Reference: transformers, models/qwen3_5/modeling_qwen3_5.py and qwen3_5_moe.
 
-Vision-language models have the decoder's fields in `text_config`, text-only ones at the top level.
+Vision-language models have the decoder's fields in `text_config`, text-only models at the top level.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def read_config(files: ModelFiles, *, moe: bool) -> FamilyConfig:
 
 
 def decoder_config(text: Mapping[str, Any], *, moe: bool = False, tied: bool = False, axes: int = 1) -> DecoderConfig:
-    """Reads the decoder's fields. `moe`: experts instead of MLPs; `axes`: of positions, 3 for models with images, whose
-    tokens have a row and a column. Raises CheckpointError."""
+    """Reads the decoder's fields. `moe`: experts instead of MLPs; `axes`: number of axes of positions, 3 for models
+    with images, whose tokens have a row and a column. Raises CheckpointError."""
     try:
         return _decoder_config(text, moe, tied, axes)
     except CheckpointError:
@@ -88,8 +88,8 @@ def _decoder_config(text: Mapping[str, Any], moe: bool, tied: bool, axes: int) -
 
 
 def _check_type(section: Mapping[str, Any], name: str, part: str, *, moe: bool) -> None:
-    """Raises CheckpointError for another `model_type` of a section. Older files give sections the whole model's
-    type."""
+    """Raises CheckpointError if a section has another `model_type` than its own. The whole model's type is accepted
+    too, because older files have it in sections."""
     whole = "qwen3_5_moe" if moe else "qwen3_5"
     found = first(section, "model_type", default=whole)
     if found not in (whole, f"{whole}_{part}"):
@@ -130,13 +130,13 @@ def _attention(text: Mapping[str, Any], hidden: int, eps: float, axes: int) -> A
 
 
 def _rope(text: Mapping[str, Any], width: int, axes: int) -> Rope:
-    """Rotary positions of the first part of each head. With several axes, frequencies are interleaved, T H W T H W and
-    so on, with T where an axis has used up its section."""
+    """Rotary positions of the first part of each head. With several axes, the frequencies' axes alternate, T H W T H W
+    and so on; once H or W has used up its section, T takes its place."""
     parameters = fields.rope_parameters(text)
     fields.only(parameters, "mrope_interleaved", True)
     outer = fields.number(text, "partial_rotary_factor", ROTATED)
     share = fields.number(parameters, "partial_rotary_factor", outer)
-    if share > 1:  # checked before there is a list of them
+    if share > 1:  # checked before a list with an entry for each frequency is made
         raise CheckpointError(
             f"config.json: partial_rotary_factor {share:g}: {width * share:g} rotated dimensions are above head_dim "
             f"{width}"

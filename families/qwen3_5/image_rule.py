@@ -1,4 +1,4 @@
-"""Converts a decoded image to flattened patches: the released image processor's size rule, resize and scale.
+"""Converts a decoded image to flattened patches: the released image processor's size rule, resize and normalisation.
 
 Shapes: H, W pixels; C = 3 channels; p the patch side; m the merge size; T patches.
 """
@@ -36,7 +36,7 @@ class QwenImageRule:
         """Resizes and cuts one image, and normalises the patches. With `keep_bytes` they stay uint8, and the tower's
         `as_floats` normalises them to the same values.
 
-        `image_HWC`: `[H, W, 3]` uint8. Resizing is Pillow's bicubic filter on bytes. Returns new memory. Raises
+        `image_HWC`: `[H, W, 3]` uint8, resized with Pillow's bicubic filter on bytes. Returns new memory. Raises
         `ValueError` for another shape or dtype, and for an image of more tokens than the context has.
         """
         import torch  # imported here: grids and token counts need no torch
@@ -83,12 +83,12 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
 
 
 def check_shape(height: int, width: int) -> None:
-    """Raises `ValueError` for an empty or too flat image or frame."""
+    """Raises `ValueError` for an image or frame that is empty or too flat."""
     if height < 1 or width < 1:
         raise ValueError(f"an image needs at least one pixel each way, got {height}x{width}")
     if max(height, width) / min(height, width) > MAX_ASPECT:
         aspect = max(height, width) / min(height, width)
-        raise ValueError(f"{height}x{width} pixels are {aspect:.0f} to 1; at most {MAX_ASPECT} to 1 can be taken")
+        raise ValueError(f"{height}x{width} pixels are {aspect:.0f} to 1; at most {MAX_ASPECT} to 1 is possible")
 
 
 def resize_bytes(image_HWC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
@@ -105,8 +105,8 @@ def resize_bytes(image_HWC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor
 
 
 def cut_blocks(pixels_HWC: torch.Tensor, patch_size: int, merge: int) -> torch.Tensor:
-    """`[H, W, 3]` -> `[T, 3 * p * p]` of the same dtype in new memory: the m x m patches of an image token are
-    neighbours, tokens are row by row; channels are outermost inside a patch."""
+    """`[H, W, 3]` -> `[T, 3 * p * p]` of the same dtype in new memory: image tokens row by row, with the m x m patches
+    of each next to each other; channels are outermost inside a patch."""
     import torch
 
     height, width, channels = pixels_HWC.shape
@@ -120,7 +120,8 @@ def cut_blocks(pixels_HWC: torch.Tensor, patch_size: int, merge: int) -> torch.T
 def normalised(patches_TP: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
     """Normalises uint8 patches `[T, 3 * n]`, channels outermost, to float32 on their device; new memory.
 
-    The released processor multiplies by 1/255 in float64 and rounds; for every byte that equals the division here.
+    The released processor multiplies by 1/255 in float64 and rounds to float32; for every byte, the division here gives
+    the same value.
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""Names of published weights -> our names.
+"""Maps names of published weights to the server's names.
 
-A published layer is two of ours: gated delta rule or attention, then the MLP or experts. Queries and the gates of
-attention's output are one tensor, interleaved by head. Norms store their weight minus 1, except those of the gated
-delta rule. Experts are stored as one tensor (gates before ups) or one by one.
+A published layer is two layers here: gated delta rule or attention, then the MLP or experts. Queries and the gates of
+attention's output are one published tensor, interleaved by head. Norms store their weight minus 1, except those of the
+gated delta rule. Experts are stored as one tensor (gate projections before up projections) or one by one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.)?(?=embed_tokens\.
 _LAYER = re.compile(r"^(mtp\.)?layers\.(\d+)\.(.*)$")
 _EXPERT = re.compile(r"^mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 _QUERIES = re.compile(r"^self_attn\.q_proj\.(weight|bias)$")
-# Name, or prefix ending in a dot, in a published layer -> which of our two layers, and our name in it.
+# Name, or prefix ending in a dot, in a published layer -> which of the two layers here, and the name in it.
 _PARTS = {
     "input_layernorm.": (0, "norm."),
     "post_attention_layernorm.": (1, "norm."),
@@ -51,8 +51,8 @@ def weights(config: FamilyConfig) -> Callable[[str], list[Target]]:
 
 
 def decoder_targets(name: str, config: DecoderConfig) -> list[Target]:
-    """Our tensors for a stored tensor of the decoder; none for multi-token prediction heads if the configuration has
-    none. Unknown names are returned unchanged."""
+    """The server's tensors for a stored tensor of the decoder; none for a tensor of multi-token prediction heads that
+    the configuration does not have. Unknown names are returned unchanged."""
     inner = _PREFIX.sub("", name)
     if inner.startswith("mtp.") and not config.mtp:
         return []
@@ -90,7 +90,7 @@ def _layer_targets(prefix: str, first: int, part: str, config: DecoderConfig) ->
 
 
 def _heads(config: DecoderConfig) -> int:
-    """Attention heads, the same in all layers."""
+    """Number of attention heads, which is the same in all layers."""
     specs = (*config.mixers, *config.mtp)
     return next((spec.num_attention_heads for spec in specs if isinstance(spec, Attention)), 1)
 

@@ -14,8 +14,8 @@ def prompt_positions(length: int, blocks: Sequence[tuple[int, Grid]], *, merge_s
     """Positions `[3, length]` of a prompt. `blocks`: the first row and the patch grid of each image and temporal patch,
     ascending. Raises `ValueError` for blocks that overlap or lie outside the prompt.
 
-    A text token has the next position on all axes. A block at position p has (p, p + row, p + column), and text
-    continues after the block's longer side, in image tokens.
+    A text token has the next position on all axes. The image tokens of a block that begins at position p have
+    (p, p + row, p + column), and text continues at p plus the block's longer side, in image tokens.
     """
     import numpy as np  # imported here: a frontend process without images needs none
 

@@ -51,8 +51,8 @@ class QwenTower:
         return 0 if self.native is None else self.native.bytes
 
     def positions(self, grid: Grid) -> Tensor:
-        """`[T, D]` in the tower's dtype: the square table interpolated bilinearly, with its corners on the grid's
-        corners."""
+        """`[T, D]` in the tower's dtype, in merge-block order: the square table interpolated bilinearly, with its
+        corners on the grid's corners."""
         rows_T, columns_T = _places(grid, self.sizes.merge_size)
         side = self.sizes.table_side
         (top_T2, down_T2), (left_T2, across_T2) = _taps(rows_T, grid[0], side), _taps(columns_T, grid[1], side)
@@ -117,8 +117,8 @@ def _vit(spec: VisionConfig, stored: TowerWeights) -> ViT:
 
 
 def _projections(stored: TowerWeights) -> dict[str, Linear]:
-    """The patch projections, stored as a 3-D convolution. An image repeats its frame, so for images the weights are
-    summed over the frames, in float32."""
+    """The patch projections, which are stored as one 3-D convolution. The released processor repeats an image as every
+    frame of its patch, so for images the weights are summed over the frames, in float32."""
     weight_DCTPP = stored.stored("visual.patch_embed.proj.weight").to(stored.device)
     folded_DCPP = weight_DCTPP.float().sum(2).to(stored.dtype)
     bias_D = stored.take("visual.patch_embed.proj.bias")

@@ -1,4 +1,4 @@
-"""Converts decoded frames to temporal patches, and says which frames to use and their timestamps.
+"""Converts decoded frames to temporal patches, chooses the frames of a clip, and writes their timestamps.
 
 The released processor samples frames evenly, two per second, and resizes all frames of a clip to one size, which
 depends on a limit for the whole clip. Frames are joined in pairs: the patch of a pair holds the same patch of both
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 UNKNOWN_FPS = 24.0
-"""Frame rate that is assumed if the source does not say."""
+"""Frames per second that are assumed if the source does not say."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class QwenVideoRule:
         return [int(index) for index in np.linspace(0, total - 1, wanted).round()]
 
     def sample_file(self, total: int, count: int, fps: Callable[[], float | None]) -> list[int]:
-        """Like `sample`, with as many frames as the model's rate gives, at most `count`. Raises `ValueError` if the
-        source's rate is not positive."""
+        """Like `sample`, with as many frames as the model's sampling rate gives, at most `count`. Raises `ValueError`
+        if the source's rate is not positive."""
         rate = fps() or UNKNOWN_FPS
         if not 0 < rate < math.inf:
-            raise ValueError(f"a video of {rate} frames per second")
+            raise ValueError(f"a video of {rate} frames per second: the rate must be above 0")
         sampling = self.config.sampling
         return self.sample(total, min(count, max(int(total / rate * sampling.fps), sampling.min_frames)))
 
@@ -69,7 +69,7 @@ class QwenVideoRule:
         return -(-num_frames // self.together) * each
 
     def most_numbers(self, num_frames: int) -> int:
-        """Upper bound of the numbers in the patches of a clip of `num_frames` frames of any size."""
+        """Upper bound of the values in the patches of a clip of `num_frames` frames of any size."""
         config, frames = self.config, num_frames + self.together - 1
         # Rounding to pairs changes the number of frames by less than one pair; a flat frame keeps a side of one token.
         least = max(num_frames - self.together + 1, 1)
@@ -92,7 +92,7 @@ class QwenVideoRule:
             frames = list(frames)
             num_frames = len(frames)
         if num_frames < 1:
-            raise ValueError(f"a clip needs a frame, got {num_frames}")
+            raise ValueError(f"a clip needs at least 1 frame, got {num_frames}")
         config, together, watch = self.config, self.together, watch or Stopwatch()
         grid, patches = (0, 0), torch.empty(0, 0, 0, 0, 0, dtype=torch.uint8)
         index = -1
@@ -110,7 +110,7 @@ class QwenVideoRule:
                 cut = cut_blocks(resized_HWC, config.patch_size, config.merge_size)
                 patches[index // together, :, :, index % together] = cut.view(-1, RGB, config.patch_size**2)
         if index + 1 != num_frames:
-            raise ValueError(f"{index + 1} frames of a clip of {num_frames}")
+            raise ValueError(f"got only {index + 1} frames of a clip of {num_frames}")
         last = index % together
         patches[-1, :, :, last + 1 :] = patches[-1, :, :, last : last + 1]
         flat = patches.view(-1, config.patch_widths[VIDEO])
@@ -125,7 +125,7 @@ class QwenVideoRule:
     def labels(self, num_frames: int, *, fps: float | None = None, indices: Sequence[int] | None = None) -> list[str]:
         """`<1.5 seconds>` for each pair: the mean of its frames' timestamps."""
         if num_frames < 1:
-            raise ValueError(f"a clip needs a frame, got {num_frames}")
+            raise ValueError(f"a clip needs at least 1 frame, got {num_frames}")
         known = list(range(num_frames)) if indices is None else list(indices)
         known += known[-1:] * (-len(known) % self.together)
         rate = fps or UNKNOWN_FPS
@@ -153,13 +153,13 @@ def _checked(frames: Iterable[torch.Tensor], num_frames: int) -> Iterator[torch.
         if shape != first:
             raise ValueError(f"frame {index} has {shape[0]}x{shape[1]} pixels, the first {first[0]}x{first[1]}")
         if index >= num_frames:
-            raise ValueError(f"frame {index} of a clip of {num_frames} frames")
+            raise ValueError(f"frame {index} is one too many for a clip of {num_frames} frames")
         yield frame_HWC
 
 
 def resized_frame(num_frames: int, height: int, width: int, config: VisionConfig) -> tuple[int, int]:
-    """Height and width that each frame of a clip is resized to: the rule for images, with limits on all frames
-    together. A clip of one frame counts as a pair (the released processor refuses it)."""
+    """Height and width that each frame of a clip is resized to: the rule for images, with limits on the pixels of all
+    frames together. A clip of one frame counts as a pair (the released processor rejects it)."""
     if num_frames < 1:
         raise ValueError(f"a clip needs a frame, got {num_frames}")
     factor, together = config.factor, config.temporal_patch_size

@@ -44,7 +44,7 @@ class QwenVision(VisionConfig):
     def limited(self, *, max_model_len: int, video_pruning_rate: float | None = None) -> QwenVision:
         if video_pruning_rate:
             raise ValueError(
-                f"video_pruning_rate {video_pruning_rate:g}: this model's clips are not pruned; 0 and unset would work"
+                f"video_pruning_rate {video_pruning_rate:g}: this model's videos cannot be pruned; 0 would work"
             )
         return replace(self, max_model_len=max_model_len)
 
@@ -68,7 +68,7 @@ def read_vision(vision: Mapping[str, Any], text_hidden_size: int, files: ModelFi
 
 
 def vision_targets(name: str) -> list[Target] | None:
-    """Our names for a stored tensor of the tower; None for other tensors."""
+    """The server's names for a stored tensor of the tower; None for other tensors."""
     name = name.removeprefix("model.")
     return [Target(name)] if name.startswith("visual.") else None
 

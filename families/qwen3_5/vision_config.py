@@ -1,4 +1,4 @@
-"""The vision part of a checkpoint's configuration: tower sizes, weights, and the numbers of images and clips."""
+"""The vision part of a checkpoint's configuration: tower sizes, weights, and the settings of images and clips."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from families.fields import MOST_LAYERS, count, flag, number, per_channel, secti
 from families.files import CheckpointError, first
 
 MAX_ASPECT = 200
-"""Largest ratio of the sides of images and frames, the released processors' limit."""
+"""Largest ratio of the longer to the shorter side of images and frames: the released processors' limit."""
 NORM_EPS = 1e-6
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu")
 _BICUBIC = 3
@@ -37,13 +37,15 @@ class Resizing:
 
     def __post_init__(self) -> None:
         if not 0 < self.min_pixels <= self.max_pixels:
-            raise ValueError(f"pixels from {self.min_pixels} to {self.max_pixels}: need 0 < shortest <= longest edge")
+            raise ValueError(
+                f"0 < min_pixels {self.min_pixels} <= max_pixels {self.max_pixels} must hold for images and for videos"
+            )
         if len(self.mean) != RGB or len(self.std) != RGB or min(self.std) <= 0:
-            raise ValueError(f"image_mean {self.mean} and image_std {self.std} need {RGB} numbers, the latter above 0")
+            raise ValueError(f"image_mean {self.mean} and image_std {self.std} need {RGB} numbers, image_std above 0")
 
 
 RELEASED_IMAGE, RELEASED_VIDEO = Resizing(65536, 16777216), Resizing(4096, 25165824)
-"""Settings of the released models' files, used if there is no file."""
+"""Settings in the released models' files, used if a checkpoint has no such file."""
 IMAGE_DEFAULTS = Resizing(56 * 56, 28 * 28 * 1280, _CLIP_MEAN, _CLIP_STD)
 VIDEO_DEFAULTS = Resizing(128 * 32 * 32, 768 * 32 * 32)
 """The processors' defaults for settings that a file omits."""
@@ -63,7 +65,7 @@ class Sampling:
         if not 0 < self.fps < math.inf:
             raise ValueError(f"video fps must be above 0, got {self.fps}")
         if not 0 < self.min_frames <= self.max_frames:
-            raise ValueError(f"videos of {self.min_frames} to {self.max_frames} frames: need 0 < min <= max")
+            raise ValueError(f"0 < min_frames {self.min_frames} <= max_frames {self.max_frames} must hold for videos")
         if self.frame_tokens is not None and self.frame_tokens < 1:
             raise ValueError(f"max_video_tokens must be at least 1, got {self.frame_tokens}")
 
@@ -87,7 +89,7 @@ class VisionConfig(VitSizes):
     patch_size: int = 16
     """Side of a patch, in pixels."""
     temporal_patch_size: int = 2
-    """Frames per patch; for an image its only frame is repeated."""
+    """Frames per patch of a clip."""
     merge_size: int = 2
     """Patches per image token along each side."""
     num_positions: int = 2304
@@ -109,7 +111,7 @@ class VisionConfig(VitSizes):
                 raise ValueError(f"vision {name} must be at least 1, got {getattr(self, name)}")
         if self.hidden_size % self.num_heads or self.head_dim % 4:
             raise ValueError(
-                f"vision hidden_size {self.hidden_size} of {self.num_heads} heads: heads need a multiple of 4 features"
+                f"vision hidden_size {self.hidden_size} divided by num_heads {self.num_heads} must be a multiple of 4"
             )
         if self.table_side**2 != self.num_positions:
             raise ValueError(f"vision num_position_embeddings {self.num_positions} is not a square")
@@ -124,7 +126,7 @@ class VisionConfig(VitSizes):
 
     use_swiglu_ffn = False
     num_prefix_tokens = 0
-    """Rows before the patches of each image: none."""
+    """The tower has no prefix tokens."""
     patch_order = BLOCK_MAJOR
 
     @property
@@ -133,12 +135,12 @@ class VisionConfig(VitSizes):
 
     @property
     def rotation_width(self) -> int:
-        """Half of a head has angles, each with a cosine and a sine."""
+        """Width of `Tower.rotations`: half of the features of a head have angles, each with a cosine and a sine."""
         return self.head_dim
 
     @cached_property
     def patch_widths(self) -> dict[str, int]:
-        """Numbers in one flattened patch. Image patches hold their only frame once."""
+        """Values in one flattened patch. Patches of images hold their only frame once."""
         return {IMAGE: self.patch_dim, VIDEO: self.patch_dim * self.temporal_patch_size}
 
     @property
@@ -147,7 +149,7 @@ class VisionConfig(VitSizes):
         return self.hidden_size * self.patches_per_token
 
     projector_eps = 0.0
-    """0: merged rows pass no norm."""
+    """0, since merged rows pass no norm."""
 
     @property
     def table_side(self) -> int:
@@ -162,8 +164,8 @@ class VisionConfig(VitSizes):
     @property
     def max_image_tokens(self) -> int:
         """Tokens of the largest image that is accepted; the default `hi` of the encoder's token budgets."""
-        # A very flat image keeps a side of one token and is then at most this long; a small one is enlarged to whole
-        # tokens.
+        # A very flat image keeps a side of one token, and its other side is at most MAX_ASPECT tokens long. A small
+        # image is enlarged to whole tokens, to at most `grown` of them.
         grown = (math.isqrt(self.image.min_pixels) // self.factor + 8) ** 2
         tokens = max(self.image.max_pixels // self.factor**2, MAX_ASPECT, grown)
         return tokens if self.max_model_len is None else max(min(tokens, self.max_model_len), 1)
@@ -280,7 +282,7 @@ def _resizing(settings: Mapping[str, Any], released: Resizing, file: str) -> Res
 
 def _sampling(settings: Mapping[str, Any]) -> Sampling:
     if settings.get("num_frames") is not None:
-        raise ValueError(f"num_frames is {settings['num_frames']}; clips are sampled by fps")
+        raise ValueError(f"num_frames is {settings['num_frames']}; it must be unset: clips are sampled by fps")
     capped = flag(settings, "cap_pixels_per_frame", file=_VIDEO_FILE)
     return Sampling(
         fps=number(settings, "fps", 2.0, file=_VIDEO_FILE),

@@ -48,6 +48,6 @@ def shuffle_order(rows: int, columns: int, merge: int = 2) -> Tensor:
     Raises `ValueError` unless both sides of the grid are multiples of `merge`.
     """
     if rows % merge or columns % merge:
-        raise ValueError(f"a grid of {rows}x{columns} patches: both sides must be multiples of {merge}")
+        raise ValueError(f"a grid of {rows}x{columns} patches: both sides must be multiples of merge_size {merge}")
     grid = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)
     return grid.permute(0, 2, 1, 3).reshape(-1, merge * merge)

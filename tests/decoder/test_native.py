@@ -323,7 +323,7 @@ def test_rows_before_the_vocabulary_stay_in_16_bits(weights: str, inside: Kind, 
 def test_what_has_no_compiled_step_says_why() -> None:
     config = tiny_config("M")
     options = DecoderOptions(max_seqs=2, max_len=64, native="on", dtype=torch.float64)
-    with pytest.raises(ValueError, match="native: 'on' cannot be had: the dtype is torch.float64; 'auto' would work"):
+    with pytest.raises(ValueError, match="native: 'on' is not possible: the dtype is torch.float64; 'auto' would work"):
         DecoderRunner(config, options, random_weights(config))
     assert DecoderRunner(config, replace(options, native="auto"), random_weights(config)).model.native is None
 
@@ -442,5 +442,5 @@ def test_a_tied_table_that_cannot_be_packed_is_read_without_compiled_code(kind: 
     assert model.native is None
     expected = quantise(weights["model.embeddings.weight"], kind).dequantise(torch.float32)
     assert torch.equal(model.embed_ids(torch.arange(197)), expected)
-    with pytest.raises(ValueError, match="native: 'on' cannot be had: compiled code reads quantised embeddings"):
+    with pytest.raises(ValueError, match="native: 'on' is not possible: compiled code reads quantised embeddings"):
         DecoderRunner(config, replace(options, native="on"), weights.items())

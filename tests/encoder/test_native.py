@@ -138,7 +138,7 @@ def test_scratch_is_what_the_plan_says(dtype: torch.dtype) -> None:
 def test_what_has_no_compiled_tower_says_why(caplog: pytest.LogCaptureFixture) -> None:
     tiny = tiny_tower(0, projector_hidden_size=57)
     reason = "projector_hidden_size 57 is odd"
-    with pytest.raises(ValueError, match=f"native: 'on' cannot be had: {reason}.*'auto' would work"):
+    with pytest.raises(ValueError, match=f"native: 'on' is not possible: {reason}.*'auto' would work"):
         make(tiny)
     with caplog.at_level(logging.INFO, "encoder"):
         runner = make(tiny, native="auto")

@@ -134,5 +134,5 @@ def test_a_product_that_is_wrong_or_missing_is_noticed(monkeypatch: pytest.Monke
         raise RuntimeError("no such product")
 
     monkeypatch.setattr(torch, "_scaled_mm", none)
-    with pytest.raises(ValueError, match="cannot be had on cpu: no such product"):
+    with pytest.raises(ValueError, match="is not available on cpu: no such product"):
         try_product(cpu)

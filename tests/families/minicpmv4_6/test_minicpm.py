@@ -218,7 +218,7 @@ def test_bytes_become_the_same_numbers(tmp_path: Path) -> None:
     [
         ("config.json", {"downsample_mode": "8x"}, "downsample_mode is '8x'"),
         ("config.json", {"merger_times": 2}, "merger_times is 2"),
-        ("config.json", {"insert_layer_id": 9}, "insert_layer_id 9 is none of"),
+        ("config.json", {"insert_layer_id": 9}, "insert_layer_id 9 must be at least 0 and below"),
         ("config.json", {"merge_kernel_size": [4, 4]}, "merge_kernel_size"),
         ("config.json", {"text_config": {"model_type": "qwen3"}}, "text_config.model_type is 'qwen3'"),
         ("config.json", {"image_token_id": 10**6}, "image_token_id 1000000"),

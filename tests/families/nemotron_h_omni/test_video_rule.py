@@ -78,9 +78,9 @@ def test_bad_clips_name_the_frame_and_the_numbers() -> None:
         OmniVideoRule(config).patchify([made[0], made[1].float()], torch.float32)
     with pytest.raises(ValueError, match="got 0"):
         OmniVideoRule(config).patchify([], torch.float32)
-    with pytest.raises(ValueError, match="3 frames of a clip of 4"):
+    with pytest.raises(ValueError, match="got only 3 frames of a clip of 4"):
         OmniVideoRule(config).patchify(iter(made), torch.float32, num_frames=4)
-    with pytest.raises(ValueError, match="frame 2 of a clip of 2"):
+    with pytest.raises(ValueError, match="frame 2 is one too many for a clip of 2"):
         OmniVideoRule(config).patchify(iter(made), torch.float32, num_frames=2)
     with pytest.raises(ValueError, match="1.0"):
         OmniVideoRule(replace(config, video_pruning_rate=1.0)).patchify(made, torch.float32)

@@ -181,11 +181,11 @@ def test_moments_are_the_released_ones() -> None:
 @pytest.mark.parametrize(
     ("frames", "count", "words"),
     [
-        ([], 0, "a clip needs a frame"),
+        ([], 0, "a clip needs at least 1 frame"),
         ([noise(40, 40), noise(40, 41)], 2, "frame 1 has 40x41 pixels, the first 40x40"),
         ([noise(40, 40), noise(40, 40).float()], 2, r"frame 1: expected \[H, W, 3\] uint8"),
-        ([noise(40, 40)], 2, "1 frames of a clip of 2"),
-        ([noise(40, 40)] * 3, 2, "frame 2 of a clip of 2 frames"),
+        ([noise(40, 40)], 2, "got only 1 frames of a clip of 2"),
+        ([noise(40, 40)] * 3, 2, "frame 2 is one too many for a clip of 2 frames"),
     ],
 )
 def test_clips_that_cannot_be_say_which_frame(frames: list[torch.Tensor], count: int, words: str) -> None:
@@ -206,7 +206,7 @@ def test_what_the_context_cannot_hold_is_refused_before_it_is_resized() -> None:
 def test_clips_are_not_pruned_and_a_rate_says_so() -> None:
     assert RELEASED.video_rule.pruning_rate == 0
     RELEASED.limited(max_model_len=100, video_pruning_rate=0.0)
-    with pytest.raises(ValueError, match="video_pruning_rate 0.5: this model's clips are not pruned"):
+    with pytest.raises(ValueError, match="video_pruning_rate 0.5: this model's videos cannot be pruned"):
         RELEASED.limited(max_model_len=100, video_pruning_rate=0.5)
 
 
@@ -252,7 +252,7 @@ def test_a_published_tower_is_what_its_files_say() -> None:
         ({"rope_parameters": {"rope_type": "yarn"}}, {}, {}, "rope_type 'yarn' is not served; 'axial' is"),
         ({"num_position_embeddings": 2300}, {}, {}, "num_position_embeddings 2300 is not a square"),
         ({"num_heads": 5}, {}, {}, "hidden_size 768 of 5 heads"),
-        ({"num_heads": 128}, {}, {}, "hidden_size 768 of 128 heads: heads need a multiple of 4 features"),
+        ({"num_heads": 128}, {}, {}, "hidden_size 768 divided by num_heads 128 must be a multiple of 4"),
         ({"depth": 0}, {}, {}, "depth must be a whole number of at least 1, not 0"),
         ({"hidden_act": "softplus"}, {}, {}, "hidden_act 'softplus' is none of"),
         ({"patch_size": [16, 16]}, {}, {}, "patch_size must be a whole number"),
@@ -268,7 +268,7 @@ def test_a_published_tower_is_what_its_files_say() -> None:
         ({}, {}, {"merge_size": 3}, "video_preprocessor_config.json: merge_size is 3"),
         ({}, {}, {"fps": 0}, "video_preprocessor_config.json: fps must be a number above 0, not 0"),
         ({}, {}, {"min_frames": 9, "max_frames": 8}, "videos of 9 to 8 frames"),
-        ({}, {}, {"num_frames": 8}, "num_frames is 8; clips are sampled by fps"),
+        ({}, {}, {"num_frames": 8}, "num_frames is 8; it must be unset: clips are sampled by fps"),
     ],
 )
 def test_files_that_are_refused_say_which_field(

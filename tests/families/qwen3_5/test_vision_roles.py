@@ -88,5 +88,5 @@ def test_a_pruning_rate_is_refused_before_anything_starts(tmp_path: Path) -> Non
     tower = random_tower(random.Random(1))
     make_qwen(tmp_path, 1, vision=tower)
     write_rules(tmp_path, tower)
-    with pytest.raises(saccade.SaccadeError, match="video_pruning_rate 0.5: this model's clips are not pruned"):
+    with pytest.raises(saccade.SaccadeError, match="video_pruning_rate 0.5: this model's videos cannot be pruned"):
         saccade.LocalClient(tmp_path, video_pruning_rate=0.5, **OPTIONS)
