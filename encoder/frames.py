@@ -51,8 +51,9 @@ class Clip(ABC):
 
     @abstractmethod
     def arrays(self, indices: Sequence[int]) -> Generator[Pixels, None, None]:
-        """Yields `[H, W, 3]` uint8 of the frames at `indices`, ascending. Raises only `VideoError`: for a file that is
-        corrupt, truncated or exceeds its limits while it is decoded."""
+        """Yields `[H, W, 3]` uint8 of the frames at `indices`. Raises `ValueError` for indices that are not ascending
+        or not in the file, and otherwise only `VideoError`: for a file that is corrupt, truncated or exceeds its limits
+        while it is decoded."""
 
     def frames(self, indices: Sequence[int]) -> Generator[torch.Tensor, None, None]:
         """`arrays` as tensors of the same memory."""
@@ -66,8 +67,8 @@ class Clip(ABC):
 def open_video(data: bytes, limits: VideoLimits | None = None) -> Clip:
     """Opens a clip by its headers; no frame is decoded, except that an animation's frames are counted.
 
-    Raises only `VideoError`: for bytes that are no clip of an allowed format, exceed `limits`, or need an extra that is
-    not installed.
+    Raises only `VideoError`: for bytes that are not a clip of an allowed format, exceed `limits`, or need an extra that
+    is not installed.
     """
     limits = limits or VideoLimits()
     limits.check_bytes(len(data))
@@ -129,7 +130,7 @@ class _PillowClip(Clip):
             image = self._open()
         milliseconds = 0.0
         for index in range(self._count):
-            # Entered for each frame separately: the consumer's code between two frames must keep its warnings.
+            # Entered for each frame separately: the consumer's code between two frames must get its warnings.
             with quiet_pillow():
                 frame_HWC = self._frame(image, index, index in wanted)
                 milliseconds += float(image.info.get("duration") or 0)
@@ -205,7 +206,9 @@ class _AvClip(Clip):
                     size = size or (pixels_HWC.shape[0], pixels_HWC.shape[1])
                     yield pixels_HWC
         if left:
-            raise VideoError(f"the video ends {left} frames early: it promised {self._count}")
+            raise VideoError(
+                f"the video ends early: {left} chosen frames are missing of the {self._count} that it declares"
+            )
 
     def _pixels(self, frame: Any, index: int) -> Pixels:
         try:
@@ -245,5 +248,5 @@ def _ascending(indices: Sequence[int], count: int) -> frozenset[int]:
     if list(indices) != sorted(set(indices)):
         raise ValueError(f"frame indices must ascend without repeats, got {list(indices)[:8]}")
     if indices and not 0 <= indices[0] <= indices[-1] < count:
-        raise ValueError(f"frames {indices[0]} to {indices[-1]} of a clip of {count}")
+        raise ValueError(f"frames {indices[0]} to {indices[-1]} are not all in a clip of {count} frames")
     return frozenset(indices)

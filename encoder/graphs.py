@@ -40,7 +40,7 @@ INPUTS = ("patches", "positions", "source", "cu_seqlens", "token_rows")
 class EncoderArena:
     """Static buffers of the largest budget. `view` returns those of any budget, `fill` writes a batch into one.
 
-    The host writes it between replays; a graph reads it during a replay.
+    The host writes the buffers between replays; a graph reads them during a replay.
     """
 
     def __init__(self, tower: Tower, budgets: EncoderBudgets, kinds: Collection[str] = (IMAGE,)) -> None:
@@ -185,8 +185,8 @@ class EncoderGraphs:
     def calibrate(self, eager: Callable[[Sequence[PatchSequence]], Tensor], *, seconds: float) -> dict[int, Verdict]:
         """Times each budget's replay against `eager`, on a batch halfway between the budget below and this one.
 
-        Budgets are timed in ascending order for at most `seconds`; those that are left are not used. On a CPU they
-        would most likely lose: a replay saves no launch there, and padding is work.
+        Budgets are timed in ascending order until `seconds` have passed; the remaining ones are not used. On a CPU they
+        would most likely lose: a replay saves no launches there, and padding is additional work.
         """
         verdicts: dict[int, Verdict] = {}
         smallest = self._budgets.token_budgets[0]

@@ -51,7 +51,7 @@ def decode_image(data: bytes, limits: ImageLimits | None = None) -> torch.Tensor
 def decode_pixels(data: bytes, limits: ImageLimits | None = None) -> Pixels:
     """Decodes the first frame: `[H, W, 3]` uint8 RGB, upright, on white; new contiguous memory.
 
-    Raises only `ImageError`: for bytes that are no image of an allowed format, are truncated or corrupt, or exceed
+    Raises only `ImageError`: for bytes that are not an image of an allowed format, are truncated or corrupt, or exceed
     `limits`. Pillow releases the GIL while its codecs run.
     """
     limits = limits or ImageLimits()
@@ -153,8 +153,8 @@ _pillows_limit: int | None = None
 
 @contextmanager
 def quiet_pillow() -> Iterator[None]:
-    """Mutes warnings of PIL modules while any thread decodes, and lifts Pillow's own limit on pixels: `ImageLimits`
-    has the one that holds.
+    """Mutes warnings of PIL modules while any thread decodes, and lifts Pillow's own limit on pixels, which
+    `ImageLimits` replaces.
 
     `warnings.catch_warnings` restores the whole filter list, which is unsafe across threads. Here the first decoder
     adds one filter and the last one removes it.

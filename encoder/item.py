@@ -1,7 +1,7 @@
 """The encoder's input: an image or a clip as attention sequences of patches.
 
 Code that uses items never asks whether one is an image or a clip. An item says which of the tower's inputs takes its
-patches, how they divide into sequences, and how many rows it gives.
+patches, how they divide into sequences, and how many rows the decoder gets for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IMAGE, VIDEO = "image", "video"
 ROW_MAJOR, BLOCK_MAJOR = "rows", "blocks"
 """Orders of the patches of a sequence: row by row; or grouped by image token, tokens row by row."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "uint8": 1}
-"""Bytes per number for each dtype that patches may have, by torch's name."""
+"""Bytes per value for each dtype that patches may have, by torch's name."""
 
 
 def num_image_tokens(grid: Grid, *, merge_size: int = 2) -> int:
@@ -28,7 +28,7 @@ def num_image_tokens(grid: Grid, *, merge_size: int = 2) -> int:
     divide the grid."""
     rows, columns = grid
     if rows < 1 or columns < 1 or rows % merge_size or columns % merge_size:
-        raise ValueError(f"a grid of {rows}x{columns} patches is not made of {merge_size}x{merge_size} tokens")
+        raise ValueError(f"a grid of {rows}x{columns} patches: both sides must be multiples of merge_size {merge_size}")
     return rows * columns // merge_size**2
 
 
@@ -45,7 +45,7 @@ def retained_tokens(sequences: int, tokens: int, rate: float) -> int:
         raise ValueError(f"{sequences} temporal patches of {tokens} tokens: both must be positive")
     import numpy as np  # imported here: a frontend process without videos needs none
 
-    # In float32, like the reference implementation: in float64, 0.2 of 15 rows would be 2.
+    # In float32, like the reference implementation: in float64, a share of 0.2 of 15 rows would be 2 instead of 3.
     return max(tokens, int(np.float32(sequences * tokens) * np.float32(1 - rate))) if rate else sequences * tokens
 
 
@@ -103,8 +103,8 @@ class ItemLayout:
             raise ValueError(f"{self.slices} slices of {self.slice_grid} patches: all must be positive")
         if self.num_sequences != 1 + self.num_slices or self.num_frames or self.pruning_rate:
             raise ValueError(
-                f"{self.num_sequences} sequences of {self.num_frames} frames, pruned by {self.pruning_rate}: an image "
-                f"of {self.num_slices} slices has {1 + self.num_slices}, no frames, and all of its rows"
+                f"{self.num_sequences} sequences, {self.num_frames} frames and pruning rate {self.pruning_rate}: an "
+                f"image of {self.num_slices} slices has {1 + self.num_slices} sequences, 0 frames and rate 0"
             )
 
     @property
@@ -147,7 +147,7 @@ class ItemDescription(ItemLayout):
     """An item without its patches, as sent between processes and hosts; the patches follow as bytes."""
 
     width: int
-    """Numbers in one patch."""
+    """Values in one patch."""
     dtype: str
     """Dtype of the patches: a key of `DTYPE_BYTES`."""
 
@@ -167,10 +167,11 @@ class ItemDescription(ItemLayout):
         return self.num_patches * self.width * DTYPE_BYTES[self.dtype]
 
     def with_patches(self, patches: torch.Tensor) -> EncoderItem:
-        """The item with `patches`, which must have `shape` and `dtype`, else `ValueError`."""
+        """The item with `patches`. Raises `ValueError` unless they have `shape` and `dtype`."""
         item = EncoderItem(patches=patches, **_layout(self))
         if item.description != self:
-            raise ValueError(f"patches of {list(patches.shape)} {patches.dtype} for {list(self.shape)} {self.dtype}")
+            given = f"{list(patches.shape)} {patches.dtype}"
+            raise ValueError(f"patches are {given}, but the description says {list(self.shape)} {self.dtype}")
         return item
 
 

@@ -1,4 +1,4 @@
-"""Runs the sequences of one kind of item, by the graphs that are in use or eagerly."""
+"""Runs the sequences of one kind of item, by graphs or eagerly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from encoder.tower import PackedBatch, Tower, patch_order
 log = logging.getLogger(__name__)
 
 CALIBRATION_SECONDS = 0.25
-"""Seconds that `auto` may spend on calibration on a CPU; budgets that were not reached stay eager."""
+"""Seconds that `auto` may spend on calibration on a CPU; budgets that were not reached run eagerly."""
 EAGER_TOKENS_ON_CPU = 512
 """Largest eager launch on a CPU, in image tokens: activations then stay in the caches."""
 

@@ -1,6 +1,6 @@
-"""Which images and clips are accepted: formats, limits, and the errors of others.
+"""Which images and clips are accepted: formats, limits, and the errors for all others.
 
-Apart from the code that decodes: frontend processes need this and neither Pillow nor numpy.
+Separate from the code that decodes, because frontend processes need this without Pillow and numpy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 RGB = 3
 """Channels of decoded pixels."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""Of images, by Pillow's names."""
+"""Formats of images that are accepted, by Pillow's names."""
 
 
 def video_formats() -> list[str]:

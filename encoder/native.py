@@ -1,9 +1,9 @@
 """Runs a `ViT` on a CPU in compiled code: one call per layer, one before and one after the layers.
 
 The same maths as `encoder.vit`. Between operations a row is float32 (the residual stream) or the operand of a product
-(in the tower's dtype). Each row is computed in an order that depends only on its own sequence, so an image gets the
-same numbers alone, in a batch and with any number of threads. On a CPU a graph's replay is the same calls on padded
-buffers.
+(in the tower's dtype). The order of the arithmetic of each row depends only on its own sequence, so the results for an
+image are bitwise equal alone, in a batch and with any number of threads. On a CPU a graph's replay is the same calls on
+padded buffers.
 
 R tower rows, T patches, N image tokens, D features.
 """
@@ -41,8 +41,8 @@ ACTIVATIONS = {
 
 
 def runs_compiled(sizes: ViTSizes, dtype: torch.dtype, device: torch.device, mode: str) -> bool:
-    """Whether the tower runs in compiled code. With `mode` "auto" a reason against it is logged; with "on" it is a
-    `ValueError`."""
+    """Whether the tower runs in compiled code. If it cannot, mode "auto" logs the reason, and "on" raises a
+    `ValueError` with it."""
     if mode == "off":
         return False
     try:

@@ -1,10 +1,11 @@
 """Chooses which waiting images share a launch of the tower, and its token budget.
 
 Pure policy. The cost of a packing is the sum of the budgets that it replays plus `launch_cost` per batch. Up to
-`EXACT_IMAGES` images the packing is optimal. Beyond, it is the cheaper of the best split of the images sorted by size
-into runs, and a best-fit packing. Its cost is never above that of greedy packing in ascending order, whose batches are
-such runs too, and at most `(max(r, 2) + 1) * optimum + largest budget + launch_cost`, where r is the largest ratio
-between neighbouring budgets (the best split is at least as good as next-fit runs, which waste no more than that).
+`EXACT_IMAGES` images the packing is optimal. For more images, it is the cheaper of the best split of the images, sorted
+by size, into runs, and a best-fit packing. Its cost is never above that of greedy packing in ascending order, whose
+batches are such runs too. It is at most `(max(r, 2) + 1) * optimum + largest budget + launch_cost`, where r is the
+largest ratio between neighbouring budgets (the best split is at least as good as next-fit runs, whose cost is within
+this bound).
 """
 
 from __future__ import annotations

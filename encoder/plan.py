@@ -1,4 +1,4 @@
-"""Predicts the encoder's memory and padding before anything runs: sizes, bytes, expected padding. Pure arithmetic."""
+"""Predicts the encoder's buffer sizes, memory and padding before anything runs. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ class ExpectedPadding:
     """Ratio of padded to real tokens for a histogram of image sizes."""
 
     alone: float
+    """If each image is replayed alone."""
     packed: float
+    """If 16 images wait at a time and are packed."""
     eager: float
     """Share of images larger than every budget, which run eagerly and unpadded."""
 

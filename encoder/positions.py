@@ -11,7 +11,7 @@ from encoder.item import Grid
 
 
 class PositionCache:
-    """An LRU cache by grid of at most `max_bytes`; a grid that is larger alone is not cached."""
+    """An LRU cache by grid of at most `max_bytes`; an entry larger than that is not cached."""
 
     def __init__(
         self, make: Callable[[Grid], Tensor], max_bytes: int, rotations: Callable[[Grid], Tensor] | None = None

@@ -1,4 +1,4 @@
-"""EVS video pruning: drops rows that repeat the frame before, after the tower.
+"""EVS video pruning: after the tower, drops rows that repeat the previous frame.
 
 T temporal patches of N tokens and D features. The row of token n in temporal patch t scores `1 - cos(row[t, n], row[t -
 1, n])`; the first temporal patch is always kept. The number of rows that remain depends on shapes only, so memory can
@@ -19,8 +19,8 @@ ALWAYS_KEPT = 255.0
 
 
 def retained_rows(rows_TND: Tensor, rate: float) -> Tensor:
-    """Indices of the rows of `[T, N, D]` that remain: int64 `[retained_tokens(T, N, rate)]`, ascending, same device. Of
-    equal scores the earlier row wins. No host sync."""
+    """Indices of the rows of `[T, N, D]` that remain: int64 `[retained_tokens(T, N, rate)]`, ascending, same device. If
+    scores are equal, the earlier row wins. No host sync."""
     sequences, tokens, _ = rows_TND.shape
     kept = retained_tokens(sequences, tokens, rate)
     rows_TND = rows_TND.float()

@@ -1,5 +1,5 @@
-"""The encoder runner: takes images and clips, packs them under token budgets, runs the tower by graph or eagerly,
-returns rows.
+"""The encoder runner: packs images and clips under token budgets, runs the tower by graphs or eagerly, and returns
+rows.
 
 An `EncodeJob` encodes the items of one call in launches, one launch or a few layers at a time. Each attention sequence
 of an item is packed separately, possibly with sequences of other items and in several launches. Items of different
@@ -257,7 +257,7 @@ class EncoderRunner:
     def begin(self, items: Sequence[EncoderItem], out: Sequence[Tensor]) -> EncodeJob:
         """Like `encode`, as a job whose `step` runs at most one launch, so that other work can run in between."""
         if len(items) != len(out):
-            raise ValueError(f"{len(items)} images and {len(out)} destinations")
+            raise ValueError(f"{len(items)} items need as many destinations, got {len(out)}")
         for index, (item, rows) in enumerate(zip(items, out)):
             self._check(index, item, rows)
         return EncodeJob(items, out, self._pack, lambda launch: self._timed(self._launch(launch)))
@@ -279,9 +279,9 @@ class EncoderRunner:
         if tuple(item.patches.shape) != wanted:
             raise ValueError(f"{name} {index}: patches of shape {tuple(item.patches.shape)}, expected {wanted}")
         if item.merge_size != spec.merge_size:
-            raise ValueError(f"{name} {index}: merge_size {item.merge_size}, the tower's is {spec.merge_size}")
+            raise ValueError(f"{name} {index}: merge_size {item.merge_size}, but the tower has {spec.merge_size}")
         if item.order != patch_order(spec):
-            raise ValueError(f"{name} {index}: patches by {item.order}, the tower takes them by {patch_order(spec)}")
+            raise ValueError(f"{name} {index}: patches by {item.order}, but the tower takes {patch_order(spec)}")
         expected = (item.tokens, spec.row_width)
         if tuple(rows.shape) != expected or rows.dtype != self.options.dtype:
             raise ValueError(
@@ -301,7 +301,7 @@ class EncoderRunner:
             yield
 
     def _launch(self, launch: Launch) -> Pieces[None]:
-        """A graph is one piece; an eager launch has as many pieces as the tower has layers."""
+        """Runs a launch. A graph is one piece; an eager launch has as many pieces as the tower has layers."""
         # Sequences of equal grids become neighbours, so that their attention runs as one batch; the order is otherwise
         # free.
         parts = sorted(launch.parts, key=lambda part: (part.sequence.patches.shape[0], part.sequence.grid))
@@ -335,7 +335,7 @@ class EncoderRunner:
         patches = self.tower.as_floats(part.patches.to(self.tower.device))
         return PatchSequence(part.grid, patches, part.merge_size, part.order)
 
-    # -- what it is and what it did -------------------------------------------------------------------------------
+    # -- plan, counters, end --------------------------------------------------------------------------------------
 
     def plan(self) -> dict[str, object]:
         """Budgets, buffer sizes and calibration results, as plain numbers and strings."""
@@ -355,7 +355,7 @@ class EncoderRunner:
 
     def stats(self) -> dict[str, int | float]:
         """Counters since the start: replays per budget, eager calls per reason, images, temporal patches of clips,
-        tokens, seconds, positions."""
+        tokens, seconds, and the position cache."""
         counts: dict[str, int | float] = dict.fromkeys(COUNTED, 0)
         counts.update(self._counts)
         counts["unused_graphs"] = sum(len(lane.unused_budgets) for lane in self.lanes.values())

@@ -6,10 +6,10 @@ Order. Each image has a due time:
 
 with priorities clamped to -100..100, as in the decoder's scheduler. Images are ordered by due time, then by arrival:
 first in, first out among equals, while a deadline or a priority moves an image ahead. A due time never changes while an
-image waits, and a new image's due time is at least its arrival less its head start, so nothing that arrives after `due
-+ newcomer's priority * head_start` can overtake an image.
+image waits, and a new image's due time is at least its arrival minus its head start, so no image that arrives after
+`due + newcomer's priority * head_start` can overtake.
 
-Steps. The encoder has its own budget of image tokens per step, apart from the decoder's. A step takes
+Steps. The encoder has its own budget of image tokens per step, separate from the decoder's. A step takes
 
     1. small images, of at most `share = step_tokens / 8` tokens, in due order, up to `share` tokens in total;
     2. the most urgent remaining image, whatever its size;
@@ -32,9 +32,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_LEVEL = 100
-"""Priorities are clamped to -100..100, so that no image goes first, or last, for ever."""
+"""Priorities are clamped to -100..100, so that no image is always first or always last."""
 SMALL_SHARE = 8
-"""Small images have an eighth of each step reserved; small means at most that size."""
+"""One part in this many of each step is reserved for small images; an image of at most this size is small."""
 
 
 @dataclass(frozen=True)

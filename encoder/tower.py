@@ -1,6 +1,6 @@
 """The interface of a vision tower: its sizes, known before weights are read, and its forward pass.
 
-R tower rows, T patches, N image tokens, D features of a position, P numbers in a patch, M patches under an image token.
+R tower rows, T patches, N image tokens, D features of a position, P values in a patch, M patches under an image token.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TowerSizes(Protocol):
 
     @property
     def patch_widths(self) -> Mapping[str, int]:
-        """Numbers in one flattened patch, for each kind of item that the tower can take."""
+        """Values in one flattened patch, for each kind of item that the tower can take."""
 
     @property
     def position_width(self) -> int:
@@ -72,7 +72,7 @@ class TowerSizes(Protocol):
 
     @property
     def activation_width(self) -> int:
-        """Estimate of the numbers that a block holds at once per tower row, for plans."""
+        """Estimate of the values that a block holds at once per tower row, for plans."""
 
     @property
     def min_image_tokens(self) -> int:
@@ -100,7 +100,7 @@ class TowerSpec(TowerSizes, Protocol):
         """Name and shape of every weight that the tower can take."""
 
     def optional_weights(self) -> frozenset[str]:
-        """Names of those that a checkpoint may omit."""
+        """Names of the weights that a checkpoint may omit."""
 
     def kinds(self, weights: Collection[str]) -> tuple[str, ...]:
         """The kinds of items, of those in `patch_widths`, that a tower with these weights takes."""

@@ -1,4 +1,4 @@
-"""Finds the token budgets that waste least for the image sizes that a server has seen.
+"""Finds the token budgets with the least padding for the image sizes that a server has seen.
 
 Integers only. A histogram maps image tokens to counts. An image of t tokens that is replayed alone costs the smallest
 budget that holds it, so the work of a ladder is the sum of those budgets, and its waste is that work divided by the
@@ -143,12 +143,13 @@ def tuned_ladder(histogram: Histogram, max_budgets: int, *, floor: int = 1, hi: 
 def packed_ladder(
     histogram: Histogram, max_budgets: int, *, images: int = 1, hi: int | None = None, batch: int = 16
 ) -> list[int]:
-    """The ladder of at most `max_budgets` budgets that wastes least if `batch` images wait and at most `images` share a
-    launch, as found by a search.
+    """The ladder of at most `max_budgets` budgets with the least padding, as found by a search, if `batch` images wait
+    at a time and at most `images` share a launch.
 
-    The launches depend on the ladder, so the result is not proven optimal: starting from several ladders, their
-    launches are tuned for exactly, repeatedly while that helps. On its sample it is never worse than at most as many
-    doublings, or than `tuned_ladder`. `images` and `hi`: see `tuned_ladder` (`floor`), which also lists the errors.
+    The launches depend on the ladder, so the result is not proven optimal: the search starts from several ladders and
+    repeatedly replaces each by the exact best ladder for its launches, until that changes nothing. On its sample the
+    result is never worse than `tuned_ladder`, or than doublings that need no more budgets. `images`: the `floor` of
+    `tuned_ladder`; `hi` and errors: see there.
     """
     best = tuned_ladder(histogram, max_budgets, floor=images, hi=hi)
     top = best[-1]

@@ -79,7 +79,7 @@ Rotated = tuple[Tensor, Tensor]
 
 
 def _rotations(rotations_TF: Tensor, source_R: Tensor, table_KD: Tensor) -> Rotated:
-    """Rotations of the tower rows: those of its patch; rows that are no patch are not rotated."""
+    """Rotations of the tower rows: those of each row's patch; rows that are not patches are not rotated."""
     prefix, half = table_KD.shape[0], rotations_TF.shape[1] // 2
     fixed_KF = torch.cat((rotations_TF.new_ones(prefix, half), rotations_TF.new_zeros(prefix, half)), 1)
     rows_RF = torch.cat((fixed_KF, rotations_TF)).index_select(0, source_R)[:, None, None]
@@ -97,7 +97,7 @@ class ViTSizes(TowerSizes, Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """D."""
+        """Width of a tower row: D."""
 
     @property
     def num_heads(self) -> int:

@@ -1,4 +1,4 @@
-"""Sizes that follow from those of a vision transformer, whatever its family. Imports no torch."""
+"""Sizes that follow from the settings of a vision transformer of any family. Does not import torch."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class VitSizes:
 
     @property
     def patch_dim(self) -> int:
-        """Numbers in one flattened patch of an image."""
+        """Values in one flattened patch of an image."""
         return RGB * self.patch_size**2
 
     @property
     def position_width(self) -> int:
-        """Positions are added to the embedded patches."""
+        """The width of the tower, since positions are added to embedded patches."""
         return self.hidden_size
 
     @property

@@ -1,4 +1,4 @@
-"""Reads weights of a tower: plain ones in its dtype, quantised ones packed where a product can take them."""
+"""Reads weights of a tower: plain ones in its dtype, quantised ones packed where a product supports them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TowerWeights:
         self, stored: Iterable[tuple[str, AnyWeight]], required: Collection[str], *, dtype: torch.dtype,
         device: torch.device, compiled: bool = False,
     ) -> None:  # fmt: skip
-        # A tensor is dropped once it was taken: a mapped file's pages count as memory as long as a tensor has them.
+        # A tensor is dropped once it is taken: a mapped file's pages count as memory as long as a tensor refers to it.
         self._stored = dict(stored)
         if missing := set(required) - self._stored.keys():
             raise ValueError(f"{len(missing)} vision weights are missing, such as {sorted(missing)[:3]}")
@@ -39,7 +39,7 @@ class TowerWeights:
 
     @property
     def names(self) -> Collection[str]:
-        """Names of the tensors that were not taken yet."""
+        """Names of the tensors that have not been taken yet."""
         return self._stored.keys()
 
     def stored(self, name: str) -> Tensor:
@@ -71,7 +71,7 @@ class TowerWeights:
         return self.layer(weight, bias)
 
     def layer(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """A linear layer of the tower. Its rows are always many, so bfloat16 weights keep their 16 bits."""
+        """A linear layer of the tower. It always gets many rows, so bfloat16 weights stay in 16 bits."""
         return Linear(weight, bias, compiled=self.compiled, compact=False)
 
     def norm(self, name: str, eps: float) -> Norm:

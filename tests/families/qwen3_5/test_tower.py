@@ -112,7 +112,7 @@ def test_patches_in_another_order_are_refused() -> None:
     tiny = tiny_qwen()
     item = random_item(tiny.config, (4, 4))
     rows = EncoderItem(item.grid, item.patches)
-    with pytest.raises(ValueError, match="image 0: patches by rows, the tower takes them by blocks"):
+    with pytest.raises(ValueError, match="image 0: patches by rows, but the tower takes blocks"):
         encode(runner(tiny), [rows])
 
 
