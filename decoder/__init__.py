@@ -1,1 +1,1 @@
-"""The decoder runner: scheduler, state arena, hybrid Mamba-2 model, sampling."""
+"""The decoder runner: scheduler, state arena, hybrid model of recurrent and attention layers, sampling."""

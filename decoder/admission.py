@@ -64,7 +64,7 @@ class Admission:
                 break
             start = self._make_room(sequence, hit, step, chosen, budget)
             if start is None:
-                if hit.tokens and not chosen:  # not even the whole memory is enough: it waits for its images
+                if hit.tokens and not chosen:  # all memory is not enough for the hit; without it, it waits for images
                     assert self.cache is not None
                     self.cache.overlook(sequence)
                     continue
@@ -77,8 +77,8 @@ class Admission:
             budget -= row.count
 
     def row(self, sequence: Sequence, budget: int, cached: int = 0) -> Row | None:
-        """The tokens that the sequence can compute now, after its `cached` first tokens if it has computed none; `None`
-        if its next row is not ready."""
+        """The sequence's next tokens, at most `budget`; `None` if its next token is not ready. `cached`: how many of
+        its first tokens need not be computed, if it has computed none yet."""
         start = max(sequence.computed, cached)
         align = 1 if self.cache is None else self.cache.placement.grid
         budget = min(budget, self._max_chunk or budget)
@@ -88,7 +88,7 @@ class Admission:
     def lookup(self, sequence: Sequence) -> Hit:
         """The cached prefix of a sequence that has computed nothing."""
         request = sequence.request
-        # Log-probabilities of all prompt tokens are requested, so all are computed.
+        # If hidden states or log-probabilities of the prompt are requested, all of its tokens are computed.
         whole = request.pooled or request.sampling.prompt_logprobs is not None
         if self.cache is None or sequence.computed or whole:
             return MISS
@@ -102,8 +102,8 @@ class Admission:
         return sequence.ready_end(done) > max(done, sequence.barrier - 1)
 
     def _first_row(self, sequence: Sequence, hit: Hit, budget: int) -> Row | None:
-        """Its first row after a hit; `None` while its image is not ready, or before the row is ready for which it was
-        preempted."""
+        """The sequence's first row after a hit. `None` while the image at that place is not ready, and, for a sequence
+        that was preempted while it waited for an image, until that image is ready."""
         if sequence.ready_end(max(sequence.computed, hit.tokens)) < sequence.barrier:
             return None
         return self.row(sequence, budget, hit.tokens)
@@ -117,8 +117,8 @@ class Admission:
         return sequence.deferred
 
     def _make_room(self, sequence: Sequence, hit: Hit, step: Step, chosen: dict[int, Row], budget: int) -> Start | None:
-        """Finds memory for a batch slot, state slots and pages of a sequence that has `hit`, or of the whole sequence;
-        `None` if there is none. Only sequences that wait for images are preempted for it."""
+        """Finds a batch slot, state slots and pages for a sequence, to start from `hit` or else from its beginning;
+        `None` if there is no memory. Only sequences that wait for images are preempted for it."""
         stuck: list[Sequence] | None = None
         while True:
             if self.memory.batch_slot_free:
@@ -155,8 +155,8 @@ class Admission:
         return start
 
     def _adopt(self, sequence: Sequence, hit: Hit, step: Step) -> Start | None:
-        """Hands the checkpoint over to the sequence, unless it is being copied from. Its pages must have been
-        retained."""
+        """Hands the hit's checkpoint over to the sequence, unless the checkpoint is being copied from. The hit's pages
+        must have been retained."""
         memory, pool, checkpoint = self.memory, self.memory.pool, hit.checkpoint
         if checkpoint is None or checkpoint.slot < 0 or pool.slot_owners(checkpoint.slot) > 1:
             return None
@@ -177,7 +177,7 @@ class Admission:
         return Start(hit, [checkpoint.slot], [*hit.pages, *own])
 
     def _enter(self, sequence: Sequence, start: Start, step: Step) -> None:
-        """Starts the sequence with its cached prefix, and free memory for the rest."""
+        """Starts the sequence with its cached prefix, and takes free memory for the rest."""
         hit, first = start.hit, sequence.held.admission < 0
         fresh = self.memory.admit(sequence, start.slots, start.pages)
         if hit.checkpoint is not None:

@@ -30,7 +30,7 @@ class Answers:
         *,
         at_once: bool,
     ) -> None:
-        """`at_once`: tokens are on the host when the step returns."""
+        """`at_once`: whether a step's tokens are on the host when it returns."""
         self.states, self.speculation, self.timer = states, speculation, timer
         self.pools, self.prompt_scores = pools, prompt_scores
         self.sequences: dict[str, Sequence] = {}
@@ -105,9 +105,8 @@ class Answers:
         return tokens
 
     def _take(self, row: Row, choices: list[Choice]) -> list[TokenEvent]:
-        """Adds to a row's sequence the tokens drawn at its accepted drafts and the one after them; none after the
-        end.
-        """
+        """Adds to a row's sequence the tokens drawn at its accepted drafts and the one after them, up to the token that
+        ends the sequence."""
         sequence, first = row.sequence, row.end - row.drafts
         events: list[TokenEvent] = []
         for place, choice in enumerate(choices):
@@ -119,7 +118,7 @@ class Answers:
         return events
 
     def _append(self, sequence: Sequence, at: int, choice: Choice) -> TokenEvent:
-        """Adds the token at position `at` to a sequence, and returns whether it ends the sequence."""
+        """Adds the token at position `at` to a sequence. Returns its event, which says whether it ends the sequence."""
         if at < len(sequence.tokens):
             sequence.tokens[at] = choice.token
             sequence.unread -= 1
@@ -180,7 +179,7 @@ def _hits(row: Row, choices: SequenceOf[Choice]) -> int:
 
 
 def _forget_unread(sequence: Sequence) -> None:
-    """Removes what the in-flight step draws for a sequence that has ended before it: there its row is padding."""
+    """Removes the token that the in-flight step draws for a sequence that has ended; its row there is padding."""
     if sequence.unread:
         del sequence.tokens[sequence.known :]
         sequence.unread, sequence.computed = 0, min(sequence.computed, len(sequence.tokens) - 1)
@@ -195,7 +194,8 @@ def _release_spans(sequence: Sequence, end: int) -> None:
 
 
 def _followed(sequence: Sequence, token: int, reason: FinishReason | None) -> Exception | None:
-    """Tells a constraint about a token after which the sequence goes on. Returns why it has failed, if it has."""
+    """Passes a drawn token to the sequence's constraint, unless the sequence ends with it. Returns the constraint's
+    error, if it has failed."""
     guide = sequence.guide
     if guide is None:
         return None
@@ -207,7 +207,7 @@ def _followed(sequence: Sequence, token: int, reason: FinishReason | None) -> Ex
 def _finish_reason(sequence: Sequence, output: int, token: int) -> tuple[FinishReason | None, int | None]:
     """Why the sequence ends with its output token number `output`, and that token if it is an end or stop token."""
     request, params = sequence.request, sequence.request.sampling
-    guided = sequence.guide is not None  # a constraint that leaves nothing else ends it before its time
+    guided = sequence.guide is not None  # if its constraint allows only end tokens, it ends even before `min_tokens`
     ends = token in params.stop_token_ids or (token in request.eos_token_ids and (guided or not params.ignore_eos))
     if ends and (guided or output > params.min_tokens):
         return "stop", token

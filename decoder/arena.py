@@ -36,7 +36,7 @@ def _aligned(size: int) -> int:
 
 
 def paged(config: DecoderConfig, options: DecoderOptions) -> tuple[PageSpec, ...]:
-    """Key-value pages of the model, then of drafting heads."""
+    """Key-value pages of the model's layers, then those of the MTP head."""
     return config.pages + (config.mtp_pages if options.speculative == "mtp" else ())
 
 
@@ -49,10 +49,10 @@ class ArenaLayout:
     state_bytes: tuple[int, ...]
     """Bytes of each recurrent layer's state, padded to the alignment."""
     page_bytes: int
-    """One page over all attention layers; 0 without attention."""
+    """Bytes of one page over all attention layers; 0 without attention."""
     page_size: int
     slots_per_seq: int = 1
-    """Slots that a running sequence holds."""
+    """State slots that a running sequence holds."""
     ring_bytes: int = 0
     """Bytes of the ring of one running sequence, over all recurrent layers; 0 unless states are replayed."""
     carry_bytes: int = 0
@@ -78,7 +78,7 @@ class ArenaLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of windows, states and drafter's row of one sequence; 0 if there are none."""
+        """Bytes of the windows, states and drafter's row of one sequence; 0 for a model that has none."""
         return sum(self.window_bytes) + sum(self.state_bytes) + self.carry_bytes
 
     @property
@@ -117,7 +117,8 @@ def device_memory(device: str) -> int:
 
 
 def resolve_blocks(layout: ArenaLayout, options: DecoderOptions, reserved: int = 0) -> int:
-    """The number of superblocks of the arena. Raises `ValueError` if one request of `max_len` does not fit.
+    """The number of superblocks of the arena. Raises `ValueError` if one request of `max_len` does not fit, or if
+    `memory_bytes` is more than the device has.
 
     `reserved`: bytes of the memory share that are needed for other purposes, such as graphs.
     """
@@ -140,7 +141,8 @@ def resolve_blocks(layout: ArenaLayout, options: DecoderOptions, reserved: int =
 
 
 def _check_memory(memory_bytes: int, device: str) -> None:
-    """Raises `ValueError` if the device has less memory. A plan may be for a GPU that this machine lacks."""
+    """Raises `ValueError` if the device has less memory. For a GPU nothing is checked on a machine without GPUs, which
+    may plan for one."""
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         return
     if memory_bytes > (memory := device_memory(device)):
@@ -148,8 +150,8 @@ def _check_memory(memory_bytes: int, device: str) -> None:
 
 
 def _ways_to_fit(layout: ArenaLayout, blocks: int, needed: int, options: DecoderOptions) -> str:
-    """What would let one request of max_len fit, which takes `needed` bytes: more memory, if the device has it, or the
-    largest max_len for these blocks, if there is one."""
+    """How to make one request of max_len fit, which takes `needed` bytes: with more memory, if the device has it, or
+    with the largest max_len for these blocks, if there is one."""
     spare = blocks - (layout.slots_per_seq if layout.slot_bytes else 0)
     tokens = spare * layout.pages_per_block * layout.page_size
     ways = [f"lower max_len to at most {tokens}"] if tokens >= 2 else []
@@ -236,10 +238,10 @@ class Arena:
         return views
 
     def clear_pages(self, pages: Sequence[int]) -> None:
-        """Zeroes newly taken pages: old state bits read as numbers may be NaN, and NaN x 0 is not 0."""
+        """Zeroes newly taken pages: bytes of an old state, read as keys or values, may be NaN, and NaN x 0 is not 0."""
         if not pages or not self.layout.page_bytes:
             return
-        if self.buffer.device.type == "cpu":  # torch would wake a team of threads, for a few microseconds of work
+        if self.buffer.device.type == "cpu":  # torch would wake its threads for a few microseconds of work
             address, size = self.buffer.data_ptr(), self.layout.page_bytes
             for run in SlotRun.of(pages, len(pages)):
                 ctypes.memset(address + run.slot * size, 0, (run.end - run.begin) * size)
@@ -247,7 +249,7 @@ class Arena:
             self._pages().index_fill_(0, upload(pages, torch.int64, self.buffer.device), 0)
 
     def _pages(self) -> Tensor:
-        """`[pages, numbers]`: each page as the widest integers that fit it, because torch fills a byte at a time."""
+        """`[pages, integers]`: each page as the widest integers that divide it; torch fills bytes one by one."""
         pages = self.pool.num_blocks * self.layout.pages_per_block
         dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[math.gcd(self.layout.page_bytes, 8)]
         return self.buffer.view(dtype).view(pages, -1)

@@ -15,9 +15,9 @@ Arriving = Tensor | Quantised | Stack
 
 
 class ArrivingWeights:
-    """Named weights from an iterator; those of a `Stack` are read when their layer is built. An iterator without a
-    length is read as weights are needed, and must be in the order of `DecoderConfig.expected_weights`; others may have
-    any order."""
+    """Named weights from an iterable; those of a `Stack` are read when their layer is built. An iterable without a
+    length is read as weights are needed, and must be in the order of `DecoderConfig.expected_weights`; one with a
+    length may have any order."""
 
     def __init__(self, config: DecoderConfig, weights: Iterable[tuple[str, Arriving]]) -> None:
         self._config, self._source = config, iter(weights)
@@ -42,13 +42,14 @@ class ArrivingWeights:
         return found
 
     def finish(self) -> None:
-        """Reads the rest. `ValueError` as in `take`, also for names that were never taken."""
+        """Reads the remaining weights. Raises `ValueError` as in `take`, also for names that were never taken."""
         self._read_all()
         check_shapes(self._config, self._shapes)
         assert not self._held, f"weights that no layer took: {', '.join(self._held)}"
 
     def _read(self) -> bool:
-        """Reads one more; False at the end. A wrong one ends reading with an error about all."""
+        """Reads one more weight; False at the end. If it is unknown or has a wrong shape, reads the shapes of all
+        others and raises a `ValueError` that lists every problem."""
         item = next(self._source, None)
         if item is None:
             return False

@@ -52,7 +52,7 @@ class ScanRows:
     window_saves: tuple[tuple[int, int, int], ...] | Tensor = ()
     """(row, end, slot): the conv window after `end` of these tokens is saved in the slot."""
     cut: tuple[list[int], list[int], int] | None = None
-    """For each row its tokens and those before them, and the chunk length; `None` without recurrent layers."""
+    """(number of tokens of each row, number of tokens before them, chunk length); `None` without recurrent layers."""
     static_tables: ScanTables | None = None
     """A graph's own buffers."""
 
@@ -74,7 +74,7 @@ class ScanRows:
 @dataclass(frozen=True)
 class VerifyTensors:
     """The V rows after the updates: a token and drafts, up to T tokens each, of which the first ones will be accepted.
-    Padding: batch slot, slots -1, accepted 1 (0 if inputs are replayed), length 0."""
+    Padding rows: batch slot and slots -1, accepted 1 (0 if inputs are replayed), length 0."""
 
     batch_slots_V: Tensor
     slots_VT: Tensor
@@ -147,7 +147,7 @@ class Batch:
     samples: Tensor | None
     """Tokens whose logits are needed; `None` for all, in order."""
     positions_TA: Tensor | None = None
-    """Positions of tokens on each axis; `None` for a model whose layers read none."""
+    """Positions of tokens on each axis; `None` for a model whose layers read no positions."""
 
     @cached_property
     def slot_runs(self) -> tuple[SlotRun, ...] | None:
@@ -156,8 +156,8 @@ class Batch:
 
 
 class Unread(NamedTuple):
-    """The results of the previous step, on the device: its tokens `[M]`, and which of them end their request (`None`:
-    none can)."""
+    """The results of the previous step, on the device: its tokens `[M]` int64, and which of them end their request,
+    `[M]` bool (`None`: none can)."""
 
     tokens_M: Tensor
     ended_M: Tensor | None
@@ -228,7 +228,7 @@ class BatchBuilder:
         return batch if unread is None else self._filled(batch, rows, unread)
 
     def _single(self, rows: SequenceOf[Row]) -> Batch | None:
-        """The batch of rows of one token each after a state, all of which draw, packed into one tensor, which covers
+        """The batch of rows of one token each after a state, all of which draw, packed into one tensor: the case of
         nearly all steps. `None` if there are other rows."""
         tables = self.tables
         alone = singles(rows, tables, self.options.page_size, 0)
@@ -263,8 +263,8 @@ class BatchBuilder:
         return upload(found, torch.int64, self.options.device)
 
     def _filled(self, batch: Batch, rows: SequenceOf[Row], unread: Unread) -> Batch:
-        """The batch with the ids that only the device knows, each of a row of one token. A row whose token ended its
-        request becomes padding: slot -1, place -1, no keys."""
+        """The batch with the ids that only the device knows, each the id of a row of one token. A row whose token ended
+        its request becomes padding: slot -1, place -1, no keys."""
         places: list[tuple[int, int, int]] = []
         first = 0
         for index, row in enumerate(rows):
@@ -293,7 +293,7 @@ class BatchBuilder:
         return upload(values, torch.int64, self.options.device) if values else self._empty
 
     def _pages(self, rows: SequenceOf[Row], alone: int) -> tuple[Tensor, Tensor]:
-        """Page tables of each token of the first `alone` rows and of the rows after them; the place of each token."""
+        """(page table of each token of the first `alone` rows and of each row after them, place of each token)."""
         if self.tables is None:
             return self._empty, self._empty
         size = self.options.page_size
@@ -386,8 +386,8 @@ class BatchBuilder:
 
 def read_images(step: Step, hidden_size: int) -> None:
     """Reads the rows of images that the step computes from their sources, into `Row.images`. If a source raises an
-    error, or has not the rows that its place in the prompt needs, its request fails and its row is removed from the
-    step."""
+    error, or its rows do not have the shape that its span of the prompt needs, its request fails and its row is removed
+    from the step."""
     for row in list(step.rows):
         sequence = row.sequence
         if sequence.next_span == len(sequence.request.spans):
@@ -400,7 +400,8 @@ def read_images(step: Step, hidden_size: int) -> None:
 
 
 def _image_rows(row: Row, hidden_size: int) -> list[tuple[int, Tensor]]:
-    """As `Row.images`. Raises `ValueError` if a source has not the rows that its place in the prompt needs."""
+    """The value of `Row.images`. Raises `ValueError` if the rows of a source do not have the shape that its span of the
+    prompt needs."""
     found = []
     for span in row.sequence.request.spans[row.sequence.next_span :]:
         begin, end = max(span.start, row.start), min(span.end, row.end)
@@ -410,7 +411,7 @@ def _image_rows(row: Row, hidden_size: int) -> list[tuple[int, Tensor]]:
         length = span.end - span.start
         if rows.shape != (length, hidden_size):
             raise ValueError(
-                f"an image of {length} tokens of width {hidden_size} came with rows of shape {tuple(rows.shape)}"
+                f"an image's rows must have shape {(length, hidden_size)}, but its source has {tuple(rows.shape)}"
             )
         found.append((begin - row.start, rows[begin - span.start : end - span.start]))
     return found

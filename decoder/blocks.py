@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Claims:
-    """References of some owners, and the superblocks that these take. Counted as references change, so that reading the
-    counts takes constant time."""
+    """References of some owners, and the superblocks that they occupy. Counts are updated when references change, so
+    that reading them takes constant time."""
 
     pages_per_block: int
     slots: dict[int, int] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Claims:
     pages: dict[int, int] = field(default_factory=dict)
     """Page -> references."""
     blocks: dict[int, int] = field(default_factory=dict)
-    """Superblock -> number of different pages of it."""
+    """Superblock -> number of its pages that have references."""
 
     @property
     def used_blocks(self) -> int:
@@ -103,7 +103,8 @@ class PartlyFree:
 class SuperblockPool:
     """Counted references to slots and pages that share one set of superblocks.
 
-    A reference is either needed or ceded. Memory that only has ceded references can be reclaimed at any time.
+    A reference is either needed or ceded. Memory with only ceded references, those of the prefix cache, can be
+    reclaimed at any time.
     """
 
     def __init__(self, num_blocks: int, pages_per_block: int, has_slots: bool = True) -> None:
@@ -117,7 +118,7 @@ class SuperblockPool:
         """All references that have not been ceded."""
         self._partly_free = PartlyFree()
 
-    # -- what there is -------------------------------------------------------------------------------------------------
+    # -- counts --------------------------------------------------------------------------------------------------------
 
     @property
     def free_blocks(self) -> int:
@@ -147,7 +148,7 @@ class SuperblockPool:
             blocks += -(-max(0, pages - self.loose_pages) // self.pages_per_block)
         return max(0, blocks - self.free_blocks)
 
-    # -- taking and giving back ----------------------------------------------------------------------------------------
+    # -- taking and releasing ------------------------------------------------------------------------------------------
 
     def take_slot(self, high: bool = False) -> int | None:
         """A slot with one reference, -1 for a model without states, or `None` if memory is short.

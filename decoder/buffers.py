@@ -28,7 +28,7 @@ class Field:
     rest: tuple[int, ...]
     dtype: torch.dtype
     fill: float | None
-    """Value of rows that a step does not use; `None`: its last value is repeated."""
+    """Value of rows that a step does not use; `None`: the step's last value is repeated."""
     rows: Callable[[int], int] = int
 
     def bytes(self, size: int) -> int:
@@ -56,7 +56,7 @@ def decode_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, F
 
 
 def position_fields(config: DecoderConfig, rows: Callable[[int], int] = int) -> dict[str, Field]:
-    """Positions of `rows(size)` tokens, where layers read them. Padded tokens: 0."""
+    """The buffer of the positions of `rows(size)` tokens, if layers read positions. Padded tokens: 0."""
     return {"positions": Field((config.position_axes,), torch.int64, 0, rows)} if config.position_axes else {}
 
 
@@ -157,7 +157,7 @@ class BatchBuffers:
         }
 
     def view(self, size: int) -> dict[str, Tensor]:
-        """The buffers of one bucket, prefixes of these."""
+        """The buffers of one bucket: prefixes of `tensors`."""
         return {name: tensor[: self.fields[name].rows(size)] for name, tensor in self.tensors.items()}
 
     def set_batch(self, size: int, values: Mapping[str, Tensor]) -> None:
@@ -241,7 +241,7 @@ def verify_values(
 
 
 def verify_batch(view: Mapping[str, Tensor], longest: int, span: int, width: int) -> Batch:
-    """The places of its tokens are constants of the graph."""
+    """The batch of a verify graph. The places of its tokens are constants of the graph."""
     size, empty = view["slots"].shape[0], view["slots"][:0]
     packed = torch.arange(size * width, device=empty.device)
     rows = VerifyTensors(

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class Node:
+    """One full page of a cached prefix, after the pages of its parents; a root has no page (`decoder.page_tree`)."""
+
     key: bytes
     parent: Node | None
     page: int
@@ -19,11 +21,13 @@ class Node:
 
 @dataclass(eq=False)
 class Checkpoint:
+    """A cached prefix of `tokens` tokens with the state after it."""
+
     key: bytes
     node: Node
     tokens: int
     slot: int
-    """-1 in models without Mamba layers."""
+    """State slot; -1 in models without recurrent layers."""
     tail: int
     """Page that begins with the tail's tokens, or -1."""
     gain: int
@@ -39,7 +43,7 @@ class Hit:
 
     tokens: int = 0
     matched: int = 0
-    """Tokens whose pages are cached: at least `tokens` less a tail."""
+    """Number of tokens whose full pages are cached: at least `tokens` without a tail."""
     pages: tuple[int, ...] = ()
     """Full pages of the first `tokens`."""
     checkpoint: Checkpoint | None = None

@@ -1,7 +1,8 @@
 """Which sizes get a captured graph. Pure policy: ints in, ints out.
 
 Two separate lists: *mixed* sizes count tokens, *decode* sizes count requests. Neither is ever shortened silently: an
-impossible size is a `ValueError`, and the largest size asked for is always included, on the stride or off it.
+impossible size is a `ValueError`, and the largest size asked for is always included, whether or not a stride reaches
+it.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def _strides(cap: int, mode: str) -> list[int]:
 def capture_sizes(
     max_batched_tokens: int, max_capture: int, *, mode: str = "balanced", sizes: Iterable[int] | None = None
 ) -> list[int]:
-    """Sizes in tokens for graphs of mixed batches, rising.
+    """Sizes in tokens for graphs of mixed batches, ascending.
 
     Without `sizes`: 1, 2, 4 (`interactivity`: every size to 32), then steps of 8 below 256 and of 16 above, up to
-    cap = min(max_capture, max_batched_tokens), and cap itself. With `sizes`: exactly those, sorted, once each;
+    cap = min(max_capture, max_batched_tokens), and cap itself. With `sizes`: exactly those, sorted, without repeats;
     `max_capture` has no effect, and a size below 1 or above `max_batched_tokens` is a `ValueError`.
     """
     if mode not in MODES:
@@ -51,14 +52,14 @@ def capture_sizes(
 
 
 def decode_sizes(max_seqs: int, max_capture: int) -> list[int]:
-    """Sizes in requests for graphs of decode batches, rising; the last is min(max_seqs, max_capture)."""
+    """Sizes in requests for graphs of decode batches, ascending; the last is min(max_seqs, max_capture)."""
     if max_seqs < 1 or max_capture < 1:
         raise ValueError(f"max_seqs {max_seqs} and max_capture {max_capture} must be at least 1")
     return _strides(min(max_seqs, max_capture), "balanced")
 
 
 def padded_size(n: int, sizes: Sequence[int]) -> int | None:
-    """The smallest of the rising `sizes` that holds `n`, or `None` when none does: no graph."""
+    """The smallest of the ascending `sizes` that is at least `n`, or `None` if there is none: no graph."""
     place = bisect_left(sizes, n)
     return sizes[place] if place < len(sizes) else None
 
@@ -76,7 +77,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class CapturePlan:
-    """The two lists of one runner, each rising."""
+    """The two lists of one runner, each ascending."""
 
     decode: tuple[int, ...]
     mixed: tuple[int, ...]
@@ -84,8 +85,8 @@ class CapturePlan:
     """Drafts of a request in one step; with any, the decode sizes are captured again for steps that verify drafts."""
 
     def tokens(self, bucket: Bucket) -> int:
-        """Rows of a bucket: one for each token, real or padding. A step that verifies has room for as many requests
-        with drafts as without.
+        """Rows of a bucket: one for each token, real or padding. A verify bucket holds `size` requests with drafts and
+        as many without.
         """
         return bucket.size * (2 + self.drafts) if bucket.kind == "verify" else bucket.size
 
@@ -121,10 +122,10 @@ def check_state_slots(
     full_graphs: bool = True,
     profiling: bool = False,
 ) -> None:
-    """`ValueError` when full graphs of `max_seqs` rows would need more state slots than the arena can hold.
+    """Raises `ValueError` if full graphs of `max_seqs` rows would need more state slots than the arena can hold.
 
-    `slots`: superblocks, were all of them slots. `concurrent`: how many requests the arena really serves at once,
-    with their pages; named in the message when given.
+    `slots`: the number of slots if all superblocks were slots. `concurrent`: how many requests the arena can really
+    hold at once, with their pages; the message names it if it is given.
     """
     if not has_mamba or not full_graphs or profiling or max_seqs * slots_per_seq <= slots:
         return

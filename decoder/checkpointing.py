@@ -35,7 +35,7 @@ class Checkpointing:
         sequence.cursor = CacheCursor(marks, following, hit.tokens, sequence.cursor.moving)
 
     def follow(self, leader: Sequence, follower: Sequence) -> None:
-        """A further sample continues after the prompt that its leader has computed."""
+        """Sets the cursor of a further sample, which continues after the prompt that its leader has computed."""
         following = self.cache.placement.next_mark((), follower.prompt_len, follower.computed)
         follower.cursor = CacheCursor((), following, leader.cursor.last_mark)
         share_keys(leader, follower)
@@ -62,7 +62,8 @@ class Checkpointing:
         return False
 
     def place(self, step: Step) -> None:
-        """Takes slots for the states of this step's rows that are kept, from memory without a better use."""
+        """Takes slots for the states of this step's rows that are to be kept, from free memory or that of checkpoints
+        of less worth; states without a slot are not kept."""
         for row in step.rows:
             sequence, cursor = row.sequence, row.sequence.cursor
             if row.end < cursor.next_mark:
@@ -79,7 +80,7 @@ class Checkpointing:
             cursor.next_mark = self.cache.placement.next_mark(cursor.marks, sequence.prompt_len, row.end)
 
     def _within_budget(self, gain: int) -> bool:
-        """Whether one more state may be kept, possibly by evicting a checkpoint of less worth."""
+        """Whether one more state may be kept, if necessary by evicting a checkpoint of less worth."""
         while self.most is not None and len(self.cache.order) + self._unwritten >= self.most:
             if not self.cache.evict(self.cache.order.worth(gain)):
                 return False
@@ -92,7 +93,7 @@ class Checkpointing:
             self.cache.pool.release_slot(slot)
 
     def register(self, sequence: Sequence, kept: Iterable[tuple[int, int]]) -> None:
-        """The states (position, slot) of a sequence have been written: inserts them into the cache."""
+        """Inserts states (position, slot) of a sequence, which have been written, into the cache."""
         cache, cursor = self.cache, sequence.cursor
         for position, slot in kept:
             self._unwritten -= 1
@@ -107,7 +108,7 @@ class Checkpointing:
                 cursor.moving = found
 
     def rewind(self, sequence: Sequence) -> None:
-        """Some drafts were rejected: the next state to keep is the first one after what is computed."""
+        """Sets the next state to keep to the first one after the computed tokens: drafts may have been rejected."""
         cursor = sequence.cursor
         cursor.next_mark = self.cache.placement.next_mark(cursor.marks, sequence.prompt_len, sequence.computed)
 
@@ -133,8 +134,8 @@ class Checkpointing:
         return (source, slot) if slot >= 0 else None
 
     def check_integrity(self) -> None:
-        """`AssertionError` when more is kept than allowed, or states are unwritten between steps."""
+        """`AssertionError` if more checkpoints are kept than allowed, or the count of unwritten states is below 0."""
         assert self.most is None or len(self.cache.order) + self._unwritten <= self.most, (
-            "more checkpoints than the budget has"
+            "more checkpoints than the budget allows"
         )
         assert self._unwritten >= 0

@@ -1,8 +1,9 @@
 """Where checkpoints of a sequence's state are kept, and their sizes. Pure policy: ints in, ints out.
 
-A checkpoint at `p` has the conv windows and states of all recurrent layers after the first `p` tokens. `none` keeps
-none; `align` the last boundary of `state_block` below the prompt's end, and one that moves along with the output; `all`
-every boundary; `auto` the positions where a later prompt is likely to differ from this one.
+A checkpoint at `p` has the conv windows and states of all recurrent layers after the first `p` tokens. `none` keeps no
+checkpoints; `align` keeps one at the last boundary of `state_block` below the prompt's end, and one that moves along
+with the output; `all` keeps one at every boundary; `auto` at the positions where a later prompt is likely to differ
+from this one.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from decoder.metadata import STATE_MODES
 
 NEVER = 1 << 62
 COARSE = 4
-"""`auto` also keeps the state at the last multiple of this many chunks: it survives eviction longer than the last
-one."""
+"""`auto` also keeps the state at the last multiple of this many chunks, which is evicted later than the one at the last
+chunk."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Placement:
     block: int
     """`state_block`: the grid of `align` and `all`."""
     chunk: int
-    """Chunk of the scan: a scan that continues from a state at a multiple gives the same bits as an uninterrupted
+    """Chunk of the scan: a scan that continues from a state at a multiple of it is bitwise equal to an uninterrupted
     one."""
     page: int
     has_states: bool = True
@@ -36,10 +37,10 @@ class Placement:
     def prompt_marks(
         self, prompt: int, *, images: Iterable[int] = (), wanted: Iterable[int] = (), junction: int = 0
     ) -> tuple[int, ...]:
-        """Positions in a prompt of `prompt` tokens, rising, each at least 1 and below the prompt's end.
+        """Positions in a prompt of `prompt` tokens, ascending, each at least 1 and below the prompt's end.
 
-        `images`: ends of image spans. `wanted`: positions the caller asked for. `junction`: where the prompt leaves a
-        cached one that has no checkpoint there; 0 for nowhere.
+        `images`: ends of image spans. `wanted`: positions that the caller asked for. `junction`: where the prompt
+        departs from a cached one that has no checkpoint there; 0 for nowhere.
         """
         last = prompt - 1
         if self.mode == "none":
@@ -84,7 +85,7 @@ class Placement:
 
 
 def resolve_state_block(state_block: int | None, page: int, chunk: int) -> int:
-    """The default grid is the least common multiple of page and chunk."""
+    """`state_block` in tokens; by default the least common multiple of page and chunk."""
     return math.lcm(page, chunk) if state_block is None else state_block
 
 
@@ -114,8 +115,8 @@ def state_slots(mode: str, max_len: int, state_block: int, num_speculative: int 
 def state_bytes(
     slot_bytes: int, max_len: int, state_block: int, num_speculative: int = 0, checkpoints: int = 0
 ) -> dict[str, int]:
-    """Bytes of states of one request of `max_len` tokens, by mode. Only the first slot (and those of drafts) is held;
-    checkpoints are evicted whenever a running request needs their memory.
+    """Bytes of the states of one request of `max_len` tokens, for each mode. Only the first slot (and those of drafts)
+    is reserved; checkpoints are evicted whenever a running request needs their memory.
     """
     return {
         mode: slot_bytes * state_slots(mode, max_len, state_block, num_speculative, checkpoints) for mode in STATE_MODES

@@ -76,9 +76,10 @@ class CompiledHead(Operations):
         """Makes the entries of `due`, (token, place), then the drafts of `rows`, (last token, its place, number of its
         keys including itself, number of drafts); at most `max_tokens` of each.
 
-        `given`: the trunk's rows before all these tokens, before its final norm. `draws`: `Draw` structs of the first
-        drafts; later ones differ in position only. `positions`: of the entries of `due`, then of each pass of `rows`;
-        empty for a head that reads none. `tables`: pages from the first that each row attends to.
+        `given`: for each of these tokens, the trunk's row of the token before it, before the final norm. `draws`:
+        `Draw` structs of the first drafts; later drafts differ only in position. `positions`: those of the entries of
+        `due`, then those of each pass over `rows`; empty for a head that reads no positions. `tables`: page numbers,
+        from the first page that each row attends to.
         """
         count, passes = len(rows), max((row[3] for row in rows), default=0)
         first, pages, keys, counts = zip(*rows, strict=True) if rows else ((), (), (), ())

@@ -1,4 +1,4 @@
-"""What a decoder is (`DecoderConfig`) and how it is run (`DecoderOptions`)."""
+"""The model that a decoder runs (`DecoderConfig`) and how it runs it (`DecoderOptions`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPEC_STATES = ("replay", "slots")
 DRAFT_POLICIES = ("adaptive", "fixed")
 FORCED_TOKENS = ("auto", "on", "off")
 RING = 16
-"""Steps of inputs that `replay` keeps for each sequence: reading more would cost more than writing a state."""
+"""Tokens whose inputs `replay` keeps for each sequence: reading more would take longer than writing a state."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     max_position_embeddings: int = 4096
-    """Tokens that the model was trained for."""
+    """Context length, in tokens, that the model was trained for."""
     position_axes: int = 0
-    """Axes of the positions that layers read; 0: no layer reads positions."""
+    """Number of axes of the positions that layers read; 0: no layer reads positions."""
     mtp: tuple[MixerSpec, ...] = ()
-    """Mixers of the step of layers that predicts further tokens; empty for models without one."""
+    """Mixers of the multi-token prediction (MTP) head; empty for models without one."""
 
     def __post_init__(self) -> None:
         require(len(self.layers) > 0, "layers is empty: at least one layer is needed")
@@ -62,17 +62,17 @@ class DecoderConfig:
 
     @property
     def ropes(self) -> set[Rope]:
-        """Parameters of all layers and heads, each once."""
+        """The distinct rotary parameters of all layers and of the MTP head."""
         found = [mixer.rope for mixer in (*self.mixers, *self.mtp) if isinstance(mixer, Attention)]
         return {rope for rope in found if rope is not None}
 
     def rotation_bytes(self, max_len: int) -> int:
-        """Of the tables of rotations of so many positions."""
+        """Bytes of the rotation tables for `max_len` positions."""
         return sum(4 * rope.dims * max_len for rope in self.ropes)
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:
-        """Of all layers, in order."""
+        """The mixers of all layers, in order."""
         return tuple(mixer for layer in self.layers for _, mixer in layer.mixers)
 
     @cached_property
@@ -91,7 +91,7 @@ class DecoderConfig:
 
     @property
     def scan_chunk(self) -> int | None:
-        """Tokens of a chunk of the scan; None where no layer scans."""
+        """Tokens of a chunk of the scan; None if no layer scans."""
         return self.slots[0].chunk if self.slots else None
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -109,14 +109,14 @@ class DecoderConfig:
         return weights
 
     def optional_weights(self) -> frozenset[str]:
-        """Names of `expected_weights` that a checkpoint may leave out."""
+        """Names of `expected_weights` that a checkpoint may omit."""
         layers = enumerate(self.layers)
         found = {f"model.layers.{index}.{name}" for index, layer in layers for name in layer.optional_weights()}
         return frozenset(found | self.mtp_weights().keys())
 
     def mtp_weights(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of the heads that predict further tokens; empty for a model without them. Released ones have no
-        biases.
+        """Name -> shape of the weights of the MTP head; empty for a model without one. Its projections have no biases,
+        like those of released models.
         """
         if not self.mtp:
             return {}
@@ -142,89 +142,93 @@ def _float32() -> torch.dtype:
 
 @dataclass(frozen=True)
 class DecoderOptions:
-    """How the decoder runs. The runner works out what `None` stands for; it is never written back into this."""
+    """How the decoder runs. The runner resolves `None` to a value, which it does not write back into this."""
 
     dtype: torch.dtype = field(default_factory=_float32)
     """Dtype of weights, activations, KV pages and conv windows."""
     device: str = "cpu"
     max_seqs: int = 16
-    """Requests that may run at a time."""
+    """Largest number of requests that run at the same time."""
     max_len: int = 4096
-    """Tokens of prompt and output together that one request may have."""
+    """Largest number of tokens, prompt and output together, of one request."""
     max_batched_tokens: int = 2048
-    """Tokens of one step, over all requests."""
+    """Largest number of tokens of one step, over all requests."""
     max_chunk: int | None = None
     """Prompt tokens that one request may compute in one step; `None`: no limit but `max_batched_tokens`."""
     memory_bytes: int | None = None
-    """Size of the state arena; `None`: what `max_seqs` requests of `max_len` need, at most `memory_share` of the
+    """Bytes of the state arena; `None`: what `max_seqs` requests of `max_len` need, at most `memory_share` of the
     memory.
     """
     memory_share: float = 0.5
-    """Share of the machine's memory that a default arena may take."""
+    """Share of the device's memory that a default arena may take."""
     host_bytes: int | None = None
-    """Host memory for the exact state of preempted requests; `None`: a quarter of the arena."""
+    """Bytes of host memory for the exact states of preempted requests; `None`: a quarter of the arena."""
     state_dtype: torch.dtype = field(default_factory=_float32)
-    """Dtype of recurrent states: `float32`, or `bfloat16` on a CPU, to which they are rounded at fixed places of a
-    sequence (kernels/native/README.md). It changes answers; with either, no batch, chunk, draft or saved state does.
+    """Dtype of recurrent states: `float32`, or `bfloat16` on a CPU, to which they are rounded at fixed positions of a
+    sequence (kernels/native/README.md). The dtype changes answers; with either, answers do not depend on batches,
+    chunks, drafts or saved states.
     """
     page_size: int = 16
     """Tokens of one KV page."""
     weights: str | None = None
-    """Weights of the linear layers: `None` in `dtype`, `int8` (a scale for each output), `int4` (one for each 128
-    inputs) and so on (`kernels.weight_forms`), quantised as they are read where the checkpoint has not done it.
+    """Form of the weights of linear layers: one of `kernels.weight_forms.FORMS`, such as `int8` (a scale for each
+    output) or `int4` (a scale for every 128 inputs), to which weights are quantised when they are read, unless the
+    checkpoint's are of that kind already. `None`: as in the checkpoint, plain ones in `dtype`.
     """
     activations: str | None = None
-    """Rows before products with weights of 8 bits: `None` in `dtype`, `fp8` for fp8 weights on GPUs that multiply fp8
-    numbers, or `int8` for int8 weights on CPUs. It changes answers.
+    """Form of the rows that are multiplied with quantised weights: `None` for `dtype`; `fp8` with fp8 weights on GPUs
+    that multiply fp8; `int8` with int8 and int4 weights on CPUs. It changes answers.
     """
     native: str = "auto"
-    """Compiled code for whole decode steps on a CPU: `auto` where it can be built, `on` (a `ValueError` with the reason
-    where it cannot), `off`.
+    """Compiled code for whole steps on a CPU: `auto` uses it if it is available, `on` raises a `ValueError` with the
+    reason if it is not, `off` uses torch operations.
     """
     state_cache: str = "auto"
-    """Where states are kept for later requests: `none`, `align` (the last boundary of `state_block`), `all` (every
-    boundary) or `auto` (ends of images and of the system prompt, junctions, the last chunk, the end of an answer).
+    """Positions at which states are kept for later requests: `none`, `align` (the last boundary of `state_block`),
+    `all` (every boundary) or `auto` (ends of images and of the system prompt, junctions, the last chunk, the end of an
+    answer).
     """
     checkpoint_bytes: int | None = None
-    """Bytes that states kept for later requests may take, the least worthy being evicted; `None`: as many as the arena
-    has room for beside running requests, which have precedence in any case.
+    """Bytes that states kept for later requests may take; those of least worth are evicted first. `None`: as many as
+    the arena can hold beside running requests, which have precedence in any case.
     """
     state_block: int | None = None
     """Tokens between boundaries, a multiple of `page_size`; `None`: the least common multiple of page and chunk."""
     ageing: int = 256
-    """Steps that one level of priority is worth: a request goes before one of the next higher level that arrives this
-    many steps later.
+    """Steps that one level of priority is worth: a request is served before another of the next higher level that
+    arrives at least this many steps later.
     """
     graphs: str = "auto"
-    """`on`: every step that a captured size fits is a replay; `off`: none is; `auto`: `on` where there is a GPU. On a
-    CPU a replay is the same function on padded buffers, which is for tests only.
+    """`on`: every step that fits a captured size is a replay; `off`: no step is; `auto`: `on` if the device is a GPU.
+    On a CPU a replay is the same function on padded buffers, which is for tests only.
     """
     overlap: str = "auto"
-    """`on`: a step is prepared and launched before the results of the one before it are read, wherever the host does
-    not need them for it; `off`: never; `auto`: `on` where there is a GPU. On a CPU nothing runs meanwhile.
+    """`on`: a step is prepared and launched before the results of the previous one are read, unless the host needs them
+    for it; `off`: never; `auto`: `on` if the device is a GPU. On a CPU this saves no time.
     """
     max_capture: int = 512
-    """Largest captured size, in tokens and in requests; `max_batched_tokens` and `max_seqs` bound it too."""
+    """Largest captured size, in tokens and in requests; `max_batched_tokens` and `max_seqs` limit it too."""
     speculative: str = "none"
-    """What drafts tokens that a step then verifies: `none`, `ngram` (what followed the same tokens before) or `mtp`
-    (the checkpoint's own heads).
+    """Source of drafts, which steps verify: `none`, `ngram` (what followed the same tokens before) or `mtp` (the
+    checkpoint's own head).
     """
     draft_tokens: int = 3
-    """Most drafts of one request in a step."""
+    """Largest number of drafts of one request in a step."""
     draft_vocab: int | None = None
-    """`mtp` drafts only ids below this, so that a draft does not read the whole vocabulary projection; `None`: all."""
+    """`mtp` drafts only ids below this, so that a draft does not read the whole vocabulary projection; `None`: all ids.
+    """
     spec_state: str = "replay"
     """How a state is restored after a rejected draft: `replay` keeps one slot and the last inputs, `slots` one slot for
     each token of a step.
     """
     draft_policy: str = "adaptive"
-    """`adaptive`: as many drafts as have been worth their time, none where drafting makes decoding slower; `fixed`:
-    always `draft_tokens`.
+    """`adaptive`: as many drafts as measurements show to be worth their time, and none if drafting makes decoding
+    slower; `fixed`: always `draft_tokens`.
     """
 
     forced_tokens: str = "auto"
-    """Whether tokens that a request's constraint leaves no choice about are verified together, as drafts: `on` (which
-    reserves memory for drafts), `off`, `auto` (where something else drafts too).
+    """Whether tokens that a request's constraint forces are proposed as drafts and verified together: `on` (which
+    reserves memory for drafts), `off`, or `auto` (on if `speculative` is not `none`).
     """
 
     def __post_init__(self) -> None:
@@ -316,7 +320,7 @@ class DecoderOptions:
 
     @property
     def num_drafts(self) -> int:
-        """Most drafts of one request in a step; 0 where nothing drafts."""
+        """Largest number of drafts of one request in a step; 0 if nothing drafts."""
         return self.draft_tokens if self.speculative != "none" or self.forced_on else 0
 
     @property
@@ -326,5 +330,5 @@ class DecoderOptions:
 
     @property
     def slots_per_seq(self) -> int:
-        """State slots that a running request holds: under `slots` one for each token that a step may have."""
+        """State slots that a running request holds: with `spec_state` `slots`, one for each token of a step."""
         return 1 + self.num_drafts if self.spec_state == "slots" else 1

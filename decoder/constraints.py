@@ -26,7 +26,7 @@ class Mask(NamedTuple):
     words: np.ndarray
     """uint32 `[ceil(vocab_size / 32)]`, contiguous: bit `token % 32` of `words[token // 32]` allows the token."""
     address: int
-    """Address of `words` for compiled code. Asking numpy takes longer than many a mask."""
+    """Address of `words` for compiled code. Kept because asking numpy for it can take longer than filling a mask."""
 
     @classmethod
     def over(cls, words: np.ndarray) -> Mask:
@@ -57,7 +57,8 @@ class Constraint(Protocol):
         """Removes the last `count` accepted tokens."""
 
     def valid_prefix(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens`, in sequence, are allowed from the current state, which does not change."""
+        """How many of the first of `tokens` are allowed, one after the other, from the current state, which does not
+        change."""
 
     def forced(self) -> list[int]:
         """The tokens that must follow because there is no alternative; may be empty. The state does not change."""

@@ -24,30 +24,32 @@ FIRST_RATE = 0.6
 steps, a fixed part and one per draft."""
 FIRST_FIXED, FIRST_EACH = 0.1, 0.1
 WORTH = 1.03
-"""Smallest gain in tokens per second over plain decoding for which drafts are made: measurements are inexact."""
+"""Smallest factor of tokens per second over plain decoding for which drafts are made: measurements are inexact."""
 
 FIRST_GAP, LAST_GAP = 64, 512
-"""Tokens between two probes of a request whose own drafts do not pay while others' do; doubled after each failure."""
+"""Tokens between two probes of a request for which drafting is not worthwhile, while it is for others; doubled after
+each failed probe."""
 PROBE_DISTANCE = 32
 """Steps between the probes of two such requests, since a probe delays all requests."""
 QUIET = {"unwanted": 16, "unfound": 16, "refused": 64, "unready": 256}
-"""Steps without drafts, by reason, after which drafting pauses: by the statistics of all requests drafts would not pay;
-nothing was found to propose; those here are rejected although others' were accepted; the drafter has seen too little of
-them.
+"""Steps without drafts, by reason, after which drafting pauses. `unwanted`: by the statistics of all requests, drafting
+would not be worthwhile; `unfound`: there was nothing to propose; `refused`: the drafts of the running requests are
+rejected, although those of others were accepted; `unready`: the drafter lacks state of the running requests.
 """
 FIRST_PAUSE, LAST_PAUSE = 1024, 8192
-"""Steps of a pause after drafts that did not pay; each failed trial doubles them."""
+"""Steps of a pause after drafts that were not worthwhile; each failed trial doubles them."""
 DRY_PAUSE = 16
 """Steps of a pause after steps with nothing to propose."""
 TRIALS = 6
-"""Rows with one draft each in a trial, and then, if half of the drafts were accepted, with as many as are useful."""
+"""Rows with one draft each in a trial, and then, if at least half of the drafts were accepted, as many rows with the
+largest number of drafts."""
 
 BASELINE_STEPS = 4
-"""Steps without drafts that are measured for each number of rows before any with drafts are."""
+"""Steps without drafts that are measured for each number of rows before steps with drafts are."""
 BASELINE_AGE = 512
-"""Steps after which they are measured again."""
+"""Steps after which steps without drafts are measured again."""
 PAUSE_SAMPLES = 16
-"""One in this many steps is measured in a pause, where it costs no drafts."""
+"""One in this many steps of a pause is measured, since that costs no drafts."""
 
 
 class NgramIndex:
@@ -96,7 +98,8 @@ class Record:
 
     hits: float = 0.0
     trials: float = 0.0
-    """Drafts that were accepted, and those that were compared: up to the first rejected one of a step."""
+    """`hits`: accepted drafts; `trials`: drafts that were compared, up to the first rejected one of each step. Both are
+    decayed sums."""
     gap: int = FIRST_GAP
     resume_at: int = 0
     """Length at which a request without drafts is probed again."""
@@ -113,11 +116,11 @@ class StepTimes:
         self._plain: dict[int, deque[float]] = {}
         self._measured: dict[int, int] = {}
         self._longer: dict[int, dict[float, deque[float]]] = {}
-        """By number of rows (a power of two) and drafts of a row: the time of a step, in plain steps, beyond one."""
+        """By number of rows (its bit length) and drafts per row: the additional time of a step, in plain steps."""
         self._extra: dict[int, list[float]] = {}
 
     def wants_plain(self, rows: int, step: int) -> bool:
-        """Whether a step of so many rows without drafts should be measured."""
+        """Whether a step of this many rows without drafts should be measured."""
         plain = self._plain.get(rows)
         return plain is None or len(plain) < BASELINE_STEPS or step - self._measured[rows] > BASELINE_AGE
 
@@ -135,8 +138,8 @@ class StepTimes:
             self._extra.pop(rows.bit_length(), None)
 
     def plain(self, rows: int) -> float:
-        """Seconds of a step without drafts: the median, or that of fewer or more rows if smaller, so that a few slow
-        steps do not distort it."""
+        """Seconds of a step without drafts: the median for this number of rows, or that of a larger number of rows if
+        it is smaller, so that a few slow steps do not distort it."""
         return min(median(seconds) for count, seconds in self._plain.items() if count >= rows)
 
     def extra(self, rows: int) -> list[float]:
@@ -161,11 +164,11 @@ class StepTimes:
 class DraftPolicy:
     """Decides how many drafts a request gets in the next step.
 
-    A step with k drafts for each row gives 1 + rate + ... + rate ** k tokens a row and takes 1 + extra(k) plain steps:
-    the k with the highest quotient is chosen, 0 where none is worth it. Where no request has wanted drafts for some
-    steps, drafting pauses, and the drafter's state need not be kept up to date; a pause ends with a trial: a few rows
-    get one draft, and if that goes well as many as are useful, so that rate and times are measured anew. A failed trial
-    doubles the next pause.
+    A step with k drafts for each row gives 1 + rate + ... + rate ** k tokens per row and takes 1 + extra(k) plain
+    steps: the k with the highest quotient is chosen, or 0 if no k gains enough (`WORTH`). If no request has got drafts
+    for some steps, drafting pauses, and the drafter's state need not be kept up to date. A pause ends with a trial: a
+    few rows get one draft, and if that goes well a few get as many as possible, so that rate and times are measured
+    anew. A failed trial doubles the next pause.
     """
 
     def __init__(self, limit: int, *, adaptive: bool = True) -> None:
@@ -228,11 +231,11 @@ class DraftPolicy:
         return (record.hits + PRIOR_WEIGHT * whole) / (record.trials + PRIOR_WEIGHT)
 
     def measures(self, rows: int) -> bool:
-        """Whether the next step of so many rows should be without drafts, as a measurement to compare with."""
+        """Whether the next step of this many rows should have no drafts, as a measurement to compare with."""
         return self.adaptive and self.times.wants_plain(rows, self._steps)
 
     def best(self, record: Record, rows: int) -> int:
-        """The number of drafts with most tokens a second, if all rows were like this one."""
+        """The number of drafts with the most tokens per second, if all rows were like this one."""
         rate, chosen, speed = self.rate(record), 0, WORTH
         chance = tokens = 1.0
         for drafts, extra in enumerate(self.times.extra(rows), 1):

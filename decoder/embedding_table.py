@@ -20,8 +20,8 @@ class EmbeddingTable:
     """
 
     def __init__(self, weight_VD: Tensor | Quantised, dtype: torch.dtype, tied: Linear | None = None) -> None:
-        """`dtype`: of the rows, and of the weight unless that is quantised. `tied`: the projection with this weight.
-        Without one the weight is a tensor, which is copied."""
+        """`dtype`: of the rows, and of the weight unless it is quantised. `tied`: the projection that shares this
+        weight. Without one, the weight must be a tensor, which is copied."""
         self.dtype = dtype
         self._packed: Packed | CompactTable | None = None
         self._rows: Tensor | Quantised | None = None
@@ -50,12 +50,12 @@ class EmbeddingTable:
         """Address of contiguous rows, for compiled code; None if there is only a packed weight. Raises
         NativeUnavailable for quantised rows of a projection that could not be packed."""
         if isinstance(self._rows, Quantised):
-            raise NativeUnavailable("compiled code reads quantised embeddings out of packed weights only")
+            raise NativeUnavailable("compiled code reads quantised embeddings only from packed weights")
         return None if self._rows is None else self._rows.data_ptr()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows that are stored beside the projection."""
+        """Bytes of the table if it is not the projection's weight."""
         beside = self._rows if self._packed is None else self._packed
         return beside.nbytes if isinstance(beside, Tensor | CompactTable) else 0
 

@@ -1,7 +1,8 @@
 """The order in which the prefix cache evicts checkpoints: GreedyDual with frequency.
 
-A checkpoint's worth is the number of tokens it saves over the next shorter one, times its number of uses, divided by
-its bytes, plus the worth of the last evicted checkpoint at the time of its last use. The least worthy is evicted first.
+A checkpoint's worth is the number of tokens that it saves over the next shorter one, times its number of uses, divided
+by its bytes, plus the worth of the last checkpoint that had been evicted when it was last used. The checkpoint of least
+worth is evicted first.
 """
 
 from __future__ import annotations
@@ -73,5 +74,5 @@ class EvictionOrder:
         return found
 
     def check_integrity(self) -> None:
-        """`AssertionError` unless each checkpoint can be evicted."""
+        """`AssertionError` unless each checkpoint has an entry in the heap."""
         assert {ticket for _, ticket, _ in self._heap} >= set(self._live), "a checkpoint that can never be evicted"

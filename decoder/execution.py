@@ -46,8 +46,8 @@ class Execution:
         at_once: bool,
         overlaps: bool,
     ) -> None:
-        """`at_once`: tokens are on the host when they are drawn. `overlaps`: the next step may run before they are
-        read."""
+        """`at_once`: whether tokens are on the host when they are drawn. `overlaps`: whether the next step may run
+        before they are read."""
         self.scheduler, self.states = scheduler, states
         self.model, self.forward, self.sampler = model, forward, sampler
         self.speculation, self.drafter = speculation, drafter
@@ -60,8 +60,8 @@ class Execution:
     def run(
         self, step: Step, started: float, before: Flight | None = None, read: Callable[[], None] | None = None
     ) -> Flight:
-        """`started`: when the step was scheduled. `before`: the in-flight step, whose tokens have not been read; `read`
-        reads them, so that constraints know what may follow.
+        """Launches a step. `started`: when it was scheduled. `before`: the in-flight step, whose tokens have not been
+        read. `read`: reads these tokens, so that constraints know what may follow.
         """
         self.states.move(step)
         read_images(step, self._hidden_size)
@@ -115,7 +115,7 @@ class Execution:
     def _drawing(
         self, step: Step, rows: Sequence[Row], logits_LV: Tensor
     ) -> tuple[list[Owner], list[list[int]], Tensor]:
-        """For each draw of rows with drafts or followers: whose it is, the drafts before it, and its row of logits."""
+        """For each draw of rows with drafts or followers: (its sequence, the drafts before it, its row of logits)."""
         drawing = [(row, place) for row in rows for place in range(row.drafts + 1)]
         ahead = [row.sequence.draft.tokens[:place] for row, place in drawing]
         shared = [

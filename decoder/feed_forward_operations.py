@@ -32,11 +32,11 @@ def _first(operations: OperationParts, mlp: AnyMlp) -> tuple[Packed, Activation,
 def mlp_operations(
     operations: OperationParts, norm: Tensor, mlp: AnyMlp, scale: float, row_scale: int | None = None
 ) -> list[Op]:
-    """Adds `scale` times, and per row the number at `row_scale` times, the MLP of normalised rows to the residual
-    stream.
+    """Adds the MLP of the normalised rows to the residual stream, multiplied by `scale` and, if given, by each row's
+    factor at the address `row_scale`.
 
-    Plain rows go directly from product to product; integer rows need a row's largest value first, so an operation makes
-    them of the rows in between.
+    Plain rows go directly from product to product. Integer rows need a row's largest value first, so an operation
+    between the products converts the rows.
     """
     (up, activation, apart), down = _first(operations, mlp), operations.packed(mlp.down)
     last = operations.residual(down, scale)
@@ -55,16 +55,16 @@ def mlp_operations(
 
 
 def _divided_like(experts: Sequence[Packed]) -> Weight:
-    """The weight whose panels are divided among threads as all experts' are: one that is not compact may be divided
-    further than a compact one can be, and a layer may have both."""
+    """The weight by which the panels of all experts are divided among threads: a compact one if there is any, because
+    plain panels can be divided further than compact ones, and a layer may have both."""
     return next((each for each in experts if each.stored is Kind.COMPACT_BF16), experts[0]).descriptor
 
 
 def experts_operations(
     operations: OperationParts, norm: Tensor, mixer: ExpertsMixer, beside: AnyMlp | None, scale: float
 ) -> list[Op]:
-    """Adds `scale` times the experts of the normalised rows, and an MLP `beside` them, to the residual stream. Empty if
-    the experts' weights are stacked for a kernel."""
+    """Adds the experts of the normalised rows, and of an MLP `beside` them, to the residual stream, multiplied by
+    `scale`. Empty if the experts' weights are stacked for a kernel."""
     spec, experts = mixer.spec, [expert for expert in mixer.experts if isinstance(expert, AnyMlp)]
     if len(experts) < spec.n_routed_experts:
         return []

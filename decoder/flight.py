@@ -1,9 +1,9 @@
 """A step between its launch and the reading of its results.
 
 On an asynchronous device the next step is launched before this one is read. For a request that draws in both steps, the
-host then knows everything except the id of its last token: how many tokens it has, where its state and keys go. The id
-is taken from this step's tokens on the device. The device also knows whether it was an end token: then the request's
-row in the next step is padding, like unused rows of a graph, and its state stays as it was at the end.
+host then knows everything except the id of its last token: how many tokens it has, and where its state and keys go. The
+id is taken from this step's tokens on the device. The device also checks whether it is an end token: if so, the
+request's row in the next step is padding, like unused rows of a graph, and its state stays as it was at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Flight:
     tokens_L: Tensor | None = None
     """The tokens on the device, in the order of `choices`."""
     ended_L: Tensor | None = None
-    """Which of them end their sequence; `None`: none can."""
+    """`[L]` bool: which of these tokens end their sequence; `None`: none can."""
     _drawn: Drawn | None = None
     _accepted: bool = False
     _download: Download | None = None

@@ -16,11 +16,12 @@ class Forks:
         self.forks = 0
         self.misses = 0
         """Samples for which there was no batch slot or memory when their prompt had been computed; they are queued
-        separately."""
+        as requests of their own."""
 
     def fork(self, row: Row, step: Step) -> list[Fork]:
-        """Starts the further samples of a sequence whose prompt ends with this row: whole pages are shared, and each
-        has its own from the prompt's end on. Samples for which there is no memory are queued separately."""
+        """Starts the further samples of a sequence whose prompt ends with this row. Whole pages are shared; from the
+        prompt's end on, each sample has its own. Samples for which there is no memory are queued as requests of their
+        own."""
         leader, forks = row.sequence, list[Fork]()
         for follower in list(leader.followers):
             self.queues.ungroup(follower)

@@ -63,8 +63,8 @@ def capture_plan(options: DecoderOptions) -> CapturePlan:
 
 
 def graph_bytes(config: DecoderConfig, options: DecoderOptions) -> int:
-    """Memory of graphs besides the arena: their buffers, and what the layers allocate in the largest one. Captures
-    share a memory pool, whose size the largest, captured first, determines. 0 if graphs are off."""
+    """Bytes of graphs besides the arena: their buffers, and what the layers allocate in the largest graph. Captures
+    share a memory pool, whose size is that of the largest graph, which is captured first. 0 if graphs are off."""
     if not options.graphs_on:
         return 0
     plan = capture_plan(options)
@@ -80,7 +80,7 @@ def graph_bytes(config: DecoderConfig, options: DecoderOptions) -> int:
 
 def _scan_bytes(config: DecoderConfig, options: DecoderOptions, size: int) -> int:
     """Bytes of the states before each chunk, which kernels store between the two halves of a scan: for the layer with
-    the largest, and the chunks of a mixed graph of `size` tokens."""
+    the largest state, and the chunks of a mixed graph of `size` tokens."""
     if not config.slots or not runs_kernels(options):
         return 0
     entries = scan_room(config, options, size)["entries"]
@@ -107,7 +107,7 @@ def check_slots(config: DecoderConfig, options: DecoderOptions, layout: ArenaLay
 
 
 def _widest(config: DecoderConfig) -> int:
-    """Numbers per token that are in memory at a time in the largest layer."""
+    """Values per token that are in memory at a time in the largest layer."""
     return 3 * config.hidden_size + max(sum(mixer.activations for _, mixer in layer.mixers) for layer in config.layers)
 
 
@@ -115,8 +115,8 @@ class DecoderGraphs:
     """The captured graphs of one runner; chooses one for each step."""
 
     def __init__(self, config: DecoderConfig, options: DecoderOptions, arena: Arena, model: HybridModel) -> None:
-        """Captures every size of the plan, largest first, into one pool. `ValueError` when the arena has fewer state
-        slots than the largest decode graph has rows.
+        """Captures every size of the plan, largest first, into one pool. Raises `ValueError` if the arena has fewer
+        state slots than the largest decode graph has rows.
         """
         self.config, self.options, self.arena, self.model = config, options, arena, model
         self.plan = capture_plan(options)
@@ -152,7 +152,7 @@ class DecoderGraphs:
         self.pool_bytes = self._pool.reserved() - before
         log.info(
             "decoder graphs: %d decode and %d mixed sizes, up to %d requests and %d tokens, %.1f MB of buffers and "
-            "%.1f MB of a pool (%.1f MB were set aside), %.1f s",
+            "%.1f MB of a pool (%.1f MB were reserved), %.1f s",
             len(self.plan.decode), len(self.plan.mixed), self.plan.decode[-1], self.plan.mixed[-1],
             self.buffer_bytes / 1e6, self.pool_bytes / 1e6, self.expected_bytes / 1e6, time.perf_counter() - started,
         )  # fmt: skip
@@ -190,8 +190,8 @@ class DecoderGraphs:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def choose(self, rows: SequenceOf[Row], checkpoints: Checkpoints) -> Bucket | None:
-        """The bucket of a step that verifies drafts or scans, not both; `None`, with its reason counted, if the step
-        has to run eagerly."""
+        """The bucket of a step, which must not have both rows with drafts and rows to scan; `None`, with the reason
+        counted, if the step has to run eagerly."""
         count = len(rows)
         for index, row in enumerate(rows):
             self._computed[index], self._prompt[index] = row.start, row.sequence.prompt_len
@@ -230,10 +230,10 @@ class DecoderGraphs:
         self.padded_tokens += hidden.shape[0] - x_TD.shape[0]
         return hidden[: x_TD.shape[0]] if places is None else hidden.index_select(0, places)
 
-    # -- looking in ----------------------------------------------------------------------------------------------------
+    # -- statistics and checks -----------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int]:
-        """Replays by bucket, eager steps by reason, and the numbers of graphs."""
+        """Replays by bucket, eager steps by reason, number of graphs, padded tokens, and bytes of buffers and pool."""
         return {
             **{f"replays_{bucket}": count for bucket, count in self.replays.items()},
             **{f"eager_{reason}": count for reason, count in self.eager.items()},
@@ -247,7 +247,7 @@ class DecoderGraphs:
         wanted = {*map(str, capture_plan(self.options).buckets)}
         found = {str(bucket) for bucket, graph in self._graphs.items() if graph.captured}
         if wanted != found:
-            raise ReplayError(f"captured are {sorted(found)}, not {sorted(wanted)}")
+            raise ReplayError(f"captured graphs are {sorted(found)}, not {sorted(wanted)}")
         named = [(f"{kind} {name}", t) for kind, of in self.buffers.items() for name, t in of.tensors.items()]
         named += [(f"{kind} hidden", t) for kind, t in self.hidden.items()]
         spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), n) for n, t in named if t.numel())
@@ -294,7 +294,7 @@ class Forward:
         self._native = model.native if self.graphs is None else None
 
     def _try_capture(self, config: DecoderConfig, options: DecoderOptions, arena: Arena) -> None:
-        """Under `auto` a failed capture makes every step eager, with that reason; under `on` it is an error."""
+        """Captures the graphs. If that fails, `auto` runs every step eagerly and counts why; `on` raises the error."""
         try:
             self.graphs = DecoderGraphs(config, options, arena, self.model)
         except RuntimeError as error:
@@ -306,7 +306,7 @@ class Forward:
     def __call__(
         self, rows: SequenceOf[Row], checkpoints: Checkpoints, unread: Unread | None = None, *, all_rows: bool = True
     ) -> Computed:
-        """`all_rows`: whether the results of all tokens are read, not only of those that draw."""
+        """Computes a step's rows. `all_rows`: whether results of all tokens are read, or only of those that draw."""
         if self._native is not None and len(rows) <= self._native.max_singles and not unread:
             tables, axes = self.builder.tables, self.builder.config.position_axes
             if (found := singles(rows, tables, self.builder.options.page_size, axes)) is not None:
@@ -347,7 +347,7 @@ class Forward:
         return batch, hidden if all_rows or batch.samples is None else hidden.index_select(0, batch.samples)
 
     def stats(self) -> dict[str, int]:
-        """Without graphs: every step is eager, for that reason."""
+        """Those of the graphs; without graphs, the number of steps, all of which were eager for the same reason."""
         return {f"eager_{self._reason}": self._eager} if self.graphs is None else self.graphs.stats()
 
     def close(self) -> None:

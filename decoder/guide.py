@@ -1,5 +1,4 @@
-"""The constraint of a sequence as the decoder uses it: masks for a step, drafts that may be drawn, errors of the
-constraint."""
+"""Applies the constraint of a sequence: masks for a step, drafts that the constraint allows, and its errors."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ class Guide:
         self._min_tokens, self._ignore_eos = params.min_tokens, params.ignore_eos
         self.error: ConstraintError | None = None
         self.usable = 1
-        """How many of the positions whose masks were written last may be drawn from, counted from the first."""
+        """How many of the positions of the last `fill`, counted from the first, have masks of the constraint; drafts
+        after these positions cannot be accepted."""
 
     def fill(self, masks: SequenceOf[Mask], ahead: SequenceOf[SequenceOf[int]], output: int, last: int) -> None:
         """Writes the masks of consecutive positions.
@@ -81,7 +81,7 @@ class Guide:
         end = next((place for place, token in enumerate(drafts) if token in self._ends), len(drafts))
         try:
             return drafts[: self._constraint.valid_prefix(drafts[:end])]
-        except Exception:  # whatever is wrong is found again by the mask that the next token needs
+        except Exception:  # the mask that the next token needs finds the same error and reports it
             return []
 
     def forced(self) -> list[int]:
@@ -92,7 +92,7 @@ class Guide:
             return []
 
     def accept(self, token: int) -> None:
-        """Appends the token to the constraint's state. After an error of the constraint it is not checked."""
+        """Appends the token to the constraint's state; does nothing after an error of the constraint."""
         if self.error is not None:
             return
         try:
@@ -109,7 +109,7 @@ class Guide:
 
 
 def valid_bits(vocab_size: int) -> int:
-    """The mask that has a bit for each token in the last word."""
+    """The last word of a mask that allows every token: a bit for each token that it covers."""
     return (1 << (vocab_size - 1) % 32 + 1) - 1
 
 

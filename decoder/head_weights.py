@@ -1,4 +1,4 @@
-"""The weights of a multi-token prediction head, in the layout for every implementation."""
+"""The weights of a multi-token prediction head, in the layout that all implementations use."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kernels.linear import Linear
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """One step of layers: attention, then MLPs or experts. Norms are `[d]` float32."""
+    """The head's layers: attention, then MLPs or experts. Norms are `[d]` float32."""
 
     enorm: Tensor
     hnorm: Tensor
-    """Norms of the token's embedding and of the hidden state before it."""
+    """Norms of the token's embedding (`enorm`) and of the hidden state of the token before it (`hnorm`)."""
     fuse: Linear
     """`[d, 2 d]`: projects both, concatenated, to one residual row."""
     norms: list[Tensor]
-    """One for each layer."""
+    """The norm before each layer."""
     attention: AttentionMixer
     rest: list[ExpertsMixer | MlpMixer | GatedMlpMixer]
     """Layers after the attention."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class HostSpace:
-    """Bytes that requests hold there, at most `limit` in all: the caller of `hold` checks `fits` first."""
+    """Counts the bytes that requests hold in host memory, in total at most `limit`, unless the caller of `hold` exceeds
+    it (see `fits`)."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -19,11 +20,11 @@ class HostSpace:
         self.used += size
 
     def release(self, request_id: str) -> None:
-        """Its copy has been read. `KeyError` if it holds nothing."""
+        """Releases what a request holds, because its copy has been read. `KeyError` if it holds nothing."""
         self.used -= self._held.pop(request_id)
 
     def forget(self, request_id: str) -> None:
-        """Its copy is no longer needed. Requests that hold nothing are ignored."""
+        """Releases what a request holds, if anything, because its copy is no longer needed."""
         if request_id in self._held:
             self.release(request_id)
 

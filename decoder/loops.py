@@ -1,9 +1,9 @@
 """The loops that run steps, each `schedule -> run -> take`.
 
-A step leaves its tokens on the device; reading them waits for it. A plain loop reads each step before it schedules the
-next one. With drafts, the memory after a step depends on the drawn tokens. An overlapped loop launches the next step
-first, while the device still runs this one (see `decoder.flight`); if the next step depends on the drawn tokens, this
-one is read first, and counted.
+A step leaves its tokens on the device, and reading them waits for the device. A plain loop reads each step before it
+schedules the next one. So does a speculative loop, because the memory after a step with drafts depends on the drawn
+tokens. An overlapped loop launches the next step while the device still runs the current one (see `decoder.flight`); if
+the next step depends on the drawn tokens, the current one is read first, and this is counted.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from decoder.speculation import Speculation
 from decoder.states import States
 
 WAITS = ("drafts", "pooled", "prompt_logprobs", "checkpoint", "swap")
-"""Reasons to read a step before the next one is launched, although steps overlap: requests that draft, whose hidden
-states or prompt log-probabilities are read, one that passes a checkpoint (whose key hashes the ids), memory that is
-copied to or from the host."""
+"""Reasons to read a step before the next one is launched, although steps overlap: drafts; requests whose hidden states
+(`pooled`) or prompt log-probabilities are read; a request that passes a checkpoint, whose key hashes the ids; memory
+that is copied to or from the host (`swap`)."""
 
 
 class PlainLoop:
@@ -53,13 +53,13 @@ class PlainLoop:
 
 
 class SpeculativeLoop(PlainLoop):
-    """For steps that verify drafts: the results decide which states stay."""
+    """For steps that verify drafts: their results determine which states are kept."""
 
     def __init__(
         self, scheduler: Scheduler, execution: Execution, states: States, answers: Answers, timer: StepTimer,
         speculation: Speculation, *, counted: bool,
     ) -> None:  # fmt: skip
-        """`counted`: steps would overlap if they had no drafts."""
+        """`counted`: whether steps would overlap if they had no drafts; then each step is counted as a wait."""
         super().__init__(scheduler, execution, states, answers, timer)
         self.speculation, self._counted = speculation, counted
 
@@ -80,7 +80,8 @@ class SpeculativeLoop(PlainLoop):
 
 
 class OverlappedLoop(PlainLoop):
-    """Launches the next step before this one is read; if it has rows with a constraint, all but its draws."""
+    """Launches the next step before the current one is read, or, if the next step has rows with a constraint, all of it
+    but its draws."""
 
     _tokens: list[TokenEvent] | None = None
     """The results of the in-flight step, if they have been read."""

@@ -1,5 +1,5 @@
 """Memory of sequences: batch slots, state slots and pages of the arena, and space in host memory. The only writer of
-`Holding`. Cached memory is evicted if a sequence needs memory."""
+`Holding`. If a sequence needs memory, cached memory is evicted for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from decoder.step import Save
 
 
 class SequenceMemory:
-    """Allocates and frees memory of sequences. Other modules decide who gets memory."""
+    """Allocates and frees the memory of sequences. Other modules decide which sequence gets memory."""
 
     def __init__(
         self,
@@ -68,8 +68,9 @@ class SequenceMemory:
     # -- a sequence's memory -------------------------------------------------------------------------------------------
 
     def admit(self, sequence: Sequence, slots: list[int], pages: list[int]) -> list[int]:
-        """Gives a sequence a batch slot and the memory for all its tokens. It brings `slots` and `pages`; the rest is
-        taken from free memory and its pages are returned. Its copy in host memory is no longer counted there."""
+        """Gives a sequence a batch slot and the memory for all its tokens: `slots` and `pages`, of which it has
+        references already, and the rest from free memory, whose pages are returned. A copy of the sequence in host
+        memory is no longer counted."""
         slots = [*slots, *self._take_slots(self.slots_per_seq - len(slots))]
         fresh = self.pool.take_pages(self.pages_for(len(sequence.tokens)) - len(pages))
         assert fresh is not None
@@ -79,9 +80,9 @@ class SequenceMemory:
         return fresh
 
     def share(self, leader: Sequence, follower: Sequence, tokens: int) -> list[tuple[int, int]] | None:
-        """Gives a further sample what it needs to continue after the leader's first `tokens`: whole pages are shared.
-        Returns the (from, to) of a partial page, which has to be copied; `None`, with nothing done, if there is no
-        memory."""
+        """Gives a further sample the memory to continue after the leader's first `tokens` tokens; whole pages are
+        shared. Returns (from, to) of a partial page, which has to be copied, if there is one; `None`, with nothing
+        changed, if there is no memory."""
         whole, part = divmod(tokens, self.page_size) if self.pool.pages_per_block else (0, 0)
         if not self._batch_slots or not self.reclaim(self.slots_per_seq, int(part > 0) + 1):
             return None
@@ -108,7 +109,8 @@ class SequenceMemory:
         return not self.pool.pages_per_block or tokens <= len(sequence.held.pages) * self.page_size
 
     def grow(self, sequence: Sequence, tokens: int) -> list[int] | None:
-        """Takes the pages that the first `tokens` tokens lack; `None`, with nothing done, if there is no memory."""
+        """Takes the pages that the sequence lacks for its first `tokens` tokens, and returns them; `None`, with nothing
+        changed, if there is no memory."""
         held = sequence.held
         needed = max(0, self.pages_for(tokens) - len(held.pages))
         pages = self.pool.take_pages(needed)
@@ -121,7 +123,8 @@ class SequenceMemory:
         return pages
 
     def cede_slot(self, sequence: Sequence) -> int:
-        """The slot of its current state has been passed on; the sequence is about to end."""
+        """Removes the slot of the current state from a sequence that is about to end, and returns it; its reference
+        passes to the caller."""
         held, slot = sequence.held, sequence.slot
         held.slots.remove(slot)
         if held.counted:
@@ -140,7 +143,7 @@ class SequenceMemory:
         sequence.held = Holding(admission=held.admission, replayed=held.replayed)
 
     def count(self, sequence: Sequence, advances: bool) -> None:
-        """Counts the memory of a running sequence as that of one that can advance, or not."""
+        """Counts the memory of a running sequence as that of a sequence that can advance, or no longer does."""
         held = sequence.held
         if advances == held.counted:
             return
@@ -152,7 +155,7 @@ class SequenceMemory:
     # -- where its state is --------------------------------------------------------------------------------------------
 
     def accept(self, sequence: Sequence, tokens: int) -> None:
-        """Selects the state after so many tokens of a verified step as the current one."""
+        """Selects the state after the first `tokens` tokens of a verified step as the current one."""
         sequence.held.accepted = tokens
 
     def replay(self, sequence: Sequence, inputs: int) -> None:
@@ -162,13 +165,13 @@ class SequenceMemory:
     # -- host memory ---------------------------------------------------------------------------------------------------
 
     def swappable(self, sequence: Sequence) -> bool:
-        """Whether it has something to save in host memory, and there is space for it."""
+        """Whether the sequence has computed anything, and there is space for it in host memory."""
         need = self.state_bytes + len(sequence.held.pages) * self.page_bytes
         return sequence.computed > 0 and self.host.fits(need)
 
     def to_host(self, sequence: Sequence) -> Save:
-        """Counts what a running sequence has computed as held in host memory, and returns what has to be copied
-        there."""
+        """Counts the computed state and pages of a running sequence as held in host memory, and returns what has to be
+        copied there."""
         held = sequence.held
         used = held.pages[: self.pages_for(sequence.computed)]
         self.host.hold(sequence.request_id, self.state_bytes + len(used) * self.page_bytes)

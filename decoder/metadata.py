@@ -15,7 +15,8 @@ STATE_MODES = ("none", "align", "all", "auto")
 
 
 def prefilling_rows(computed: Sequence[int], prompt: Sequence[int], num_reqs: int) -> list[bool]:
-    """Which of the padded rows are still prefilling. Rows from `num_reqs` on have values of an earlier step: False."""
+    """Which of the padded rows are still prefilling. Rows from `num_reqs` on, which may have values of an earlier step,
+    are False. Raises `ValueError` for lists of different lengths, or more requests than rows."""
     if len(computed) != len(prompt):
         raise ValueError(f"computed has {len(computed)} rows, prompt has {len(prompt)}")
     if not 0 <= num_reqs <= len(computed):
@@ -42,9 +43,9 @@ def split_rows(prefilling: Sequence[bool], computed: Sequence[int], lengths: Seq
 def chunk_end(start: int, total: int, budget: int, ready: int, align: int = 1) -> int:
     """End of a row that begins at `start`; `start` for a row that cannot advance.
 
-    Alignment comes first: a chunk that does not reach `total` ends on a multiple of `align`, unless that is no
-    progress. Then it ends before `ready`, the first row without an embedding. In the other order, a chunk that is cut
-    before an image and then aligned could be empty forever, while the sequence holds the rows that the image waits for.
+    Alignment comes first: a chunk that does not reach `total` ends on a multiple of `align`, unless it would then be
+    empty. After that it is cut at `ready`, the first row without an embedding. In the other order, a chunk that is cut
+    before an image and then aligned could be empty forever, while the sequence holds memory that the image waits for.
     """
     end = min(total, start + budget)
     if end < total and end // align * align > start:
@@ -71,7 +72,8 @@ def state_table_width(max_len: int, state_block: int, num_speculative: int, mode
 
 
 def pad_rows(values: Sequence[T], num_rows: int, fill: T) -> list[T]:
-    """`values`, one for each request, and `fill` for the rows after them."""
+    """`values`, one for each request, and `fill` for the rows after them. Raises `ValueError` for more values than
+    rows."""
     if len(values) > num_rows:
         raise ValueError(f"{len(values)} requests do not fit {num_rows} rows")
     return [*values, *[fill] * (num_rows - len(values))]

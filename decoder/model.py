@@ -28,7 +28,7 @@ from kernels.transfer import upload
 
 
 class HybridModel:
-    """Weights and layers; the state of sequences is the arena's."""
+    """Weights and layers; the state of sequences is in the arena."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class HybridModel:
         arena: Arena,
         weights: Iterable[tuple[str, Tensor | Quantised | Stack]],
     ) -> None:
-        """Copies, casts and lays out every tensor. `ValueError` lists names that are missing, unknown or of a wrong
-        shape; or gives the reason why `activations` are not available."""
+        """Copies, casts and lays out every tensor. Raises `ValueError` that lists names that are missing, unknown or of
+        a wrong shape, or that gives the reason why `activations` or `native` are not available."""
         self.config, self.options = config, options
         if options.activations == "fp8":
             check_fp8_products(torch.device(options.device), options.dtype)
@@ -46,7 +46,7 @@ class HybridModel:
             check_int8_products(torch.device(options.device))
         arriving = ArrivingWeights(config, weights)
         table = arriving.take(["model.embeddings.weight"])["model.embeddings.weight"]
-        # Logits decide: rows before the vocabulary projection stay in 16 bits.
+        # Logits decide which token is drawn: rows before the vocabulary projection stay in 16 bits.
         of_head = replace(options, activations=None) if options.activations == "int8" else options
         tied = None
         if config.tie_word_embeddings:
@@ -82,12 +82,12 @@ class HybridModel:
         return x_TD if self.config.embedding_scale == 1.0 else x_TD * self.config.embedding_scale
 
     def embed(self, batch: Batch) -> Tensor:
-        """`[T, d]`: rows of the table, or images' rows where there are images."""
+        """`[T, d]`: rows of the table, scaled, with those of images in their places."""
         return _with_images(self.embed_ids(batch.ids_T), batch)
 
     def hidden(self, batch: Batch, *, all_rows: bool = True) -> Tensor:
-        """Runs all layers and updates the arena. Rows before the final norm: `[T, d]`, or `[L, d]` of the batch's
-        `samples` unless `all_rows`."""
+        """Runs all layers and updates the arena. Returns the rows before the final norm: `[T, d]`, or, without
+        `all_rows`, `[L, d]` of the batch's `samples`."""
         native, wanted_L = self.native, None if all_rows else batch.samples
         if native is None or not native.takes(batch.ids_T.shape[0], batch):
             x_TD = self.run_layers(self.embed(batch), batch)
@@ -96,7 +96,7 @@ class HybridModel:
         return native.layers(embedded, batch, wanted_L)
 
     def run_layers(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        """`hidden` for embedded rows, which it overwrites unless the residual stream has another dtype."""
+        """`hidden` for embedded rows. Overwrites them, unless the residual stream has another dtype."""
         if self.native is not None:
             if self.native.takes(x_TD.shape[0], batch):
                 return self.native.layers(x_TD, batch)
@@ -114,8 +114,8 @@ class HybridModel:
         return x_TD
 
     def advance(self, rows: Sequence[Sequence[int]]) -> None:
-        """Rows of (batch slot, slot, target, count): in all recurrent layers, writes the state in the slot after the
-        first `count` inputs of the batch slot's ring to the target slot."""
+        """For each of `rows`, (batch slot, slot, target, count): in all recurrent layers, advances the state in the
+        slot by the first `count` inputs of the batch slot's ring, and writes it to the target slot."""
         table = upload(rows, torch.int64, self.options.device)
         if self.native is not None:
             self.native.advance(table)
@@ -125,7 +125,8 @@ class HybridModel:
             mixer.advance(batch_slots, slots, targets, counts, span)
 
     def logits(self, hidden_TD: Tensor, samples: Tensor | None = None) -> Tensor:
-        """`[L, vocab]` in the compute dtype or float32, of the tokens named in `samples` (default: all)."""
+        """`[L, vocab]` in the compute dtype or float32: the logits of the tokens with the indices `samples` (default:
+        all)."""
         rows = hidden_TD if samples is None else hidden_TD.index_select(0, samples)
         if self.native is not None and 0 < rows.shape[0] <= self.native.max_tokens:
             return self.native.logits(rows)
@@ -133,7 +134,7 @@ class HybridModel:
         return logits if self.config.logits_scale == 1.0 else logits * self.config.logits_scale
 
     def largest(self, logits: Tensor) -> list[int] | None:
-        """Ids of the largest of these logits, if the step that computed them has found these too."""
+        """The id of the largest logit of each row, if the step that computed these logits has found the ids too."""
         return None if self.native is None else self.native.largest(logits)
 
     def final_norm(self, hidden_TD: Tensor) -> Tensor:

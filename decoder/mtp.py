@@ -4,13 +4,13 @@
     x = eh_proj(e);  for each layer: x += mixer(norm(x));  m = final_layernorm(x)
     logits of token t + 1 = head(m); for the next token m replaces the hidden state of token t
 
-The same step of layers (attention, then MLPs or experts) is applied for each further token, as in DeepSeek-V3 (arXiv
+The same layers (attention, then MLPs or experts) are applied for each further token, as in DeepSeek-V3 (arXiv
 2412.19437, section 2.2), here with layers of a hybrid decoder. The trunk provides the embedding and the vocabulary
 projection. The head's keys and values are in the sequence's own pages: the entry of token t is at place t, so a shared
-page depends only on the tokens up to it; place 0 has no entry. If the attention reads positions, an entry has the
-position of token t - 1, whose hidden state it is made from (as in vLLM; next to images it differs from that of token
-t). The hidden state of the last token, which the next entry needs, is stored with the state slot (`Arena.carry`) and
-moves with it.
+page depends only on the tokens up to its end; place 0 has no entry. If the attention reads positions, the entry of
+token t has the position of token t - 1, whose hidden state it is made from (as in vLLM; next to images this differs
+from the position of token t). The hidden state of the last token, which the next entry needs, is stored with the state
+slot (`Arena.carry`) and moves with it.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from kernels.transfer import upload
 log = logging.getLogger(__name__)
 
 PENDING = 512
-"""Largest number of the trunk's rows that are kept, to make their entries together."""
+"""Least capacity, in rows of the trunk, for rows that are kept so that their entries can be made together."""
 UNDRAFTED = -1e30
 """Logit of an id that cannot be drafted."""
 
 
 class MtpHead:
-    """One step of the head's layers, compiled if possible, and its entries in the pages."""
+    """Applies the head's layers once, in compiled code if possible, and writes its entries to the pages."""
 
     def __init__(self, weights: HeadWeights, trunk: Trunk) -> None:
         self.weights, draft_vocab = weights, trunk.options.draft_vocab
@@ -99,9 +99,10 @@ class MtpHead:
         longest: int,
         positions_RA: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """For one token per row: writes its entry and returns `[R, d]` after the final norm, which replaces the token's
-        hidden state, and the next token's logits `[R, V]` of the V ids that can be drafted. `lengths`: number of places
-        up to the token's own."""
+        """For one token per row: writes its entry and returns the rows after the head's final norm `[R, d]`, which take
+        the place of the token's hidden state for the next token, and the next token's logits `[R, V]` for the V ids
+        that can be drafted. `lengths`: number of places up to and including the token's own; `longest`: the largest of
+        these."""
         if self.compiled is not None and embedded_RD.shape[0] <= self.compiled.max_tokens:
             return self.compiled.predict(embedded_RD, hidden_RD, places_R, tables_RW, lengths_R, positions_RA)
         weights, of = self.weights, self.weights.attention
@@ -115,8 +116,8 @@ class MtpHead:
 
 
 def _compiled(weights: HeadWeights, trunk: Trunk, vocabulary: Linear) -> CompiledHead | None:
-    """The head's compiled form; None, with a line in the log, if it has none. With native "on" the trunk has already
-    raised."""
+    """The head's compiled form; None, with the reason logged, if it has none. With native "on" the trunk has raised an
+    error for that before."""
     if trunk.options.native == "off":
         return None
     try:
@@ -144,7 +145,7 @@ def check_mtp(config: DecoderConfig, weights: Mapping[str, Any], draft_vocab: in
     missing = [name for name in wanted if name not in found]
     if missing:
         raise ValueError(
-            f"speculative 'mtp' needs weights that the checkpoint has not: missing {', '.join(missing)}; "
+            f"speculative 'mtp' needs weights that the checkpoint does not have: {', '.join(missing)}; "
             "'ngram' works with any model"
         )
     for name, shape in wanted.items():
@@ -160,17 +161,17 @@ class Due(NamedTuple):
     position: tuple[int, ...]
     """Empty for a head that reads no positions."""
     source: int
-    """Index of the kept row of the token before it."""
+    """Index of the kept row of the token before this one."""
 
 
 class MtpDrafter:
     """Keeps the head's entries up to date with the trunk, and drafts.
 
-    Entries become due when the trunk has computed a token. They are made when a draft needs them, when memory is
-    reassigned, or when many are due, since making them one by one is slow. Until then the trunk's rows are kept here.
-    While drafting pauses no entries are made. A page that was handed out before the end of the last pause may lack
-    entries: a sequence's drafts attend only to the pages after its last such page, except for their first place, which
-    may have been made from an outdated hidden row.
+    The entry of a token becomes due when the trunk has computed the token. Entries are made when a draft needs them,
+    when memory is reassigned, or when many are due, since making them one by one is slow. Until then the trunk's rows
+    are kept here. While drafting pauses no entries are made. A page that was taken before the end of the last pause may
+    lack entries: a sequence's drafts attend only to the pages after its last such page, without the first place there,
+    whose entry may have been made from an outdated hidden row.
     """
 
     def __init__(
@@ -195,15 +196,15 @@ class MtpDrafter:
         self._due: list[Due] = []
         """Entries to be made."""
         self._observed: tuple[SequenceOf[Row], list[int], int] | None = None
-        """The last step if its rows are kept here: its rows, the index of the row before each, and the index of its
-        first."""
+        """The last step, if its hidden rows are kept here: (its rows, for each the index of the kept row of the token
+        before it, the index of the step's first kept row)."""
         self._hidden: Tensor | None = None
         """The last step's hidden rows if they are not kept here."""
 
     # -- pauses --------------------------------------------------------------------------------------------------------
 
     def attend(self, awake: bool) -> None:
-        """Starts or stops making entries."""
+        """Starts (`awake`) or stops making entries."""
         if awake == self.awake:
             return
         self.awake = awake
@@ -213,14 +214,14 @@ class MtpDrafter:
             self._kept_from(0)
 
     def ready(self, sequence: Sequence) -> bool:
-        """Whether the sequence can be drafted for: it has a page with complete entries, and its last token is not an
-        image row."""
+        """Whether drafts can be made for the sequence: it has a page without missing entries, and its last token is not
+        an image row."""
         if sequence.next_span < len(sequence.request.spans):  # the prompt ends with an image
             return False
         return self.pages.complete or self.pages.first_of(sequence) * self.page < len(sequence.tokens) - 1
 
     def moved(self, step: Step) -> None:
-        """Updates which pages have complete entries after memory was reassigned."""
+        """Updates which pages lack entries, after memory was reassigned."""
         self.pages.moved(step)
 
     def forked(self, forks: SequenceOf[Fork]) -> None:
@@ -273,7 +274,7 @@ class MtpDrafter:
         return found
 
     def _can_draft_biased(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether all ids that the requests bias can be drafted."""
+        """Whether all ids with a `logit_bias` of these requests can be drafted."""
         draft_vocab = self.head.vocabulary.out_features
         return all(token < draft_vocab for sequence in sequences for token in sequence.request.sampling.logit_bias)
 
@@ -287,7 +288,7 @@ class MtpDrafter:
         return self._ints([[*of, *[-1] * (width - len(of))] for of in pages])
 
     def _at(self, row: Row, ahead: int) -> tuple[int, int]:
-        """The place of the token `ahead` of a row's first one, and the number of keys that it attends to."""
+        """(place of the token `ahead` tokens after a row's first one, number of keys that it attends to)."""
         length = row.start + ahead + 1 - self.pages.first_of(row.sequence) * self.page
         return self._where(row.sequence, row.start + ahead), length
 
@@ -297,7 +298,8 @@ class MtpDrafter:
     # -- entries -------------------------------------------------------------------------------------------------------
 
     def observe(self, rows: SequenceOf[Row], computed: Computed) -> None:
-        """Takes the trunk's results for these rows: the entries of all their tokens become due."""
+        """Takes the trunk's results for these rows. The entries of their tokens become due (see `settle`), or are made
+        at once."""
         hidden_TD, batch = computed.hidden_TD, computed.batch
         count = hidden_TD.shape[0]
         fits = count + len(rows) <= self._kept.shape[0]
@@ -328,8 +330,8 @@ class MtpDrafter:
         self.head.enter(self.model.embed(batch), normed, places, positions)
 
     def settle(self, kept: Iterable[tuple[int, int]]) -> None:
-        """After verification. `kept`: (slot, index of the token in the batch) whose hidden state the slot continues
-        from."""
+        """To be called after verification. `kept`: (slot, index in the batch of the token whose hidden state the slot
+        continues from)."""
         if not self.awake:
             return
         pairs = [pair for pair in kept if pair[0] >= 0]
@@ -400,8 +402,8 @@ class MtpDrafter:
 
 
 def _over_all(logits_RV: Tensor, vocab: int) -> Tensor:
-    """Logits of all ids, given those of the first V. The others are so small that none is drawn unless nothing else is
-    allowed, and not infinite, so that probabilities exist in that case too."""
+    """Logits of all ids, given those of the first V ids. The others are so small that none of them is drawn unless
+    nothing else is allowed, but finite, so that there are probabilities in that case too."""
     missing = vocab - logits_RV.shape[1]
     return F.pad(logits_RV.float(), (0, missing), value=UNDRAFTED) if missing else logits_RV
 
@@ -413,6 +415,6 @@ def _position(sequence: Sequence, place: int, axes: int) -> tuple[int, ...]:
 
 
 def _positions(rows: SequenceOf[Row], ahead: int, axes: int) -> list[tuple[int, ...]]:
-    """Positions of the entries of the tokens `ahead` of the rows' first ones, limited to the last one that is drafted
-    from."""
+    """For each row, the position of the entry of the token `ahead` tokens after its first one, or of the last token
+    that it drafts from, if that comes before."""
     return [_position(row.sequence, row.start + min(ahead, row.drafts - 1), axes) for row in rows]

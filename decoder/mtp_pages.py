@@ -1,4 +1,4 @@
-"""Pages whose entries of a drafting head may be missing, because no entries were made while drafting paused."""
+"""Pages in which entries of a drafting head may be missing, because none are made while drafting pauses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from decoder.step import Step
 
 
 class EntryPages:
-    """Which pages may lack entries: none before the first pause, after one those that were handed out before its
+    """Which pages may lack entries: none before the first pause, and after a pause those that were taken before its
     end."""
 
     def __init__(self, pages: int, max_seqs: int) -> None:
@@ -18,7 +18,7 @@ class EntryPages:
         """For each batch slot: (its admission, the first page that drafts attend to)."""
 
     def end_pause(self) -> None:
-        """All pages may lack entries."""
+        """Marks all pages as possibly lacking entries."""
         self._old = bytearray(b"\1") * self._pages
         self._firsts = [(-1, 0)] * len(self._firsts)
 

@@ -1,11 +1,11 @@
-"""Runs a step on a CPU in a few calls of compiled code: the layers; the final norm and the vocabulary projection.
+"""Runs a step on a CPU in a few calls of compiled code: the layers, then the final norm and the vocabulary projection.
 
-Where only some tokens' rows are read, as in prompts, the others are not computed beyond the last layer that later
-tokens depend on: from its output projection on, each token is computed by itself.
+If only some tokens' rows are read, as in prompts, the other tokens are not computed to the end: from the output
+projection of the last layer with states or pages on, no token depends on another.
 
 The same maths as `decoder.model` with `decoder.layers`, on the same weights, states and pages. Layers without a
 compiled form are called in between, on the same residual stream. Torch operations are used instead for rows of drafts
-or prompts in a graph, and where there is no compiled code for the machine.
+or prompts in a graph, and if there is no compiled code for the machine.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class _Layer:
 
 
 _OVER_TOKENS = (Code.MAMBA, Code.DELTA, Code.ATTENTION)
-"""Operations that compute a token from others."""
+"""Operations in which a token depends on other tokens."""
 
 Plan = list[tuple[range, _Layer | None]]
-"""Ranges of operations, each with the layer to call after it."""
+"""Ranges of operations, each with the layer to run separately after it; `None`: no layer, at the end."""
 
 
 def _plan(layers: Sequence[_Layer], apart: tuple[type, ...]) -> Plan:
-    """As few ranges of operations as possible, with layers of the `apart` kinds between them. The first operation is
-    the embedding."""
+    """As few ranges of operations as possible. Layers without operations, and those of the kinds `apart`, are run
+    separately between the ranges. The first operation is the embedding."""
     plan: Plan = []
     begin, end = 0, 1
     for layer in layers:
@@ -65,9 +65,9 @@ def _plan(layers: Sequence[_Layer], apart: tuple[type, ...]) -> Plan:
 
 
 def _with_keep(layers: Sequence[list[Op]]) -> list[list[Op]]:
-    """The operations of each layer, with a `KEEP` from which on no token depends on another: before the output
-    projection of the last layer with states or pages. Without it if a layer without operations follows, which is
-    called with all tokens."""
+    """The operations of each layer, with a `KEEP` before the output projection of the last layer with states or pages,
+    from which on no token depends on another. Without a `KEEP` if a layer without operations follows, since such a
+    layer is called with all tokens."""
     last = max((i for i, ops in enumerate(layers) if any(op.code in _OVER_TOKENS for op in ops)), default=None)
     if last is None or not all(layers[last:]):
         return [*layers]
@@ -80,7 +80,7 @@ def _with_keep(layers: Sequence[list[Op]]) -> list[list[Op]]:
 
 
 def _before(plan: Plan, end: int) -> Plan:
-    """A plan without what comes from operation `end` on, which is within a layer that is not called."""
+    """A plan without the operations from `end` on, which is within a layer that is not run separately."""
     before = [entry for entry in plan if entry[0].stop <= end]
     return [*before, (range(plan[len(before)][0].start, end), None)]
 
@@ -94,7 +94,8 @@ class _Rows:
     initial: Tensor
     saves: Tensor
     rewound: tuple[Tensor, Tensor, Tensor] | None
-    """For rows to be verified: the slot to start from, or the ring whose first steps are replayed first."""
+    """(slot to start from, batch slot of the ring, number of its steps to replay first) of each row, if there are rows
+    to be verified; -1 for rows without a ring."""
 
 
 def _rows(batch: Batch, single: _Rows) -> _Rows:
@@ -149,7 +150,7 @@ def _verified(batch: Batch, single: _Rows) -> _Rows:
 
 
 def _step(tokens: int, batch: Batch, rows: _Rows) -> Step:
-    """The description of a batch for compiled code, without the source of its embeddings and without logits."""
+    """The description of a batch for compiled code, without the source of its embeddings and the memory for logits."""
     tables, scan = batch.tables_QW, batch.scan
     step = Step(
         tokens, rows.slots.shape[0], rows.starts.data_ptr(), rows.slots.data_ptr(), rows.initial.data_ptr(),
@@ -192,7 +193,7 @@ class NativeStep(Operations):
         ops += [self.norm(scaled, head), self.linear(head, Target.LOGITS), Op(Code.LARGEST)]
         self._head = range(body, len(ops))
         self._kept_plans = {} if keep is None else {many: _before(plan, keep) for many, plan in self._plans.items()}
-        """The same up to `KEEP`."""
+        """The plans up to `KEEP`."""
         ops.append(Op(Code.NORM, Kind.F32, self.config.hidden_size, norm=self.pointer(trunk.norm_f)))
         self._final = range(len(ops) - 1, len(ops))
         self.complete(ops, max(trunk.options.max_seqs, trunk.options.max_batched_tokens))
@@ -201,7 +202,7 @@ class NativeStep(Operations):
         self._scored = self.x[:0], torch.empty(0)
         """(rows whose logits were computed last, these logits)."""
         self._left = False
-        """Whether torch operations have computed a step, so that states may have their form."""
+        """Whether torch operations have computed a step, so that states may be in their form."""
         options = trunk.options
         self.max_singles = MAX_ROUTED if all(layer.ops for layer in layers) else 0
         """Largest number of rows for `single`; 0 if a layer has no compiled form."""
@@ -209,21 +210,21 @@ class NativeStep(Operations):
         self._largest: tuple[Tensor, list[int] | None] = self._scored[1], None
 
     def takes(self, tokens: int, batch: Batch) -> bool:
-        """Whether a step can run here: few enough tokens, with contiguous rows. Rows of drafts or prompts in a graph
-        cannot, since their layout on the host changes from replay to replay."""
+        """Whether a step can run in compiled code: it must have at most `max_tokens` tokens. Rows of drafts or prompts
+        in a graph cannot, since the host does not know their layout, which changes from replay to replay."""
         if not 0 < tokens <= self.max_tokens or (batch.verify is not None and batch.known_slots is None):
             return False
         scan = batch.scan
         return tokens == batch.queries if scan is None else isinstance(scan.window_saves, tuple)
 
     def leave(self, batch: Batch) -> None:
-        """Prepares a step that torch operations compute: the states that it reads get the form that these have."""
+        """Prepares a step that torch operations compute: converts the states that it reads to their form."""
         self._left = True
         self.convert_states(Form.PLAIN, slots_read(batch))
         self.convert_states(Form.WRITTEN, slots_written(batch))
 
     def _enter(self, *parts: Tensor) -> None:
-        """Gives the states in these slots the form of compiled code again."""
+        """Converts the states in these slots back to the form of compiled code, if torch operations have run."""
         if self._left:
             slots = torch.cat(parts)
             self.convert_states(Form.BLOCKS, slots[slots >= 0].unique())
@@ -236,11 +237,11 @@ class NativeStep(Operations):
 
     def layers(self, x_TD: Tensor | None, batch: Batch, wanted_L: Tensor | None = None) -> Tensor:
         """`[T, d]` float32 before the final norm, or `[L, d]` of the tokens `wanted_L`, in memory that the next call
-        overwrites. Updates states, windows and pages in place. Logits of these rows are computed too where all of them
-        draw, and `logits` returns them.
+        overwrites. Updates states, windows and pages in place. If all of these rows draw, their logits are computed in
+        the same call, and `logits` returns them.
 
-        `x_TD`: embedded rows; None: the table's rows of the batch's ids. Experts process more than `MAX_ROUTED` tokens
-        in blocks.
+        `x_TD`: embedded rows; None: rows of the embedding table for the batch's ids. Experts process more than
+        `MAX_ROUTED` tokens in blocks.
         """
         given = batch.ids_T.contiguous() if x_TD is None else x_TD
         tokens, many = given.shape[0], given.shape[0] > MAX_ROUTED
@@ -267,7 +268,7 @@ class NativeStep(Operations):
         return hidden if wanted_L is None or step.keeps else x.index_select(0, wanted_L)
 
     def _follow(self, plan: Plan, step: Step, batch: Batch, *, scored: bool) -> None:
-        """Runs a plan, and behind it the operations that compute logits if the step is `scored`."""
+        """Runs a plan, and after it, if the step is `scored`, the operations that compute logits."""
         x, eps, dtype = self.x[: step.tokens], self.config.norm_eps, self.options.dtype
         for ops, layer in plan:
             if layer is None and scored:
@@ -295,12 +296,12 @@ class NativeStep(Operations):
         return hidden
 
     def largest(self, logits: Tensor) -> list[int] | None:
-        """Ids of the largest of these logits, if the last call computed them."""
+        """The id of the largest logit of each row, if the last call computed these logits and found the ids."""
         return self._largest[1] if logits is self._largest[0] else None
 
     def advance(self, rows_R4: Tensor) -> None:
-        """Rows of (batch slot, slot, target, count): in all compiled layers, writes the state in the slot after the
-        first `count` inputs of the batch slot's ring to the target slot."""
+        """For each row (batch slot, slot, target, count): in all compiled layers, advances the state in the slot by the
+        first `count` inputs of the batch slot's ring, and writes it to the target slot."""
         self._enter(rows_R4[:, 1])
         self.model.threads = torch.get_num_threads()
         rows = ctypes.c_void_p(rows_R4.data_ptr())
@@ -319,7 +320,8 @@ class NativeStep(Operations):
         return out
 
     def _logits_of(self, hidden_LD: Tensor) -> Tensor:
-        """Memory for the logits of these rows, which are being computed. The next step's may be in the same memory."""
+        """Memory for the logits of these rows, which the caller computes. The logits of the next step may use the same
+        memory."""
         logits = self._room.logits(hidden_LD.shape[0])
         self._scored, self._largest = (hidden_LD, logits), (logits, None)
         return logits
@@ -339,8 +341,8 @@ class NativeStep(Operations):
 
 
 def native_step(trunk: Trunk) -> NativeStep | None:
-    """The compiled step of a model; None, with a line in the log, if it has none. Raises `ValueError` if native is "on"
-    and it has none."""
+    """The compiled step of a model; None, with the reason logged, if it has none. With native "on" that is a
+    `ValueError`."""
     if trunk.options.native == "off":
         return None
     try:
@@ -348,8 +350,10 @@ def native_step(trunk: Trunk) -> NativeStep | None:
     except NativeUnavailable as reason:
         if trunk.options.native == "on":
             raise ValueError(f"native: 'on' is not possible: {reason}; 'auto' would work") from None
-        log.info("the decoder steps operation by operation: %s", reason)
+        log.info("the decoder runs operation by operation: %s", reason)
         on_kernels = implementation(torch.device(trunk.options.device).type)[0] == "triton"
         if isinstance(trunk.head.weight, Quantised) and not on_kernels:
-            log.warning("quantised weights are expanded for each product: slower than plain ones, and only smaller")
+            log.warning(
+                "quantised weights are expanded for each product: they take less memory, but are slower than plain ones"
+            )
         return None

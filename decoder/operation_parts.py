@@ -30,7 +30,7 @@ class OperationParts:
         self._kept: list[object] = []
 
     def route(self, spec: Experts, *what: object) -> None:
-        """Allocates memory for the picks of a mixture and its description."""
+        """Accounts for the memory that a mixture's picks need, and keeps the objects of its description alive."""
         self._picked_by_token = max(self._picked_by_token, spec.num_experts_per_tok)
         self._most_experts = max(self._most_experts, spec.n_routed_experts)
         self._kept += what
@@ -38,16 +38,16 @@ class OperationParts:
     def packed(self, linear: Linear | LinearParts) -> Packed:
         """The packed weight. Raises NativeUnavailable if there is no compiled product for it."""
         if isinstance(linear, LinearParts):
-            raise NativeUnavailable("gates and what they are for are stored in different ways")
+            raise NativeUnavailable("projections that must be one product are stored in different ways")
         packed = linear.packed
         if packed is None:
             if not isinstance(linear.weight, Tensor):
-                raise NativeUnavailable("no compiled product has such a weight")
+                raise NativeUnavailable("no compiled product supports this quantised weight")
             packed = Packed(linear.weight, linear.bias)
         return self.keep(packed)
 
     def projections(self, norm: Tensor, linear: Linear | LinearParts) -> list[Op]:
-        """The product of normalised rows, or several products, each with rows in its own form."""
+        """Norms, and the products of the normalised rows with one or several weights, each with its form of rows."""
         ops: list[Op] = []
         column, form = 0, None
         for part in linear.parts if isinstance(linear, LinearParts) else (linear,):
@@ -64,8 +64,9 @@ class OperationParts:
         return what
 
     def has_bf16_rows(self, after: Packed) -> bool:
-        """Whether an operation stores its rows in bfloat16 instead of float32 if the next one makes the operand of the
-        product `after` of them: where that is signed bytes, in a bfloat16 model. It halves the memory that is read."""
+        """Whether the operation before a conversion of rows to the operand of the product `after` stores these rows in
+        bfloat16 instead of float32: in a bfloat16 model, if the operand is signed bytes. This halves the memory that is
+        read."""
         return after.kind in (Kind.BYTES, Kind.SUMMED_BYTES) and self._dtype == torch.bfloat16
 
     def pointer(self, tensor: Tensor | None) -> int | None:

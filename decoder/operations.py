@@ -1,8 +1,8 @@
 """Operations of compiled code for layers of a decoder, on the weights, states and pages of its mixers.
 
-Compiled code has one shape of Mamba-2 per model, that of the first such layer; Mamba-2 layers of other shapes are
-called between its operations. `recurrence_operations` has layers with a state, `attention_operations` attention,
-`feed_forward_operations` MLPs and experts.
+Compiled code supports one shape of Mamba-2 per model, that of the first such layer; Mamba-2 layers of other shapes are
+called between its operations. The operations of layers with a state are in `recurrence_operations`, those of attention
+in `attention_operations`, and those of MLPs and experts in `feed_forward_operations`.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ class Operations(OperationParts):
         """The shape of Mamba-2 in compiled code."""
         super().__init__(options.dtype)
         self._state_shapes: dict[int | None, StateShape] = {}
-        """Of layers with a state, by the address of their states."""
+        """Shapes of the states of layers, by the address of the states."""
         self.on_operation: Callable[[Op, int, float], None] | None = None
         """For measurements: if set, operations run one at a time, and this is called with each operation, its number of
         tokens and its seconds."""
 
     def complete(self, ops: list[Op], max_tokens: int) -> None:
-        """Sets the operations, for steps of at most `max_tokens` tokens, experts for `MAX_ROUTED`."""
+        """Sets the operations and allocates their buffers, for steps of at most `max_tokens` tokens, and for experts of
+        at most `MAX_ROUTED` tokens."""
         config, options = self.config, self.options
         self._ops = (Op * len(ops))(*ops)
         self.max_tokens = max_tokens
@@ -112,7 +113,7 @@ class Operations(OperationParts):
                 step = Step(tokens=step.kept_count, logits=step.logits, largest=step.largest)
 
     def convert_states(self, form: Form, slots: Tensor) -> None:
-        """Gives the states in these state slots (int64) a form, in all compiled layers."""
+        """Converts the states in these state slots (int64) to a form, in all compiled layers."""
         self.model.threads = torch.get_num_threads()
         slots = slots.contiguous()
         pointer = ctypes.c_void_p(slots.data_ptr())

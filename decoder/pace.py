@@ -1,7 +1,7 @@
 """The speed of recent steps, and whether a deadline can be met.
 
-Every estimate is optimistic: it uses the best speed of recent steps, considers the first tokens only, and ignores what
-other requests will still draw. So a rejected request could not have been answered in time.
+Every estimate is optimistic: it uses the best speed of recent steps, considers only the first tokens, and ignores the
+tokens that other requests will still draw. So a request that is rejected could not have been answered in time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RECENT = 64
 
 
 class DeadlineError(Exception):
-    """A request that could not have its first tokens in time, rejected before anything was computed for it."""
+    """A request cannot get its first tokens before its deadline; it is rejected before anything is computed for it."""
 
 
 class Pace:
@@ -45,7 +45,7 @@ class Pace:
         return self.seconds(tokens, max(1, min_tokens) - 1) <= timeout
 
     def check(self, timeout: float, tokens: int, min_tokens: int) -> None:
-        """`DeadlineError` with both numbers where `meets` returns False."""
+        """Raises `DeadlineError`, with both numbers, if `meets` returns False."""
         if not self.meets(timeout, tokens, min_tokens):
             needed = self.seconds(tokens, max(1, min_tokens) - 1)
             raise DeadlineError(
@@ -60,12 +60,12 @@ class StepTimer:
     def __init__(self) -> None:
         self.pace = Pace()
         self.clock: Callable[[], float] = time.perf_counter
-        """Seconds."""
+        """Returns seconds."""
         self._read = 0.0
 
     def read(self, tokens: int, started: float) -> None:
-        """Records a step of `tokens` tokens that was launched at `started` and has been read. If it was launched while
-        another ran, its time starts when that was read."""
+        """Records a step of `tokens` tokens that was launched at `started` and has been read now. If it was launched
+        while another step ran, its time counts from when that one was read."""
         now = self.clock()
         seconds, self._read = now - max(started, self._read), now
         self.pace.observe(tokens, seconds)

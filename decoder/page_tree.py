@@ -54,8 +54,8 @@ class PageTree:
 
     def unlink(self, checkpoint: Checkpoint) -> Checkpoint | None:
         """Removes a checkpoint from its node, and the nodes that then lead to no checkpoint. In a model without states
-        it removes one page only and returns a checkpoint of the pages before, which are then evicted by their own
-        worth."""
+        it removes only one page, and returns a new checkpoint of the pages before it, which are then evicted by their
+        own worth."""
         node, length = checkpoint.node, checkpoint.tokens % self._page
         del node.checkpoints[checkpoint.key]
         node.tails[length] -= 1
@@ -79,7 +79,7 @@ class PageTree:
 
     @property
     def pages(self) -> list[int]:
-        """One entry for each reference held."""
+        """The pages of all nodes: one entry for each reference."""
         return [node.page for node in self._nodes.values() if node.page >= 0]
 
     def check_integrity(self) -> list[Checkpoint]:

@@ -31,9 +31,9 @@ class Pools:
         self._sums: dict[str, _Sum] = {}
 
     def add(self, rows: Iterable[Row], hidden_TD: Tensor) -> None:
-        """Adds the rows of a step, before the final norm, in the rows' order. Without work or sync if no request needs
-        them. After the first generated token nothing is added, including rows that are computed again after a
-        preemption."""
+        """Adds the hidden rows of a step, before the final norm, in the order of `rows`. No work and no sync if no
+        request needs them. After the first generated token nothing is added, not even rows of the prompt that are
+        computed again after a preemption."""
         first = 0
         for row in rows:
             sequence = row.sequence
@@ -47,15 +47,15 @@ class Pools:
         total, last = x_TD.sum(0, dtype=torch.float64), x_TD[-1].float()
         known = self._sums.get(row.sequence.request_id)
         if known is None or row.start == 0:
-            assert row.start == 0, "a prompt that is pooled was not read from its start"
+            assert row.start == 0, "a prompt that is pooled was not computed from its start"
             self._sums[row.sequence.request_id] = _Sum(total, last, len(x_TD))
             return
-        assert known.count == row.start, "a prompt that is pooled was read with a gap"
+        assert known.count == row.start, "a prompt that is pooled was computed with a gap"
         known.total += total
         known.last, known.count = last, row.start + len(x_TD)
 
     def share(self, leader_id: str, follower_id: str) -> None:
-        """`follower` is a sample of the same prompt, which `leader` has computed."""
+        """Gives `follower`, a sample of the same prompt, the sums of `leader`, which has computed it."""
         self._sums[follower_id] = self._sums[leader_id]
 
     def take(self, request_id: str) -> Pooled | None:

@@ -1,9 +1,9 @@
 """Which sequence is preempted when memory is short, and how.
 
 The least urgent running sequence is preempted (its state goes to host memory, or is computed again later), so the most
-urgent one can always grow to its end. A sequence that waits for an image is preempted before all others. One whose
-image rows have been released cannot be computed again; it is moved to host memory even above the limit, if nothing else
-helps.
+urgent one can always grow to its end. Sequences that wait for an image are preempted before all others. A sequence
+whose image rows have been released cannot be computed again; if nothing else helps, it is moved to host memory even
+above the limit of `host_bytes`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Preemption:
         """Preempted sequences whose state was not saved."""
 
     def grow(self, sequence: Sequence, tokens: int, step: Step, chosen: dict[int, Row]) -> bool:
-        """Takes pages for the first `tokens` tokens; preempts less urgent sequences for them. False: the sequence has
-        to wait or was preempted itself."""
+        """Takes pages for the sequence's first `tokens` tokens, if necessary by preempting less urgent sequences.
+        Returns False if the sequence has to wait or was preempted itself."""
         while True:
             pages = self.memory.grow(sequence, tokens)
             if pages is not None:
@@ -40,7 +40,7 @@ class Preemption:
 
     def victim(self, sequence: Sequence) -> Sequence | None:
         """The sequence to preempt so that `sequence` can grow: one that waits for an image, else the least urgent one,
-        possibly itself."""
+        possibly `sequence` itself. `None` if no other sequence runs."""
         others = [s for s in self.queues.running if s is not sequence]
         for stuck in (True, False):
             candidates = [s for s in others if not stuck or s.stuck]
@@ -57,12 +57,12 @@ class Preemption:
         return max(self.queues.running, key=lambda s: s.order)  # goes to host memory above its limit
 
     def _can_leave(self, sequence: Sequence) -> bool:
-        """Whether it can be preempted: by swapping within the limit, or by computing its tokens again."""
+        """Whether the sequence can be preempted: by swapping within the limit, or by computing its tokens again."""
         return self.memory.swappable(sequence) or sequence.next_span == 0
 
     def preempt(self, sequence: Sequence, step: Step, chosen: dict[int, Row]) -> None:
-        """Returns it to the queue, frees its memory and removes its row from `chosen`. Its exact state is saved if
-        there is space, or if it could not be computed again."""
+        """Returns the sequence to the queue, frees its memory and removes its row from `chosen`. Its exact state is
+        saved if there is space, or if it could not be computed again."""
         self.preemptions += 1
         step.preempted.add(sequence.arrival)
         chosen.pop(sequence.arrival, None)

@@ -28,10 +28,10 @@ state."""
 
 
 class PrefixCache:
-    """Finds, inserts and evicts checkpoints. Memory is the pool's; references are counted there."""
+    """Finds, inserts and evicts checkpoints. The pool owns the memory and counts the references."""
 
     def __init__(self, pool: SuperblockPool, placement: Placement, *, page_bytes: int, slot_bytes: int) -> None:
-        """A model with neither states nor pages has nothing to cache: do not make one for it."""
+        """A model with neither states nor pages has nothing to cache and must not have a cache (asserted)."""
         assert pool.has_slots or pool.pages_per_block
         self.pool, self.placement = pool, placement
         self.page_bytes, self.slot_bytes = page_bytes, slot_bytes
@@ -89,7 +89,7 @@ class PrefixCache:
     # -- inserting -----------------------------------------------------------------------------------------------------
 
     def holds(self, sequence: Sequence, tokens: int) -> bool:
-        """Whether there is a checkpoint of the first `tokens` tokens; if so its worth is renewed."""
+        """Whether there is a checkpoint of the first `tokens` tokens; if so, its worth is renewed."""
         size = self.placement.page
         node = self._tree.get(key_at(sequence, tokens // size * size, size))
         found = node.checkpoints.get(key_at(sequence, tokens, size)) if node is not None else None
@@ -106,8 +106,9 @@ class PrefixCache:
                 return slot
 
     def insert(self, sequence: Sequence, tokens: int, slot: int, gain: int) -> Checkpoint | None:
-        """Inserts a checkpoint: the sequence's first `tokens` tokens are computed and `slot` has the state after them;
-        its reference passes to the cache. None if an equal checkpoint exists; the slot is then freed."""
+        """Inserts a checkpoint of the sequence's first `tokens` tokens, which are computed, with the state after them
+        in `slot`, whose reference passes to the cache. None if an equal checkpoint exists; the slot is then released.
+        """
         size = self.placement.page
         node = self._tree.grow(sequence, tokens // size)
         key = key_at(sequence, tokens, size)
@@ -128,8 +129,8 @@ class PrefixCache:
     # -- removing ------------------------------------------------------------------------------------------------------
 
     def evict(self, below: float | None = None) -> bool:
-        """Drops the checkpoint of least worth, if that is below `below`. Checkpoints that are being copied from
-        stay."""
+        """Drops the checkpoint of least worth, if its worth is less than `below`, and returns whether it did.
+        Checkpoints that are being copied from are not dropped."""
 
         def copied(checkpoint: Checkpoint) -> bool:
             return checkpoint.slot >= 0 and self.pool.slot_owners(checkpoint.slot) > 1
@@ -171,12 +172,12 @@ class PrefixCache:
 
     @property
     def slots(self) -> list[int]:
-        """One entry for each reference held."""
+        """The slots of all checkpoints: one entry for each reference."""
         return [checkpoint.slot for checkpoint in self.order]
 
     @property
     def pages(self) -> list[int]:
-        """One entry for each reference held."""
+        """The pages of nodes and tails: one entry for each reference."""
         return [checkpoint.tail for checkpoint in self.order if checkpoint.tail >= 0] + self._tree.pages
 
     def lengths(self) -> list[int]:

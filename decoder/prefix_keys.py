@@ -17,7 +17,7 @@ KEY_BYTES = 16
 
 def key_at(sequence: Sequence, tokens: int, page: int) -> bytes:
     """Key of the sequence's first `tokens` tokens, in pages of `page` tokens. All of these tokens must be known."""
-    assert tokens <= sequence.known, f"{tokens} tokens are to be looked up, and {sequence.known} are known"
+    assert tokens <= sequence.known, f"{tokens} tokens are to be looked up, but only {sequence.known} are known"
     chain = sequence.lookup.chain
     if not chain:
         chain.append(blake2b(sequence.request.salt, digest_size=KEY_BYTES).digest())
@@ -29,13 +29,13 @@ def key_at(sequence: Sequence, tokens: int, page: int) -> bytes:
 
 
 def share_keys(leader: Sequence, follower: Sequence) -> None:
-    """Copies the keys that `leader` has; both have the same tokens so far."""
+    """Copies the keys of `leader` to `follower`; both have the same tokens so far."""
     follower.lookup.chain = list(leader.lookup.chain)
 
 
 def _digest(parent: bytes, sequence: Sequence, begin: int, end: int) -> bytes:
-    """Hash of tokens `[begin, end)` after the prefix of key `parent`. Rows of an image are hashed by the image's
-    content key, and positions only where they do not count up with the tokens.
+    """Hash of tokens `[begin, end)` after the prefix with the key `parent`. Rows of an image are hashed by the image's
+    content key, and positions only if they differ from the tokens' indices.
     """
     state, positions = blake2b(parent, digest_size=KEY_BYTES), sequence.request.positions
     state.update(struct.pack("<q", end - begin))

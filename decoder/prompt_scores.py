@@ -1,7 +1,7 @@
 """Log-probabilities of a prompt's own tokens, collected during prefill.
 
-The token at position p is scored by the logits of the tokens before it. The first token has none, and neither have rows
-of images, which are no tokens.
+The token at position p is scored by the logits of position p - 1. The first token has no score, and neither have rows
+of images, which are not tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class PromptScores:
         self._found: dict[str, list[PromptScore]] = {}
 
     def add(self, rows: Iterable[Row], hidden_TD: Tensor) -> None:
-        """Takes the rows of a step in their order. No work if no request asked. One host sync per block."""
+        """Adds the hidden rows of a step, in the order of `rows`. No work if no request asked for scores. One host sync
+        per block of `BLOCK` positions."""
         first = 0
         for row in rows:
             sequence = row.sequence

@@ -1,8 +1,8 @@
 """Waiting and running sequences, and their order. Pure policy: no tensors, no memory.
 
-A request's rank is the step it arrived in less `ageing` steps for each level of its priority (levels beyond 100 or -100
-count as these); the smaller rank goes first. So a request is overtaken by those one level above it that arrive in the
-next `ageing` steps, and by none that arrive later.
+A request's rank is the number of the step in which it arrived, minus `ageing` for each level of its priority, which is
+clamped to -100..100; the request with the smaller rank goes first. So a request can be overtaken by requests one level
+above it that arrive within `ageing` steps after it, and not by those that arrive later.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from decoder.request import DecoderRequest
 from decoder.sequence import DraftState, Sequence, Status
 
 MAX_LEVEL = 100
-"""Larger priorities count as this: no request goes first forever."""
+"""Priorities are clamped to this, so that no request is always first."""
 
 
 class Queues:
@@ -31,11 +31,11 @@ class Queues:
         yield from self.running
         yield from self.waiting
 
-    # -- coming and going ----------------------------------------------------------------------------------------------
+    # -- adding and removing -------------------------------------------------------------------------------------------
 
     def add(self, request: DecoderRequest, leader: Sequence | None = None) -> Sequence:
-        """Queues a request. `ValueError` when it can never be served, with the numbers. `leader`: a waiting sequence of
-        the same prompt, which computes it for both.
+        """Queues a request. Raises `ValueError`, with the numbers, if it can never be served. `leader`: a waiting
+        sequence with the same prompt, which computes it for both.
         """
         limit = self._output_limit(request)
         _check_spans(request)
@@ -49,30 +49,30 @@ class Queues:
         return sequence
 
     def _output_limit(self, request: DecoderRequest) -> int:
-        """Output tokens that it may have. `ValueError` when there is no room for a single one."""
+        """Largest number of output tokens of a request. Raises `ValueError` if not even one is possible."""
         prompt, output, maximum = len(request.prompt_ids), len(request.output_ids), self.options.max_len
         if prompt == 0:
             raise ValueError("the prompt is empty: at least one token is needed")
         if prompt + output >= maximum:
             raise ValueError(
-                f"a prompt of {prompt} tokens with {output} output tokens leaves no room in max_len {maximum}: "
-                f"at most {maximum - 1 - output} prompt tokens can be served"
+                f"a prompt of {prompt} tokens with {output} output tokens leaves no room for another token in max_len "
+                f"{maximum}: at most {maximum - 1 - output} prompt tokens can be served"
             )
         limit = maximum - prompt
         if request.sampling.max_tokens is not None:
             limit = min(limit, request.sampling.max_tokens)
         if output >= limit:
-            raise ValueError(f"max_tokens {limit} is not above the {output} output tokens that were passed")
+            raise ValueError(f"max_tokens {limit} is not above the {output} output tokens that the request brings")
         return limit
 
     def start(self, sequence: Sequence) -> None:
-        """A waiting sequence has got its memory and runs."""
+        """Moves a waiting sequence, which has got its memory, to the running ones."""
         sequence.status, sequence.barrier = Status.RUNNING, 0
         self.waiting.remove(sequence)
         self.running.append(sequence)
 
     def requeue(self, sequence: Sequence, status: Status) -> None:
-        """A running sequence has lost its memory: it waits, as `status` says, until it can continue."""
+        """Moves a running sequence, which has lost its memory, back to the waiting ones, with the given status."""
         if sequence.stuck:
             sequence.barrier = sequence.ready_end() + 1
         sequence.status, sequence.draft = status, DraftState()
@@ -80,7 +80,7 @@ class Queues:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Removes a sequence, also from its group: the first of its followers leads the others."""
+        """Removes a sequence, also from its group of samples: the first of its followers then leads the others."""
         self.ungroup(sequence)
         if sequence.followers:
             first, *rest = sequence.followers
@@ -92,7 +92,7 @@ class Queues:
         sequence.status = Status.DONE
 
     def ungroup(self, follower: Sequence) -> None:
-        """The sequence no longer waits for its leader: it computes its prompt by itself, or has it."""
+        """Removes a sequence from its group: it no longer waits for its leader to compute the prompt."""
         if follower.leader is not None:
             follower.leader.followers.remove(follower)
             follower.leader = None
@@ -100,14 +100,14 @@ class Queues:
     # -- order ---------------------------------------------------------------------------------------------------------
 
     def running_order(self, budget: int) -> list[Sequence]:
-        """Decode rows first, then by urgency; if the token budget cannot hold all, those that advanced longest ago
-        first.
+        """Running sequences: those that decode first, then by urgency. If there are more of them than `budget` tokens,
+        those that have not advanced for longest come first.
         """
         crowded = len(self.running) > budget
         return sorted(self.running, key=lambda s: (s.last_step if crowded else 0, not s.decoding, *s.order))
 
     def waiting_order(self) -> list[Sequence]:
-        """All sequences by urgency."""
+        """Waiting sequences by urgency."""
         return sorted(self.waiting, key=lambda s: s.order)
 
     def failed(self) -> list[tuple[Sequence, Exception]]:
@@ -122,6 +122,6 @@ def _check_spans(request: DecoderRequest) -> None:
     for span in request.spans:
         if span.end <= span.start or span.start < last or span.end > prompt:
             raise ValueError(
-                f"image rows {span.start} to {span.end} do not lie in the prompt of {prompt} tokens, after row {last}"
+                f"image rows {span.start} to {span.end} do not lie in the prompt of {prompt} tokens, from row {last} on"
             )
         last = span.end

@@ -13,7 +13,7 @@ from kernels.linear import Packed
 from kernels.native.structs import GRID, Code, DeltaShape, Kind, Op, Target, Weight
 
 MAX_TAPS = 4
-"""Largest number of taps of a layer's convolution in compiled code; models have at most this many."""
+"""Largest number of taps of a layer's convolution in compiled code; published models have at most this many."""
 
 Recurrence = Mamba2Mixer | GatedDeltaMixer
 
@@ -21,11 +21,12 @@ Recurrence = Mamba2Mixer | GatedDeltaMixer
 def recurrence_operations(
     mixer: Recurrence, after: Packed, bf16_rows: bool, pointer: Callable[[Tensor | None], int | None]
 ) -> tuple[list[Op], DeltaShape | None]:
-    """The mixer between its projections, and the conversion of its rows to the operand of the product `after` it: done
-    by the mixer itself, unless the form depends on a whole row, of which the mixer has a group of heads at a time.
+    """The operation of a mixer between its projections, which also converts its rows to the operand of the product
+    `after` it. If that form depends on a whole row, of which the mixer has only a group of heads at a time, a second
+    operation converts the rows.
 
-    `bf16_rows`: whether the rows before that conversion are bfloat16. `pointer`: returns addresses of tensors, which
-    must be kept; so must the shape that is returned with the operations.
+    `bf16_rows`: whether the rows before the second operation are bfloat16. `pointer`: returns the address of a tensor
+    and keeps it alive; the caller must keep the returned shape alive.
     """
     assert not mixer.ring.numel() or mixer.ring.shape[1] <= GRID, "compiled code has memory for GRID tokens of a ring"
     itself = after.kind in (Kind.BF16, Kind.F32) and after.kpad == after.k

@@ -22,15 +22,15 @@ SAMPLE_LIMIT = 1 << 32
 
 class EmbeddingSource(Protocol):
     """Rows of an image: the embeddings of prompt rows `[start, end)`, in place of those of the embedding table. The
-    decoder polls it from its own thread and never waits for it."""
+    decoder polls the source from its own thread and never waits for it."""
 
     @property
     def start(self) -> int:
-        """First row of the prompt."""
+        """Index of the first row in the prompt."""
 
     @property
     def end(self) -> int:
-        """Row of the prompt after the last."""
+        """Index in the prompt after the last row."""
 
     @property
     def key(self) -> bytes:
@@ -46,7 +46,7 @@ class EmbeddingSource(Protocol):
 
     @property
     def error(self) -> Exception | None:
-        """Why there will be no rows, or `None`."""
+        """The reason why there will be no rows, or `None`."""
 
     def rows(self) -> torch.Tensor:
         """`[end - start, hidden]` in the decoder's dtype; the decoder only reads it."""
@@ -65,14 +65,14 @@ class DecoderRequest:
     sampling: SamplingParams
     spans: tuple[EmbeddingSource, ...] = ()
     output_ids: SequenceOf[int] = ()
-    """Output that exists already (of a resumed answer): counted as output everywhere, not reported again."""
+    """Output that exists already, of a resumed answer: counted as output everywhere, and not reported again."""
     eos_token_ids: frozenset[int] = frozenset()
     sample_index: int = 0
-    """Which of the samples of one call this is; part of the random counter."""
+    """Index of this sample among those of one call; part of the random counter."""
     priority: int = 0
-    """Larger goes first; equal ones in order of arrival. Waiting time counts too: see `Scheduler`."""
+    """Larger priorities go first, equal ones in order of arrival. Waiting time counts too: see `decoder.queues`."""
     timeout: float | None = None
-    """Seconds from now in which an answer is of use; a request that cannot have its first tokens by then is refused."""
+    """Seconds until the deadline; a request that cannot have its first tokens by then is rejected."""
     salt: bytes = b""
     """Separates tenants: nothing is shared between requests of different salts."""
     checkpoint_at: tuple[int, ...] = ()
@@ -80,18 +80,19 @@ class DecoderRequest:
     keeps a state there.
     """
     pooled: bool = False
-    """The hidden states of the prompt are wanted; all of it is then computed, whatever the cache holds."""
+    """Whether hidden states of the prompt are wanted; the whole prompt is then computed, whatever the cache holds."""
     positions: Positions | None = None
-    """For models that use positions; `None`: tokens count up from 0."""
+    """For models that use positions; `None`: the tokens' indices."""
     constraint: Constraint | None = None
     """What the output may contain; `None`: anything. It has accepted `output_ids`. The decoder works on a copy.
 
-    Before `min_tokens` end and stop tokens, and under `ignore_eos` end tokens, are drawn only where it allows nothing
-    else, and then end the request all the same.
+    End and stop tokens before `min_tokens`, and end tokens under `ignore_eos`, are drawn only if the constraint allows
+    nothing else, and then end the request all the same.
     """
 
     def __post_init__(self) -> None:
-        """`ValueError` for numbers that could never be an id or a counter. The runner knows the vocabulary."""
+        """Raises `ValueError` for negative ids and a sample index out of range. The runner checks ids against the
+        vocabulary."""
         if self.eos_token_ids and min(self.eos_token_ids) < 0:
             raise ValueError(f"eos_token_ids holds {min(self.eos_token_ids)}; ids are at least 0")
         if not 0 <= self.sample_index < SAMPLE_LIMIT:
@@ -103,9 +104,9 @@ class Pooled:
     """Hidden states of a prompt after the final norm, `[d]` float32 on the host."""
 
     last: torch.Tensor
-    """Of its last token."""
+    """Hidden state of the last token."""
     mean: torch.Tensor
-    """The mean of all tokens."""
+    """Mean of the hidden states of all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +117,17 @@ class PromptScore:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """(token, logprob) of the likeliest ones there, likeliest first."""
+    """(token, logprob) of the likeliest tokens at this position, likeliest first."""
 
 
 class TokenEvent(NamedTuple):
-    """What one step has produced for one request: a token, the end, or both."""
+    """The result of one step for one request: a token, the end, or both."""
 
     request_id: str
     token_id: int | None
-    """The drawn token; `None` when there is none (an error)."""
+    """The drawn token; `None` if there is none (an error)."""
     logprob: float | None = None
-    """Natural log of the token's probability in the raw distribution, when asked for."""
+    """Natural log of the token's probability in the raw distribution, if requested."""
     top: tuple[tuple[int, float], ...] = ()
     """(token, logprob) of the likeliest tokens of the raw distribution, likeliest first."""
     finish_reason: FinishReason | None = None
@@ -136,9 +137,9 @@ class TokenEvent(NamedTuple):
     stop_token: int | None = None
     """The end or stop token that ended the request: `token_id`, which is then not part of the text."""
     pooled: Pooled | None = None
-    """With the first token of a request that asked for it."""
+    """With the first token, if requested."""
     prompt_scores: tuple[PromptScore, ...] = ()
-    """With the first token, where they were asked for."""
+    """With the first token, if requested."""
     scheduled: float | None = None
     """With the first token: when its first step was scheduled, by `time.monotonic`."""
 

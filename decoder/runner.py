@@ -1,7 +1,7 @@
 """The decoder runner: requests in, token events out. Used by one thread, without locks.
 
-It connects the parts: the scheduler chooses the rows of a step, `decoder.execution` runs it, `decoder.states` takes
-over its memory, `decoder.answers` reads its results. `decoder.loops` says in which order.
+It connects the parts: the scheduler chooses the rows of a step, `decoder.execution` runs it, `decoder.states` commits
+its memory, `decoder.answers` reads its results. `decoder.loops` calls them in order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class DecoderRunner:
     def __init__(
         self, config: DecoderConfig, options: DecoderOptions, weights: Iterable[tuple[str, Tensor | Quantised | Stack]]
     ) -> None:
-        """`weights` are read once and copied. `ValueError` when they, or the memory, do not fit the configuration."""
+        """`weights`: (name, tensor) pairs, read once and copied. Raises `ValueError` if they do not fit the
+        configuration, or if the memory does not fit the options."""
         self.config, self.options = config, options
         self.arena = Arena(config, options, reserved=graph_bytes(config, options))
         self.model = HybridModel(config, options, self.arena, weights)
@@ -97,19 +98,19 @@ class DecoderRunner:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add(self, request: DecoderRequest, *others: DecoderRequest) -> None:
-        """Queues a request. `ValueError` when it can never be served, `DeadlineError` when not in time: both with the
-        numbers compared.
+        """Queues a request. Raises `ValueError` if it can never be served, and `DeadlineError` if it cannot be served
+        in time, both with the numbers that were compared.
 
-        `others`: further samples of the same prompt, each with image sources of its own; the prompt is computed once
-        for all.
+        `others`: further samples of the same prompt, each with its own image sources; the prompt is computed once for
+        all samples.
         """
         samples = (request, *others)
         names = [sample.request_id for sample in samples]
         for index, name in enumerate(names):
             if name in self.answers.sequences:
-                raise ValueError(f"a request {name!r} is here already")
+                raise ValueError(f"a request with the id {name!r} exists already")
             if name in names[:index]:
-                raise ValueError(f"two samples of one prompt are called {name!r}")
+                raise ValueError(f"two samples of one prompt have the id {name!r}")
         _check_ids("", (*request.prompt_ids, *request.output_ids), self.config.vocab_size)
         for sample in samples:
             _check_sample(request, sample, self.config.vocab_size)
@@ -128,21 +129,21 @@ class DecoderRunner:
             self.answers.add(sequence)
 
     def _check_positions(self, samples: list[Sequence]) -> None:
-        """`ValueError` for positions that its tokens, drawn ones included, cannot have."""
+        """Raises `ValueError` for positions that tokens, including those to be drawn, cannot have."""
         positions, prompt = samples[0].request.positions, samples[0].prompt_len
         if positions is not None:
             last = prompt + max(sample.limit for sample in samples) - 1
             positions.check(prompt, last, self.config.position_axes, self.options.max_len)
 
     def _check_deadline(self, sequence: Sequence, timeout: float) -> None:
-        """`DeadlineError` when the sequence cannot have its first tokens in time."""
+        """Raises `DeadlineError` if the sequence cannot have its first tokens in time."""
         least = min(sequence.request.sampling.min_tokens, sequence.limit) - sequence.output_len
         if self.timer.pace.meets(timeout, self.scheduler.tokens_ahead(sequence, cached=False), least):
             return
         self.timer.pace.check(timeout, self.scheduler.tokens_ahead(sequence), least)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request without an event and frees all it holds. False when there is none of that id.
+        """Ends a request without an event and frees all that it holds. Returns False if there is no request of this id.
 
         No step is being prepared, since steps run in the caller's own thread. A step in flight may still write to the
         request's memory, before any later step does. Waits for that step only if it may be reading the request's
@@ -167,15 +168,15 @@ class DecoderRunner:
 
     @property
     def runnable(self) -> bool:
-        """False when there is nothing to do until some image's rows are ready."""
+        """False if there is nothing to do until the rows of an image are ready."""
         return self.loop.flight is not None or self.scheduler.runnable
 
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
-        """Runs one step. Empty when nothing could advance, or when no row reached its last token."""
+        """Runs one step and returns its events; empty if nothing could advance or no row reached its last token."""
         return self.loop.step()
 
-    # -- looking in ----------------------------------------------------------------------------------------------------
+    # -- statistics, checks, end ---------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and what is held now."""
@@ -196,7 +197,7 @@ class DecoderRunner:
         }
 
     def flush_cache(self) -> None:
-        """Empties the prefix cache. What running requests share stays theirs."""
+        """Empties the prefix cache. Running requests keep the pages that they share with it."""
         if self.cache is not None:
             self.cache.clear()
 
@@ -231,7 +232,8 @@ def _check_ids(name: str, ids: Collection[int], vocab: int) -> None:
 
 
 def _check_sample(first: DecoderRequest, sample: DecoderRequest, vocab: int) -> None:
-    """`ValueError` for ids of its own that are invalid. What samples of one prompt share is checked once."""
+    """Raises `ValueError` for invalid ids in a sample's own parameters. What the samples of a prompt share is checked
+    only once."""
     _check_ids("eos_token_ids: ", sample.eos_token_ids, vocab)
     _check_ids("stop_token_ids: ", sample.sampling.stop_token_ids, vocab)
     _check_ids("logit_bias: ", sample.sampling.logit_bias, vocab)

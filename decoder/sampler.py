@@ -29,13 +29,15 @@ log = logging.getLogger(__name__)
 
 
 class Drawn(NamedTuple):
-    """The tokens of rows `[L]`, on the device, and the log-probabilities that were asked for."""
+    """The tokens of rows, on the device, and the log-probabilities that were requested."""
 
     tokens_L: Tensor
+    """`[L]` int64."""
     scores: tuple[Tensor, ...] = ()
-    """Of rows that asked: log-probability of the token `[A]`; ids `[A, k]` and log-probabilities of the likeliest."""
+    """For the A rows that request them: log-probability of the token `[A]`, ids of the likeliest tokens `[A, k]`, and
+    their log-probabilities `[A, k]`."""
     asked: tuple[tuple[int, int], ...] = ()
-    """(row, how many of the likeliest) of each of these."""
+    """(row, number of likeliest tokens) of each of these rows."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -43,7 +45,7 @@ class Drawn(NamedTuple):
         return (self.tokens_L, *self.scores)
 
     def choices(self, tokens_L: Tensor, *scores: Tensor) -> list[Choice]:
-        """The choices, from host copies of `tensors`. Waits for the device where they are not copies."""
+        """The choices, from host copies of `tensors`; waits for the device if they are on the device."""
         tokens = tokens_L.tolist()
         if not self.asked:
             return [Choice(token) for token in tokens]
@@ -79,8 +81,8 @@ class Sampler:
         compiled: bool = True,
         largest: Largest = lambda logits: None,
     ) -> None:
-        """`compiled`: in compiled code, on a CPU that has it. `largest`: returns the largest of a step's logits, where
-        that step has found them already.
+        """`compiled`: whether to draw in compiled code on a CPU that has it. `largest`: returns the ids of the largest
+        of a step's logits, if the step has found them already.
         """
         self.vocab_size, self.max_seqs, self.device = vocab_size, max_seqs, device
         compiled = compiled and torch.device(device).type == "cpu" and implementation("cpu")[0] == "reference"
@@ -93,8 +95,8 @@ class Sampler:
             self._compile()
 
     def _compile(self) -> None:
-        """Draws once without a mask and once with one: compiling the kernel takes seconds, which no step should wait
-        for."""
+        """Draws once without a mask and once with one, so that no step has to wait for the kernel's compilation, which
+        takes seconds."""
         single, double, whole = (
             torch.zeros(1, dtype=dtype, device=self.device) for dtype in (torch.float32, torch.float64, torch.int64)
         )
@@ -106,9 +108,10 @@ class Sampler:
     def sample(
         self, logits_LV: Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]] | None = None
     ) -> list[Choice]:
-        """One token for each row. One host sync, where the tokens are read.
+        """Draws one token for each row. One host sync, to read the tokens.
 
-        `ahead`: tokens between a row's sequence and the position that is drawn, as if they were in the sequence.
+        `ahead`: for each row, tokens (drafts) between its sequence and the position that is drawn, which count as if
+        they were in the sequence.
         """
         if self._compiled is not None:
             return self._compiled.sample(logits_LV, sequences, ahead or [()] * len(sequences))
@@ -122,9 +125,9 @@ class Sampler:
         ahead: SequenceOf[SequenceOf[int]] | None = None,
         unread_M: Tensor | None = None,
     ) -> Drawn:
-        """The same, left on the device.
+        """Like `sample`, but leaves the results on the device.
 
-        `unread_M`: the tokens of the step before, for sequences whose last token is one of them and `UNREAD`.
+        `unread_M`: the tokens of the previous step, for sequences whose last token is one of them and still `UNREAD`.
         """
         if all(sequence.plain for sequence in sequences):
             return Drawn(greedy(logits_LV))
@@ -139,14 +142,14 @@ class Sampler:
         return self._scored(raw, tokens, sequences)
 
     def steady(self, sequences: SequenceOf[Sequence]) -> bytes | None:
-        """What compiled code needs to draw the next tokens of sequences one after another: a `Draw` of
-        kernels/native/sample.h for each. `None` without compiled draws, and where more than the position changes from
-        token to token.
+        """What compiled code needs to draw the next tokens of sequences one after another: a `Draw` struct of
+        kernels/native/sample.h for each sequence. `None` without compiled draws, and if more than the position changes
+        from token to token.
         """
         return None if self._compiled is None else self._compiled.steady(sequences)
 
     def _state(self, sequence: Sequence) -> _SlotState:
-        """The state of a sequence's batch slot, created anew when another sequence has got it."""
+        """The state of a sequence's batch slot, created anew if the slot had another sequence before."""
         if self._slots[sequence.held.batch_slot].admission != sequence.held.admission:
             params, state = sequence.request.sampling, _SlotState(sequence.held.admission)
             self._slots[sequence.held.batch_slot] = state
@@ -154,7 +157,7 @@ class Sampler:
             if known:
                 ids, values = zip(*known, strict=True)
                 state.bias = self._ids(ids), self._floats(list(values))
-            if params.min_tokens > 0 and sequence.guide is None:  # a mask says it otherwise
+            if params.min_tokens > 0 and sequence.guide is None:  # with a constraint, its masks forbid the end tokens
                 ends = sequence.request.eos_token_ids | params.stop_token_ids
                 state.ends = self._ids(sorted(token for token in ends if token < self.vocab_size))
         return self._slots[sequence.held.batch_slot]
@@ -165,7 +168,8 @@ class Sampler:
     # -- adjustments ---------------------------------------------------------------------------------------------------
 
     def _adjust(self, raw_LV: Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]) -> Tensor:
-        """Applies bias, penalties and the `min_tokens` mask, to a copy where there are any."""
+        """Applies bias, penalties and the `min_tokens` mask to a copy of the logits; returns the logits themselves if
+        there are none."""
         out = raw_LV
         penalised: list[int] = []
         for row, sequence in enumerate(sequences):
@@ -264,7 +268,7 @@ class Sampler:
         return RowParams(reals[0].float(), top_k, reals[1], reals[2], seeds, samples, positions, masks)
 
     def _masks_of(self, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]) -> Masks | None:
-        """What constraints allow, on the device."""
+        """The masks of the rows' constraints, on the device; `None` if no row has a constraint."""
         filled = self._masks.fill([(sequence.guide, sequence.output_len) for sequence in sequences], ahead)
         if not filled:
             return None
@@ -286,7 +290,7 @@ class Sampler:
 
 
 def _compiled(vocab_size: int, max_seqs: int, largest: Largest) -> CompiledSampler | None:
-    """The compiled sampler; None, with a log line, where there is no compiled code."""
+    """The compiled sampler; None, with the reason logged, if there is no compiled code."""
     try:
         return CompiledSampler(vocab_size, max_seqs, largest)
     except NativeUnavailable as reason:

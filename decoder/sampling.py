@@ -1,6 +1,6 @@
-"""How the next token is chosen: the parameters of one request.
+"""The parameters of one request that determine how its tokens are drawn.
 
-The draw itself is `kernels.sample`; `decoder.sampler` holds the state that penalties need.
+The draw itself is in `kernels.sample`; `decoder.sampler` holds the state that penalties need.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ MAX_LOGPROBS = 1024
 MAX_TOP_K = (1 << 31) - 1
 SEED_LIMIT = 1 << 64
 MIN_TEMPERATURE = 1e-5
-"""A smaller one is greedy."""
+"""Smaller temperatures are greedy."""
 MAX_TEMPERATURE = 1e6
 MAX_BIAS = 1e10
-"""Magnitude of a bias or an additive penalty."""
+"""Largest magnitude of a bias or an additive penalty."""
 MIN_REPETITION, MAX_REPETITION = 1e-3, 1e3
-"""With these bounds no logit that a model gives (to 1e20) leaves float32's range on its way to a probability, so that
-every back end, all of which calculate in float32, draws the same token.
+"""With these bounds, logits of up to 1e20 stay in float32's range on the way to a probability, so that all back ends,
+which compute in float32, draw the same token.
 """
 
 
 class Choice(NamedTuple):
-    """One drawn token; `logprob` and `top` are of the raw distribution, where asked for."""
+    """One drawn token; `logprob` and `top` are those of the raw distribution, if requested."""
 
     token: int
     logprob: float | None = None
@@ -38,29 +38,30 @@ class SamplingParams:
     """Sampling of one request. Raises `ValueError` with the field, its value and its range.
 
     Order of application to the logits: `logit_bias`, repetition, frequency and presence penalties, the `min_tokens`
-    mask; then `temperature`, `top_k`, `top_p`, `min_p`; then one uniform number decides. `temperature` 0 takes the
-    largest logit after the penalties (the lowest id wins a tie); one below `MIN_TEMPERATURE` becomes 0.
+    mask; then `temperature`, `top_k`, `top_p`, `min_p`; then a uniform random number selects the token. `temperature` 0
+    takes the largest logit after the penalties (the lowest id among equals); temperatures below `MIN_TEMPERATURE`
+    become 0.
     """
 
     max_tokens: int | None = None
-    """Output tokens at most; `None`: as many as the decoder's `max_len` leaves."""
+    """Largest number of output tokens; `None`: as many as the decoder's `max_len` allows."""
     min_tokens: int = 0
-    """Before so many output tokens, neither an end token nor a stop token can be drawn."""
+    """Before this many output tokens, neither end tokens nor stop tokens can be drawn."""
     temperature: float = 1.0
     top_p: float = 1.0
     """Keeps the smallest set of likeliest tokens whose probability reaches this; 1 = off."""
     top_k: int = 0
-    """Keeps so many of the likeliest tokens; 0 = off."""
+    """Keeps this many of the likeliest tokens; 0 = off."""
     min_p: float = 0.0
-    """Drops tokens less likely than this share of the likeliest one's probability; 0 = off."""
+    """Drops tokens whose probability is below this share of the likeliest token's; 0 = off."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or the output; 1 = off."""
     presence_penalty: float = 0.0
-    """Taken from the logit of each token that is in the output."""
+    """Subtracted from the logit of each token that is in the output."""
     frequency_penalty: float = 0.0
-    """Taken from the logit of each token once for each time that it is in the output."""
+    """Subtracted from the logit of each token once for each time that it is in the output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Token id -> what is added to its logit."""
+    """Token id -> number that is added to its logit."""
     seed: int = 0
     """64-bit key of the counter-based generator: the same seed gives the same draws at the same positions."""
     stop_token_ids: frozenset[int] = frozenset()
@@ -68,7 +69,8 @@ class SamplingParams:
     logprobs: int | None = None
     """`None`: no log-probabilities; k: that of the drawn token, and the k likeliest tokens with theirs."""
     prompt_logprobs: int | None = None
-    """The same of each token of the prompt but the first. It is then read whole, whatever is cached of it."""
+    """The same for each token of the prompt but the first. The whole prompt is then computed, whatever the cache holds.
+    """
 
     def __post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
@@ -99,7 +101,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles by its arguments: the frozen view of `logit_bias` cannot be."""
+        """Pickles by its arguments, because the read-only view of `logit_bias` cannot be pickled."""
         return type(self), tuple(
             dict(value) if isinstance(value, MappingProxyType) else value
             for value in (getattr(self, f.name) for f in fields(self))
@@ -110,7 +112,7 @@ class SamplingParams:
             raise ValueError(f"{name} must be {allowed}, not {getattr(self, name)}")
 
     def _check_range(self, name: str, low: float, high: float) -> None:
-        """Both ends belong to it; NaN does not."""
+        """Both ends are allowed; NaN is not."""
         if not low <= getattr(self, name) <= high:
             self._check(name, False, f"from {low:g} to {high if isinstance(high, int) else f'{high:g}'}")
 
@@ -120,12 +122,12 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """True when the choice depends on the tokens so far."""
+        """Whether the draw depends on the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @cached_property
     def plain(self) -> bool:
-        """True when the largest raw logit decides at every position and nothing else is asked for."""
+        """Whether the largest raw logit is taken at every position, and nothing else is requested."""
         return (
             self.greedy
             and not self.penalised

@@ -1,13 +1,14 @@
-"""Which requests run in the next step, and with how many tokens each. Pure policy: no tensors.
+"""Chooses the requests that run in the next step, and the number of tokens of each. Pure policy: no tensors.
 
-The parts, each in a file of its own: order (`decoder.queues`), what sequences hold (`decoder.memory`), who starts
-(`decoder.admission`), who gives memory up (`decoder.preemption`), which states are kept (`decoder.checkpointing`), and
-samples of one prompt (`decoder.forks`).
+The parts are in separate modules: order (`decoder.queues`), memory of sequences (`decoder.memory`), admission
+(`decoder.admission`), preemption (`decoder.preemption`), the states to keep (`decoder.checkpointing`), and samples of
+one prompt (`decoder.forks`).
 
-Waiting. Let S be the requests that run while this one waits, those of smaller rank, and itself. From the time that all
-its images are there it ends within `rounds x (W + R)` steps: W the prompt and output tokens of S, R those that requests
-of S compute again after they were preempted, plus one for each time that one is; `rounds` = `max_seqs` over
-`max_batched_tokens`, rounded up. For the first in order among those that can go on gets a row every `rounds` steps.
+Bound on waiting. Let S be the requests that run while a request waits, those of smaller rank, and the request itself.
+Once all its images are ready, the request ends within `rounds x (W + R)` steps, where W is the number of prompt and
+output tokens of S, R the number of tokens that requests of S compute again after preemptions, plus one for each
+preemption, and `rounds` is `max_seqs / max_batched_tokens`, rounded up. The reason: of the requests that can advance,
+the first in order gets a row every `rounds` steps.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from decoder.step import Fork, Row, Step
 
 
 class Scheduler:
-    """Schedules steps, and takes over their results."""
+    """Schedules steps, and commits their results."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class Scheduler:
         cache: PrefixCache | None = None,
     ) -> None:
         """`page_bytes`, `slot_bytes`, `ring_bytes`: bytes of a page, a slot and a ring in host memory, limited by
-        `host_bytes`. `cache`: holds memory that no sequence needs, and evicts for any that does.
+        `host_bytes`. `cache`: holds memory that no sequence needs, and evicts if a sequence needs memory.
         """
         self.options, self.pool, self.cache = options, pool, cache
         self.queues = Queues(options)
@@ -61,8 +62,8 @@ class Scheduler:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def schedule(self, preempt: Iterable[Sequence] = ()) -> Step:
-        """Rows for the next step; empty when nothing can advance. Their memory is taken. `preempt`: running sequences
-        that are to give up their memory first.
+        """The next step, for whose rows memory is taken; it has no rows if nothing can advance. `preempt`: running
+        sequences to preempt first.
         """
         self.queues.step_number += 1
         step, chosen = Step(failed=self.queues.failed()), dict[int, Row]()
@@ -99,15 +100,15 @@ class Scheduler:
         return budget
 
     def _goes_on(self, sequence: Sequence) -> bool:
-        """Whether its row is one token, for which it has all that it needs: so are most rows."""
+        """Whether its next row is a single token that it has all memory for, as for most rows."""
         if not sequence.decoding or sequence.draft.limit or sequence.next_span < len(sequence.request.spans):
             return False
         return self.memory.covers(sequence, len(sequence.tokens))
 
     def _drafted(self, sequence: Sequence, spare: int) -> Row | None:
-        """The row of a sequence with drafts, at most `spare` of them; `None` where there are none. No sequence is
-        preempted for a draft, and none is made for a token that could not be generated any more. A row that ends the
-        prompt has none: further samples start from the state after it, and hidden states of prompts end with it.
+        """The row of a sequence with at most `spare` drafts; `None` if it gets no draft. No sequence is preempted for a
+        draft, and no draft is made for a token beyond the sequence's limit. A row that ends the prompt has no drafts:
+        further samples start from the state after it, and hidden states of prompts end with it.
         """
         drafts = min(sequence.draft.limit, spare, sequence.limit - sequence.output_len - 1)
         if drafts <= 0 or not sequence.decoding or sequence.computed < sequence.prompt_len:
@@ -117,7 +118,8 @@ class Scheduler:
         return row if self.memory.reclaim(0, missing) else None
 
     def commit(self, step: Step) -> None:
-        """To be called when the rows of `step` have been computed, and the drawn tokens are in their sequences."""
+        """To be called when the rows of `step` have been computed, and the drawn tokens are in their sequences (or, for
+        a step in flight, are about to be added as unread)."""
         for row in step.rows:
             sequence = row.sequence
             sequence.computed = row.end if not row.drafts else min(row.end, len(sequence.tokens) - 1)
@@ -134,14 +136,14 @@ class Scheduler:
             self.pool.release_slot(slot)
         self.pool.release_pages(step.held_pages)
 
-    # -- requests come and go ------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def fork(self, row: Row, step: Step) -> list[Fork]:
-        """As `Forks.fork`."""
+        """See `Forks.fork`."""
         return self.forks.fork(row, step)
 
     def keep(self, sequence: Sequence) -> tuple[int, int] | None:
-        """As `Checkpointing.keep`; `None` without a cache."""
+        """See `Checkpointing.keep`; `None` without a cache."""
         return None if self.checkpointing is None else self.checkpointing.keep(sequence)
 
     def finish(self, sequence: Sequence) -> None:
@@ -152,25 +154,27 @@ class Scheduler:
             self.memory.host.forget(sequence.request_id)
         self.queues.remove(sequence)
 
-    # -- looking in ----------------------------------------------------------------------------------------------------
+    # -- queries, statistics, checks -----------------------------------------------------------------------------------
 
     @property
     def needs_ids(self) -> bool:
-        """Whether the next step could keep a state after a token that has been drawn and not read: its key hashes the
-        id."""
+        """Whether the next step could keep a state after a token that has been drawn but not read, whose id its key
+        needs."""
         return any(s.unread and s.computed + 1 >= s.cursor.next_mark for s in self.running)
 
     @property
     def runnable(self) -> bool:
-        """Whether `schedule` might return rows or failures. May be True although there turns out to be no memory."""
+        """Whether `schedule` might return rows or failures. It may be True even if there is no memory to start a
+        sequence."""
         return any(s.ready_end() > s.computed or (s.request.spans and s.source_error()) for s in self.running) or any(
             self.admission.could_start(s) or (s.request.spans and s.source_error()) for s in self.waiting
         )
 
     def tokens_ahead(self, sequence: Sequence, *, cached: bool = True) -> int:
-        """Prompt tokens to compute before the first token of a waiting sequence: its own and those of all before it.
+        """Prompt tokens to compute before the first token of a waiting sequence: its own and those of all sequences
+        before it.
 
-        `cached`: less the cached ones, which takes a lookup; without, an upper bound.
+        `cached`: without the cached ones, which takes lookups; otherwise the result is an upper bound.
         """
         others = [other for other in self.queues if other is not sequence and other.leader is None]
         before = [other for other in others if other.order < sequence.order]
@@ -201,8 +205,8 @@ class Scheduler:
 
 
 def _batch_order(row: Row) -> tuple[int, ...]:
-    """By kind; rows that update a state in order of their slots, so that neighbours in the batch are neighbours in
-    memory.
+    """Sort key of rows: by kind; rows that update a state by their slots, so that neighbours in the batch are
+    neighbours in memory.
     """
     if row.kind < 2:
         return (row.verified, row.kind, row.sequence.slot)

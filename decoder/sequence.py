@@ -1,9 +1,9 @@
-"""A request in the decoder: its parameters, its progress, and what it holds.
+"""A request in the decoder: its parameters, its progress, and the memory that it holds.
 
 Writers of each part:
 
-    Sequence        the queues (`status`, `leader`, `followers`), the scheduler (`computed`, the notes of admission)
-                    and the reader of drawn tokens (`tokens`, `unread`, `next_span`); its parameters never change
+    Sequence        `decoder.queues` (`status`, `leader`, `followers`), the scheduler (`computed`, fields of admission)
+                    and `decoder.answers` (`tokens`, `unread`, `next_span`); its parameters never change
     Holding         `decoder.memory`
     Lookup          `decoder.prefix_cache`
     CacheCursor     `decoder.checkpointing`
@@ -15,9 +15,9 @@ Owners, and until when:
     image rows      the source, until `release()`: called once, after the step that consumed the last row has executed,
                     or when the request ends before that; never while a step that reads them is in flight
     batch slot,     the sequence, from admission to finish, abort or preemption. A step in flight at that time may
-    state slots,    write to them once more: their next owner uses them in a later step, which the device runs
-    pages           after it. The batch slot is its row in buffers of the sampler and of the batch
-    checkpoints     the prefix cache; between taking the slot and the end of the step that writes it, the step
+    state slots,    write to them once more; their next owner uses them in a later step, which the device runs
+    pages           after that one. The batch slot is the sequence's row in buffers of the sampler and of the batch
+    checkpoints     the step, from taking the slot until the step that writes it ends; then the prefix cache
 
 Samples of one prompt: the first one leads, the others follow. Followers hold nothing until the leader has computed the
 prompt; then each shares its whole pages, and has a copy of the last, partial page and of the state.
@@ -34,7 +34,7 @@ from decoder.guide import Guide
 from decoder.request import DecoderRequest
 
 UNREAD = -1
-"""Placeholder in a sequence's tokens for a token that has been drawn on the device and not been read."""
+"""Placeholder in a sequence's tokens for a token that has been drawn on the device and has not been read."""
 
 
 class Status(Enum):
@@ -43,7 +43,7 @@ class Status(Enum):
     RUNNING = "running"
     """Holds a batch slot, and state slots and pages where the model has them."""
     SWAPPED = "swapped"
-    """Waits; its exact state lies in host memory."""
+    """Waits; its exact state is in host memory."""
     DONE = "done"
 
 
@@ -54,11 +54,12 @@ class Holding:
     batch_slot: int = -1
     """Index of its row in buffers that have a row for each running sequence."""
     admission: int = -1
-    """Number of the admission that gave it its batch slot: tells for which sequence a buffer's row was written."""
+    """Number of the admission that gave it its batch slot; identifies the sequence for which a buffer's row was
+    written."""
     slots: list[int] = field(default_factory=list)
     """Its state slots: one, or one for each token of a verified step."""
     accepted: int = 1
-    """Which of the slots has its current state: that after so many tokens of the last verified step."""
+    """Which slot has its current state, counted from 1: the state after this many tokens of the last verified step."""
     replayed: int = 0
     """Inputs in its ring that come after the state in its slot."""
     pages: list[int] = field(default_factory=list)
@@ -68,7 +69,7 @@ class Holding:
 
 @dataclass(slots=True)
 class Lookup:
-    """What the prefix cache stores in a sequence between lookups."""
+    """Data that the prefix cache keeps in a sequence between lookups."""
 
     chain: list[bytes] = field(default_factory=list)
     """Keys of its whole pages."""
@@ -79,11 +80,12 @@ class Lookup:
 
 @dataclass(slots=True)
 class CacheCursor:
-    """Which states of a sequence are to be kept, and how far it has got."""
+    """Which states of a sequence are to be kept, and which have been."""
 
     marks: tuple[int, ...] = ()
     """Prompt positions whose state is to be kept."""
     next_mark: int = NEVER
+    """The next position whose state is to be kept."""
     last_mark: int = 0
     """The longest prefix whose state is known to be kept."""
     moving: Checkpoint | None = None
@@ -97,44 +99,46 @@ class DraftState:
     tokens: list[int] = field(default_factory=list)
     """Drafts, to be verified in the next step."""
     limit: int = 0
-    """Drafts that it is to get in the next step, as far as there is room."""
+    """Number of drafts that it is to get in the next step, if the token budget and memory allow."""
     forced: bool = False
-    """Whether these are tokens that its constraint leaves no choice about."""
+    """Whether the drafts are tokens that its constraint forces."""
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A request while the decoder has it."""
+    """A request in the decoder."""
 
     request: DecoderRequest
     arrival: int
     limit: int
-    """Output tokens at most, `max_tokens` and `max_len` both applied."""
+    """Largest number of output tokens, from `max_tokens` and `max_len`."""
     rank: int = 0
-    """The step it arrived in, less what its priority is worth in steps: the smaller one goes first."""
+    """The step in which it arrived, minus `ageing` steps for each level of its priority; the smaller rank goes first.
+    """
 
     tokens: list[int] = field(default_factory=list)
     """Prompt and output; the last `unread` of them are `UNREAD`."""
     unread: int = 0
-    """Tokens that the in-flight step draws."""
+    """Number of tokens that have been drawn and not read."""
     place: int = -1
-    """Index of that token among the step's."""
+    """Index of the unread token among those of the in-flight step."""
     next_span: int = 0
-    """First span whose rows have not all been read; those before are released."""
+    """First span whose rows have not all been read; the spans before it are released."""
 
     computed: int = 0
-    """Tokens whose state and keys are in the arena."""
+    """Number of tokens whose state and keys are in the arena, or in host memory if it is swapped."""
     last_step: int = -1
-    """Step in which it last advanced."""
+    """Number of the step in which it last advanced."""
     status: Status = Status.WAITING
     barrier: int = 0
-    """Tokens that must be ready before it is admitted again (it was preempted while it waited for this row)."""
+    """Number of tokens that must be ready before it is admitted again, if it was preempted while waiting for an image.
+    """
     deferred: bool = False
-    """Whether it has waited a step for a state that another request was about to leave."""
+    """Whether it has waited one step for a state that another request was about to leave in the cache."""
     cached_tokens: int = 0
     """Prompt tokens that were not computed because their state was cached."""
     scheduled: float | None = None
-    """When its first step was scheduled, until that has been reported."""
+    """When its first step was scheduled, by `time.monotonic`; `None` once that has been reported."""
     leader: Sequence | None = None
     """The sequence that computes the prompt for it, until that is done."""
     followers: list[Sequence] = field(default_factory=list)
@@ -145,9 +149,9 @@ class Sequence:
     cursor: CacheCursor = field(default_factory=CacheCursor)
     draft: DraftState = field(default_factory=DraftState)
     guide: Guide | None = None
-    """Of a request with a constraint. It has accepted the output tokens that the host knows."""
+    """The guide of a request with a constraint. It has accepted the output tokens that the host knows."""
     plain: bool = field(init=False)
-    """Whether its next token is always the largest raw logit, and nothing else is asked for."""
+    """Whether its next token is always the one with the largest raw logit, and nothing else is requested."""
     reads_prompt: bool = field(init=False)
     """Whether log-probabilities or hidden states of its prompt are wanted."""
 
@@ -165,7 +169,7 @@ class Sequence:
 
     @property
     def slot(self) -> int:
-        """The slot of its current state; -1 without one."""
+        """The slot of its current state; -1 if it has none."""
         held = self.held
         return held.slots[held.accepted - 1] if held.slots else -1
 
@@ -179,22 +183,22 @@ class Sequence:
 
     @property
     def known(self) -> int:
-        """Tokens whose ids the host knows."""
+        """Number of tokens whose ids the host knows."""
         return len(self.tokens) - self.unread
 
     @property
     def full(self) -> bool:
-        """Whether its last token ends it, whatever that token is."""
+        """Whether it has as many output tokens as its limit, so that it ends whatever its last token is."""
         return len(self.tokens) - len(self.request.prompt_ids) >= self.limit
 
     @property
     def remaining(self) -> int:
-        """Tokens to compute before the next one can be drawn."""
+        """Number of tokens to compute before the next one can be drawn."""
         return len(self.tokens) - self.computed
 
     @property
     def decoding(self) -> bool:
-        """True when its next row is one token on top of existing state."""
+        """Whether its next row is one token after an existing state."""
         return self.remaining == 1 and self.computed > 0
 
     @property
@@ -208,9 +212,9 @@ class Sequence:
         return self.ready_end() <= self.computed
 
     def ready_end(self, computed: int | None = None) -> int:
-        """First row whose embedding is not there yet, or the number of tokens. Polls the sources.
+        """Index of the first token whose embedding is not ready, or the number of tokens. Polls the sources.
 
-        `computed`: what to count as computed, when a cached prefix is about to be taken over.
+        `computed`: number of tokens to count as computed, if it is to start from a cached prefix.
         """
         done = self.computed if computed is None else computed
         for span in self.request.spans[self.next_span :]:

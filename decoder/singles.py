@@ -1,7 +1,7 @@
 """Steps of rows of one token each after a state, passed from the host to compiled code without making tensors.
 
-A step streams all weights through the caches, after which each torch call takes several times as long as in a loop. So
-such steps, which are most, are a few lists that are copied to fixed memory.
+A step reads all weights through the caches, and each torch call after that takes several times as long as in a loop of
+torch calls. So such steps, which are most steps, are passed as a few lists that are copied to fixed memory.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Singles:
     places: list[int]
     """Destination of each token's key and value; empty in a model without pages."""
     positions: list[int]
-    """Positions of each token on each axis; empty in a model that reads none."""
+    """Positions of each token on each axis; empty in a model that reads no positions."""
     greedy: bool
-    """Whether the largest logit decides in every row, and no other output is requested."""
+    """Whether the largest logit is taken in every row, and no other output is requested."""
 
 
 def singles(rows: SequenceOf[Row], tables: PageTables | None, page_size: int, axes: int) -> Singles | None:
-    """The rows as such a step; `None` if a row is of another kind, or does not draw. `axes`: of the positions that the
-    model uses."""
+    """The rows as such a step; `None` if a row is of another kind, or does not draw. `axes`: number of axes of the
+    positions that the model reads."""
     if rows and rows[-1].count != 1:  # prompts come last
         return None
     ids, slots, lengths, batch_slots, places, positions = (list[int]() for _ in range(6))
@@ -88,7 +88,7 @@ class SinglesRoom:
         )  # fmt: skip
 
     def fill(self, rows: Singles, table_SW: Tensor | None) -> None:
-        """`table_SW`: page numbers of all batch slots."""
+        """Copies the rows to the memory that `step` points to. `table_SW`: page numbers of all batch slots."""
         count = len(rows.ids)
         self.step.tokens = self.step.rows = count
         self.step.largest = ctypes.addressof(self._largest) if rows.greedy else None
@@ -109,7 +109,8 @@ class SinglesRoom:
         return self._views[count]
 
     def logits(self, count: int) -> Tensor:
-        """`[count, vocab]` float32 for the logits of another step: that of `results`, or new memory for more rows."""
+        """Memory for the logits `[count, vocab]` float32 of another step: that of `results`, or new memory if there are
+        more rows than fit."""
         return (
             self.results(count)[1]
             if count <= len(self._logits)
@@ -121,5 +122,5 @@ class SinglesRoom:
         return ctypes.addressof(self._largest) if count <= len(self._largest) else None
 
     def largest(self, count: int) -> list[int]:
-        """What the last step stored there."""
+        """The ids that the last step, of `count` rows, stored at `largest_address`."""
         return self._largest[:count]

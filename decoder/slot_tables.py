@@ -25,7 +25,7 @@ class PageTables:
         width = -(-options.max_len // options.page_size)
         self.table = torch.full((options.max_seqs, width), -1, dtype=torch.int64, device=options.device)
         self._host = self.table.numpy() if options.device == "cpu" else None
-        """The same memory as a host array, in which writing a row takes a tenth of the time."""
+        """The same memory as a numpy array, in which writing a row takes a tenth of the time."""
         self._written: list[tuple[int, int]] = [(-1, 0)] * options.max_seqs
 
     def update(self, sequence: Sequence) -> None:
@@ -46,7 +46,8 @@ class PageTables:
 
 
 class SlotStates:
-    """State slots of every batch slot, and how many of its last tokens were accepted, on the device."""
+    """State slots of every batch slot, and its count of accepted tokens (or of inputs in its ring, if inputs are
+    replayed), on the device."""
 
     def __init__(self, options: DecoderOptions) -> None:
         self.replayed = options.spec_state == "replay"
@@ -54,11 +55,11 @@ class SlotStates:
         self.slots = torch.full(shape, -1, dtype=torch.int64, device=options.device)
         self.accepted = torch.ones(options.max_seqs, dtype=torch.int64, device=options.device)
         self._accepted = self.accepted.numpy() if options.device == "cpu" else self.accepted
-        """The same memory as a host array, in which writing a number takes a tenth of the time."""
+        """The same memory as a numpy array, in which writing a number takes a tenth of the time."""
         self._written = [-1] * options.max_seqs
 
     def update(self, sequence: Sequence) -> None:
-        """Writes a batch slot's row if another sequence has taken the slot."""
+        """Writes a batch slot's row if it was written for another sequence."""
         held = sequence.held
         if self._written[held.batch_slot] != held.admission:
             self._written[held.batch_slot] = held.admission
@@ -66,7 +67,7 @@ class SlotStates:
             self.accept(sequence)
 
     def stay(self, rows: SequenceOf[Row], accepted_V: Tensor) -> None:
-        """Stores how many drafts of these rows are accepted, which only the device knows yet."""
+        """Updates the counts by the accepted drafts of these rows, whose number only the device knows yet."""
         before = [row.sequence.held.replayed if self.replayed else 0 for row in rows]
         batch_slots, before_V = upload(
             [[row.sequence.held.batch_slot for row in rows], before], torch.int64, self.accepted.device
@@ -92,7 +93,7 @@ class EndTokens:
         width = self.ends.shape[1]
         if width == 0:
             return None
-        # A constraint ends its sequence when it must, whatever else was asked for.
+        # With a constraint, end tokens are drawn only if they may end the sequence, even before `min_tokens`.
         open_ = [bool(owner.guide) or owner.output_len >= owner.request.sampling.min_tokens for owner in owners]
         batch_slots, able = upload([[owner.held.batch_slot for owner in owners], open_], torch.int64, self.ends.device)
         return (self.ends.index_select(0, batch_slots) == tokens_L[:, None]).any(-1).logical_and_(able)

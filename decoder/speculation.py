@@ -1,4 +1,4 @@
-"""Speculative decoding of the running requests: number of drafts per request, the drafts, and acceptance counts."""
+"""Speculative decoding of the running requests: the number of drafts of each, the drafts, and acceptance counts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Head(Protocol):
         """Sets whether state is kept from now on."""
 
     def ready(self, sequence: Sequence) -> bool:
-        """Whether it has enough state of a sequence."""
+        """Whether it has enough state of a sequence to draft for it."""
 
     def draft(self, rows: SequenceOf[Row]) -> list[tuple[Sequence, list[int]]]:
-        """Drafts for the rows that are to have some, by sequence."""
+        """Drafts for the rows that are to have drafts, by sequence."""
 
 
 class Speculation:
@@ -40,8 +40,8 @@ class Speculation:
         adaptive = options.draft_policy == "adaptive"
         self.policy = DraftPolicy(options.num_drafts, adaptive=adaptive)
         self._forcing: DraftPolicy | None = None
-        """Decides how many of the tokens that a constraint forces are proposed; `None`: none ever. Forced ones are
-        wrong where the model would write the same text with other tokens.
+        """Decides how many of the tokens that a constraint forces are proposed; `None`: none. Forced tokens may be
+        rejected, because the model may write the same text with other tokens.
         """
         if options.forced_on:
             self._forcing = DraftPolicy(options.num_drafts, adaptive=adaptive)
@@ -50,20 +50,20 @@ class Speculation:
         """Forced drafts that were verified, and those that were accepted."""
         self.drafted = [0] * options.num_drafts
         self.accepted = [0] * options.num_drafts
-        """By position in the step: how many drafts were verified, and how many were accepted."""
+        """By position in the row: how many drafts were verified, and how many of them were accepted."""
         self.new_index: Callable[[Sequence], Proposer] = lambda sequence: NgramIndex()
-        """The drafter of each sequence under `ngram`."""
+        """Makes the drafter of a sequence for `ngram`."""
         self.head = head
-        """The drafter under `mtp`."""
+        """The drafter for `mtp`."""
         self._records: dict[int, Record] = {}
         self._forced_records: dict[int, Record] = {}
         self._indices: dict[int, Proposer] = {}
         self._timing: tuple[int, int, float] | None = None
-        """Rows, drafts and start of the last step, if its time is to be recorded."""
+        """(rows, drafts, start) of the last step, if its time is to be recorded."""
 
     def ask(self, running: Iterable[Sequence]) -> None:
-        """Sets how many drafts each decoding sequence is to get, and under `ngram` the drafts themselves; of one with a
-        constraint those that it allows, or those that it forces.
+        """Sets how many drafts each decoding sequence is to get, and for `ngram` the drafts themselves. A sequence with
+        a constraint gets drafts that the constraint allows, or tokens that it forces.
         """
         awake = self.policy.awake()
         if self.head is not None:
@@ -77,7 +77,7 @@ class Speculation:
         self._constrain(decoding)
 
     def _propose(self, decoding: list[Sequence]) -> None:
-        """Asks the drafter. While drafting pauses no sequence has drafts, and this is not called."""
+        """Asks the drafter. Not called while drafting pauses, when no sequence has drafts of the drafter."""
         policy, head, rows = self.policy, self.head, len(decoding)
         if policy.measures(rows):
             for sequence in decoding:
@@ -102,7 +102,8 @@ class Speculation:
             policy.idle("unready" if unready else "unfound" if wanted else unwanted)
 
     def _constrain(self, decoding: list[Sequence]) -> None:
-        """Cuts drafts at the first that a constraint does not allow, and proposes what constraints force instead."""
+        """Cuts drafts at the first that a constraint does not allow; if a constraint forces tokens, they replace the
+        drafts."""
         if self._forcing is not None:
             self._forcing.awake()
         for sequence in decoding:
@@ -138,7 +139,7 @@ class Speculation:
         return index
 
     def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """The first `accepted` of a row's drafts were accepted."""
+        """Records that the first `accepted` of a row's `drafted` drafts were accepted."""
         if sequence.draft.forced:
             assert self._forcing is not None
             self.forced[0] += min(drafted, accepted + 1)
@@ -151,8 +152,8 @@ class Speculation:
         self.policy.learn(self._record(sequence), len(sequence.tokens), drafted, accepted)
 
     def timed(self, step: Step, started: float) -> None:
-        """`step`, which has run, began at this time. A step lasts until the next one begins, so the processing of its
-        tokens is included. Only steps in which all requests draw and continue are used for timing."""
+        """Records that `step`, which has run, began at the time `started`. A step lasts until the next one begins, so
+        that its time includes the processing of its tokens. Only steps in which all rows decode are used for timing."""
         if self._timing is not None:
             rows, drafted, before = self._timing
             self.policy.timed(rows, drafted, started - before)
@@ -167,8 +168,8 @@ class Speculation:
         self._timing = None
 
     def stats(self) -> dict[str, int]:
-        """`drafted_1`, `accepted_1`, ...: by position; `forced_drafted`, `forced_accepted`: of constraints, at all
-        positions. A draft after a rejected one is not counted: it was not compared."""
+        """`drafted_1`, `accepted_1`, ...: drafts by position; `forced_drafted`, `forced_accepted`: forced tokens at all
+        positions. Drafts after a rejected one are not counted, since they are not compared."""
         counts = (("drafted", self.drafted), ("accepted", self.accepted))
         placed = {f"{name}_{place}": count for name, of in counts for place, count in enumerate(of, 1)}
         return placed | {"forced_drafted": self.forced[0], "forced_accepted": self.forced[1]}

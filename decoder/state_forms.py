@@ -1,5 +1,5 @@
-"""Which state slots a step reads and writes: compiled code and torch operations store states in different forms, and
-states change form when a step is not computed by what computed the last one."""
+"""Which state slots a step reads and writes. Compiled code and torch operations store states in different forms, so
+states are converted if one of them computes a step after the other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def slots_read(batch: Batch) -> Tensor:
 
 
 def slots_written(batch: Batch) -> Tensor:
-    """Slots (int64) in which torch operations store a state without reading what was there."""
+    """Slots (int64) in which torch operations store a state without reading the previous one."""
     slots: list[Tensor] = []
     if batch.verify is not None:
         slots.append(batch.verify.tensors.slots_VT.flatten())

@@ -1,4 +1,4 @@
-"""The content of the arena: moved before a step runs, and committed after it."""
+"""Moves the content of the arena before a step runs, and commits the step's results after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decoder.step import Row, Step
 
 
 class States:
-    """Executes what a step says about memory. Has the saved content of preempted sequences."""
+    """Executes the moves and copies of a step. Keeps the saved content of preempted sequences."""
 
     def __init__(
         self,
@@ -29,8 +29,8 @@ class States:
         empties: bool,
         at_once: bool,
     ) -> None:
-        """`empties`: a step applies the inputs in a ring to the state by itself. `at_once`: tokens are on the host when
-        they are drawn."""
+        """`empties`: whether a step applies the inputs in a ring to the state by itself. `at_once`: whether tokens are
+        on the host when they are drawn."""
         self.arena, self.model, self.builder = arena, model, builder
         self.scheduler, self.drafter = scheduler, drafter
         self.saved: dict[str, Saved] = {}
@@ -38,7 +38,7 @@ class States:
         self._room = 0 if model.native is not None and not empties else RING
 
     def move(self, step: Step) -> None:
-        """Moves memory: to the host, cleared, copied from the cache, back from the host."""
+        """Saves content to the host, clears new pages, copies cached content, and loads content from the host."""
         if self.drafter is not None and (
             step.saves or step.preempted or step.page_copies or step.slot_copies or step.loads
         ):
@@ -57,8 +57,8 @@ class States:
             self.drafter.moved(step)
 
     def empty_rings(self, running: Iterable[Sequence]) -> None:
-        """Makes space for drafts in the rings of sequences that will draft; a sequence without drafts continues without
-        a ring. A compiled step empties rings itself if no graph is used."""
+        """Empties the rings of sequences that get no drafts, or whose rings lack space for them, by advancing their
+        states. A compiled step empties rings itself if no graph is used."""
         full = []
         for sequence in running:
             inputs = sequence.held.replayed
@@ -72,8 +72,8 @@ class States:
             self.builder.states.accept(sequence)
 
     def advance(self, jobs: list[tuple[Sequence, int, int, int]]) -> None:
-        """Advances states. (sequence, slot, target, count): the state in `slot`, advanced by the first `count` inputs
-        of the sequence's ring, is written to `target`."""
+        """Advances states. For each (sequence, slot, target, count), the state in `slot`, advanced by the first `count`
+        inputs of the sequence's ring, is written to the slot `target`."""
         for _, slot, target, count in jobs:
             if count == 0 and slot != target:
                 self.arena.copy_slot(slot, target)
@@ -129,14 +129,14 @@ class States:
         return [(end, sequence.slot), *(kept for kept in checkpoints if kept[0] <= end)]
 
     def keep(self, sequence: Sequence) -> None:
-        """Gives the state at the end of an answer to the cache."""
+        """Passes the state at the end of an answer to the cache."""
         self._flush()
         copy = self.scheduler.keep(sequence)
         if copy is not None:
             self.advance([(sequence, *copy, sequence.held.replayed)])
 
     def finish(self, sequence: Sequence) -> None:
-        """Drops the saved content of a sequence."""
+        """Ends a sequence: frees its memory and drops its saved content."""
         self._flush()
         self.scheduler.finish(sequence)
         self.saved.pop(sequence.request_id, None)

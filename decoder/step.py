@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """`count` tokens of a sequence, from its `computed` on."""
+    """`count` tokens of a sequence, beginning at the token with index `start`."""
 
     sequence: Sequence
     count: int
@@ -24,8 +24,8 @@ class Row:
     samples: bool = field(init=False)
     """Whether the row reaches the sequence's last token, so that the next one can be drawn."""
     images: list[tuple[int, Tensor]] = field(default_factory=list, init=False, compare=False, repr=False)
-    """Embeddings of images among its tokens, as (token of the row, `[n, hidden]`), once `decoder.batch.read_images` has
-    read them."""
+    """Embeddings of images among its tokens, (index of the first in the row, `[n, hidden]`), once
+    `decoder.batch.read_images` has read them."""
 
     def __post_init__(self) -> None:
         self.samples = self.end - self.drafts == len(self.sequence.tokens)
@@ -36,7 +36,7 @@ class Row:
 
     @property
     def acceptable(self) -> int:
-        """How many of its drafts may be accepted: those before a position that its constraint has no mask for."""
+        """How many of its drafts may be accepted: those before a position for which its constraint has no mask."""
         guide = self.sequence.guide
         return self.drafts if guide is None else max(0, min(self.drafts, guide.usable - 1))
 
@@ -51,7 +51,7 @@ class Row:
 
     @property
     def verified(self) -> bool:
-        """Whether its tokens may be rejected, or follow tokens that may have been."""
+        """Whether it has drafts, or its state has to be computed from the inputs in a ring first."""
         return self.drafts > 0 or self.sequence.held.replayed > 0
 
     @property
@@ -67,7 +67,7 @@ class Row:
 
 
 class Save(NamedTuple):
-    """The content of a sequence that is copied to host memory; it no longer holds these slots and pages."""
+    """Content of a sequence that is copied to host memory; the sequence no longer holds this slot and these pages."""
 
     sequence: Sequence
     slot: int
@@ -76,7 +76,8 @@ class Save(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """A further sample that continues from another sequence's prompt: (from, to) of what is copied for it."""
+    """A further sample that continues from another sequence's prompt, with (from, to) of the slot and of the partial
+    page that are copied for it."""
 
     leader: Sequence
     follower: Sequence
@@ -94,19 +95,22 @@ class Step:
     loads: list[Sequence] = field(default_factory=list)
     """Sequences whose content is copied back into their present slot and pages."""
     new_pages: list[int] = field(default_factory=list)
+    """Newly taken pages, which are cleared."""
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)
-    """(from, to): cached content that a sequence continues to write. The source is held until `commit`."""
+    """Both (from, to): cached content that a sequence continues from. The source is held until `commit`."""
     checkpoints: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Arrival number -> (position, slot): states to keep of that sequence's row."""
     held_slots: list[int] = field(default_factory=list)
     held_pages: list[int] = field(default_factory=list)
+    """Sources of the copies, held until `commit`."""
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
+    """Sequences that have ended with an error."""
     preempted: set[int] = field(default_factory=set)
-    """Arrival numbers of the sequences that were preempted in this step: they are not admitted in it."""
+    """Arrival numbers of the sequences that were preempted for this step; they are not admitted to it."""
 
     forks: list[Fork] = field(default_factory=list)
-    """Sequences that start where a row has ended: set while the step runs, copied before the next."""
+    """Further samples that start where a row has ended: added while the step runs, copied before the next step."""
 
     @property
     def tokens(self) -> int:
@@ -114,7 +118,7 @@ class Step:
 
     @property
     def sequences(self) -> Iterator[Sequence]:
-        """Sequences that the step computes, or starts."""
+        """Sequences that the step computes, and samples that it starts."""
         yield from (row.sequence for row in self.rows)
         yield from (fork.follower for fork in self.forks)
 

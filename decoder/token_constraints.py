@@ -10,13 +10,13 @@ from decoder.constraints import FULL, Constraint, Mask
 
 
 class AllowedTokens:
-    """Only these tokens, at every position. An end-of-sequence id can be drawn only if it is among them; combined with
-    a grammar, which decides where the text may end, the end-of-sequence ids must be among them."""
+    """Allows only these tokens, at every position. An end-of-sequence id can be drawn only if it is among them; in
+    combination with a grammar, which determines where the text may end, the end-of-sequence ids must be among them."""
 
     def __init__(self, allowed: Collection[int]) -> None:
         """`ValueError` for an empty collection, or for negative ids."""
         if not allowed or min(allowed) < 0:
-            raise ValueError(f"allowed tokens are {sorted(allowed)[:5]}: at least one, and none below 0")
+            raise ValueError(f"allowed tokens are {sorted(allowed)[:5]}; at least one is needed, and none below 0")
         self.allowed = frozenset(allowed)
         self._words: np.ndarray | None = None
 
@@ -39,7 +39,7 @@ class AllowedTokens:
         return next((place for place, token in enumerate(tokens) if token not in self.allowed), len(tokens))
 
     def forced(self) -> list[int]:
-        return []  # with a single token allowed it would never end
+        return []  # with a single allowed token, the forced tokens would never end
 
 
 class AllOf:
@@ -91,17 +91,20 @@ class ReasoningBudget:
         opening: Sequence[int] = (),
         ends: Collection[int] = (),
     ) -> None:
-        """`close`: the marker that ends reasoning. `limit`: maximum number of tokens before it, without those of
-        `opening`; None: unlimited. `opening`: the marker with which the output must begin for there to be reasoning;
-        empty: the prompt has opened it. `ends`: tokens that may not be drawn before the marker, such as end-of-sequence
-        ids if `inner` is a grammar.
+        """`close`: the marker that ends reasoning. `limit`: largest number of tokens before it, without those of
+        `opening`; None: unlimited. `opening`: the marker with which the output begins if it contains reasoning; empty:
+        the prompt has opened the reasoning. `ends`: tokens that may not be drawn before the closing marker, such as
+        end-of-sequence ids if `inner` is a grammar.
 
         `ValueError` for an empty marker or a negative limit.
         """
         if not close or min((*close, *opening)) < 0:
-            raise ValueError(f"the closing marker is {list(close)}: at least one token, and none below 0")
+            raise ValueError(
+                f"the closing marker is {list(close)} and the opening one {list(opening)}: the closing one needs "
+                "at least one token, and no id may be below 0"
+            )
         if limit is not None and limit < 0:
-            raise ValueError(f"limit is {limit}: at least 0")
+            raise ValueError(f"limit must be at least 0, not {limit}")
         self._close, self._opening = tuple(close), tuple(opening)
         self._limit, self._inner, self._ends = limit, inner, frozenset(ends)
         self._matched = [-len(opening)]
@@ -124,8 +127,8 @@ class ReasoningBudget:
         return not self._absent and self._matched[-1] < len(self._close)
 
     def _must(self, matched: int, drawn: int) -> int | None:
-        """The token that must follow in the part before `inner`'s, or None. `drawn`: the number of tokens in that
-        part."""
+        """The token that must follow in the part before the tokens of `inner`, or None. `drawn`: the number of tokens
+        in that part."""
         if -len(self._opening) < matched < 0:
             return self._opening[matched]
         if matched >= 0 and self._limit is not None and drawn - len(self._opening) >= self._limit:
@@ -167,7 +170,7 @@ class ReasoningBudget:
             _set(mask.words, [must])
 
     def _outside(self, token: int) -> bool:
-        """Whether the next token belongs to the part before `inner`'s."""
+        """Whether the next token belongs to the part before the tokens of `inner`."""
         return token == self._opening[0] if self._unopened else self.reasoning
 
     def accept(self, token: int) -> None:
@@ -228,7 +231,7 @@ def _clear(words: np.ndarray, tokens: Collection[int]) -> None:
 
 
 def _bits(words: np.ndarray, tokens: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
-    """For each token its word and its bit in the word."""
+    """(index of its word, its bit in the word) of each token; ids beyond the mask are left out."""
     ids = np.fromiter(tokens, np.int64, len(tokens))
     ids = ids[ids < 32 * words.shape[0]]
     return ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32)

@@ -1,4 +1,4 @@
-"""The weights of a model's trunk, which all implementations of a step read."""
+"""The weights of a model without its MTP head, which all implementations of a step share."""
 
 from __future__ import annotations
 

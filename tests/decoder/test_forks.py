@@ -160,10 +160,10 @@ def changed(index: int, **changes: Any) -> list[DecoderRequest]:
     ("group", "message"),
     [
         pytest.param(samples(3, 29, images=False), "max_len 20", id="all-too-long"),
-        pytest.param(changed(2, request_id="s1"), "two samples of one prompt are called 's1'", id="a-b-b"),
-        pytest.param(changed(1, request_id="s0"), "two samples of one prompt are called 's0'", id="a-a-b"),
-        pytest.param(changed(2, request_id="here"), "'here' is here already", id="a-b-known"),
-        pytest.param(changed(0, request_id="here"), "'here' is here already", id="known-b-c"),
+        pytest.param(changed(2, request_id="s1"), "two samples of one prompt have the id 's1'", id="a-b-b"),
+        pytest.param(changed(1, request_id="s0"), "two samples of one prompt have the id 's0'", id="a-a-b"),
+        pytest.param(changed(2, request_id="here"), "a request with the id 'here' exists already", id="a-b-known"),
+        pytest.param(changed(0, request_id="here"), "a request with the id 'here' exists already", id="known-b-c"),
         pytest.param(changed(2, eos_token_ids=frozenset({97})), "eos_token_ids: token id 97", id="eos"),
         pytest.param(
             changed(1, sampling=SamplingParams(stop_token_ids=frozenset({3, 97}))),

@@ -125,7 +125,7 @@ BUGS = [
     pytest.param(
         Bug(
             DecoderGraphs._capture, "self.plan.buckets", "self.plan.buckets[2:]",
-            the_lists_are_whole, ReplayError, "captured are",
+            the_lists_are_whole, ReplayError, "captured graphs are",
         ),
         id="list-shortened-while-it-is-captured",
     ),

@@ -205,12 +205,12 @@ def test_preempted_before_its_image_is_there() -> None:
 @pytest.mark.parametrize(
     ("positions", "message"),
     [
-        pytest.param(Positions([(0,) * 3] * 4, 0), "for 4 tokens of a prompt of 5", id="tokens"),
-        pytest.param(Positions([(0,) * 2] * 5, 0), "have 2 axes where the model reads 3", id="axes"),
-        pytest.param(Positions([(0, -1, 0)] * 5, 0), "from -1 to 12 are not between 0 and 95", id="negative"),
-        pytest.param(Positions([(0, 96, 0)] * 5, 0), "from 0 to 96 are not between 0 and 95", id="large"),
-        pytest.param(Positions([(0,) * 3] * 5, -6), "from -1 to 6 are not between 0 and 95", id="drawn-low"),
-        pytest.param(Positions([(0,) * 3] * 5, 84), "from 0 to 96 are not between 0 and 95", id="drawn-high"),
+        pytest.param(Positions([(0,) * 3] * 4, 0), "for 4 tokens, but the prompt has 5", id="tokens"),
+        pytest.param(Positions([(0,) * 2] * 5, 0), "have 2 axes, but the model reads 3", id="axes"),
+        pytest.param(Positions([(0, -1, 0)] * 5, 0), "from -1 to 12, but must be between 0 and 95", id="negative"),
+        pytest.param(Positions([(0, 96, 0)] * 5, 0), "from 0 to 96, but must be between 0 and 95", id="large"),
+        pytest.param(Positions([(0,) * 3] * 5, -6), "from -1 to 6, but must be between 0 and 95", id="drawn-low"),
+        pytest.param(Positions([(0,) * 3] * 5, 84), "from 0 to 96, but must be between 0 and 95", id="drawn-high"),
     ],
 )
 def test_positions_that_no_token_can_have_are_refused(positions: Positions, message: str) -> None:
@@ -223,5 +223,5 @@ def test_positions_that_no_token_can_have_are_refused(positions: Positions, mess
 
 def test_a_model_that_reads_no_positions_refuses_them() -> None:
     runner = make_runner(gated_config("*", rope=None).__class__(97, 32, CONFIG.layers[:1]))
-    with pytest.raises(ValueError, match="a model that reads none"):
+    with pytest.raises(ValueError, match="but the model reads none"):
         runner.add(request("a", [1], positions=Positions([()], 0)))

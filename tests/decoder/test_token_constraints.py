@@ -126,8 +126,8 @@ def test_ids_beyond_the_vocabulary_change_no_mask() -> None:
         (lambda: BadRuns([[3], []]), "at least one"),
         (lambda: BadRuns([[3, -2]]), "none below 0"),
         (lambda: ReasoningBudget([]), "at least one token"),
-        (lambda: ReasoningBudget([3], opening=[-1]), "none below 0"),
-        (lambda: ReasoningBudget([3], -1), "limit is -1: at least 0"),
+        (lambda: ReasoningBudget([3], opening=[-1]), "no id may be below 0"),
+        (lambda: ReasoningBudget([3], -1), "limit must be at least 0, not -1"),
     ],
 )
 def test_what_makes_no_sense_is_said(make: Callable[[], Any], message: str) -> None:
