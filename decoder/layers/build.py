@@ -85,7 +85,7 @@ def build_mixer(
         case Experts():
             return ExpertsMixer(spec, options, weights)
         case _:
-            raise TypeError(f"no layer is made of a {type(spec).__name__}")
+            raise TypeError(f"{type(spec).__name__} is not the description of a mixer")
 
 
 def _below(weights: Weights, prefix: str) -> dict[str, Any]:

@@ -71,8 +71,8 @@ class Experts:
     mlp_bias: bool = False
     """Whether the shared expert and the latent projections have biases."""
     routing: Literal["sigmoid", "softmax"] = "sigmoid"
-    """`sigmoid`: a weight per expert, with a correction bias for the choice and groups; `softmax`: over the chosen
-    experts (equal to softmax over all, divided by the sum of the chosen)."""
+    """`sigmoid`: the sigmoid of each expert's logit, with a correction bias for the choice, and groups; `softmax`: over
+    the logits of the chosen experts (equal to softmax over all, divided by the sum of the chosen)."""
     shared_gate: bool = False
     """Whether the shared expert's output is multiplied by the sigmoid of a learned projection."""
     n_group: int = 1
@@ -87,11 +87,11 @@ class Experts:
         require(latent is None or latent >= 1, f"moe_latent_size must be at least 1, not {latent}")
         if self.moe_shared_expert_intermediate_size is not None:
             positive(self, "moe_shared_expert_intermediate_size")
-        require(self.shared is not None or not self.shared_gate, "shared_gate needs a shared expert, and there is none")
+        require(self.shared is not None or not self.shared_gate, "shared_gate needs a shared expert, but there is none")
         if self.routing == "softmax":
             sigmoid = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
             for name, only in sigmoid.items():
-                require(getattr(self, name) == only, f"{name} {getattr(self, name)} is not served with softmax routing")
+                require(getattr(self, name) == only, f"{name} must be {only} with softmax routing")
         experts, groups, kept, chosen = self.n_routed_experts, self.n_group, self.topk_group, self.num_experts_per_tok
         require(experts % groups == 0, f"n_routed_experts {experts} is not a multiple of n_group {groups}")
         require(kept <= groups, f"topk_group {kept} is above n_group {groups}")
@@ -250,7 +250,7 @@ class Mamba2:
             self.chunk_size & (self.chunk_size - 1) == 0, f"chunk_size must be a power of two, not {self.chunk_size}"
         )
         low, high = self.time_step_limit
-        require(0 <= low <= high, f"time_step_limit must rise from 0 or above, not {low} to {high}")
+        require(0 <= low <= high, f"time_step_limit must be two rising bounds of at least 0, not {low} and {high}")
 
     @property
     def inner(self) -> int:

@@ -24,7 +24,7 @@ def _experts(
     spec: Experts, options: DecoderOptions, weights: Weights
 ) -> SequenceOf[Callable[[Tensor], Tensor]]:  # fmt: skip
     """The experts in the form that the selected implementation takes: one by one, or stacked. Raises `ValueError` for
-    what the kernel does not support."""
+    stacked weights that the kernel does not support."""
     names = [name.removesuffix(".weight") for name in spec.expert.weights()]
     stacks = {name: weights[f"experts.{name}"] for name in names}
     device = torch.device(options.device)

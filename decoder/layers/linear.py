@@ -32,12 +32,13 @@ COMPILED = {
     "gelu": Activation.GELU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
-"""The same for compiled code."""
+"""`ACTIVATIONS` as compiled code names them."""
 assert tuple(ACTIVATIONS) == tuple(COMPILED) == descriptions.ACTIVATIONS
 
 
 def stored_weight(weight: Tensor | Quantised, options: DecoderOptions) -> Tensor | Quantised:
-    """The weight quantised as the options say, or as it is in the checkpoint."""
+    """The weight on the options' device, quantised to the form of `options.weights`. If that is None, or the weight is
+    quantised with the same kind already, it stays as it is, and a plain weight gets the options' dtype."""
     if options.weights is not None and not _has_kind(weight, options.weights):
         plain = weight.dequantise() if isinstance(weight, Quantised) else weight
         weight = quantise(plain, options.weights)
@@ -45,14 +46,15 @@ def stored_weight(weight: Tensor | Quantised, options: DecoderOptions) -> Tensor
 
 
 def stored_stack(stack: Tensor | Quantised | Stack, options: DecoderOptions) -> Tensor | Quantised:
-    """The same for weights `[experts, out, in]`, which are read, quantised and moved one by one."""
+    """Like `stored_weight` for weights `[experts, out, in]`; those of a `Stack`, or to be quantised, one by one."""
     if isinstance(stack, Stack) or (options.weights is not None and not _has_kind(stack, options.weights)):
         return join_stack(Stack(lambda index: stored_weight(stack[index], options), stack.shape))
     return stored_weight(stack, options)
 
 
 def _has_kind(weight: Tensor | Quantised, form: str) -> bool:
-    """Whether it has the kind of this form. Groups may be of another size: rounding again would only add errors."""
+    """Whether the weight is quantised with the kind of `form`. Its groups may have another size: to quantise it again
+    would only add errors."""
     return isinstance(weight, Quantised) and weight.kind == kind_and_group(form)[0]
 
 
@@ -63,7 +65,7 @@ def _placed(bias: Tensor | None, options: DecoderOptions) -> Tensor | None:
 def stored_linear(
     weight: Tensor | Quantised, bias: Tensor | None, options: DecoderOptions, *, owned: bool = False
 ) -> Linear:
-    """A linear layer with its weight as the options or the checkpoint say.
+    """A linear layer with its weight as in `stored_weight`.
 
     `owned`: the weight may be kept instead of copied.
     """
@@ -79,8 +81,8 @@ def stored_linear(
 def fused_linear(
     weights: Sequence[Tensor | Quantised], bias: Tensor | None, options: DecoderOptions, *, kept: int = 0
 ) -> Linear | LinearParts:
-    """Weights of the same input, concatenated along their outputs: one product for adjacent ones that are stored in the
-    same format. `kept`: this many of the last are not quantised by the options."""
+    """One layer of several weights for the same input, concatenated along their outputs: one product for adjacent
+    weights that are stored in the same form. `kept`: the last `kept` weights stay as the checkpoint stores them."""
     count = len(weights) - kept
     stored = [stored_weight(weight, options) for weight in weights[:count]]
     stored += [stored_weight(weight, replace(options, weights=None)) for weight in weights[count:]]
@@ -102,7 +104,7 @@ def fused_linear(
 def gated_linear(
     gate: Tensor | Quantised, up: Tensor | Quantised, bias: Tensor | None, act: str, options: DecoderOptions
 ) -> GatedLinear:
-    """Like `fused_linear` for gate and up; `bias` holds both biases, concatenated."""
+    """Like `fused_linear` for gate and up, followed by `act(gate) * up`; `bias` has both biases, concatenated."""
     product = swiglu if act == "silu" else _product(act)
     stored, bias = (stored_weight(gate, options), stored_weight(up, options)), _placed(bias, options)
     if alike(stored):

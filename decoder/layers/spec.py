@@ -22,14 +22,15 @@ class SlotSpec:
     state: tuple[int, ...]
     """Shape of the recurrent state, stored in the state dtype."""
     inputs: int
-    """Numbers per token that the recurrence takes as input; they are kept to replay tokens that may be rejected."""
+    """Values per token that the recurrence takes as input; they are kept to replay tokens that may be rejected."""
     chunk: int
     """Tokens per chunk of the scan, a power of two. It affects rounding only."""
     blocks: StateShape
-    """The state in compiled code, which advances it by blocks of tokens and has a form of its own for it."""
+    """The state's sizes for compiled code, which advances it by blocks of tokens and stores it in its own layout."""
 
     def state_bytes(self, element: int, state_element: int, compiled: bool) -> int:
-        """Bytes of the state in a slot, for dtypes of so many bytes; `compiled`: whether compiled code may use it."""
+        """Bytes of the state in a slot. `element`, `state_element`: bytes of a value of the compute dtype and of the
+        state dtype; `compiled`: whether compiled code may use the state."""
         plain = math.prod(self.state) * state_element
         return max(plain, self.blocks.block_bytes(element, state_element)) if compiled else plain
 
@@ -42,7 +43,7 @@ class PageSpec:
     width: int
 
     def numbers(self, tokens: int) -> int:
-        """Numbers of the keys and values of `tokens` tokens."""
+        """Number of values in the keys and values of `tokens` tokens."""
         return 2 * tokens * self.heads * self.width
 
 
@@ -54,7 +55,7 @@ class MixerSpec(Protocol):
 
     @property
     def activations(self) -> int:
-        """Numbers per token that are alive at once, besides the residual stream."""
+        """Values per token that are in memory at once, besides the residual stream."""
         ...
 
     def weights(self) -> dict[str, tuple[int, ...]]:

@@ -61,9 +61,9 @@ def test_softmax_routing_and_gated_shared_expert(seed: int) -> None:
     ("changes", "message"),
     [
         ({"moe_shared_expert_intermediate_size": None, "shared_gate": True}, "shared_gate needs a shared expert"),
-        ({"norm_topk_prob": False}, "norm_topk_prob False is not served with softmax routing"),
-        ({"routed_scaling_factor": 2.5}, "routed_scaling_factor 2.5 is not served with softmax routing"),
-        ({"n_group": 2, "topk_group": 1}, "n_group 2 is not served with softmax routing"),
+        ({"norm_topk_prob": False}, "norm_topk_prob must be True with softmax routing"),
+        ({"routed_scaling_factor": 2.5}, "routed_scaling_factor must be 1.0 with softmax routing"),
+        ({"n_group": 2, "topk_group": 1}, "n_group must be 1 with softmax routing"),
     ],
 )
 def test_what_softmax_routing_does_not_have_is_refused(changes: dict[str, Any], message: str) -> None:
