@@ -1,4 +1,4 @@
-"""Compiles native.cpp with the machine's C++ compiler, and keeps what it made."""
+"""Compiles native.cpp with the machine's C++ compiler, and caches the library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kernels.native.instruction_sets import NativeUnavailable
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("native.cpp")
-# -ffp-contract=off: only `fmadd` fuses. Otherwise each compiler would choose, and give other last bits.
+# -ffp-contract=off: only `fmadd` is fused. Otherwise each compiler would choose what to fuse, and results would differ.
 FLAGS = [
     "-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp-simd", "-fPIC",
     "-shared",
@@ -31,22 +31,23 @@ def cache_folder() -> Path:
 
 
 def find_compiler() -> str:
-    """The compiler's path. Raises NativeUnavailable if there is none."""
+    """Path of the compiler: $CXX, or g++. Raises NativeUnavailable if there is none."""
     found = shutil.which(os.environ.get("CXX") or "g++")
     if found is None:
-        raise NativeUnavailable("there is no C++ compiler (g++, or what CXX names)")
+        raise NativeUnavailable("there is no C++ compiler (g++, or the one in CXX)")
     return found
 
 
 def digest(parts: Iterable[str]) -> str:
-    """24 hexadecimal digits that stand for the present source and `parts`."""
+    """24 hexadecimal digits of a hash of the present source and `parts`."""
     texts = [file.read_text() for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
     return hashlib.sha256(chr(0).join([*texts, *parts]).encode()).hexdigest()[:24]
 
 
 def compiled(name: str, options: Sequence[str], ends: contextlib.ExitStack) -> Path:
-    """The library for the instruction set `name`, compiled now if the cache does not have it. If it cannot be cached
-    it exists until `ends`; once loaded, the code needs no file. Raises NativeUnavailable.
+    """Path of the library for the instruction set `name`, compiled with `options` now if the cache does not have it. A
+    library that cannot be cached is deleted when `ends` closes; once loaded, it needs no file. Raises NativeUnavailable
+    if there is no compiler or it fails.
     """
     compiler = find_compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
@@ -60,7 +61,7 @@ def compiled(name: str, options: Sequence[str], ends: contextlib.ExitStack) -> P
         unfinished = _new_file(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
         folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="saccade-native-")))
-        log.warning("the compiled code cannot be kept, so that it is built again at each start: %s", error)
+        log.warning("the compiled code cannot be cached, so it is built again at each start: %s", error)
         unfinished = _new_file(folder)
     started = time.monotonic()
     log.info("compiling the CPU's kernels for %s with %s", name, compiler)
@@ -76,8 +77,8 @@ def compiled(name: str, options: Sequence[str], ends: contextlib.ExitStack) -> P
 
 
 def translate(options: Sequence[str]) -> None:
-    """Compiles the code for an instruction set without optimising it, and keeps nothing: a third of the time of a
-    library, in which the compiler finds the same faults. Raises NativeUnavailable."""
+    """Checks that the code compiles with these options. Without optimisation and without a library it takes a third of
+    the time, and the compiler reports the same errors. Raises NativeUnavailable."""
     compiler = find_compiler()
     command = [compiler, *FLAGS, *options, "-O0", "-S", str(SOURCE), "-o", os.devnull]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

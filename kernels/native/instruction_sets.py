@@ -1,7 +1,7 @@
 """The instruction sets that the compiled code is built for, and which of them this process uses.
 
-Every set compiles the same source (`vectors.h`). Within one set an answer has the same bits whatever the batch, the
-chunks and the number of threads are; two sets may round differently.
+The same source is compiled for every set (`vectors.h`). Within one set an answer has the same bits in any batch, with
+any chunks and with any number of threads; two sets may round differently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 AUTO = "auto"
 TILES = 18
-"""The component of the processor's state that AMX has its tiles in (XSAVE)."""
+"""Number of the XSAVE state component that holds AMX's tiles."""
 
 
 class NativeUnavailable(RuntimeError):
@@ -27,13 +27,15 @@ class NativeUnavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class InstructionSet:
+    """A set of instructions: what a processor needs for it, and how the source is compiled for it."""
+
     name: str
     needs: frozenset[str]
-    """Flags of /proc/cpuinfo."""
+    """Flags of /proc/cpuinfo that a processor must have."""
     flags: tuple[str, ...]
-    """Options of the compiler, for any processor that has the set: one library serves them all."""
+    """Options of the compiler, for any processor that has the set: they all use the same library."""
     optional: tuple[tuple[str, str], ...] = ()
-    """(flag of /proc/cpuinfo, option of the compiler where it is there)."""
+    """(flag of /proc/cpuinfo, option of the compiler for processors that have the flag)."""
     only_emulated: bool = False
     """Whether no processor has run it yet, only an emulator. The log and `saccade plan` say so."""
     bf16_pairs: bool = False
@@ -102,8 +104,8 @@ _forced = AUTO
 
 
 def processor_features() -> set[str]:
-    """The flags of /proc/cpuinfo (on AArch64 its features), without those of AMX if the kernel does not permit its
-    tiles to this process; empty if there is no such file."""
+    """The flags of /proc/cpuinfo (on AArch64 its features), without those of AMX if the kernel does not let this
+    process use its tiles; empty if there is no such file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -117,7 +119,7 @@ def processor_features() -> set[str]:
 
 @functools.cache
 def _has_tiles() -> bool:
-    """Asks for AMX's tiles. If the kernel does not permit them, the log says so."""
+    """Asks the kernel for AMX's tiles and returns whether this process may use them. If not, the log says why."""
     try:
         request_state(TILES)
     except NativeUnavailable as reason:
@@ -137,17 +139,17 @@ def request_state(component: int) -> None:
 
 
 def supported(features: Set[str]) -> list[InstructionSet]:
-    """What a processor with these flags can run, best first."""
+    """The sets that a processor with these flags can run, best first."""
     return [each for each in SETS if each.needs <= features]
 
 
 def choose(name: str, features: Set[str]) -> InstructionSet:
-    """The named set, or with "auto" the best. `NativeUnavailable` if the processor has none, `ValueError` if it has
-    others."""
+    """The named set, or with "auto" the best one that a processor with these flags can run. `ValueError` for an unknown
+    name or a set that the processor lacks; `NativeUnavailable` for "auto" if it can run none."""
     there = supported(features)
     if name == AUTO and not there:
         lacking = ", ".join(sorted(_AVX2 - features))
-        raise NativeUnavailable(f"this processor lacks {lacking}, and is no AArch64 with asimd")
+        raise NativeUnavailable(f"this processor lacks {lacking}, and is not an AArch64 processor with asimd")
     if name == AUTO:
         return there[0]
     if name not in CHOICES:
@@ -161,8 +163,8 @@ def choose(name: str, features: Set[str]) -> InstructionSet:
 
 
 def use(name: str) -> None:
-    """Sets what this process uses from now on: a name, or "auto". What is laid out or built already keeps its own.
-    Raises like `choose`, but nothing if the processor has none at all and "auto" is asked for."""
+    """Sets the instruction set that this process uses from now on: a name, or "auto". Weights that are packed and
+    models that are built already keep theirs. Raises like `choose`, except for "auto", which raises nothing."""
     global _forced  # one processor, one process
     if name != AUTO:
         choose(name, processor_features())
@@ -170,7 +172,7 @@ def use(name: str) -> None:
 
 
 def in_use() -> str:
-    """What `use` was last called with."""
+    """The name that `use` was last called with; "auto" if it was not."""
     return _forced
 
 

@@ -20,7 +20,7 @@ ENUMS: Mapping[str, type[IntEnum]] = {
 
 
 def mirrored() -> dict[str, tuple[int, ...]]:
-    """Python's view: sizes of structs, (offset, size) of fields, values of enums, constants."""
+    """Python's side: sizes of structs, (offset, size) of fields, values of enums, constants. Sizes are in bytes."""
     found: dict[str, tuple[int, ...]] = {
         "PANEL": (structs.PANEL,),
         "GROUP": (structs.GROUP,),
@@ -37,8 +37,8 @@ def mirrored() -> dict[str, tuple[int, ...]]:
 
 
 def check_layout(compiled: str) -> None:
-    """`compiled`: the text of the library's `saccade_layout`, see layout.h. `AssertionError` names every difference:
-    calls with such structs would access the wrong memory."""
+    """Compares Python's side with `compiled`, the text of the library's `saccade_layout` (layout.h). Raises
+    `AssertionError` with every difference: calls with such structs would access the wrong memory."""
     lines = [line.split() for line in compiled.splitlines()]
     theirs = {name: tuple(map(int, numbers)) for name, *numbers in lines}
     ours = mirrored()
@@ -48,4 +48,4 @@ def check_layout(compiled: str) -> None:
         if ours.get(name) != theirs.get(name)
     ]
     if wrong:
-        raise AssertionError(f"structs that are handed to compiled code do not agree: {'; '.join(wrong)}")
+        raise AssertionError(f"structs and enums of Python and compiled code differ: {'; '.join(wrong)}")

@@ -1,8 +1,8 @@
 """Loads the compiled code for one instruction set (`instruction_sets.py`).
 
-It is a library that came with the package, if that has one of the same source (`prebuilt.py`). Otherwise it is compiled
-with the same options in about half a minute, and cached under a name made of the source, the compiler and the options
-(`compiler.py`).
+If the package contains a library that was built from the same source, that one is loaded (`prebuilt.py`). Otherwise the
+source is compiled with the same options, in half a minute to a minute and a half, and cached under a digest of source,
+compiler and options (`compiler.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 
 def library() -> ctypes.CDLL:
-    """The compiled code for the instruction set in use. Raises NativeUnavailable; a failed attempt is not repeated."""
+    """The compiled code for the instruction set in use. Raises NativeUnavailable if this machine can neither load nor
+    compile it; a failed attempt is not repeated."""
     found = _library(in_use())
     if isinstance(found, NativeUnavailable):
         raise found
@@ -46,7 +47,7 @@ def _library(name: str) -> ctypes.CDLL | NativeUnavailable:
 
 def origin(wanted: InstructionSet) -> str:
     """Where the compiled code for a set of this processor comes from, in words, without building it. Raises
-    NativeUnavailable if it can come from nowhere."""
+    NativeUnavailable if the package has no such library and there is no compiler."""
     if prebuilt.find(wanted, processor_features()):
         return "built into the package"
     return f"built by {find_compiler()} at the first start"
@@ -89,11 +90,12 @@ def _load(wanted: InstructionSet) -> ctypes.CDLL:
 
 
 def _prebuilt(wanted: InstructionSet) -> ctypes.CDLL | None:
-    """The library that came with the package. None, and the log says why, if there is none to use."""
+    """The library that came with the package, or None. If the package has libraries that cannot be used, the log gives
+    the reason."""
     path = prebuilt.find(wanted, processor_features())
     if path is None:
-        if prebuilt.FOLDER.is_dir():  # a wheel that somebody has changed
-            log.warning("the compiled code in the package is not of the source there, so it is not used")
+        if prebuilt.FOLDER.is_dir():  # an installed wheel whose source was changed
+            log.warning("the compiled code in the package was built from another source, so it is not used")
         return None
     try:
         loaded = ctypes.CDLL(str(path))

@@ -1,9 +1,9 @@
-"""Libraries that a wheel brings, so that a machine without a compiler runs compiled code too.
+"""Libraries of compiled code in a wheel, for machines without a compiler.
 
-`build`, which setup.py and `make libraries` call, makes one for each instruction set of the compiler's architecture. A
-library's name holds a digest of the source and of the compiler's options: one that was built from another source is
-never loaded. The code calls neither Python nor torch, so a library serves every version of either; `layout.py` compares
-the structs when it is loaded.
+`build`, which setup.py and `make libraries` call, builds them for each instruction set of the compiler's architecture.
+The name of a library contains a digest of the source and of the compiler's options: a library of another source is
+never loaded. The code calls neither Python nor torch, so a library works with every version of both; `layout.py`
+compares the structs when it is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kernels.native.instruction_sets import SETS, InstructionSet, processor_feat
 __all__ = ["FOLDER", "architecture", "build", "check_others", "file_name", "find", "processor_features"]
 
 FOLDER = Path(__file__).with_name("prebuilt")
-"""Where a wheel has them; a checkout has no such folder."""
+"""Folder of the libraries in a wheel; a checkout does not have it."""
 
 
 def file_name(wanted: InstructionSet, features: Set[str]) -> str:
@@ -38,17 +38,17 @@ def find(wanted: InstructionSet, features: Set[str]) -> Path | None:
 
 
 def architecture() -> str:
-    """What the compiler builds for, such as x86_64. Raises NativeUnavailable if there is no compiler."""
+    """The architecture that the compiler builds for, such as x86_64. Raises NativeUnavailable if there is none."""
     said = subprocess.run([find_compiler(), "-dumpmachine"], capture_output=True, text=True, check=True).stdout
     return said.partition("-")[0]
 
 
 _Variant = tuple[InstructionSet, Set[str]]
-"""A set and the flags of the processors for which a library of it is built."""
+"""An instruction set, and the flags of the processors for which this library of it is built."""
 
 
 def _variants() -> list[_Variant]:
-    """Those of the compiler's architecture. Sets with short registers, which take longest, go first."""
+    """The variants of the compiler's architecture. Sets with short registers come first, since they take longest."""
     is_arm = architecture() == "aarch64"
     found: list[_Variant] = [
         (each, each.needs.union(flag for flag, _ in extra))
@@ -67,9 +67,9 @@ def _is_for(variant: _Variant, processor: Set[str]) -> bool:
 
 
 def build(folder: Path, processor: Set[str] | None = None) -> list[Path]:
-    """Puts every library of the compiler's architecture into `folder`, one for each combination of what a set uses
-    where it is there; what the compiler's cache has is not compiled again. With the flags of a processor only what this
-    uses. Raises NativeUnavailable."""
+    """Puts the libraries of the compiler's architecture into `folder` and returns their paths: of each set, one for
+    each combination of its optional flags. Libraries that `compiler.py` has cached are not compiled again. `processor`:
+    flags of a processor, to build only the libraries that it uses. Raises NativeUnavailable."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def one(variant: _Variant) -> Path:
@@ -83,7 +83,8 @@ def build(folder: Path, processor: Set[str] | None = None) -> list[Path]:
 
 
 def check_others(processor: Set[str]) -> None:
-    """Has the compiler check what `build` leaves out for a processor with these flags. Raises NativeUnavailable."""
+    """Checks that the variants which `build` leaves out for a processor with these flags compile. Raises
+    NativeUnavailable."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         others = (variant for variant in _variants() if not _is_for(variant, processor))
         list(pool.map(translate, (each.options(features) for each, features in others)))

@@ -1,4 +1,5 @@
-"""The size of a recurrent state in compiled code: the state before an unfinished block of tokens, and these tokens."""
+"""The size of a recurrent state in compiled code, which keeps the state after the last whole block of `GRID` tokens
+and the inputs of the tokens since."""
 
 from __future__ import annotations
 
@@ -12,18 +13,18 @@ class StateShape(NamedTuple):
     """Sizes of one layer's state, named as in Mamba-2."""
 
     groups: int
-    """Of the gated delta rule: key heads."""
+    """Groups of heads; for the gated delta rule, key heads."""
     heads: int
-    """Of all groups. Of the gated delta rule: value heads."""
+    """Heads of all groups together; for the gated delta rule, value heads."""
     head: int
-    """Of the gated delta rule: the width of a value head."""
+    """Width of a head; for the gated delta rule, of a value head."""
     state: int
-    """Of the gated delta rule: the width of a key head."""
+    """State size per channel of a head; for the gated delta rule, the width of a key head."""
 
     def block_bytes(self, dtype_bytes: int, state_bytes: int) -> int:
-        """Bytes in a slot, for a compute dtype and a state dtype of so many bytes per number; `state_shape.h` says of
-        what. Numbers of the compute dtype take 4 bytes where the instruction set in use has no products of pairs of
-        bfloat16."""
+        """Bytes of the state in a slot, see `state_shape.h`. `dtype_bytes`, `state_bytes`: bytes of a value in the
+        compute dtype and in the state dtype. Values of the compute dtype are stored in 4 bytes if the instruction set
+        in use does not multiply pairs of bfloat16."""
         number = 2 if dtype_bytes == 2 and bf16_pairs() else 4
         per_cell = 4 // number
         heads, lanes = self.heads // self.groups, _up(self.head, 16)

@@ -1,6 +1,6 @@
 """The structs of structs.h, sample.h and draft.h, field by field, and enums of the compiled code.
 
-`layout.py` compares them with what the compiler made when the library is loaded.
+When the library is loaded, `layout.py` compares them with the compiler's layout.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from enum import IntEnum
 PANEL = 64
 """Outputs per panel of a packed weight."""
 GROUP = 128
-"""Inputs per scale in int4."""
+"""Inputs per scale in int4, unless a weight has another number."""
 GRID = 16
-"""Tokens that a recurrent state advances by at a time."""
+"""Tokens per block, by which a recurrent state is advanced."""
 SUMMED = 32
 """Inputs of a row of `SUMMED_BYTES` per stored sum."""
 
@@ -29,13 +29,13 @@ class Kind(IntEnum):
     NVFP4 = 5
     UINT4 = 6
     BYTES = 7
-    """A form of rows only: signed bytes, for weights in INT8."""
+    """A form of rows, not of weights: signed bytes, for weights in INT8."""
     SUMMED_BYTES = 8
-    """The same for weights in INT4, with the sums of every 32 bytes."""
+    """Rows of signed bytes with the sums of every `SUMMED` of them, for weights in INT4."""
     COMPACT_BF16 = 9
     """bfloat16 in 12 bits, without loss; see compact.h."""
     COMPACT_ROWS = 10
-    """The same for tables, whose rows are read and not multiplied: each row is a panel."""
+    """bfloat16 in 12 bits for tables, whose rows are read and not multiplied: each row is a panel."""
 
 
 class Activation(IntEnum):
@@ -78,11 +78,11 @@ class Form(IntEnum):
     """Form of a recurrent state in a slot."""
 
     BLOCKS = 0
-    """Of compiled code: the state at the last multiple of `GRID` tokens, and the tokens since."""
+    """Used by compiled code: the state after the last multiple of `GRID` tokens, and the inputs of the tokens since."""
     PLAIN = 1
-    """Of torch operations: `[heads, head, state]` after the last token."""
+    """Used by torch operations: `[heads, head, state]` after the last token."""
     WRITTEN = 2
-    """Plain, and its content need not be kept."""
+    """Like PLAIN, for a state that is about to be overwritten: its content need not be kept."""
 
 
 class Target(IntEnum):

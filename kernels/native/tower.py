@@ -29,7 +29,7 @@ class Of(IntEnum):
 
 
 class Place(IntEnum):
-    """Buffers that a product reads and writes."""
+    """Buffers that products read and write."""
 
     PIXELS = 0
     NORMED = 1

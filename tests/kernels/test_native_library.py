@@ -115,7 +115,7 @@ def test_structs_that_differ_from_the_compiled_ones_are_named() -> None:
     }  # fmt: skip
     for name, numbers in changes.items():
         theirs = {**lines, name: numbers}
-        with pytest.raises(AssertionError, match=rf"do not agree: {name} is .* in Python and .* in C\+\+$"):
+        with pytest.raises(AssertionError, match=rf"compiled code differ: {name} is .* in Python and .* in C\+\+$"):
             check_layout("\n".join(f"{name} {numbers}" for name, numbers in theirs.items() if numbers is not None))
 
 
@@ -128,7 +128,7 @@ def use_the_build_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_library_is_compared_with_its_mirrors_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     use_the_build_that_is_there(monkeypatch)
     monkeypatch.setattr(structs, "GROUP", 64)
-    with pytest.raises(AssertionError, match=r"agree: GROUP is \(64,\) in Python and \(128,\) in C\+\+$"):
+    with pytest.raises(AssertionError, match=r"differ: GROUP is \(64,\) in Python and \(128,\) in C\+\+$"):
         library()
 
 
@@ -158,7 +158,7 @@ def test_a_library_of_the_package_needs_no_compiler_and_is_not_used_for_another_
     _library.cache_clear()
     with pytest.raises(NativeUnavailable, match="no C\\+\\+ compiler"):
         library()
-    assert "the compiled code in the package is not of the source there" in caplog.text
+    assert "the compiled code in the package was built from another source" in caplog.text
 
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "broken")  # another path: a library is opened once for a path
     (tmp_path / "broken").mkdir()
