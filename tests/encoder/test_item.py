@@ -54,10 +54,10 @@ def test_an_image_with_slices_has_sequences_of_two_grids() -> None:
 @pytest.mark.parametrize(
     ("changes", "numbers"),
     [
-        ({"num_sequences": 6}, "6 sequences .* 6 slices has 7"),
+        ({"num_sequences": 6}, "6 sequences.* 6 slices has 7"),
         ({"slice_grid": (0, 0)}, r"slices of \(0, 0\) patches"),
         ({"slices": (0, 3), "num_sequences": 1}, r"\(0, 3\) slices"),
-        ({"pruning_rate": 0.5}, "pruned by 0.5"),
+        ({"pruning_rate": 0.5}, "pruning rate 0.5"),
         ({"num_frames": 7}, "7 frames"),
         ({"slice_grid": (4, 4)}, "2x4 needs 8 .* 1 sequences, and 16 for each of 6 slices of 4x4"),
     ],

@@ -274,7 +274,7 @@ def test_a_bad_image_is_named_before_anything_runs(tiny: TinyTower, on: EncoderR
         on.encode(images, [*out[:2], out[2].bfloat16()])
     with pytest.raises(ValueError, match="destination 0"):
         on.encode(images, [out[1], out[1], out[2]])
-    with pytest.raises(ValueError, match="3 images and 2"):
+    with pytest.raises(ValueError, match="3 items need as many destinations, got 2"):
         on.encode(images, out[:2])
     assert on.stats()["batches"] == 0
     on.encode([], [])
