@@ -1,4 +1,4 @@
-// The arithmetic of attention: cells of 32 bits, of which one operation multiplies sixteen.
+// The arithmetic of attention: cells of 32 bits, sixteen of which one operation multiplies.
 
 #pragma once
 

@@ -33,7 +33,7 @@ constexpr uint16_t OWN = 0x87ff;         // of a word: the bits of its own numbe
 constexpr int OTHER_BITS = 11;           // the first of the bits that carry a fourth line
 constexpr uint16_t FRACTION = 0x7f;
 
-// The exceptions of a panel, from a pair of inputs on.
+// Iterates over the exceptions of a panel, from a pair of inputs on.
 class Exceptions {
   public:
     Exceptions(const Weight& w, int64_t panel, int64_t pair)
@@ -64,7 +64,7 @@ inline ALWAYS Words unpack_compact(const uint8_t* lines, int v, Words base) {
 }
 
 #if AMX_TILES
-// The numbers of a panel as plain ones, in the order of the inputs.
+// The numbers of a compact panel, unpacked in the order of the inputs.
 class CompactNumbers {
   public:
     CompactNumbers(const Weight& w, int64_t panel)

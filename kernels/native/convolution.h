@@ -10,13 +10,13 @@
 
 namespace {
 
-struct Projected {  // of a few tokens, `ld` apart: the channels before the convolution, then the inputs behind them
+struct Projected {  // rows of a few tokens, `ld` apart: the channels before the convolution, then the other inputs of the recurrence
     const float* rows;
     int64_t ld, tokens;
     bool gated, more;  // gates lie before the channels, and are read next; as many tokens behind these come after that
 };
 
-struct Part {  // some of the channels, or of the inputs behind them
+struct Part {  // some of the channels, or of the inputs after them
     int64_t begin, count;
     float* out;  // where the convolution's outputs go, [tokens, count]
 };

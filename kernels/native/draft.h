@@ -15,7 +15,7 @@
 extern "C" {
 
 struct Drafting {  // structs.py mirrors it
-    int64_t due, rows, passes;  // entries of tokens that are only made; rows that draft; most drafts of a row
+    int64_t due, rows, passes;  // tokens whose entries are made without drafting; rows that draft; largest number of drafts of a row
     int64_t enter;              // operations up to the one that makes a token's entry
     int64_t draft_vocab;        // ids below this have logits: the outputs of the head's last product
     int64_t is_bf16;            // `embeddings` and `given`; else float32
@@ -97,7 +97,7 @@ void draft(const Model& m, const Drafting& d, Step& step, Run&& run) {
                 const int64_t at = d.lengths[r]++;
                 places[r] = step.tables[r * step.table_stride + at / m.page] * m.page + at % m.page;
             } else if (pass) {
-                places[r] = -1;  // it has all its drafts: what it gets now is not read
+                places[r] = -1;  // it has all its drafts, and further ones are not read
             }
         }
         if (d.positions) step.positions = d.positions + (d.due + pass * d.rows) * d.axes, step.axes = d.axes;

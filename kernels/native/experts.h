@@ -23,7 +23,7 @@ int64_t take_largest(float* values, int64_t count) {
     return best;
 }
 
-inline float sigmoid(float x) {  // NaN is no clamped exponent
+inline float sigmoid(float x) {  // NaN stays NaN
     const float y = 1.0f / (1.0f + fast_exp(-x));
     return x == x ? y : x;
 }

@@ -1,4 +1,4 @@
-// What becomes of the sums of a product.
+// From the sums of a product to its outputs: bias, activation, scale.
 
 #pragma once
 
@@ -25,12 +25,12 @@ struct Product {
     void* out;
     int64_t ldo, store;
     Activation activation = Activation::NONE;
-    int64_t outputs = 0;               // of a gated weight: numbers that a row gets
+    int64_t outputs = 0;               // of a gated weight: outputs per row
     float scale = 1.0f;                // ADD: of what is added ...
     const float* row_scale = nullptr;  // ... and of each row's
-    const Weight* next = nullptr;      // what is multiplied after this, if that is known
-    // The inputs of a panel as several tiles of rows multiply them, if it is not stored so: the first tile stores them here. It is the
-    // thread's own memory, and another block of rows may find them there.
+    const Weight* next = nullptr;      // the weight of the product after this one, if that is known
+    // If a panel is not stored in the form in which tiles of rows multiply it, the first tile stores that form here for the others. It is the
+    // thread's own memory, so the next block of rows may find the panel there.
     void* unpacked = nullptr;
     bool first_rows = false;
 };
@@ -106,8 +106,8 @@ void finish(const Product& job, const float* sums, int64_t row, int64_t rows, in
     else finish<STORE, V>(job, sums, row, rows, begin);
 }
 
-// What a tile's outputs are stored in or added to: by the time that there are sums, it is there. Stores are done in order, so that each
-// one beyond the second-level cache would delay those behind it until the next tile waits as well.
+// Prefetches the memory that a tile's outputs are stored in or added to, so that it is there when the sums are complete. Stores are done in order, so each one
+// beyond the second-level cache would delay those behind it until the next tile waits as well.
 template <int R, int V>
 inline ALWAYS void fetch_outputs(const Product& job, int64_t row, int64_t begin) {
     const int64_t size = job.store == STORE_BF16 ? 2 : 4, bytes = 16 * V * size / (job.weight->gated ? 2 : 1);

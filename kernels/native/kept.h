@@ -1,8 +1,8 @@
-// What a step leaves out because only some tokens' rows are read at its end, as in prompts.
+// Work that a step leaves out because only some tokens' rows are read at its end, as in prompts.
 //
 // KEEP is before the output projection of the last mixer: from there on no token depends on another, and the operations are
-// for the kept tokens only. Before it, that mixer takes in every token, but needs outputs of the kept ones alone, and so do its
-// input projection's outputs that only outputs depend on: gates or queries, which come first.
+// for the kept tokens only. That mixer itself reads every token, but only its outputs for the kept tokens are needed, and so are
+// those outputs of its input projection that nothing else depends on: gates or queries, which come first.
 
 #pragma once
 

@@ -1,8 +1,8 @@
-// For CPUs, with the vectors of vectors.h: matrix products over packed weights, and a whole decode step or tower layer as one
-// list of operations that a few threads process together. The layouts and the maths are in README.md.
+// Compiled code for CPUs: matrix products over packed weights, and a whole decode step or tower layer as one list of
+// operations that a few threads process together, written with the vectors of vectors.h. README.md has layouts and maths.
 //
-// Every row is computed in an order that depends on that row only: a request gets the same numbers in any batch, and with
-// any number of threads.
+// The order in which a row's values are computed depends on that row only: a request gets the same results in any batch, and
+// with any number of threads.
 
 #include <algorithm>
 #include <cmath>
@@ -32,7 +32,7 @@
 
 namespace {
 
-constexpr int64_t TOGETHER = 4;  // rows of a unit of an operation that is little work for each row
+constexpr int64_t TOGETHER = 4;  // rows per unit, in operations with little work per row
 
 void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
     const float* from = op.code == NORM ? m.x + row * m.hidden : op.code == CONVERT ? m.mid + row * m.mid_ld : m.wide + row * m.ld;
@@ -243,7 +243,7 @@ class AdvanceJob : public Job {
     const int64_t* jobs_;
 };
 
-// Gives states the form that compiled code, or torch operations, compute with.
+// Converts states to the form that compiled code or torch operations compute with.
 class ConvertJob : public Job {
   public:
     ConvertJob(const Model& m, Form form, int64_t count, const int64_t* slots) : m_(m), form_(form), count_(count), slots_(slots) {}
@@ -412,7 +412,7 @@ void saccade_compact(
     pool().run(CompactJob(job, (outputs + PANEL - 1) / PANEL), threads);
 }
 
-// out[count, k]: rows of a packed weight, which must be there.
+// out[count, k]: the rows `ids` of a packed weight, all of which must exist.
 void saccade_rows(const Weight* weight, const int64_t* ids, int64_t count, float* out, int64_t threads) {
     pool().run(TableJob(*weight, ids, count, out), threads);
 }

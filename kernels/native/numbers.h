@@ -41,7 +41,7 @@ inline float fast_exp(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    uint32_t bits = (uint32_t(int32_t(n)) + 127) << 23;  // any number of a NaN, which p has too
+    uint32_t bits = (uint32_t(int32_t(n)) + 127) << 23;  // arbitrary if x is NaN: p is NaN, too
     float power;
     std::memcpy(&power, &bits, 4);
     return p * power;

@@ -14,11 +14,11 @@
 
 namespace {
 
-constexpr float SMALLEST = 0x1p-119f;  // 127 over it is a number, and it over 127 is no subnormal one
+constexpr float SMALLEST = 0x1p-119f;  // 127 / SMALLEST is finite, and SMALLEST / 127 is not subnormal
 constexpr float LIMIT = 32639.0f;   // 127 * 256 + 127: the largest number that two signed bytes make
 
-// In lanes, the bits of the largest magnitudes of AT_ONCE numbers of a row from `i` on. Bits of a NaN are larger than infinity's, and those
-// larger than a number's.
+// In lanes, the bits of the largest magnitudes of AT_ONCE numbers of a row from `i` on. As integers, the bits of a NaN are larger than those of
+// infinity, and these are larger than those of any other number.
 constexpr int64_t AT_ONCE = 32;
 template <typename T>
 inline Words magnitude_bits(const T* values, int64_t k, int64_t i) {
@@ -31,7 +31,7 @@ inline Words magnitude_bits(const uint16_t* values, int64_t k, int64_t i) {
     return larger(pairs & most, shift_left32<16>(pairs) & most);
 }
 
-// The largest magnitude of a row. NaN and infinity have no integers: if the row has one, the result is NaN, and so are scales made of it.
+// The largest magnitude of a row. NaN and infinity do not become integers: if the row has one, the result is NaN, and so are scales computed from it.
 template <typename T>
 float largest_magnitude(const T* values, int64_t k) {
     Words largest[2] = {zero_words(), zero_words()};
@@ -51,9 +51,9 @@ inline void store_halves(int8_t* p, Words x) {
     for (int i = 0; i < 4; i++) std::memcpy(p + 8 * i, quarters + 16 * i, 8);
 }
 
-// x in steps of its row's largest value / LIMIT, as 256 high + low, both signed bytes, which lie as BYTE_PLANES says, or as one number
-// (INTEGER_HALVES). Weights are stored unsigned, so the row is followed by what that adds to a sum: for each group of inputs -offset times
-// the sum of lows, and of highs.
+// A row as integers, in steps of its largest value / LIMIT: 256 high + low, both signed bytes in the order of BYTE_PLANES, or one number of 16
+// bits (INTEGER_HALVES). Weights are stored unsigned, with an offset, so the row is followed by the corrections of its sums: for each group of
+// inputs, -offset times the sum of the lows, and of the highs.
 void make_integers(const float* values, int64_t k, int64_t kind, int8_t* out, float* scale) {
     const float top = largest_magnitude(values, k);
     *scale = top / LIMIT;
@@ -77,8 +77,8 @@ void make_integers(const float* values, int64_t k, int64_t kind, int8_t* out, fl
     }
 }
 
-// Writes -8 times the sums of the first 0, SUMMED, 2 * SUMMED ... numbers of a row: what the offset of int4 weights adds to the sum of a
-// group is the difference of two.
+// Writes -8 times the sums of the first 0, SUMMED, 2 * SUMMED ... numbers of a row: the difference of two of these removes the offset of int4
+// weights from the sum of a group.
 class BlockSums {
   public:
     explicit BlockSums(int8_t* to) : to_(to) { store(0); }
@@ -137,7 +137,7 @@ inline Words to_bytes(const T* values, int64_t k, int64_t begin, int64_t end, fl
     return sum;
 }
 
-// For weights in INT8: the row, and what their offset of 128 adds to a sum.
+// For weights in INT8: the row, and the correction of its sum for their offset of 128.
 template <typename T>
 void make_bytes(const T* values, int64_t k, int8_t* out, float* scale) {
     const float inverse = scale_of_bytes(values, k, scale);

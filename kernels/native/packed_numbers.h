@@ -1,4 +1,4 @@
-// Numbers of 8 and 4 bits: how a panel has them, and how they are unpacked in registers.
+// Numbers of 8 and 4 bits: how a panel stores them, and how they are unpacked in registers.
 //
 // Layouts, in panels of 64 outputs. fp8 [k / 4][4][64] bytes: 16 outputs and 4 inputs, in an order that two instructions
 // unpack to two vectors of pairs. nvfp4 [k / 16] of 64 bytes of scales (see Nvfp4), then [2][4][64] bytes: 16 outputs, 4
@@ -21,7 +21,7 @@ constexpr int64_t CHUNK = 8;         // inputs that are unpacked together
 constexpr int64_t E4M3_GROUP = 16;   // inputs that share a scale in nvfp4
 constexpr int LARGEST_EXPONENT = 8;  // of e4m3
 
-// The bits of a bfloat16; `value` is exactly one.
+// The bits of `value` as a bfloat16, which must represent it exactly.
 inline uint16_t bits_of(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
@@ -42,8 +42,8 @@ struct ByteTables {
     Words low(Words index) const { return lookup_bytes(lower, index); }
 };
 
-// Where a panel has its numbers. BYTES: of a chunk, of one output. SPARSE: whether one line in four is prefetched for one or two rows, because
-// the processor's own prefetchers follow the others.
+// Where the numbers of a panel lie. BYTES: bytes of a chunk for one output. SPARSE: whether one line in four is prefetched for one or two rows,
+// because the processor's own prefetchers follow the others.
 struct Fp8Panel {
     static constexpr int64_t KIND = FP8, BYTES = 8;
     static constexpr bool SPARSE = true;
@@ -154,8 +154,8 @@ struct Uint4 : Uint4Panel {
 // The same numbers as float32, for sets whose tables of bytes are several shuffles (SLOW_BYTE_TABLES, SLOW_HALF_TABLES). input(from, i, group)
 // returns input i of a chunk, of the 16 outputs at `from`.
 
-// Words whose upper byte is one with a sign, an exponent and three bits of a fraction, as float32 of 2^-120 times its value as e4m3. Below 2^-6 that is no
-// normal number, but its product with 2^120 is one.
+// Words whose upper byte is an e4m3 number, as float32 of 2^-120 times its value. Where the value is below 2^-6 that is subnormal, but its product
+// with 2^120 is normal.
 inline Words small_floats(Words upper_bytes) { return shift_right32<4>(upper_bytes) & splat_word(int32_t(0x87f00000)); }
 
 // Input i of 4, of bytes in the order of fp8: to the upper bytes of words.

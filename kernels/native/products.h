@@ -98,8 +98,8 @@ struct Division {
     }
 };
 
-// Numbers of 4 bytes of the memory where the first tile stores inputs as the others multiply them; 0: they are stored so, or each tile
-// unpacks them.
+// Size, in numbers of 4 bytes, of the memory where the first tile stores inputs in the form in which the others multiply them; 0: the panel has this
+// form, or each tile unpacks them.
 int64_t unpacked_size(const Weight& w, const Division& division) {
     if (division.pieces == 1) return 0;
     if (w.operand == SUMMED_BYTES) return division.length * PANEL / 4;
@@ -114,7 +114,7 @@ bool are_words(const Weight& w, const Division& division) {
     return BF16_PAIRS && w.operand == BF16 && !division.sliced && (w.kind == BF16 || (w.kind >= FP8 && summed_groups(w) == 1));
 }
 
-// `tiles` below for these. `there`: the unpacked panel is there.
+// `tiles` below, for such panels. `there`: whether the panel is unpacked already.
 void word_tiles(
     Product& job, const Division& division, bool there, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next
 ) {

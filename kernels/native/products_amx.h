@@ -1,4 +1,4 @@
-// Products of rows with panels by tiles of AMX: of bfloat16 with everything that is one, or is unpacked to it, and of bytes with bytes.
+// Products of rows with panels by tiles of AMX: of bfloat16 with weights that are bfloat16 or unpacked to it, and of bytes with bytes.
 //
 // Integers of 16 bits are two bytes, so 16 rows of them are two tiles: of lows and of highs.
 
@@ -28,7 +28,7 @@ inline bool is_long(const Weight& w) { return w.operand == BF16 && w.kpad >= LON
 void unpack_and_multiply(const Product& job, int64_t row, int64_t rows, int64_t panel, uint16_t* unpacked, const char* next);  // unpack_amx.h
 void long_panels(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, const char* next);
 
-// What the sums of bytes of V vectors are as numbers. Behind a row's bytes is what the weights' offset adds.
+// Sums of bytes of V vectors as float32. The corrections for the weights' offset lie after a row's bytes.
 template <int V>
 void scale_bytes(const Product& job, int64_t row, int64_t rows, int64_t panel, int64_t first, float* sums) {
     const Weight& w = *job.weight;
@@ -88,7 +88,7 @@ void tile_rows(
     finish<V>(job, groups > 1 ? totals : sums, row, rows, panel * PANEL + first * 16);
 }
 
-// Rows [begin, end) times V vectors of a panel: pairs of tiles, then what is left. `next`: a panel to prefetch during the last blocks.
+// Rows [begin, end) times V vectors of a panel: pairs of tiles, then the remaining rows. `next`: a panel to prefetch during the last blocks.
 template <class Dot, int V>
 void blocks_of_tiles(const Product& job, int64_t begin, int64_t end, const char* columns, int64_t panel, int64_t first, const char* next) {
     constexpr int W = V < 2 ? V : 2;
@@ -134,7 +134,7 @@ void blocks_of_integers(const Product& job, int64_t begin, int64_t end, const ch
             Block::store(&parts[0][v * 16]);
         }
         for (int64_t r = 0; r < rows; r++) {
-            const char* const behind = a + r * lda + 2 * w.kpad;  // what the weights' offset adds
+            const char* const behind = a + r * lda + 2 * w.kpad;  // corrections for the weights' offset
             for (int64_t at = r * PANEL; at < r * PANEL + 16 * V; at += 16) {
                 const LongSum sum = LongSum::of(add32(load_words(parts[0] + at), broadcast_word(behind)), add32(load_words(parts[1] + at), broadcast_word(behind + 4)));
                 const Floats scale = load_floats(w.scale + panel * PANEL + first * 16 + at % PANEL);

@@ -40,20 +40,20 @@ class RecurrentGroup {
         return place(static_cast<T*>(op_.windows) + slot * op_.window_stride, of_slot + group_ * shape_.state_bytes(), pending);
     }
 
-    // Memory without an owner.
+    // Scratch memory, for rows that have no slot.
     Place in_scratch() const {
         char* spare = reinterpret_cast<char*>(spare_);
         return place(reinterpret_cast<T*>(spare + shape_.bytes()), spare, spare + shape_.state_bytes());
     }
 
-    // Zeros; returns the states that a row then starts from.
+    // Clears window and pending tokens; returns the states that a row then starts from: null, which means zeros.
     const S* clear(Place to) const {
         each_of_window([&](int64_t begin, int64_t count) { std::fill_n(to.window + begin, count, 0); });
         to.pending.set_count(0);
         return nullptr;
     }
 
-    // Has a row's states in its place, if they are still where it started from. Returns them.
+    // Copies a row's states to its place if they are still where it started from (null: zeros). Returns them.
     const S* settle(Place to, const S* before) const {
         if (!before) std::memset(to.states, 0, shape_.state_bytes());
         else if (before != to.states) std::memcpy(to.states, before, shape_.state_bytes());
@@ -65,12 +65,13 @@ class RecurrentGroup {
         std::memcpy(to.states, from.states, shape_.state_bytes());
     }
 
-    void copy_window(Place from, Place to) const {  // and what is pending
+    void copy_window(Place from, Place to) const {  // and the pending tokens
         each_of_window([&](int64_t begin, int64_t count) { std::copy_n(from.window + begin, count, to.window + begin); });
         std::memcpy(to.pending.words, from.pending.words, 4 * shape_.pending_words);
     }
 
-    // A slot's state with its pending tokens in the form of torch operations, or from it without any; `mark`: nothing but that it is plain.
+    // Conversions between a slot's state with its pending tokens and the form of torch operations. mark_plain only records that the slot has
+    // that form.
     void to_plain(int64_t slot, S* plain) const {
         const Place at = in_slot(slot);
         const int64_t count = at.pending.count();

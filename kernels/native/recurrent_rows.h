@@ -43,7 +43,7 @@ void recurrent_row(const Model& m, const Op& op, const Step& step, int64_t row, 
         return;
     }
     const int64_t slot = step.slots[row], last = step.starts[row + 1];
-    const auto place = slot < 0 ? group.in_scratch() : group.in_slot(slot);  // padding: zeros that nobody keeps
+    const auto place = slot < 0 ? group.in_scratch() : group.in_slot(slot);  // padding: its state starts from zeros and is not kept
     const auto* before = place.states;
     if (step.from && step.from[row] >= 0 && step.from[row] != slot) {
         group.copy_window(group.in_slot(step.from[row]), place);

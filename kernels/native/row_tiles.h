@@ -2,8 +2,8 @@
 // bytes. Both are words: a row's and 16 outputs' are multiplied by one instruction.
 //
 // Several tiles of the same height are one call. A tile of 768 inputs takes 2,300 cycles with bytes; its end is a branch that is
-// predicted wrongly, so what lies between two tiles' loops takes as long as it looks: calls, divisions, and sums that are stored for
-// another function added 8 %.
+// predicted wrongly, so instructions between two tiles' loops do not overlap with them: calls, divisions, and sums that are stored
+// for another function added 8 %.
 
 #pragma once
 
@@ -19,7 +19,7 @@
 
 namespace {
 
-// What the last `tiles` of several tiles prefetch into the second-level cache: so many lines at each step, which is a word of a row.
+// Memory that the last `tiles` of several tiles prefetch into the second-level cache: this many lines at each step, which is a word of a row.
 struct AheadOfTiles {
     const char* at = nullptr;
     int64_t tiles = 0, lines = 0;
@@ -30,7 +30,7 @@ struct AheadOfTiles {
     }
 };
 
-// Four signed bytes of a row. The sums are exact: they fit 32 bits, and what is beyond on the way is no loss.
+// Four signed bytes of a row. The sums are exact: results fit 32 bits, and an overflow on the way wraps around.
 struct ByteWords {
     static constexpr int LEAST = 1;  // rows of a tile
     using Sum = Words;

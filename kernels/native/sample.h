@@ -129,7 +129,7 @@ const char* why_not(const Draw* draws, int64_t rows, int64_t vocab, int64_t draw
     return nullptr;
 }
 
-class Sampling {  // of one thread; what it keeps is memory
+class Sampling {  // of one thread; between calls it keeps only buffers
   public:
     // The token of a row. With `params.logprobs` k >= 0 also its log-probability, and the ids and log-probabilities of the k
     // likeliest.
@@ -217,7 +217,7 @@ class Sampling {  // of one thread; what it keeps is memory
         int64_t kept = width;
         bool known = most == width;
         if (params.top_p < 1) {
-            if (!known && most < possible) return among_many(x, n, possible, params, share, most);  // what it is a share of lies further down
+            if (!known && most < possible) return among_many(x, n, possible, params, share, most);  // top_p is a share of a total that includes tokens further down
             const double mass = most < possible ? sum : weight_of_all(x, n, found_[0].value);
             const auto reached = std::lower_bound(sums_.begin(), sums_.end(), params.top_p * mass);
             known |= reached != sums_.end();

@@ -1,6 +1,6 @@
 // Products of plain rows with weights of 8 and 4 bits: fp8, nvfp4, int4 in groups.
 //
-// A weight's small number is exactly a bfloat16: e4m3 has 4 significant bits, e2m1 times its e4m3 scale 6, int4 less its
+// bfloat16 represents a weight's small number exactly: e4m3 has 4 significant bits, e2m1 times its e4m3 scale 6, int4 minus its
 // zero point 5. The sums equal those of the same rows times the unpacked numbers. The other scales are float32 (of groups also
 // bfloat16): the sum of a row or of a group is multiplied by its scale. Rows are pairs of bfloat16, or float32: the numbers are then widened by a
 // shift.

@@ -67,7 +67,7 @@ class BlockAdvance {
         return b_;
     }
 
-    // A slice's x, times what is left of each token at the end of the block.
+    // A slice's x, times the decay of each token until the end of the block.
     template <int V>
     void weigh(const uint32_t* x, const float* left) const {
         for (int64_t step = 0; step < STEPS; step++)

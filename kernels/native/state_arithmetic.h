@@ -1,5 +1,5 @@
-// The arithmetic of recurrent states: products of rows with columns of cells, and numbers that are stored as the bfloat16 that products
-// need and what it lacks of float32.
+// The arithmetic of recurrent states: products of rows with columns of cells, and numbers that are stored as a bfloat16, which products
+// need, and the rest of their float32.
 
 #pragma once
 
@@ -12,10 +12,10 @@
 
 namespace {
 
-constexpr int64_t STATE_AHEAD = 48;  // lines of a state that are asked for before a single token needs them
+constexpr int64_t STATE_AHEAD = 48;  // lines of a state that are prefetched before a single token needs them
 
-// What is asked for while columns come from memory: columns STATE_AHEAD lines on, from column `from` on `skip` words further; and lines
-// of `next`, one for each column.
+// Memory that is prefetched while columns are multiplied: columns STATE_AHEAD lines ahead, from column `from` on `skip` words further; and
+// lines of `next`, one for each column.
 struct StateAhead {
     const uint32_t* next;
     int64_t lines, from, skip;

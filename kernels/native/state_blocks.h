@@ -1,6 +1,6 @@
-// Recurrent states in blocks of 16 tokens: a slot has the state at the last multiple of 16 tokens, and of the tokens since
-// then ("pending") what the recurrence takes from them. README.md has the maths and why. The names are those of Mamba-2. In the
-// gated delta rule, keys are B, what a token changes is x dt, and both its key and its query read the state, as C does.
+// Recurrent states in blocks of 16 tokens: a slot has the state at the last multiple of 16 tokens, and the inputs of the recurrence for
+// the tokens since then ("pending"). README.md has the maths and the reasons. The names are those of Mamba-2. In the gated delta rule,
+// keys are B, a token's change of the state is x dt, and both its key and its query read the state, as C does.
 //
 // Everything is computed from the state before the block and the block's tokens up to the own one, in one order: a token's
 // output has the same bits however the tokens were divided into steps.
@@ -32,7 +32,7 @@ struct DeltaTokens {  // of the gated delta rule
     const float *k, *q;               // [tokens, n]
 };
 
-// What is read after a slice of a group's outputs: a token's gates, and as many inputs of the next tokens.
+// Memory that is read after a slice of a group's outputs: a token's gates, and as many inputs of the next tokens.
 struct ReadNext {
     Projected in;
     const Part (&channels)[3];
@@ -101,7 +101,7 @@ class Blocks {
             }
     }
 
-    // Prefetches what a single token reads first.
+    // Prefetches the memory that a single token reads first.
     void prefetch(Pending pending, const S* state) const {
         const int64_t count = pending.count() + 1;
         for (int64_t at = 0; at < s_.x_at + s_.steps_of(count) * s_.lanes; at += 16) prefetch_far(pending.words + at);
@@ -109,9 +109,9 @@ class Blocks {
         for (int64_t line = 0; state && line < STATE_AHEAD; line++) prefetch_far(reinterpret_cast<const uint32_t*>(state) + 16 * line);
     }
 
-    // Divides `tokens` into parts that end where blocks do, and advances the state, from `before` to `after`, behind those that fill one.
-    // visit(begin, first, count, state): of tokens [first, first + count), which begin at `begin` within their block; it takes them.
-    // Returns where the state is afterwards.
+    // Divides `tokens` into parts that end where blocks end, and advances the state, from `before` to `after`, after each part that completes a
+    // block. visit(begin, first, count, state) adds tokens [first, first + count), which begin at `begin` within their block, to the pending
+    // ones. Returns where the state is afterwards.
     template <typename Visit>
     const S* each_part(Pending pending, int64_t tokens, const S* before, S* after, Visit&& visit) const {
         for (int64_t first = 0; first < tokens;) {
@@ -139,7 +139,7 @@ class Blocks {
         });
     }
 
-    // The same for the gated delta rule, whose tokens' changes are added to the pending ones. `out`: has the tokens' values.
+    // The same for the gated delta rule, whose tokens' changes are added to the pending ones. `out` has the tokens' values before.
     void solve(
         Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const DeltaTokens& in, float* out, const ReadNext& next
     ) const {
@@ -176,7 +176,7 @@ class Blocks {
         return ahead;
     }
 
-    // Adds to the sums of the pending tokens, and before a block's first ones clears the cells: weights of 0 are multiplied with all of them.
+    // Appends the sums of log decays of these tokens. Before a block's first tokens, clears the cells of x dt: weights of 0 are multiplied with all.
     void take_decays(Pending pending, int64_t first, int64_t count, const float* log_decays) const {
         const int64_t begin = pending.count();
         float* sums = pending.sums();
@@ -355,7 +355,7 @@ class Blocks {
     const Shape s_;
     const int64_t reads_;
     const bool more_;
-    float* const growth_;  // [heads, GRID]: what is left of the state before the block
+    float* const growth_;  // [heads, GRID]: the factor by which the state before the block has decayed
     uint32_t *const weights_, *const c_, *const widened_;
     const BlockAdvance<Cells, S> advance_;
 };

@@ -1,4 +1,4 @@
-// The forms of a recurrent state: in blocks of tokens, and plain, as torch operations have it.
+// The forms of a recurrent state: in blocks of tokens, and plain, as torch operations store it.
 
 #pragma once
 
@@ -16,7 +16,7 @@ namespace {
 
 enum class Form : int64_t { BLOCKS = 0, PLAIN = 1, WRITTEN = 2 };  // WRITTEN: torch operations will write it without reading it
 
-struct PlainStrides {  // of a state in the form of torch operations: from a channel, or an input, to the next
+struct PlainStrides {  // of a state in the form of torch operations: elements from a channel, or an input, to the next
     int64_t channel, input;
 };
 
@@ -32,7 +32,7 @@ void one_number(P* slice, int64_t rest, int64_t at, int v, int64_t h, int64_t la
     if constexpr (!std::is_const_v<P>) store_state<Shape, S, R, V>(slice, rest, at, v, rows);
 }
 
-// f(rows, input, head, channel): with two rows of 16 channels at a time; says whether they are to be stored.
+// f(rows, input, head, channel): called with two rows of 16 channels at a time; returns whether they are to be stored.
 template <class Cells, typename S, typename P, typename F>
 void each_number(const BlockShape<Cells, S>& shape, P* state, F&& f) {
     using Shape = BlockShape<Cells, S>;
@@ -52,7 +52,7 @@ int64_t plain_at(const BlockShape<Cells, S>& shape, PlainStrides strides, int64_
     return h * shape.head * shape.n + channel * strides.channel + input * strides.input;
 }
 
-// A state without pending tokens, of numbers with these strides, from its slices and back.
+// Copies a state without pending tokens from its slices to numbers with these strides, and back.
 template <class Cells, typename S>
 void state_to_plain(const BlockShape<Cells, S>& shape, const S* state, PlainStrides strides, S* plain) {
     each_number(shape, state, [&](Floats (&sum)[2][1], int64_t at, int64_t h, int64_t lane) {
@@ -78,7 +78,7 @@ void state_from_plain(const BlockShape<Cells, S>& shape, const S* plain, PlainSt
     });
 }
 
-// Gives a slot's state of one layer this form, unless it has it. Its groups' memory overlaps that of other groups in the other form.
+// Converts a slot's state of one layer to this form, unless it has it. A group's memory in one form overlaps that of other groups in the other.
 // with_group(group, work): calls work with one of the groups.
 template <typename S, typename WithGroup>
 void convert_state(const Op& op, int64_t groups, int64_t slot, Form form, WithGroup&& with_group) {

@@ -1,4 +1,4 @@
-// The sizes of recurrent states in blocks of 16 tokens, and the places of their parts.
+// Sizes and layout of recurrent states in blocks of 16 tokens.
 
 #pragma once
 
@@ -12,10 +12,10 @@
 namespace {
 
 constexpr int64_t GRID = 16;         // tokens of a block: as many as a vector has lanes
-constexpr int32_t PLAIN = -1;        // instead of a count of pending tokens: the state is as torch operations have it, and nothing is pending
+constexpr int32_t PLAIN = -1;        // instead of the number of pending tokens: the state has the form of torch operations
 constexpr int64_t STATE_SLICE = 64;  // channels that are computed together; the rest of a head in slices of 32 and 16
 
-// What products multiply: pairs of bfloat16 where the model is in bfloat16 and there are instructions for them, else float32.
+// The cells that products multiply: pairs of bfloat16 if the model is in bfloat16 and there are instructions for them, else float32.
 template <typename T>
 using StateCells = std::conditional_t<BF16_PAIRS && std::is_same_v<T, uint16_t>, Bf16Cells, F32Cells>;
 
@@ -32,9 +32,9 @@ struct BlockShape {
         : heads(heads), head(head), n(n), lanes(rounded_up(head, 16)), rows(rounded_up(n, Cells::EACH)), cells(rows / Cells::EACH),
           row(rounded_up(cells, 16)), x_at(16 + heads * GRID), b_at(x_at + heads * STEPS * lanes), pending_words(b_at + GRID * row) {}
 
-    // A state is [heads, slices, cells, channels of a slice] words, and if SPLIT as many again for what bfloat16 leaves of
-    // float32: a number's bits are its bfloat16's, rounded half up, followed by 16 zeros, plus a signed rest of 16 bits. Without pairs
-    // it is [heads, slices, n, channels of a slice] numbers of type S.
+    // A state is [heads, slices, cells, channels of a slice] words of bfloat16 pairs, and if SPLIT as many words again for the rest of float32:
+    // a number's bits are those of its bfloat16, rounded half up, followed by 16 zeros, plus a signed rest of 16 bits. Without pairs it is
+    // [heads, slices, n, channels of a slice] numbers of type S.
     int64_t state_bytes() const { return rounded_up(heads * lanes * (PAIRS ? 4 * cells * (SPLIT ? 2 : 1) : n * sizeof(S)), 64); }
     int64_t bytes() const { return state_bytes() + 4 * pending_words; }
     int64_t rest_at() const { return heads * lanes * cells; }

@@ -30,40 +30,40 @@ struct Weight {  // [n, k]; kpad: k as it is stored; scale: int8 [panels * 64], 
     const float* bias;
     int64_t gated;  // of each 32 outputs 16 are gates, and the others what f(gate) is multiplied with; n is a multiple of 32
     int64_t operand;  // the kind of the rows that it is multiplied with: F32, BF16, INT8, INT4, BYTES or SUMMED_BYTES
-    // INT4, FP8, NVFP4, UINT4: inputs that share a scale, which of NVFP4 lies in `data`; of INT4 and UINT4 zero points like `scale`, or null for 8;
-    // of NVFP4 [panels * 64], what a sum is multiplied with in the end
+    // group: inputs that share a scale (INT4, FP8, NVFP4, UINT4; the scales of NVFP4 are in `data`). zeros: zero points of INT4 and UINT4, with the
+    // shape of `scale`; null: 8. outer: [panels * 64], NVFP4: factors of the finished sums.
     int64_t group;
     const float *zeros, *outer;
     const uint16_t* bf16_scale;  // instead of `scale`, where several groups of INT4, FP8 or UINT4 have scales that are exactly bfloat16
     const int64_t *compact, *exceptions;  // COMPACT_BF16, COMPACT_ROWS, see compact.h: [panels + 1, 2]: the first exception, and base; [exceptions]
 };
 
-struct Experts {  // a mixture of them
+struct Experts {  // a mixture of experts
     int64_t count, chosen, groups, kept, normalise;
     float scaling;
-    const float* correction;   // [count]; null: the softmax over the chosen
+    const float* correction;   // [count]; null: the weights are a softmax over the chosen experts
     const Weight *up, *down;   // [count]
-    float* shared;  // [rows], or null: of each token the shared expert's gate, the sigmoid of a last output of the router
+    float* shared;  // [rows], or null: the shared expert's gate of each token, the sigmoid of the router's last output
 };
 
-struct AttentionShape {  // rows of `wide` are queries, keys, values and, where GATE follows, a gate for each number of a query
+struct AttentionShape {  // rows of `wide` are queries, keys, values and, if GATE follows, a gate for each element of the queries
     int64_t q_heads, kv_heads, width;
     float scale;                   // of products of queries and keys
     float norm_eps;                // HEADS:
     const float *q_norm, *k_norm;  // [width], or null
-    int64_t pairs;                 // of each head, i and i + pairs are rotated together; 0: nothing is
+    int64_t pairs;                 // elements i and i + pairs of each head are rotated together; 0: no rotation
     const float* rotations;        // [positions, 2, pairs]: cosines, sines
-    const int64_t* axes;           // [pairs]: which axis of the positions each takes
+    const int64_t* axes;           // [pairs]: the axis of the positions that rotates a pair
 };
 
 struct DeltaShape {  // shape of a mixer of the gated delta rule
-    int64_t key_heads, heads, key, value, taps;  // heads: of values; key, value: widths of heads
-    float eps;                                   // of the norm behind it
+    int64_t key_heads, heads, key, value, taps;  // heads: value heads; key, value: widths of a head
+    float eps;                                   // of the gated norm of its outputs
 };
 
 struct Op {
-    int64_t code, kind, width;  // kind: of the operand that an operation makes, or KEEP finds; width: of its rows
-    Weight weight;              // LINEAR; EXPERTS: the first expert's; EMBED: a packed table, without `data` if it is not
+    int64_t code, kind, width;  // kind: of the operand that the operation makes, or that KEEP moves; width: of the operand's rows
+    Weight weight;              // LINEAR; EXPERTS: the first expert's; EMBED: the table if it is packed, otherwise without `data`
     // LINEAR: WIDE, RESIDUAL (added to x), STREAM (x itself), LOGITS or INNER: f(y) lies in `wide` as rows that a plain weight
     // multiplies, `width` numbers of `kind` each; a LINEAR with a width and another target multiplies such rows. COMBINE: RESIDUAL or MID; GATHER: from WIDE or float OPERAND;
     // EXPERTS: WIDE for the first product, RESIDUAL for the second; MAMBA, DELTA: MID, or OPERAND of a product of F32 or BF16
@@ -71,7 +71,7 @@ struct Op {
     const float* norm;          // NORM, MAMBA, DELTA, NORM_PAIR: weight
     void* windows;              // MAMBA, DELTA: [slots, taps - 1, conv] ...
     int64_t window_stride;      // ... elements between slots
-    void* states;               // [slots]: state_shape.h; of torch operations, [heads, head, state] (DELTA: [heads, key, value])
+    void* states;               // [slots], as in state_shape.h, or as torch operations store them: [heads, head, state] (DELTA: [heads, key, value])
     int64_t state_stride;
     const float *conv, *conv_bias, *a, *d, *dt_bias;  // conv: [taps, conv]
     void* kv;                                         // ATTENTION: [pages, 2, kv_heads, page, width]; EMBED: [vocab, hidden], unless the table is `weight`
@@ -80,15 +80,15 @@ struct Op {
     int64_t ring_stride;
     const Experts* experts;  // from ROUTE to COMBINE
     const DeltaShape* delta;      // DELTA
-    int64_t first_key;       // ATTENTION: the first place that is looked at
+    int64_t first_key;       // ATTENTION: index of the first key that queries attend to
     const AttentionShape* attention;  // HEADS, ATTENTION, GATE
     int64_t activation;      // f. LINEAR, EXPERTS: of the product, or of its gates; ACTIVATE, PICKED_ACTIVATE
     int64_t gated;           // ACTIVATE, PICKED_ACTIVATE: f(first `width` numbers) times the next `width`
-    float scale;             // of what a LINEAR or COMBINE adds to x, and of EMBED's rows, which stay numbers of their kind ...
-    const float* row_scale;  // ... and LINEAR: [rows], or null: of each row's
+    float scale;             // factor of what a LINEAR or COMBINE adds to x, and of EMBED's rows, which are then rounded to the table's dtype
+    const float* row_scale;  // LINEAR: [rows], or null: a further factor of each row
     int64_t column;          // LINEAR to WIDE: where its outputs begin
-    // Rows that are going to be bytes are in bfloat16 instead of float32 where they lie in between: as LINEAR stores them to INNER, MAMBA and
-    // DELTA to MID, and as ACTIVATE (from INNER, without f) and CONVERT (from MID) read them.
+    // Whether rows that become bytes are bfloat16 instead of float32 in between: as LINEAR stores them to INNER, MAMBA and DELTA to MID, and as
+    // ACTIVATE (from INNER, without f) and CONVERT (from MID) read them.
     int64_t bf16_rows;
 };
 
@@ -98,9 +98,9 @@ struct Model {
     int64_t threads, hidden, vocab;
     int64_t heads, head, groups, state, taps, conv_dim, inner;
     int64_t page;
-    int64_t positions;    // rotations that there are
-    int64_t stored_bf16;  // windows and pages; else float32
-    int64_t states_bf16;  // states; else float32
+    int64_t positions;    // number of positions in a table of rotations
+    int64_t stored_bf16;  // whether windows and pages are bfloat16; else float32
+    int64_t states_bf16;  // whether states are bfloat16; else float32
     float eps, dt_low, dt_high;
     float *x, *wide, *mid;  // [rows, hidden], [rows, ld], [rows, mid_ld]
     int64_t ld, mid_ld;
@@ -121,8 +121,8 @@ struct Step {
     int64_t rows;  // MAMBA, DELTA: row r is tokens [starts[r], starts[r + 1]) ...
     const int64_t *starts, *slots, *initial;  // ... and begins with zeros unless initial[r]
     int64_t save_count;
-    const int64_t* saves;  // [saves, 3]: (row, token, slot): what there is of the row before that token goes to that slot too
-    const int64_t *lengths, *tables, *places;  // ATTENTION, of each token, lengths and tables but for the last `scans` rows
+    const int64_t* saves;  // [saves, 3]: (row, token, slot): the row's window and state before that token are also stored in that slot
+    const int64_t *lengths, *tables, *places;  // ATTENTION: of each token; lengths and tables without the tokens of the last `scans` rows
     int64_t table_stride;
     float* logits;  // [tokens, outputs of the product]
     // For rows whose tokens may be rejected (drafts). Null, or [rows]. `from`: the state slot that a row starts from, if
@@ -135,7 +135,7 @@ struct Step {
     int64_t scans;
     const int64_t *scan_computed, *scan_tables;
     int64_t scan_table_stride;
-    const int64_t* ids;  // EMBED, or null: then x is there already
+    const int64_t* ids;  // EMBED: [tokens]; null: x has its rows already
     int64_t* largest;    // LARGEST, or null: [tokens], ids of the largest logits
     const int64_t* positions;  // HEADS, or null: [tokens, axes]
     int64_t axes;
@@ -148,8 +148,8 @@ struct VarlenAttention {    // attention within each of several packed sequences
     const void *q, *k, *v;  // (row r, head h, feature i) at r * stride + h * head_stride + i, in elements
     void* out;              // (r, h, i) at r * out_stride + h * width + i
     int64_t stride, head_stride, out_stride;
-    int64_t stored_bf16, out_bf16;  // what q, k and v are, and what out is: bfloat16, or float32
-    int64_t kind;                   // BF16: of products, summed in float32; or F32
+    int64_t stored_bf16, out_bf16;  // whether q, k and v, and whether out, are bfloat16; else float32
+    int64_t kind;                   // of the products' factors: BF16 or F32; sums are float32
     int64_t heads, width, sequences;
     const int32_t* bounds;          // [sequences + 1]
     float scale;                    // above 0

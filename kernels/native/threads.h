@@ -37,9 +37,9 @@ inline uint64_t& jobs_of_thread() {
     return jobs;
 }
 
-// The calling thread and its helpers. No thread waits for another, only for units that were taken: a helper that sleeps, or
-// that has lost its core, costs no more than its absence. So each counter contains the number of its job, and a late helper
-// takes no unit of a finished job.
+// The calling thread and its helpers. No thread waits for a helper that has not taken a unit: one that sleeps, or that has lost
+// its core, costs no more than its absence. Therefore each counter contains the number of its job, and a late helper takes no
+// unit of a finished job.
 class Pool {
   public:
     void run(const Job& job, int64_t threads) {
@@ -53,11 +53,11 @@ class Pool {
         try {
             for (; helpers_ < threads - 1; helpers_++) std::thread(&Pool::help, this, helpers_).detach();
         } catch (const std::system_error&) {
-        }  // no more threads to be had: those that there are do the work
-        const int64_t phases = job.phases(), each = threads + 1;  // counters of a phase: a lane for each thread, and what is done
+        }  // no more threads can be started: the existing ones do the work
+        const int64_t phases = job.phases(), each = threads + 1;  // counters of a phase: one for each thread's lane, and one of the units that are not done
         if (phases * each > int64_t(counters_.size())) {
             for (auto& old : counters_) old.value.store(0);
-            retired_.push_back(std::move(counters_));  // a late helper may still look at it
+            retired_.push_back(std::move(counters_));  // a late helper may still read them
             counters_ = std::vector<Counter>(phases * each);
         }
         const uint64_t number = (number_ + 1) & NUMBER_MASK;

@@ -19,7 +19,7 @@
 namespace {
 
 constexpr int64_t LINE = 64;        // bytes that are read from memory together
-constexpr int64_t STRIDE = 4;       // steps through the inputs between two looks at what is needed next
+constexpr int64_t STRIDE = 4;       // steps through the inputs between two prefetches
 constexpr int64_t WIDENED = 512;     // inputs of rows that are widened together: with 6 rows they stay in the first-level cache
 constexpr int64_t FETCHED = 9216;    // how far ahead a first pass over a panel of packed numbers prefetches, in bytes: 16 groups of nvfp4
 constexpr int64_t FETCHED_STEPS = 16;  // steps through the inputs that a first pass over a panel reads ahead
@@ -30,7 +30,8 @@ inline Words broadcast_word(const void* p) {
     return splat_word(v);
 }
 
-// Of a row of integers. Where their products are several instructions, GCC would compute those of all rows first and keep sums in memory.
+// A word of a row of integers, in all lanes. Where their products are several instructions, GCC would otherwise compute those of all rows first and
+// keep sums in memory.
 inline Words word_of_row(const void* p) { return BYTE_DOTS ? broadcast_word(p) : in_register(broadcast_word(p)); }
 
 // Memory that is needed next, prefetched into the second-level cache while the current panel is multiplied: some lines
@@ -50,7 +51,7 @@ struct Ahead {
 
 constexpr int64_t SPREAD = 4;  // tiles of rows over which reading the next panel is spread
 
-// What tile `tile` of `pieces` reads ahead of `bytes` at `next`: nothing, but for the last tiles. `looks`: how often it asks.
+// The part of `bytes` at `next` that tile `tile` of `pieces` prefetches: only the last tiles prefetch. `looks`: how often a tile does it.
 Ahead ahead_of(int64_t tile, int64_t pieces, const char* next, int64_t bytes, int64_t looks) {
     const int64_t spread = std::min(pieces, SPREAD), share = tile - (pieces - spread);
     if (!next || share < 0) return {nullptr, nullptr, 0};
@@ -120,8 +121,8 @@ inline float* own_memory(int64_t floats) {
     return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
 }
 
-// Whether this thread unpacked the same panel when it was last asked in this job. If so, it still has it: units of several blocks of
-// rows of a panel follow each other. `panel`: -1 for a part of one, which nobody asks for again.
+// Whether the last call of this thread in this job was for the same panel. If so, the panel is still unpacked in its memory: units of several
+// blocks of rows of a panel follow each other. `panel`: -1 for a part of a panel, which is not used again.
 bool is_unpacked(const Weight& w, int64_t panel) {
     struct Panel {
         uint64_t job;
@@ -332,8 +333,8 @@ inline ALWAYS void add_products(const int8_t* a, int64_t lda, int64_t highs, con
 #endif
 }
 
-// What the weights' offset adds to the products of R rows: the values after the rows. A sum that would leave 32 bits without it is right with
-// it, because both wrap around.
+// Sums of R rows begin with the corrections for the weights' offset, which are stored after the rows. A sum that leaves 32 bits on the way is right
+// in the end, because both wrap around.
 template <int R, int V>
 inline ALWAYS void begin_sums(const int8_t* behind, int64_t lda, Words (&sum)[V][R][PARTS]) {
     unrolled<R>([&](int r) ALWAYS {
@@ -364,7 +365,7 @@ struct LongSum {
 // Inputs whose products are summed in 32 bits: 255 x 32,639 each (INTEGER_HALVES). Sums of lows and of highs fit for all inputs of a row.
 constexpr int64_t SUMMED_HALVES = 256;
 
-// V vectors of a tile from `b` on, some inputs: added to `total`. `behind`: the values after the rows.
+// Products of some inputs with V vectors of a panel, from `b` on, are added to `total`. `behind`: the corrections after the rows.
 template <int R, int V>
 __attribute__((noinline)) void add_int8(
     const int8_t* a, int64_t lda, int64_t highs, int64_t inputs, const int8_t* behind, const uint8_t* b, Ahead& ahead, LongSum (&total)[V][R]

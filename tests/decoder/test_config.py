@@ -27,7 +27,7 @@ from decoder.sampling import SamplingParams
         pytest.param({"n_group": 3}, "4 is not a multiple of n_group 3", id="expert-groups"),
         pytest.param({"n_group": 2, "topk_group": 3}, "topk_group 3 is above n_group 2", id="kept-groups"),
         pytest.param({"num_experts_per_tok": 5}, "5 is above the 4 experts", id="chosen-experts"),
-        pytest.param({"time_step_limit": (1.0, 0.5)}, "not 1.0 to 0.5", id="time-step"),
+        pytest.param({"time_step_limit": (1.0, 0.5)}, "not 1.0 and 0.5", id="time-step"),
     ],
 )
 def test_refused_configurations(changes: dict[str, Any], message: str) -> None:

@@ -379,7 +379,7 @@ def test_what_is_missing_is_named() -> None:
     DecoderRunner(config, DecoderOptions(max_len=32), weights.items())
     options = DecoderOptions(speculative="mtp", max_len=32)
     with pytest.raises(
-        ValueError, match=r"missing mtp\.layers\.0\.eh_proj\.weight, mtp\.layers\.1\.mixer\.gate\.weight"
+        ValueError, match=r"does not have: mtp\.layers\.0\.eh_proj\.weight, mtp\.layers\.1\.mixer\.gate\.weight"
     ):
         DecoderRunner(config, options, weights.items())
     with pytest.raises(ValueError, match="draft_vocab is 98, and the vocabulary has 97 ids"):
