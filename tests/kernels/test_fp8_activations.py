@@ -113,9 +113,9 @@ def test_which_gpus_multiply_fp8() -> None:
 
 
 def test_elsewhere_it_is_refused() -> None:
-    with pytest.raises(ValueError, match="need a GPU, and the device is cpu"):
+    with pytest.raises(ValueError, match="needs a GPU, but the device is cpu"):
         check_fp8_products(torch.device("cpu"), BF16)
-    with pytest.raises(ValueError, match="need dtype bfloat16, not torch.float32"):
+    with pytest.raises(ValueError, match="needs dtype bfloat16, not torch.float32"):
         check_fp8_products(torch.device("cuda"), torch.float32)
 
 
