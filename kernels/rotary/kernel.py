@@ -131,8 +131,8 @@ def axis_masks(axes: tuple[int, ...]) -> tuple[int, int]:
         return 0, 0
     if max(axes) >= MOST_AXES or len(axes) >= MOST_FREQUENCIES:
         raise ValueError(
-            f"with several axes the kernel supports at most {MOST_AXES} axes and {MOST_FREQUENCIES - 1} frequencies, but "
-            f"the model has {max(axes) + 1} and {len(axes)}"
+            f"with several axes the kernel supports at most {MOST_AXES} axes and {MOST_FREQUENCIES - 1} frequencies, "
+            f"but the model has {max(axes) + 1} and {len(axes)}"
         )
     second, third = (sum(1 << i for i, axis in enumerate(axes) if axis == which) for which in (1, 2))
     return second, third

@@ -103,8 +103,8 @@ def test_working_in_portions_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     [
         ([0, 4, 8], 8, "0 to 9"),
         ([1, 4, 9], 9, "0 to 9"),
-        ([0, 6, 4, 9], 9, "from 6 to 4"),
-        ([0, 2, 9], 6, r"from 2 to 9.*0\.\.6"),
+        ([0, 6, 4, 9], 9, "rows 6 to 4"),
+        ([0, 2, 9], 6, r"rows 2 to 9.*0\.\.6"),
         ([9], 9, "0 to 9"),
     ],
     ids=["tail-short", "head-late", "falling", "over-bound", "no-sequence"],
