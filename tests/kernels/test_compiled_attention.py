@@ -160,5 +160,5 @@ def test_tensors_on_a_cpu_are_worked_on_by_what_takes_them() -> None:
         assert torch.equal(package.varlen_attention(*qkv.unbind(1), bounds, 70, scale=0.1), plain)
     backwards = package.varlen_attention(*qkv.unbind(1), bounds, 70, scale=-0.1)
     assert torch.equal(backwards, reference.varlen_attention(*qkv.unbind(1), bounds, 70, scale=-0.1))
-    with pytest.raises(ValueError, match="from 0 to 70.*0\\.\\.69"):
+    with pytest.raises(ValueError, match="rows 0 to 70.*0\\.\\.69"):
         package.varlen_attention(*qkv.unbind(1), bounds, 69, scale=0.1)
