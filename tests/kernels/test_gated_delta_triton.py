@@ -226,7 +226,7 @@ def test_a_scan_without_tables_or_of_long_chunks_is_refused() -> None:
     given = (i.pool(), torch.tensor([0]), torch.tensor([False]), i.q, i.k, i.v, *gates, plan_chunks([3], [0], 4))
     with forced("triton"), pytest.raises(ValueError, match="needs tables"):
         gated_delta_scan(*given)
-    with forced("triton"), pytest.raises(ValueError, match="chunk_size 256 is above the 128"):
+    with forced("triton"), pytest.raises(ValueError, match="chunk_size 256 is above the maximum of 128"):
         gated_delta_scan(*given, (), ScanTables.of([3], [0], 256))
 
 
