@@ -39,6 +39,7 @@ class Field:
 
 
 def table_width(config: DecoderConfig, options: DecoderOptions) -> int:
+    """Largest number of pages of a sequence; 0 if the model has no pages."""
     return -(-options.max_len // options.page_size) if config.pages else 0
 
 
@@ -134,6 +135,7 @@ def verify_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, F
 
 
 def graph_fields(kind: str, config: DecoderConfig, options: DecoderOptions) -> dict[str, Field]:
+    """Buffers of graphs of a kind: `decode`, `verify` or `mixed`."""
     made = {"decode": decode_fields, "verify": verify_fields, "mixed": mixed_fields}
     return made[kind](config, options)
 
@@ -171,6 +173,7 @@ class BatchBuffers:
 
 
 def decode_values(x_TD: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """Values of `decode_fields` for a batch; `x_TD`: its rows `[T, d]`."""
     return {
         "x": x_TD,
         "slots": batch.slots_U,
@@ -181,10 +184,12 @@ def decode_values(x_TD: Tensor, batch: Batch) -> dict[str, Tensor]:
 
 
 def positions_of(batch: Batch) -> dict[str, Tensor]:
+    """The value of the positions' buffer, if the batch has positions."""
     return {} if batch.positions_TA is None else {"positions": batch.positions_TA}
 
 
 def decode_batch(view: Mapping[str, Tensor], longest: int) -> Batch:
+    """The batch of a decode graph: its tensors are the buffers `view`. `longest`: upper bound of the lengths."""
     empty = view["slots"][:0]
     return Batch(
         ids_T=empty,
@@ -286,6 +291,8 @@ def _rows(values: Tensor | SequenceOf[tuple[int, ...]], width: int, like: Tensor
 
 
 def mixed_batch(view: Mapping[str, Tensor], room: Mapping[str, int], chunk: int) -> Batch:
+    """The batch of a mixed graph: its tensors are the buffers `view`. `room`: largest numbers of `rows`,
+    `entries` and `saves` of the scan tables; `chunk`: tokens per chunk of the scan."""
     empty, tables = view["slots"][:0], view.get("scan_tables")
     scan = ScanRows(
         slots_R=view["slots"],

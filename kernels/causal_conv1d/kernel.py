@@ -35,6 +35,7 @@ def load_weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS, HAS_BIAS):
 
 @triton.jit
 def convolve(b_a, b_b, b_c, b_x, k_a, k_b, k_c, k_x, bias):
+    """SiLU of the weighted sum of four inputs, oldest first, and the bias; float32."""
     b_acc = bias + b_a.to(tl.float32) * k_a + b_b.to(tl.float32) * k_b
     b_acc += b_c.to(tl.float32) * k_c + b_x.to(tl.float32) * k_x
     return b_acc * tl.sigmoid(b_acc)
