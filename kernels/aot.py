@@ -32,7 +32,9 @@ from kernels.shapes import DEMO, MODELS, ModelShape
 
 FOLDER = Path(__file__).parent
 
-SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+SHARED_LIMIT = {
+    "sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024,
+}  # fmt: skip
 """Limit on shared memory per block, in bytes."""
 
 

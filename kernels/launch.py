@@ -18,8 +18,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
-"""Architectures that the tables of configurations have rows for."""
+ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
+"""Architectures that the tables of configurations have rows for. A block has 99 KiB of shared memory on sm_86, and on
+sm_89 and sm_120 too; where the row of sm_80 fits in that, tables have none of sm_86."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,13 @@ def architecture(device: torch.device) -> str:
 
 
 def by_architecture(table: Mapping[str, T], device: torch.device) -> T:
-    """The row of a table of configurations. An unknown device gets the row of its vendor that needs the least shared
-    memory, with one warning; a device with less than that fails at the launch."""
-    name = architecture(device)
-    if name in table:
-        return table[name]
-    row = "gfx942" if name.startswith("gfx") else "sm_80"
-    if name not in _logged:
-        _logged.add(name)
-        log.warning("kernels have no configurations for %s and use those of %s", name, row)
-    return table[row]
+    """The row of a table of configurations; for sm_86 that of sm_80, unless the table has its own. An unknown device
+    gets the row of its vendor that needs the least shared memory, with one warning; a device with less than that fails
+    at the launch."""
+    row = name = architecture(device)
+    if name not in ARCHITECTURES:
+        row = "gfx942" if name.startswith("gfx") else "sm_86"
+        if name not in _logged:
+            _logged.add(name)
+            log.warning("kernels have no configurations for %s and use those of %s", name, row)
+    return table["sm_80"] if row == "sm_86" and row not in table else table[row]

@@ -44,6 +44,7 @@ STATES = {
 OUTPUTS = {
     2: {
         "sm_80": Configuration(64, 8, 1),
+        "sm_86": Configuration(64, 4, 1),
         "sm_90": Configuration(128, 4, 1),
         "sm_100": Configuration(64, 4, 2),
         "gfx942": Configuration(64, 4, 1),

@@ -14,11 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch
+from kernels.launch import ARCHITECTURES, by_architecture, launch
 from kernels.linear.kernel import Form, block_product, pointers, row_scaled
 from kernels.linear.quantised import Quantised
 from kernels.moe.activation_kernel import activated
 from kernels.moe.pairs_kernel import block_pairs
+
+WARPS_NVFP4 = dict.fromkeys(ARCHITECTURES, 4) | {"sm_86": 8}
+"""Warps of a product of 16-bit rows with nvfp4 weights; with 4, it spills on sm_86."""
 
 
 @triton.jit
@@ -119,6 +122,7 @@ def grouped_quantised(
     _, outputs, inner = weight.shape
     form, pairs = Form.of(weight, rows.dtype), out.shape[0]
     assert outputs * inner < 2**31
+    warps = by_architecture(WARPS_NVFP4, rows.device) if weight.kind == "nvfp4" else 4
     average = triton.next_power_of_2(max(1, pairs // grouping.experts))
     tall = max(16, min(32 if weight.kind == "int8" else form.tallest, average))
     launch(
@@ -142,12 +146,12 @@ def grouped_quantised(
         ORDERED=weight.order is not None,
         BLOCK_M=tall,
         BLOCK_N=form.outputs,
-        # Larger nvfp4 blocks, float32 rows on fewer warps, and int8 tiles of 64 rows would spill.
+        # Larger nvfp4 blocks, float32 rows with fewer warps, and int8 tiles of 64 rows would spill.
         BLOCK_K=min(form.block, 64) if weight.kind == "nvfp4" else form.block,
         UP=up,
         ACT=activation,
         GATED=gate is not None,
-        num_warps=8 if rows.dtype == torch.float32 else 4,
+        num_warps=8 if rows.dtype == torch.float32 else warps,
         num_stages=2,
     )
     return out

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.launch import by_architecture, launch
+from kernels.launch import ARCHITECTURES, by_architecture, launch
 from kernels.paged_attention.attend_kernel import attend, merge
 from kernels.paged_attention.write_kernel import write_kv
 
@@ -42,19 +42,23 @@ class Tile:
 # spills: TILES for head sizes up to 128, TILES_WIDE for larger ones (256).
 TILES = {
     "sm_80": (Tile(16, 64, 4, 3), Tile(64, 32, 8, 3), Tile(64, 64, 8, 3)),
+    "sm_86": (Tile(16, 64, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 8, 3)),
     "sm_90": (Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     "sm_100": (Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     "gfx942": (Tile(16, 32, 4, 1), Tile(64, 32, 4, 1), Tile(128, 32, 8, 1)),
 }
 TILES_WIDE = {
     "sm_80": (Tile(16, 64, 4, 3), Tile(64, 32, 8, 3), Tile(64, 64, 8, 2)),
+    "sm_86": (Tile(16, 32, 4, 3), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)),
     "sm_90": (Tile(16, 64, 4, 3), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
     "sm_100": (Tile(16, 64, 4, 3), Tile(64, 32, 8, 3), Tile(128, 32, 8, 3)),
     "gfx942": (Tile(16, 32, 4, 1), Tile(64, 32, 4, 1), Tile(128, 32, 8, 1)),
 }
 WIDE = 128
 """The widest head of `TILES`."""
-TILES_FLOAT32 = (Tile(16, 16, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
+TILES_FLOAT32 = dict.fromkeys(ARCHITECTURES, (Tile(16, 16, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))) | {
+    "sm_86": (Tile(16, 16, 4, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
+}
 
 
 def decode_attention(
@@ -102,8 +106,8 @@ def extend_attention(
 
 def tile(dtype: torch.dtype, device: torch.device, queries: int, width: int) -> Tile:
     """The configuration for rows of about `queries` queries (tokens x G) with heads of this width."""
-    table = TILES if width <= WIDE else TILES_WIDE
-    few, some, many = TILES_FLOAT32 if dtype == torch.float32 else by_architecture(table, device)
+    table = TILES_FLOAT32 if dtype == torch.float32 else TILES if width <= WIDE else TILES_WIDE
+    few, some, many = by_architecture(table, device)
     return few if queries <= 16 else some if queries <= 64 else many
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kernels.aot import SHARED_LIMIT, Usage, launches_of, operations, problems_of, unguarded_products
-from kernels.launch import ARCHITECTURES, launch, recording
+from kernels.launch import ARCHITECTURES, by_architecture, launch, recording
 from kernels.shapes import MODELS
 
 CHECKOUT = Path(__file__).parents[2]
@@ -36,6 +37,24 @@ def test_tables_hold_every_target_and_model_without_spills(operation: str) -> No
     assert {key.split()[0] for key in table} == set(ARCHITECTURES)
     assert {key.split()[1] for key in table} <= {shape.name for shape in MODELS}
     assert not [problem for key, row in table.items() for problem in problems_of(key, Usage(**row), row)]
+
+
+def test_which_configurations_a_device_gets(caplog: pytest.LogCaptureFixture) -> None:
+    """Unknown devices get those that need the least shared memory: 99 KiB on sm_89 and sm_120, as on sm_86."""
+    plain = {name: name for name in ARCHITECTURES if name != "sm_86"}
+    found = {}
+    for name in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100"):
+        with recording(name):
+            found[name] = [
+                by_architecture(table, torch.device("cuda")) for table in (plain, {**plain, "sm_86": "sm_86"})
+            ]
+    assert found == {
+        "sm_80": ["sm_80", "sm_80"], "sm_86": ["sm_80", "sm_86"], "sm_89": ["sm_80", "sm_86"],
+        "sm_90": ["sm_90", "sm_90"], "sm_100": ["sm_100", "sm_100"], "sm_120": ["sm_80", "sm_86"],
+        "gfx942": ["gfx942", "gfx942"], "gfx1100": ["gfx942", "gfx942"],
+    }  # fmt: skip
+    warned = [record.args for record in caplog.records]
+    assert warned == [("sm_89", "sm_86"), ("sm_120", "sm_86"), ("gfx1100", "gfx942")], "each once"
 
 
 @pytest.mark.parametrize("operation", operations())
