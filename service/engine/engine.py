@@ -78,6 +78,7 @@ class Engine:
         `histogram`: number of images encoded, by image tokens. `beat`: an empty answer from the engine's loop, as a
         heartbeat."""
         future: Future[dict[Any, Any]] = Future()
+        future.set_running_or_notify_cancel()  # cannot be cancelled: answering it would then end the loop
 
         def run() -> None:
             try:

@@ -90,6 +90,7 @@ class EngineLink:
 
     def _ask(self, kind: str, *arguments: Any) -> Future[dict[str, Any]]:
         future: Future[dict[str, Any]] = Future()
+        future.set_running_or_notify_cancel()  # cannot be cancelled: answering it would then raise in the reader
         number = next(self._numbers)
         with self._state_lock:
             self._queries[number] = future

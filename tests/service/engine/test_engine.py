@@ -126,3 +126,13 @@ def test_a_sign_of_life_is_one_of_the_loop_itself(tmp_path: Path) -> None:
         go_on.set()
         engine.stop()
         thread.join()
+
+
+def test_a_query_that_its_caller_drops_does_not_stop_the_engine(tmp_path: Path) -> None:
+    make_served(tmp_path / "model", vision=False)
+    engine = build_engine(EngineOptions(str(tmp_path / "model"), dtype="float32", threads=1, max_seqs=4, max_len=200))
+    for what in ("stats", "flush", "beat"):
+        engine.query(what).cancel()
+    running = Running(engine)
+    assert engine.query("stats").result(60)["live"] == 0 and engine.alive
+    running.close()

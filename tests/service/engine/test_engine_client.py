@@ -94,6 +94,16 @@ def test_answers_find_their_questions(far: Far) -> None:
         first.result(30)
 
 
+def test_a_question_that_its_caller_drops_leaves_the_others(far: Far) -> None:
+    """As when a client cancels its call while the engine is in a long step."""
+    dropped, kept = far.link.query("stats"), far.link.query("stats")
+    numbers = [far.connection.recv()[1] for _ in range(2)]
+    dropped.cancel()
+    for number in numbers:
+        far.connection.send(("answer", number, {"live": number}, None))
+    assert kept.result(30) == {"live": numbers[1]} and far.deaths == 0
+
+
 def test_a_link_that_is_closed_has_not_died(far: Far) -> None:
     far.link._closing = True
     far.link.submit(request("a"))
