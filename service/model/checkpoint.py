@@ -18,7 +18,7 @@ from families import CheckpointError, Target
 from families.files import optional_json
 from service.model.cache import resolve_model
 from service.model.formats.declared import disagreements, read_declared
-from service.model.formats.tensors import FormatError, StoredWeight, find_weights, listed
+from service.model.formats.tensors import FormatError, StoredWeight, find_weights, listed, modules_of
 from service.model.modelconfig import ModelConfig, load_config
 from service.model.read_ahead import ReadAhead
 from service.model.weight_files import WeightFiles
@@ -52,7 +52,9 @@ class Checkpoint:
         self.revision = digest.hexdigest()[:16]
         """Digest over config.json, the tensor tables and samples of the weights: part of cache keys, identifies the
         version."""
-        self.declared = read_declared(self.config.published, optional_json(path / "hf_quant_config.json"))
+        self.declared = read_declared(
+            self.config.published, optional_json(path / "hf_quant_config.json"), modules_of(self.files.table)
+        )
         """The quantisation that the configuration declares."""
         self.weights = self._find_weights()
         """By the names that the weights would have without quantisation."""

@@ -29,6 +29,9 @@ DTYPES = {
 }  # fmt: skip
 """Dtypes that can be read: safetensors' name -> torch's name."""
 
+LONGEST_TABLE = 100_000_000
+"""Bytes of a file's table at most, as in the safetensors library."""
+
 
 class WeightFiles:
     """The tables of a directory's safetensors files. Raises CheckpointError if files are missing, truncated or
@@ -114,6 +117,8 @@ def _read_header(file: Path) -> tuple[dict[str, dict[str, Any]], bytes]:
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size + 1
             if length > size - 8:
                 raise CheckpointError(f"{file} is not a safetensors file, or is cut short ({size} bytes)")
+            if length > LONGEST_TABLE:  # before it is in memory
+                raise CheckpointError(f"{file}: its table has {length} bytes; at most {LONGEST_TABLE} are read")
             raw = stream.read(length)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from families import CheckpointError
+from service.model.formats.expressions import check_expressions
 from service.model.formats.tensors import StoredWeight
 
 METHODS = ("fp8", "modelopt", "compressed-tensors", "gptq", "awq")
@@ -66,9 +67,11 @@ class Declared:
         return self.say(module).group
 
 
-def read_declared(config: Mapping[str, Any], modelopt_file: Mapping[str, Any]) -> Declared | None:
-    """The quantisation configuration; None if neither file has one. Raises CheckpointError naming what is not
-    supported."""
+def read_declared(
+    config: Mapping[str, Any], modelopt_file: Mapping[str, Any], modules: Collection[str] = ()
+) -> Declared | None:
+    """The quantisation configuration; None if neither file has one. `modules`: the names that it will be asked about.
+    Raises CheckpointError naming what is not supported."""
     entry = config.get("quantization_config") or config.get("compression_config")
     if entry is None and isinstance(text := config.get("text_config"), Mapping):
         entry = text.get("quantization_config")
@@ -80,6 +83,7 @@ def read_declared(config: Mapping[str, Any], modelopt_file: Mapping[str, Any]) -
         return None
     if not isinstance(entry, Mapping):
         raise CheckpointError(f"{where} is {entry!r}, not an object")
+    check_expressions(_expressions(entry), modules, where)
     method = str(entry.get("quant_method") or ("modelopt" if "quant_algo" in entry else ""))
     readers = {
         "fp8": _block_fp8, "modelopt": _modelopt, "compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq,
@@ -94,6 +98,21 @@ def read_declared(config: Mapping[str, Any], modelopt_file: Mapping[str, Any]) -
         return readers[method](entry, where)
     except (TypeError, AttributeError, KeyError) as error:
         raise CheckpointError(f"{where} cannot be read: {error!r}") from error
+
+
+def _expressions(entry: Mapping[str, Any]) -> list[str]:
+    """All regular expressions of a configuration, whichever method it is of."""
+    groups, dynamic, table = (entry.get(key) for key in ("config_groups", "dynamic", "quantized_layers"))
+    within = groups.values() if isinstance(groups, Mapping) else ()
+    holders = [*entry.values(), *(group.get("targets") for group in within if isinstance(group, Mapping)), table]
+    names = [name for of in holders if isinstance(of, list | Mapping) for name in of if isinstance(name, str)]
+    rules = [_rule_expression(rule) for rule in dynamic] if isinstance(dynamic, Mapping) else []
+    return sorted({*rules, *(name.removeprefix("re:") for name in names if name.startswith("re:"))})
+
+
+def _rule_expression(rule: str) -> str:
+    """The regular expression of one of GPTQ's dynamic rules."""
+    return rule.removeprefix("-:").removeprefix("+:")
 
 
 def _number(entry: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
@@ -120,7 +139,7 @@ def _names(entry: Mapping[str, Any], where: str, *keys: str) -> list[str]:
 def _expression(pattern: str, what: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:  # too large a count, too deep
         raise CheckpointError(f"{what} is not a regular expression: {error}") from error
 
 
@@ -188,6 +207,7 @@ def _modelopt(entry: Mapping[str, Any], where: str) -> Declared:
         name: schemes(str(value["quant_algo"]), name, value.get("group_size"))
         for name, value in entry["quantized_layers"].items()
     }
+    _names({"quantized_layers": [*table]}, where, "quantized_layers")
 
     def say(module: str) -> Said:
         """Uses the longest entry that is the module or a parent of it; globs after names."""
@@ -299,7 +319,7 @@ def _gptq(entry: Mapping[str, Any], where: str) -> Declared:
         raise CheckpointError(f"{where}: checkpoint_format {form!r} is not gptq or gptq_v2")
     rules: list[tuple[bool, re.Pattern[str], Mapping[str, Any]]] = []
     for pattern, changes in (entry.get("dynamic") or {}).items():
-        expression = _expression(pattern.removeprefix("-:").removeprefix("+:"), f"{where}: dynamic rule {pattern!r}")
+        expression = _expression(_rule_expression(pattern), f"{where}: dynamic rule {pattern!r}")
         rules.append((pattern.startswith("-:"), expression, changes))
         if not pattern.startswith("-:") and (changes or {}).get("bits", 4) != 4:
             raise CheckpointError(f"{where}: dynamic rule {pattern!r} has {changes['bits']} bits, only 4 are supported")
@@ -372,9 +392,9 @@ def disagreements(declared: Declared | None, found: Mapping[str, StoredWeight]) 
 
 def _degenerate(weight: StoredWeight, said: Said, block: tuple[int, int]) -> bool:
     """Whether the weight has a single block or row, so that one scale fits either scheme."""
-    rows, inner = weight.shape[-2:]
     if weight.scheme != "fp8-tensor":
         return False
+    rows, inner = weight.shape[-2:]
     return ("fp8-block" in said.schemes and rows <= block[0] and inner <= block[1]) or (
         "fp8-channel" in said.schemes and rows == 1
     )

@@ -92,6 +92,11 @@ def listed(problems: Sequence[str], most: int = 20) -> str:
     return "\n  ".join(problems[:most]) + more
 
 
+def modules_of(table: Mapping[str, Entry]) -> list[str]:
+    """The modules of all weights in these files."""
+    return sorted({_role(name, table)[0].removesuffix(".weight") for name in table})
+
+
 def find_weights(
     table: Mapping[str, Entry],
     *,
@@ -161,6 +166,8 @@ def _weight(
     def made(scheme: Scheme, shape: tuple[int, ...], *, group: int = 0, block_rows: int = 1) -> StoredWeight:
         return StoredWeight(name, scheme, shape, dict(parts), size, group, block_rows)
 
+    if not values.shape and (values.dtype in NEEDS_SCALES or stored.endswith(".values")):
+        raise FormatError(f"{module}: a single number of {values.dtype} is no weight")
     if stored.endswith(".qweight"):
         return _grouped_by_columns(module, entries, group_of(module), made)
     if stored.endswith(".values"):

@@ -198,6 +198,16 @@ def test_bytes_that_no_tensor_takes_are_named(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
+def test_a_table_too_long_for_memory_is_not_read(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 2, text={"pattern": "M"})
+    file = tmp_path / "model.safetensors"
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", 10**8 + 1))
+        stream.truncate(2 * 10**8)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: its table has 100000001 bytes; at most 100000000"):
+        Checkpoint(tmp_path)
+
+
 def test_what_is_no_plain_file_is_named_at_once(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 2, text={"pattern": "M"})
     file = tmp_path / "model.safetensors"

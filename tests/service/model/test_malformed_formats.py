@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from families import CheckpointError
 from service.model.checkpoint import Checkpoint
+from service.model.formats import expressions
 
 MODULE = "backbone.layers.1.mixer.up_proj"
 NAMED = "layers.1.mixer.up_proj"
@@ -199,3 +201,59 @@ def test_an_fp8_number_that_is_not_one_is_not_served(tmp_path: Path) -> None:
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"{name.removesuffix('.weight')}: a number is NaN"):
         list(Checkpoint(path).decoder_weights())
+
+
+def test_quantised_weights_without_rows_are_refused_by_name(tmp_path: Path) -> None:
+    text = {"pattern": "-", "hidden_size": 64, "intermediate_size": 96}
+    path = quantise_files(
+        make_checkpoint(tmp_path / "plain", 5, vision=False, text=text), tmp_path / "out", "gptq"
+    ).path
+    file = path / "model.safetensors"
+    whole, scale = load_file(file), torch.ones(1)
+    norm = "backbone.layers.0.norm"
+    for spoiled, message in (
+        ({f"{norm}.weight": torch.ones(64, dtype=torch.int8), f"{norm}.weight_scale": scale}, "norm is stored as int8"),
+        ({"own.weight": torch.tensor(1, dtype=torch.uint8), "own.weight_scale": scale}, "own: a single number of U8"),
+    ):
+        save_file(whole | spoiled, file)
+        with pytest.raises(CheckpointError, match=message):
+            Checkpoint(path)
+
+
+SLOW = "(?:..?)+!.*"
+"""Matching it takes a time that grows exponentially with a name's length: seconds for the names of `M` layers."""
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", f"re:{SLOW}"]},
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {f"-:{SLOW}": {}}},
+        {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": [f"re:{SLOW}"]}}},
+        {"quant_algo": "MIXED_PRECISION", "quantized_layers": {f"re:{SLOW}": {"quant_algo": "FP8"}}},
+    ],
+    ids=["fp8", "gptq", "compressed-tensors", "modelopt"],
+)
+def test_expressions_that_take_too_long_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, declared: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(expressions, "SECONDS", 0.2)
+    make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M"})
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": declared}))
+    with pytest.raises(CheckpointError, match=rf"quantization_config: .*{re.escape(SLOW)}.* takes too long"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("expression", ["[", "a{4294967296}", "(" * 2000], ids=["open", "large", "deep"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_what_is_no_expression_is_named(tmp_path: Path, expression: str, mixed: bool) -> None:
+    declared: dict[str, Any] = {"quant_method": "fp8", "ignored_layers": [f"re:{expression}"]}
+    if mixed:
+        layers = {f"re:{expression}*": {"quant_algo": "FP8"}}
+        declared = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M"})
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": declared}))
+    with pytest.raises(CheckpointError, match="is no regular expression"):
+        Checkpoint(tmp_path)
