@@ -28,6 +28,7 @@ from typing import Any
 
 from decoder.runner import DecoderRunner
 from families import VisionSpec
+from service.common.errors import EngineDied
 from service.encoding.encoder import Encoding
 from service.encoding.handoff import Handoff
 from service.engine.constraining import Constraining
@@ -50,6 +51,9 @@ class Engine:
         self._constraining = constraining
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = threading.Event()
+        self._asking = threading.Lock()
+        self._asked: set[Future[dict[Any, Any]]] | None = set()
+        """Queries that have not been answered; None when the engine is closed."""
         self._delivery = Delivery(lambda events: None)
         emit, wake = self._delivery.put, self._wake.set
         self._requests = Requests(info.model, decoder, handoff, vision, constraining, emit, wake)
@@ -76,11 +80,19 @@ class Engine:
         """`stats`: counters of all parts. `integrity`: the same after checking every pool; idle pools must be empty.
         `flush`: drops cached states and embeddings that are not in use; `freed_bytes` counts the embeddings.
         `histogram`: number of images encoded, by image tokens. `beat`: an empty answer from the engine's loop, as a
-        heartbeat."""
+        heartbeat. What is not answered when the engine is closed raises EngineDied."""
         future: Future[dict[Any, Any]] = Future()
         future.set_running_or_notify_cancel()  # cannot be cancelled: answering it would then end the loop
+        with self._asking:
+            if self._asked is None:
+                future.set_exception(EngineDied("the engine is closed"))
+                return future
+            self._asked.add(future)
 
         def run() -> None:
+            with self._asking:
+                if self._asked is not None:
+                    self._asked.discard(future)
             try:
                 if what == "beat":
                     future.set_result({})
@@ -135,6 +147,10 @@ class Engine:
         by the garbage collector, which does not know how large tensors are.
         """
         self._closing.set()
+        with self._asking:
+            unanswered, self._asked = self._asked or set(), None
+        for future in unanswered:
+            future.set_exception(EngineDied("the engine is closed"))
         if self._encoding is not None:
             self._encoding.close()
         self._constraining.close()

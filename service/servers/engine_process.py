@@ -23,6 +23,7 @@ from typing import Any
 from kernels.host_memory import keep_freed_memory, release_program_pages
 from service.common.channel import receive_descriptor
 from service.common.config import EngineOptions
+from service.common.errors import EngineDied
 from service.common.helper_process import lasting_objects
 from service.engine import wire
 
@@ -58,6 +59,8 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
 
     def answer(number: int, future: Future[dict[str, Any]]) -> None:
         error = future.exception()
+        if isinstance(error, EngineDied):
+            return  # the other side is told by the end of the connection
         send(("answer", number, None if error else future.result(), repr(error) if error else None))
 
     def receive() -> None:

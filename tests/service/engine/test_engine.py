@@ -13,6 +13,7 @@ from decoder.sampling import SamplingParams
 from service.answers.relay import engine_error
 from service.common import errors
 from service.common.config import EngineOptions
+from service.common.errors import EngineDied
 from service.engine.build import build_engine
 from service.engine.engine import Engine
 from service.engine.types import EngineEvent, EngineRequest
@@ -136,3 +137,21 @@ def test_a_query_that_its_caller_drops_does_not_stop_the_engine(tmp_path: Path) 
     running = Running(engine)
     assert engine.query("stats").result(60)["live"] == 0 and engine.alive
     running.close()
+    with pytest.raises(EngineDied, match="closed"):
+        engine.query("stats").result(60)
+
+
+def test_a_query_that_comes_while_the_engine_stops_is_told(tmp_path: Path) -> None:
+    make_served(tmp_path / "model", vision=False)
+    engine = build_engine(EngineOptions(str(tmp_path / "model"), dtype="float32", threads=1, max_seqs=4, max_len=200))
+    engine.submit(EngineRequest("a", [1, 2, 3], greedy()))
+    asked = []
+
+    def stop(events: list[EngineEvent]) -> None:
+        engine.stop()
+        asked.append(engine.query("stats"))
+
+    engine.run(stop)
+    for query in (*asked, engine.query("beat")):
+        with pytest.raises(EngineDied, match="closed"):
+            query.result(60)
