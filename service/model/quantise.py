@@ -16,7 +16,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,10 @@ def quantise_checkpoint(source: Checkpoint, out: Path, kind: str, form: str = "s
     return written
 
 
+Store = Callable[[str, Tensor, str, Written], Iterator[tuple[str, Tensor]]]
+"""Yields the tensors that replace a weight, given its name, the weight and the form."""
+
+
 def _write(source: Checkpoint, out: Path, kind: str, form: str) -> Written:
     for file in source.path.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
@@ -113,7 +117,7 @@ def _write(source: Checkpoint, out: Path, kind: str, form: str) -> Written:
         ours = targets[0].name if targets else ""
         head = ours in ("lm_head.weight", "model.embeddings.weight") and form != "saccade"
         if ours in decoder and quantised_name(ours, tied=tied) and not head:
-            parts = dict(store(name, tensor, kind, written))
+            parts = _stored(store, name, tensor, kind, written)
         else:
             parts = {name: tensor.clone()}
             if tensor.dim() == 2:
@@ -129,6 +133,16 @@ def _write(source: Checkpoint, out: Path, kind: str, form: str) -> Written:
     report = {"kind": kind, "format": form, "relative_error": written.errors, "plain": written.plain}
     (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     return written
+
+
+def _stored(store: Store, name: str, tensor: Tensor, kind: str, written: Written) -> dict[str, Tensor]:
+    """The tensors that replace a weight. Raises ConfigError with its name."""
+    try:
+        return dict(store(name, tensor, kind, written))
+    except ConfigError:
+        raise
+    except ValueError as error:  # numbers that are not finite
+        raise ConfigError(f"{name}: {error}") from error
 
 
 def _own(name: str, tensor: Tensor, kind: str, written: Written) -> Iterator[tuple[str, Tensor]]:

@@ -85,6 +85,8 @@ def shape_of(source: Source, stored: Mapping[str, StoredWeight]) -> tuple[int, .
     """The shape of the native tensor; `()` if the stored ones do not fit together."""
     first, target = stored[source.names[0]].shape, source.target
     if target.how == "part":
+        if not first:
+            return ()
         at = max(0, len(first) - 2)
         rows = first[at]
         found = (*first[:at], rows // target.parts, *first[at + 1 :])

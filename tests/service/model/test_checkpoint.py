@@ -120,6 +120,14 @@ def test_experts_of_different_shapes_are_a_shape_error(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
+def test_a_fused_weight_of_a_single_number_is_a_shape_error(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 4, naming="released", text={"pattern": "M"})
+    name = next(name for name in load_file(tmp_path / "model.safetensors") if name.endswith("attn.qkv.weight"))
+    edit_weights(tmp_path, {name: torch.tensor(1.0)})
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight has shape \[\], not"):
+        Checkpoint(tmp_path)
+
+
 def test_what_two_hosts_compare_follows_the_numbers_of_the_vision_weights(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 4, naming="released", text={"pattern": "M"})
     before = Checkpoint(tmp_path).vision_digest()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_checkpoint import make_checkpoint
 
 from decoder.config import DecoderOptions
@@ -55,6 +56,18 @@ def test_saved_equals_quantised_at_load(tmp_path: Path, kind: str, capsys: pytes
         rows = x[:, : saved.in_features].contiguous()
         assert torch.equal(saved(rows), at_load(rows))
     assert all(isinstance(p.weight, Quantised) or p.packed is not None for p, _ in pairs)
+
+
+@pytest.mark.parametrize("form", ["saccade", "compressed-tensors"])
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, form: str) -> None:
+    make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "M", "hidden_size": 32})
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["backbone.layers.0.mixer.in_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=r"layers\.0\.mixer\.in_proj.*not finite"):
+        quantise_checkpoint(Checkpoint(tmp_path / "model"), tmp_path / "out", "fp8", form)
+    assert not (tmp_path / "out").exists()
 
 
 def test_wrong_formats_are_named(tmp_path: Path) -> None:
