@@ -167,8 +167,10 @@ class _AvClip(Clip):
                 limits.frame.check_size(self.width, self.height)
             except ImageError as error:
                 raise VideoError(error.reason, too_large=error.too_large) from error
-            self._count = self._count_packets(file, stream)
-            limits.check(self._count, self.width, self.height)
+            packets, self._count = self._count_packets(file, stream)
+            limits.check(packets, self.width, self.height)
+            if not self._count:
+                raise VideoError("the video has no frame in the time that is shown")
             rate = stream.average_rate or stream.guessed_rate
             self._fps = float(rate) if rate else None
 
@@ -183,14 +185,18 @@ class _AvClip(Clip):
     def _opened(self) -> _AvFile:
         return _AvFile(self._av, self._data, self._container)
 
-    def _count_packets(self, file: Any, stream: Any) -> int:
-        """Number of frames by counting packets, since the header may be wrong or empty."""
-        count = 0
+    def _count_packets(self, file: Any, stream: Any) -> tuple[int, int]:
+        """Numbers of packets and of frames that they give, since the header may be wrong or empty. Files that were cut
+        without encoding them again contain packets outside the time that is shown: they are decoded, but give no
+        frame."""
+        packets = shown = 0
         for packet in file.demux(stream):
-            count += packet.size > 0
-            if count > self._limits.max_frames:
+            if packet.size > 0:
+                packets += 1
+                shown += not packet.is_discard
+            if packets > self._limits.max_frames:
                 break
-        return count
+        return packets, shown
 
     def arrays(self, indices: Sequence[int]) -> Generator[Pixels, None, None]:
         wanted = _ascending(indices, self._count)

@@ -6,6 +6,7 @@ import io
 import itertools
 import sys
 import warnings
+from fractions import Fraction
 
 import av
 import numpy as np
@@ -218,6 +219,33 @@ def test_a_film_at_every_limit_is_served() -> None:
     assert len(list(open_video(data, exact).frames(range(10)))) == 10
     with pytest.raises(VideoError, match="bytes, more than"):
         open_video(data, VideoLimits(len(data) - 1))
+
+
+def cut(data: bytes, seconds: Fraction) -> bytes:
+    """The MP4 without its first `seconds`, as `ffmpeg -ss -c copy` cuts it: with all packets from the last key frame
+    before that time, and an edit list that hides the frames before it."""
+    buffer = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(buffer, "w", format="mp4") as target:
+        stream = source.streams.video[0]
+        copy = target.add_stream_from_template(stream)
+        for packet in source.demux(stream):
+            if packet.dts is not None and packet.pts is not None and stream.time_base:
+                packet.pts -= int(seconds / stream.time_base)
+                packet.dts -= int(seconds / stream.time_base)
+                packet.stream = copy
+                target.mux(packet)
+    return buffer.getvalue()
+
+
+def test_a_cut_film_has_the_frames_that_it_shows() -> None:
+    data = cut(film("mp4", "libx264"), Fraction(3, 5))
+    clip = open_video(data)
+    assert clip.num_frames == 7
+    grey = [float(frame.float().mean()) for frame in clip.frames(range(7))]
+    assert grey == pytest.approx(range(60, 200, 20), abs=6)
+    # The hidden frames are decoded too, so they count for the limits.
+    with pytest.raises(VideoError, match="10 frames, more than the 9"):
+        open_video(data, VideoLimits(max_frames=9))
 
 
 @pytest.mark.parametrize("degrees", [90, 270])
