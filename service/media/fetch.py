@@ -87,7 +87,8 @@ class Fetcher:
                 return await self._follow(source)
         except TimeoutError:
             raise _failed(source, f"the file did not arrive within {self._timeout:g} s") from None
-        except self._httpx.HTTPError as error:
+        except (self._httpx.HTTPError, self._httpx.InvalidURL, UnicodeError) as error:
+            # httpx parses the URL of a redirect itself, with errors of all three kinds.
             log.info("fetching for %s: %r", source.field, error)
             raise _failed(source, "the host cannot be reached, or does not respond like a web server") from error
 

@@ -231,6 +231,8 @@ def test_redirects_are_checked_like_urls(authority: Authority) -> None:
         site.says("/user", status=302, Location=f"https://a:b@localhost:{site.port}/a.png")
         site.says("/port", status=302, Location="https://localhost:1/a.png")
         site.says("/words", status=302, Location="//[::1")
+        site.says("/scheme", status=302, Location="data:image/png;base64,AA")
+        site.says("/punycode", status=302, Location="https://xn--a/")
         site.says("/loop", status=302, Location="/loop")
         one = fetcher(hosts=[f"localhost:{site.port}", "inside.example"], resolve=resolve)
         assert await one(source(f"{here}/moved")) == FILE and await one(source(f"{here}/twice")) == FILE
@@ -240,7 +242,8 @@ def test_redirects_are_checked_like_urls(authority: Authority) -> None:
         await denied(one, f"{here}/file", "only https URLs are fetched, not file")
         await denied(one, f"{here}/user", "user or password")
         await denied(one, f"{here}/port", "not fetch from the host localhost:1")
-        await refused(one, f"{here}/words", errors.Unavailable, "respond like a web server", "MEDIA_FETCH_FAILED")
+        for path in ("/words", "/scheme", "/punycode"):
+            await refused(one, here + path, errors.Unavailable, "respond like a web server", "MEDIA_FETCH_FAILED")
         await refused(one, f"{here}/loop", errors.Unavailable, "more than 3 times", "MEDIA_FETCH_FAILED")
 
     with_site(authority, body)
