@@ -5,8 +5,8 @@ PPM (PBM, PGM). Pillow's EPS and WMF readers, which start other programs, and it
 
 Conversions: several frames -> the first; EXIF orientation -> applied; alpha and palette transparency -> composited on
 white; CMYK, palettes, greyscale, one bit -> RGB as Pillow converts them, ignoring colour profiles; 16-bit greyscale ->
-scaled to 8 bits. 32-bit integer and float samples, whose white level is undefined, and CIELAB are errors. Limits are
-checked against the header before any pixel is decoded.
+scaled to 8 bits; 16-bit colours -> their high bytes. 32-bit integer and float samples, whose white level is undefined,
+and CIELAB are errors. Limits are checked against the header before any pixel is decoded.
 """
 
 from __future__ import annotations
@@ -82,7 +82,22 @@ def open_image_file(data: bytes, limits: ImageLimits) -> Image.Image:
     except Exception as error:
         raise ImageError(f"the header of the image cannot be read: {words(error)}") from error
     limits.check_size(image.width, image.height)
+    _scale_colour_key(image)
     return image
+
+
+def _scale_colour_key(image: Any) -> None:
+    """Converts the transparent colour of a PNG without alpha from samples of the file's depth to those of 8 bits that
+    Pillow compares it with. Pillow reads only the high bytes of 16-bit colours, so only those are compared."""
+    key = image.info.get("transparency")
+    if image.format != "PNG" or key is None or not image.tile:
+        return
+    rawmode = image.tile[0][3]
+    if rawmode in ("L;2", "L;4"):
+        most = 2 ** int(rawmode[2:]) - 1
+        image.info["transparency"] = (key & most) * 255 // most
+    elif rawmode == "RGB;16B":
+        image.info["transparency"] = tuple(sample >> 8 for sample in key)
 
 
 def words(error: Exception) -> str:

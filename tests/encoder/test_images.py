@@ -122,6 +122,31 @@ def test_a_sixteen_bit_colour_key_is_white() -> None:
     assert decode_image(data)[0, :, 0].tolist() == [255, 2]
 
 
+@pytest.mark.parametrize(
+    ("depth", "colour", "key", "row", "expected"),
+    [
+        (1, 0, b"\0\0", b"\x40", [255, 255]),
+        (2, 0, b"\0\1", b"\x60", [255, 170]),
+        (4, 0, b"\0\5", b"\x5a", [255, 170]),
+        (8, 0, b"\0\5", b"\x05\x0a", [255, 10]),
+        (8, 2, b"\0\1\0\2\0\3", b"\1\2\3\1\2\4", [255, 1]),
+        (16, 2, b"\x12\1\x34\2\x56\3", b"\x12\1\x34\2\x56\3\x12\1\x34\2\x57\3", [255, 0x12]),
+    ],
+)
+def test_the_transparent_colour_of_every_depth_is_white(
+    depth: int, colour: int, key: bytes, row: bytes, expected: list[int]
+) -> None:
+    """Two pixels: the transparent colour, and another one."""
+    chunks = [
+        (b"IHDR", struct.pack(">IIBBBBB", 2, 1, depth, colour, 0, 0, 0)),
+        (b"tRNS", key),
+        (b"IDAT", zlib.compress(b"\0" + row)),
+        (b"IEND", b""),
+    ]
+    data = b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(kind, body) for kind, body in chunks)
+    assert decode_image(data)[0, :, 0].tolist() == expected
+
+
 def test_twelve_bit_tiffs_are_scaled_by_their_own_white() -> None:
     entries = [(256, 3, 2), (257, 3, 1), (258, 3, 12), (259, 3, 1), (262, 3, 1), (273, 4, 8), (278, 3, 1), (279, 4, 3)]
     table = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in entries)
