@@ -41,8 +41,14 @@ if TYPE_CHECKING:
 else:
     ImageInput: TypeAlias = Any
 
-# PNG stores these modes unchanged; others (CMYK, YCbCr, floats, ...) become RGB first.
+# PNG stores these modes unchanged.
 _PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
+# These are converted to others without loss of depth or transparency, by way of the modes listed, because Pillow's
+# direct conversions clip; other modes (CMYK, YCbCr, floats, ...) become RGB.
+_PNG_EQUIVALENTS = {
+    "I;16B": ("I", "I;16"), "I;16L": ("I", "I;16"), "I;16N": ("I", "I;16"),
+    "PA": ("RGBA",), "RGBa": ("RGBA",), "La": ("LA",),
+}  # fmt: skip
 _PNG_COLOR_TYPES = {1: 0, 2: 4, 3: 2, 4: 6}
 
 
@@ -164,7 +170,8 @@ def _png_from_pillow(image: Any) -> bytes:
     # The server rotates a file according to its EXIF data. A Pillow image of that file has not been rotated yet.
     upright = ImageOps.exif_transpose(image)
     if upright.mode not in _PNG_MODES:
-        upright = upright.convert("RGB")
+        for mode in _PNG_EQUIVALENTS.get(upright.mode, ("RGB",)):
+            upright = upright.convert(mode)
     buffer = io.BytesIO()
     upright.save(buffer, format="PNG", compress_level=1)
     return buffer.getvalue()

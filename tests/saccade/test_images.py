@@ -89,6 +89,20 @@ def test_a_pillow_image_keeps_its_pixels(mode: str) -> None:
     assert sent.size == (7, 4) and sent.convert("RGBA").tobytes() == image.convert("RGBA").tobytes()
 
 
+@pytest.mark.parametrize("mode", ["I;16", "I;16B", "I;16L"])
+def test_a_pillow_image_keeps_its_sixteen_bits(mode: str) -> None:
+    order = "big" if mode == "I;16B" else "little"
+    image = Image.frombytes(mode, (3, 1), b"".join(grey.to_bytes(2, order) for grey in (7, 0x1234, 40000)))
+    assert numpy.asarray(decoded(image_message(image).data)).tolist() == [[7, 0x1234, 40000]]
+
+
+@pytest.mark.parametrize("mode", ["PA", "RGBa", "La"])
+def test_a_pillow_image_keeps_its_transparency(mode: str) -> None:
+    plain = Image.new("RGBA", (3, 2), (200, 200, 200, 51))
+    image = plain.convert("LA").convert("La") if mode == "La" else plain.convert(mode)
+    assert decoded(image_message(image).data).convert("RGBA").tobytes() == plain.tobytes()
+
+
 def test_a_pillow_image_is_turned_as_its_file_would_be() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # turn by a quarter
