@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import queue
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
+import grpc
 import pytest
 import torch
 
 from encoder.item import VIDEO, EncoderItem
-from saccade.v1 import encoder_pb2
+from saccade.v1 import encoder_pb2, encoder_pb2_grpc
+from service.encoding.encoder_pool import Link
 from service.encoding.entries import Work
-from service.encoding.grpc_link import _Session
+from service.encoding.grpc_link import GrpcLink, _Session, partner_to_proto
 from service.encoding.handoff import Handoff
-from service.encoding.items import PIECE_BYTES
+from service.encoding.items import PIECE_BYTES, bytes_of
 from service.encoding.partner import PROTOCOL, Partner
 
 PARTNER = Partner(PROTOCOL, "tiny", "revision", "digest", "patches", "float32", 2)
@@ -118,6 +124,75 @@ def test_an_encoder_that_counts_other_rows_than_it_sent_is_not_believed(counts: 
     with pytest.raises(ValueError, match=rf"{sum(counts)} rows of {len(counts)} sequences .* has 4 of 3"):
         session.finish(1, counts)
     assert session.finish(1, (2, 2, 0)) is not None
+
+
+class Encoder(encoder_pb2_grpc.EncoderServiceServicer):
+    """Answers the images that it gets with `rows`, one after the other."""
+
+    def __init__(self, rows: Sequence[torch.Tensor]) -> None:
+        self._rows = iter(rows)
+
+    def Attach(
+        self, requests: Iterator[encoder_pb2.AttachRequest], context: grpc.ServicerContext
+    ) -> Iterator[encoder_pb2.AttachResponse]:
+        welcome = encoder_pb2.Welcome(partner=partner_to_proto(PARTNER), window_bytes=1 << 20, max_tokens=100)
+        yield encoder_pb2.AttachResponse(welcome=welcome)
+        for request in requests:
+            if request.WhichOneof("message") == "pixels":
+                ticket, rows = request.pixels.ticket, next(self._rows)
+                data = bytes(bytes_of(rows))
+                yield encoder_pb2.AttachResponse(rows=encoder_pb2.Piece(ticket=ticket, data=data))
+                yield encoder_pb2.AttachResponse(encoded=encoder_pb2.Encoded(ticket=ticket, counts=[len(rows)]))
+
+
+@contextmanager
+def serving(servicer: Encoder) -> Iterator[str]:
+    """The address of a server with `servicer`."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    encoder_pb2_grpc.add_EncoderServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+class Owner:
+    """What a link reports: tickets, and the error of those that failed."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+
+    def written(self, link: Link, work: Work, counts: tuple[int, ...]) -> None:
+        self.events.put((work.ticket, "written"))
+
+    def failed(self, link: Link, work: Work, error: Exception) -> None:
+        self.events.put((work.ticket, f"{type(error).__name__}: {error}"))
+
+    def lost(self, link: Link, works: Sequence[Work], reason: str) -> None:
+        self.events.put((0, reason))
+
+    def changed(self, link: Link) -> None:
+        pass
+
+
+def test_rows_that_are_not_finite_are_an_error_of_their_image() -> None:
+    """They would be cached, and the tokens after them would be arbitrary. Other images of the connection go on."""
+    bad = [torch.tensor([[1.0, value]]) for value in (math.nan, math.inf, -math.inf)]
+    with serving(Encoder([*bad, torch.tensor([[1.0, 2.0]])])) as address:
+        link, owner = GrpcLink(address, PARTNER, pixel_bytes=SMALL, max_tokens=1), Owner()
+        link.start(owner)
+        try:
+            for ticket in (1, 2, 3):
+                link.send(work_for(ticket), None)
+                words = f"EncodingFailed: encoder {address} sent numbers that are not finite"
+                assert owner.events.get(timeout=60) == (ticket, words)
+            good = work_for(4)
+            link.send(good, None)
+            assert owner.events.get(timeout=60) == (4, "written") and good.rows.tolist() == [[1.0, 2.0]]
+        finally:
+            link.close()
 
 
 def test_an_encoder_that_drains_keeps_what_it_has_been_sent() -> None:
