@@ -222,11 +222,15 @@ class ProcessLink:
                 return
             pause = min(pause * 2, LONGEST_PAUSE)
             try:
-                self._connection = self._connect()
+                connection = self._connect()
             except Exception as error:  # the cause may be temporary
                 self._reason = str(error)
                 log.error("the encoder process did not start again: %s", error)
                 continue
+            with self._lock:
+                self._connection = connection
+                if self._closing.is_set():  # `close` had no connection for its message
+                    self._post(("close",))
             log.warning("the encoder runs again, as process %d", self.pid)
             self._send_waiting()  # images that were assigned just after the last process had ended
             self._owner.changed(self)

@@ -9,7 +9,8 @@ import queue
 import resource
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -60,6 +61,13 @@ def largest_file(size: int, pid: int = 0) -> Iterator[None]:
         yield
     finally:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def test_same_answers_and_a_kill_over_an_image(model: Path, client: saccade.Client) -> None:
@@ -220,6 +228,23 @@ def test_an_image_assigned_just_after_the_process_had_ended(options: EngineOptio
     link.send(Work(b"", image, torch.zeros(image.tokens, vision.text_hidden_size), 7), None)
     assert told.events.get(timeout=60) == ("written", [7])
     link.close()
+
+
+def test_a_link_that_is_closed_while_the_process_starts_again(options: EngineOptions) -> None:
+    """The new process is told to end: it was killed after 10 s."""
+    link, told = ProcessLink(options, segment_bytes=1 << 18), Told()
+    link.start(told)
+    assert (old := link.pid) is not None
+    os.kill(old, signal.SIGKILL)
+    assert told.events.get(timeout=60) == ("lost", [])
+    with ThreadPoolExecutor(1) as pool:
+        until(lambda: link.pid != old)
+        os.kill(link.pid, signal.SIGSTOP)  # so that it cannot be ready before the link is closed
+        closing = pool.submit(link.close)
+        until(link._closing.is_set)
+        os.kill(link.pid, signal.SIGCONT)
+        closing.result(timeout=60)
+    assert link._process is not None and link._process.returncode == 0
 
 
 def test_a_new_process_is_not_told_of_segments_that_the_last_one_had(options: EngineOptions) -> None:
