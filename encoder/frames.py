@@ -167,7 +167,8 @@ class _AvClip(Clip):
                 limits.frame.check_size(self.width, self.height)
             except ImageError as error:
                 raise VideoError(error.reason, too_large=error.too_large) from error
-            packets, self._count = self._count_packets(file, stream)
+            packets, moments = self._packets(file, stream)
+            self._count, self._first = len(moments), None if None in moments else min(moments, default=None)
             limits.check(packets, self.width, self.height)
             if not self._count:
                 raise VideoError("the video has no frame in the time that is shown")
@@ -185,18 +186,19 @@ class _AvClip(Clip):
     def _opened(self) -> _AvFile:
         return _AvFile(self._av, self._data, self._container)
 
-    def _count_packets(self, file: Any, stream: Any) -> tuple[int, int]:
-        """Numbers of packets and of frames that they give, since the header may be wrong or empty. Files that were cut
-        without encoding them again contain packets outside the time that is shown: they are decoded, but give no
-        frame."""
-        packets = shown = 0
+    def _packets(self, file: Any, stream: Any) -> tuple[int, list[Any]]:
+        """The number of packets, since the header may be wrong or empty, and the timestamps of those that give a frame;
+        None for one without. Files that were cut without encoding them again contain packets outside the time that is
+        shown: they are decoded, but give no frame."""
+        packets, moments = 0, []
         for packet in file.demux(stream):
             if packet.size > 0:
                 packets += 1
-                shown += not packet.is_discard
+                if not packet.is_discard:
+                    moments.append(packet.pts)
             if packets > self._limits.max_frames:
                 break
-        return packets, shown
+        return packets, moments
 
     def arrays(self, indices: Sequence[int]) -> Generator[Pixels, None, None]:
         wanted = _ascending(indices, self._count)
@@ -206,6 +208,8 @@ class _AvClip(Clip):
             for index, frame in enumerate(file.decode(stream)):
                 if not left:
                     return
+                if not index and None not in (frame.pts, self._first) and frame.pts > self._first:
+                    raise VideoError("the first frames cannot be decoded: they depend on frames that the file lacks")
                 if index in wanted:
                     left -= 1
                     pixels_HWC = self._pixels(frame, index)

@@ -248,6 +248,27 @@ def test_a_cut_film_has_the_frames_that_it_shows() -> None:
         open_video(data, VideoLimits(max_frames=9))
 
 
+def test_a_film_that_lacks_what_its_first_frames_depend_on_is_refused() -> None:
+    """Decoders leave such frames out, and all others would have the numbers and times of earlier ones."""
+    buffer = io.BytesIO()
+    with av.open(io.BytesIO(film("mp4", "libx264"))) as source, av.open(buffer, "w", format="matroska") as target:
+        stream = source.streams.video[0]
+        copy = target.add_stream_from_template(stream)
+        key, *others = (packet for packet in source.demux(stream) if packet.size)
+        # The frames after the key frame, and then the whole film.
+        for seconds, packets in ((0, others), (2, [key, *others])):
+            for packet in packets:
+                again = av.Packet(bytes(packet))
+                shift = int(seconds / packet.time_base)
+                again.pts, again.dts, again.time_base = packet.pts + shift, packet.dts + shift, packet.time_base
+                again.is_keyframe, again.stream = packet.is_keyframe, copy
+                target.mux(again)
+    clip = open_video(buffer.getvalue())
+    assert clip.num_frames == 19
+    with pytest.raises(VideoError, match="the first frames cannot be decoded: they depend on frames that the file"):
+        list(clip.frames([0]))
+
+
 @pytest.mark.parametrize("degrees", [90, 270])
 def test_a_turned_film_comes_upright(degrees: int) -> None:
     """As phones record it: the matrix in the track's header gives the rotation."""
