@@ -148,7 +148,7 @@ def decode_data_url(url: str, name: str) -> bytes:
     if not comma:
         raise InvalidArgument(f"{name}: a data URL needs a comma before its data")
     try:
-        if header.endswith(";base64"):
+        if header.rstrip(" ").lower().endswith(";base64"):
             return base64.b64decode(payload, validate=True)
         return urllib.parse.unquote_to_bytes(payload)
     except (binascii.Error, ValueError) as error:

@@ -42,7 +42,8 @@ def test_files_and_bytes_pass_untouched(tmp_path: pathlib.Path) -> None:
 
 def test_urls() -> None:
     assert image_message("https://host/a.png").uri == "https://host/a.png"
-    assert image_message("data:image/png;base64," + base64.b64encode(b"abc").decode()).data == b"abc"
+    for start in ("data:image/png;base64,", "DATA:;BASE64,", "data:image/png;base64 ,"):
+        assert image_message(start + base64.b64encode(b"abc").decode()).data == b"abc"
     assert image_message("data:,a%20b").data == b"a b"
 
 
