@@ -139,13 +139,18 @@ class _PillowClip(Clip):
         self._timed = True
         self._fps = 1000.0 * self._count / milliseconds if milliseconds > 0 else None
 
+    def _check_size(self, image: Any) -> None:
+        self._limits.frame.check_size(image.width, image.height)
+
     def _frame(self, image: Any, index: int, wanted: bool) -> Pixels | None:
         try:
             image.seek(index)
+            # Frames of a GIF may enlarge the image. Pillow allocates it in `load`, which may change the size again.
+            self._check_size(image)
             if not wanted and image.format != "WEBP":  # WebP's durations come with the pixels
                 return None
             image.load()
-            self._limits.frame.check_size(image.width, image.height)
+            self._check_size(image)
             return upright(to_rgb(image), orientation_of(image)) if wanted else None
         except ImageError as error:
             raise VideoError(f"frame {index}: {error.reason}", too_large=error.too_large) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import struct
 import sys
 import warnings
 from fractions import Fraction
@@ -128,6 +129,16 @@ def test_a_frame_that_is_larger_than_the_clip_said_is_refused() -> None:
     broken = data[: second + 5] + b"\x40\0\x40\0" + data[second + 9 :]
     with pytest.raises(VideoError, match="64x64"):
         list(open_video(broken, VideoLimits(max_pixels=100)).frames(range(2)))
+
+
+def test_a_frame_is_refused_before_its_pixels_are_allocated() -> None:
+    """The second frame declares 60,000 x 60,000 pixels, 3.4 GiB, and has the data of one."""
+    header = b"GIF89a" + struct.pack("<HHBBB", 1, 1, 0x80, 0, 0) + b"\0\0\0\xff\xff\xff"
+    frames = [b"\x2c" + struct.pack("<HHHHB", 0, 0, side, side, 0) + b"\2\2\x44\1\0" for side in (1, 60000)]
+    clip = open_video(header + b"".join(frames) + b";")
+    assert clip.num_frames == 2
+    with pytest.raises(VideoError, match="frame 1: the image has 60000x60000 pixels, 3600000000 in all, more than"):
+        list(clip.frames([0, 1]))
 
 
 def test_frames_come_upright() -> None:
