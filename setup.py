@@ -1,10 +1,10 @@
-"""Builds saccade-server. Everything that a table can say is in pyproject.toml; this file adds
+"""Builds saccade-server. The static metadata is in pyproject.toml; this file adds
 
-- the version, which is the client's, and the pin of the client to it;
+- the version, which is that of the client, and the requirement of exactly this version of the client;
 - with WITH_COMPILED_CODE=1 in the environment, compiled code for every instruction set of the compiler's architecture
-  (`kernels/native/prebuilt.py`), which makes the wheel one of this platform; with WITH_COMPILED_CODE=processor, for
-  those of them that this processor has, which is enough to test it here. Without it the wheel serves any platform, and
-  the code is compiled where it is first used.
+  (`kernels/native/prebuilt.py`), which makes the wheel specific to this platform; with WITH_COMPILED_CODE=processor,
+  only for the instruction sets that this processor has, which is enough to test the wheel on this machine. Without the
+  variable the wheel fits any platform, and the code is compiled when it is first used.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ def version() -> str:
 
 
 def import_prebuilt() -> ModuleType:
-    if str(HERE) not in sys.path:  # a build front end starts elsewhere
+    if str(HERE) not in sys.path:  # a build front end may not have put this folder on the path
         sys.path.insert(0, str(HERE))
     return importlib.import_module("kernels.native.prebuilt")
 
 
 class ServerDistribution(Distribution):
     def has_ext_modules(self) -> bool:
-        """Whether the wheel belongs to one platform."""
+        """Whether the wheel is specific to one platform."""
         return WITH_COMPILED_CODE != "0"
 
 
 class BuildPackages(build_py):
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
-        """All modules; of `demo`, which holds the embedded model, not the programs that train it."""
+        """All modules of a package, except the programs in `demo` that train the embedded model."""
         modules = super().find_package_modules(package, package_dir)
         return [module for module in modules if package != "demo" or module[1] == "__init__"]
 
@@ -60,7 +60,8 @@ class BuildPackages(build_py):
 
 class BuildWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        """Any Python 3, because compiled code is called through ctypes; the platform is the compiler's."""
+        """(Python, ABI, platform): any Python 3, because compiled code is called through ctypes; the platform for which
+        the compiler generates code."""
         platform = f"linux_{import_prebuilt().architecture()}" if WITH_COMPILED_CODE != "0" else "any"
         return "py3", "none", platform
 

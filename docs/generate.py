@@ -1,11 +1,10 @@
-"""Writes the parts of README and documentation that are made from the sources, between their markers, and the numbers
-that are followed by a comment with a result and a key.
+"""Writes the parts of the README and of the documentation that are generated from the sources.
 
-A part is written between `<!-- begin NAME: written by docs/generate.py -->` and `<!-- end NAME -->`; `PARTS` has the
-function for each name. Numbers: see generators/results.py. Causes and fixes of errors are in generators/errors.toml.
-architecture.svg is drawn by generators/diagram.py.
+A part is between `<!-- begin NAME: written by docs/generate.py -->` and `<!-- end NAME -->`; `PARTS` has the function
+for each name. Numbers that are followed by a comment with a result and a key are filled in by generators/results.py,
+and generators/diagram.py draws architecture.svg. The causes and fixes of errors are in generators/errors.toml.
 
-`python docs/generate.py [FOLDER]`: into FOLDER instead. `make protos` runs it too.
+`python docs/generate.py [FOLDER]` writes into FOLDER, by default over the pages themselves. `make protos` runs it too.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _BEGIN = re.compile(r"<!-- begin (.+): written by docs/generate\.py -->\n")
 
 
 def filled(text: str) -> str:
-    """A page with its parts and numbers. ValueError for a name that is unknown or a part without an end."""
+    """The text of a page with its parts and numbers filled in. ValueError for an unknown part or one without an end."""
     for begin in _BEGIN.finditer(text):
         name, end = begin[1], f"<!-- end {begin[1]} -->"
         if name not in PARTS or end not in text:
@@ -62,7 +61,7 @@ def filled(text: str) -> str:
 
 
 def main(folder: Path | None) -> None:
-    """Writes README and all pages that have such parts or numbers into `folder`, or where they are."""
+    """Writes the README and all pages that have generated parts or numbers into `folder`, or in place if it is None."""
     for path in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))):
         text = path.read_text("utf-8")
         if _BEGIN.search(text) or "<!-- = " in text:

@@ -1,7 +1,7 @@
 """Checks the project's protos by their descriptors: buf's STANDARD rules, and compatibility with the last release.
 
-python protos/check.py            makes both checks; protos/released.binpb describes the last release
-python protos/check.py --release  makes the present protos the release with which later ones are compared
+python protos/check.py            runs both checks; protos/released.binpb describes the last release
+python protos/check.py --release  records the present protos as the release with which later ones are compared
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _enums(file: Any) -> Iterator[tuple[str, Any]]:
 
 
 def surface(files: descriptor_pb2.FileDescriptorSet) -> dict[str, str]:
-    """Each thing on which a client can depend -> a description of it. A thing is unchanged if the descriptions are
-    equal."""
+    """Each element of the protos on which a client can depend -> its description. An element is unchanged if its
+    descriptions before and after are equal."""
     found: dict[str, str] = {}
     for file in files.file:
         if file.name in PRIVATE:

@@ -1,8 +1,8 @@
-"""`make release-check`: the wheels of `make wheels`, installed and used as a user would, away from the checkout.
+"""`make release-check`: builds the wheels, and installs and uses them outside of the checkout, as a user would.
 
-Two empty environments, in which no program is on the PATH but their own, a compiler least of all: one with the server,
-where `saccade demo` has to be right in compiled code, and one with the client alone, which asks that server. Writes the
-server's list of components in CycloneDX's form beside the wheels.
+There are two empty environments, with only their own programs on the PATH, and thus without a compiler: one with the
+server, in which `saccade demo` has to answer correctly with compiled code, and one with the client alone, which sends
+requests to that server. Writes the list of the server's components, in CycloneDX format, beside the wheels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TORCH_CPU = "https://download.pytorch.org/whl/cpu"
 EXTRAS = "http,urls,video,otlp"
 
 TIMEOUT = 600.0
-"""Seconds for one command, most of which take less than ten: CI runs tests meanwhile, which have a higher priority."""
+"""Seconds for one command. Most take less than ten, but CI runs tests at a higher priority meanwhile."""
 
 RESERVED_HOST = re.compile(r"://([\w-]+\.)*example(\.com|\.net|\.org)?(?![\w.-])")
 """A URL whose host nobody can register (RFC 2606)."""
@@ -94,8 +94,8 @@ class Environment:
         )  # fmt: skip
 
     def run(self, *command: str, code: int = 0, says: Sequence[str] = (), **variables: str) -> str:
-        """Output and errors of a program of this environment. `SystemExit` unless it ends with `code`, and its words
-        match all of `says`."""
+        """Runs a program of this environment; returns its stdout and stderr. `SystemExit` unless it ends with exit code
+        `code` and each pattern of `says` is found in its output."""
         process = self.start(*command, **variables)
         said, _ = process.communicate(timeout=TIMEOUT)
         missing = [words for words in says if not re.search(words, said)]
@@ -106,7 +106,7 @@ class Environment:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[tuple[str, str]]:
-        """The gRPC and the HTTP address of a server of this environment."""
+        """Runs a server of this environment inside the block; yields its gRPC and its HTTP address."""
         process = self.start("saccade", "serve", "demo", "--port", "0", "--http-port", "0", SACCADE_NATIVE="on")
         assert process.stdout is not None
         said, addresses = [], []
@@ -126,7 +126,7 @@ class Environment:
 
 
 def check_metadata(files: Sequence[Path], version: str) -> None:
-    """What a package index shows, in both wheels."""
+    """Checks the metadata that a package index shows, in both wheels, and the contents of the server's wheel."""
     for path in (file for file in files if file.suffix == ".whl"):
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
@@ -165,7 +165,7 @@ def check_server(server: Environment, version: str) -> None:
 
 
 def check_client(client: Environment, grpc: str, http: str, version: str) -> None:
-    """`grpc`, `http`: the addresses of a server of the other environment."""
+    """`grpc`, `http`: the addresses of a server that runs in the other environment."""
     client.run("python", "-c", CLIENT_ALONE)
     client.run("saccade", "--version", says=[f"^saccade {re.escape(version)}\n$"])
     client.run("saccade", "serve", code=1, says=["pip install saccade-server"])
@@ -179,7 +179,7 @@ def check_client(client: Environment, grpc: str, http: str, version: str) -> Non
 
 
 def check_fallback(server: Environment) -> None:
-    """Without a library of this source and without a compiler: an error where compiled code was asked for."""
+    """Without prebuilt libraries and without a compiler, SACCADE_NATIVE=on is an error, and `saccade plan` says why."""
     (prebuilt,) = server.folder.glob("lib/python*/site-packages/kernels/native/prebuilt")
     prebuilt.rename(prebuilt.with_name("away"))
     server.run("saccade", "plan", "demo", says=["without compiled code: there is no C\\+\\+ compiler"])
@@ -188,16 +188,16 @@ def check_fallback(server: Environment) -> None:
 
 
 def install_torch(server: Environment) -> None:
-    """The build for CPUs; the index's default build would bring gigabytes of CUDA libraries."""
+    """Installs the build for CPUs; the index's default build would add gigabytes of CUDA libraries."""
     (version,) = re.findall(r"^torch==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE)
     if not server.install(f"torch=={version}+cpu", may_fail=True):
         server.install("--index-url", TORCH_CPU, f"torch=={version}")
 
 
 def list_components(server: Environment, out: Path) -> int:
-    """Writes the software bill of materials of an environment; the number of its components."""
+    """Writes the software bill of materials of an environment; returns the number of its components."""
     for path in server.folder.glob("lib/python*/site-packages/saccade*.dist-info/direct_url.json"):
-        path.unlink()  # where on this machine the wheel was
+        path.unlink()  # it would put the wheel's path on this machine into the list
     program = Path(sys.executable).with_name("cyclonedx-py")
     wheels.run(program, "environment", "--output-reproducible", "--output-file", out, server.python)
     components = json.loads(out.read_text())["components"]
@@ -217,7 +217,7 @@ def main() -> None:
     (whole,) = (file for file in files if re.match(r"saccade_server-.*\.whl", file.name))
     version = sdk.name.split("-")[1]
     check_metadata(files, version)
-    say("metadata, licences and contents are right")
+    say("metadata, licences and contents are correct")
     with tempfile.TemporaryDirectory(prefix="saccade-release-") as name:
         server, client = Environment(Path(name, "server")), Environment(Path(name, "client"))
         install_torch(server)
@@ -225,12 +225,12 @@ def main() -> None:
         client.install("-c", CONSTRAINTS, sdk)
         say("installed in empty environments")
         check_server(server, version)
-        say("the server is right")
+        say("the server is correct")
         with server.serving() as (grpc, http):
             check_client(client, grpc, http, version)
-        say("the client is right")
+        say("the client is correct")
         check_fallback(server)
-        say("without compiled code it says so")
+        say("without compiled code, the server reports that it is missing")
         components = list_components(server, DIST / f"saccade_server-{version}.cdx.json")
         say(f"{components} components listed in dist/saccade_server-{version}.cdx.json")
 

@@ -1,8 +1,9 @@
-"""Writes the table of docs/licences.md, the packages that the server and its extras bring with their licences:
+"""Writes the table of docs/licences.md: the packages that the server and its extras require, with their licences.
 
     .venv/bin/python -m release.licences
 
-from the metadata of what is installed here. Versions are in each release's bill of materials.
+The licences are read from the metadata of the packages that are installed here. Versions are in each release's bill of
+materials.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from packaging.utils import canonicalize_name
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "licences.md"
 EXTRAS = ("", "http", "otlp", "urls", "video")
-"""The extras of saccade-server that `make setup` installs; the first is none."""
+"""The extras of saccade-server whose packages `make setup` installs; "" stands for no extra."""
 OURS = ("saccade", "saccade-server")
 CUDA = ("cuda-", "nvidia-", "triton")
-"""What the names of packages begin with that torch's build with CUDA brings; the page mentions them below the table."""
+"""Prefixes of the names of packages that only torch's build with CUDA requires; the page mentions them below the table."""
 SPDX = {
     "Apache Software License": "Apache-2.0",
     "BSD License": "BSD-3-Clause",
@@ -37,7 +38,7 @@ BEGIN, END = "<!-- begin packages: written by release/licences.py -->\n", "<!-- 
 
 
 def licence(of: Distribution) -> str:
-    """The SPDX expression in a package's metadata. ValueError where none can be told."""
+    """The licence of a package, as an SPDX expression, from its metadata. ValueError if the metadata names none."""
     said = of.metadata
     if expression := said.get("License-Expression"):
         return str(expression)
@@ -47,11 +48,11 @@ def licence(of: Distribution) -> str:
     for classifier in said.get_all("Classifier") or []:
         if classifier.startswith("License :: OSI Approved :: "):
             return SPDX[classifier.rpartition(" :: ")[2]]
-    raise ValueError(f"{said['Name']} {of.version} does not say its licence")
+    raise ValueError(f"{said['Name']} {of.version}: its metadata names no licence")
 
 
 def required(name: str, extra: str) -> Iterator[Requirement]:
-    """What a package asks for on this machine: with an extra, what that adds."""
+    """The requirements of a package on this machine; with an extra, only those that the extra adds."""
     for text in distribution(name).requires or []:
         requirement = Requirement(text)
         marker = requirement.marker
@@ -62,8 +63,8 @@ def required(name: str, extra: str) -> Iterator[Requirement]:
 
 
 def installed() -> dict[str, tuple[str, str]]:
-    """Name -> (licence, the package or extra that brings it), of all that is installed with the server but CUDA. Raises
-    PackageNotFoundError for a package that is missing here."""
+    """Name -> (licence, the package or extra that requires it), of all packages that are installed with the server,
+    except those of CUDA. PackageNotFoundError for a package that is missing here."""
     found: dict[str, tuple[str, str]] = {}
     seen: set[tuple[str, str]] = set()
     waiting = [("saccade-server", extra, "") for extra in EXTRAS]

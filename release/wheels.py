@@ -1,8 +1,9 @@
 """`make wheels`: wheels and source distributions of both packages, in dist/.
 
-The server's wheel holds compiled code for every instruction set of the compiler's architecture, and its platform tag is
-the oldest manylinux whose C library has what that code calls, by auditwheel. CXX=aarch64-linux-gnu-g++ builds the wheel
-for AArch64, WITH_COMPILED_CODE=processor one with only what this processor runs, for a check in less time.
+The server's wheel contains compiled code for every instruction set of the compiler's architecture. auditwheel gives it
+the platform tag of the oldest manylinux whose C library has the functions that this code calls.
+CXX=aarch64-linux-gnu-g++ builds the wheel for AArch64. WITH_COMPILED_CODE=processor builds one with only the
+instruction sets that this processor has, which takes less time and is enough for a check.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ DIST = CHECKOUT / "dist"
 
 
 def run(*command: str | Path, **environment: str) -> str:
-    """Its output. `SystemExit` with everything that it said if it fails."""
+    """The output of a command. `SystemExit` with its stdout and stderr if it fails."""
     parts, variables = [str(part) for part in command], {**os.environ, **environment}
     done = subprocess.run(parts, cwd=CHECKOUT, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -28,26 +29,26 @@ def run(*command: str | Path, **environment: str) -> str:
 
 
 def copy_of_sources(folder: Path) -> Path:
-    """A copy in `folder` of every file that git does not ignore: a build writes into the folder that it builds, and the
-    checkout may be in use."""
+    """Copies every file that git does not ignore into `folder`, because a build writes into the folder of its sources
+    and the checkout may be in use."""
     names = run("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")
     for name in filter(None, names):
-        if (CHECKOUT / name).exists():  # not so if it has been removed since the last commit
+        if (CHECKOUT / name).exists():  # git also lists files that have been deleted since the last commit
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(CHECKOUT / name, folder / name)
     return folder
 
 
 def build(out: Path) -> list[Path]:
-    """The four files, in `out`."""
-    # The same commit gives the same bytes: files in an archive have the commit's time.
+    """Builds the four files; returns their paths in `out`."""
+    # Files in the archives get the commit's time, so that the same commit gives the same bytes.
     date = run("git", "log", "-1", "--format=%ct").strip()
     compiled_code = os.environ.get("WITH_COMPILED_CODE", "1")
     with tempfile.TemporaryDirectory(prefix="saccade-wheels-") as name:
         built = Path(name, "built")
         sources = copy_of_sources(Path(name, "sources"))
         for project in (sources / "saccade", sources):
-            # The wheel is built from the source distribution, so that this is known to be complete.
+            # The wheel is built from the source distribution, which proves that the latter is complete.
             command = (sys.executable, "-m", "build", "--no-isolation", "--outdir", built, project)
             run(*command, WITH_COMPILED_CODE=compiled_code, SOURCE_DATE_EPOCH=date)
         (linux,) = built.glob("*-linux_*.whl")

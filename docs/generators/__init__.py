@@ -1,4 +1,4 @@
-"""One module for each kind of generated documentation. Functions without arguments return Markdown."""
+"""One module for each kind of generated documentation. Public functions without arguments return the text of a part."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""docs/architecture.svg: the processes that an image passes, and the packages of service/ in the order of imports."""
+"""docs/architecture.svg: the processes through which an image passes, and the packages of service/ in import order."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _LEGEND = [
 
 
 def packages() -> list[tuple[str, str]]:
-    """(name, purpose) of the packages of service/, from the table in architecture.md, in the order of imports."""
+    """(name, purpose) of the packages of service/, from the table in architecture.md, in import order."""
     table = (DOCS / "architecture.md").read_text("utf-8").partition("| package |")[2].partition("\n\n")[0]
     return re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", table, re.MULTILINE)
 
@@ -73,7 +73,7 @@ def _box(x: int, y: int, width: int, height: int, kind: str) -> str:
 
 
 def svg() -> str:
-    """The diagram."""
+    """The text of the SVG file."""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
         "<title>The path of an image through Saccade's processes, and the packages of service/</title>",

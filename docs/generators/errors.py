@@ -1,4 +1,4 @@
-"""The table of error reasons: which exist, from the sources of server and client; what to do, from errors.toml."""
+"""The tables of error reasons. The reasons are found in the sources of server and client; errors.toml has the texts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 
 from . import CHECKOUT
 
-# In saccade/_core/resuming.py the name of a setting, in upper case.
+# saccade/_core/resuming.py computes these reasons: each is the name of a setting in upper case.
 _COMPUTED = {"FIRST_TOKEN_TIMEOUT", "IDLE_TIMEOUT"}
 
 
 def reasons_raised(folder: Path) -> Iterator[tuple[str, str, bool]]:
-    """(class, reason, whether the error says how long to wait) of each call in `folder` with a literal `reason=`."""
+    """(class, reason, whether the error says how long to wait) of each call in `folder` whose `reason=` contains
+    literals or constants of the module."""
     for path in sorted(folder.rglob("*.py")):
         tree = ast.parse(path.read_text("utf-8"))
         constants = {
@@ -31,14 +32,14 @@ def reasons_raised(folder: Path) -> Iterator[tuple[str, str, bool]]:
                 value = getattr(part, "value", None) if isinstance(part, ast.Constant) else None
                 value = constants.get(part.id) if isinstance(part, ast.Name) else value
                 if isinstance(value, str) and value.isupper():
-                    # f"{kind}_TOO_LARGE" is of images and of videos.
+                    # f"{kind}_TOO_LARGE" stands for one reason of images and one of videos.
                     for kind in ("IMAGE", "VIDEO") if value.startswith("_") else ("",):
                         yield name, kind + value, "retry_after" in given
 
 
 def server_reasons(http: bool = True) -> set[tuple[str, str, bool]]:
-    """(status code, reason, whether the error says how long to wait) of all errors of the server, of the HTTP server in
-    front of it only with `http`."""
+    """(status code, reason, whether the error says how long to wait) of all errors of the server; with `http`, also of
+    the HTTP server."""
     from service.common import errors
 
     kinds = {name: kind for name, kind in vars(errors).items() if getattr(kind, "code", None) and name != "StatusError"}
@@ -50,13 +51,14 @@ def server_reasons(http: bool = True) -> set[tuple[str, str, bool]]:
 
 
 def all_reasons() -> set[str]:
-    """Every reason that server, HTTP server or client give."""
+    """Every reason in an error of the server, the HTTP server or the client."""
     raised = [*reasons_raised(CHECKOUT / "service"), *reasons_raised(CHECKOUT / "saccade")]
     return {reason for _, reason, _ in raised} | {reason for _, reason, _ in server_reasons()} | _COMPUTED
 
 
 def troubleshooting() -> str:
-    """A row for each reason: the client's exception, cause and fix. ValueError if errors.toml is not complete."""
+    """A row for each reason: the client's exception, cause and fix. ValueError if errors.toml lacks a reason or has one
+    that no error has."""
     from saccade.errors import StatusDetails, error_from_status
 
     told = tomllib.loads((Path(__file__).parent / "errors.toml").read_text("utf-8"))
@@ -81,7 +83,7 @@ def troubleshooting() -> str:
 
 
 def reasons() -> str:
-    """The reasons over gRPC by status code, and whether they come with a time to wait."""
+    """The reasons over gRPC by status code; those whose errors say how long to wait have a column of their own."""
     found = server_reasons(http=False)
     waits = {(code, reason) for code, reason, wait in found if wait}
     lines = ["| code | reasons | with a time to wait (RetryInfo) |", "| --- | --- | --- |"]

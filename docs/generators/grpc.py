@@ -64,7 +64,7 @@ def _message(message: Any, path: tuple[int, ...], comments: dict[tuple[int, ...]
 
 
 def reference() -> str:
-    """The reference of all services, then of all messages, by file."""
+    """The reference, file by file: services, then enums, then messages."""
     lines: list[str] = []
     for file in _descriptors():
         comments = _comments(file)
@@ -96,7 +96,7 @@ def reference() -> str:
 
 
 def services() -> str:
-    """A line for each service of the protos: its name and the first sentence about it."""
+    """A row for each service of the protos: its name and the first sentence of its comment."""
     lines = ["| service | for |", "| --- | --- |"]
     for file in _descriptors():
         comments = _comments(file)

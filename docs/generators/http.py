@@ -21,7 +21,7 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def _limits(schema: dict[str, Any]) -> str:
-    """The bounds of a value, also where null is allowed beside it."""
+    """The bounds of a value, including those of a value that may also be null."""
     parts = [schema, *schema.get("anyOf", [])]
     words = {
         "minimum": "at least", "maximum": "at most", "exclusiveMinimum": "above", "exclusiveMaximum": "below",
@@ -47,7 +47,7 @@ def _model(name: str, schema: dict[str, Any]) -> list[str]:
 
 
 def http_reference() -> str:
-    """All routes, then the schemas of their bodies."""
+    """Tables of all routes and of the schemas of their bodies."""
     from service.http import openapi
     from service.http.app import ROUTES
 

@@ -15,7 +15,7 @@ def options() -> str:
 
 
 def http_options() -> str:
-    """The options that `saccade http` has besides those that `saccade serve` passes on to it."""
+    """The options of `saccade http`, except those that `saccade serve` has too and passes on to it."""
     from service.common.config import HttpFrontOptions, HttpOptions
 
     shared = {spec.name for spec in dataclasses.fields(HttpOptions)}

@@ -9,12 +9,13 @@ from typing import Any
 from . import CHECKOUT
 
 RESULTS = CHECKOUT / "benchmarks" / "results"
-# 49.4 %<!-- = replicas hit_rate.affinity .1f*100 -->
+# Matches for example: 49.4 %<!-- = replicas hit_rate.affinity .1f*100 -->
 _NUMBER = re.compile(r"(\d[\d,.]*)([^\d<|\n]{0,12})<!-- = (\S+) (\S+) ([\w.,]+)(?:\*(\S+))? -->")
 
 
 def newest(pattern: str) -> list[str]:
-    """The newest result of each kind: names of files without date and ".json" that match a glob pattern."""
+    """The names, without ".json", of the newest results of each kind that matches a glob pattern. The kind is the name
+    of the file without date and ".json"."""
     found: dict[str, str] = {}
     for path in sorted(RESULTS.glob(f"????-??-??-{pattern}.json")):
         found[path.stem[11:]] = path.stem
@@ -24,13 +25,14 @@ def newest(pattern: str) -> list[str]:
 
 
 def result(kind: str) -> dict[str, Any]:
-    """The newest result of a kind."""
+    """The contents of the newest result of a kind."""
     found: dict[str, Any] = json.loads((RESULTS / f"{newest(kind)[0]}.json").read_text("utf-8"))
     return found
 
 
 def value_of(name: str, key: str) -> float:
-    """A number of a result; `key` is a path with dots, underscores for spaces, and indices of lists."""
+    """A number from the newest result of the kind `name`. `key` is a path of keys and list indices, separated by dots,
+    with underscores in place of spaces."""
     found: Any = result(name)
     for part in key.split("."):
         if isinstance(found, list):
@@ -41,7 +43,8 @@ def value_of(name: str, key: str) -> float:
 
 
 def fill_numbers(text: str) -> str:
-    """`text` with each number before a comment `<!-- = RESULT KEY FORMAT[*FACTOR] -->` as the result has it."""
+    """`text` in which each number before a comment `<!-- = RESULT KEY FORMAT[*FACTOR] -->` is replaced by that of the
+    result."""
 
     def shown(match: re.Match[str]) -> str:
         _, unit, name, key, form, factor = match.groups()
@@ -53,7 +56,7 @@ def fill_numbers(text: str) -> str:
 
 
 def machine_line(found: dict[str, Any]) -> str:
-    """Where and how a result was measured."""
+    """A line that says with which command, when and on which machine a result was measured."""
     machine = found["machine"]
     model = f", {machine['model']}" if "model" in machine else ""
     known = f" ({machine['instruction_set']})" if "instruction_set" in machine else ""
@@ -64,7 +67,7 @@ def machine_line(found: dict[str, Any]) -> str:
 
 
 def _workload(name: str) -> str:
-    """The words for a workload: "decode 8", "prefill 32x128", or a kind of image with a number of them."""
+    """A description of a workload from its name: "decode 8", "prefill 32x128", or a kind of image and their number."""
     kind, _, size = name.partition(" ")
     count, _, tokens = size.partition("x")
     if kind == "decode":
@@ -75,14 +78,15 @@ def _workload(name: str) -> str:
 
 
 def _ratio(row: dict[str, Any]) -> str:
-    """The ratio of a comparison, with the least and the largest of its rounds if there were several."""
+    """The ratio of a comparison, with the smallest and largest ratio of its rounds if there were several."""
     if len(row.get("rounds", ())) < 2:
         return f"{row['ratio']:.1f} x"
     return f"{row['ratio']:.2f} x ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
 
 
 def comparison_table(pattern: str, peer: str) -> str:
-    """Saccade beside a peer, in the newest results of these kinds, with a line about each."""
+    """Saccade compared with a peer, from the newest results of the kinds that match `pattern`, and a `machine_line` for
+    each."""
     found = [result(name[11:]) for name in newest(pattern)]
     lines = [
         f"| | Saccade, tokens/s | {peer}, tokens/s | ratio | share of the roofline | {peer}: share |",
@@ -100,7 +104,7 @@ def comparison_table(pattern: str, peer: str) -> str:
 
 
 def hybrid_vllm() -> str:
-    """The random 116 M-parameter hybrid, beside vLLM."""
+    """The random hybrid model of 116 M parameters, compared with vLLM."""
     return comparison_table("compare-vllm-zen5", "vLLM")
 
 
@@ -109,14 +113,14 @@ INTEL = {
     "llamacpp-intel": ("llama.cpp", "bfloat16"), "llamacpp-int8-intel": ("llama.cpp", "int8, beside Q8_0"),
     "llamacpp-int4-32-intel": ("llama.cpp", "int4 in groups of 32, beside Q4_0"),
 }  # fmt: skip
-"""The same for results labelled `intel`, with their weights."""
+"""Peer and title of a comparison, by kind, of the results labelled `intel`; the title names the weights."""
 ZEN1 = {
     "llamacpp-int8-decode-zen1": ("llama.cpp", "int8, beside Q8_0"),
     "llamacpp-int4-32-activations-int8-*-zen1": (
         "llama.cpp", "int4 in groups of 32 with activations in int8, beside Q4_0",
     ),
 }  # fmt: skip
-"""The same for results labelled `zen1`."""
+"""Peer and title of a comparison, by kind, of the results labelled `zen1`."""
 KINDS = {
     "vllm": ("vLLM", "116 M parameters, bfloat16"),
     "vllm-8192-tokens": ("vLLM", "116 M parameters, bfloat16, prompts of 8,192 tokens"),
@@ -137,16 +141,17 @@ KINDS = {
     ),
     "llamacpp-moe": ("llama.cpp", "3 B parameters in experts, 0.6 B for each token, bfloat16"),
 }  # fmt: skip
-"""Peer and title of a comparison on one processor, by the result's kind without the processor's label."""
+"""Peer and title of a comparison on one processor, by kind without the processor's label."""
 
 
 def labelled(label: str, *, without: str = "") -> dict[str, tuple[str, str]]:
-    """`KINDS` of results with a processor's label, but for one that is shown elsewhere."""
+    """`KINDS` with a processor's label added to each kind, `without` the one that is shown elsewhere."""
     return {f"{kind}-{label}": named for kind, named in KINDS.items() if kind != without}
 
 
 def titled_tables(kinds: dict[str, tuple[str, str]]) -> str:
-    """The comparisons of these kinds that have a result: peer and title by the kind's name after `compare-`."""
+    """The tables of those of these comparisons that have a result. `kinds`: the kind's name after `compare-` -> (peer,
+    title)."""
     known = {kind: named for kind, named in kinds.items() if list(RESULTS.glob(f"*-compare-{kind}.json"))}
     return "\n\n".join(
         f"{title}:\n\n{comparison_table(f'compare-{kind}', peer)}" for kind, (peer, title) in known.items()
@@ -159,7 +164,7 @@ def without_bf16() -> str:
 
 
 def zen5() -> str:
-    """The comparisons on Zen 5 but for the first one, which `hybrid_vllm` shows."""
+    """The comparisons on Zen 5, except the one that `hybrid_vllm` shows."""
     return titled_tables(labelled("zen5", without="vllm"))
 
 
@@ -179,14 +184,14 @@ def avx2() -> str:
 
 
 def contexts() -> str:
-    """Time of a token against the length of its context."""
+    """Time per prompt token and per decode step, by the length of the context."""
     found = result("contexts")
     lines = [
-        "| layers | tokens of the context | prompt, us a token | a decode step, ms |",
+        "| layers | tokens of the context | prompt, us per token | decode step, ms |",
         "| --- | --: | --: | --: |",
     ]
     for kind, rows in found["rows"].items():
-        name = {"mamba": "8 of Mamba-2", "attention": "2 of attention"}[kind]
+        name = {"mamba": "8 Mamba-2", "attention": "2 attention"}[kind]
         for row in rows:
             cells = (name, f"{row['tokens']:,}", f"{row['prompt_us_per_token']:,.0f}", f"{row['step_ms']:.2f}")
             lines.append(f"| {' | '.join(cells)} |")
@@ -194,17 +199,17 @@ def contexts() -> str:
 
 
 def hybrid_int8() -> str:
-    """The same with int8 weights, beside vLLM with bfloat16."""
+    """The hybrid model of `hybrid_vllm` with int8 weights, compared with vLLM with bfloat16 weights."""
     return comparison_table("compare-vllm-int8", "vLLM")
 
 
 def hybrid_transformers() -> str:
-    """The same hybrid, beside transformers."""
+    """The hybrid model of `hybrid_vllm`, compared with transformers."""
     return comparison_table("compare-transformers-zen5", "transformers")
 
 
 def qwen_vllm() -> str:
-    """A random checkpoint of Qwen3.5 0.8B's shape, beside vLLM."""
+    """A random checkpoint with the shape of Qwen3.5 0.8B, compared with vLLM."""
     processors = {"zen5": "AMD EPYC, Zen 5", "zen4": "AMD EPYC, Zen 4", "amx": "Intel Xeon with AMX"}
     kinds = {
         f"qwen3_5-vllm-{part}-{label}": ("vLLM", f"{processor}, {part}")
@@ -215,12 +220,12 @@ def qwen_vllm() -> str:
 
 
 def qwen_llamacpp() -> str:
-    """The same, beside llama.cpp."""
+    """A random checkpoint with the shape of Qwen3.5 0.8B, compared with llama.cpp."""
     return comparison_table("compare-qwen3_5-llamacpp*", "llama.cpp")
 
 
 def http_load() -> str:
-    """`vllm bench serve` against the HTTP servers: one line for each kind of request, rate and server."""
+    """`vllm bench serve` against the HTTP servers: a row for each kind of request, rate and server."""
     found = result("http-load")
     names = {"ours": "Saccade", "vllm": "vLLM", "llamacpp": "llama.cpp"}
     lines = [
@@ -237,7 +242,7 @@ def http_load() -> str:
 
 
 def drafts() -> str:
-    """Drafts beside plain decoding: one line for each model, number of requests, drafter and text."""
+    """Decoding with drafts compared with plain decoding: a row for each model, number of requests, drafter and text."""
     models = {"nemotron_h": "hybrid 0.6 B", "qwen3_5": "Qwen3.5 0.8B"}
     texts = {"repeating": "repeats", "branching": "repeats in part", "rate 1.0": "does not repeat"}
     files = [result(name[11:]) for name in newest("speculation-rates-*")]
@@ -262,7 +267,7 @@ def drafts() -> str:
 
 
 def memory() -> str:
-    """Peak memory by kind of weights, beside llama.cpp's with as many bits."""
+    """Peak memory by kind of weights, compared with that of llama.cpp with weights of as many bits."""
     found = result("memory")
     lines = ["| weights | Saccade, MiB | llama.cpp, MiB |", "| --- | --: | --: |"]
     for kind, peer in (("bfloat16", "bf16"), ("int8", "q8_0"), ("int4", "q4_0"), ("int4-32", "q4_0")):
@@ -272,11 +277,11 @@ def memory() -> str:
 
 
 def overview() -> str:
-    """For the README: one row for each workload, beside vLLM and transformers."""
+    """For the README: a row for each workload, compared with vLLM and transformers."""
     vllm, older, transformers = (result(f"compare-{kind}") for kind in ("vllm-zen5", "vllm-zen4", "transformers-zen5"))
     ratios = [{row["workload"]: row["ratio"] for row in each["rows"]} for each in (vllm, older, transformers)]
     lines = [
-        "| | Saccade, tokens/s | vLLM, tokens/s | ratio to vLLM | the same on Zen 4 | ratio to transformers |",
+        "| | Saccade, tokens/s | vLLM, tokens/s | ratio to vLLM | ratio to vLLM on Zen 4 | ratio to transformers |",
         "| --- | --: | --: | --: | --: | --: |",
     ]
     for row in vllm["rows"]:
@@ -286,6 +291,6 @@ def overview() -> str:
     machine = vllm["machine"]
     where = (
         f"Measured on {vllm['date']} on {machine['cores']} cores of an {machine['processor']} processor (Zen 5), in "
-        f"bfloat16; on Zen 4 on {older['date']} with the version of that day."
+        f"bfloat16. The ratio on Zen 4 was measured on {older['date']}, with the version of Saccade at that date."
     )
     return "\n".join([*lines, "", where])

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def client_errors() -> str:
-    """The classes of saccade.errors."""
+    """A row for each class of saccade.errors, with the first line of its docstring."""
     from saccade import errors
 
     kinds = {n: k for n, k in vars(errors).items() if isinstance(k, type) and issubclass(k, errors.SaccadeError)}
@@ -18,7 +18,7 @@ def client_errors() -> str:
 
 
 def methods() -> str:
-    """The signatures of the client, without types."""
+    """The signatures of the clients' methods, without the types of their parameters."""
     import saccade
     from saccade._core.requests import Sampling
     from saccade._sync.batches import BatchMethods

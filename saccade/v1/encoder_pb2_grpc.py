@@ -7,8 +7,8 @@ from saccade.v1 import encoder_pb2 as saccade_dot_v1_dot_encoder__pb2
 
 
 class EncoderServiceStub:
-    """The service of a server with `--role encoder` for servers with `--role decoder`. It is internal: both servers must have
-    the same release. Needs the scope "encoder".
+    """The service that a server with `--role encoder` provides to servers with `--role decoder`. It is internal: both servers
+    must be of the same release. Needs the scope "encoder".
     """
 
     def __init__(self, channel):
@@ -25,8 +25,8 @@ class EncoderServiceStub:
 
 
 class EncoderServiceServicer:
-    """The service of a server with `--role encoder` for servers with `--role decoder`. It is internal: both servers must have
-    the same release. Needs the scope "encoder".
+    """The service that a server with `--role encoder` provides to servers with `--role decoder`. It is internal: both servers
+    must be of the same release. Needs the scope "encoder".
     """
 
     def Attach(self, request_iterator, context):
@@ -57,8 +57,8 @@ def add_EncoderServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EncoderService:
-    """The service of a server with `--role encoder` for servers with `--role decoder`. It is internal: both servers must have
-    the same release. Needs the scope "encoder".
+    """The service that a server with `--role encoder` provides to servers with `--role decoder`. It is internal: both servers
+    must be of the same release. Needs the scope "encoder".
     """
 
     @staticmethod
