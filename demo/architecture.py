@@ -137,7 +137,8 @@ def export(model: NemotronH_Omni_Reasoning_V3, tokenizer: Tokenizer, path: Path)
     copy.load_state_dict(model.state_dict())
     copy.bfloat16()
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):  # fp32 in released checkpoints too: it decides between near ties
+        # fp32 as in released checkpoints: it decides between experts with nearly equal scores
+        if name.endswith("e_score_correction_bias"):
             copy.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = buffer.clone()
     copy.generation_config.update(do_sample=False, bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     copy.save_pretrained(path)

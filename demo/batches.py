@@ -1,4 +1,4 @@
-"""The batches of one training step of the demo model: what is asked how often, in pictures of which sizes."""
+"""The batches of one training step of the demo model: how many questions of each kind, and sizes of pictures."""
 
 import random
 from collections import defaultdict
@@ -19,31 +19,31 @@ JSON_SHARE = 0.3
 SHEETS = 4
 """Practice sheets per step: pictures for the auxiliary loss only."""
 SMALL_SIDE = 104
-"""Most batches have pictures with sides of at most this many pixels, because they cost less; their share decreases
-towards the end."""
+"""Most batches have only pictures with sides of at most this many pixels, because they cost less; the share of these
+batches decreases towards the end of the training."""
 
 
 class Generator:
-    """Draws training batches; the pictures of one batch share a patch grid, so that the encoder runs densely."""
+    """Draws training batches. The pictures of a batch share one patch grid, so that the encoder needs no padding."""
 
     def __init__(self, renderer: Renderer, seed: int, scale: float = 1.0) -> None:
         """`scale`: factor of the number of conversations in a step."""
         self.renderer, self.scale = renderer, scale
         self.rng = random.Random(seed)
         self.progress = 0.0
-        """Share of the training that is done, set by the run."""
+        """Completed share of the training, 0 to 1; set by the training run."""
         self.sizes: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         for _ in range(20_000):
             size = data.any_size(self.rng)
             self.sizes[patch_grid(*size)].append(size)
 
     def _one_grid(self) -> data.Sizes:
-        """A source of picture sizes with one common patch grid, which is drawn like `any_size`."""
+        """A source of picture sizes that all have the patch grid of one size drawn by `any_size`."""
         small = self.rng.random() < (0.8 if self.progress < 0.8 else 0.3)
         size = data.any_size(self.rng)
         while small and max(size) > SMALL_SIDE:
             size = data.any_size(self.rng)
-        sizes = self.sizes[patch_grid(*size)] or [size]  # a grid so rare that none of the drawn sizes has it
+        sizes = self.sizes[patch_grid(*size)] or [size]  # no size drawn in __init__ has this grid
         return lambda rng: rng.choice(sizes)
 
     def step(self) -> Iterator[Batch]:

@@ -1,4 +1,4 @@
-"""Renders examples of the demo model's world as token ids with labels, and collates them to batches."""
+"""Renders examples of the demo model's world as token ids with labels, and collates them into batches."""
 
 import math
 import random
@@ -51,7 +51,8 @@ class Renderer:
         self.tokenizer = tokenizer
 
     def render(self, example: world.Example, rng: random.Random | None = None) -> Conversation:
-        """The conversation of `example`; with `rng`, some have a system prompt, some ask before they show."""
+        """The conversation of `example`. With `rng`, some get a system prompt, and in some a question comes before its
+        pictures."""
         grids = [patch_grid(p.image.height, p.image.width) for p in example.pictures]
         text = rng.choice(questions.SYSTEM_PROMPTS) if rng and rng.random() < 0.15 else ""
         if example.tools:
@@ -87,7 +88,8 @@ class Renderer:
         self, conversation: Conversation, turn: world.Turn, grids: list[tuple[int, int]], starts: list[int],
         copied: list[tuple[int, int, list[int]]],
     ) -> None:  # fmt: skip
-        """Appends the answer of `turn` and its focus; `copied`: parts of the answer and the tokens that they repeat."""
+        """Appends the answer of `turn` and its focus. `copied`: (start, end) of parts of the answer, and the positions
+        of the tokens that they repeat."""
         places: dict[int, list[int]] = {}
         for picture, grid, start in zip(conversation.pictures, grids, starts, strict=True):
             for thing in picture.things:
@@ -97,7 +99,7 @@ class Renderer:
         reply = self.tokenizer.encode(f"{turn.answer}<|im_end|>", add_special_tokens=False)
         for start, end, things in turn.focus():
             tokens = sorted({place for thing in things for place in places[id(thing)]})
-            if turn.counts:  # the first token stands for one thing more, so that shares tell how many there are
+            if turn.counts:  # the first token counts as one more thing, so that shares show how many things there are
                 tokens = [0, *tokens]
             if turn.empty_place:
                 picture = conversation.pictures[0]

@@ -115,7 +115,7 @@ def _ink(rng: random.Random, background: Colour) -> Colour:
 
 
 def _paste_handwritten(rng: random.Random, image: Image.Image, box: Box, index: int, background: Colour) -> Thing:
-    """Puts handwritten digit number `index`, slightly turned, somewhere in `box` of `image`."""
+    """Pastes handwritten digit number `index`, slightly rotated, somewhere into `box` of `image`."""
     images, labels = _digits()
     left, top, right, bottom = (round(edge) for edge in box)
     side = round(min(bottom - top, right - left) * rng.uniform(0.62, 0.95))
@@ -136,8 +136,8 @@ def draw_handwritten(rng: random.Random, size: tuple[int, int], index: int) -> P
 
 
 def practice_sheet(rng: random.Random, size: tuple[int, int]) -> Picture:
-    """A training picture of `size` = (height, width) with many shapes, numbers and handwritten digits, none novel. It
-    has no questions; it is for the auxiliary loss, which names every object."""
+    """A training picture of `size` = (height, width) with many shapes, numbers and handwritten digits, and no novel
+    combination. It has no questions; it is for the auxiliary loss only, which covers every object."""
     height, width = size
     background = _background(rng)
     image = Image.new("RGB", (width, height), background)

@@ -1,13 +1,13 @@
 """Asks the served demo model held-out questions of each kind over gRPC and prints the share of exactly right answers.
 
-    python -m demo.evaluate                          # starts a server of demo/model by itself
-    python -m demo.evaluate --server HOST:PORT       # asks one that is running
+    python -m demo.evaluate                          # starts a server with demo/model
+    python -m demo.evaluate --server HOST:PORT       # uses a running server
 
-Beside it stand the same questions with the pictures blanked and with another question's pictures, which must fall to
-chance: what the best blind guess scores, that is the answer most often right for that very wording. Questions whose
-answer rests on a combination of colour, shape and place that was never trained on are also reported apart. Questions
-that ask for JSON are asked twice, freely and with a `response_format`; requests with tools once. The last line on
-stdout is JSON.
+As controls, the same questions are asked about blank pictures and about the pictures of another question. Their scores
+must fall to chance, the score of the best blind guess: the most frequent right answer to a question of this wording.
+Questions whose answer depends on a combination of colour, shape and place that was never trained on are also reported
+separately. Questions that ask for JSON are asked twice, with and without a `response_format`; requests with tools once.
+The last line on stdout is JSON.
 """
 
 import argparse
@@ -35,12 +35,13 @@ MODEL = Path(__file__).parent / "model"
 MAX_TOKENS = 128
 """The longest right answer has about 30 tokens, in JSON about 70."""
 CHANCE_MARGIN = 0.12
-"""How far a blanked or swapped score may be above the blind guess: over three standard errors of 200 questions."""
+"""How far the score with blank or swapped pictures may be above the blind guess: over three standard errors of 200
+questions."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question as it is asked."""
+    """One question with its pictures and its right answer."""
 
     turn: world.Turn
     images: tuple[Image.Image, ...]
@@ -48,7 +49,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Score:
-    """Exact match, as shares from 0 to 1, of one kind; `novel` is None where nothing is novel."""
+    """Exact match for one kind of question, as shares from 0 to 1; `novel` is None if no question is novel."""
 
     questions: int
     right: float
@@ -62,13 +63,13 @@ class Score:
 
 @dataclass(frozen=True)
 class JsonScore:
-    """Shares from 0 to 1 of the questions of one kind that asks for JSON."""
+    """Scores of one kind of question that asks for JSON, as shares from 0 to 1."""
 
     questions: int
     valid: float
-    """Free answers that are JSON."""
+    """Answers without a format that are JSON."""
     right: float
-    """Free answers whose JSON is the expected one."""
+    """Answers without a format whose JSON is the expected one."""
     formatted: float
     """Answers in the `response_format` of the expected JSON that are right."""
 
@@ -91,7 +92,7 @@ def swapped(questions: Sequence[Question]) -> list[Question]:
 
 
 def blind_guess(kind: str, questions: Sequence[Question], draws: int = 4000) -> float:
-    """Exact match of a guesser that answers each wording with the answer that was most often right for it in `draws`
+    """Exact match of a guesser that answers each wording with its most frequent right answer in `draws`
     other examples."""
     answers: dict[str, Counter[str]] = defaultdict(Counter)
     for seed in range(draws):
@@ -102,7 +103,8 @@ def blind_guess(kind: str, questions: Sequence[Question], draws: int = 4000) -> 
 
 
 def evaluate(address: str, questions: int, controls: int, concurrency: int) -> dict[str, Score]:
-    """Asks `questions` questions of each kind and `controls` each blanked and swapped, `concurrency` at a time."""
+    """Asks `questions` questions of each kind, and `controls` of them with blank and with swapped pictures,
+    `concurrency` at a time."""
     scores = {}
     with saccade.Client(address) as client, ThreadPoolExecutor(concurrency) as pool:
 
@@ -134,7 +136,7 @@ def evaluate(address: str, questions: int, controls: int, concurrency: int) -> d
 
 
 def schema_of(value: Any) -> dict[str, Any]:
-    """A JSON schema of the type of `value`; where it is null, it could be a string."""
+    """A JSON schema for values like `value`; null stands for a string or null."""
     if isinstance(value, dict):
         properties = {key: schema_of(item) for key, item in value.items()}
         return {"type": "object", "properties": properties, "required": list(value), "additionalProperties": False}
@@ -146,7 +148,7 @@ def schema_of(value: Any) -> dict[str, Any]:
 
 
 def _read(text: str) -> Any:
-    """What the JSON `text` holds; `_INVALID` if it is none."""
+    """The value of the JSON `text`; `_INVALID` if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -157,12 +159,12 @@ _INVALID = object()
 
 
 def _same(value: Any, expected: Any) -> bool:
-    """Whether two values are the same JSON, in which 1 is not true."""
+    """Whether two values are the same JSON. Unlike in Python, 1 and true differ."""
     return value is not _INVALID and json.dumps(value, sort_keys=True) == json.dumps(expected, sort_keys=True)
 
 
 def evaluate_json(address: str, questions: int, concurrency: int) -> dict[str, JsonScore]:
-    """Asks `questions` held-out questions of each kind that asks for JSON, freely and in a format."""
+    """Asks `questions` held-out questions of each kind that asks for JSON, with and without a format."""
     scores = {}
     with saccade.Client(address) as client, ThreadPoolExecutor(concurrency) as pool:
 
@@ -188,7 +190,7 @@ def evaluate_json(address: str, questions: int, concurrency: int) -> dict[str, J
 
 
 def evaluate_tools(address: str, questions: int, concurrency: int) -> dict[str, float]:
-    """Asks `questions` held-out requests of each kind with tools; the shares of answers that are exactly right, calls
+    """Asks `questions` held-out requests of each kind with tools; returns the shares of exactly right answers, calls
     included."""
     with saccade.Client(address) as client, ThreadPoolExecutor(concurrency) as pool:
 
@@ -265,12 +267,12 @@ def shortcomings(scores: dict[str, Score], min_overall: float, min_kind: float) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", help="HOST:PORT of a running server; by default one is started")
-    parser.add_argument("--model", type=Path, default=MODEL, help="what the started server serves")
-    parser.add_argument("--weights", choices=WEIGHT_KINDS, help="quantised weights in the started server")
-    parser.add_argument("--activations", choices=ACTIVATION_KINDS, help="quantised activations there")
-    parser.add_argument("--state-dtype", choices=("float32", "bfloat16"), help="of recurrent states there")
+    parser.add_argument("--model", type=Path, default=MODEL, help="the model of the server that is started")
+    parser.add_argument("--weights", choices=WEIGHT_KINDS, help="--weights of the server that is started")
+    parser.add_argument("--activations", choices=ACTIVATION_KINDS, help="--activations of that server")
+    parser.add_argument("--state-dtype", choices=("float32", "bfloat16"), help="--state-dtype of that server")
     parser.add_argument("--questions", type=int, default=500, help="questions of each kind")
-    parser.add_argument("--controls", type=int, default=200, help="of these, how many are also blanked and swapped")
+    parser.add_argument("--controls", type=int, default=200, help="of these, asked with blank and swapped pictures")
     parser.add_argument("--concurrency", type=int, default=16, help="questions in flight")
     parser.add_argument("--min-overall", type=float, default=0.95)
     parser.add_argument("--min-kind", type=float, default=0.90)

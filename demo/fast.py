@@ -1,6 +1,6 @@
-"""Faster stand-ins for three of `transformers`' reference functions while the demo model trains on a CPU.
+"""Faster replacements for three of `transformers`' reference functions, for training the demo model on a CPU.
 
-Each computes the same sums; `install` puts them in place for the whole process. Letters in names: B sequences, L
+Each computes the same sums; `install` activates them for the whole process. Letters in names: B sequences, L
 tokens, D channels, W filter taps, H heads, P head width, G groups, N state, C chunks, Q tokens per chunk, K experts per
 token.
 """

@@ -18,14 +18,14 @@ JSON_KINDS = ("json_thing", "json_count", "json_picture", "json_number", "json_p
 
 @dataclass(frozen=True)
 class Copied:
-    """What a part repeats: the patterns of `Turn.copied`."""
+    """A part of an answer repeats earlier words: the patterns of `Turn.copied` that find them."""
 
     patterns: tuple[str, ...]
 
 
 About = tuple[Thing, ...] | Copied | None
 Part = tuple[str, About]
-"""A piece of an answer and what it is about; None: about nothing."""
+"""A piece of an answer, and what it is about; None for punctuation and the like."""
 Field = tuple[str, Any, tuple[Thing, ...] | None]
 """Key, value and what the value is about."""
 
@@ -68,12 +68,12 @@ def turn_of(kind: str, question: str, parts: Iterable[Part], **more: Any) -> Tur
 
 
 def key_part(key: str, first: bool, named: bool) -> Part:
-    """What comes before a value; `named`: the question names the key."""
+    """The text before a value, with its key; `named`: the question names the key."""
     return f'{"{" if first else ", "}"{key}": ', Copied(("JSON", rf"\b({key})\b")) if named else None
 
 
 def end_part(named: bool) -> Part:
-    """The end of an object: that of the question's keys."""
+    """The end of an object; `named`: it depends on where the question's list of keys ends."""
     return "}", Copied(("JSON", r"(\.)<")) if named else None
 
 
@@ -94,12 +94,12 @@ def list_parts(values: Sequence[tuple[Any, Thing]]) -> list[Part]:
 
 
 def keys_for(rng: random.Random, attributes: Sequence[str]) -> dict[str, str]:
-    """A key for each of `attributes`, which keep their order: key -> attribute."""
+    """Key -> attribute, with a random key for each of `attributes`, in their order."""
     return {rng.choice(ATTRIBUTES[attribute]): attribute for attribute in attributes}
 
 
 def some_attributes(rng: random.Random, needed: Sequence[str] = ()) -> list[str]:
-    """`needed` and some other attributes in any order; at least one."""
+    """`needed` and a random choice of the other attributes, in random order; at least one in all."""
     others = [attribute for attribute in ATTRIBUTES if attribute not in needed]
     least = 0 if needed else 1
     chosen = [*needed, *rng.sample(others, rng.randint(least, len(others)))]
@@ -117,7 +117,7 @@ def _listed(rng: random.Random, keys: Sequence[str]) -> str:
 
 
 def _with(rng: random.Random, keys: Sequence[str]) -> str:
-    """What a request says of its keys; nothing for none."""
+    """The part of a request that names the keys; "" if there are none."""
     return f" with {_listed(rng, keys)}" if keys else ""
 
 
@@ -259,7 +259,7 @@ def _digits(things: Sequence[Thing]) -> list[Part]:
 
 
 def _keyed(rng: random.Random, plain: Turn, default: str, keys: Sequence[str], value: list[Part]) -> Turn:
-    """A question with one key, which is named or not."""
+    """A question whose answer has one key, which the question names or not."""
     key = rng.choice(keys)
     named = rng.random() < 0.7
     parts = [key_part(key if named else default, True, named), *value, end_part(named)]

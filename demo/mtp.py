@@ -1,16 +1,17 @@
-"""Trains the multi-token prediction head of the demo model: its trunk stays as it is, the head learns to guess its next
-tokens.
+"""Trains the multi-token prediction head of the demo model to predict the next tokens of the trunk, which stays
+unchanged.
 
     python -m demo.mtp --model demo/model --minutes 20     # resumes a checkpoint in --work
     python -m demo.mtp --model demo/model --export         # only writes the weights
 
-The head is that of the released checkpoints (pattern `*E`): fuse what the trunk says of a token with the token after
-it, one attention layer, one mixture of experts, the trunk's own vocabulary projection. It is reused for each further
-token, and trained so for `DEPTH` of them. The loss is the divergence from what the trunk itself would say, on answers.
-The weights go into the model's own file, under `mtp.`; `transformers` passes them over.
+The head has the structure of released ones (pattern `*E`): it combines the trunk's hidden state of a token with the
+embedding of the token after it, and has one attention layer, one mixture of experts, and the trunk's vocabulary
+projection. The same head predicts each further token, and is trained to do so for `DEPTH` of them. The loss is the
+divergence from the trunk's own distribution, on the tokens of answers. The weights are written into the model's own
+file, under `mtp.`; `transformers` ignores them.
 
-A head belongs to one trunk: after more training of the trunk, start from the old head with a new --work and --start,
-which is a checkpoint or a model that has a head.
+A head belongs to one trunk. After further training of the trunk, continue from the old head with a new --work, and with
+a checkpoint or a model that has a head as --start.
 """
 
 import argparse
@@ -67,7 +68,7 @@ class Head(nn.Module):
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.02)
-        with torch.no_grad():  # begins as a look at the trunk's hidden state: what it said of the token before
+        with torch.no_grad():  # initially passes the trunk's hidden state of the token before on
             first.eh_proj.weight[:, hidden:].add_(torch.eye(hidden))
 
     def forward(self, embedded: list[Tensor], hidden: Tensor) -> list[Tensor]:
@@ -128,7 +129,8 @@ class Trunk:
 
 
 def _ahead(x: Tensor, steps: int) -> Tensor:
-    """`[B, L, ...]` shifted so that position t has the value of t + steps; zeros at the end."""
+    """`[B, L, d]` or `[B, L]` shifted so that position t has the value of t + steps. The end is filled with zeros
+    (`[B, L, d]`) or `IGNORE` (`[B, L]`)."""
     return F.pad(x, (0, 0, 0, steps))[:, steps:] if x.ndim == 3 else F.pad(x, (0, steps), value=IGNORE)[:, steps:]
 
 
@@ -146,7 +148,7 @@ def predictions(trunk: Trunk, head: Head, batch: Batch) -> list[tuple[Tensor, Te
 
 
 class Run:
-    """A training run: everything in a checkpoint."""
+    """A training run, which can be resumed from its checkpoint."""
 
     def __init__(self, work: Path, model: Path, start: Path | None, seed: int, rate: float = 1.0) -> None:
         self.path = work / "mtp.pt"
@@ -169,7 +171,7 @@ class Run:
         state = torch.load(self.path, weights_only=True)
         if state["trunk"] != self.digest:
             raise SystemExit(
-                f"{self.path} is of another trunk than {model}: give another --work, and --start {self.path}"
+                f"{self.path} belongs to another trunk than {model}: use another --work, and --start {self.path}"
             )
         self.head.load_state_dict(state["head"])
         for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
@@ -295,10 +297,10 @@ def train(run: Run, minutes: float, report_minutes: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("demo/model"), help="exported model; gets the weights")
+    parser.add_argument("--model", type=Path, default=Path("demo/model"), help="exported model; gets the head's weights")
     parser.add_argument("--work", type=Path, default=Path("~/.cache/saccade/demo-mtp"), help="folder of the checkpoint")
-    parser.add_argument("--start", type=Path, help="checkpoint, or model, whose head to begin from if --work has none")
-    parser.add_argument("--minutes", type=float, default=20, help="training time in all, resumed time included")
+    parser.add_argument("--start", type=Path, help="checkpoint or model with the first head if --work has none")
+    parser.add_argument("--minutes", type=float, default=20, help="total training time, including resumed runs")
     parser.add_argument("--report-minutes", type=float, default=2, help="minutes between checkpoints")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)

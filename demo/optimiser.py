@@ -9,7 +9,8 @@ MUON_RATE, ADAM_RATE = 0.008, 1e-3
 
 
 def orthogonalise(update: torch.Tensor) -> torch.Tensor:
-    """The nearest semi-orthogonal matrices to `[..., m, n]`, by five quintic Newton-Schulz steps in bf16 (Muon)."""
+    """Approximates the nearest semi-orthogonal matrices to `[..., m, n]` by five quintic Newton-Schulz steps in bf16
+    (Muon)."""
     x = update.to(torch.bfloat16)
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x

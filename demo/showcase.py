@@ -2,8 +2,8 @@
 
     python -m demo.showcase            # rewrites demo/pictures and demo/questions.json
 
-Each question is answered by `demo/model` as `transformers` loads it, greedily; an example is taken only if every answer
-is right. The seed of each is kept in questions.json, so that `held_out_example` draws the same picture again.
+`transformers` with `demo/model` answers each question greedily, and an example is taken only if every answer is right.
+questions.json has the seed of each example, with which `held_out_example` draws the same picture again.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def _with_json(example: world.Example) -> world.Example:
 
 
 def _suits(name: str, example: world.Example) -> bool:
-    """True if `example` shows what the picture called `name` is meant to show."""
+    """Whether `example` has what the shipped picture called `name` is meant to show."""
     image = example.pictures[0].image
     things = example.pictures[0].things
     if name == "shapes":
@@ -113,7 +113,7 @@ def main() -> None:
             if _suits(name, example) and all(oracle.answer(t.question, images) == t.answer for t in example.turns):
                 break
         else:
-            raise SystemExit(f"no example for {name!r} is answered right in every turn")
+            raise SystemExit(f"none of {len(SEEDS)} seeds for {name!r} gives an example with only right answers")
         files = [f"{name}.png"] if len(images) == 1 else [f"{name}-first.png", f"{name}-second.png"]
         for file, image in zip(files, images, strict=True):
             image.save(folder / file, optimize=True)

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 VOCAB_SIZE = 1024
 RESERVED = 80
-"""Ids for what `extended` adds."""
+"""Number of ids that are reserved for the tokens that `extended` adds."""
 
 SPECIAL_TOKENS = (
     "<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<image>", "<img>", "</img>",
@@ -24,7 +24,7 @@ TOOL_TOKENS = (
     "<tool_response>", "</tool_response>", "<tools>", "</tools>", "<function>", "<name>", "</name>", "<description>",
     "</description>", "<parameters>", "</parameters>", "<parameter>", "<type>", "</type>",
 )  # fmt: skip
-"""Tags of the markup of tools. They are text, as `<think>` is: the detokenizer writes them."""
+"""Tags of the tool markup. They are not special tokens, just as `<think>` is not: the detokenizer includes them."""
 MORE_WORDS = (
     '{"', '":', '",', ' "', '"}', '},', ' {"', '[{"', '}]', '"]', ' [', ' ["', ' [{"', " JSON", " keys", " object",
     " array", "shape", "color", "place", "count", "number", " tool",
@@ -150,8 +150,8 @@ def train_tokenizer(sentences: Iterable[str]) -> Tokenizer:
 
 
 def extended(tokenizer: Tokenizer) -> Tokenizer:
-    """`tokenizer` with `MORE_WORDS` and `TOOL_TOKENS`; nothing changes if it has them. Ids and the tokens of other text
-    stay as they are, because new merges come last."""
+    """`tokenizer` with `MORE_WORDS` and `TOOL_TOKENS`; unchanged if it has them already. Existing ids and the tokens of
+    other text stay the same, because the new merges come last."""
     for word in MORE_WORDS:
         while len(parts := tokenizer.encode(word, add_special_tokens=False).tokens) > 1:
             state = json.loads(tokenizer.to_str())

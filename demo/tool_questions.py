@@ -1,4 +1,4 @@
-"""Conversations with tools: requests that a tool fits are answered with calls, others as without tools.
+"""Conversations with tools: a request for which there is a tool is answered with calls, any other as without tools.
 
 A tool records a shape, a printed number or a count. Its name and its parameters are drawn, so that they have to be read
 from the system message. The markup is that of Nemotron 3, as `demo.tokenizer.CHAT_TEMPLATE` renders it.
@@ -46,16 +46,16 @@ DONE, NO_TOOL = "Done.", "I have no tool for that."
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that fits."""
+    """A tool that fits a request."""
 
     verb: str
     noun: str
     name: str
     keys: dict[str, str]
-    """Attribute of each parameter; of the only one: number or count."""
+    """Parameter -> attribute. A tool for a number or a count has one, with the attribute "number" or "count"."""
 
     def definition(self, rng: random.Random) -> dict[str, Any]:
-        """Its JSON form, with a description or without one."""
+        """The tool in OpenAI's JSON form, with or without a description."""
         kind = {"number": "integer", "count": "integer"}
         properties: dict[str, dict[str, Any]] = {}
         described = rng.random() < 0.3
@@ -73,14 +73,14 @@ class Tool:
 
 
 def _tool(rng: random.Random, kind: str) -> Tool:
-    """A tool for a thing, a number or a count."""
+    """A random tool for a `kind`: "thing", "number" or "count"."""
     verb, noun = rng.choice(VERBS), rng.choice(NOUNS[kind])
     keys = keys_for(rng, some_attributes(rng)) if kind == "thing" else {rng.choice(PARAMETERS[kind]): kind}
     return Tool(verb, noun, f"{verb}_{noun}" if rng.random() < 0.9 else verb, keys)
 
 
 def _call(tool: Tool, values: dict[str, list[Part]]) -> list[Part]:
-    """The parts of a call with the value of each parameter."""
+    """The parts of a call. `values`: parameter -> the parts of its value."""
     name = rf"<name>({tool.name})</name>"
     head, *rest = render_call(tool.name, dict.fromkeys(tool.keys, "\0")).split("\0")
     begin = head.index(tool.name) + len(tool.name)
@@ -132,7 +132,7 @@ def _number_turn(rng: random.Random, tool: Tool, picture: Picture) -> Turn:
 
 
 def _count_turn(rng: random.Random, tool: Tool, picture: Picture) -> Turn:
-    """A call with the answer to a question how many there are."""
+    """A request to record a count, and the call with the count."""
     plain = questions.ASK_SCENE["count"](rng, picture)
     while not plain.question.startswith("How many") or "sentence" in plain.question:
         plain = questions.ASK_SCENE["count"](rng, picture)
@@ -172,7 +172,7 @@ def _turn(rng: random.Random, kind: str, picture: Picture) -> tuple[Turn, list[d
 
 
 def _after(rng: random.Random, turn: Turn) -> list[Turn]:
-    """The tools' responses and the answer to them."""
+    """A turn with the tools' responses and the answer to them."""
     calls = turn.answer.count("<tool_call>")
     if not calls:
         return []

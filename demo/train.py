@@ -1,14 +1,14 @@
-"""Trains the demo model on pictures and conversations drawn as it goes, with `transformers`' own modules.
+"""Trains the demo model on pictures and conversations that are generated during training, with `transformers`' modules.
 
     python -m demo.train --work ~/.cache/saccade/demo --minutes 100     # resumes if --work holds a checkpoint
     python -m demo.train --work ~/.cache/saccade/demo --start demo/model            # a new run from exported weights
     python -m demo.train --work ~/.cache/saccade/demo --export --out demo/model
 
-The loss is the cross-entropy of the answers' tokens plus two that only help to learn:
+The loss is the cross-entropy of the answers' tokens plus two losses that only help training:
 
-- an auxiliary linear head on the projected image tokens names which colour, shape or digit covers each patch, in which
-  of the nine places the token lies and whether it holds the centre of something. The head is thrown away.
-- two attention heads are taught where to look: at the image tokens that show what the next word is about.
+- an auxiliary linear head on the projected image tokens predicts which colour, shape or digit covers each patch, in
+  which of the nine places the token lies, and whether it contains the centre of an object. It is not exported.
+- two attention heads are trained to attend to the image tokens that show what the next word is about.
 """
 
 import argparse
@@ -46,14 +46,15 @@ EVALUATION_QUESTIONS = 40
 
 
 def _tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer that `path` holds, trained and written there if there is none: a resumed run keeps its own."""
+    """The tokenizer in the file `path`. If there is none, it is trained and written there, so that a resumed run keeps
+    its tokenizer."""
     if not path.exists():
         train_tokenizer(data.sentences()).save(str(path))
     return Tokenizer.from_file(str(path))
 
 
 class Run:
-    """A training run: everything in a checkpoint."""
+    """A training run, which can be resumed from its checkpoint."""
 
     def __init__(
         self, work: Path, seed: int, start: Path | None = None, decoder_only: bool = False, rate: float = 1.0,
@@ -90,7 +91,8 @@ class Run:
 
     @torch.no_grad()
     def _initialise_new_tokens(self, old: Tokenizer) -> None:
-        """The vectors of each token that `old` lacks become the mean of those that `old` writes its text with."""
+        """Sets the vectors of each token that `old` lacks to the mean of those of the tokens into which `old` divides
+        its text."""
         decoder = self.trainee.model.language_model
         for token in range(old.get_vocab_size(), self.tokenizer.get_vocab_size()):
             parts = old.encode(self.tokenizer.decode([token]), add_special_tokens=False).ids
@@ -160,12 +162,13 @@ EXAMPLES: dict[str, Callable[[int, str], world.Example]] = {
     **dict.fromkeys(JSON_KINDS, json_example),
     **dict.fromkeys(TOOL_KINDS, tool_question),
 }
-"""What makes the held-out questions of each kind."""
+"""Kind of question -> the function that makes a held-out example of it from a seed."""
 
 
 @torch.no_grad()
 def evaluate(trainee: Trainee, renderer: Renderer, questions: int) -> dict[str, float]:
-    """Exact match by kind on the first `questions` held-out questions of each; the same as greedy decoding scores."""
+    """Exact match by kind on the first `questions` held-out questions of each kind. Teacher forcing gives the same
+    score as greedy decoding."""
     result = {}
     for kind, example in EXAMPLES.items():
         right = 0
@@ -228,15 +231,15 @@ def keep_freed_memory() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("~/.cache/saccade/demo"), help="folder of the checkpoint")
-    parser.add_argument("--minutes", type=float, default=100, help="training time in all, resumed time included")
+    parser.add_argument("--minutes", type=float, default=100, help="total training time, including resumed runs")
     parser.add_argument("--report-minutes", type=float, default=5, help="minutes between checkpoints")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("demo/model"), help="where to write the model in the end")
-    parser.add_argument("--start", type=Path, help="exported model to begin from where --work has no checkpoint")
-    parser.add_argument("--decoder-only", action="store_true", help="train no part of the vision tower and projector")
+    parser.add_argument("--out", type=Path, default=Path("demo/model"), help="where to write the model at the end")
+    parser.add_argument("--start", type=Path, help="exported model to start from if --work has no checkpoint")
+    parser.add_argument("--decoder-only", action="store_true", help="do not train the vision tower and projector")
     parser.add_argument("--rate", type=float, default=1.0, help="factor of the learning rates")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor of the conversations in a step")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of conversations in a step")
     parser.add_argument("--export", action="store_true", help="only write --out from the newest checkpoint")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

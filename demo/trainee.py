@@ -18,8 +18,8 @@ FOCUS_HEADS = 2
 
 
 class AuxiliaryHead(nn.Module):
-    """Predicts, for each image token, the objects on its four patches, its place, and whether the centre of an object
-    is on it (which makes objects countable, whatever their size). Used only in training."""
+    """Predicts, for each image token, the objects on its four patches, its place, and whether it contains the centre of
+    an object (so that objects can be counted, whatever their size). Used only in training."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def _patch_labels(picture: world.Picture, grid: tuple[int, int]) -> torch.Tensor
 
 
 def _centre_labels(picture: world.Picture, grid: tuple[int, int]) -> torch.Tensor:
-    """`[rows / 2, columns / 2]`: 1.0 for the image tokens that hold the centre of a thing, else 0.0."""
+    """`[rows / 2, columns / 2]`: 1.0 for image tokens that contain the centre of a thing, 0.0 for the others."""
     labels = torch.zeros(grid[0] // 2, grid[1] // 2)
     for thing in picture.things:
         labels[centre(picture, thing, grid)] = 1.0
@@ -92,8 +92,9 @@ class Trainee(nn.Module):
         self.attention = output[1]
 
     def focus_loss(self, batch: Batch) -> torch.Tensor:
-        """Loss of the first `FOCUS_HEADS` heads: the mean -log of their attention to what each answer is about. For
-        counts, of the geometric mean of the attention to the objects, which is largest if all get the same."""
+        """Loss of the first `FOCUS_HEADS` heads: the mean -log of their total attention to the tokens of `focus_on`.
+        For counts, the mean -log of the number of these tokens times the geometric mean of the attention to each, which
+        is largest if all get the same."""
         assert self.attention is not None, "only eager attention returns its weights"
         row, position = batch.focus_at.unbind(1)
         shares_FHL = self.attention[row, :FOCUS_HEADS, position].float()

@@ -91,11 +91,11 @@ class Turn:
     answer: str
     about: tuple[Thing, ...] = ()
     one_by_one: bool = False
-    """The answer names the things one after the other."""
+    """Whether the answer names the things one after the other."""
     empty_place: str | None = None
-    """The empty place, if that is the answer."""
+    """The place that the question is about, if it is empty."""
     spans: tuple[tuple[int, int, tuple[Thing, ...]], ...] = ()
-    """What `focus` returns, where it does not follow from the other fields."""
+    """The result of `focus`, if it does not follow from the other fields."""
     copied: tuple[tuple[int, int, tuple[str, ...]], ...] = ()
     """Parts of the answer that repeat, or depend on, words of the conversation so far: (start, end, patterns). The
     patterns are searched one after the other; group 1 of the last is what the part repeats."""
