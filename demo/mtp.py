@@ -297,7 +297,7 @@ def train(run: Run, minutes: float, report_minutes: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("demo/model"), help="exported model; gets the head's weights")
+    parser.add_argument("--model", type=Path, default=Path("demo/model"), help="model that gets the head's weights")
     parser.add_argument("--work", type=Path, default=Path("~/.cache/saccade/demo-mtp"), help="folder of the checkpoint")
     parser.add_argument("--start", type=Path, help="checkpoint or model with the first head if --work has none")
     parser.add_argument("--minutes", type=float, default=20, help="total training time, including resumed runs")
