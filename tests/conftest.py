@@ -7,7 +7,7 @@ import random
 import tempfile
 from collections.abc import Iterator
 
-# Before torch, tokenizers and transformers are imported: each reads its variable once.
+# Set before torch, tokenizers and transformers are imported, because each reads its variable only once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,14 +26,14 @@ from hypothesis import settings
 
 torch.set_num_threads(1)
 
-# Examples are the same in each run, so that a red test is red for the next person too; time limits belong to machines.
+# Examples are the same in each run, so that a failure can be reproduced. There is no time limit: machines differ.
 settings.register_profile("saccade", deadline=None, derandomize=True, database=None)
 settings.load_profile("saccade")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Servers that tests kill cannot remove theirs, so pytest does."""
+    """Servers that tests kill cannot remove their temporary folders, so pytest does."""
     os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))
 
 

@@ -39,7 +39,7 @@ EXCEPTIONS = {
     ("service/batches/batches.py", "saccade"),
     ("service/batches/batch_runs.py", "saccade"),
     ("service/servers/server.py", "saccade"),
-    # The HTTP server is a program that uses the SDK.
+    # The HTTP server uses the SDK.
     *((path.relative_to(CHECKOUT).as_posix(), "saccade") for path in (CHECKOUT / "service" / "http").glob("*.py")),
 }
 METHODS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -55,7 +55,7 @@ NEVER = {
 
 
 def sources(package: str) -> list[Path]:
-    build = CHECKOUT / package / "build"  # what `pip install` leaves behind
+    build = CHECKOUT / package / "build"  # created by `pip install`
     found = (CHECKOUT / package).rglob("*.py")
     chosen = sorted(path for path in found if "_pb2" not in path.name and not path.is_relative_to(build))
     assert chosen, f"{package} has no files, so that every rule would hold"
@@ -254,8 +254,8 @@ def test_what_a_machine_cannot_run_is_skipped_with_a_reason() -> None:
 
 @pytest.mark.parametrize("module", ["service.servers.run", "service.servers.frontend_process"])
 def test_a_frontend_imports_no_torch(module: str) -> None:
-    """Only processes with tensors import it: the engine, the encoder, and the workers that make patches. The others of
-    these packages are loaded by the workers, by the first request that needs them, or by another command; they would
+    """Only processes with tensors import torch: the engine, the encoder, and the workers that make patches. The others
+    of these packages are loaded by the workers, by the first request that needs them, or by another command; they would
     take 20 MiB."""
     heavy = {"torch", "triton", "safetensors", "numpy", "PIL", "av", "pydantic", "starlette", "uvicorn", "llguidance"}
     program = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"

@@ -39,7 +39,7 @@ def test_a_wrong_result_fails_the_check(
     honest, calls = gpu_check.logprobs, []
 
     def off(*given: Any) -> torch.Tensor:
-        """Makes the first of three calls, the kernels' one, wrong by 0.02."""
+        """Makes the first of three calls, that of the kernels, wrong by 0.02."""
         calls.append(given)
         return honest(*given) * (1.02 if len(calls) % 3 == 1 else 1.0)
 

@@ -33,7 +33,7 @@ def test_what_an_installation_leaves_behind_is_not_looked_at(checkout: Path, com
         (checkout / folder / "wrong.py").write_text(WRONG)
     done = lint(checkout, command)
     assert done.returncode == 0, done.stdout + done.stderr
-    (checkout / "saccade" / "builder.py").write_text(WRONG)  # a source is looked at, whatever its name begins with
+    (checkout / "saccade" / "builder.py").write_text(WRONG)  # a source is checked, whatever its name begins with
     assert lint(checkout, command).returncode == 1
 
 

@@ -59,7 +59,7 @@ def test_caught_and_survived(checkout: Path, tmp_path: Path, capsys: pytest.Capt
     *_, counted, survivor = mutants.table(rows).splitlines()
     assert counted.split() == ["all", "3", "2", "1"] and survivor.startswith("survived: thing.py")
 
-    state.write_text(state.read_text() + '{"key": "cut')  # a run that was killed while it wrote
+    state.write_text(state.read_text() + '{"key": "cut')  # as after a run that was killed while it wrote
     capsys.readouterr()
     assert mutants.run(tried, checkout, Results(state)) == rows
     assert capsys.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""What a release rests on: one version, the changelog's form, known licences, and the example for GitHub."""
+"""Requirements of a release: one version, the changelog's format, known licences, and the example for GitHub."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_every_package_that_the_server_brings_is_listed_with_its_licence() -> No
 
 def test_the_example_for_github_calls_what_contributors_call() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-    assert workflow[True].keys() == {"push", "pull_request"}  # YAML 1.1 reads `on` as true
+    assert workflow[True].keys() == {"push", "pull_request"}  # YAML 1.1 parses `on` as true
     commands = {job: [s["run"] for s in of["steps"] if "run" in s] for job, of in workflow["jobs"].items()}
     assert commands == {"test": [".ci/run", "make release-check"]}  # the second for tags, with every instruction set
 

@@ -1,4 +1,4 @@
-"""The words that docs/glossary.md retires do not come back, in identifiers, comments, messages or pages."""
+"""The words that docs/glossary.md lists as retired are not used in identifiers, comments, messages or pages."""
 
 from __future__ import annotations
 

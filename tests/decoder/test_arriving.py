@@ -1,4 +1,4 @@
-"""Weights are read as layers are built, few at a time, and an error lists all problems."""
+"""Weights are read while layers are built, a few at a time, and an error lists all problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Compiled attention with all options: the operations' maths, and the same bits however tokens are batched."""
+"""Compiled attention with all options gives the results of torch operations, and the same bits however tokens are
+batched."""
 
 from __future__ import annotations
 

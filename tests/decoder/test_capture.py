@@ -1,4 +1,4 @@
-"""Which sizes get a graph, and when the arena is too small for them."""
+"""Which step sizes get a graph, and when the arena is too small for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where states are kept, and how many one request can hold."""
+"""At which positions states are kept, and how many states one request can hold."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_marks_of_images_hints_and_junctions() -> None:
 
 
 def test_marks_of_output() -> None:
-    """Prompt of 10: `all` keeps every boundary that a row passes, `align` the last one, `auto` none on the way."""
+    """Prompt of 10: `all` keeps every boundary that a row passes, `align` the last one, `auto` none inside a row."""
     assert place("all").marks_between((4, 8), 10, 0, 10) == [4, 8]
     assert place("all").marks_between((4, 8), 10, 8, 17) == [12, 16]
     assert place("align").marks_between((8,), 10, 8, 17) == [16]

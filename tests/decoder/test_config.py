@@ -54,7 +54,7 @@ def test_layers_of_a_drafting_head_are_checked_where_the_trunk_has_none(changes:
     with pytest.raises(ValueError, match=message):
         tiny_config(trunk, **{"num_nextn_predict_layers": 1, **changes})
     if changes.get("num_nextn_predict_layers") is None:
-        assert len(tiny_config(trunk, **changes).layers) == 1  # nobody has those layers
+        assert len(tiny_config(trunk, **changes).layers) == 1  # no layers have these indices
 
 
 def test_layers_that_are_not_there_are_not_checked() -> None:

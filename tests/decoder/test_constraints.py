@@ -68,7 +68,7 @@ Plain = Callable[[str, int], Answers]
 
 @pytest.fixture(scope="module")
 def plain() -> Plain:
-    """What is compared with, computed operation by operation, without drafts, when it is first asked for."""
+    """The answers with which all others are compared: computed operation by operation, without drafts, on first use."""
     return cache(lambda pattern, first: constrained(pattern, first, native="off"))
 
 
@@ -84,7 +84,8 @@ def test_no_option_changes_a_constrained_answer(case: dict[str, Any], plain: Pla
 
 
 def test_the_answers_compared_are_of_all_sorts(plain: Plain) -> None:
-    """Some have ended by themselves, one has come to where nothing is allowed, and each satisfies its constraint."""
+    """Some have ended by themselves, one has reached a state in which nothing is allowed, and each satisfies its
+    constraint."""
     reasons = set()
     for first in (0, 1):
         for name, (drawn, reason) in plain("M-*EM*", first).drawn.items():
@@ -310,7 +311,7 @@ def test_memory_for_forced_tokens_is_planned() -> None:
 
 @pytest.mark.parametrize("native", ["auto", "off"])
 def test_a_head_has_entries_of_forced_tokens_too(native: str) -> None:
-    """The keys of a drafting head are those that it has when it drafts everything itself."""
+    """The head's keys are the same as if it had drafted every token itself."""
 
     def entries(forced: str) -> torch.Tensor:
         runner = make_runner(

@@ -180,7 +180,7 @@ def test_one_request_that_loses_is_probed_alone_and_seldom() -> None:
     probes = []
     for length in range(1000):
         made.awake()
-        made.drafts()  # somebody else's
+        made.drafts()  # of another request
         for record in bad:
             if made.wanted(record, length, 1):
                 probes.append(length)
@@ -211,7 +211,7 @@ def test_plain_steps_are_measured_again_when_they_are_old() -> None:
     assert times.wants_plain(1, 10) and times.plain(2) == 1.5
     times.add(2, 0, 5.0, 10 + BASELINE_AGE)  # not old yet: one of several
     assert times.plain(2) == 2.0
-    times.add(2, 0, 7.0, 11 + 2 * BASELINE_AGE)  # what was known is forgotten
+    times.add(2, 0, 7.0, 11 + 2 * BASELINE_AGE)  # earlier measurements are forgotten
     assert times.plain(2) == 7.0 and times.wants_plain(2, 11 + 2 * BASELINE_AGE)
 
 
@@ -238,7 +238,7 @@ def test_what_drafts_add_is_a_line_through_what_was_measured() -> None:
     assert measured((2, 1, 1.6)) == pytest.approx([0.9, 1.5, 2.1])  # half a draft a row
     assert measured((2, 2, 1.6), (2, 6, 1.2)) == pytest.approx([0.4, 0.4, 0.4])  # more drafts take no less
     assert measured((2, 2, 0.5), (2, 6, 1.6)) == pytest.approx([0.0, 0.3, 0.6])  # and none gives time back
-    assert measured((3, 3, 1.2), (2, 6, 1.6)) == pytest.approx([0.2, 0.4, 0.6])  # 2 and 3 rows are of one size
+    assert measured((3, 3, 1.2), (2, 6, 1.6)) == pytest.approx([0.2, 0.4, 0.6])  # steps of 2 and 3 rows have one size
     assert measured((4, 4, 9.0), (2, 4, 1.4)) == pytest.approx([0.3, 0.4, 0.5])  # 4 rows have no plain step to compare
 
 

@@ -1,5 +1,4 @@
-"""The checkpoint that the prefix cache evicts: the least worthy, by age and uses, and none that is being copied
-from."""
+"""The prefix cache evicts the checkpoint of the lowest value, by age and uses, but none that is being copied."""
 
 from __future__ import annotations
 
@@ -123,7 +122,7 @@ def test_the_clock_never_goes_back() -> None:
     shelf.put("a", 50)
     shelf.put("b", 60)
     assert shelf.evict() == "a" and shelf.cache.order.worth(10) == 60
-    shelf.checkpoints["b"].worth = 0  # what the heap says counts
+    shelf.checkpoints["b"].worth = 0  # the value in the heap counts, not this one
     assert shelf.evict() == "b" and shelf.cache.order.worth(10) == 70
 
 

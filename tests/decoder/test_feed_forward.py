@@ -1,4 +1,5 @@
-"""Compiled MLPs and experts of any kind compared with the layers that they replace, and the bits of their rows."""
+"""Compiled MLPs and experts of any kind give the results of the layers that they replace, with bits that do not depend
+on the batch."""
 
 from __future__ import annotations
 

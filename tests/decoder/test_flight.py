@@ -1,4 +1,4 @@
-"""End tokens on the device: each batch slot has those of its own sequence, not those of earlier or other ones."""
+"""End tokens on the device: each batch slot has those of its own sequence, not of an earlier or another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Graph = eager: the same tokens from static, padded buffers, whatever an earlier step has left in them."""
+"""Steps with graphs draw the same tokens as eager ones, whatever an earlier step has left in the static, padded
+buffers."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Layer:
         self.room = torch.empty(SLOTS, size, dtype=torch.uint8)
         numbers = self.room.view(options.state_dtype)
         self.states = numbers[:, : math.prod(memory.state)].unflatten(1, memory.state)
-        """As torch operations see them; what is in them has to be converted first (`memory`)."""
+        """The states as torch operations see them; their contents have to be converted first (`memory`)."""
         self.ring = torch.empty(2, RING, spec.memory.inputs)
         given = (options, weights, self.windows, self.states, self.ring)
         self.mixer: Any = (
@@ -238,7 +238,7 @@ def test_a_row_is_the_same_however_it_is_cut_and_in_any_batch(
     found = []
     for part, begin in zip(x.split(parts), [0, *ends], strict=False):
         beside = [(inputs(layer.config, count, count), 4 + i, False) for i, count in enumerate(company)]
-        place = min(len(beside), 1)  # the row is not always the first
+        place = min(len(beside), 1)  # the row is not always the first of its step
         out = layer.step([*beside[:place], (part, 2, begin > 0), *beside[place:]], threads=threads)
         found.append(out[place])
         if begin == 0 and saves:
@@ -270,7 +270,7 @@ def test_drafts_that_are_rejected_change_no_bit(which: tuple[str, str], kept: in
     layer.forget()
     slots, accepted, computed = [5, 2, 7, 1], 0, 6
     found = layer.step([(x[:computed], 5, False), (other[:computed], 3, False)])[:1]
-    state = 0  # where in the slots the current one is
+    state = 0  # index in `slots` of the one with the current state
     for step in range(4):
         wrong = inputs(layer.config, 4 - kept, seed=9 + step)
         drafted = torch.cat((x[computed : computed + kept], wrong))

@@ -1,4 +1,4 @@
-"""Drafting heads: the maths compared with a direct implementation token by token, whatever happens to the sequence."""
+"""Drafting heads compute the same as a direct implementation token by token, whatever happens to the sequence."""
 
 from __future__ import annotations
 

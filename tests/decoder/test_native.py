@@ -1,4 +1,4 @@
-"""The compiled decode step against the same model operation by operation."""
+"""The compiled decode step compared with the same model computed operation by operation."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ print(sum(map(pages_in_memory, buffers)))
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux which pages are in memory")
 def test_buffers_take_no_memory_before_a_step_fills_them() -> None:
-    """Also where the C allocator has memory that was freed, as after loading: its size then depended on chance."""
+    """Also if the C allocator has freed memory, as after loading: buffers in it would be resident by chance."""
     path = os.pathsep.join([str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])])
     told = subprocess.run(
         [sys.executable, "-c", BUFFERS], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
@@ -176,7 +176,7 @@ def test_scaled_embeddings_have_the_bits_of_those_that_are_called(monkeypatch: p
     options = DecoderOptions(max_seqs=8, max_len=64, page_size=4, native="on", dtype=torch.bfloat16)
     compiled, _ = _logits(config, options)
     monkeypatch.setattr(NativeStep, "single", None)
-    monkeypatch.setattr("decoder.native.MAX_ROUTED", 0)  # no step is one call
+    monkeypatch.setattr("decoder.native.MAX_ROUTED", 0)  # no step runs as a single compiled call
     called, _ = _logits(config, options)
     for ours, theirs in zip(compiled, called, strict=True):
         assert torch.equal(ours, theirs)

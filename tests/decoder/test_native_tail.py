@@ -1,4 +1,4 @@
-"""Compiled prompts compute the last layers only for tokens whose rows are read, and no answer shows it."""
+"""Compiled code computes the last layers of a prompt only for tokens whose rows are read, which changes no answer."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def told(events: dict[str, list[TokenEvent]]) -> dict[str, list[Any]]:
 
 
 def cached(runner: DecoderRunner) -> dict[bytes, tuple[int, torch.Tensor]]:
-    """Key, tokens and content of every kept state."""
+    """Key, number of tokens and content of every kept state."""
     assert runner.cache is not None
     return {c.key: (c.tokens, state_content(runner, c.slot)) for c in runner.cache.order}
 
@@ -239,7 +239,7 @@ def test_a_launch_reads_nothing_of_the_device(options: dict[str, Any]) -> None:
 
 
 def test_a_step_that_is_read_at_once_is_seen_to_read() -> None:
-    """The check above can fail: plain drawing, and scores of a prompt."""
+    """The check above can fail: it finds the reads of plain drawing and of scores of a prompt."""
     runner = make("off", native="off")
     runner.add(request("a", range(9), SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=0)))
     with HostReads() as reads:
@@ -358,7 +358,7 @@ def test_preempted_in_flight_equals_undisturbed(every: int, host_bytes: int) -> 
     plain = {name: tokens(of) for name, of in run(make("off"), *items).items()}
     items = [item for item in workload(10) if item.sampling.prompt_logprobs is None and not item.pooled]
     runner = make(host_bytes=host_bytes, max_chunk=16)
-    # A prompt that is read again every other step ends all the same only where it is read in one.
+    # If a prompt is recomputed every other step, the request only ends if the prompt is computed in one step.
     found = run(runner, *items, preempt_every=every + (host_bytes == 0), limit=4000)
     assert {name: tokens(of) for name, of in found.items()} == plain
     stats = runner.stats()

@@ -1,5 +1,5 @@
 """Five bugs that servers of such models have shipped, each planted in our code by changing one line. Each check has to
-pass on the original code, and to fail with the bug; otherwise it would guard nothing."""
+pass on the original code and to fail with the bug; otherwise it would be useless."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def image(start: int, rows: Tensor = ROWS) -> FakeSource:
 
 
 def prompt_with(name: str, before: list[int], grid: tuple[int, int], after: list[int], **rest: Any) -> DecoderRequest:
-    """Text, an image of 12 tokens in a grid, and text."""
+    """A prompt of text, an image of 12 tokens in a grid, and text."""
     prompt, start = [*before, *[0] * 12, *after], len(before)
     positions = grid_positions(len(prompt), (start, *grid))
     return request(name, prompt, rest.pop("params", greedy_params(14)), [image(start)], positions=positions, **rest)

@@ -1,4 +1,4 @@
-"""A cached prefix gives the results of computing it; exactly the usable prefixes are cached."""
+"""A cached prefix gives the same results as computing it, and exactly the usable prefixes are cached."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ PROMPT = [7 * i % 97 for i in range(40)]
 def scores(**options: Any) -> Any:
     runner = make_runner(CONFIG, weights_of(MODEL, CONFIG), **options)
     params = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=2)
-    for name in ("first", "again"):  # the second could have all but a token of it from the cache
+    for name in ("first", "again"):  # all but one token of the second prompt could come from the cache
         events = run(runner, request(name, PROMPT, params))[name]
     assert all(not event.prompt_scores for event in events[1:])
     assert runner.stats()["cache_hits"] == 0

@@ -109,7 +109,8 @@ CONSTRAINTS = [None, *(AllowedTokens(of) for of in ([11], [2, 11], [2, 3, 7, 290
 def test_a_batch_draws_what_each_row_draws(
     make: Callable[..., Sampler], asked: list[tuple[SamplingParams, Constraint | None]], scale: float, seed: int
 ) -> None:
-    """With and without constraints; what is reported of a token is that of the unconstrained distribution."""
+    """With and without constraints. The reported log-probabilities of a token are those of the unconstrained
+    distribution."""
     params = [item for item, _ in asked]
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(params), VOCAB, generator=generator) * scale
@@ -148,7 +149,7 @@ def test_tokens_ahead_count_as_if_they_were_drawn(make: Callable[..., Sampler], 
         drawn = make(VOCAB, 1).sample(bumped, [sequence(0, params, [7], [3], **rest)], [ahead])
         assert (drawn[0].token == 8) == (minimum <= 4)
     close = logits.clone()
-    close[0, 5] = 3.9  # the largest after one draw of it, and not after two
+    close[0, 5] = 3.9  # the largest logit after it has been drawn once, but not after twice
     for ahead, expected in (([5, 9, 10], 5), ([5, 5, 10], 0)):
         assert make(VOCAB, 1).sample(close, [sequence(0, params, [7], [3], **rest)], [ahead])[0].token == expected
 
@@ -180,7 +181,7 @@ def test_all_back_ends_draw_the_same_at_the_bounds(params: dict[str, Any], scale
         row = sequence(0, SamplingParams(**params, seed=seed), [1, 2, 3], [5, 5, 9])
         drawn = [Sampler(VOCAB, 1, compiled=compiled).sample(logits, [row])[0].token for compiled in (True, False)]
         assert drawn[0] == drawn[1]
-        if "frequency_penalty" not in params and "logit_bias" not in params:  # these round in float32
+        if "frequency_penalty" not in params and "logit_bias" not in params:  # both round in float32
             assert drawn[0] == naive(logits[0], row)
 
 

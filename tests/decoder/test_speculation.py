@@ -280,7 +280,7 @@ def test_drafts_behind_a_refused_one_are_not_counted(accepted: int, tried: list[
     stats = made.stats()
     assert [stats[f"drafted_{place}"] for place in (1, 2, 3)] == [2 * count for count in tried]
     assert [stats[f"accepted_{place}"] for place in (1, 2, 3)] == [2 * count for count in hits]
-    made.verified(sequence, 0, 0)  # a row that is verified for its ring alone
+    made.verified(sequence, 0, 0)  # a row that is verified only because of its ring
     assert made.stats() == stats
 
 
@@ -337,7 +337,7 @@ def test_a_step_that_is_measured_has_no_drafts_for_anybody() -> None:
     for sequence in sequences:
         sequence.draft.limit = 3
     made.ask(sequences)
-    assert [s.draft.limit for s in sequences] == [0, 0, 3]  # the last one does not draw
+    assert [s.draft.limit for s in sequences] == [0, 0, 3]  # the last row does not draw
 
 
 def step_of(sequences: list[Sequence], drafts: list[int], *, prompt: bool = False) -> Step:
@@ -350,11 +350,11 @@ def test_a_step_lasts_until_the_next_one_and_only_draws_are_measured() -> None:
     seen: list[tuple[int, int, float]] = []
     made.policy.timed = lambda *measured: seen.append(measured)  # type: ignore[method-assign]
     made.timed(step_of(sequences, [2, 1]), 10.0)
-    made.timed(step_of(sequences, [0, 0], prompt=True), 13.0)  # somebody reads a prompt
+    made.timed(step_of(sequences, [0, 0], prompt=True), 13.0)  # a request is still prefilling
     made.timed(step_of(sequences, [0, 0]), 17.0)
     made.timed(step_of(sequences, [0]), 18.5)
     assert seen == [(2, 3, 3.0), (2, 0, 1.5)]
-    made.forget(sequences[0])  # the step before was one of those that do not all go on
+    made.forget(sequences[0])  # not all sequences of the previous step continue
     made.timed(step_of(sequences, [0]), 20.0)
     made.timed(Step(), 21.0)
     made.timed(Step(), 22.0)
@@ -378,5 +378,5 @@ def test_a_step_without_drafts_says_why(source: str, reason: str) -> None:
         sequences[0].tokens[-1] = sequences[1].tokens[-1] = 50
     made.ask(sequences)
     assert told == [reason]
-    made.ask([])  # nobody decodes: nobody is idle
+    made.ask([])  # no request decodes, so none is idle
     assert told == [reason]

@@ -43,7 +43,7 @@ def walk(make: Callable[[], Constraint], allowed: Allowed, seed: int, steps: int
         elif draw.random() < 0.2:
             constraint, old = constraint.copy(), constraint
             if now:
-                old.accept(min(now))  # of no concern to the copy
+                old.accept(min(now))  # does not affect the copy
         elif now:
             text.append(draw.choice(sorted(now)))
             constraint.accept(text[-1])

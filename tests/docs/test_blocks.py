@@ -1,4 +1,5 @@
-"""Every code block of README and docs runs, on a server that the quickstart starts, or says why it cannot."""
+"""Every code block of README and docs runs, on the server that the quickstart starts, or has a reason why it does
+not."""
 
 from __future__ import annotations
 

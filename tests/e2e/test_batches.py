@@ -148,7 +148,7 @@ def test_a_wrong_file_is_refused_with_its_lines(client: saccade.Client) -> None:
     other = client.batches.wait(client.batches.create(lines([row(0, model="another")])).batch_id)
     assert (other.state, other.reason) == ("failed", "BATCH_MODEL")
     empty = client.batches.wait(client.batches.create(b"\n\n").batch_id)
-    assert (empty.reason, empty.message) == ("BATCH_INVALID", "no requests in it")  # and not where the server keeps it
+    assert (empty.reason, empty.message) == ("BATCH_INVALID", "no requests in it")  # no path on the server
     for batch_id in (batch.batch_id, other.batch_id, empty.batch_id):
         client.batches.delete(batch_id)
 
@@ -262,7 +262,7 @@ def test_tenants_do_not_see_each_other_and_take_turns(model: Path, tmp_path: Pat
             c.batches.list()
         with pytest.raises(errors.RateLimited, match="your batches"):
             a.batches.create(b" " * 199_000)
-        # a key that is taken away ends what runs in its name
+        # removing a key ends the batches that run with it
         write_keys(tmp_path / "keys.toml", {"b": keys["b"]})
         for one in long:
             assert server.run(_over(server, "a", one.batch_id)) == ("failed", "KEY_REVOKED")
@@ -329,7 +329,7 @@ def test_no_batch_is_taken_while_the_server_drains(text_model: Path) -> None:
     with RunningServer(str(text_model), **LIMITS) as server, saccade.Client(server.address, max_retries=0) as client:
         server.loop.call_soon_threadsafe(server.server.drain)
         with pytest.raises(errors.Overloaded, match="shutting down") as caught:
-            while True:  # until the call above has been made
+            while True:  # wait until the call above has arrived
                 client.batches.create(lines([row(0, tokens=1)]))
         assert caught.value.reason == "DRAINING"
 
@@ -378,7 +378,7 @@ def test_the_media_of_rows_are_on_the_account(model: Path) -> None:
             rows = [row(0), row(1, source=f"media:{media.media_id}"), row(2)]
             batch = client.batches.wait(client.batches.create(lines(rows)).batch_id)
             assert (batch.state, batch.completed, batch.failed) == ("completed", 2, 1)
-        server.drained()  # the budget is as before
+        server.drained()  # the budget is as large as before
 
 
 def test_numbers_of_batches_that_make_no_sense(server: RunningServer) -> None:

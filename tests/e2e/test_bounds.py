@@ -66,7 +66,7 @@ def test_a_body_that_is_long_in_coming_is_on_the_account_and_one_key_gets_half(
     with RawClient(bounded.address) as one, RawClient(bounded.address) as other:
         first = [one.begin(GENERATE, MESSAGE - 10, b"\n", key="sk-secret-one") for _ in range(5)]
         assert held(bounded, 3 * MESSAGE) == 3 * MESSAGE
-        # the two that were too much of one key are told so, whatever else is free
+        # the two calls beyond one key's share are rejected, however much is free otherwise
         assert set(one.answers(2)) < set(first)
         assert stubs.inference.Generate(ask(max_tokens=1), metadata=bearer("two")).samples
         other.begin(UPLOAD, MESSAGE, key="sk-secret-two")
@@ -81,7 +81,7 @@ def test_a_body_has_a_time_to_arrive_in(text_model: Path) -> None:
             numbers = [raw.begin(method, 1000, b"\n") for method in (GENERATE, UPLOAD, CHECK)]
             assert sorted(raw.answers(3)) == numbers
         with connect(running.address) as stubs:
-            call = stubs.inference.Generate(ask(max_tokens=50))  # the time is that of the message, not of the call
+            call = stubs.inference.Generate(ask(max_tokens=50))  # the timeout is that of the message, not of the call
             assert len(call.samples[0].token_ids) == 50
 
 

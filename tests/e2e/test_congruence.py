@@ -262,7 +262,7 @@ NEW_IMAGES = itertools.count(1000)
 
 
 def test_times_that_run_out(any_client: Any) -> None:
-    # 550 tokens take longer than 10 ms, and an image that no cache has longer than one.
+    # 550 tokens take longer than 10 ms, and an image that is in no cache takes longer than 1 ms.
     long: Request = {"max_tokens": 550, "ignore_eos": True}
     with pytest.raises(errors.DeadlineExceeded):
         any_client.generate("x", timeout=0.01, **long)
@@ -327,7 +327,7 @@ def test_a_copy_leaves_the_client_open(any_client: Any) -> None:
 
 
 def test_top_sees_the_real_server(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """While an answer is in progress that is far too long to end before."""
+    """During an answer that is far too long to end before `top` has shown it."""
     with RunningServer(str(model), max_seqs=2, max_len=20_000, admin=True) as server:
         with saccade.Client(server.address) as client, client.stream("x", max_tokens=19_000, ignore_eos=True) as stream:
             next(stream)

@@ -114,7 +114,7 @@ def test_late_and_awake_again_and_late_for_good(model: Path, client: saccade.Cli
             os.kill(sleeping, signal.SIGSTOP)
             hit = pool.submit(ask, apart, 703)
             running.until(lambda s: s["handoff"]["expirations"] >= 1)
-            running.until(lambda s: of_process(s, "quarantined_bytes") > 0)  # the encoder may still write there
+            running.until(lambda s: of_process(s, "quarantined_bytes") > 0)  # the encoder may still write to it
             os.kill(sleeping, signal.SIGCONT)
             assert hit.result() == ask(client, 703)
             stats = running.until(lambda s: not of_process(s, "quarantined_bytes") and not of_process(s, "late_now"))
@@ -186,7 +186,7 @@ def test_shared_memory_that_is_full_is_one_images_error(options: EngineOptions) 
     pruned = handoff.lease(b"clip", clip, "r6")
     settle(pruned)
     assert pruned.counts is not None and sum(pruned.counts) == clip.tokens and len(pruned.counts) == 3
-    crowd = [lease(10 + number, large // 4 * 2) for number in range(30)]  # far more than segments
+    crowd = [lease(10 + number, large // 4 * 2) for number in range(30)]  # far more images than segments
     settle(*crowd)
     assert all(entry.ready for entry in crowd)
     assert pool.stats()["encoders"]["process"]["segment_bytes"] <= 1 << 18

@@ -1,4 +1,4 @@
-"""A few of each fault; `make soak` runs larger numbers with the same code."""
+"""A small number of each fault; `make soak` runs larger numbers with the same code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAULTS: dict[str, Callable[[str, Path], Any]] = {
 
 
 WITHOUT_IMAGES = {"sigterm", "slow readers", "clock jump", "certificate rotated"}
-"""Their requests hold text only, and a server of a model without images starts in half of the time."""
+"""Faults whose requests contain only text: a server whose model takes no images starts in half of the time."""
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -52,7 +52,7 @@ def arguments(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str
 
 @pytest.fixture(scope="module")
 def frontends(arguments: list[str]) -> Iterator[ServerProcess]:
-    with socket.socket() as free:  # a port by name: only those are locked
+    with socket.socket() as free:  # a given port: only these are locked
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with ServerProcess(arguments, port=port) as server:
@@ -86,7 +86,7 @@ def test_all_frontends_answer_as_one(frontends: ServerProcess, server: RunningSe
         check_same(list(pool.map(lambda pair: open_stream(*pair).final(), pairs)), wanted)
     held = owners(children(frontends.pid, "service.servers.frontend_process"), port)
     assert len(held) == FRONTENDS and all(held.values()), held
-    # an image that one frontend has taken is there for all, and gone for all
+    # an image uploaded to one frontend can be used through, and deleted from, all of them
     media = many[0].media.upload(png(3))
     answers = {tuple(c.generate("x", images=[media], max_tokens=5, temperature=0).token_ids) for c in many}
     assert len(answers) == 1
@@ -94,7 +94,7 @@ def test_all_frontends_answer_as_one(frontends: ServerProcess, server: RunningSe
     for client in many:
         with pytest.raises(errors.NotFound):
             client.media.get(media.media_id)
-    # and a request of any frontend can be ended through any other
+    # a request of any frontend can be cancelled through any other
     for client in many[:8]:
         stream = client.stream("x", max_tokens=550, ignore_eos=True)
         next(stream)
@@ -337,7 +337,7 @@ def test_the_end_is_that_of_all(frontends: ServerProcess) -> None:
         stubs.admin.Drain(admin_pb2.DrainRequest())
     for client in clients(frontends.address, 8, max_retries=0):
         with pytest.raises(errors.Overloaded) as refused:
-            while True:  # until the word has come round
+            while True:  # until all frontends have been told
                 client.generate("x", max_tokens=1)
         assert refused.value.reason == "DRAINING"
         client.close()

@@ -1,4 +1,4 @@
-"""`vllm.grpc.engine.VllmEngine` by itself, and behind the gateway smg. Skipped where packages are missing."""
+"""The service `vllm.grpc.engine.VllmEngine` by itself and behind the gateway smg. Skipped if packages are missing."""
 
 from __future__ import annotations
 

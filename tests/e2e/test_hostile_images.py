@@ -40,7 +40,7 @@ def test_a_worker_that_is_killed_costs_its_own_request_only(model: Path) -> None
             assert error.value.reason == "IMAGE_DECODE_FAILED" and not error.value.retryable
             assert beside.result() == good and words.finish_reason
             assert server.server.image_pool.stats()["workers_lost_died"] == 1
-            # Between two images, its end costs nobody anything.
+            # A worker that ends between two images affects no request.
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGKILL)
             ended(worker.pid)

@@ -121,7 +121,7 @@ def test_the_input_before_the_output_where_it_is_asked_for(client: Any, name: st
                      [tensor("exclude_input_in_output", [False], "BOOL")])
     ]  # fmt: skip
     assert texts == [texts[0], texts[0], "what is it?" + texts[0]]
-    # and a call that has one answer gets the whole of it, whatever it says of streams
+    # a unary call gets the whole answer, whatever its input `stream` is
     assert text_of(client.infer(name, inputs("what is it?", stream=True), parameters=GREEDY)) == texts[0]
     assert "exclude_input_in_output" in [i.name for i in client.get_model_metadata(name).inputs]
 
@@ -163,7 +163,7 @@ def test_a_stream_in_pieces_with_its_final_flag(
     if empty_final:
         assert not results[-1].get_response().outputs
         results.pop()
-    # how many pieces there are is a matter of pace: tokens that wait together go together
+    # the number of pieces depends on timing: tokens that are waiting together are sent together
     assert results[-1].as_numpy("finish_reason")[0] == b"length"
     ours = expected(server, "tell", [])
     assert "".join(map(text_of, results)) == ours.text

@@ -1,4 +1,4 @@
-"""Real processes: clients that vanish, engines that are killed, signals, ports, standard input."""
+"""Real processes: clients that disappear, engines that are killed, signals, ports, standard input."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_signal_ends_a_server_that_loads_its_model(text_model: Path, options: 
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         while not (engines := children(server.pid, "service.servers.engine_process")):
             assert server.poll() is None
-        os.kill(engines[0], signal.SIGSTOP)  # it would never be ready
+        os.kill(engines[0], signal.SIGSTOP)  # it would never become ready
         server.terminate()
         try:
             said, words = server.communicate(timeout=60)
@@ -268,7 +268,7 @@ def test_an_engine_that_two_threads_close_is_closed_once(text_model: Path, monke
     def close() -> None:
         closes.append(connection.fileno())
         with contextlib.suppress(threading.BrokenBarrierError):
-            both.wait(0.5)  # time for the other thread to come as far
+            both.wait(0.5)  # time for the other thread to reach the same point
 
     monkeypatch.setattr(connection, "_close", close)
     descriptor = connection.fileno()
@@ -284,7 +284,7 @@ def test_an_engine_that_two_threads_close_is_closed_once(text_model: Path, monke
     [
         (["--host", "0.0.0.0"], "--insecure"),
         (["--max-seqs", "0"], "minimum of 1"),
-        (["--memory-bytes", "1000"], "memory"),  # which the engine says
+        (["--memory-bytes", "1000"], "memory"),  # which the engine reports
         (["/nonexistent"], "nor a folder, nor a hub id"),
     ],
 )
@@ -304,7 +304,7 @@ def test_configurations_that_cannot_work_are_errors_with_a_way_out(
     ids=str,
 )
 def test_what_no_engine_can_work_with_is_refused(model: Path, options: dict[str, Any], message: str) -> None:
-    """By a ValueError, whose words an engine's process hands on."""
+    """By a ValueError, whose message an engine process passes on."""
     with pytest.raises(ValueError, match=message):
         EngineHere(ServerOptions(model=str(model), threads=1, **options))
 

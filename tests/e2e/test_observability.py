@@ -69,7 +69,7 @@ def test_metrics_follow_the_traffic(observed: RunningServer, stubs: Stubs) -> No
     assert grown('saccade_generations_total{code="OK"}') == 3
     assert grown('saccade_tokens_total{kind="generated"}') == 18 == grown("saccade_decoder_output_tokens_total")
     assert grown("saccade_time_to_first_token_seconds_count") == 3 == grown("saccade_queue_seconds_count")
-    assert grown("saccade_inter_token_seconds_count") <= 15  # tokens that arrive with the first have no gap
+    assert grown("saccade_inter_token_seconds_count") <= 15  # tokens that arrive together with the first have no gap
     assert grown("saccade_encoder_images_total") == 1 and grown("saccade_handoff_hits_total") == 2
     assert sum(grown(name) for name in after if name.startswith("saccade_encoder_replays_total")) == 1
     assert after["saccade_engine_up"] == 1 and after["saccade_live_requests"] == 0
@@ -116,7 +116,7 @@ def test_the_dashboard_asks_for_metrics_that_are_there(observed: RunningServer, 
     asked = {
         name for panel in board["panels"] for target in panel["targets"] for name in METRIC.findall(target["expr"])
     }
-    # with graphs on nothing runs eagerly; the counter of the other way is there instead
+    # with graphs on, nothing runs eagerly, and only the counter of replays exists
     assert len(asked) > 20 and asked - told == {"saccade_encoder_eager_total"}
 
 

@@ -38,7 +38,7 @@ def build(tmp_path: Path, seed: int) -> tuple[TinyCheckpoint, list[int], list[by
 def test_logits_greedy_tokens_and_logprobs(tmp_path: Path, seed: int) -> None:
     tiny, ids, files = build(tmp_path, seed)
     with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=512, threads=1) as client:
-        # the oracle takes an image token in the answer for one more image: it is not to be drawn
+        # the oracle would treat an image token in the answer as one more image, so it must not be drawn
         answer = client.generate(
             ids, images=files, max_tokens=GREEDY, temperature=0, ignore_eos=True, logprobs=VOCAB,
             logit_bias={IMAGE_TOKEN: -1e9},
@@ -48,7 +48,7 @@ def test_logits_greedy_tokens_and_logprobs(tmp_path: Path, seed: int) -> None:
     widened = [i for token in ids for i in ([token] * next(sizes).tokens if token == IMAGE_TOKEN else [token])]
     assert answer.usage.prompt_tokens == len(widened)
     assert answer.usage.image_tokens == sum(image.tokens for image in images)
-    # one forward over what was generated gives the oracle's row for each place
+    # one forward pass over the generated tokens gives the oracle's logits for each position
     oracle = tiny.logits(widened + answer.token_ids[:-1], [(i.grid, i.patches) for i in images])[len(widened) - 1 :]
     expected = torch.log_softmax(oracle, -1)
     assert answer.logprobs is not None

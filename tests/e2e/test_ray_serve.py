@@ -57,7 +57,7 @@ def address(model: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def wanted(server: RunningServer) -> list[saccade.Generation]:
-    """The answers of a server of our own."""
+    """The expected answers, from a server outside of Ray."""
     with saccade.Client(server.address) as client:
         return [client.generate(**request) for request in requests()]
 

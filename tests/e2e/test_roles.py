@@ -1,4 +1,4 @@
-"""Encoders and decoders in separate servers: same answers, and encoders that are late, gone, wrong or of another
+"""Encoders and decoders in separate servers: same answers, and encoders that are late, stopped, faulty or of another
 model."""
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def test_an_encoder_that_is_late_is_not_used_until_it_wakes(
             assert ask(remote, 301) == ask(client, 301), "and nothing else waits for the late one"
             os.kill(late.pid, signal.SIGCONT)
             running.until(lambda s: s["encoder"]["encoders"][late.address]["late_now"] == 0)
-            for number in count(302):  # it may first say that it is busy
+            for number in count(302):  # it may first report that it is busy
                 assert ask(remote, number) == ask(client, number)
                 if running.stats()["encoder"]["encoders"][late.address]["received_row_bytes_total"]:
                     break

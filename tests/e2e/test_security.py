@@ -113,7 +113,7 @@ def test_tenants_share_nothing(guarded: RunningServer, stubs: Stubs) -> None:
     assert cached[1] > wrapper and cached[3] > wrapper
     assert cached[0] < wrapper and cached[2] < wrapper, "one tenant's prompt was kept for another"
 
-    # request ids are a tenant's own as well
+    # request ids are separate between tenants, too
     running = ask(max_tokens=400, request_id="same")
     call = stubs.inference.StreamGenerate(inference_pb2.StreamGenerateRequest(request=running), metadata=bearer("one"))
     next(call)
@@ -126,7 +126,7 @@ def test_tenants_share_nothing(guarded: RunningServer, stubs: Stubs) -> None:
 
 def test_rates_are_kept_and_told(stubs: Stubs) -> None:
     stubs.inference.Generate(ask(max_tokens=80), metadata=bearer("slow"))
-    with pytest.raises(grpc.RpcError) as error:  # 60 tokens a minute, and that were more
+    with pytest.raises(grpc.RpcError) as error:  # the limit is 60 tokens per minute, and these were more
         stubs.inference.Generate(ask(), metadata=bearer("slow"))
     assert reason(error.value) == ("RESOURCE_EXHAUSTED", "RATE_LIMITED")
     assert int(dict(error.value.trailing_metadata())["grpc-retry-pushback-ms"]) > 1000

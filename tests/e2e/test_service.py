@@ -61,7 +61,7 @@ def test_streamed_equals_unary(client: saccade.Client) -> None:
             final = stream.final()
         assert (final.token_ids, final.finish_reason, final.text) == (whole.token_ids, whole.finish_reason, whole.text)
         assert final.usage.completion_tokens == whole.usage.completion_tokens
-        # Equal but for rounding: the second goes on from the cached beginning of the first, in other batches.
+        # Equal except for rounding: the second continues from the cached beginning of the first, in other batches.
         assert final.logprobs is not None and whole.logprobs is not None
         pairs = list(zip(final.logprobs, whole.logprobs, strict=True))
         assert [mine.logprob for mine, _ in pairs] == pytest.approx([other.logprob for _, other in pairs], abs=1e-4)
@@ -108,7 +108,7 @@ def test_a_continued_answer_equals_the_uninterrupted_one(client: saccade.Client,
 
 @pytest.mark.parametrize("cut", [1, 6, 19])
 def test_a_message_is_continued_where_it_was_cut(client: saccade.Client, local: saccade.LocalClient, cut: int) -> None:
-    letters = client.tokenize("abcdefgh klmn", raw=True).token_ids  # bytes that are characters
+    letters = client.tokenize("abcdefgh klmn", raw=True).token_ids  # bytes that are complete characters
     options: Request = {"temperature": 0, "ignore_eos": True, "allowed_token_ids": letters}
     asked: list[Request] = [{"role": "user", "content": [{"type": "image", "image": png(1)}, "what is it?"]}]
     whole = client.chat(asked, max_tokens=20, **options)

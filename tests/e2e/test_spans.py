@@ -70,7 +70,7 @@ def test_each_generation_is_a_span_with_its_stages(model: Path, collector: tuple
             assert list(stubs.inference.StreamGenerate(stream))
             with pytest.raises(grpc.RpcError):
                 stubs.inference.Generate(ask(max_tokens=9999, request_id="refused"))
-    spans = received.spans()  # stopping the server has sent what was left
+    spans = received.spans()  # stopping the server has sent the remaining spans
     roots = {attributes(span)["saccade.request_id"]: span for span in spans if span.name == "saccade.generate"}
     assert set(roots) == {"one", "two", "refused"}
     one, two, refused = roots["one"], roots["two"], roots["refused"]

@@ -28,7 +28,7 @@ MAX_LEN = 20_000
 @pytest.fixture(scope="module")
 def quick(model: Path) -> Iterator[RunningServer]:
     engine = FakeEngine(vocabulary=VOCAB, max_len=MAX_LEN)
-    # Decoding beside the event loop would hold it up.
+    # Decoding images in this process would slow its event loop down.
     with RunningServer(str(model), engine=engine, image_workers=1) as running:
         engine.loop = running.loop  # type: ignore[attr-defined]
         yield running

@@ -1,4 +1,4 @@
-"""Answers that keep to a format, from a random model whose logits push against it: over gRPC and in process."""
+"""Answers that satisfy a format, from a random model whose logits favour other tokens: over gRPC and in process."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_tokens_of_log_probabilities_have_texts(either: Any) -> None:
     assert isinstance(top, TopLogprob) and tuple(top) == (top.token_id, top.logprob)
     assert top.token or top.token_id >= 263
     assert answer.prompt_logprobs[1].token
-    # of the distribution before the constraint: the drawn token need not be likely
+    # log-probabilities before the constraint: the drawn token need not be likely
     assert answer.logprobs[0].top[0].logprob > answer.logprobs[0].logprob
 
 

@@ -47,7 +47,7 @@ def test_tokenize_tells_what_the_prompt_costs(stubs: Stubs, count: int) -> None:
     assert (told.prompt_tokens, told.image_tokens) == (usage.prompt_tokens, usage.image_tokens)
     assert len(told.tokens_per_image) == count and sum(told.tokens_per_image) == told.image_tokens
     assert list(told.token_ids).count(IMAGE_TOKEN) == count
-    # and the ids, sent as they are, are the same prompt
+    # the ids, sent as a prompt, are the same prompt
     again = inference_pb2.GenerateRequest(sampling=request.sampling)
     again.tokens.ids.extend(told.token_ids)
     again.tokens.images.extend(request.prompt.images)
@@ -276,10 +276,10 @@ def test_a_reader_that_stops_reading_is_dropped(text_model: Path, caplog: pytest
             ]
             for call in calls:
                 next(call)
-            small.drained()  # although nobody reads, and both calls are still there
+            small.drained()  # although no reader takes messages and both calls still exist
             assert caplog.text.count("a client has not read its stream for 0.2 s") == 2
             assert not any(call.done() for call in calls)
-            for call in calls:  # a late reader gets what was in progress, then the error
+            for call in calls:  # a late reader first gets the messages that were in flight, then the error
                 assert fails(list, call) == ("DEADLINE_EXCEEDED", "SLOW_READER")
 
 

@@ -1,5 +1,5 @@
-"""Calls of tools by a model of random weights, whose logits push against the grammar: every form of an answer, over
-gRPC and in process."""
+"""Tool calls by a model of random weights, whose logits favour tokens outside of the grammar: every form of an answer,
+over gRPC and in process."""
 
 from __future__ import annotations
 

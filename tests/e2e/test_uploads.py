@@ -72,7 +72,7 @@ def test_replicas_behind_one_name_need_not_share_what_is_uploaded(model: Path) -
         with saccade.Client(first.address) as plain:
             client = plain.with_options(upload_above=10)
             stream = client.stream("x", images=[one], **ASK)
-            plain.media.delete(hashlib.sha256(one).hexdigest())  # forgotten, as by a restart
+            plain.media.delete(hashlib.sha256(one).hexdigest())  # the server has no uploads, as after a restart
             assert stream.final() == plain.generate("x", images=[one], **ASK)
 
 
@@ -87,9 +87,9 @@ def test_a_full_spool_gets_images_as_they_are(model: Path) -> None:
         with pytest.raises(errors.RateLimited, match=str(room)) as full:
             client.with_options(max_retries=0).media.upload(second)
         assert full.value.reason == "MEDIA_SPOOL_FULL" and full.value.retryable
-        # when there is room again at the earliest: as soon as the first expires
+        # the earliest time at which there is space again: when the first upload expires
         assert 0 < (full.value.retry_after or 0) <= server.options.media_ttl
-        # a wait that the deadline does not allow is not begun
+        # no wait is started that would exceed the deadline
         with pytest.raises(errors.RateLimited):
             client.media.upload(second, timeout=30)
         client.media.delete(media.media_id)

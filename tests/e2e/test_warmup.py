@@ -1,4 +1,4 @@
-"""A server that warms up listens, reports it, and rejects calls."""
+"""A server that is warming up listens, reports this, and rejects calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SlowToStart(EngineHere):
 
 
 class KilledWhenAsked(EngineProcess):
-    """Does not live to see its first request."""
+    """An engine that is killed before its first request."""
 
     def submit(self, request: Any) -> None:
         self._process.kill()

@@ -37,11 +37,11 @@ def test_it_is_replaced_passes_keys_on_and_ends_with_the_server(model: Path, tmp
         file_id = httpx.post(f"{server.http_url}/v1/files", **form).json()["id"]
         (child,) = children(server.pid, "service.http.process")
         os.kill(child, signal.SIGKILL)
-        # The listening socket is the parent's, so this waits in its queue for the next process.
+        # The parent owns the listening socket, so this call waits in its queue for the next process.
         assert httpx.post(url, json=ASK, headers=good, timeout=60).status_code == 200
         assert children(server.pid, "service.http.process") != [child]
         assert httpx.get(f"{server.http_url}/v1/files/{file_id}/content", headers=good, timeout=60).content == b"{}\n"
-        # The new process knows the port, too, which the playground shows.
+        # The new process also knows the gRPC server's port, which the playground shows.
         assert httpx.get(f"{server.http_url}/status").json()["http"]["grpc_address"] == server.address
         assert server.stop() == 0
     assert not Path(f"/proc/{child}").exists()

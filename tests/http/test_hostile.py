@@ -1,4 +1,4 @@
-"""Requests and clients that no server should suffer from."""
+"""Hostile requests and clients, which must not harm the server."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_unreachable_and_draining_servers_are_503_with_a_time(server: RunningSer
         assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
         assert httpx.get(f"{http.url}/ready").status_code == 503
         assert httpx.get(f"{http.url}/health").status_code == 200
-    with RunningHttp(["127.0.0.1:1", server.address]) as http:  # the other one answers
+    with RunningHttp(["127.0.0.1:1", server.address]) as http:  # the other server answers
         assert [post(http, ASK).status_code for _ in range(4)] == [200] * 4
         assert httpx.get(f"{http.url}/ready").status_code == 200
 

@@ -47,7 +47,7 @@ def app(engine: saccade.LocalClient) -> Iterator[Any]:
 
 
 async def ask(app: Any, path: str, document: Any = None, *, leave: bool = False) -> tuple[int, bytes]:
-    """One request. With `leave`, the client goes away after the first piece of the answer."""
+    """Sends one request. With `leave`, the client disconnects after the first piece of the answer."""
     body = b"" if document is None else json.dumps(document).encode()
     sent: list[dict[str, Any]] = []
     began, received = asyncio.Event(), False

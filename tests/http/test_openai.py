@@ -267,7 +267,7 @@ def test_files_and_batches(client: openai.OpenAI) -> None:
     assert client.files.delete(uploaded.id).deleted
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(uploaded.id)
-    assert client.files.delete(made.output_file_id).deleted  # with the batch
+    assert client.files.delete(made.output_file_id).deleted  # deleted with the batch
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Reasoning over HTTP, by OpenAI's and Anthropic's own clients: it is apart from the answer, whole and streamed."""
+"""Reasoning over HTTP, with OpenAI's and Anthropic's own clients: separate from the answer, whole and streamed."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_responses(client: openai.OpenAI, expected: saccade.Sample) -> None:
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == expected.text
     final = events[-1].response
     assert [item.type for item in final.output] == kinds and final.output[0].content[0].text == expected.reasoning
-    # The next turn takes the items as they are; this template shows no reasoning of earlier turns.
+    # The next turn accepts the items unchanged; this template does not include the reasoning of earlier turns.
     again = client.responses.create(**{**options, "input": [*(item.model_dump() for item in final.output), *ASK]})
     assert again.usage and made.usage and again.usage.input_tokens > made.usage.input_tokens
 

@@ -84,7 +84,7 @@ def test_images_of_allowed_hosts(client: openai.OpenAI, grpc_client: saccade.Cli
     ("url", "status", "code"),
     [
         ("https://example.org/clip.gif", 403, "MEDIA_HOST_DENIED"),
-        ("http://localhost:{port}/clip.gif", 403, "MEDIA_HOST_DENIED"),  # not by TLS
+        ("http://localhost:{port}/clip.gif", 403, "MEDIA_HOST_DENIED"),  # not because of TLS
         ("https://user@localhost:{port}/clip.gif", 403, "MEDIA_HOST_DENIED"),
         ("https://169.254.169.254/latest", 403, "MEDIA_HOST_DENIED"),
         ("https://localhost:{port}/absent", 400, "MEDIA_FETCH_FAILED"),

@@ -28,7 +28,7 @@ PROCESSORS = {"neon": (), "neon-asimddp": ("asimddp",), "neonbf16": ()}
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Built once, when a test asks for it."""
+    """Each program is built once, when a test first needs it."""
 
     @cache
     def program(name: str) -> Path:
@@ -99,7 +99,7 @@ def test_a_row_of_bfloat16_pairs_has_the_same_bits_alone_and_in_a_batch(
     program = programs("neonbf16")
     weight, exact = packed(stored, "bfloat16", k)
     x = torch.randn(13, k).bfloat16()
-    x[::2, k // 2 :] = -x[::2, : k // 2]  # sums cancel: what is left are the errors of each rounding
+    x[::2, k // 2 :] = -x[::2, : k // 2]  # sums cancel, so that only the rounding errors are left
     together = product(program, weight, x, Activation.NONE)
     torch.testing.assert_close(together.double(), x.double() @ exact.T, rtol=0.01, atol=0.01)
     for count in range(1, 8):  # all heights of a tile, and two tiles

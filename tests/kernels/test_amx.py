@@ -39,7 +39,7 @@ def tiles_of_bfloat16(x: Tensor, weight: Tensor) -> Tensor:
 @only_amx
 @pytest.mark.parametrize("k", [14, 32, 330, 1026], ids=str)
 def test_products_of_bfloat16_have_the_bits_of_the_manual(chosen: str, k: int) -> None:
-    """Sums cancel, so that what is left of them are the errors of each rounding."""
+    """Sums cancel, so that only the rounding errors are left."""
     half = torch.randn(100, k // 2).bfloat16()
     weight = torch.cat((half, half), 1)
     packed = Packed(weight, None)

@@ -39,7 +39,7 @@ def launches() -> Iterator[list[Launch]]:
 def test_decoder_steps(
     kind: str, spec_state: str, model: str, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DecoderGraphs, "check_integrity", lambda self: None)  # here all addresses are 0
+    monkeypatch.setattr(DecoderGraphs, "check_integrity", lambda self: None)  # tensors on "meta" all have the address 0
     config = tiny_config("M-*EM") if model == "plain" else gated_config("G-*EG")
     runner = make_runner(
         config, device="meta", max_batched_tokens=32, graphs="on", spec_state=spec_state, **SPECULATIVE

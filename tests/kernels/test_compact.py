@@ -67,7 +67,7 @@ def test_every_number_is_there(n: int, pairs: int, exponent: int, rare: int, see
     plain = lay_out(weight, torch.bfloat16, compact=False)
     expected = plain.data.view(torch.int16).int().flatten(2) & 0xFFFF
     found = unpacked(layout.data, layout.compact, layout.exceptions)
-    real = torch.arange(128)[None] // 2 + 64 * torch.arange(len(found))[:, None] < n  # others hold anything
+    real = torch.arange(128)[None] // 2 + 64 * torch.arange(len(found))[:, None] < n  # the others have any content
     assert torch.equal(*(torch.where(real[:, None], each, 0) for each in (found, expected)))
     for compact in (True, False):
         rows = Packed(weight, None, compact=compact).rows(torch.arange(n))
@@ -81,7 +81,7 @@ def test_products_have_the_bits_of_plain_weights(chosen: str, n: int, k: int) ->
     places = torch.randperm(n * k)[: n * k // EXCEPTIONS]
     weight.view(-1)[places] = torch.tensor([0, 3.0e-20, 4.0]).bfloat16().repeat(len(places))[: len(places)]
     if len(places):
-        weight.view(-1)[places[0]], weight.view(-1)[-1] = 2**-10, -4.0  # in the last pair of inputs, too
+        weight.view(-1)[places[0]], weight.view(-1)[-1] = 2**-10, -4.0  # also in the last pair of inputs
     bias = torch.randn(n)
     short, plain = (Packed(weight, bias, compact=compact) for compact in (True, False))
     assert short.stored is Kind.COMPACT_BF16 and plain.stored is Kind.BF16

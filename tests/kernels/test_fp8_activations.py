@@ -1,4 +1,4 @@
-"""Products of fp8 rows with fp8 weights: what they are, on a CPU, and where they are chosen."""
+"""Products of fp8 rows with fp8 weights: their values, on a CPU, and when they are chosen."""
 
 from __future__ import annotations
 

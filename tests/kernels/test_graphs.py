@@ -1,4 +1,4 @@
-"""The replay guard: static buffers in, static buffers out, and nothing moved in between."""
+"""The replay guard: a graph is only replayed with its own input and output buffers, none of which has been replaced."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_with_any_number_of_threads
     before = torch.get_num_threads()
     for rows in (1, 2, 3, 4, 5, 6, 7, 17, 200):
         x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(rows)).to(dtype)
-        x[::2, 640:] = -x[::2, :640]  # sums cancel: what is left are the errors of each rounding
+        x[::2, 640:] = -x[::2, :640]  # sums cancel, so that only the rounding errors are left
         torch.set_num_threads(2)
         together = product(x)
         torch.set_num_threads(1)

@@ -1,4 +1,5 @@
-"""Compiled code lays weights out as README.md and packed_numbers.h in kernels/native say; here the same in torch."""
+"""Compiled code stores weights in the layouts that README.md and packed_numbers.h in kernels/native describe; here they
+are made in torch."""
 
 from __future__ import annotations
 

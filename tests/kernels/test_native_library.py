@@ -40,7 +40,7 @@ else:
     print(torch.equal(packed(x), alone))
 """
 
-MODULE = sys.modules[_library.__module__]  # the package's function has the module's name
+MODULE = sys.modules[_library.__module__]  # the package has a function with the module's name
 
 
 @pytest.fixture(autouse=True)

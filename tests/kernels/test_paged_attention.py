@@ -1,4 +1,4 @@
-"""Attention over pages against attention over plain tensors."""
+"""Attention over pages gives the results of attention over plain tensors."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def on_the_host(model: str) -> Answers:
         return answers(**SMALL, **MODELS[model], graphs="off", state_cache="none")
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about what padding holds
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a warning of NumPy about the contents of padding
 @pytest.mark.parametrize(
     ("model", "options", "replayed"),
     [
@@ -124,7 +124,7 @@ def test_a_replay_reads_and_writes_the_memory_of_its_capture(gpu: None) -> None:
     graph = StaticGraph("twice", step, {"x": x}, {"y": y}, pool=GraphPool(x.device))
     graph.capture()
     x.fill_(5.0)
-    factor[0] = 100.0  # baked in by now
+    factor[0] = 100.0  # the captured graph has fixed it
     graph.replay({"x": x})
     assert y.tolist() == [0.0, 11.0, 11.0, 11.0]
 

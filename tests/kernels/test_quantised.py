@@ -58,7 +58,7 @@ def test_groups_of_32_are_finer(inner: int, groups: int) -> None:
     fine, coarse = quantise(weight, "int4-32"), quantise(weight, "int4")
     assert (fine.kind, fine.group, fine.scale.shape) == ("int4", 32, (70, groups))
     assert fine.nbytes == quantised_bytes(weight.shape, "int4-32")
-    for begin in range(0, inner, 32):  # each group as alone
+    for begin in range(0, inner, 32):  # each group is as if it were alone
         part = slice(begin, begin + 32)
         torch.testing.assert_close(
             fine.dequantise()[:, part], quantise(weight[:, part], "int4").dequantise(), rtol=0, atol=0

@@ -159,7 +159,7 @@ def test_reports_stay_in_their_room() -> None:
         with pytest.raises(IndexError, match="no room for the log-probabilities"):
             Drawing(300)(torch.zeros(1, 300), rows, likeliest)
     params, rows, kept = asked_for(logprobs=1000)
-    assert Drawing(300)(torch.zeros(1, 300), rows, 300)[0] == [3]  # as many as there are
+    assert Drawing(300)(torch.zeros(1, 300), rows, 300)[0] == [3]  # as many as there are tokens
     for prompt in (-1, 3):
         params, rows, kept = asked_for(prompt=prompt)
         with pytest.raises(IndexError, match="more prompt tokens than tokens"):

@@ -112,7 +112,7 @@ def test_scales_of_groups_that_are_bfloat16_take_half_the_memory_and_give_the_sa
     weight = grouped(kind, 1104)
     small = replace(weight, scale=weight.scale.bfloat16().float())
     scale = small.scale.clone()
-    scale[99, 3] = 0.123456789  # no bfloat16: all of this weight's scales are stored in float32
+    scale[99, 3] = 0.123456789  # not bfloat16, so all scales of this weight are stored in float32
     wide = replace(small, scale=scale)
     one, other = Packed(small, None, dtype), Packed(wide, None, dtype)
     assert other.nbytes - one.nbytes == 128 * scale.shape[1] * 2, "outputs are stored in panels of 64"

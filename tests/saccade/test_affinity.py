@@ -1,4 +1,4 @@
-"""Which of several replicas a call goes to."""
+"""To which of several replicas a call is sent."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_a_cancelled_task_cancels_the_call(address: str, script: Script, how: st
         if how == "stream":
             await anext(stream)
         task = asyncio.create_task(client.generate("?") if how == "generate" else stream.final())
-        await asyncio.sleep(0)  # one that has not begun yet has nothing to cancel
+        await asyncio.sleep(0)  # a call that has not started yet has nothing to cancel
         while not script.requests:
             await asyncio.sleep(0)
         task.cancel()

@@ -137,7 +137,7 @@ def test_a_mended_row_replaces_its_answer(run: Run, script: Script, tmp_path: Pa
     run(source, output)
     lines = source.read_text().splitlines()
     lines[3] = lines[3].replace("row 3", "another")
-    source.write_text("\n".join(lines[1:]))  # and the first is gone
+    source.write_text("\n".join(lines[1:]))  # the first row is gone
     script.requests.clear()
     run(source, output)
     assert [text_of(request) for request in script.requests] == ["another"]
@@ -281,7 +281,7 @@ def test_too_many_errors(run: Run, script: Script, tmp_path: Path) -> None:
         run(source, output, max_errors=5, concurrency=2)
     assert caught.value.reason == "BATCH_ERRORS" and len(read(output)) == 6
     script.answer = echo
-    assert run(source, output).failed == 6  # a wrong request stays wrong
+    assert run(source, output).failed == 6  # an invalid request is not tried again
 
 
 def test_a_server_that_is_gone_stops_the_job(run: Run, script: Script, tmp_path: Path) -> None:
@@ -496,7 +496,7 @@ def test_a_job_that_is_copied_elsewhere_goes_on_there(run: Run, script: Script, 
     assert run(there / "in.jsonl", there / "out.jsonl").resumed == 2
     (there / "out.jsonl.journal").unlink()
     assert run(there / "in.jsonl", there / "out.jsonl").resumed == 2 and not script.requests
-    (there / "a.png").write_bytes(b"c.png")  # of the same size and, to be sure, the same date
+    (there / "a.png").write_bytes(b"c.png")  # of the same size and with the same modification time
     os.utime(there / "a.png", (1, 1))
     summary = run(there / "in.jsonl", there / "out.jsonl")
     assert (summary.resumed, summary.completed) == (1, 2) and len(script.requests) == 1
@@ -559,7 +559,7 @@ def test_killed_again_and_again_it_ends_with_each_row_once(
 
 
 def test_an_interrupt_says_how_to_go_on(address: str, script: Script, tmp_path: Path) -> None:
-    rows = 2000  # more than any machine answers before the signal has arrived
+    rows = 2000  # more rows than any machine answers before the signal arrives
     source, output = write_input(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     for sent in (signal.SIGINT, signal.SIGTERM):
         process: list[subprocess.Popen[str]] = []
@@ -740,7 +740,7 @@ def test_progress() -> None:
         progress.add(5, False)
     progress.add(0, True)
     assert progress.line() == "201/1000 rows, 1 failed, 50 tokens/s, 1m19s left"
-    assert 2 <= log.text.count("\n") <= 4  # one at once, then every five seconds
+    assert 2 <= log.text.count("\n") <= 4  # one line at once, then one every five seconds
     screen = Terminal(True)
     progress = Progress(2, stream=screen, clock=lambda: now[0], use_rich=False)  # type: ignore[arg-type]
     now[0] += 1

@@ -96,7 +96,7 @@ def test_the_versions_of_the_client_and_of_the_server_if_it_is_installed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with monkeypatch.context() as alone:
-        alone.setattr(sys, "path", [])  # where installed packages are looked for
+        alone.setattr(sys, "path", [])  # the folders that are searched for installed packages
         with pytest.raises(SystemExit) as caught:
             cli.main(["--version"])
     assert caught.value.code == 0 and capsys.readouterr().out == f"saccade {saccade.__version__}\n"

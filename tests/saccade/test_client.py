@@ -256,7 +256,7 @@ def test_a_stream_is_not_tried_again_once_it_has_begun_if_one_says_so(client: sa
     with pytest.raises(errors.Unavailable):
         list(stream)
     assert len(script.requests) == 1
-    assert stream.text == "a red " and stream.seed == 7  # what a caller needs to continue
+    assert stream.text == "a red " and stream.seed == 7  # the values that a caller needs to continue
 
 
 def test_a_wait_longer_than_the_deadline_is_not_begun(address: str, script: Script) -> None:
@@ -341,7 +341,7 @@ def test_close_may_be_called_twice_and_ends_the_client(address: str, script: Scr
     assert caught.value.reason == "CLIENT_CLOSED"
     with pytest.raises(errors.FailedPrecondition):
         client.stream("?")
-    saccade.Client(address).close()  # one that was never used
+    saccade.Client(address).close()  # a client that was never used
 
 
 def test_closing_the_client_ends_its_running_calls(address: str, script: Script) -> None:
@@ -531,7 +531,7 @@ def _ask_in_child(client: saccade.Client) -> str:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_client_works_in_a_forked_process(tmp_path: Path) -> None:
-    # The server runs in a process of its own: one that has forked while its threads run cannot promise anything.
+    # The server runs in a process of its own: a process that forks while its threads run may misbehave.
     context = multiprocessing.get_context("spawn")
     ready, done = context.Queue(), context.Event()
     server = context.Process(target=_serve_until, args=(ready, done))

@@ -1,4 +1,4 @@
-"""What `response_format=` takes, and the messages and objects that it becomes."""
+"""The values that `response_format=` accepts, and the messages and objects that are made of them."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_a_pillow_image_keeps_its_transparency(mode: str) -> None:
 
 def test_a_pillow_image_is_turned_as_its_file_would_be() -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # turn by a quarter
+    exif[0x0112] = 6  # rotate by 90 degrees
     image = Image.open(io.BytesIO(jpeg(exif=exif)))
     assert image.size == (9, 5)
     assert decoded(image_message(image).data).size == (5, 9)

@@ -43,7 +43,7 @@ def test_depth_of_documents(value: Any, most: int, escaped: bool, indent: int | 
         (b'["\\"' + b"[" * 500 + b'"]', 0),
         (b'["\\\\"' + b"[" * 500, 501),
         (b"[]" * 500, 0),
-        (b"]" * 50 + b"[" * 150, 0),  # the parser ends at the first bracket
+        (b"]" * 50 + b"[" * 150, 0),  # the parser stops at the first bracket
         (b"\xff" + b"[" * 300, 300),
         (b'["' + b'\\\\\\"[' * 500 + b'"' + b"[" * 500, 501),
     ],
@@ -53,7 +53,7 @@ def test_depth_of_what_is_no_whole_document(text: bytes, depth: int) -> None:
 
 
 def test_other_threads_run_while_a_large_document_is_looked_at() -> None:
-    """A server's other answers are written by one of them."""
+    """One of these threads writes a server's other answers."""
     gaps: list[float] = []
     over = threading.Event()
 

@@ -111,7 +111,7 @@ def test_requests_are_taken_as_there_is_room(mapped: Mapped, script: Script, ord
             now += 1
             most = max(most, now)
         if int(request.prompt.text) < 48:
-            barrier.wait(timeout=20)  # four at once, or not at all
+            barrier.wait(timeout=20)  # the barrier is passed only if four requests run at the same time
         with lock:
             now -= 1
             answered += 1
@@ -148,7 +148,7 @@ def test_leaving_the_iterator_cancels_what_runs(client: saccade.Client, script: 
     outcomes = client.map(({"prompt": str(i)} for i in range(1000)), concurrency=3)
     assert isinstance(next(outcomes).error, errors.Internal)
     outcomes.close()  # type: ignore[attr-defined]
-    for _ in range(len(script.requests) - 1):  # those that have arrived at all
+    for _ in range(len(script.requests) - 1):  # requests that have arrived at the server
         assert script.ended.acquire(timeout=10)
     assert len(script.requests) <= 3
 
@@ -234,7 +234,7 @@ def test_an_async_source_may_depend_on_the_outcomes(address: str, script: Script
         answers: asyncio.Queue[str] = asyncio.Queue()
 
         async def source() -> Any:
-            async with asyncio.timeout(20):  # over several items, so they have to be read in one task
+            async with asyncio.timeout(20):  # spans several items, so all of them have to be read in one task
                 yield {"prompt": "a"}
                 for _ in range(4):
                     yield {"prompt": await answers.get() + "b"}

@@ -1,4 +1,4 @@
-"""What is said of a body that does not fit its schema: JSON's types, and what came instead."""
+"""The error of a body that does not fit its schema: it names the expected JSON types and the actual value."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def the_server_takes(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
             spec = spec_from_proto(build_request("?", **options))
             bounds.check_counts(spec, bounds.FrontendLimits())
             SamplingParams(**spec.sampling)
-        except (errors.InvalidArgument, StatusError, ValueError):  # the first: no message can hold it
+        except (errors.InvalidArgument, StatusError, ValueError):  # the first: no message can contain it
             return False
     return True
 

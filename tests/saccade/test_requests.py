@@ -1,4 +1,4 @@
-"""The messages that the arguments of `generate` become."""
+"""The messages that are made of the arguments of `generate`."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_what_is_refused_is_named(arguments: dict[str, Any], named: str) -> None
 @pytest.mark.parametrize("wrong", [-1, 2**32])
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_number_that_is_no_token_id_is_named(wrong: int, at: int) -> None:
-    """Whatever comes after it, and with any version of protobuf."""
+    """Whatever values follow it, and with any version of protobuf."""
     ids: list[Any] = [3, True, 4]
     ids[at] = wrong
     for name in ("prompt", "stop_token_ids", "continued_token_ids"):

@@ -66,7 +66,7 @@ def test_a_broken_answer_is_the_whole_one(
     script.break_after = list(breaks)
     joined, pieces = streamed("?", **options)
     assert joined == whole and joined.usage == whole.usage and joined.seed == whole.seed
-    assert pieces == deltas  # sequence numbers too
+    assert pieces == deltas  # including the sequence numbers
     assert len({request.request_id for request in script.requests}) == 1
     assert len(script.requests) == len(breaks) + 1
     first, *further = script.requests
@@ -109,7 +109,7 @@ def test_retries_without_progress_end(streamed: Streamed, script: Script) -> Non
     script.break_after = [3, 0, 0, 0, 0]
     with pytest.raises(errors.Unavailable):
         streamed("?", {"max_retries": 2})
-    assert len(script.requests) == 3  # the break behind three words, and two without any
+    assert len(script.requests) == 3  # the break after three words, and two more without any word
 
 
 def test_an_error_that_is_no_break_ends_the_stream(streamed: Streamed, script: Script) -> None:
@@ -121,7 +121,7 @@ def test_an_error_that_is_no_break_ends_the_stream(streamed: Streamed, script: S
 
 def test_another_model_does_not_go_on(streamed: Streamed, script: Script) -> None:
     def answer(request: Any) -> list[str]:
-        script.version = "2"  # from the next request on
+        script.version = "2"  # applies from the next request on
         return WORDS
 
     script.answer, script.break_after = answer, [2]
@@ -274,7 +274,7 @@ def test_a_silent_stream_is_given_up(streamed: Streamed, script: Script, after: 
         streamed("?", {name: 0.2}) if where == "client" else streamed("?", **{name: 0.2})
     assert caught.value.reason == name.upper() and not caught.value.retryable
     assert 0.2 <= time.monotonic() - began < 10
-    assert script.ended.acquire(timeout=10)  # the server hears of it
+    assert script.ended.acquire(timeout=10)  # the server learns of it
 
 
 def test_patience_that_suffices(streamed: Streamed) -> None:

@@ -235,7 +235,7 @@ def test_the_first_pieces_time_is_that_of_all_attempts() -> None:
     assert state.patience() == 0.75, "a stream that has started has brought no piece yet"
     state.waited(0.7)
     with pytest.raises(errors.Unavailable):
-        state.delay_after(GONE)  # too little is left for an attempt
+        state.delay_after(GONE)  # too little time is left for an attempt
     state.waited(7)
     assert state.patience() == 0.001
     assert state.out_of_patience().reason == "FIRST_TOKEN_TIMEOUT"
@@ -314,7 +314,7 @@ def test_a_call_cancelled_while_it_is_being_opened_is_cancelled() -> None:
     opened: list[Attempt] = []
 
     def begin(call: Call) -> Attempt:
-        exchange.close()  # from another thread, just before there is anything that it could cancel
+        exchange.close()  # cancels from another thread, just before there is anything to cancel
         opened.append(Attempt())
         return opened[-1]
 

@@ -153,7 +153,7 @@ def test_files_that_fit_no_message_are_uploaded_to_each_replica(ask: Ask, replic
         replica.inline_bytes = 20
     assert [answer.text for answer in ask(address, 6, images=[LARGE])] == ["a red square"] * 6
     assert sum(replica.uploads for replica in both) <= 12
-    for replica in both:  # it does not go on for ever where nobody keeps anything
+    for replica in both:  # retries end if no replica keeps uploads
         replica.held = type("Forgetful", (dict,), {"__contains__": lambda self, key: False})()
     with pytest.raises(errors.NotFound):
         ask(address, 1, images=[LARGE])
@@ -231,7 +231,7 @@ def test_a_stream_goes_on_though_the_restart_has_forgotten_its_files(kind: str, 
 
         def answer(request: Any) -> list[str]:
             if len(replica.script.requests) == 1:
-                replica.held.clear()  # what a restart with the default spool does
+                replica.held.clear()  # as a restart with the default spool does
             return whole
 
         replica.script.answer, replica.script.break_after = answer, [3]

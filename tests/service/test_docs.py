@@ -163,7 +163,7 @@ LIMITS = {
     "operations.md": 2,  # 2.5 and 50 ms, within which tokens share a message
     "scale.md": 9,  # an example of a simulation, and an assumption of it
 }
-"""Numbers that look like measurements and are not, by page."""
+"""Numbers that look like measurements but are none, by page."""
 
 
 def test_numbers_of_measurements_come_from_results() -> None:

@@ -45,7 +45,7 @@ Prefix = tuple[Any, ...]
 
 
 class Memory:
-    """The effect of a step on slots and pages, in the runner's order."""
+    """What each slot and page contains: applies the effects of a step in the runner's order."""
 
     def __init__(self) -> None:
         self.slots: dict[int, Prefix] = {}
@@ -82,7 +82,7 @@ class Memory:
         for row in step.rows:
             sequence, content = row.sequence, contents(row.sequence)
             if row.end > sequence.known and drawn(sequence, row.end - 1) == END:
-                continue  # padding: the host does not know yet that it has ended
+                continue  # padding: the sequence has ended, which the host does not know yet
             if has_slots and row.start:
                 assert self.slots[sequence.slot] == content[: row.start], "another state than its own"
             for position in range(row.end if has_pages else 0):
@@ -117,7 +117,8 @@ class Wait:
     """How many steps a request may wait, by the formula of `decoder.scheduler`, and how many are left."""
 
     def __init__(self, extra: int) -> None:
-        """`extra`: steps of each request that compute nothing, because its last token is known one step later."""
+        """`extra`: number of steps of each request that compute nothing, because the host learns one step later that it
+        has ended."""
         self.counted: set[str] = set()
         self.extra = extra
         self.tokens = 0
@@ -337,7 +338,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_cached_is_what_it_says(self) -> None:
-        """Each state's prefix length is the one under which it is found."""
+        """Each cached state was computed for the prefix length under which the cache lists it."""
         if hasattr(self, "scheduler") and self.cache is not None and self.has_slots:
             for checkpoint in self.cache.order:
                 assert len(self.memory.slots[checkpoint.slot]) == checkpoint.tokens

@@ -31,7 +31,7 @@ def moving_frames(count: int, height: int, width: int, seed: int = 0) -> list[to
 
 
 def animation(frames: list[torch.Tensor], form: str) -> bytes:
-    """The frames as GIF, APNG ("PNG") or lossless WebP at `FPS`."""
+    """The frames as a GIF, APNG ("PNG") or lossless WebP file at `FPS`."""
     images = [Image.fromarray(frame.numpy()) for frame in frames]
     buffer = io.BytesIO()
     options: dict[str, Any] = {"lossless": True} if form == "WEBP" else {}
@@ -42,7 +42,7 @@ def animation(frames: list[torch.Tensor], form: str) -> bytes:
 
 
 def film(container: str, codec: str, frames: int = 10, height: int = 32, width: int = 48, ramp: int = 0) -> bytes:
-    """A video whose frame i has a grey of about 20 i, and `ramp` more at its right edge."""
+    """A video whose frame i has a grey level of about 20 i at its left edge and `ramp` more at its right edge."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=container) as file:
         stream = file.add_stream(codec, rate=Fraction(5))
@@ -59,7 +59,7 @@ def film(container: str, codec: str, frames: int = 10, height: int = 32, width: 
 
 def released_processor(config: RadioVision) -> Any:
     """transformers' own video processor with the settings of `config`."""
-    made: Any = object.__new__(NemotronH_Omni_Reasoning_V3VideoProcessor)  # its constructor wants torchvision
+    made: Any = object.__new__(NemotronH_Omni_Reasoning_V3VideoProcessor)  # its constructor requires torchvision
     made.norm_mean, made.norm_std = list(config.image_mean), list(config.image_std)
     made.patch_size, made.downsample_ratio = config.patch_size, 1 / config.merge_size
     made.video_target_num_patches = config.video_target_num_patches

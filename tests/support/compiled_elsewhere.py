@@ -22,8 +22,8 @@ EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
 
 
 def build(name: str, folder: Path, features: Collection[str] = (), *, attention: bool = True) -> Path:
-    """The program for an instruction set of AArch64, on a processor with these further features. `attention`: whether
-    it can do more than products, which takes twice as long to compile."""
+    """Compiles the program for an instruction set of AArch64 and a processor with these further features. `attention`:
+    whether it also computes attention, which takes twice as long to compile."""
     assert COMPILER is not None
     wanted = next(each for each in SETS if each.name == name)
     flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC", "-O3")]
@@ -31,7 +31,7 @@ def build(name: str, folder: Path, features: Collection[str] = (), *, attention:
     command = [
         COMPILER,
         *flags,
-        *("-Og", "-fwhole-program"),  # half the time of -O1; what `main` does not need is not compiled
+        *("-Og", "-fwhole-program"),  # compiles in half the time of -O1, and only what `main` needs
         f"-DWITH_ATTENTION={int(attention)}",
         *wanted.options(set(features)),
         "-static",

@@ -80,7 +80,7 @@ class Machine:
     path: list[int] = field(default_factory=lambda: [0])
     """The states so far."""
     fails_after: int | None = None
-    """The method that raises after this many accepted tokens."""
+    """`fill_mask` raises RuntimeError once this many tokens have been accepted; None: never."""
 
     def copy(self) -> Machine:
         return Machine(self.moves, self.accepting, self.preferred, list(self.path), self.fails_after)

@@ -21,8 +21,8 @@ class FakeEngine:
         self._wake, self._closing = threading.Event(), False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._paused = threading.Semaphore(4)
-        """Steps that may be ahead of the frontend; without a bound, memory would be measured instead of the
-        frontend."""
+        """Number of steps by which the engine may be ahead of the frontend. Without a bound, the queue would grow and
+        memory would be measured instead of the frontend."""
 
     @property
     def alive(self) -> bool:
@@ -58,7 +58,8 @@ class FakeEngine:
             self._release_when_taken()
 
     def _release_when_taken(self) -> None:
-        """The frontend's loop runs callbacks in order, so when this one runs, the previous step has been taken."""
+        """The frontend's loop runs callbacks in order, so the frontend has taken the previous step when this one
+        runs."""
         loop = getattr(self, "loop", None)
         if loop is None:
             self._paused.release()

@@ -30,7 +30,7 @@ needs_ring = pytest.mark.skipif(not NEW, reason="the hash ring reads headers fro
 
 @dataclass
 class Failure(Exception):
-    """A status to answer with."""
+    """The status with which a call fails."""
 
     code: grpc.StatusCode
     message: str = "refused"
@@ -162,7 +162,7 @@ class Servicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             yield from self._stream(request.request, context)
         finally:
-            # A call that ends while a message is on its way leaves the generator where it is, to be closed there.
+            # If a call ends while a message is being sent, gRPC does not resume the generator but closes it there.
             if script.hang_after is not None:
                 script.ended.release()
 

@@ -1,6 +1,6 @@
 """Faults that a served model must survive. Each is a real run with a count: small in the test suite, large in the soak.
 
-Every function raises AssertionError if something was lost, differed or leaked, and returns its counts.
+Every function raises AssertionError if an answer was lost or differed or a resource leaked, and returns its counts.
 """
 
 from __future__ import annotations
@@ -132,14 +132,15 @@ def frontend_killed(model: str, streams: int) -> Numbers:
         check_same(found, wanted)
     with started[0] as second:
         for engine in engines:
-            while Path(f"/proc/{engine}").exists():  # it goes by itself once its frontend has ended
+            while Path(f"/proc/{engine}").exists():  # the engine process ends by itself once its frontend has ended
                 time.sleep(0.01)
         assert second.stop() == 0
     return {"streams": streams, "engines_left": 0}
 
 
 def sigterm_under_load(model: str, clients: int) -> Numbers:
-    """Answers in progress are finished; later calls get an error that the server is stopping."""
+    """SIGTERM under load: answers in progress are finished, and later calls get an error that says that the server is
+    stopping."""
     with ServerProcess([model, *PLAIN, "--max-seqs", str(clients), "--grace", "120"]) as server:
         with saccade.Client(server.address, max_retries=0) as client:
             requests = [{"prompt": f"{i}", "max_tokens": 300, "ignore_eos": True, "seed": i} for i in range(clients)]
@@ -151,7 +152,7 @@ def sigterm_under_load(model: str, clients: int) -> Numbers:
 
 # -- clients that behave badly -----------------------------------------------------------------------------------------
 
-# Opens ten streams with an image each, reads one message of every one, and is gone without a word.
+# Opens ten streams with an image each, reads one message of each, and kills itself.
 VANISHING = """
 import os, sys
 sys.path[:0] = [sys.argv[3], sys.argv[4]]
@@ -204,9 +205,9 @@ def slow_readers(model: str, readers: int) -> Numbers:
             steady = client.generate("steady", max_tokens=20, temperature=0, ignore_eos=True)
             calls = [channel.unary_stream(method)(message) for channel in channels]
             for call in calls:
-                next(call)  # in progress, and unread from here on
+                next(call)  # in progress; not read from here on
             assert client.generate("steady", max_tokens=20, temperature=0, ignore_eos=True) == steady
-            server.drained()  # each has lost its place, by its end or by the limit on a message's wait
+            server.drained()  # each call has ended, or a message has waited for longer than allowed
             outcomes: Counter[str] = Counter()
             for call in calls:
                 try:
@@ -222,7 +223,7 @@ def slow_readers(model: str, readers: int) -> Numbers:
 
 
 FAIR = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "PERMISSION_DENIED", "FAILED_PRECONDITION"}
-"""What a request that nobody meant may end with."""
+"""The statuses with which a random request may end."""
 
 
 def outcome(call: Any, *arguments: Any) -> str:
@@ -332,7 +333,7 @@ def disk_full(model: str, folder: Path, uploads: int) -> Numbers:
     return {"refused": 2 * uploads}
 
 
-# A server whose wall clock is off by what a file says, at every moment anew.
+# A server whose wall clock differs from the real one by the number in a file, which is read at each call.
 JUMPING = """
 import sys, time, pathlib
 real, offset = time.time, pathlib.Path(sys.argv.pop(1))
@@ -343,7 +344,8 @@ sys.exit(main(sys.argv[1:]))
 
 
 def clock_jump(model: str, folder: Path, jumps: int) -> Numbers:
-    """The wall clock jumps back a day and forward: answers and rates are unaffected, and uploads expire by it.
+    """The wall clock jumps back by a day and then forward: answers and rate limits are unaffected, and uploads expire
+    by the wall clock.
 
     Calls have no deadlines here, because gRPC computes deadlines by its own clock, which does not jump.
     """

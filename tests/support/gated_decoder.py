@@ -31,7 +31,7 @@ def interleaved(section: Sequence[int]) -> tuple[int, ...]:
 
 
 def gated(spec: MixerSpec, **changes: Any) -> MixerSpec:
-    """An attention of this shape with every optional feature; other mixers unchanged."""
+    """An attention configuration of this shape with every optional feature; other mixers are returned unchanged."""
     if not isinstance(spec, Attention):
         return spec
     fields: dict[str, Any] = {"rope": Rope(6, 100.0, interleaved((1, 1, 1))), "gate": True, "qk_norm": 1e-6}

@@ -1,8 +1,8 @@
 """Finds host operations that would wait for the device.
 
-The tests' device is a CPU, where no such wait would show; so every call that would wait on a GPU is recorded with the
-line of our code that makes it. A GPU runs a kernel where a CPU runs `kernels/*/reference.py`, so calls from there do
-not count; nor do those of `kernels/transfer.py`, whose copies do not wait.
+The tests' device is a CPU, on which nothing would wait, so every call that would wait on a GPU is recorded together
+with the line of the project's code that makes it. A GPU runs a kernel where a CPU runs `kernels/*/reference.py`, so
+calls from there do not count; nor do those of `kernels/transfer.py`, whose copies do not wait.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ READING_OPS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equ
 
 
 def _line() -> str | None:
-    """The innermost line of our code that makes the call; None inside a kernel's reference or in a test."""
+    """The innermost line of the project's code that makes the call; None inside a kernel's reference or in a test."""
     frame = sys._getframe(1)
     innermost = None
     while frame is not None:

@@ -56,10 +56,10 @@ def _body(rng: random.Random) -> bytes:
         return rng.randbytes(rng.randint(0, 100))
     if kind < 0.15:
         return b"[" * rng.choice([10, 100_000])
-    # An unknown field makes any of these bodies wrong.
+    # An unknown field makes each of these bodies invalid.
     document: dict[str, Any] = {rng.choice(FIELDS): rng.choice(VALUES) for _ in range(rng.randint(0, 6))}
     document["no_such_field"] = rng.choice(VALUES)
-    if rng.random() < 0.3:  # only values are wrong
+    if rng.random() < 0.3:  # only values are invalid
         del document["no_such_field"]
         document |= {"messages": rng.choice(VALUES), "prompt": rng.choice(VALUES), "input": rng.choice(VALUES)}
         document["max_tokens"] = rng.choice([-1, 0, "x", 2**40, 1.5])

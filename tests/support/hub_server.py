@@ -90,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = urlsplit(self.path).path
         headers = {name.lower(): value for name, value in self.headers.items()}
         hub.requests.append((self.command, unquote(path), headers))
-        parts = [unquote(part) for part in path.strip("/").split("/")]  # a revision may have slashes of its own
+        parts = [unquote(part) for part in path.strip("/").split("/")]  # a revision may contain slashes
         api = parts[:2] == ["api", "models"]
         owner, name, _, revision, *file = [*(parts[2:] if api else parts), "", "", "", ""]
         repository = hub.repositories.get(f"{owner}/{name}")
@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server_hub.status is not None:
             return self.server_hub.status, {}
         if repository is None:
-            # As the hub: without a token nobody learns whether it is private or not there.
+            # As on the hub, callers without a token cannot tell a private repository from a missing one.
             return 404 if known else 401, {"X-Error-Code": "RepoNotFound"}
         if repository.token is not None and headers.get("authorization") != f"Bearer {repository.token}":
             wrong = {"X-Error-Message": "Invalid credentials in Authorization header"}
@@ -156,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")  # so that a hub that was closed answers nobody
+        self.send_header("Connection", "close")  # so that no connection is answered after the hub has been closed
         self.end_headers()
         if self.command == "HEAD":
             return

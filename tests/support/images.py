@@ -1,4 +1,5 @@
-"""Images to send. A module of its own without heavy imports, because test programs that are killed import it too."""
+"""Images to send. This module has no slow imports, because test programs that are started to be killed import it
+too."""
 
 from __future__ import annotations
 

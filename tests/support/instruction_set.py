@@ -13,19 +13,20 @@ from kernels.native.instruction_sets import SETS, processor_features, supported
 
 
 def emulate_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this processor has avx512bf16 and not amx, its instructions compute those of amx until the end of the test."""
+    """If this processor has avx512bf16 but not amx, amx instructions are emulated with avx512bf16 until the end of the
+    test."""
     there = [each.name for each in supported(processor_features())]
     if "amx" in there or "avx512bf16" not in there:
         return
     base = next(each for each in SETS if each.name == "avx512bf16")
-    flags = (*base.flags, "-DSACCADE_EMULATE_AMX", "-O1")  # -O1 compiles in half of the time
+    flags = (*base.flags, "-DSACCADE_EMULATE_AMX", "-O1")  # -O1 halves the compile time
     sets = [replace(each, needs=base.needs, flags=flags) if each.name == "amx" else each for each in SETS]
     monkeypatch.setattr(instruction_sets, "SETS", tuple(sets))
 
 
 @contextmanager
 def using(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compiled code uses the instruction set inside the block; the test is skipped if this processor lacks it."""
+    """Inside the block, compiled code uses this instruction set; the test is skipped if this processor lacks it."""
     if name == "amx":
         emulate_amx(monkeypatch)
     there = [each.name for each in supported(processor_features())]

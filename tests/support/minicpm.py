@@ -64,7 +64,7 @@ class TinyMiniCPM:
 
     @property
     def mode(self) -> str:
-        """`16x`, or `4x` without the window merger."""
+        """The downsampling mode: `16x`, or `4x` without the window merger."""
         return str(self.model.config.downsample_mode)
 
     def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:

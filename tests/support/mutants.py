@@ -91,7 +91,7 @@ def _bomb(data: bytearray, rng: random.Random) -> bytes:
 
 
 def _sizes(data: bytearray, rng: random.Random) -> bytes:
-    """Numbers that may be lengths, offsets or sides become extreme."""
+    """Replaces numbers that may be lengths, offsets or sides by extreme ones."""
     for _ in range(rng.randint(1, 4)):
         place = rng.randrange(len(data))
         data[place : place + 4] = rng.choice(

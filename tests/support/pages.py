@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUILD = ROOT / "build" / "web"
-"""Gets the screenshots."""
+"""Folder into which screenshots are written."""
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SHAPES = "a purple triangle at the top, a blue circle at the right and a blue cross at the bottom right"
 """The embedded model's answer to the first example."""
@@ -56,9 +56,9 @@ class Playground:
     def __init__(self, page: Any, url: str) -> None:
         self.page, self.url = page, url
         self.problems: list[str] = []
-        """What the console, the page or a request complained about."""
+        """Errors of the console, the page or a request."""
         self.allowed: list[str] = []
-        """Patterns of complaints that a test expects."""
+        """Patterns of the errors that a test expects."""
         page.on("console", lambda message: self._note(message.type, message.text + " " + message.location["url"]))
         page.on("pageerror", lambda error: self.problems.append(f"exception: {error}"))
         page.on("request", self._outside)
@@ -80,7 +80,7 @@ class Playground:
         self.page.wait_for_selector(".thumb-box")
 
     def ask(self, question: str | None = None, *, keys: bool = False) -> None:
-        """Asks, and waits for the end of each answer."""
+        """Asks a question, and waits for the end of each answer."""
         if question is not None:
             self.page.fill("#question", question)
         if keys:
@@ -139,9 +139,9 @@ def opened(
     script: str = "",
     scale: int = 1,
 ) -> Iterator[Playground]:
-    """A page in a context of its own, once its model has this state. At the end it must have caused no error, except
-    `allowed` ones, and no request to anybody else. `script` runs before the page's own.
-    `scale`: pixels of a screenshot per CSS pixel."""
+    """A page in a browser context of its own, as soon as the shown state of its model is this one. At the end, the page
+    must have caused no error, except `allowed` ones, and no request to another host. `script` runs before the page's
+    own. `scale`: pixels of a screenshot per CSS pixel."""
     width, height = SIZES[size]
     context = browser.new_context(
         viewport={"width": width, "height": height}, color_scheme=scheme, device_scale_factor=scale,

@@ -74,7 +74,7 @@ class GpuTensor(Tensor):
     def record_stream(self, stream: Any) -> None:
         _order.recorded.add((self.inner.untyped_storage().data_ptr(), stream.number))
 
-    # A list of places becomes a tensor of places inside torch, where nothing here sees it.
+    # torch converts a list of indices to a tensor internally, where this class does not see it.
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(_places(index))
 
@@ -99,7 +99,7 @@ Clock = dict[int, int]
 
 
 def _later(one: Clock, other: Clock) -> None:
-    """`one` also knows what `other` knows."""
+    """Merges `other` into `one`: the later of both entries for each stream."""
     for stream, count in other.items():
         one[stream] = max(one.get(stream, 0), count)
 
@@ -290,7 +290,7 @@ class _Mode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # which would import a compiler that nobody asked for
+        return False  # which would import a compiler that is not needed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return perform(func, args, kwargs or {})
@@ -310,7 +310,7 @@ def _launch(run: Callable[..., Any]) -> Callable[..., Any]:
             Capture.running.touch(used)
             Capture.running.calls.append(lambda: run(self, *args, **inner))
         else:
-            _order.use(used, used, ())  # which of them it writes cannot be seen
+            _order.use(used, used, ())  # which of its arguments it writes is unknown
         return run(self, *args, **inner)
 
     return launch
@@ -469,7 +469,7 @@ def pretended(device: str = "cuda:0") -> Iterator[None]:
     global _order, GPU
     _Stream.made.clear()
     _order, GPU = Order(), torch.device(device)
-    _device_constructors()  # torch keeps what it finds the first time, and that must not be what follows
+    _device_constructors()  # torch caches the first result, so the real one has to be found before it is replaced below
     with ExitStack() as stack:
         stack.enter_context(_guarded())
         for name, fake in fakes.items():

@@ -81,4 +81,4 @@ HUB_IDS = {
     "Nemotron-3-Nano-30B-A3B": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     "Bamba-9B": "ibm-ai-platform/Bamba-9B",
 }
-"""Their names on the hub, if known."""
+"""Their names on the Hugging Face hub, if known."""

@@ -1,4 +1,4 @@
-"""A gRPC client that sends what no library would: calls whose messages stop in the middle."""
+"""A gRPC client for calls whose messages stop in the middle, which no gRPC library sends."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RawClient:
         return data
 
     def _taken(self, count: int) -> bytes | None:
-        """So many bytes; None where the connection was closed before."""
+        """`count` bytes from the connection; None if it was closed before."""
         data = b""
         while len(data) < count:
             part = self.socket.recv(count - len(data))

@@ -12,7 +12,7 @@ import torch
 
 
 def pages_in_memory(tensor: torch.Tensor) -> int:
-    """Number of the pages from that of the tensor's beginning on. Linux only."""
+    """Number of a tensor's pages that are in memory, counted from the page of its first byte. Linux only."""
     begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     found = (ctypes.c_ubyte * -(-tensor.nbytes // mmap.PAGESIZE))()
     assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(tensor.nbytes), found)

@@ -1,4 +1,4 @@
-"""Calls through the generated stubs, as any gRPC client without the SDK makes them."""
+"""Calls through the generated stubs, as gRPC clients without the SDK make them."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 
 class EngineHere(EngineThread):
-    """An engine in this process, for tests that are not about its process: one of those takes 1.6 s of processor time
-    to start. Requests, images and events are converted as they are between two processes."""
+    """An engine in this process, for tests that are not about the engine process, whose start takes 1.6 s of processor
+    time. Requests, images and events are converted as they are between two processes."""
 
     def start(self, on_events: EventSink) -> None:
         super().start(lambda events: on_events(wire.unpack_events(wire.pack_events(events))))
@@ -43,8 +43,8 @@ class EngineHere(EngineThread):
 
 
 class ImagesHere(ImagePool):
-    """Prepares images in this process, for tests that are not about its worker processes: each of those takes over a
-    second of processor time to start. Patches are passed on in sealed memory files, as they are between processes."""
+    """Prepares images in this process, for tests that are not about image workers, each of which takes over a second of
+    processor time to start. Patches are passed on in sealed memory files, as they are between processes."""
 
     def __init__(self, limits: MediaLimits, vision: VisionSpec, dtype: str) -> None:
         super().__init__(limits, 0, image_seconds=math.inf, video_seconds=math.inf, vision=vision, dtype=dtype)

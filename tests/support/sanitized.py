@@ -19,7 +19,7 @@ SANITIZED = (
 
 def pytest_configure() -> None:
     """Builds with other options have other names in the cache (`compiler.digest`)."""
-    os.environ.pop("LD_PRELOAD", None)  # of the sanitizer: the compiler would run under it too, several times as long
+    os.environ.pop("LD_PRELOAD", None)  # else the compiler also runs with the sanitizer, several times as long
     compiler.FLAGS[:] = [*(flag for flag in compiler.FLAGS if flag != OPTIMISED), *SANITIZED]
     instruction_sets.use(os.environ.get("INSTRUCTION_SET") or instruction_sets.AUTO)
     # Weights share a mapping, and buffers have mappings of whole pages: an access beyond their ends would be valid. The

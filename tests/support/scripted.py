@@ -56,7 +56,8 @@ def answered(
     end: int = END,
     **fields: Any,
 ) -> tuple[list[Event], list[EngineRequest]]:  # fmt: skip
-    """The events of an answer whose tokens are those of `output`, or these, to a raw prompt. `end`: see `Scripted`."""
+    """The events of an answer to a raw prompt, with the tokens of the text `output`, or these token ids. `end`: see
+    `Scripted`."""
 
     async def run() -> tuple[list[Event], list[EngineRequest]]:
         engine = Scripted(ids(assets, output) if isinstance(output, str) else output, end)

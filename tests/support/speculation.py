@@ -38,7 +38,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def pairwise(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Few combinations that contain every pair of values of different axes."""
+    """A small number of combinations that together contain every pair of values of different axes."""
     draw, names = random.Random(seed), sorted(axes)
     open_pairs = {
         ((one, a), (two, b)) for one, two in combinations(names, 2) for a in axes[one] for b in axes[two]

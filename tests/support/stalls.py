@@ -38,7 +38,7 @@ def watched(loop: asyncio.AbstractEventLoop) -> Iterator[Pauses]:
             original(handle)
             return
         callback = handle._callback  # type: ignore[attr-defined]
-        described = repr(getattr(callback, "__self__", callback))[:300]  # a task says which one it is
+        described = repr(getattr(callback, "__self__", callback))[:300]  # the name of a task shows which one it is
         before = time.thread_time()
         original(handle)
         seconds = time.thread_time() - before

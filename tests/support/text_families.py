@@ -12,7 +12,7 @@ from transformers import BambaConfig, BambaForCausalLM, GraniteMoeHybridConfig, 
 
 
 def _shared(rng: random.Random, layers: int) -> dict[str, Any]:
-    """Fields that both families have."""
+    """Configuration fields that both families have."""
     kv = rng.choice([1, 2])
     heads = kv * rng.choice([1, 2, 4])
     mamba_heads, groups = rng.choice([(2, 1), (4, 1), (4, 2), (8, 2)])

@@ -164,7 +164,7 @@ class FakeSource:
         self.releases += 1
 
     def again(self) -> FakeSource:
-        """Another source of the same rows, which are ready."""
+        """A new source of the same rows, which are ready."""
         return FakeSource(self.start, self.length, self.key, self._rows)
 
 

@@ -82,7 +82,7 @@ def _mend() -> None:
     broadcast = semantic.TritonSemantic.broadcast_impl_value
 
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
-        sizes = vars(lhs.type).get("sizes")  # other types than blocks have none
+        sizes = vars(lhs.type).get("sizes")  # only block types have it
         return (lhs, rhs) if sizes and sizes == vars(rhs.type).get("sizes") else broadcast(self, lhs, rhs)
 
     block_init, np_type = tl.core.block_type.__init__, interpreter._get_np_dtype
@@ -95,7 +95,7 @@ def _mend() -> None:
         if key not in blocks:
             block_init(self, element_ty, list(sizes))
             vars(self)["sizes"] = sizes
-            if key is not None:  # pointers have no hash
+            if key is not None:  # pointers are not hashable
                 blocks[key] = dict(vars(self))
             return
         vars(self).update(blocks[key])

@@ -1,4 +1,4 @@
-"""How the playground looks: screenshots of its states, no violation of accessibility, no shift of the layout."""
+"""The playground's appearance: screenshots of its states, no violations of accessibility, no layout shifts."""
 
 from __future__ import annotations
 
@@ -124,6 +124,6 @@ def test_the_colours_are_the_system_s_until_one_is_chosen(browser: Any, server: 
         assert paper() == light
         page.keyboard.press("t")
         assert paper() == dark
-        page.keyboard.press("t")  # as the system again
+        page.keyboard.press("t")  # as the system's setting again
         page.emulate_media(color_scheme="light")
         assert paper() == light

@@ -120,7 +120,7 @@ def test_shortcuts_are_listed_and_can_be_switched_off(desktop: Playground) -> No
     page.keyboard.press("c")
     assert page.locator(".pane").count() == 2
     page.keyboard.press("/")
-    page.keyboard.type("cc?")  # in a text field these are letters
+    page.keyboard.type("cc?")  # in a text field these keys are letters
     assert page.input_value("#question") == "cc?" and page.locator(".pane").count() == 2
 
 
@@ -343,14 +343,14 @@ def test_keys_of_questions_show_their_view(desktop: Playground) -> None:
     assert page.evaluate("[document.activeElement.id, location.hash]") == ["question", "#ask"]
     page.keyboard.type("What is it?")
     page.click("#nav-status")
-    desktop.allowed.append("ERR_ABORTED")  # the status that was being read
+    desktop.allowed.append("ERR_ABORTED")  # the request for the status that was in progress
     page.keyboard.press("Control+Enter")
     page.wait_for_selector(ENDED)
     assert page.is_visible("#ask") and desktop.state() == "done"
 
 
 def test_text_that_comes_with_an_image_is_pasted_as_text(desktop: Playground) -> None:
-    """As from tables and documents."""
+    """As copied from tables and documents."""
     left = desktop.page.evaluate(
         """([name, type, data]) => ["#question", "#stage"].map(target => {
             const clipboardData = new DataTransfer();
@@ -414,7 +414,7 @@ def test_a_lost_server_is_said_and_asked_again(desktop: Playground) -> None:
     page.reload()
     page.wait_for_selector("#model[data-state=failed]:has-text('The server cannot be reached.')")
     page.unroute("**/v1/**")
-    page.wait_for_selector("#model[data-state=ready]")  # by itself
+    page.wait_for_selector("#model[data-state=ready]")  # without a click
     desktop.ask("What is it?")
     assert desktop.state() == "done"
 

@@ -118,7 +118,7 @@ def test_definitions_of_tools_arrive_as_they_were_written(prompt: Any) -> None:
     assert json.dumps(spec.input.template_arguments) == json.dumps(arguments)
     older = inference_pb2.GenerateRequest.FromString(sent)
     getattr(older, older.WhichOneof("input") or "").ClearField("chat_template_kwargs_json")
-    spec = convert.spec_from_proto(older)  # as servers that do not know the field read it, but for numbers
+    spec = convert.spec_from_proto(older)  # as servers that do not know the field read it, except for numbers
     assert isinstance(spec.input, ChatInput) and spec.input.template_arguments == arguments
     assert "1.0" not in json.dumps(spec.input.template_arguments)
 

@@ -276,7 +276,7 @@ def test_a_whole_answer_comes_in_few_deltas(assets: ModelAssets, monkeypatch: py
         name = engine.requests[-1].request_id
         for number in range(20):
             engine.say(EngineEvent(name, 5 + number))
-            await asyncio.sleep(0.001)  # together longer than a stream's deltas are apart
+            await asyncio.sleep(0.001)  # together longer than the interval between a stream's deltas
         engine.say(EngineEvent(name, 30, finish_reason="length"))
         deltas = [event.token_ids for event in await task if isinstance(event, Delta)]
         assert deltas == [(5,), (*range(6, 25), 30)]
@@ -301,7 +301,7 @@ def test_a_stop_string_counts_from_min_tokens_on(
             z = assets.tokenizer.encode("z")[-1]  # type: ignore[union-attr]
             for _ in range(5):
                 engine.say(EngineEvent(name, z))
-                await asyncio.sleep(0)  # the first one is taken by itself
+                await asyncio.sleep(0)  # the first one is taken separately
                 await asyncio.sleep(0)
             (end,) = ends(await task)
             assert (end.reason, end.stop_string, end.usage.completion_tokens) == ("stop", "z", tokens)

@@ -24,7 +24,7 @@ def test_tokens_share_a_message_while_the_pace_lasts() -> None:
     async def scenario() -> list[list[int | None]]:
         mail = Mailbox(due_in(0.05))
         mail.put(token(1))
-        taken = [await mail.take()]  # the first waits for nothing
+        taken = [await mail.take()]  # the first event does not wait
         taking = asyncio.create_task(mail.take())
         for number in (2, 3, 4):
             mail.put(token(number))

@@ -311,7 +311,7 @@ def test_pixels_do_not_live_for_as_long_as_their_answer(assets: ModelAssets) -> 
         async for event in frontend.stream(spec(image(), Video(b"", "v"), sampling={"max_tokens": 3})):
             seen.append(event)
             assert len(engine.pixels) == 2
-            while any(pixels() is not None for pixels in engine.pixels):  # a thread may be about to let go of them
+            while any(pixels() is not None for pixels in engine.pixels):  # a thread may be about to release them
                 assert await asyncio.to_thread(engine.gone.acquire, timeout=60)
         assert isinstance(seen[-1], Finished) and seen[-1].usage.image_tokens > 0 < seen[-1].usage.video_tokens
 

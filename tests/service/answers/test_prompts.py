@@ -145,7 +145,7 @@ def test_image_tokens_in_raw_text_are_places_only_where_there_are_as_many_images
         ("ab", 1, 1),
         (f"{token}a{token}b", 1, 2),
         (f"{token}a{token}b", 2, 2),
-        (f"a\ufdd0b{token}c", 1, 1),  # a mark of ours, which no text may hold
+        (f"a\ufdd0b{token}c", 1, 1),  # a marker of this module, which no text may contain
     ):
         spec = GenerateSpec("r", "", RawInput(text))
         assert read(spec, [prepared()] * images, assets).count(image) == places, (text, images)

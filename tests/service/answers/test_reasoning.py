@@ -53,7 +53,7 @@ def usage(events: list[Event]) -> tuple[int, int]:
         ("a", "red<think>so</think>blue", ("", "redsoblue")),  # not at the beginning
         ("a<think>\n\n</think>\n\n", "<think>so</think>red", ("", "sored")),  # the prompt has closed it
         ("a<think>\n", "so</think>red</think>blue", ("so", "redblue")),
-        ("<think>a", "red", ("", "red")),  # of a user
+        ("<think>a", "red", ("", "red")),  # in a user's message
         ("<think><|im_end|>", "red", ("", "red")),
     ],
 )
@@ -213,7 +213,7 @@ def test_reasoning_of_earlier_messages_goes_through_the_template(thinking: Model
     ("said", "reasoned", "output", "expected"),
     [
         ("It is", "", " red", ("", " red")),
-        ("It is", "so", " <think>a</think>red", ("", " ared")),  # past its reasoning
+        ("It is", "so", " <think>a</think>red", ("", " ared")),  # after its reasoning
         ("It is", "", "<think>so</think>red", ("", "sored")),
         ("", "", "<think>so</think>red", ("so", "red")),  # nothing to continue
         ("<think>\nit", "", "\nis</think>\n\nred", ("\nis", "red")),

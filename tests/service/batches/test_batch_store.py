@@ -35,7 +35,7 @@ def test_what_fits_exactly_fits(tmp_path: Path) -> None:
     make(store, "a", bytes(10))
     with pytest.raises(errors.ResourceExhausted, match="batches fill 60 of 100 bytes, and this one has 41"):
         make(store, "b", bytes(41))
-    with store.upload("b", 30):  # what is promised counts, for its tenant and for all
+    with store.upload("b", 30):  # announced bytes count towards the limits of the tenant and of all
         assert store.used_bytes == 90
         with pytest.raises(errors.ResourceExhausted, match="batches fill 90 of 100"):
             make(store, "c", bytes(11))

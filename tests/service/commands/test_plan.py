@@ -133,7 +133,7 @@ def test_published_formats_are_counted_as_they_are_stored(tmp_path: Path, form: 
     assert checkpoint.formats
     row = plan(EngineOptions(model=str(small)))[0].rows[1]
     assert f"in the format they are stored in: {', '.join(checkpoint.formats)}" in row[2]
-    # Numbers that are plain are counted in float32, which the checkpoint declares and stores.
+    # Unquantised numbers are counted in float32, the dtype that the checkpoint declares and stores.
     stored = sum(entry.nbytes for entry in checkpoint.files.table.values())
     assert weight_bytes(EngineOptions(model=str(small)), checkpoint) == stored
 
@@ -178,7 +178,7 @@ def test_activations_in_int8_follow_what_the_checkpoint_says(tmp_path: Path, for
     ):
         config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = inputs
         file.write_text(json.dumps(config))
-        plan(EngineOptions(model=str(small)))  # rows of 16 bits, whatever it says
+        plan(EngineOptions(model=str(small)))  # rows of 16 bits, whatever the file says
         if other is None:
             plan(EngineOptions(model=str(small), activations="int8"))
             continue

@@ -55,7 +55,7 @@ def test_a_small_message_is_sent_by_the_caller_where_it_fits() -> None:
     outbox.put("many numbers", numbers=10**6)
     outbox.put("behind it")
     assert [theirs.recv(), theirs.recv()] == ["many numbers", "behind it"] and len(threads() - before) == 1
-    for number in range(3000):  # until the socket is full, and further
+    for number in range(3000):  # until the socket is full, and then more
         outbox.put((number, bytes(1000)))
     for number in range(6000):
         assert theirs.recv()[0] == number

@@ -203,7 +203,7 @@ INJECTED = {
 
 def test_what_kubernetes_injects_for_a_service_of_this_name_is_not_ours() -> None:
     assert parse(env=INJECTED) == ServerOptions()
-    # what somebody has set beside it still counts, and a slip still is one
+    # other settings still apply, and a misspelled one is still an error
     assert parse(env={**INJECTED, "SACCADE_PORT": "8", "SACCADE_METRICS_PORT": "9"}).port == 8
     for variable, value in (
         ("SACCADE_PORT", "tcp://somewhere"), ("SACCADE_PORT", "http://10.0.0.1:80"), ("SACCADE_HOSTS", "10.0.0.1"),

@@ -93,7 +93,7 @@ def test_a_tenant_s_share_is_that_of_all_its_calls_and_of_nobody_else() -> None:
             two(21)
         assert full.value.reason == "TENANT_QUEUE_FULL" and full.value.retry_after is not None
         two(20)
-        with pytest.raises(Unavailable) as busy:  # there is a share for it, but no room
+        with pytest.raises(Unavailable) as busy:  # it is within its share, but the total is used up
             other(41)
         assert not busy.value.never_retry and busy.value.retry_after is not None
         other(40)
@@ -144,7 +144,7 @@ def test_more_than_a_minute_s_worth_is_had_from_a_full_bucket_and_then_paid_back
     clock = Clock()
     limits = RateLimits({"bytes": 60}, clock)
     limits.admit("bytes", 1)
-    with pytest.raises(ResourceExhausted) as early:  # not from one that is nearly full
+    with pytest.raises(ResourceExhausted) as early:  # a nearly full budget does not suffice
         limits.admit("bytes", 600)
     assert early.value.retry_after == pytest.approx(1.0)
     clock.now += 1.0

@@ -77,7 +77,7 @@ def test_a_lease_in_runs_has_its_rows_until_each_of_them_is_released() -> None:
     assert [(part.start, part.end, part.complete) for part in (first, second)] == [(3, 5, False), (7, 10, True)]
     assert [part.rows()[:, 0].tolist() for part in (first, second)] == [[0, 1], [2, 3, 4]]
     assert len({whole.key, first.key, second.key}) == 3 and whole.key == b"a"
-    whole.release()  # the runs have taken its place
+    whole.release()  # its runs replace it
     second.release()
     assert handoff.stats()["leases"] == 1 and first.rows().shape == (2, HIDDEN)
     first.release()

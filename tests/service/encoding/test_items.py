@@ -71,7 +71,7 @@ def test_slices_cross_and_are_checked() -> None:
         message.slices[:] = wrong
         with pytest.raises(ValueError, match=numbers):
             item_from_proto(message, item.patches)
-    message.slices[:] = [2**20, 2**20, 2, 4]  # nothing of that size is made
+    message.slices[:] = [2**20, 2**20, 2, 4]  # no tensor of that size is allocated
     with pytest.raises(ValueError, match="shape"):
         item_from_proto(message, item.patches)
 

@@ -87,7 +87,7 @@ def test_answers_find_their_questions(far: Far) -> None:
     first, second, third = (far.link.query("stats") for _ in range(3))
     numbers = [far.connection.recv()[1] for _ in range(3)]
     far.connection.send(("answer", numbers[1], {"live": 2}, None))
-    far.connection.send(("answer", 999, {}, None))  # nobody's
+    far.connection.send(("answer", 999, {}, None))  # of no request
     far.connection.send(("answer", numbers[0], None, "AssertionError('leak')"))
     assert second.result(30) == {"live": 2} and not third.done()
     with pytest.raises(AssertionError, match="leak"):

@@ -181,7 +181,7 @@ def test_texts_that_a_grammar_forces_are_written_in_pieces_of_words(
     special = ["<unk>", "<s>", "<pad>", "<mask>", "<|im_end|>"]
     merges = [("\u2581", "{"), ("{", '"'), ('"', ":"), ('":', "\u2581"), ("\u2581", "a"), ("\u2581", "\u2581")]
     letters = [*map(chr, range(0x21, 0x7F)), "é", "\u2581"]
-    never = '{"é'  # no merge leads to it
+    never = '{"é'  # no merge produces it
     vocabulary = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *map("".join, merges), never]
     ids = {piece: i for i, piece in enumerate(vocabulary)}
     raw = RawTokenizer(models.BPE(vocab=ids, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))

@@ -286,7 +286,7 @@ def test_a_fork_server_that_is_ending_is_replaced_and_no_image_refused() -> None
     worker, server = pool.workers[0], pool._fork_server
     assert worker.pid and worker._connection and server._process and server._connection
     ending = server._process
-    ending.send_signal(signal.SIGSTOP)  # it has closed its socket, but cannot be waited for yet
+    ending.send_signal(signal.SIGSTOP)  # it has closed its socket, but has not ended yet
     server._connection.shutdown(socket.SHUT_RDWR)
     os.kill(worker.pid, signal.SIGKILL)
     worker._connection.settimeout(60)

@@ -115,7 +115,7 @@ def test_uploads_of_one_tenant_share_its_part(tmp_path: Path) -> None:
             assert spool.used_bytes == 5000
             with pytest.raises(errors.ResourceExhausted, match="fill 5000 of 5000"), spool.upload("d", 1):
                 pass
-        with spool.upload("b", 2000):  # what ends is free at once
+        with spool.upload("b", 2000):  # space is free as soon as an upload ends
             pass
         assert spool.used_bytes == 1500
     kept = put(spool, png(1, (8, 8)), "a")

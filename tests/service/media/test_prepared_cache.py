@@ -47,7 +47,7 @@ def test_the_most_recent_items_stay_within_both_bounds(
     used: list[tuple[int, int]], max_bytes: int, max_items: int
 ) -> None:
     cache = PreparedCache(max_bytes, max_items)
-    kept: dict[bytes, int] = {}  # a model of it, oldest first
+    kept: dict[bytes, int] = {}  # a model of the cache, oldest item first
     hits = 0
     for name, side in used:
         key = bytes([name])

@@ -85,7 +85,7 @@ def test_a_whole_download_takes_safetensors_and_json_and_nothing_else(hub: HubSe
     assert checkpoint.config.name == MODEL and checkpoint.revision == open_checkpoint(str(tiny)).revision
     before = len(hub.fetched())
     assert fetch(MODEL) == snapshot
-    assert hub.fetched()[before:] == [f"/api/models/{MODEL}/revision/main"]  # what `main` is now, and no file
+    assert hub.fetched()[before:] == [f"/api/models/{MODEL}/revision/main"]  # only the commit of `main`, and no file
     asked = len(hub.requests)
     assert fetch(MODEL, COMMIT) == snapshot and len(hub.requests) == asked
 

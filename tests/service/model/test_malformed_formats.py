@@ -1,4 +1,4 @@
-"""Each format, spoiled in every way that a file can be: refused, with the module's name, and never loaded."""
+"""Each format, damaged in every way in which a file can be: an error with the module's name, and nothing is loaded."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def variants(own: Tensors) -> Iterator[tuple[str, Tensors]]:
     scale = next(suffix for suffix in SCALES if suffix in own)
     numbers = own[scale]
     if numbers.dim() > 1 and numbers.shape[0] != numbers.shape[1]:
-        if min(numbers.shape[:2]) > 1 or scale != ".weight_scale":  # a column of rows may lie as a row
+        if min(numbers.shape[:2]) > 1 or scale != ".weight_scale":  # a column of scales may be stored as a row
             yield "scales transposed", own | {scale: octets(numbers, lambda t: t.transpose(0, 1))}
     yield "too many scales", own | {scale: octets(numbers, lambda t: torch.cat((t.reshape(-1),) * 3))}
     if numbers.dim() > 1:

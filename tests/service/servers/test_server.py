@@ -33,7 +33,7 @@ def running(tmp_path: Path) -> Iterator[RunningServer]:
 
 
 def states(running: RunningServer) -> dict[str, int]:
-    async def settled() -> None:  # what has been set before is there by now
+    async def settled() -> None:  # what was set before has arrived by now
         for _ in range(10):
             await asyncio.sleep(0)
 
