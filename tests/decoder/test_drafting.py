@@ -1,4 +1,4 @@
-"""Drafts and their number: looked-up runs, and the rule of cost against acceptance."""
+"""Drafts and their number: runs that are looked up, and the rule that weighs cost against acceptance."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 
 def looked_up(tokens: list[int], count: int) -> list[int]:
-    """A simple implementation of the rule: the longest run that ends the tokens and occurred before; what followed its
-    last occurrence."""
+    """A simple implementation of the rule: finds the longest run at the end of the tokens that occurred before, and
+    returns the tokens that followed its last occurrence."""
     for order in range(LONGEST, SHORTEST - 1, -1):
         for place in range(len(tokens) - 1, order - 1, -1):
             if order < len(tokens) and tokens[place - order : place] == tokens[-order:]:
@@ -50,7 +50,7 @@ def looked_up(tokens: list[int], count: int) -> list[int]:
 
 @given(TOKENS, st.integers(1, 6), st.data())
 def test_the_index_finds_what_a_search_finds(tokens: list[int], count: int, data: st.DataObject) -> None:
-    """Whatever was asked for the sequence before."""
+    """Whatever queries were made for the sequence before."""
     index = NgramIndex()
     for cut in sorted(data.draw(st.sets(st.integers(1, len(tokens)), max_size=4))):
         index.propose(tokens[:cut], 2)
@@ -88,7 +88,7 @@ COUNT = st.integers(1, 9)
 def test_the_number_of_drafts_gives_most_tokens_a_second(
     fixed: float, each: float, hits: int, misses: int, rows: int, limit: int
 ) -> None:
-    """No other number is better, and it is clearly better than none."""
+    """No other number gives more tokens per second, and it is clearly better than none."""
     made, record = policy(fixed, each, rows, limit), Record()
     for hit in [1] * hits + [0] * misses:
         made.learn(record, 0, 1, hit)
@@ -223,7 +223,8 @@ def test_a_plain_step_takes_no_longer_than_one_of_more_rows() -> None:
 
 
 def measured(*points: tuple[int, int, float], limit: int = 3) -> list[float]:
-    """The cost of drafts in steps of two rows, which take a second without, from (rows, drafts, seconds)."""
+    """The estimated cost of drafts in steps of two rows, which take a second without drafts, from measurements (rows,
+    drafts, seconds)."""
     times = StepTimes(limit)
     times.add(2, 0, 1.0, 1)
     times.add(3, 0, 1.0, 1)

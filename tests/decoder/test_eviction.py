@@ -86,7 +86,7 @@ def test_uses_count() -> None:
 
 
 def test_being_asked_for_is_a_use_only_of_recency() -> None:
-    """A state that would be kept again is touched; its number of uses does not change."""
+    """A cached state that would be cached again counts as recently used, but its number of uses does not change."""
     shelf = Shelf()
     first, _ = shelf.put("a", 10), shelf.put("b", 10)
     assert shelf.cache.holds(shelf.sequences["a"], 4) and first.uses == 1

@@ -73,7 +73,8 @@ def test_what_softmax_routing_does_not_have_is_refused(changes: dict[str, Any], 
 
 @pytest.mark.parametrize("weights", [None, "int8", "nvfp4"])
 def test_stored_experts_are_read_and_quantised_one_by_one(weights: str | None) -> None:
-    """At most the first and the last are in memory as they were read: a layer's experts together are much larger."""
+    """At most two experts are in memory in their stored form at a time, because all experts of a layer together are
+    much larger."""
     read: list[weakref.ref[Tensor]] = []
     generator = torch.Generator().manual_seed(0)
     plain = torch.randn(6, 32, 64, generator=generator)

@@ -175,7 +175,7 @@ def changed(index: int, **changes: Any) -> list[DecoderRequest]:
     ],
 )
 def test_a_group_that_cannot_be_served_leaves_nothing(group: list[DecoderRequest], message: str) -> None:
-    """And does not affect other requests: the same ids can be used at once."""
+    """It does not affect other requests, and its ids can be used again at once."""
     runner = make_runner(CONFIGS["MM"], WEIGHTS["MM"], max_len=20)
     run(runner, request("first", [1, 2, 3]))  # so that times are known
     runner.add(request("here", [1, 2, 3]))

@@ -47,7 +47,7 @@ def ints(*values: int) -> Tensor:
 
 
 class Layer:
-    """A layer of ours with its own pools, in which unwritten memory is NaN."""
+    """The tested layer with its own pools, in which unwritten memory is NaN."""
 
     def __init__(self, shape: str, *, replayed: bool = True) -> None:
         self.spec = spec = SHAPES[shape]

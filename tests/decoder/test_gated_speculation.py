@@ -17,7 +17,7 @@ CASES = pairwise(AXES | {"pattern": (DELTA, MAMBA, ATTENTION), "draft_tokens": (
 
 
 def config_of(pattern: str) -> DecoderConfig:
-    """For the mixture of experts, the head has one too."""
+    """If the layers have a mixture of experts, the head has one too."""
     config = gated_config(pattern, mtp=True)
     mixture = next((mixer for mixer in config.mixers if isinstance(mixer, Experts)), None)
     return config if mixture is None else replace(config, mtp=(config.mtp[0], mixture))

@@ -124,7 +124,7 @@ def test_graphs_count_before_the_arena_is_sized() -> None:
 
 
 def test_more_checkpoints_than_a_mixed_graph_holds_run_eagerly_and_are_counted() -> None:
-    """Those inside rows count; one at a row's end is the row's own state."""
+    """Only checkpoints inside rows count; one at a row's end is the row's own state."""
     graphs = graphs_of(make_runner(tiny_config("MM"), graphs="on", state_cache="all", page_size=4, state_block=4))
     row = Row(Sequence(request("a", [1] * 40, SamplingParams(max_tokens=1)), 7, 1), 20, 0)
     bucket = graphs.choose([row], {})

@@ -1,4 +1,4 @@
-"""No option changes an answer, with any instruction set that this processor has."""
+"""With each instruction set that this processor has, no option changes an answer."""
 
 from __future__ import annotations
 

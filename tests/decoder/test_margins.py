@@ -1,4 +1,4 @@
-"""When a different token is acceptable: if rounding can exceed the margin, and in no other case."""
+"""A different token is acceptable only if rounding can exceed its margin."""
 
 from __future__ import annotations
 

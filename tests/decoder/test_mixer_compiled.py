@@ -353,7 +353,7 @@ def test_padding_touches_nothing(which: tuple[str, str]) -> None:
 
 
 def test_layers_without_a_compiled_form_are_called() -> None:
-    """A convolution that is too long, and a second Mamba layer of another shape, between compiled layers."""
+    """Such layers between compiled ones: a convolution that is too long, and a second Mamba layer of another shape."""
     config = tiny_config("MM", conv_kernel=5)
     runner = make_runner(config, native="on")
     assert runner.model.native is not None

@@ -197,7 +197,7 @@ def test_drafts_are_those_of_a_head_written_out(pattern: str, options: dict[str,
     ],
 )
 def test_after_a_rest_drafts_look_at_what_came_since(options: dict[str, Any]) -> None:
-    """And the answers, whatever the drafts, are the plain ones."""
+    """The answers are those of plain decoding, whatever the drafts are."""
     preempted = options.pop("preempted", False)
     runner, naive = make("M*-M", **({"host_bytes": 10**9} | options))
     assert runner.speculation is not None and runner.drafter is not None

@@ -329,7 +329,7 @@ def test_what_has_no_compiled_step_says_why() -> None:
 
 
 def test_an_image_s_row_that_comes_alone_is_not_taken_for_its_id() -> None:
-    """A step of one token that draws, and whose embedding is an image's."""
+    """A step of one token that draws, and whose embedding is a row of an image."""
     config = tiny_config(pattern="M*-M")
     rows = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(3))
     found = []
@@ -398,7 +398,8 @@ def test_a_tied_table_is_the_packed_projection(hidden: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("hidden", [32, 128])
 def test_a_table_of_its_own(hidden: int, dtype: torch.dtype) -> None:
-    """Compact where rows allow it; steps in compiled code and torch operations read the given numbers."""
+    """The table is stored compactly if its rows allow it; compiled steps and torch operations read the given
+    numbers."""
     config = tiny_config(pattern="M*-", hidden_size=hidden, vocab_size=197, tie_word_embeddings=False)
     table = dict(random_weights(config))["model.embeddings.weight"].to(dtype)
     options = DecoderOptions(max_seqs=8, max_len=64, page_size=4, native="on", dtype=dtype)

@@ -21,7 +21,7 @@ PROMPTS = [[1, 5, 9, 2], [7] * 21, [3], [4, 8] * 9, [6, 6, 6], [2, 1]]
 
 
 def gated_attention() -> DecoderConfig:
-    """It ends in attention whose output has a gate for each number."""
+    """A model whose last mixer is attention with a gate for each number of its output."""
     config = delta_config("G-*")
     name, mixer = config.layers[-1].mixers[0]
     return replace(config, layers=(*config.layers[:-1], Layer(((name, replace(mixer, gate=True)),))))
@@ -81,7 +81,8 @@ def test_prompts_of_several_blocks_of_rows(model: str, kind: str) -> None:
 
 @pytest.mark.parametrize("routed", [1, 4])
 def test_experts_in_blocks(routed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With blocks of 4 tokens, what follows the last mixer is one block for few prompts; with 1, it is not cut."""
+    """With blocks of 4 tokens, the layers after the last mixer compute one block for few prompts; with blocks of 1
+    token, all rows are computed."""
     whole = answered(CONFIGS["experts"], prompt_logprobs=None)
     for module in ("native", "operations"):
         monkeypatch.setattr(f"decoder.{module}.MAX_ROUTED", routed)

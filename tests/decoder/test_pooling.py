@@ -1,4 +1,4 @@
-"""Hidden states of a prompt equal those of a request that ends with its first token, however the prompt is computed and
+"""The pooled hidden states of a prompt equal those of a request for a single token, however the prompt is computed and
 whatever follows it."""
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Knows:
 
 
 def test_positions_matter() -> None:
-    """Otherwise these tests would show nothing."""
+    """Without this, the other tests of this file would show nothing."""
     counted = [replace(item, positions=None) for item in requests()]
     found = {item.request_id: tokens(run(runner_with(), item)[item.request_id]) for item in counted}
     assert [name for name, of in expected().items() if of == found[name]] == ["text"]

@@ -278,7 +278,7 @@ def test_no_more_states_are_kept_than_the_budget_has_bytes_for(mode: str, states
 
 
 def test_memory_for_one_request_alone_still_gives_hits() -> None:
-    """The state is taken from the cache if there is no memory for a copy."""
+    """The request takes over the cached state itself if there is no memory for a copy."""
     config = tiny_config("M*")
     weights = dict(random_weights(config))
     layout = ArenaLayout.of(config, DecoderOptions(page_size=4))

@@ -1,4 +1,5 @@
-"""The scheduler alone: every request ends, nothing is lost, the budget is kept, rows are in order."""
+"""The scheduler without a model: every request ends, nothing is lost, no step exceeds its budget, and rows are in
+order."""
 
 from __future__ import annotations
 
@@ -300,7 +301,8 @@ def test_with_more_requests_than_budget_nobody_drafts() -> None:
 
 @pytest.mark.parametrize(("output", "drafts"), [(2, 0), (3, 1), (4, 2), (6, 4), (7, 4)])
 def test_no_draft_stands_for_a_token_that_could_not_come(output: int, drafts: int) -> None:
-    """One token is drawn, the row itself draws another: only those in between can be drafts."""
+    """One token has been drawn and the row itself draws another, so only the tokens up to `max_tokens` after these can
+    be drafts."""
     scheduler = make(blocks=30)
     (sequence,) = decoding(scheduler, 1, output)
     sequence.draft.limit = 4
@@ -410,7 +412,8 @@ def test_a_step_costs_the_same_however_many_pages_are_held(cache: bool, stuck: b
 
 
 def test_the_first_in_order_is_never_preempted_for_want_of_a_place_in_host_memory() -> None:
-    """The other one's image rows are consumed and host memory is full: it is swapped above the limit."""
+    """The image rows of the other request are consumed and host memory is full: it is swapped although that exceeds the
+    limit."""
     scheduler = make(blocks=2 + 9, per_block=1, max_seqs=2, max_len=36, host_bytes=0)
     scheduler.queues.add(request("first", 12, 20))
     scheduler.queues.add(request("second", 16, 12, (span(1, 3, True),)))

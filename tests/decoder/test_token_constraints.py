@@ -1,4 +1,5 @@
-"""Constraints over token ids: at each step of random walks they allow what their definition allows."""
+"""Constraints over token ids: at each step of random walks they allow exactly the tokens that their definition
+allows."""
 
 from __future__ import annotations
 

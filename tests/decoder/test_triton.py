@@ -60,7 +60,7 @@ def test_kernels_give_what_the_references_give(pattern: str, options: dict[str, 
 
 @pytest.mark.parametrize("pattern", ["M*", "G*"])
 def test_rings_of_several_sequences_are_emptied_together(pattern: str) -> None:
-    """Into the slot that they continue, and into another one."""
+    """Their states are written to the slot from which they continue, and to another one."""
     config = gated_config(pattern) if "G" in pattern else tiny_config(pattern)
     weights = dict(random_weights(config))
 

@@ -79,7 +79,7 @@ def test_transformers_passes_the_head_over() -> None:
 
 
 def test_training_goes_on_from_the_shipped_head(tmp_path: Path) -> None:
-    """What is read from a model and written back is the same file."""
+    """A head that is read from a model and written back gives the same file."""
     shutil.copy(resolve_model("demo") / "model.safetensors", tmp_path)
     before = load_file(tmp_path / "model.safetensors")
     head = Head(model_config().get_text_config())

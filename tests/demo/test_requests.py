@@ -186,7 +186,7 @@ def test_more_tokens_leave_other_text_as_it_was() -> None:
 
 @pytest.mark.parametrize("kind", [*JSON_KINDS, *TOOL_KINDS])
 def test_attention_is_taught_at_the_words_that_are_copied(kind: str) -> None:
-    """Keys and names: the tokens to look at are those of the same word in the conversation."""
+    """For keys and names, the tokens to attend to are those of the same word in the conversation."""
     renderer = Renderer(extended(Tokenizer.from_file(str(MODEL / "tokenizer.json"))))
     words = 0
     for seed in range(25):

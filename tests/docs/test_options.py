@@ -1,4 +1,4 @@
-"""Options and commands that pages name exist."""
+"""The options and commands that pages mention exist."""
 
 from __future__ import annotations
 

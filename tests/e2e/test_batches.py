@@ -335,7 +335,7 @@ def test_no_batch_is_taken_while_the_server_drains(text_model: Path) -> None:
 
 
 def test_books_can_be_read_while_a_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop reads it, so it must not be locked while waiting for a disk."""
+    """The event loop reads the accounts, so they must not be locked while a thread waits for a disk."""
     store = BatchStore(tmp_path, 10**6, 100.0)
 
     def make(name: str) -> BatchRecord:

@@ -1,4 +1,4 @@
-"""Limits on what callers can make the server hold: slow bodies, one key's share, endless streams."""
+"""Limits on the memory that callers can make the server hold: slow bodies, one key's share, endless streams."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ async def _calls(running: RunningServer, name: str) -> int:
 
 
 def test_tokens_are_paid_for_while_they_come(bounded: RunningServer, stubs: Stubs) -> None:
-    """The key may use 60 per minute: a running stream has used them up for its other calls."""
+    """The key may use 60 tokens per minute: a running stream uses them up, so that its other calls are rejected."""
     long = inference_pb2.StreamGenerateRequest(request=ask(max_tokens=8000))
     call = stubs.inference.StreamGenerate(long, metadata=bearer("slow"))
     seen = 0

@@ -98,7 +98,7 @@ def any_client(
     local: saccade.LocalClient,
     loop: asyncio.AbstractEventLoop,
 ) -> Iterator[Any]:
-    """Each of the three, with one type. After the test its engine must hold no resources."""
+    """Each of the three clients. After the test its engine must hold no resources."""
     if request.param == "client":
         with saccade.Client(server.address) as client:
             yield client

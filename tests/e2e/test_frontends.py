@@ -1,4 +1,5 @@
-"""Several processes on one port over one engine: equivalent to one, and nearly so when one of them is killed."""
+"""Several frontend processes on one port with one engine: they answer as one, and calls survive the death of one of
+them."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_a_text_is_tokenised_as_it_is(stub: Any, worker: RunningServer) -> None:
 
 
 def test_a_grammar_starts_where_the_gateway_is_told_and_says(tmp_path: Path) -> None:
-    """For a prompt that ends in the model's thought: after it, unless the grammar includes it."""
+    """For a prompt that ends inside the model's reasoning: after the reasoning, unless the grammar includes it."""
     from smg_grpc_proto import vllm_engine_pb2 as pb
     from smg_grpc_proto import vllm_engine_pb2_grpc
 

@@ -158,7 +158,7 @@ def test_a_signal_ends_a_server_that_loads_its_model(text_model: Path, options: 
 
 
 def test_an_engine_that_stands_still_for_a_moment_is_left_alone_and_holds_nobody_up(text_model: Path) -> None:
-    """More is sent to it meanwhile than the socket's buffer holds."""
+    """Meanwhile, more bytes are sent to it than the socket's buffer holds."""
     with supervised(text_model, hang_timeout=300.0) as running, connect(running.address) as stubs:
         health, pid = health_pb2_grpc.HealthStub(stubs.channel), running.engine.pid  # type: ignore[attr-defined]
         os.kill(pid, signal.SIGSTOP)
@@ -179,7 +179,7 @@ def test_an_engine_that_stands_still_for_a_moment_is_left_alone_and_holds_nobody
 def test_liveness_ends_with_the_last_attempt_to_start_an_engine(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not before: while an engine is being restarted, the server must not be killed for it."""
+    """But not before: the server must not be killed while it is restarting its engine."""
     monkeypatch.setattr(engine_client, "FIRST_PAUSE", 0.2)
     monkeypatch.setattr(engine_client, "MAX_RESTARTS", 2)
     copy = tmp_path / "model"
@@ -344,7 +344,7 @@ def test_the_server_starts_from_another_folder(text_model: Path, tmp_path: Path)
 
 
 def test_a_client_that_is_dropped_without_being_closed_ends_its_engine(text_model: Path) -> None:
-    """As in a notebook whose cell runs again. What still uses the engine keeps it."""
+    """As in a notebook whose cell is run again. An object that still uses the engine keeps it alive."""
     client = saccade.LocalClient(text_model, dtype="float32", threads=1, max_len=100)
     service = client._service
     stream = client.with_options(timeout=60).stream("a", max_tokens=5, ignore_eos=True)

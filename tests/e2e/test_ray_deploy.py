@@ -44,7 +44,7 @@ class Deployed:
     http: str
 
     def replicas(self) -> int:
-        """The replicas that take requests."""
+        """Number of replicas that accept requests."""
         from ray import serve
 
         deployment = serve.status().applications["saccade"].deployments["Saccade"]

@@ -224,7 +224,7 @@ def test_without_an_encoder_images_are_refused_and_text_is_answered(model: Path,
 
 
 class Pool:
-    """A decoder's encoder pool without the decoder."""
+    """An encoder pool as a decoder has one, without the decoder."""
 
     def __init__(self, model: Path, *encoders: RunningEncoder, capacity: int = 1 << 20, **options: Any) -> None:
         addresses = tuple(server.address for server in encoders)

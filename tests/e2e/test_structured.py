@@ -155,7 +155,8 @@ def test_what_cannot_be_served_is_an_error_of_its_own_request(options: Any, word
 
 
 def test_hostile_formats_end_and_others_go_on(client: saccade.Client) -> None:
-    """All at once: each is served or refused, and a plain answer beside them is what it is alone."""
+    """All are sent at once: each is served or rejected, and an unconstrained answer at the same time is the same as
+    alone."""
     plain: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "seed": 5, "ignore_eos": True}
     alone = client.generate("Go", **plain).token_ids
 

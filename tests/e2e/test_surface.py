@@ -226,13 +226,14 @@ def test_methods_that_do_not_exist(server: RunningServer) -> None:
 
 
 def test_long_errors_keep_their_code(stubs: Stubs) -> None:
-    """Trailers above the peer's limit would turn into RESOURCE_EXHAUSTED."""
+    """Trailers larger than the peer's limit would turn the status into RESOURCE_EXHAUSTED."""
     for text in ("x" * 100_000, "\N{GRINNING FACE}" * 20_000, "\n" * 50_000):
         assert fails(stubs.inference.Generate, ask(model=text))[0] == "NOT_FOUND"
 
 
 def test_a_bug_leaves_no_words(server: RunningServer, stubs: Stubs, caplog: pytest.LogCaptureFixture) -> None:
-    """A real exception in the middle of a call: the client gets the request id, the log everything else."""
+    """A real exception in the middle of a call: the client only gets the request id, and the log has everything
+    else."""
 
     async def breaks(spec: object, salt: bytes) -> object:
         raise KeyError("the secret of the house")
