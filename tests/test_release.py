@@ -65,7 +65,7 @@ def test_placeholders_are_recognised(url: str, reserved: bool) -> None:
 
 
 def test_no_page_of_a_package_index_links_to_a_placeholder() -> None:
-    """The READMEs are what an index shows as the descriptions."""
+    """A package index shows the READMEs as descriptions."""
     for name, project in PROJECTS.items():
         assert not RESERVED_HOST.search((ROOT / name / project["project"]["readme"]).read_text()), name
 

@@ -1,4 +1,5 @@
-"""Frames of animations and videos: every one, in order, upright, timed; limits before decoding; hostile bytes."""
+"""Frames of animations and videos: all of them, in order, upright and with their times; limits that apply before
+decoding; hostile bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ FORMATS = ["GIF", "PNG", "WEBP"]
 
 
 def still_images(count: int, height: int = 12, width: int = 20) -> list[Image.Image]:
-    """Plain frames of different greys with a bar that moves: exact in a palette too."""
+    """Uniform frames of different greys with a moving bar, which a palette also represents exactly."""
     made = []
     for index in range(count):
         frame = np.full((height, width, 3), 20 * index % 256, np.uint8)

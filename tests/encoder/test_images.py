@@ -1,4 +1,5 @@
-"""Decoding by allow-list: every kind of image, every limit, and nothing but ImageError for hostile bytes."""
+"""Decoding of allowed formats: every kind of image, every limit, and no exception other than ImageError for hostile
+bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tower in compiled code against the same tower operation by operation."""
+"""The tower in compiled code compared with the same tower computed operation by operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Packing under images, tokens and frames: never more expensive than greedy, optimal for few images, fast for many."""
+"""Packing under limits on images, tokens and frames: never more expensive than greedy packing, optimal for few images,
+fast for many."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_worked_bytes_of_the_released_tower() -> None:
 
 
 def test_one_arena_takes_less_than_buffers_apart() -> None:
-    """With doublings the largest budget is about half of all budgets together."""
+    """If each budget is twice the one before, the largest is about half of all budgets together."""
     config = RadioVision(min_num_patches=256, max_num_patches=32768, max_model_len=16384)
     rows = describe(config, resolve_budgets(64, 8192), torch.bfloat16)
     assert sum(row.buffer_bytes for row in rows) > 1.9 * rows[-1].buffer_bytes

@@ -1,4 +1,5 @@
-"""Packed = alone, graph = eager, on an arena full of NaN; counters; errors before anything runs."""
+"""On an arena full of NaN, packed images get the rows that they get alone, and graphs those of eager launches;
+counters; errors before anything runs."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def test_any_order_and_any_history_give_the_same_rows(tiny: TinyTower, on: Encod
 
 @torch.inference_mode()
 def test_only_the_stale_tail_is_cleared(tiny: TinyTower) -> None:
-    """A big batch, a small one in a small budget, then a small one in the big budget: each clears what it must."""
+    """A large batch, a small one in a small budget, then a small one in the large budget: each clears only the rows
+    that it has to."""
     runner = make(tiny, "on", token_budgets=(8, 64))
     arena = runner.lanes["image"].graphs.arena  # type: ignore[union-attr]
     patches = arena.buffers["patches"]

@@ -1,4 +1,4 @@
-"""The order of the queue and its guarantees: neither large nor small images starve, whatever arrives."""
+"""The order of the queue and its guarantees: neither large nor small images starve, whatever other images arrive."""
 
 from __future__ import annotations
 

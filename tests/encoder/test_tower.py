@@ -1,4 +1,4 @@
-"""A tower unlike any served one: the protocol is all that runner, lanes, graphs and plans need."""
+"""A tower unlike any served one works: runner, lanes, graphs and plans only need the protocol."""
 
 from __future__ import annotations
 

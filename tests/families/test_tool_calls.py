@@ -72,7 +72,7 @@ def test_calls_and_the_text_around_them(markup: ToolMarkup, text: str, rest: str
     ],
 )  # fmt: skip
 def test_a_call_that_breaks_off_stays_incomplete(markup: ToolMarkup, text: str, rest: str, arguments: str) -> None:
-    """Nobody should take it for a whole one."""
+    """No caller should take it for a complete one."""
     scanner = CallScanner(markup, TOOLS)
     found = joined(scanner.feed(text) + scanner.finish())
     assert scanner.pending and not scanner.complete

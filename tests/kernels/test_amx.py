@@ -52,7 +52,7 @@ def test_products_of_bfloat16_have_the_bits_of_the_manual(chosen: str, k: int) -
 @only_amx
 @pytest.mark.parametrize("compact", [False, True])
 def test_numbers_below_the_normal_ones_are_zeros(chosen: str, compact: bool) -> None:
-    """Of plain weights as of those that are unpacked, of few rows as of many."""
+    """For plain weights and for those that are unpacked, for few rows and for many."""
     tiny = torch.full((64, 32), 2.0**-130).bfloat16()
     assert tiny.any()
     small = torch.full((64, 32), 2.0**-100).bfloat16()
@@ -76,7 +76,7 @@ def test_products_of_bytes_have_the_bits_of_the_reference_in_tiles_as_without(ch
 @only_amx
 @pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "nvfp4", "int4", "int4 zeros"])
 def test_unpacked_weights_are_multiplied_as_few_rows_as_they_are_as_many(chosen: str, kind: str) -> None:
-    """The first rows have the weights unpacked meanwhile, and keep them for the others."""
+    """While the first rows are multiplied, the weights are unpacked and kept for the other rows."""
     weight = grouped(kind, 336)
     packed, x = Packed(weight, None), torch.randn(70, 336).bfloat16()
     together = packed(x)

@@ -1,4 +1,5 @@
-"""Packed attention in compiled code compared with float64, one sequence at a time, and with itself."""
+"""Packed attention in compiled code compared with float64, one sequence at a time, and with its own results for single
+sequences."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_elsewhere_it_is_refused() -> None:
 
 @needs_product
 def test_a_product_that_is_wrong_or_missing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tried at start: right on this CPU; then with a torch that multiplies otherwise, or not at all."""
+    """The trial product at start: correct on this CPU; then with a torch that multiplies differently, or not at all."""
     cpu, right = torch.device("cpu"), torch._scaled_mm
     try_product(cpu)
     monkeypatch.setattr(

@@ -53,7 +53,7 @@ def test_steps_settle_on_memory_that_is_already_there() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux which pages are in memory")
 def test_a_buffer_takes_memory_as_far_as_it_is_written() -> None:
-    """Also when the C allocator has freed memory of its size, which `torch.empty` might return."""
+    """Even if the C allocator has freed memory of the same size, which `torch.empty` might return."""
     freed = torch.ones(3000, mmap.PAGESIZE // 4)
     del freed
     buffer = buffer_memory((3000, mmap.PAGESIZE // 4), torch.float32)

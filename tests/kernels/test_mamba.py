@@ -68,7 +68,8 @@ def test_scan(chunk: int, lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_scan_does_not_touch_what_it_does_not_own(dtype: torch.dtype) -> None:
-    """Padding has slot -1, the last index in Python; the last of the rows has a slot or is padding itself."""
+    """Padding has slot -1, which is the last slot if it is used as a Python index; the last row has a slot or is
+    padding itself."""
     i = Inputs(12)
     for slots in ([2, -1, -1], [-1, 2, -1], [-1, -1, 2]):
         pool = i.pool(4).to(dtype)

@@ -1,4 +1,4 @@
-"""A machine that cannot build the compiled code logs the reason once, and products work without it."""
+"""On a machine that cannot build the compiled code, the reason is logged once, and products work without it."""
 
 from __future__ import annotations
 

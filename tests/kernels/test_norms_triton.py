@@ -1,4 +1,4 @@
-"""The norms in Triton against their references in float64."""
+"""The norms in Triton compared with their references in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The counter-based generator compared with published numbers, and the draws with their definitions."""
+"""The counter-based generator gives the published numbers, and draws follow their definitions."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_closing_the_client_ends_its_running_calls(address: str, script: Script)
 
 @pytest.mark.parametrize("what", ["client", "exchange", "task"])
 def test_a_call_between_two_attempts_ends_at_once(address: str, what: str) -> None:
-    """And not after the pause, which a server may ask to be a minute."""
+    """Not only after the pause, for which a server may request a minute."""
 
     async def body(client: saccade.AsyncClient) -> None:
         exchange = client.with_options(timeout=300)._exchange()

@@ -97,7 +97,7 @@ def test_another_thread_can_close_a_stream_that_waits(client: saccade.Client, sc
 
 
 def test_a_second_thread_that_reads_a_stream_is_told(client: saccade.Client, script: Script) -> None:
-    """Two would leave gRPC without the thread that ends calls: all of the client's would wait for ever."""
+    """Two readers would block gRPC's thread that ends calls, and all calls of the client would wait for ever."""
     script.hang_after = 1
     with client.stream("?") as stream:
         assert next(stream).text == "a "
@@ -356,7 +356,7 @@ def test_closing_the_client_ends_its_running_calls(address: str, script: Script)
 
 
 def test_closing_the_client_ends_calls_between_two_attempts() -> None:
-    """At once, and not after the pause, which a server may ask to be a minute; as Cancelled, like other calls."""
+    """At once, not only after the pause, for which a server may request a minute; with Cancelled, like other calls."""
     client = saccade.Client("127.0.0.1:1")
     exchange = client.with_options(timeout=300)._exchange()
     closer = threading.Timer(0.01, client.close)
@@ -459,7 +459,7 @@ def test_tls_settings_that_cannot_be_used_are_named(options: dict[str, Any], wor
 
 
 def test_a_certificate_without_its_key_is_an_error_at_once(address: str) -> None:
-    """gRPC reads neither again, so trying again would not help."""
+    """gRPC does not read either file again, so a retry would not help."""
     tls = saccade.TLSConfig(certificate=b"x", key=b"y")
     with saccade.Client(address, tls=tls, timeout=20) as client:
         with pytest.raises(errors.Unavailable, match="certificate or key cannot be used, or") as caught:
@@ -483,7 +483,7 @@ def test_a_certificate_for_another_name_is_said_to_be_that(script: Script, tmp_p
 
 
 def test_a_server_on_this_machine_is_not_reached_through_a_proxy(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As programs in a container find one in their environment, for downloads."""
+    """Containers often have a proxy for downloads in their environment."""
     for name in ("no_proxy", "no_grpc_proxy"):
         monkeypatch.delenv(name, raising=False)
     for name in ("grpc_proxy", "https_proxy", "http_proxy"):

@@ -113,7 +113,7 @@ def test_a_pillow_image_is_turned_as_its_file_would_be() -> None:
 
 
 def test_what_cannot_be_read_is_refused_by_name(tmp_path: pathlib.Path) -> None:
-    """Whatever the exception of the library or the file is: a map would end with one that is not ours."""
+    """Whatever exception the library or the file raises: one that is not an error of this package would end a `map`."""
     whole = tmp_path / "whole.png"
     Image.effect_noise((64, 64), 50).save(whole)
     cut = tmp_path / "cut.png"

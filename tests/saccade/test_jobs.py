@@ -92,7 +92,7 @@ def test_a_download_goes_on_where_it_broke_off(batches: tuple[Batches, str], tmp
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_download_that_is_refused_leaves_no_file(tmp_path: Path, kind: str) -> None:
-    """A second call would otherwise be refused because of it."""
+    """Otherwise a second call would be rejected because the file exists."""
 
     async def by_asyncio() -> None:
         async with saccade.AsyncClient(address) as client:

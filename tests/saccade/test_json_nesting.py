@@ -1,4 +1,4 @@
-"""The depth of JSON texts, found without parsing them."""
+"""The nesting depth of JSON texts, computed without parsing them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 
 SACCADE = Path(__file__).resolve().parents[2] / "saccade"
 
-# What each folder may import of the others. The clients alone name a transport: they are made of one and the methods.
+# The other folders that each folder may import. Only the clients name a transport: they combine it with the methods.
 MAY_IMPORT = {
     "_core": set(),
     "_map": {"_core"},

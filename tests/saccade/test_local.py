@@ -1,4 +1,5 @@
-"""LocalClient without a model: its errors, also where the engine is not installed. (With a model: tests/e2e.)"""
+"""LocalClient without a model: its errors, including those without an installed engine. tests/e2e tests it with a
+model."""
 
 from __future__ import annotations
 

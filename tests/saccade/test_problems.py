@@ -42,7 +42,7 @@ HI = {"messages": [{"role": "user", "content": "x"}]}
     ],
 )  # fmt: skip
 def test_a_few_of_many_problems_are_looked_at(body: Any, message: str) -> None:
-    """Each takes memory and time, before anything is known of who sends the body."""
+    """Each problem takes memory and time before the server knows who sends the body."""
     with pytest.raises(InvalidArgument) as refused:
         validated(ChatCompletion, body)
     assert str(refused.value) == message

@@ -1,4 +1,4 @@
-"""When a call is retried: its deadline, the server's pushback, and the error that the caller sees in the end."""
+"""When a call is retried: its deadline, the server's pushback, and the error that the caller finally gets."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ class Clock:
 @pytest.mark.parametrize("asked", [None, 1.0])
 @pytest.mark.parametrize("timeout", [4.0, 30.0, 600.0])
 def test_attempts_reach_to_the_end_of_the_deadline(unit: float, asked: float | None, timeout: float) -> None:
-    """However long the server is away: the last attempt is made when little time is left, and the waits are bounded."""
+    """However long the server is unreachable, the last attempt is made when little time is left, and the waits are
+    bounded."""
     clock = Clock()
     retries = Retries(None, Deadline(timeout, clock), random_unit=lambda: unit)
     error = errors.Unavailable("gone", retryable=True, retry_after=asked)
@@ -266,7 +267,7 @@ def test_each_further_piece_has_its_own_time() -> None:
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_server_that_stays_away_ends_the_wait_for_the_first_piece(address: str, script: Script, kind: str) -> None:
-    """Endless failures end with the reader's timeout, whatever the deadline allows."""
+    """Repeated failures end with the reader's timeout, even if the deadline allows more time."""
     script.failures = [Failure(Code.UNAVAILABLE, reason="ENGINE_DIED", retry_after=0.02)] * 10_000
 
     async def by_asyncio() -> None:

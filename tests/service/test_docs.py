@@ -1,4 +1,4 @@
-"""The documentation's generated parts are those that the sources make, and every reason of an error is explained."""
+"""The generated parts of the documentation are up to date, and every reason of an error is explained."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_every_page_begins_with_what_it_is_for() -> None:
 
 
 def test_every_reason_that_a_test_expects_is_explained() -> None:
-    """The table is made from the sources by reading calls; this finds reasons in another way."""
+    """The table is generated from calls in the sources; this test finds reasons in another way."""
     expected = {
         reason
         for path in (CHECKOUT / "tests").rglob("*.py")

@@ -426,7 +426,7 @@ def test_a_connection_lost_within_an_answer_is_said(desktop: Playground) -> None
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
-            """One piece of a body that is not at its end when the page has shown it."""
+            """One piece of a response body that continues after the page has shown it."""
             with listener.accept()[0] as connection:
                 connection.recv(65536)
                 head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -74,7 +74,7 @@ def test_logits_and_greedy_tokens(tmp_path: Path, seed: int) -> None:
     image_token = tiny.model.config.image_token_id
     options: dict[str, Any] = {"max_chunk": rng.choice([None, 7])}
     with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1, **options) as client:
-        for _ in range(2):  # the second time out of the caches
+        for _ in range(2):  # the second time from the caches
             answer = client.generate(
                 [{"role": "user", "content": parts}], max_tokens=GREEDY, temperature=0, ignore_eos=True, logprobs=20,
                 logit_bias={image_token: -1e9},

@@ -65,7 +65,7 @@ def released_rule() -> Callable[..., tuple[int, int]]:
     bounds=st.tuples(st.integers(4, 2048), st.integers(4, 16384)).map(sorted),
     merge=st.sampled_from([2, 4]),
 )
-@example(height=24, width=40, patch=8, bounds=[1, 16], merge=2)  # rounding a side up just fills the budget
+@example(height=24, width=40, patch=8, bounds=[1, 16], merge=2)  # rounding one side up fills the budget exactly
 def test_grid_equals_the_released_rule(height: int, width: int, patch: int, bounds: list[int], merge: int) -> None:
     try:
         expected = released_rule()(height, width, patch, merge, bounds[0], bounds[1])

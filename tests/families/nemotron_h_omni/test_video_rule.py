@@ -56,7 +56,7 @@ def test_a_generator_gives_the_same_patches() -> None:
 
 
 def test_frames_that_need_a_resize_are_not_kept_as_bytes() -> None:
-    """Bytes are only used for frames that need no resize; either way the numbers are the same."""
+    """Bytes are only kept for frames that need no resize; either way the numbers are those of patches in floats."""
     config = RadioVision(patch_size=4, video_target_num_patches=24, video_temporal_patch_size=2)
     rows, columns = video_grid(32, 32, config)
     whole = (rows * config.patch_size, columns * config.patch_size)

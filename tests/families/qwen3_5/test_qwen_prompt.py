@@ -135,13 +135,13 @@ def test_conversations(
 @settings(max_examples=150, deadline=None)
 @given(st.text(max_size=60))
 def test_any_text(oracle: Oracle, text: str) -> None:
-    """Except for private-use code points, which mark literal text here."""
+    """Any text except private-use code points, with which this test marks literal text."""
     text = text.replace("\ufdd0", "").replace("\ufdd1", "")
     oracle.chat([("user", text), ("assistant", text), ("user", "x" + text)], [])
 
 
 def test_placeholders_in_somebody_s_text_are_text(oracle: Oracle) -> None:
-    """Where transformers would treat them as images, or fail."""
+    """transformers would treat them as images, or fail."""
     plain = oracle.found(ChatInput((Message("user", ("<|video_pad|> <|image_pad|>",)),)), [])
     assert oracle.assets.image_token_id not in plain.ids and oracle.assets.video_token_id not in plain.ids
     mixed = oracle.found(ChatInput((Message("user", (None, "<|video_pad|>", None, "<|image_pad|>")),)), [CLIP, SMALL])

@@ -164,7 +164,7 @@ def test_quantised_files_are_read_back(tmp_path: Path, moe: bool) -> None:
 
 @pytest.mark.parametrize("only", ["language_model_only", "model_type"])
 def test_a_tower_that_is_not_asked_for_is_left_out(tmp_path: Path, only: str) -> None:
-    """Its weights are in the file; the text is that of the whole model."""
+    """Its weights are in the file, but not loaded; answers are those of the whole model."""
     tower = {"hidden_size": 16, "num_heads": 2, "depth": 1, "intermediate_size": 24, "patch_size": 4,
              "num_position_embeddings": 16}  # fmt: skip
     tiny = make_qwen(tmp_path, 2, moe=False, vision=tower)

@@ -1,4 +1,4 @@
-"""Calls that end while a thread still works for them release what the thread has taken."""
+"""Calls that end while a thread still works for them release the resources that the thread has acquired."""
 
 from __future__ import annotations
 

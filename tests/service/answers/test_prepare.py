@@ -216,7 +216,7 @@ def test_only_frames_that_are_looked_at_are_fetched(assets: ModelAssets) -> None
 
 
 def test_a_bad_image_ends_its_call_when_the_others_are_over(assets: ModelAssets) -> None:
-    """Started files are waited for and accounted for; the others are never started."""
+    """The call waits for files whose decoding has started and accounts for them; the others are never started."""
 
     async def body(frontend: Frontend, decoder: Controlled) -> None:
         sources = (image(b"slow 0", 0), image(b"bad", 1), *(image(b"slow %d" % i, i) for i in range(2, 8)))

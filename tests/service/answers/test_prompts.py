@@ -77,7 +77,7 @@ def test_raw_text_has_none(assets: ModelAssets) -> None:
 
 
 def test_an_image_in_the_question_ends_it(assets: ModelAssets) -> None:
-    """Even if the stand-in question would have the same ids."""
+    """Even if the placeholder question would have the same ids."""
     spec = GenerateSpec("r", "", ChatInput((Message("system", ("be",)), Message("user", (None, "what?")))))
     ids = read(spec, [prepared()], assets)
     assert assets.image_token_id in ids

@@ -76,7 +76,7 @@ def using(*, thinking: bool = False, **options: Any) -> dict[str, Any]:
 
 
 def calls_of(events: Sequence[Event]) -> list[tuple[str, Any]]:
-    """Of a stream, compared with the whole answer."""
+    """The tool calls of a stream, which are compared with those of the whole answer."""
     parts: dict[int, list[Any]] = {}
     builder = ResponseBuilder()
     for event in events:
@@ -336,7 +336,7 @@ def test_markers_that_are_special_tokens_are_found_by_their_ids(special: ModelAs
 def test_text_that_looks_like_a_special_marker_begins_no_call_of_a_strict_tool(
     special: ModelAssets,
 ) -> None:
-    """It would be a call that nothing holds to the tool's schema."""
+    """It would be a call that is not checked against the tool's schema."""
     tokenizer = special.tokenizer
     assert tokenizer is not None
     schema = {"properties": {"n": {"const": 7}}, "required": ["n"]}
@@ -370,7 +370,7 @@ def test_tools_calls_and_results_go_through_the_template(assets: ModelAssets) ->
 
 @pytest.mark.parametrize("text", ["<image>", "a\ufdd0b"])
 def test_names_and_ids_of_calls_and_arguments_of_the_template_are_texts(text: str) -> None:
-    """They are no images, and what follows them is read as before: its special tokens are tokens."""
+    """They are not images, and the text after them is tokenized as before, including its special tokens."""
     hearing = made_assets()
     asked, answer = "messages[0].tool_calls[0]", "messages[1]"
     printed = ["x.y[0]", f"{asked}.id", f"{asked}.function.name", f"{answer}.tool_call_id", f"{answer}.name"]

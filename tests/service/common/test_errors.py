@@ -1,4 +1,4 @@
-"""Statuses: every class has one, no foreign text is sent, and texts are shortened and made valid."""
+"""Statuses: every error class has one, no text of other exceptions is sent, and texts are shortened and made valid."""
 
 from __future__ import annotations
 

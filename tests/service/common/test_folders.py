@@ -1,4 +1,5 @@
-"""Folders that belong to one process: they go with it, at the latest when the next one makes its own."""
+"""Folders that belong to one process: they are deleted when it ends, at the latest when the next process creates its
+own."""
 
 from __future__ import annotations
 

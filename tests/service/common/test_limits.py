@@ -1,4 +1,4 @@
-"""Rates and budgets: the totals are right, on the test's own clock."""
+"""Rates and budgets: the totals are correct, with a clock that the test sets."""
 
 from __future__ import annotations
 

@@ -180,7 +180,8 @@ def test_what_was_in_progress_in_an_encoder_that_died_is_taken_by_another() -> N
 
 @pytest.mark.parametrize("encoders", [1, 2])
 def test_an_image_that_kills_its_encoders_is_the_end_of_its_own_request_only(encoders: int) -> None:
-    """Its last attempt is with an encoder that has nothing else, as are those of the images that were there with it."""
+    """Its last attempt is with an encoder that has no other image, as are those of the images that were lost together
+    with it."""
     links = [FakeLink(str(number)) for number in range(encoders)]
     pool, handoff = make(*links, step=40)
     leases = ask(handoff, "abPcdefgh")

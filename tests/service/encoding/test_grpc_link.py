@@ -1,4 +1,4 @@
-"""What a decoder sends to a remote encoder: never beyond its window, and every revocation."""
+"""The messages that a decoder sends to a remote encoder: pixels never beyond its window, and every revocation."""
 
 from __future__ import annotations
 
@@ -115,7 +115,8 @@ def test_an_encoder_that_sends_too_little_or_too_much_is_not_believed() -> None:
 
 @pytest.mark.parametrize("counts", [(), (3, 1), (1, 1, 3), (2**32 - 1, 0, 0), (0, 0, 0)])
 def test_an_encoder_that_counts_other_rows_than_it_sent_is_not_believed(counts: tuple[int, ...]) -> None:
-    """By the counts of a pruned clip its rows are placed in a prompt, which must not be longer than they are."""
+    """The counts of a pruned clip determine where its rows are placed in a prompt, which must not be longer than the
+    rows."""
     clip = EncoderItem((2, 4), torch.zeros(24, 3), kind=VIDEO, num_sequences=3, num_frames=5, pruning_rate=0.3)
     assert clip.tokens == 4
     session, _, _ = opened(1 << 20)

@@ -425,7 +425,7 @@ class HandoffMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.late)
     @rule()
     def scribble(self) -> None:
-        """A late writer still writes."""
+        """Writes as a late writer does."""
         for work in self.late:
             work.rows.fill_(-1)
 

@@ -104,7 +104,7 @@ def test_a_sample_that_is_aborted_leaves_the_others(running: Running) -> None:
 
 
 def test_a_sign_of_life_is_one_of_the_loop_itself(tmp_path: Path) -> None:
-    """A separate thread would answer even if the loop hangs."""
+    """A separate thread would report that the engine is alive even if its loop hangs."""
     make_served(tmp_path / "model", vision=False)
     engine = build_engine(EngineOptions(str(tmp_path / "model"), dtype="float32", threads=1, max_seqs=4, max_len=200))
     reached, go_on = threading.Event(), threading.Event()

@@ -262,7 +262,7 @@ def test_text_that_looks_like_a_special_trigger_is_never_drawn(
     "format", [schema(SCHEMA), TextFormat("regex", "[ab]+(c|dd)"), TAGS], ids=["json", "re", "tags"]
 )
 def test_a_constraint_is_a_function_of_its_tokens_alone(format: TextFormat, constraining: Constraining) -> None:
-    """However they were accepted, rolled back, copied or checked ahead."""
+    """It does not matter how they were accepted, rolled back, copied or checked ahead."""
     rng = random.Random(5)
     for _ in range(15):
         made = begun(constraining, format)
@@ -525,7 +525,7 @@ def test_equal_formats_are_compiled_once_and_old_ones_dropped(monkeypatch: pytes
 
 
 def test_texts_that_a_grammar_forces_are_tokenized_once() -> None:
-    """Tokenizing them takes longer than the rest of a mask."""
+    """Tokenizing them takes longer than computing the rest of a mask."""
     from service.engine.grammars import Grammars
     from service.model.token_bytes import ByteVocabulary
 

@@ -1,4 +1,4 @@
-"""The process that compiles formats first: what ends it, and what does not."""
+"""The process in which formats are compiled first: which formats end it, and which do not."""
 
 from __future__ import annotations
 

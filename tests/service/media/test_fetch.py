@@ -126,7 +126,7 @@ def test_the_connection_goes_to_the_address_that_was_checked(authority: Authorit
 
 
 def test_nothing_of_this_machine_s_settings_is_used(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither its proxies nor its passwords."""
+    """Neither its proxies nor its stored passwords."""
     netrc = authority.folder / "netrc"
     netrc.write_text("machine 127.0.0.1 login me password secret\nmachine localhost login me password secret\n")
     monkeypatch.setenv("NETRC", str(netrc))

@@ -1,4 +1,4 @@
-"""Model directories as published: both naming schemes, shards, and everything that can be wrong with them."""
+"""Model directories as they are published: both naming schemes, shards, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -432,7 +432,7 @@ def test_the_pattern_of_those_heads_is_read_either_way(field: str) -> None:
 
 
 def test_a_weight_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
-    """Under two of its possible names: which of them should be used?"""
+    """If it is there under two of its possible names, it is unknown which one to use."""
     make_checkpoint(tmp_path, 2, vision=False, text={"pattern": "M"})
     weights = load_file(tmp_path / "model.safetensors")
     [known] = [name for name in weights if name.endswith("norm_f.weight")]

@@ -1,4 +1,5 @@
-"""A saved quantised checkpoint is the same model as one quantised at load; otherwise it is an error."""
+"""A saved quantised checkpoint gives the same model as quantisation at load; a checkpoint that cannot be saved or read
+is an error."""
 
 from __future__ import annotations
 

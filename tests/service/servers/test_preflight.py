@@ -1,5 +1,5 @@
-"""Mistakes in options are reported before the model is loaded: here the model does not exist, and is not what the error
-is about."""
+"""Mistakes in options are reported before the model is loaded: the model of these tests does not exist, and the error
+is about something else."""
 
 from __future__ import annotations
 

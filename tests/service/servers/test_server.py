@@ -1,4 +1,4 @@
-"""A server's health as its engine starts and dies, with a fake engine."""
+"""A server's health while its engine starts and dies, with a fake engine."""
 
 from __future__ import annotations
 
