@@ -21,7 +21,7 @@ EXTRAS = ("", "http", "otlp", "urls", "video")
 """The extras of saccade-server whose packages `make setup` installs; "" stands for no extra."""
 OURS = ("saccade", "saccade-server")
 CUDA = ("cuda-", "nvidia-", "triton")
-"""Prefixes of the names of packages that only torch's build with CUDA requires; the page mentions them below the table."""
+"""Prefixes of the packages that torch's build with CUDA requires; the page mentions them below the table."""
 SPDX = {
     "Apache Software License": "Apache-2.0",
     "BSD License": "BSD-3-Clause",
