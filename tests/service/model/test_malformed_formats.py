@@ -255,5 +255,5 @@ def test_what_is_no_expression_is_named(tmp_path: Path, expression: str, mixed: 
     make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M"})
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": declared}))
-    with pytest.raises(CheckpointError, match="is no regular expression"):
+    with pytest.raises(CheckpointError, match="is not a regular expression"):
         Checkpoint(tmp_path)
