@@ -48,7 +48,7 @@ async def http_client():
     idle = []
     def request(**fields):
         body = json.dumps({"messages": ASK, "temperature": 0, **fields}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\\r\\nhost: x\\r\\ncontent-type: application/json\\r\\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\\r\\nhost: localhost\\r\\ncontent-type: application/json\\r\\n"
         return head.encode() + b"content-length: %d\\r\\n\\r\\n" % len(body) + body
     whole, streamed = request(max_tokens=1), request(max_tokens=tokens, ignore_eos=True, stream=True)
     async def exchange(data):

@@ -113,7 +113,8 @@ def _open(port: int, **fields: int) -> socket.socket:
         "logprobs": True, "top_logprobs": 20, "n": 4, **fields,
     }  # fmt: skip
     body = json.dumps(document).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    head += "content-type: application/json\r\n"
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", port))

@@ -32,6 +32,11 @@ class HttpOptions:
         "folder of files that are uploaded over HTTP, which then survive a restart; HTTP servers cannot share it; "
         "unset: a temporary one",
     )
+    http_allowed_hosts: tuple[str, ...] = _option(
+        (), "host names under which clients may call the HTTP server, such as that of a proxy in front of it; loopback "
+        "names are always allowed; *: any; unset: only loopback names for a server on 127.0.0.1 without API keys and "
+        "TLS, else any",
+    )  # fmt: skip
     http_cors_origins: tuple[str, ...] = _option(
         (), "origins whose pages may call the HTTP server, such as https://app.example.org; unset: none"
     )

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,7 +21,8 @@ from saccade._openai.errors import error_type
 from saccade._transport.local_aio import AsyncLocalConnection
 from service.common.config import HttpFrontOptions
 from service.http import batches, chat, completions, files, messages, metrics, models, openapi, responses, tokens
-from service.http.call import Endpoint, Front, Handler, Receive, Scope, Send
+from service.http.call import Endpoint, Front, Handler, Receive, Scope, Send, request_id_of
+from service.http.messages import error_form_of
 
 PLAYGROUND = Path(__file__).resolve().parent / "playground"
 CSP = (
@@ -101,11 +103,17 @@ def make_app(options: HttpFrontOptions, engine: AsyncLocalConnection | None = No
 
 
 async def _refusal(request: Request, error: Exception) -> Response:
-    """Answers requests for unknown paths and methods, with OpenAI's form of errors."""
+    """Answers requests for unknown paths and methods, with the form of errors of the path's API."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    document = {"error": {"message": message, "type": error_type(error.status_code), "param": None, "code": "HTTP"}}
-    return Response(json.dumps(document), error.status_code, dict(error.headers or {}), "application/json")
+    path, status, request_id = request.url.path, error.status_code, request_id_of(request.headers)
+    told: dict[str, Any] = {
+        "message": f"{request.method} {path[:200]}: {error.detail}", "type": error_type(status), "param": None,
+        "code": "HTTP", "request_id": request_id,
+    }  # fmt: skip
+    form = error_form_of(path)
+    document = {"error": told} if form is None else form(told, status)
+    headers = {**(error.headers or {}), "x-request-id": request_id}
+    return Response(json.dumps(document), status, headers, "application/json")
 
 
 class _Page:

@@ -94,8 +94,7 @@ class HttpCall:
         self.headers: dict[str, str] = {}
         for name, value in scope["headers"]:
             self.headers[name.decode("latin-1")] = value.decode("latin-1")
-        given = self.headers.get("x-request-id", "")
-        self.request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        self.request_id = request_id_of(self.headers)
         self.started = False
         self.status = 0
         self.notes: list[tuple[str, str]] = []
@@ -241,6 +240,12 @@ class HttpCall:
         """A context that ends with ClientGone when the client closes its connection, or has not read a piece of the
         answer for `stall_timeout` seconds."""
         return Connected(self)
+
+
+def request_id_of(headers: Mapping[str, str]) -> str:
+    """The header `x-request-id`, or a new id if it is missing or unusable."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
 
 
 class Connected:

@@ -9,6 +9,8 @@ import socket
 from service.common.config import ConfigError, HttpFrontOptions, HttpOptions
 from service.common.tls import is_loopback
 
+ANY_HOST = "*"
+"""In `http_allowed_hosts`: requests for any host name are answered."""
 _PACKAGES = ("starlette", "uvicorn", "httptools", "pydantic", "python_multipart")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, Literal
 
 from saccade._openai.answers import extension
@@ -27,6 +28,11 @@ def anthropic_error(error: dict[str, Any], status: int) -> dict[str, Any]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     told = {"type": kind, "message": error["message"], "code": error["code"]}
     return {"type": "error", "error": told, "request_id": error.get("request_id")}
+
+
+def error_form_of(path: str) -> Callable[[dict[str, Any], int], dict[str, Any]] | None:
+    """`HttpCall.error_form` for errors of a path that may be unknown."""
+    return anthropic_error if path == "/v1/messages" or path.startswith("/v1/messages/") else None
 
 
 async def messages(call: HttpCall) -> None:

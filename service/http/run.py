@@ -15,6 +15,7 @@ import uvicorn
 
 from service.common.config import HttpFrontOptions
 from service.http.app import make_app
+from service.http.hosts import HostCheck
 from service.http.listen import bind, check_exposure, url_of
 from service.http.protocol import protocol_class
 from service.http.tls import tls_context
@@ -52,7 +53,8 @@ class HttpServer(uvicorn.Server):
         context = tls_context(options)
         self.app = make_app(options)
         config = uvicorn.Config(
-            self.app, http=protocol_class(options), ws="none", loop="none", log_config=None, access_log=False,
+            HostCheck(self.app, self.app.state.front), http=protocol_class(options), ws="none", loop="none",
+            log_config=None, access_log=False,
             proxy_headers=False, server_header=False, timeout_keep_alive=75,
             timeout_graceful_shutdown=max(1, round(options.grace)),
         )  # fmt: skip

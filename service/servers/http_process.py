@@ -23,7 +23,7 @@ from pathlib import Path
 from service.common.config import ConfigError, HttpFrontOptions, ServerOptions
 from service.common.folders import OwnedFolder
 from service.common.helper_process import HelperFailed, first_message, log_level, start_helper
-from service.http.listen import bind, check_packages, url_of
+from service.http.listen import ANY_HOST, bind, check_packages, url_of
 from service.servers.exposure import check_exposure
 
 log = logging.getLogger(__name__)
@@ -184,5 +184,9 @@ def front_options(options: ServerOptions, servers: list[str]) -> HttpFrontOption
     """The HTTP server's options: those of the gRPC server that have the same names."""
     names = {field.name for field in dataclasses.fields(HttpFrontOptions)}
     shared = {f.name: getattr(options, f.name) for f in dataclasses.fields(ServerOptions) if f.name in names}
+    if not options.http_allowed_hosts and (options.api_keys is not None or options.tls_client_ca is not None):
+        shared["http_allowed_hosts"] = (
+            ANY_HOST,
+        )  # callers are authenticated, so that a page of another origin is refused
     shared["max_message_bytes"] = round(options.max_message_bytes * BASE64)
     return HttpFrontOptions(**shared, servers=tuple(servers))

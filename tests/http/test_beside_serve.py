@@ -30,7 +30,7 @@ def test_it_is_replaced_passes_keys_on_and_ends_with_the_server(model: Path, tmp
         url = f"{server.http_url}/v1/chat/completions"
         assert httpx.post(url, json=ASK, timeout=60).status_code == 401
         good = {"authorization": f"Bearer {KEYS['one']}"}
-        assert httpx.post(url, json=ASK, headers=good, timeout=60).status_code == 200
+        assert httpx.post(url, json=ASK, headers={**good, "host": "a.proxy.example"}, timeout=60).status_code == 200
         assert httpx.get(f"{server.http_url}/status", headers=good).json()["servers"][0]["loads"] is None
         rows = ("file", ("in.jsonl", b"{}\n", "application/jsonl"))
         form = {"files": [rows], "data": {"purpose": "batch"}, "headers": good, "timeout": 60}

@@ -28,7 +28,8 @@ def post(http: RunningHttp, document: Any, path: str = "/v1/chat/completions", *
 
 def request_of(document: Any, path: str = "/v1/chat/completions") -> bytes:
     body = json.dumps(document).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
@@ -128,7 +129,7 @@ def test_limits_on_bodies_and_heads(server: RunningServer) -> None:
     limits = {"max_message_bytes": 2000, "http_max_header_bytes": 1024, "http_header_timeout": 0.3}
     with RunningHttp([server.address], receive_timeout=0.3, **limits) as http:
         assert post(http, {**ASK, "user": "x" * 3000}).status_code == 413
-        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         many = b"transfer-encoding: chunked\r\n\r\n" + b"3e8\r\n" + b" " * 1000 + b"\r\n"
         assert send(http.port, head.encode() + many + (b"3e8\r\n" + b" " * 1000 + b"\r\n") * 4) == 413
         assert send(http.port, head.encode() + b"x: " + b"y" * 5000) == 431
@@ -278,3 +279,57 @@ def test_tokens_there_and_back(http: RunningHttp) -> None:
     assert post(http, {"tokens": [2**31]}, "/detokenize").status_code == 400
     chat = post(http, {"messages": ASK["messages"]}, "/tokenize").json()
     assert chat["count"] == post(http, ASK).json()["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "localhost:8000"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "saccade.localhost"}, 200),
+        ({"origin": "http://localhost:3000"}, 200),
+        ({"host": "rebound.example"}, 403),
+        ({"host": "rebound.example:8000", "origin": "http://rebound.example:8000"}, 403),
+        ({"host": "127.0.0.1.rebound.example"}, 403),
+        ({"host": "["}, 403),
+        ({"origin": "https://elsewhere.example"}, 403),
+        ({"origin": "null"}, 403),
+    ],
+)
+def test_pages_cannot_call_a_server_without_keys_under_another_name(
+    http: RunningHttp, headers: dict[str, str], status: int
+) -> None:
+    for path in ("/", "/v1/models"):
+        answer = httpx.get(http.url + path, headers={**headers, "x-request-id": "r1"})
+        assert answer.status_code == status
+        if status == 403:
+            error = answer.json()["error"]
+            assert (error["code"], error["request_id"]) == ("HOST_DENIED", "r1")
+            option = "--http-cors-origins" if "host" not in headers else "--http-allowed-hosts"
+            assert option in error["message"]
+
+
+def test_a_proxy_s_name_can_be_allowed(server: RunningServer) -> None:
+    with RunningHttp([server.address], http_allowed_hosts=("Ask.example",)) as http:
+        told = [
+            httpx.get(f"{http.url}/v1/models", headers={"host": host}).status_code
+            for host in ("ask.example", "ask.example:443", "localhost", "other.example")
+        ]
+    assert told == [200, 200, 200, 403]
+    with RunningHttp([server.address], http_allowed_hosts=("*",)) as http:
+        assert httpx.get(f"{http.url}/v1/models", headers={"host": "other.example"}).status_code == 200
+
+
+def test_unknown_paths_and_methods_have_a_request_id_and_the_form_of_their_api(http: RunningHttp) -> None:
+    for method, path, status in (
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/messages", 405),
+        ("GET", "/v1/messages/x", 404),
+    ):
+        answer = httpx.request(method, http.url + path, headers={"x-request-id": "r2"})
+        document = answer.json()
+        assert (answer.status_code, answer.headers["x-request-id"]) == (status, "r2")
+        if "messages" in path:
+            assert (document["type"], document["request_id"]) == ("error", "r2")
+        else:
+            assert (document["error"]["code"], document["error"]["request_id"]) == ("HTTP", "r2")

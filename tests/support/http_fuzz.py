@@ -37,9 +37,14 @@ def bad_request(rng: random.Random) -> bytes:
     path = rng.choice(PATHS)
     if kind < 0.12:
         head = f"{rng.choice(['GET', 'PUT', 'BREW', 'POST', 'DELETE'])} {path}/{rng.randbytes(4).hex()} HTTP/1.1\r\n"
-        return head.encode() + b"host: x\r\nconnection: close\r\n\r\n"
+        return head.encode() + b"host: localhost\r\nconnection: close\r\n\r\n"
     body = _body(rng)
-    headers = {"host": "x", "connection": "close", "content-type": "application/json", "content-length": len(body)}
+    headers = {
+        "host": "localhost",
+        "connection": "close",
+        "content-type": "application/json",
+        "content-length": len(body),
+    }
     if rng.random() < 0.1:
         name = rng.choice(["content-type", "content-length", "authorization", "x-request-timeout", "x-priority",
                            "content-encoding", "transfer-encoding", "x-request-id"])  # fmt: skip
