@@ -229,6 +229,9 @@ def _add_item(messages: list[dict[str, Any]], item: Item) -> None:
             messages.append({"role": role, "content": _content(content)})
         case ReasoningItem(summary=summary, content=parts):
             text = "".join(part.text for part in parts or summary or ())
+            if messages and messages[-1].get("open") and "tool_calls" not in messages[-1]:
+                messages[-1]["reasoning"] += text
+                return
             messages.append({"role": "assistant", "content": "", "reasoning": text, "open": True})
         case FunctionCallItem(call_id=call_id, name=name, arguments=arguments):
             if not messages or messages[-1]["role"] != "assistant":

@@ -256,7 +256,18 @@ class ResponseEvents(Events):
         made = {**self._response, "output": self._output, **_end_of(answer), "saccade": extension(answer)}
         return data + self._event(f"response.{made['status']}", response=made)
 
+    def _cut_off(self) -> list[dict[str, Any]]:
+        """The item that was being written when the answer failed, if any."""
+        text = "".join(self._parts)
+        if self._kind is None:
+            return []
+        if self._kind == "message":
+            return [_message(self._item["id"], text, self._scores) | {"status": "incomplete"}]
+        if self._kind == "reasoning":
+            return [_reasoning(self._item["id"], text)]
+        return [{**self._item, "arguments": text, "status": "incomplete"}]
+
     def error(self, error: dict[str, Any], status: int) -> bytes:
         failed = {"code": error["code"], "message": error["message"]}
-        made = {**self._response, "output": self._output, "status": "failed", "error": failed}
+        made = {**self._response, "output": [*self._output, *self._cut_off()], "status": "failed", "error": failed}
         return self._event("response.failed", response=made)

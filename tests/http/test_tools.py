@@ -21,7 +21,7 @@ from running_http import RunningHttp
 from scripted import Scripted
 
 import saccade
-from saccade._openai.response_schema import ResponseRequest
+from saccade._openai.response_schema import ResponseRequest, chat_of
 from saccade.types import Delta, Generation, Sample, ToolCallDelta, Usage
 from saccade.v1 import inference_pb2
 from service.http.messages import MessageEvents
@@ -215,6 +215,39 @@ def test_text_between_calls_in_a_streamed_response(pieces: list[Delta]) -> None:
         "Let me see.", ("c0", "weather", '{"city": "Oslo"}'), "Wait.", ("c1", "weather", '{"city": "Rome"}')
     ]  # fmt: skip
     assert len({item.id for item in output}) == 4
+
+
+@pytest.mark.parametrize(
+    ("piece", "kind", "text"),
+    [
+        (Delta("Let me", []), "message", "Let me"),
+        (Delta("", [], reasoning="hm"), "reasoning", "hm"),
+        (Delta("", [], tool_calls=[ToolCallDelta(0, '{"ci', "c0", "weather")]), "function_call", '{"ci'),
+    ],
+)
+def test_a_response_that_failed_has_what_was_written(piece: Delta, kind: str, text: str) -> None:
+    events = ResponseEvents("r", ResponseRequest(input="?"))
+    events.begin(inference_pb2.Started())
+    events.piece(piece)
+    told = events.error({"code": "ENGINE_DIED", "message": "it died"}, 503).decode()
+    assert told.startswith("event: response.failed\n") and told.count("event: ") == 1
+    (item,) = json.loads(told.partition("data: ")[2])["response"]["output"]
+    written = item["arguments"] if kind == "function_call" else item["content"][0]["text"]
+    assert (item["type"], written) == (kind, text)
+    assert item.get("status", "incomplete") == "incomplete"
+
+
+def test_consecutive_reasoning_items_belong_to_one_turn() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "c0", "name": "weather", "arguments": "{}"}
+    said = {"type": "message", "role": "assistant", "content": "yes"}
+    conversation = [thought("a"), thought("b"), said, thought("c"), call, thought("d"), call]
+    made = chat_of(ResponseRequest.model_validate({"input": conversation})).model_dump()["messages"]
+    assert [(m["reasoning"], m["content"], len(m["tool_calls"] or ())) for m in made] == [
+        ("ab", "yes", 0), ("c", "", 1), ("d", "", 1)
+    ]  # fmt: skip
 
 
 def test_each_text_of_an_answer_is_in_the_next_turn(client: openai.OpenAI) -> None:
