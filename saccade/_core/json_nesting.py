@@ -1,4 +1,4 @@
-"""How deep the values of a JSON text are nested, found without recursion."""
+"""How deep the values of a JSON text are nested and how many there are, found without recursion."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from typing import Any
 MAX_NESTING = 128
 """Maximum nesting of objects and arrays in a document, and in the JSON of an answer."""
 
+MAX_VALUES = 2**21
+"""Maximum number of values and keys in a document: the ids of a prompt of a million tokens, twice."""
+MAX_CONTAINERS = 2**18
+"""Maximum number of objects and arrays in a document. They take longer to make than other values."""
+
+_BEFORE_VALUES = (b",", b":", b"[", b"{")
 _BRACKETS = b"[]{}"
 _OTHERS = bytes(set(range(256)) - set(_BRACKETS))
 _OPENS = bytes.maketrans(_BRACKETS, b"\1\0\1\0")
@@ -32,6 +38,25 @@ def excessive_nesting(data: bytes, most: int) -> int:
         depths = list(accumulate(map(_STEPS.__getitem__, opens[start : start + _BLOCK]), initial=depth))
         deepest, depth = max(deepest, max(depths)), depths[-1]
     return deepest if deepest > most else 0
+
+
+def excessive_size(data: bytes) -> str:
+    """What a JSON text in UTF-8 has too many of, with both numbers, or an empty text. Values and keys are counted by
+    the characters before them, so that an empty object or array counts twice.
+
+    To be called before `json.loads`, which holds the interpreter's lock while it makes all values: 3 s for 4 million
+    arrays.
+    """
+    if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS and sum(map(data.count, _BEFORE_VALUES)) < MAX_VALUES:
+        return ""
+    unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    values = unescaped.count(b'"') // 2
+    if values <= MAX_VALUES:  # else splitting it would take as much memory as parsing
+        outside = b"".join(unescaped.split(b'"')[::2])
+        if (containers := outside.count(b"[") + outside.count(b"{")) > MAX_CONTAINERS:
+            return f"{containers} objects and arrays; at most {MAX_CONTAINERS} are allowed"
+        values = 1 + sum(map(outside.count, _BEFORE_VALUES))
+    return f"{values} values and keys; at most {MAX_VALUES} are allowed" if values > MAX_VALUES else ""
 
 
 def answered_json(text: str) -> Any:

@@ -7,18 +7,21 @@ import math
 import re
 from typing import Any
 
-from saccade._core.json_nesting import MAX_NESTING, excessive_nesting
+from saccade._core.json_nesting import MAX_NESTING, excessive_nesting, excessive_size
 from saccade._core.ranges import check_text
 from saccade.errors import InvalidArgument
 
 
 def load_json(data: bytes) -> Any:
     """The value of a JSON document. Raises InvalidArgument, also for constants such as NaN, for numbers too large for a
-    double, for repeated keys, for lone surrogates and for values nested more than `MAX_NESTING` deep."""
+    double, for repeated keys, for lone surrogates, for too many values (`excessive_size`) and for values nested more
+    than `MAX_NESTING` deep."""
 
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is not a JSON value")
 
+    if problem := excessive_size(data):
+        raise InvalidArgument(problem)
     if depth := excessive_nesting(data, MAX_NESTING):
         raise InvalidArgument(f"nested {depth} deep; at most {MAX_NESTING} are allowed")
     try:

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saccade._core.json_nesting import excessive_nesting
+from saccade._core.json_nesting import MAX_CONTAINERS, MAX_VALUES, excessive_nesting
+from saccade._openai.documents import load_json
+from saccade.errors import InvalidArgument
 
 TEXTS = st.text(alphabet='[]{}"\\\n/u00e9é😀', max_size=6)
 VALUES = st.recursive(
@@ -72,3 +74,23 @@ def test_other_threads_run_while_a_large_document_is_looked_at() -> None:
     over.set()
     ticking.join()
     assert max(gaps) < took / 3
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"[" + b"[]," * MAX_CONTAINERS + b"1]", f"{MAX_CONTAINERS + 1} objects and arrays; at most {MAX_CONTAINERS}"),
+        (b"[" + b"1," * MAX_VALUES + b"1]", f"{MAX_VALUES + 2} values and keys; at most {MAX_VALUES}"),
+        (b"[" + b'"",' * (MAX_VALUES + 1) + b"1]", f"{MAX_VALUES + 1} values and keys; at most {MAX_VALUES}"),
+        (b'["' + b"[" * (MAX_CONTAINERS + 1) + b'"]', ""),
+        (b'["' + b'\\",' * (MAX_VALUES + 1) + b'"]', ""),
+        (b'{"ids": [' + b"12," * 2**20 + b"1]}", ""),
+    ],
+    ids=["arrays", "numbers", "texts", "brackets in a text", "escaped quotes", "a prompt of a million ids"],
+)
+def test_values_of_a_document_are_counted_before_it_is_parsed(data: bytes, problem: str) -> None:
+    if not problem:
+        assert load_json(data)
+        return
+    with pytest.raises(InvalidArgument, match=problem):
+        load_json(data)
