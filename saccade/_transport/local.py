@@ -31,6 +31,7 @@ class LocalConnection:
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._arguments = arguments
         self.closed = False
+        self._exchanges: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()
         self._left: weakref.finalize[..., LocalConnection] | None = None
         self._load()
 
@@ -50,7 +51,9 @@ class LocalConnection:
         self._left.atexit = False
 
     def exchange(self) -> Exchange:
-        return Exchange(self)
+        made = Exchange(self)
+        self._exchanges[id(made)] = made
+        return made
 
     @property
     def alive(self) -> bool:
@@ -90,6 +93,9 @@ class LocalConnection:
         """Stops the engine and frees its memory. Idempotent."""
         if not self.closed:
             self.closed = True
+            for found in self._exchanges.valuerefs():  # one may be between two attempts, without a call of the engine
+                if (exchange := found()) is not None:
+                    exchange.close()
             if self._left is not None:
                 self._left.detach()
             if self._pid == os.getpid():

@@ -358,6 +358,19 @@ def test_a_client_that_is_dropped_without_being_closed_ends_its_engine(text_mode
     assert not service._thread.is_alive() and not service.alive
 
 
+def test_closing_a_client_ends_calls_between_two_attempts(text_model: Path) -> None:
+    """At once and as Cancelled, as over gRPC (tests/saccade/test_client.py)."""
+    client = saccade.LocalClient(text_model, dtype="float32", threads=1, max_len=100)
+    exchange = client._exchange()
+    closer = threading.Timer(0.01, client.close)
+    closer.start()
+    began = time.monotonic()
+    with pytest.raises(saccade.errors.Cancelled):
+        exchange.wait(30)
+    closer.join()
+    assert time.monotonic() - began < 20
+
+
 @pytest.mark.parametrize(("used", "options"), [(False, {}), (True, {}), (False, {"encoder_process": True})])
 def test_a_closed_client_holds_no_model(used: bool, options: dict[str, Any], model: Path) -> None:
     """Reference counts alone must free it: the collector does not know how large tensors are."""
