@@ -43,7 +43,7 @@ SANITIZER = PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_
 # stays short.
 RAY_VENV ?= .venv-ray
 RAY_PACKAGES := 'ray[data,serve-grpc]>=2.60,<2.61' 'smg>=1.13,<1.14' 'smg-grpc-proto>=0.4.28,<0.5' openai
-RAY_TESTS := $(addprefix tests/e2e/test_,ray.py ray_serve.py ray_deploy.py gateway.py)
+RAY_TESTS := $(addprefix tests/e2e/test_,ray.py ray_serve.py ray_deploy.py gateway.py) tests/saccade/test_ray_checkpoints.py
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 TORCH_ASKS_FOR_TRITON := 'from importlib.metadata import requires; \

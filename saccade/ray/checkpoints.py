@@ -68,6 +68,11 @@ def claim(output: str, description: dict[str, Any]) -> bool:
             f"{output!r} has files that are not this job's; name another output", reason="BATCH_OUTPUT_FOREIGN"
         )
     files.create_dir(path, recursive=True)
-    with files.open_output_stream(name) as stream:
+    # Object stores show only complete files; elsewhere a driver that is killed meanwhile would leave a part.
+    whole = files.type_name not in ("local", "hdfs")
+    scratch = name if whole else f"{name}.new"
+    with files.open_output_stream(scratch) as stream:
         stream.write(json.dumps({**json.loads(text), "digest": digest}, indent=1).encode())
+    if not whole:
+        files.move(scratch, name)
     return False
