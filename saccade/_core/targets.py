@@ -10,6 +10,9 @@ GRPC_SCHEMES = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:", "
 
 def is_local(target: str) -> bool:
     """Whether all addresses of a target name this machine, judged by their text alone."""
+    if target.startswith("dns:"):  # dns:[//authority/]host[:port]; without an authority often dns:///host
+        name = target.removeprefix("dns:")
+        target = name.removeprefix("//").partition("/")[2] if name.startswith("//") else name
     addresses = target.removeprefix("ipv4:").removeprefix("ipv6:").split(",")
     return all(_is_loopback(address.rpartition(":")[0].strip("[]")) for address in addresses)
 

@@ -488,7 +488,9 @@ def test_a_server_on_this_machine_is_not_reached_through_a_proxy(address: str, m
         monkeypatch.delenv(name, raising=False)
     for name in ("grpc_proxy", "https_proxy", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
-    for target in (address, f"localhost:{address.rpartition(':')[2]}", f"ipv4:{address}", f"{address},{address}"):
+    port = address.rpartition(":")[2]
+    targets = (address, f"localhost:{port}", f"dns:///localhost:{port}", f"ipv4:{address}", f"{address},{address}")
+    for target in targets:
         with saccade.Client(target, timeout=20, max_retries=0) as client:
             assert client.generate("?").text == "a red square"
     options = {"grpc.enable_http_proxy": 1}
@@ -505,6 +507,8 @@ def test_a_server_on_this_machine_is_not_reached_through_a_proxy(address: str, m
         ("127.0.0.1:1", True), ("[::1]:1", True), ("localhost:1", True), ("ipv6:[::1]:1", True), ("127.0.0.2:1", True),
         ("10.0.0.1:1", False), ("ipv4:127.0.0.1:1,10.0.0.1:1", False), ("127.example.org:1", False), ("h:1", False),
         ("dns:///h:1", False), ("localhost.example.org:1", False),
+        ("dns:///localhost:1", True), ("dns:localhost:1", True), ("dns:///[::1]:1", True), ("dns:///10.0.0.1:1", False),
+        ("dns://localhost/h:1", False), ("dns://10.0.0.1/localhost:1", True), ("dns:h:1", False), ("dns:///", False),
     ],
 )  # fmt: skip
 def test_which_targets_are_this_machine(target: str, local: bool) -> None:
