@@ -185,8 +185,7 @@ def front_options(options: ServerOptions, servers: list[str]) -> HttpFrontOption
     names = {field.name for field in dataclasses.fields(HttpFrontOptions)}
     shared = {f.name: getattr(options, f.name) for f in dataclasses.fields(ServerOptions) if f.name in names}
     if not options.http_allowed_hosts and (options.api_keys is not None or options.tls_client_ca is not None):
-        shared["http_allowed_hosts"] = (
-            ANY_HOST,
-        )  # callers are authenticated, so that a page of another origin is refused
+        # Callers are authenticated, which a page of another origin cannot do.
+        shared["http_allowed_hosts"] = (ANY_HOST,)
     shared["max_message_bytes"] = round(options.max_message_bytes * BASE64)
     return HttpFrontOptions(**shared, servers=tuple(servers))
