@@ -68,6 +68,25 @@ def test_images_are_dropped_pasted_picked_and_removed(desktop: Playground) -> No
     assert "notes.txt" in page.inner_text("#caption")
 
 
+def test_a_question_waits_for_files_that_are_being_read(desktop: Playground) -> None:
+    page, sent = desktop.page, []
+    page.evaluate(
+        """() => {
+            const read = FileReader.prototype.readAsDataURL;
+            FileReader.prototype.readAsDataURL = function (file) { window.finish = () => read.call(this, file); };
+        }"""
+    )
+    page.on("request", lambda request: sent.append(request) if request.method == "POST" else None)
+    desktop.give("drop", [file("shapes.png")])
+    page.fill("#question", "What does the picture show?")
+    page.click("#go")
+    page.click("#go")  # asks nothing more
+    page.evaluate("window.finish()")
+    page.wait_for_selector(ENDED)
+    (request,) = sent
+    assert '"image_url"' in request.post_data
+
+
 def test_an_example_is_added_once_and_keeps_the_user_s_question(desktop: Playground) -> None:
     page = desktop.page
     page.locator(".example[data-key='wide.png']").dblclick()

@@ -78,12 +78,17 @@ function body(which, items = media.items) {
 
 const running = () => runs.some((run) => run.running);
 
+let waiting = false; // for files that are being read
+
 async function ask() {
-  if (running()) return;
+  if (running() || waiting) return;
   if (!question.value.trim()) {
     complain(question, "The question is empty.");
     return;
   }
+  waiting = true;
+  await media.added;
+  waiting = false;
   const items = [...media.items];
   const sides = settings.comparing ? ["a", "b"] : ["a"];
   const bodies = [];

@@ -12,8 +12,17 @@ export class Media extends EventTarget {
   /** Whether the model accepts clips; a GIF is then sent as a clip by default. */
   takesClips = false;
 
+  /** Resolves when the files that are being added have been read, which takes seconds for large ones. */
+  added = Promise.resolve();
+
   /** Adds files. Returns `{name, why}` for each file that cannot be added. */
-  async add(files) {
+  add(files) {
+    const adding = this.#add(files);
+    this.added = Promise.allSettled([this.added, adding]);
+    return adding;
+  }
+
+  async #add(files) {
     const refused = [];
     for (const file of files) {
       const kind = file.type || guess(file.name);
