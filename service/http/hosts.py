@@ -7,6 +7,8 @@ import ipaddress
 from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
+
 from saccade.errors import PermissionDenied
 from service.common.config import HttpFrontOptions
 from service.common.tls import is_loopback
@@ -58,8 +60,8 @@ class HostCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._hosts is not None:
-            call = HttpCall(self._front, scope, receive, send)
-            if problem := self._problem(call.headers):
+            if problem := self._problem(Headers(scope=scope)):
+                call = HttpCall(self._front, scope, receive, send)
                 call.error_form = error_form_of(scope["path"])
                 await call.fail(PermissionDenied(problem, reason="HOST_DENIED"))
                 return

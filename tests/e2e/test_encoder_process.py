@@ -9,8 +9,7 @@ import queue
 import resource
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from images import png
 from resident import file_bytes, file_bytes_after_import
 from running import RunningServer, children
+from waiting import until
 
 import saccade
 import saccade.errors
@@ -61,13 +61,6 @@ def largest_file(size: int, pid: int = 0) -> Iterator[None]:
         yield
     finally:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_same_answers_and_a_kill_over_an_image(model: Path, client: saccade.Client) -> None:

@@ -8,17 +8,27 @@ import os
 import select
 import termios
 import time
+from collections.abc import Callable
 from typing import Any
+
+
+def until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
+    """Waits until the condition holds, for something that cannot be waited for otherwise."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout:g} s"
+        time.sleep(0.002)
 
 
 def sent_to(worker: Any, timeout: float = 30.0) -> None:
     """Waits until a command has been written to an image worker that does not read, so that the worker owns it."""
-    deadline = time.monotonic() + timeout
     unread = array.array("i", [0])
-    while not unread[0]:
-        assert time.monotonic() < deadline, "nothing was sent"
-        time.sleep(0.002)
+
+    def is_sent() -> bool:
         fcntl.ioctl(worker._connection, termios.TIOCOUTQ, unread)
+        return unread[0] > 0
+
+    until(is_sent, timeout)
 
 
 def ended(pid: int) -> None:

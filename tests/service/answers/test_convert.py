@@ -319,7 +319,10 @@ TAG = {"begin": "<a>", "regex": "b", "end": "</a>"}
             {"response_format": {"choice": {"choices": ["a" * 70000] * 2}}},
             "sampling.response_format.choice", "140000 characters",
         ),
-        ({"response_format": {"structural_tags": {}}}, "sampling.response_format.structural_tags", "tags has 0 entr"),
+        (
+            {"response_format": {"structural_tags": {}}},
+            "sampling.response_format.structural_tags", "tags has 0 entries; it must have from 1 to ",
+        ),
         (
             {"response_format": {"structural_tags": {"tags": [{"begin": "a"}]}}},
             "sampling.response_format.structural_tags", "must have one of json_schema, regex, lark",

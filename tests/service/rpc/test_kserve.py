@@ -173,7 +173,10 @@ USER = {"role": "user", "content": "a"}
         (chat([{"role": "user", "content": {"type": "text"}}]), "neither text nor a list"),
         (chat([{"role": "user", "content": [5]}]), "neither text nor image"),
         (chat([{"role": "user", "content": "\ud800"}]), "half of a surrogate pair"),
-        (chat([{"role": "user", "content": [{"type": "image_url", "image_url": "a\udfff"}]}]), "of a surrogate pair"),
+        (
+            chat([{"role": "user", "content": [{"type": "image_url", "image_url": "a\udfff"}]}]),
+            "half of a surrogate pair",
+        ),
         (chat([USER, "user"]), "needs a role"),
         (chat({"role": "user"}), "must be a JSON list"),
         (request(messages=("BYTES", [1], element(b"[" + b"1" * 5000 + b"]"))), "is not JSON"),
