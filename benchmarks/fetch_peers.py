@@ -28,7 +28,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "benchmarks" / "peers.txt"
 INDEX = "https://pypi.org/simple"
-PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (34, 28, 17)] + ["manylinux2014_x86_64"]
+# pip matches each version of glibc by itself.
+PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in range(39, 16, -1)] + ["manylinux2014_x86_64"]
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,8 @@ def _mend() -> None:
     interpreter._patch_lang_tensor, interpreter._patch_lang = patch_lang_tensor, patch_lang
 
 
-_mend()
+if not torch.cuda.is_available():
+    _mend()
 
 
 @contextmanager
