@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kernels.linear.kernel import quantised_linear
+from kernels.linear.kernel import plain_linear, quantised_linear
 from kernels.linear.quantised import Quantised
 from kernels.shapes import Case, ModelShape, meta
 
@@ -36,8 +36,16 @@ def cases(shape: ModelShape) -> Iterator[Case]:
             "nvfp4", halves, meta(outputs, -(-inner // 16), dtype=e4m3), inner, outer=meta(outputs)
         ),
     }  # fmt: skip
+    if shape.name == "demo":
+        small = meta(outputs, inner // 16)
+        weights["int4 16"] = Quantised("int4", halves, small, inner, 16, zeros=small.to(bytes_))
     for dtype in shape.dtypes:
         for rows in (1, 64):
             x, name = meta(rows, inner, dtype=dtype), str(dtype).removeprefix("torch.")
             for kind, weight in weights.items():
                 yield Case(f"{kind} {rows} {name}", partial(quantised_linear, x, weight, None))
+        if dtype.itemsize == 2:
+            sizes = [(rows, outputs) for rows in (1, 20, 50, 100, 200, 400, 4096)]
+            for rows, count in [*sizes, (100, shape.vocab), (200, shape.vocab)]:
+                x, plain = meta(rows, inner, dtype=dtype), meta(count, inner, dtype=dtype)
+                yield Case(f"plain {rows} x {count} {name}", partial(plain_linear, x, plain, None))

@@ -2,8 +2,9 @@
 
 One program computes a tile of rows and outputs. For each block of inputs it reads the weight's bytes, converts them to
 the rows' dtype in registers (all values are exact in bfloat16), multiplies, and scales the block's sums in float32. A
-byte of a four-bit weight has two neighbouring inputs, so even and odd inputs are two products. Scales of nvfp4 change
-every 16 inputs and are multiplied into the converted values, which stay exact.
+byte of a four-bit weight has two neighbouring inputs, so even and odd inputs are two products, unless a group of int4
+has only 16 inputs: hardware multiplies at least 16. Scales of nvfp4 change every 16 inputs and are multiplied into the
+converted values, which stay exact.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
 from kernels.launch import launch
-from kernels.linear.quantised import NVFP4_GROUP, Quantised
+from kernels.linear.quantised import NVFP4_GROUP, Quantised, check_groups
+from kernels.linear.rows_kernel import rows_product
 
 INT8, INT4, FP8, NVFP4 = (tl.constexpr(code) for code in range(4))
 CODES = {"int8": 0, "int4": 1, "fp8": 2, "nvfp4": 3}
@@ -25,6 +28,8 @@ OUTPUTS = 64
 """Outputs per tile."""
 INPUTS = 128
 """Largest number of inputs per block."""
+LEAST_INPUTS = tl.constexpr(16)
+"""Least inputs of one `tl.dot`: a limit of the compiler, which the interpreter does not check."""
 
 
 @triton.jit
@@ -90,6 +95,16 @@ def block_product(
             b_w = _e4m3(b_values).to(element)
         else:
             b_w = b_values.to(tl.float32).to(element)
+        b_sum = tl.dot(b_x, tl.trans(b_w), input_precision="ieee")
+    elif BLOCK_K < 2 * LEAST_INPUTS:  # of int4: the halves of a block have too few inputs, so bytes are read twice
+        o_k = k + tl.arange(0, BLOCK_K)
+        m_k = o_k < k_count
+        o_x = tl.load(p_order + o_k, mask=m_k, other=0) if ORDERED else o_k
+        b_x = tl.load(p_x + o_x[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
+        m_values = m_n[:, None] & m_k[None, :]
+        b_bytes = tl.load(p_values + (o_k // 2)[None, :], mask=m_values, other=0).to(tl.int32)
+        b_codes = (b_bytes >> (4 * (o_k % 2))[None, :]) & 15
+        b_w = _nibbles(b_codes, p_scale, p_zeros + o_scale, m_n, o_groups[:, None], m_values, KIND, ZEROS).to(element)
         b_sum = tl.dot(b_x, tl.trans(b_w), input_precision="ieee")
     else:
         o_pair = k // 2 + tl.arange(0, BLOCK_K // 2)
@@ -187,9 +202,8 @@ class Form:
         whole = weight.kind == "int8" or group >= weight.in_features
         outputs, block = (16, 32) if exact else (OUTPUTS, INPUTS)
         if not whole and weight.kind != "nvfp4":
+            check_groups(weight)
             block = min(block, group & -group)
-            if block < 16:
-                raise ValueError(f"groups of {group} inputs have no kernel: a group must be a multiple of 16")
         arguments = {
             "KIND": CODES[weight.kind], "GROUP": NVFP4_GROUP if weight.kind == "nvfp4" else 0 if whole else group,
             "ZEROS": weight.zeros is not None, "DIVIDED": weight.divided,
@@ -240,3 +254,11 @@ def quantised_linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tenso
         num_stages=2,
     )
     return out
+
+
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Like the reference. A row of 16 bits gives the same numbers in any company; rows of float32 are multiplied by
+    cuBLAS, whose results depend in the last bits on the number of rows. No host sync."""
+    if x.dtype.itemsize != 2 or not x.shape[0]:
+        return F.linear(x, weight, bias)
+    return rows_product(x, weight, bias)

@@ -179,6 +179,17 @@ def _nibbles(packed: Tensor, count: int) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[..., :count]
 
 
+def check_groups(weight: Quantised) -> None:
+    """Raises `ValueError` if the products on a GPU do not support the weight's groups of inputs, each of which must
+    fill whole products of 16 inputs."""
+    group, inner = weight.scale_group, weight.in_features
+    if group % 16 and group < inner:
+        raise ValueError(
+            f"a weight with {inner} inputs in groups of {group} inputs has no kernel on a GPU: groups must be a "
+            f"multiple of 16 inputs, or contain all inputs"
+        )
+
+
 AnyWeight = Tensor | Quantised
 
 

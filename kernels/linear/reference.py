@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from kernels.dispatch import dispatched
 from kernels.linear.int8_rows import INT8_ROWS_OF, int8_linear
 from kernels.linear.packed import Packed
-from kernels.linear.quantised import Quantised
+from kernels.linear.quantised import Quantised, check_groups
 from kernels.linear.scaled import ScaledProduct, has_product
 from kernels.native import Activation, NativeUnavailable
 
@@ -22,7 +22,13 @@ def quantised_linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tenso
     return F.linear(x, weight.dequantise(x.dtype), bias)
 
 
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`[rows, in]` -> `[rows, out]` with a weight of x's dtype."""
+    return F.linear(x, weight, bias)
+
+
 run_quantised = dispatched(quantised_linear)
+run_plain = dispatched(plain_linear)
 
 
 class Linear:
@@ -44,7 +50,8 @@ class Linear:
         operations if the two alternate, as in a tower that is not compiled as a whole. `compact`: as in `lay_out`;
         pass False if there are always many rows.
 
-        Raises `ValueError` if the bias does not fit the weight.
+        Raises `ValueError` if the bias does not fit the weight, or for a weight on a GPU with groups that have no
+        kernel (`check_groups`).
         """
         self.out_features, self.in_features = weight.shape
         if bias is not None and bias.shape != (self.out_features,):
@@ -62,6 +69,8 @@ class Linear:
         if compiled and (isinstance(weight, Quantised) or weight.dtype == torch.bfloat16):
             with contextlib.suppress(NativeUnavailable):
                 self.packed = Packed(weight, self.bias, dtype, int8_rows=self.int8_rows, compact=compact)
+        if isinstance(weight, Quantised) and weight.values.device.type == "cuda":
+            check_groups(weight)
         if self.packed is None and isinstance(weight, Tensor):
             self.blocked = _block(weight.detach())
         if self.packed is None and self.blocked is None:
@@ -97,7 +106,7 @@ class Linear:
                 return int8_linear(x, self.weight, self.bias)
             bias = None if self.bias is None else self.bias.to(x.dtype)
             return run_quantised(x, self.weight, bias)
-        return F.linear(x, self.weight, self.bias)
+        return run_plain(x, self.weight, self.bias)
 
     def relu_squared(self, x: Tensor) -> Tensor:
         """`relu(x W^T + b) ** 2`."""

@@ -23,8 +23,8 @@ LARGEST_E2M1 = E2M1[-1]
 
 def quantise(weight: Tensor, form: str) -> Quantised:
     """Rounds a weight `[..., n, k]` to the grid of each row (int8, fp8) or group (int4, nvfp4). `form`: one of `FORMS`.
-    Scales of fp8 and int4 are exact in bfloat16, as published formats store them. `ValueError` for another form or for
-    weights that are not finite.
+    Scales of fp8 and int4 are exact in bfloat16, as published formats store them. The result is on the weight's device.
+    `ValueError` for another form or for weights that are not finite.
     """
     if form not in FORMS:
         raise ValueError(f"form of weights {form!r} is not one of {', '.join(FORMS)}")
@@ -87,7 +87,7 @@ def _nvfp4(weight: Tensor) -> Quantised:
         inner_scale = largest * (factor / LARGEST_E2M1) / outer[..., None]
         return inner_scale.clamp(max=LARGEST_E4M3).to(torch.float8_e4m3fn).float() * outer[..., None]
 
-    magnitudes = torch.tensor(E2M1)
+    magnitudes = torch.tensor(E2M1, device=weight.device)
     middles = (magnitudes[1:] + magnitudes[:-1]) / 2
 
     def nearest(scaled: Tensor) -> Tensor:
@@ -106,8 +106,8 @@ def _finest(
     """Grid values and scale of each group: of several candidate scales, the one with the least squared error. Scales
     below the first clip the largest values, which reduces the error if few values are large."""
     best_values = torch.zeros_like(groups)
-    best_scale = torch.zeros(groups.shape[:-1])
-    best_error = torch.full(groups.shape[:-1], float("inf"))
+    best_scale = torch.zeros_like(groups[..., 0])
+    best_error = torch.full_like(best_scale, float("inf"))
     for factor in SCALES:
         scale = scale_of(factor)
         values = nearest(groups / _divisor(scale)[..., None])
@@ -126,4 +126,4 @@ def _packed(codes: Tensor) -> Tensor:
 
 
 def _divisor(scale: Tensor) -> Tensor:
-    return torch.where(scale == 0, torch.ones((), dtype=scale.dtype), scale)
+    return torch.where(scale == 0, 1.0, scale)

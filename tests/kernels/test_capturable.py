@@ -78,6 +78,13 @@ def test_states_between_the_chunks_of_a_scan_are_reserved(
     assert graph_bytes(config, runner.options) > left > 10**6
 
 
+def _without_products(launches: list[Launch]) -> list[str]:
+    """The names of the kernels that run, except those of products with a weight."""
+    names = [launch.kernel.__name__ for launch in launches]
+    assert "_described_kernel" in names or "_rows_kernel" in names
+    return [name for name in names if name not in ("_described_kernel", "_rows_kernel")]
+
+
 @pytest.mark.parametrize("final_layernorm", [True, False])
 def test_encoder_steps(final_layernorm: bool, launches: list[Launch]) -> None:
     given = tiny_tower(final_layernorm=final_layernorm)
@@ -88,8 +95,7 @@ def test_encoder_steps(final_layernorm: bool, launches: list[Launch]) -> None:
     sizes = buffer_sizes(shape, config)
     buffers = {name: torch.empty(size, dtype=kind or tower.dtype, device=META) for name, (size, kind) in sizes.items()}
     _step(tower, shape, "image")(buffers, buffers)
-    names = [launch.kernel.__name__ for launch in launches]
-    assert names == ["_embed", *["_varlen"] * config.num_layers, "_shuffle_norm"]
+    assert _without_products(launches) == ["_embed", *["_varlen"] * config.num_layers, "_shuffle_norm"]
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
@@ -100,8 +106,7 @@ def test_steps_of_an_encoder_that_rotates(kind: str, launches: list[Launch]) -> 
     sizes = buffer_sizes(shape, given.config, (kind,))
     buffers = {name: torch.empty(size, dtype=kind or tower.dtype, device=META) for name, (size, kind) in sizes.items()}
     _step(tower, shape, kind)(buffers, buffers)
-    names = [launch.kernel.__name__ for launch in launches]
-    assert names == ["_embed", *["_varlen"] * given.config.num_layers, "_shuffle_norm"]
+    assert _without_products(launches) == ["_embed", *["_varlen"] * given.config.num_layers, "_shuffle_norm"]
 
 
 def test_a_read_by_the_host_is_seen() -> None:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from triton_kernels import DEVICE, poisoned
 
 from kernels.dispatch import forced
-from kernels.linear import Linear, Quantised, quantise
+from kernels.linear import Linear, Quantised, quantise, rows_kernel
 from kernels.linear.kernel import quantised_linear
 
 DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
@@ -24,6 +24,8 @@ def weights(outputs: int, inner: int) -> dict[str, Quantised]:
     made["nvfp4 divided"] = Quantised("nvfp4", nvfp4.values, nvfp4.scale, inner, outer=1 / nvfp4.outer, divided=True)
     made["int4"] = Quantised("int4", octets, scale, inner, 32)
     made["int4 zeros"] = Quantised("int4", octets, scale, inner, 32, zeros=zeros.to(torch.uint8))
+    small, few = torch.randn(outputs, inner // 16) * 0.01, torch.randint(0, 17, (outputs, inner // 16))
+    made["int4 16"] = Quantised("int4", octets, small, inner, 16, zeros=few.to(torch.uint8))
     made["int4 ordered"] = Quantised("int4", octets, scale, inner, 32, order=torch.randperm(inner))
     return made
 
@@ -45,5 +47,33 @@ def test_products_of_quantised_weights(kind: str, rows: int, dtype: torch.dtype)
 
 def test_groups_without_a_kernel_are_refused() -> None:
     weight = Quantised("int4", torch.zeros(4, 12, dtype=torch.uint8), torch.ones(4, 3), 24, 8)
-    with pytest.raises(ValueError, match="groups of 8 inputs have no kernel"):
+    with pytest.raises(ValueError, match="24 inputs in groups of 8 inputs has no kernel on a GPU"):
         quantised_linear(torch.zeros(1, 24), weight, None)
+
+
+@pytest.mark.parametrize("described", [True, False], ids=["described", "pointers"])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 70, 160), (70, 40, 136), (19, 33, 100)])
+def test_products_of_plain_rows(
+    rows: int, outputs: int, inputs: int, described: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a wider tensor; sizes that are not multiples of a block, or of the 16 bytes that a descriptor needs."""
+    tile = rows_kernel.Tile(16, 64, 64, 4, 2, described)
+    choices = (rows_kernel.Choice(rows_kernel.ANY, 0, tile),)
+    monkeypatch.setattr(rows_kernel, "TILES", dict.fromkeys(rows_kernel.TILES, choices))
+    x, weight = torch.randn(rows, inputs + 8).bfloat16()[:, :inputs], torch.randn(outputs, inputs).bfloat16()
+    bias = torch.randn(outputs).bfloat16()
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    with forced("triton"), poisoned():
+        found = Linear(weight.to(DEVICE), bias.to(DEVICE), compiled=False)(x.to(DEVICE)).cpu()
+    assert found.dtype == torch.bfloat16 and float((found.double() - exact).abs().max()) <= 2**-8 * exact.abs().max()
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="NumPy's products, which the interpreter uses, depend on the shape")
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 160), (1000, 4480), (33, 100)])
+def test_the_number_of_rows_changes_no_product(outputs: int, inputs: int) -> None:
+    linear = Linear(torch.randn(outputs, inputs, device=DEVICE).bfloat16(), compiled=False)
+    x = torch.randn(1500, inputs, device=DEVICE).bfloat16()
+    whole = linear(x)
+    for rows in (1, 2, 16, 17, 33, 64, 65, 200, 257, 400, 513, 1024):
+        assert torch.equal(linear(x[:rows]), whole[:rows]), rows
+        assert torch.equal(linear(x[-rows:]), whole[-rows:]), rows

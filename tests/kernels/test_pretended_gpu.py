@@ -20,8 +20,11 @@ from decoder.config import DecoderOptions
 from decoder.runner import DecoderRunner
 from encoder.runner import EncoderOptions, EncoderRunner
 from kernels.graphs import GraphPool, StaticGraph
+from kernels.linear import Linear, Quantised, quantise
+from kernels.moe import Experts
 from kernels.rms_norm.kernel import rms_norm
 from kernels.streams import behind, mark, on, side_stream
+from kernels.weight_forms import FORMS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter, not a GPU")
 SMALL: dict[str, Any] = {"count": 2, "output": 5, "max_seqs": 2, "max_batched_tokens": 8, "native": "off"}
@@ -78,6 +81,24 @@ def test_quantised_weights_are_not_called_slow(gpu: None, caplog: pytest.LogCapt
     config, options = tiny_config("-"), DecoderOptions(device="cuda", graphs="off", weights="int8", max_len=64)
     DecoderRunner(config, options, random_weights(config)).close()
     assert "expanded" not in caplog.text
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_are_quantised_on_their_device(form: str, gpu: None) -> None:
+    weight = torch.randn(5, 40, generator=torch.Generator().manual_seed(1))
+    weight[2] = 0  # a scale of 0
+    expected, found = quantise(weight, form), quantise(weight.to("cuda"), form)
+    assert all(isinstance(tensor, GpuTensor) for tensor in found.tensors)
+    for tensor, exact in zip(found.tensors, expected.tensors, strict=True):
+        assert torch.equal(tensor.cpu().view(torch.uint8), exact.view(torch.uint8))
+
+
+def test_groups_without_a_kernel_are_refused_when_a_layer_is_built(gpu: None) -> None:
+    values, scale = torch.zeros(2, 24, 12, dtype=torch.uint8, device="cuda"), torch.ones(2, 24, 3, device="cuda")
+    weight = Quantised("int4", values, scale, 24, group=8)
+    for build in (lambda: Linear(weight[0]), lambda: Experts(weight, weight)):
+        with pytest.raises(ValueError, match="24 inputs in groups of 8 inputs has no kernel on a GPU"):
+            build()
 
 
 @pytest.mark.parametrize("graphs", ["on", "off"])
