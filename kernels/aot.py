@@ -6,8 +6,8 @@ Each folder with a `kernel.py` has a `cases.py` with `cases(shape)`: named calls
 the sizes of a model (`kernels.shapes`). Their launches are compiled for each target. Registers and spills are read with
 `cuobjdump`, which the Triton package includes, or, for gfx targets, from the metadata in the assembly. The table of
 each folder is `aot.json`. The exit status is 1 if a kernel spills, needs more shared memory than the limit, or has a
-product whose registers may be overwritten while it runs (`unguarded_products`), and if a row is missing or worse than
-the committed one. TRITON_INTERPRET must be unset.
+product whose operands may be overwritten while it runs (`unguarded_products`, `unfenced_products`), and if a row is
+missing or worse than the committed one. TRITON_INTERPRET must be unset.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Usage:
     """Shared memory per block, in bytes."""
     warps: int
     unguarded: int = 0
-    """Result of `unguarded_products`."""
+    """Sum of `unguarded_products` and `unfenced_products`."""
 
 
 def operations() -> list[str]:
@@ -76,7 +76,27 @@ def compile_launch(launched: Launch, target_name: str) -> Usage:
     compiled = triton.compile(source, target=target, options=parsed.__dict__)
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
     registers, spills = _amd_registers(compiled.asm["amdgcn"]) if amd else _registers(compiled.asm["cubin"])
-    return Usage(registers, spills, shared, warps, unguarded_products(compiled.asm["ttgir"]))
+    unguarded = 0 if amd else unguarded_products(compiled.asm["ttgir"]) + unfenced_products(compiled.asm["ptx"])
+    return Usage(registers, spills, shared, warps, unguarded)
+
+
+def unfenced_products(ptx: str) -> int:
+    """Number of asynchronous products (wgmma, sm_90) after stores to shared memory that were not fenced before a
+    barrier. If the product reads what was stored, it may read old values: `kernels.fence_kernel` has the reason and
+    the remedy."""
+    found, stored, fenced = 0, False, False
+    for line in ptx.splitlines():
+        instruction = re.sub(r"^@!?%p\d+\s+", "", line.strip())
+        if instruction.startswith(("st.shared", "stmatrix")):
+            stored, fenced = True, False
+        elif instruction.startswith("fence.proxy.async"):
+            fenced = stored
+        elif instruction.startswith("bar.sync") and fenced:
+            stored = fenced = False
+        elif instruction.startswith("wgmma.mma_async") and stored:
+            found += 1
+            stored = False
+    return found
 
 
 def unguarded_products(ttgir: str) -> int:
@@ -151,7 +171,7 @@ def problems_of(key: str, usage: Usage, committed: dict[str, Any] | None) -> lis
     if usage.spills:
         found.append(f"{key}: spills ({usage.spills})")
     if usage.unguarded:
-        found.append(f"{key}: {usage.unguarded} products may still read registers that the next iteration writes")
+        found.append(f"{key}: {usage.unguarded} products may read registers or shared memory that is being written")
     if usage.shared > limit:
         found.append(f"{key}: {usage.shared} bytes of shared memory, limit {limit}")
     if committed is None:

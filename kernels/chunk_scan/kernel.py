@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.chunk_scan.plan import Chunk
 from kernels.chunk_scan.reference import LOG2_E
+from kernels.fence_kernel import needs_fences, publish
 from kernels.launch import ARCHITECTURES, by_architecture, launch
 from kernels.scan_tables import ScanTables
 
@@ -174,6 +175,7 @@ def _outputs_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    FENCES: tl.constexpr,
 ):
     i_chunk = tl.program_id(1).to(tl.int64)
     i_head = (tl.program_id(0) // tl.cdiv(WIDTH, BLOCK_P)).to(tl.int64)
@@ -209,6 +211,7 @@ def _outputs_kernel(
     b_rows, _, _ = _decays(p_dt + begin * dt_stride, dt_stride, a, o_m, m_m, BLOCK_M)
     b_rows += tl.sum(b_earlier * a, 0)
 
+    publish(FENCES)
     b_y = tl.dot(b_C, b_h, input_precision="ieee") * tl.exp2(b_rows)[:, None]
     so_far = 0.0
     for other in range(0, begin + 1, BLOCK_M):
@@ -218,10 +221,12 @@ def _outputs_kernel(
         b_B = tl.load(p_B_block, mask=m_k[:, None] & m_n[None, :], other=0.0)
         b_x = tl.load(p_x_block, mask=m_k[:, None] & m_p[None, :], other=0.0)
         b_sum, b_dt, total = _decays(p_dt + other * dt_stride, dt_stride, a, o_m, m_k, BLOCK_M)
+        publish(FENCES)
         b_scores = tl.dot(b_C, tl.trans(b_B), input_precision="ieee")
         causal = (o_m + begin)[:, None] >= (o_m + other)[None, :]
         b_decay = tl.where(causal, b_rows[:, None] - (b_sum + so_far)[None, :], float("-inf"))
         b_scores = b_scores * tl.exp2(b_decay) * b_dt[None, :]
+        publish(FENCES)
         b_y = tl.dot(b_scores.to(b_x.dtype), b_x, acc=b_y, input_precision="ieee")
         so_far += total
     p_skip = p_x + begin * x_stride + (o_m[:, None] * x_stride + o_p[None, :])
@@ -319,6 +324,7 @@ def chunk_scan(
         c_stride=C_TGN.stride(0),
         **blocks,
         BLOCK_M=block_m,
+        FENCES=needs_fences(x_THP.dtype, x_THP.device),
         BLOCK_P=block_p,
         num_warps=configuration.warps,
         num_stages=configuration.stages,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kernels.chunk_scan.plan import Chunk
 from kernels.chunk_scan.reference import LOG2_E
+from kernels.fence_kernel import fence, needs_fences, publish
 from kernels.launch import ARCHITECTURES, by_architecture, launch
 from kernels.scan_tables import ScanTables
 
@@ -37,7 +38,9 @@ class Configuration(NamedTuple):
 
 # By bytes of an element: 2 has tensor cores, 4 takes exact products.
 PREPARE = {
-    2: dict.fromkeys(ARCHITECTURES, Configuration(128, 4, 1)) | {"sm_100": Configuration(64, 8, 1)},
+    # On an H200, 4 warps gave wrong numbers for heads of width 16 when products were not fenced; 8 gave right ones.
+    2: dict.fromkeys(ARCHITECTURES, Configuration(128, 4, 1))
+    | {"sm_90": Configuration(128, 8, 1), "sm_100": Configuration(64, 8, 1)},
     4: dict.fromkeys(ARCHITECTURES, Configuration(16, 8, 1)),
 }
 STATES = {
@@ -65,7 +68,7 @@ def _lengths(b_x):
 
 
 @triton.jit
-def _inverse(b_A, BLOCK: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr):
+def _inverse(b_A, BLOCK: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr, FENCES: tl.constexpr):
     """`(I + A)^-1` of a strictly lower triangular A. Let D be the diagonal blocks of I + A of size PART, which are
     inverted by substitution, row by row and all in parallel, R the rest of A, and M = D^-1 R, which is 0 when raised to
     the number of blocks. Then `(I + A)^-1 = (I - M)(I + M^2)(I + M^4) .. D^-1`."""
@@ -82,6 +85,7 @@ def _inverse(b_A, BLOCK: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constex
     b_full = tl.reshape(tl.where(m_same, b_T[:, :, None, :], 0.0), (BLOCK, BLOCK))
     if MANY > 1:
         b_R = tl.where((o_l // PART)[:, None] == (o_l // PART)[None, :], 0.0, b_A)
+        publish(FENCES)
         b_M = tl.dot(b_full, b_R, input_precision=PRECISION)
         b_P = tl.where(o_l[:, None] == o_l[None, :], 1.0, 0.0) - b_M
         if MANY > 2:
@@ -120,6 +124,7 @@ def _prepare_kernel(
     BLOCK_V: tl.constexpr,
     PART: tl.constexpr,
     PRECISION: tl.constexpr,
+    FENCES: tl.constexpr,
 ):
     i_head = tl.program_id(0).to(tl.int64)
     i_chunk = tl.program_id(1).to(tl.int64)
@@ -143,9 +148,10 @@ def _prepare_kernel(
     tl.store(p_total + i_chunk * HEADS + i_head, tl.exp2(total))
 
     b_ratio = tl.where(o_l[:, None] > o_l[None, :], b_sum[:, None] - b_sum[None, :], float("-inf"))
+    publish(FENCES)
     b_A = tl.dot(b_k, tl.trans(b_k), input_precision="ieee") * tl.exp2(b_ratio)
     b_A = b_A * (b_beta * b_size)[:, None] * b_size[None, :]
-    b_T = _inverse(b_A, BLOCK_L, PART, PRECISION) * b_beta[None, :]
+    b_T = _inverse(b_A, BLOCK_L, PART, PRECISION, FENCES) * b_beta[None, :]
     b_TW = (b_T * (tl.exp2(b_sum) * b_size)[None, :]).to(b_k.dtype)
     p_W += (first * HEADS + i_head) * KEY
     for begin in range(0, KEY, BLOCK_V):
@@ -187,6 +193,7 @@ def _states_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    FENCES: tl.constexpr,
 ):
     i_row = tl.program_id(1)
     chunk = tl.load(p_rows + i_row)
@@ -227,6 +234,7 @@ def _states_kernel(
         m_l = o_l < last - first
         b_bits = b_h.to(p_before.dtype.element_ty)
         tl.store(p_before + o_state, b_bits, mask=m_state)
+        fence(FENCES)
         p_before += HEADS * KEY * VALUE
         m_lk, m_lv = m_l[:, None] & m_k[None, :], m_l[:, None] & m_v[None, :]
         b_W = tl.load(p_W + o_token[:, None] * (HEADS * KEY) + o_k[None, :], mask=m_lk, other=0.0)
@@ -269,6 +277,7 @@ def _outputs_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    FENCES: tl.constexpr,
 ):
     i_chunk = tl.program_id(1).to(tl.int64)
     i_head = (tl.program_id(0) // tl.cdiv(VALUE, BLOCK_V)).to(tl.int64)
@@ -301,10 +310,13 @@ def _outputs_kernel(
     p_gate = p_log_decay + first * log_decay_stride + i_head
     b_sum = tl.cumsum(tl.load(p_gate + o_l * log_decay_stride, mask=m_l, other=0.0) * SCALE, 0)
     b_size = _lengths(b_q) * scale
+    publish(FENCES)
     b_y = tl.dot(b_q, b_h, input_precision="ieee") * (b_size * tl.exp2(b_sum))[:, None]
     b_ratio = tl.where(o_l[:, None] >= o_l[None, :], b_sum[:, None] - b_sum[None, :], float("-inf"))
+    publish(FENCES)
     b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * tl.exp2(b_ratio)
     b_scores = b_scores * b_size[:, None] * _lengths(b_k)[None, :]
+    publish(FENCES)
     b_y = tl.dot(b_scores.to(b_change.dtype), b_change, acc=b_y, input_precision="ieee")
     tl.store(p_out + first * (HEADS * VALUE) + o_out, b_y.to(p_out.dtype.element_ty), mask=m_lv)
 
@@ -356,6 +368,7 @@ def gated_delta_scan(
         "VALUE": value,
         "BLOCK_L": max(16, triton.next_power_of_2(tables.chunk_size)),
         "BLOCK_K": max(16, triton.next_power_of_2(key)),
+        "FENCES": needs_fences(dtype, device),
     }
     part, precision = (sizes["BLOCK_L"], "ieee") if size == 4 else (16, by_architecture(PRECISION, device))
     _launch(

@@ -8,6 +8,7 @@ are sums inside the program. It reads the state once, and writes it once for eac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +18,21 @@ from torch import Tensor
 
 from kernels.gated_delta.reference import DeltaTerms
 from kernels.launch import by_architecture, launch
-from kernels.selective_state_update.kernel import ELEMENTS, softplus, token_stride
+from kernels.selective_state_update.kernel import softplus, token_stride
 from kernels.slots import SlotRun
 from kernels.state_replay.kernel import mix_ring
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a program holds of one head's state: a number of elements, divided between the threads of some warps."""
+
+    elements: int
+    warps: int
+
+
+PARTS = {"sm_80": Part(2048, 4), "sm_90": Part(4096, 4), "sm_100": Part(2048, 4), "gfx942": Part(4096, 4)}
+"""By architecture. README.md has the reasons."""
 
 
 @triton.jit
@@ -272,7 +285,6 @@ def _update(
         TOKENS=tokens,
         SEVERAL=accepted_R is not None,
         **blocks,
-        num_warps=4,
     )
     return out
 
@@ -351,16 +363,17 @@ def _replay(
         CHANNELS=terms.conv_WC.shape[1],
         ADVANCE=out is None,
         **blocks,
-        num_warps=4,
     )
 
 
 def _blocks(states_SHKV: Tensor, key_heads: int) -> dict[str, int]:
-    """The compile-time sizes of these kernels."""
+    """The compile-time sizes and warps of these kernels, which are the same for all of them and for any batch: how K is
+    divided between threads decides the order of its sums."""
     heads, key, value = states_SHKV.shape[1:]
     assert states_SHKV.stride()[1:] == (key * value, value, 1)
     block_k = triton.next_power_of_2(key)
-    most = by_architecture(ELEMENTS, states_SHKV.device) // block_k
+    part = by_architecture(PARTS, states_SHKV.device)
+    most = part.elements // block_k
     return {
         "HEADS": heads,
         "SHARED": heads // key_heads,
@@ -368,4 +381,5 @@ def _blocks(states_SHKV: Tensor, key_heads: int) -> dict[str, int]:
         "VALUE": value,
         "BLOCK_K": block_k,
         "BLOCK_V": max(1, min(most, triton.next_power_of_2(value))),
+        "num_warps": part.warps,
     }

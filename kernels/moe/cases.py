@@ -29,7 +29,9 @@ def cases(shape: ModelShape) -> Iterator[Case]:
         for groups in () if shape.gated else (1, 4):
             chosen = partial(route, x, gate, correction, shape.experts_per_token, groups, max(groups // 2, 1))
             yield Case(f"route {groups} {name}", chosen)
-        for tokens in (4, 64, 4096):
+        # The last two numbers have 32 and 80 pairs per expert on average, between few and many.
+        between = [average * shape.experts // shape.experts_per_token for average in (32, 80)]
+        for tokens in (4, 64, 4096, *between):
             ids = meta(tokens, shape.experts_per_token, dtype=torch.int64)
             weights = meta(tokens, shape.experts_per_token)
             x = meta(tokens, shape.hidden, dtype=dtype)
@@ -49,10 +51,10 @@ def cases(shape: ModelShape) -> Iterator[Case]:
 KINDS = {
     "nano-3-omni": ("nvfp4", "fp8", "fp8 blocks", "int8", "int4", "int4 zeros"),
     "qwen3.5-35b-a3b": ("nvfp4", "fp8 blocks"),
-    "demo": ("nvfp4", "int4 ordered"),
+    "demo": ("nvfp4", "int4 ordered", "int4 16 ordered"),
 }
 """The kinds of weights that each model's experts are compiled with: nearly all kinds for one model, the published kinds
-for one with gated experts, and int4 with an input order for the smallest."""
+for one with gated experts, and int4 with an input order, in the smallest groups too, for the smallest."""
 
 
 def _quantised(kind: str, count: int, outputs: int, inner: int) -> Quantised:
@@ -73,6 +75,9 @@ def _quantised(kind: str, count: int, outputs: int, inner: int) -> Quantised:
             return Quantised("int4", halves, scale, inner, group)
         case "int4 zeros":
             return Quantised("int4", halves, scale, inner, group, zeros=scale.to(torch.uint8))
+        case "int4 16 ordered":
+            scale, order = meta(*rows, inner // 16), meta(count, inner, dtype=torch.int64)
+            return Quantised("int4", halves, scale, inner, 16, zeros=scale.to(torch.uint8), order=order)
         case "int4 ordered":
             return Quantised("int4", halves, scale, inner, group, order=meta(count, inner, dtype=torch.int64))
     raise AssertionError(kind)

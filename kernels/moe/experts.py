@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear.quantised import AnyWeight, Quantised
+from kernels.linear.quantised import AnyWeight, Quantised, check_groups
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: torch.square(F.relu(x)),
@@ -28,8 +28,8 @@ class Experts(Sequence[Callable[[Tensor], Tensor]]):
     def __init__(
         self, up_EID: AnyWeight, down_EDI: AnyWeight, gate_EID: AnyWeight | None = None, activation: str = "relu2"
     ) -> None:
-        """Raises `ValueError` for shapes that do not fit, if only one of gate and up projection is quantised, or for an
-        activation that is not in `ACTIVATIONS`."""
+        """Raises `ValueError` for shapes that do not fit, if only one of gate and up projection is quantised, for an
+        activation that is not in `ACTIVATIONS`, or for weights on a GPU with groups that have no kernel."""
         count, self.inner, width = up_EID.shape
         if down_EDI.shape != (count, width, self.inner):
             fitting = (count, width, self.inner)
@@ -41,6 +41,9 @@ class Experts(Sequence[Callable[[Tensor], Tensor]]):
         if gate_EID is not None and isinstance(gate_EID, Quantised) != isinstance(up_EID, Quantised):
             plain, other = ("up", "gate") if isinstance(gate_EID, Quantised) else ("gate", "up")
             raise ValueError(f"experts whose {other} projection is quantised, but whose {plain} projection is not")
+        for weight in (up_EID, down_EDI, gate_EID):
+            if isinstance(weight, Quantised) and weight.values.device.type == "cuda":
+                check_groups(weight)
         self.up_EID, self.down_EDI = up_EID.contiguous(), down_EDI.contiguous()
         self.gate_EID = None if gate_EID is None else gate_EID.contiguous()
         self.activation = activation

@@ -55,7 +55,7 @@ def _grouped_quantised(  # type: ignore[no-untyped-def]
     ACT: tl.constexpr,  # of UP; "": none
     GATED: tl.constexpr,
 ):
-    i_expert, begin, count, first = block_pairs(p_starts, experts, BLOCK_M)
+    i_expert, begin, count, first = block_pairs(p_starts, experts, BLOCK_M, 0)
     if first >= count:
         return
     o_m = first + tl.arange(0, BLOCK_M)

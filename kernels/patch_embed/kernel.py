@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.fence_kernel import needs_fences, publish
 from kernels.launch import by_architecture, launch
 from kernels.linear import Linear
 
@@ -61,6 +62,7 @@ def _embed(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
     SHIFTED: tl.constexpr,
+    FENCES: tl.constexpr,
 ):
     i_m = tl.program_id(0)
     i_n = tl.program_id(1)
@@ -85,6 +87,7 @@ def _embed(  # type: ignore[no-untyped-def]
             scale = tl.load(p_scale + k + o_k, mask=m_k, other=0.0)
             shift = tl.load(p_shift + k + o_k, mask=m_k, other=0.0)
             x = (x.to(tl.float32) * scale[None, :] + shift[None, :]).to(w.dtype)
+            publish(FENCES)
         acc = tl.dot(x, w, acc, input_precision="ieee")
     if BIAS:
         acc += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
@@ -137,6 +140,7 @@ def patch_embed(
         BLOCK_K=tile.k,
         BIAS=projection.bias is not None,
         SHIFTED=pixels is not None,
+        FENCES=needs_fences(table_KD.dtype, source_R.device),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

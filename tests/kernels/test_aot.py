@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.aot import SHARED_LIMIT, Usage, launches_of, operations, problems_of, unguarded_products
+from kernels.aot import (
+    SHARED_LIMIT,
+    Usage,
+    launches_of,
+    operations,
+    problems_of,
+    unfenced_products,
+    unguarded_products,
+)
 from kernels.launch import ARCHITECTURES, by_architecture, launch, recording
 from kernels.shapes import MODELS
 
@@ -95,6 +103,24 @@ def test_products_whose_registers_are_written_while_they_run(product: str, pendi
     outside = "%o = ttng.warp_group_dot_wait %w {pendings = 0 : i32}"
     loop = ["  %r = scf.for %i = %0 to %n {", f"    {PRODUCT}{product}", f"    {wait}", "    scf.yield %w", "  }"]
     assert unguarded_products("\n".join([f"  {PRODUCT}{product}", *loop, f"  {outside}"])) == found
+
+
+STORE, FENCE, BARRIER = "@%p1 st.shared.v4.b32 [%r1], {%r2};", "fence.proxy.async.shared::cta;", "bar.sync 0;"
+
+
+@pytest.mark.parametrize(
+    ("before", "found"),
+    [
+        ([], 0),
+        ([STORE, FENCE, BARRIER], 0),
+        ([STORE, BARRIER, FENCE], 1),
+        ([STORE, BARRIER, FENCE, BARRIER, FENCE], 0),
+        ([STORE, FENCE, BARRIER, STORE, BARRIER, FENCE], 1),
+    ],
+)
+def test_products_that_may_read_shared_memory_before_it_is_written(before: list[str], found: int) -> None:
+    product = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%f1}, %rd1, %rd2, 0, 1, 1, 0, 0;"
+    assert unfenced_products("\n".join(["\t" + line for line in [*before, product, product]])) == found
 
 
 def test_recording_launches_nothing() -> None:

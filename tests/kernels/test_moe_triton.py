@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 from triton_kernels import DEVICE, assert_as_good, poisoned
 
 from kernels.dispatch import forced
+from kernels.launch import ARCHITECTURES, by_architecture
 from kernels.linear import KINDS, Quantised, quantise
-from kernels.moe import Experts, reference, route, route_softmax, run_experts
+from kernels.moe import Experts, kernel, reference, route, route_softmax, run_experts
 from kernels.moe.experts import ACTIVATIONS
 
 DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
@@ -86,6 +88,38 @@ def test_run_experts(tokens: int, gated: bool, activation: str, dtype: torch.dty
     out = run_experts(x, ids, weights, Experts(up, down, gate, activation))
     exact, plain = (mixed(x, ids, weights, up, down, kind, gate, activation) for kind in (torch.float64, dtype))
     assert_as_good(out, exact, plain)
+
+
+def rows_of(table: dict[str, Any]) -> list[Any]:
+    """The rows of a table of configurations that can run here: on a GPU, others may need more memory than it has."""
+    rows = table.values() if DEVICE.type == "cpu" else [by_architecture(table, DEVICE)]
+    return list(dict.fromkeys(rows))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_configuration_computes_the_same(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each architecture and number of pairs, with sizes that are multiples of the blocks and that are not."""
+    for width, inner in ((256, 256), (40, 52)):
+        up, down = (torch.randn(2, *size).bfloat16() / 16 for size in ((inner, width), (width, inner)))
+        gate = torch.randn(2, inner, width).bfloat16() / 16 if gated else None
+        experts = Experts(up, down, gate, "silu")
+        x, ids = torch.randn(9, width).bfloat16(), torch.tensor([[0, 1], [1, 0], [1, 0]]).repeat(3, 1)
+        shares = torch.rand(9, 2)
+        exact, plain = (mixed(x, ids, shares, up, down, kind, gate, "silu") for kind in (torch.float64, torch.bfloat16))
+        for few in rows_of(kernel.FEW):
+            monkeypatch.setattr(kernel, "FEW", dict.fromkeys(ARCHITECTURES, few))
+            assert_as_good(run_experts(x[:2], ids[:2], shares[:2], experts), exact[:2], plain[:2])
+        for table in ("TILES", "TILES_GATED"):  # the down product never has a gate
+            for tile in dict.fromkeys(tile for tiles in rows_of(getattr(kernel, table)) for _, tile in tiles):
+                with monkeypatch.context() as changed:
+                    changed.setattr(kernel, table, dict.fromkeys(ARCHITECTURES, ((0, tile),)))
+                    assert_as_good(run_experts(x, ids, shares, experts), exact, plain)
+
+
+@pytest.mark.parametrize(("pairs", "place"), [(0, 0), (32, 0), (33, 1), (64, 1), (65, 2)])
+def test_the_tile_depends_on_the_average_number_of_pairs(pairs: int, place: int) -> None:
+    tiles = tuple((least, kernel.Tile(16, 16, 16, 1, pairs)) for least, pairs in ((0, 0), (8, 1), (16, 2)))
+    assert kernel.tile_of(tiles, pairs, experts=4) == tiles[place][1]
 
 
 def quantised(count: int, outputs: int, inner: int, kind: str) -> Quantised:
