@@ -9,16 +9,30 @@ from kernels.varlen_attention.kernel import find_segment
 
 
 @triton.jit
-def _update(q, k, v, m_open, acc, top, total, scale):
-    """Processes one block of keys: updates `acc`, `top` (largest score, base 2) and `total` of the running softmax."""
-    scores = tl.dot(q, k, input_precision="ieee") * scale
-    scores = tl.where(m_open, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores - shift[:, None])
-    decay = tl.exp2(top - shift)
-    acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    return acc, new_top, total * decay + tl.sum(weights, 1)
+def _load(p, m, MASKED: tl.constexpr):
+    """A block of keys or values; without MASKED, all of it is known to be there."""
+    if MASKED:
+        return tl.load(p, mask=m, other=0.0)
+    else:
+        return tl.load(p)
+
+
+@triton.jit
+def _update(q, k, v, m_open, acc, top, total, scale, MASKED: tl.constexpr):
+    """Processes one block of keys: updates `acc`, `top` (largest score, base 2) and `total` of the running softmax.
+    Without MASKED every query sees every key of the block."""
+    scores = tl.dot(q, k, input_precision="ieee")
+    if MASKED:
+        scores = tl.where(m_open, scores, float("-inf"))
+    top_before = top
+    top = tl.maximum(top, tl.max(scores, 1) * scale)
+    shift = top
+    if MASKED:
+        shift = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2(scores * scale - shift[:, None])
+    decay = tl.exp2(top_before - shift)
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return acc, top, total * decay + tl.sum(weights, 1)
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "skip"])
@@ -78,8 +92,9 @@ def attend(
         new = tl.where(length > 0, 1, 0) if FRESH else 0
         old = length - new
     else:
+        # The last block of a prompt has the most keys, so it begins first.
+        i_block = tl.num_programs(0) - 1 - tl.program_id(0)
         # Row number `rows` is the padding after the last row, which gets zeros.
-        i_block = tl.program_id(0)
         i_row = find_segment(p_starts, rows + 1, i_block, PER_BLOCK)
         real = i_row < rows
         begin = tl.load(p_starts + i_row).to(tl.int32)
@@ -129,29 +144,50 @@ def attend(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
 
+    # Blocks whose keys every query of the program sees need no masks. A decode row only waits for memory.
+    NARROW: tl.constexpr = P < BLOCK_P
     p_table = p_tables + i_row.to(tl.int64) * table_row
     p_side = p_pool + i_head.to(tl.int64) * pool_head
-    for i in range(low, tl.minimum(high, blocks_old)):
+    masked_old = low
+    if not SKIPS and not DECODE:
+        masked_old = tl.maximum(low, old // BLOCK_N)
+        for i in range(low, tl.minimum(high, old // BLOCK_N)):
+            o_key = i * BLOCK_N + o_n
+            page = tl.load(p_table + o_key // SIZE).to(tl.int64)
+            at = page * pool_page + (o_key % SIZE) * pool_place
+            k = _load(p_side + at[None, :] + o_p[:, None], m_p[:, None], NARROW)
+            v = _load(p_side + pool_side + at[:, None] + o_p[None, :], m_p[None, :], NARROW)
+            acc, top, total = _update(q, k, v, True, acc, top, total, scale, False)
+    for i in range(masked_old, tl.minimum(high, blocks_old)):
         o_key = i * BLOCK_N + o_n
         m_n = o_key < old
         if SKIPS:
             m_n = m_n & (o_key >= skip)
         page = tl.load(p_table + o_key // SIZE, mask=m_n, other=0).to(tl.int64)
         at = page * pool_page + (o_key % SIZE) * pool_place
-        k = tl.load(p_side + at[None, :] + o_p[:, None], mask=m_n[None, :] & m_p[:, None], other=0.0)
-        v = tl.load(p_side + pool_side + at[:, None] + o_p[None, :], mask=m_n[:, None] & m_p[None, :], other=0.0)
-        acc, top, total = _update(q, k, v, m_n[None, :], acc, top, total, scale)
+        k = _load(p_side + at[None, :] + o_p[:, None], m_n[None, :] & m_p[:, None], True)
+        v = _load(p_side + pool_side + at[:, None] + o_p[None, :], m_n[:, None] & m_p[None, :], True)
+        acc, top, total = _update(q, k, v, m_n[None, :], acc, top, total, scale, True)
     if FRESH:
         p_k_head = p_k + i_head.to(tl.int64) * k_head
         p_v_head = p_v + i_head.to(tl.int64) * v_head
-        for i in range(tl.maximum(low, blocks_old), high):
+        masked_new = tl.maximum(low, blocks_old)
+        if not DECODE:
+            open_new = blocks_old + tl.minimum(first + 1, new) // BLOCK_N
+            for i in range(masked_new, tl.minimum(high, open_new)):
+                at = (begin + (i - blocks_old) * BLOCK_N + o_n).to(tl.int64)
+                k = _load(p_k_head + (at * k_token)[None, :] + o_p[:, None], m_p[:, None], NARROW)
+                v = _load(p_v_head + (at * v_token)[:, None] + o_p[None, :], m_p[None, :], NARROW)
+                acc, top, total = _update(q, k, v, True, acc, top, total, scale, False)
+            masked_new = tl.maximum(masked_new, open_new)
+        for i in range(masked_new, high):
             o_key = (i - blocks_old) * BLOCK_N + o_n
             m_n = o_key < new
             at = (begin + o_key).to(tl.int64)
-            k = tl.load(p_k_head + (at * k_token)[None, :] + o_p[:, None], mask=m_n[None, :] & m_p[:, None], other=0.0)
-            v = tl.load(p_v_head + (at * v_token)[:, None] + o_p[None, :], mask=m_n[:, None] & m_p[None, :], other=0.0)
+            k = _load(p_k_head + (at * k_token)[None, :] + o_p[:, None], m_n[None, :] & m_p[:, None], True)
+            v = _load(p_v_head + (at * v_token)[:, None] + o_p[None, :], m_n[:, None] & m_p[None, :], True)
             m_open = m_n[None, :] & (o_key[None, :] <= o_token[:, None])
-            acc, top, total = _update(q, k, v, m_open, acc, top, total, scale)
+            acc, top, total = _update(q, k, v, m_open, acc, top, total, scale, True)
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     m_out = m_m[:, None] & m_p[None, :]
