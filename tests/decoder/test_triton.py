@@ -92,16 +92,16 @@ def test_draws_are_compiled_before_the_first_step() -> None:
         rows[-1].held.batch_slot = rows[-1].held.admission = slot
     with forced("triton"), recording("sm_90") as launches:
         sampler = Sampler(97, len(rows), DEVICE, compiled=False)
-        assert [launch.arguments["MASKED"] for launch in launches] == [False, True]
+        compiled = {(launch.kernel.__name__, launch.arguments["MASKED"]) for launch in launches}
         for count in range(1, len(rows) + 1):
             sampler.draw(torch.zeros(count, 97, device=DEVICE), rows[:count])
-    pointers = [name for name in launches[0].arguments if name.startswith("p_")]
-    varying = {
-        name
-        for name in pointers
-        if len({launch.arguments[name].data_ptr() % 16 == 0 for launch in launches if not launch.arguments["MASKED"]})
-        > 1
-    }
+    kernels = {launch.kernel.__name__: launch.kernel for launch in launches}
+    assert compiled == {(name, masked) for name in kernels for masked in (False, True)}
+    varying = set()
+    for name, kernel in kernels.items():
+        drawn = [each.arguments for each in launches if each.kernel.__name__ == name and not each.arguments["MASKED"]]
+        pointers = [argument for argument in drawn[0] if argument.startswith("p_")]
+        varied = {pointer for pointer in pointers if len({each[pointer].data_ptr() % 16 == 0 for each in drawn}) > 1}
+        assert varied <= set(getattr(kernel, "kwargs", vars(kernel))["do_not_specialize_on_alignment"])
+        varying |= varied
     assert varying == {"p_top_p", "p_seeds", "p_positions", "p_masks"}
-    kernel = launches[0].kernel
-    assert varying <= set(getattr(kernel, "kwargs", vars(kernel))["do_not_specialize_on_alignment"])

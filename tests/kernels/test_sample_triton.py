@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -30,15 +30,19 @@ ROWS = len(FILTERS)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sample_kernel, "BLOCK", 256)
+    """Several blocks, tiles and programs for each row, and several values in each bin."""
+    for name, size in {"BLOCK": 256, "TILE": 256, "SPAN": 2, "BINS": 16}.items():
+        monkeypatch.setattr(sample_kernel, name, size)
     with DEVICE, poisoned():
         yield
 
 
-def row_params(temperature: float, filters: list[tuple[int, float, float]], masks: Masks | None = None) -> RowParams:
+def row_params(
+    temperature: float | list[float], filters: list[tuple[int, float, float]], masks: Masks | None = None
+) -> RowParams:
     top_k, top_p, min_p = (torch.tensor(values, dtype=torch.float64) for values in zip(*filters, strict=True))
     return RowParams(
-        temperature_R=torch.full((ROWS,), temperature),
+        temperature_R=torch.tensor(temperature).expand(ROWS).contiguous(),
         top_k_R=top_k.long(),
         top_p_R=top_p,
         min_p_R=min_p,
@@ -56,16 +60,51 @@ def both(logits: Tensor, asked: RowParams) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("candidates", "filters"),
-    [pytest.param(512, FILTERS, id="apart"), pytest.param(8, [FILTERS[4], *[NONE] * (ROWS - 1)], id="whole-row")],
+    ("entries", "filters"),
+    [pytest.param(512, FILTERS, id="listed"), pytest.param(8, [FILTERS[4], *[NONE] * (ROWS - 1)], id="whole-row")],
 )
 def test_draws_are_those_of_the_reference(
-    candidates: int, filters: list[tuple[int, float, float]], monkeypatch: pytest.MonkeyPatch
+    entries: int, filters: list[tuple[int, float, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the likeliest tokens copied to scratch memory, and with too many of them for that."""
-    monkeypatch.setattr(sample_kernel, "CANDIDATES", candidates)
+    """With the values of the deciding bins in a list, and with too many of them for that."""
+    monkeypatch.setattr(sample_kernel, "ENTRIES", entries)
     found, expected = both(torch.randn(ROWS, 700) * 3, row_params(0.8, filters))
     assert torch.equal(found, expected)
+
+
+def one_possible(logits: Tensor) -> Tensor:
+    """-inf for all tokens but one of each row."""
+    return logits.masked_fill(torch.arange(logits.shape[1]) != torch.arange(5, 5 + ROWS)[:, None], float("-inf"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda x: x / 1000, id="flat"),
+        pytest.param(lambda x: x * 1000, id="peaked"),
+        pytest.param(lambda x: x - 25 + 25.0 * (torch.arange(x.shape[1]) == 300), id="one-likely"),
+        pytest.param(torch.zeros_like, id="equal"),
+        pytest.param(lambda x: x.round(), id="few-values"),
+        pytest.param(one_possible, id="one-possible"),
+        pytest.param(lambda x: x.masked_fill(x < 0.5, float("-inf")), id="some-impossible"),
+    ],
+)
+def test_filters_work_for_any_distribution(change: Callable[[Tensor], Tensor]) -> None:
+    """Bins cover the values between the largest and the smallest one, whatever their distance is."""
+    filters = [(1, 1.0, 0.0), (699, 0.5, 0.0), (0, 0.9, 0.0), (0, 1.0, 1.0), (100, 0.999, 1e-6), *FILTERS[1:4]]
+    found, expected = both(change(torch.randn(ROWS, 700)), row_params(0.9, filters))
+    assert torch.equal(found, expected)
+
+
+def test_greedy_plain_and_filtered_rows_do_not_change_each_other() -> None:
+    logits = torch.randn(ROWS, 700)
+    asked = row_params([0.0, 0.8] * (ROWS // 2), [NONE, NONE, *FILTERS[1:3]] * (ROWS // 4))
+    found, expected = both(logits, asked)
+    assert torch.equal(found, expected)
+    for row in (0, 1, 3):
+        alone = RowParams(*(value[row : row + 1] for value in vars(asked).values() if value is not None))
+        with forced("triton"):
+            assert torch.equal(sample(logits[row : row + 1], alone), found[row : row + 1])
 
 
 def test_equal_logits_are_ordered_by_id() -> None:
@@ -89,11 +128,11 @@ def test_impossible_tokens_are_never_drawn() -> None:
         assert torch.equal(found, expected) and bool((found % 2 == 1).all())
 
 
-@pytest.mark.parametrize("candidates", [512, 8])
+@pytest.mark.parametrize("entries", [512, 8])
 @pytest.mark.parametrize("allowed", [1, 30, 690])
-def test_masked_tokens_are_never_drawn(candidates: int, allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masked_tokens_are_never_drawn(entries: int, allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Filters that keep more tokens than there may be drawn; rows without a mask beside others."""
-    monkeypatch.setattr(sample_kernel, "CANDIDATES", candidates)
+    monkeypatch.setattr(sample_kernel, "ENTRIES", entries)
     kept = torch.rand(ROWS, 704).argsort(-1).argsort(-1) < allowed
     kept[:, -4:] = True  # bits behind the vocabulary
     words = (kept.view(ROWS, -1, 32).long() << torch.arange(32)).sum(-1).to(torch.int32)
