@@ -10,13 +10,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import launch
+from kernels.launch import by_architecture, launch
 
-ELEMENTS = 2048
-"""Elements of a program of 4 warps: 16 per thread."""
+SIZES = {"sm_80": (2048, 4), "sm_90": (2048, 4), "sm_100": (2048, 4), "gfx942": (2048, 4)}
+"""By architecture: (most elements of a program, most warps). Programs have at least 512 elements per warp, if there are
+as many heads."""
 MOST_AXES = 3
 MOST_FREQUENCIES = 64
 """Bits of the masks that give each frequency's axis; with several axes there must be fewer frequencies."""
+
+
+@triton.jit
+def _normed(b_x, scale, p_norm_q, p_norm_k, o_h, o_p, QUERIES, COUNT, NORM: tl.constexpr):
+    """`[H, COUNT]` of queries and keys, times the scale of each head and the weights, which are read once for all
+    heads."""
+    if NORM:
+        b_q = tl.load(p_norm_q + o_p, mask=o_p < COUNT, other=0.0)
+        b_k = tl.load(p_norm_k + o_p, mask=o_p < COUNT, other=0.0)
+        b_x = b_x * scale * tl.where(o_h < QUERIES, b_q, b_k)
+    return b_x
 
 
 @triton.jit
@@ -41,39 +53,40 @@ def _norm_rotate_kernel(
     THIRD: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    BLOCK_F: tl.constexpr,
 ):
     i_token = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     o_p = tl.arange(0, BLOCK_P)[None, :]
     m_x = (o_h < HEADS) & (o_p < WIDTH)
     p_x += i_token * x_token + o_h * x_head
-    b_x = tl.load(p_x + o_p, mask=m_x, other=0.0).to(tl.float32)
-    if NORM:
-        scale = tl.rsqrt(tl.sum(b_x * b_x, 1, keep_dims=True) / WIDTH + eps)
-        m_q, m_k = m_x & (o_h < QUERIES), m_x & (o_h >= QUERIES)
-        b_w = tl.load(p_norm_q + o_p + 0 * o_h, mask=m_q, other=0.0)
-        b_w += tl.load(p_norm_k + o_p + 0 * o_h, mask=m_k, other=0.0)
-        b_x = b_x * scale * b_w
-    if HALF > 0:
-        # Each element and its partner, whose load hits the cache: pairs are (i, i + HALF).
-        o_f = tl.where(o_p < HALF, o_p, o_p - HALF)
-        o_other = tl.where(o_p < HALF, o_p + HALF, o_p - HALF)
-        m_turned = o_p < 2 * HALF
-        m_other = m_x & m_turned
-        b_other = tl.load(p_x + o_other, mask=m_other, other=0.0).to(tl.float32)
+    p_out += (i_token * HEADS + o_h) * WIDTH
+    scale = 1.0
+    if NORM or 2 * HALF < WIDTH:
+        b_x = tl.load(p_x + o_p, mask=m_x, other=0.0).to(tl.float32)
         if NORM:
-            b_w = tl.load(p_norm_q + o_other + 0 * o_h, mask=m_q & m_turned, other=0.0)
-            b_w += tl.load(p_norm_k + o_other + 0 * o_h, mask=m_k & m_turned, other=0.0)
-            b_other = b_other * scale * b_w
-        o_bit = tl.where(m_turned, o_f, 0).to(tl.int64)
+            scale = tl.rsqrt(tl.sum(b_x * b_x, 1, keep_dims=True) / WIDTH + eps)
+        b_x = _normed(b_x, scale, p_norm_q, p_norm_k, o_h, o_p, QUERIES, WIDTH, NORM)
+        tl.store(p_out + o_p, b_x.to(p_out.dtype.element_ty), mask=m_x & (o_p >= 2 * HALF))
+    if HALF > 0:
+        # The halves that turn, (i, i + HALF), are loaded again, from the cache. Positions, cosines and sines are those
+        # of the token, for all heads.
+        o_f = tl.arange(0, BLOCK_F)[None, :]
+        m_f = o_f < HALF
+        m_turned = (o_h < HEADS) & m_f
+        o_bit = tl.where(m_f, o_f, 0).to(tl.int64)
         o_axis = ((SECOND >> o_bit) & 1) + 2 * ((THIRD >> o_bit) & 1)
         at = tl.load(p_positions + i_token * position_token + o_axis * position_axis).to(tl.int64)
         p_turn = p_table + tl.maximum(at, 0) * (2 * HALF) + o_f
-        b_cos = tl.load(p_turn, mask=m_turned, other=1.0)
-        b_sin = tl.load(p_turn + HALF, mask=m_turned, other=0.0)
-        b_x = b_x * b_cos + tl.where(o_p < HALF, -b_other, b_other) * b_sin
-    p_out += (i_token * HEADS + o_h) * WIDTH + o_p
-    tl.store(p_out, b_x.to(p_out.dtype.element_ty), mask=m_x)
+        b_cos = tl.load(p_turn, mask=m_f, other=1.0)
+        b_sin = tl.load(p_turn + HALF, mask=m_f, other=0.0)
+        b_first = tl.load(p_x + o_f, mask=m_turned, other=0.0).to(tl.float32)
+        b_second = tl.load(p_x + HALF + o_f, mask=m_turned, other=0.0).to(tl.float32)
+        b_first = _normed(b_first, scale, p_norm_q, p_norm_k, o_h, o_f, QUERIES, HALF, NORM)
+        b_second = _normed(b_second, scale, p_norm_q + HALF, p_norm_k + HALF, o_h, o_f, QUERIES, HALF, NORM)
+        element = p_out.dtype.element_ty
+        tl.store(p_out + o_f, (b_first * b_cos - b_second * b_sin).to(element), mask=m_turned)
+        tl.store(p_out + HALF + o_f, (b_second * b_cos + b_first * b_sin).to(element), mask=m_turned)
 
 
 def norm_rotate(
@@ -95,7 +108,8 @@ def norm_rotate(
     at = x_THP if positions_TA is None else positions_TA
     out = torch.empty(tokens, count, width, dtype=x_THP.dtype, device=x_THP.device)
     block = triton.next_power_of_2(width)
-    block_h = min(max(1, ELEMENTS // block), triton.next_power_of_2(count))
+    elements, warps = by_architecture(SIZES, x_THP.device)
+    block_h = min(max(1, elements // block), triton.next_power_of_2(count))
     launch(
         _norm_rotate_kernel,
         (tokens, triton.cdiv(count, block_h)),
@@ -119,7 +133,8 @@ def norm_rotate(
         THIRD=third,
         BLOCK_H=block_h,
         BLOCK_P=block,
-        num_warps=max(1, min(4, block * block_h // 512)),
+        BLOCK_F=triton.next_power_of_2(max(1, half)),
+        num_warps=max(1, min(warps, block * block_h // 512)),
     )
     return out
 
