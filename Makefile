@@ -66,7 +66,7 @@ RELEASE_STAMP := build/release/.installed-$(SETUP_HASH)
 # $(call needs,PATH): ends with an error message if the checkout has no PATH.
 needs = @test -e '$(1)' || { echo "make $@: this checkout has no $(1) yet" >&2; exit 1; }
 
-.PHONY: help setup demo serve test test-fast test-web test-ray sanitize lint format docs screenshots protos sdk test-floors demo-model bench aot soak gpu-check gpu-bench peers \
+.PHONY: help setup demo serve test test-fast test-web test-ray sanitize lint format docs screenshots protos sdk test-floors demo-model bench aot soak gpu-check gpu-bench gpu-sweep peers \
   libraries wheels release-check
 
 help:  ## print this list
@@ -203,6 +203,10 @@ gpu-bench:  ## run the measurements that need an NVIDIA GPU: make gpu-bench PART
 	$(call needs,benchmarks/gpu.py)
 	@$(PYTHON) -m benchmarks.fetch_peers --unpack $(PEERS)
 	@$(GPU_PY) -m benchmarks.gpu $(PART) --out $(OUT) $(ARGS)
+
+gpu-sweep:  ## time candidate configurations of kernels on an NVIDIA GPU: make gpu-sweep ARGS="experts rotary" OUT=dir
+	$(call needs,benchmarks/gpu_sweep.py)
+	@$(GPU_PY) -m benchmarks.gpu_sweep --out $(OUT) $(ARGS)
 
 peers:  ## download the packages that gpu-check and gpu-bench compare with into .peers
 	@$(PYTHON) -m benchmarks.fetch_peers $(ARGS)

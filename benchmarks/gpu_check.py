@@ -4,9 +4,11 @@
 
 Parts: `kernels` (the tests of every Triton kernel, against float64), `layers` (one layer of each kind of two decoders
 and of a vision tower at real sizes: at most twice the error of the torch reference in the same dtype, both relative to
-the reference in float32), `graphs` (graph = eager for both runners), `service` (a server with the embedded model
-answers the shipped questions, sequentially and concurrently), `e2e` (the end-to-end tests, if `make peers` has
-downloaded the transformers that they need). `--device cpu --scale tiny` tests the program itself.
+the reference in float32), `graphs` (graph = eager for both runners), `batches` (in bfloat16, a request gets the same
+bits alone and in a batch), `options` (answers of tiny models under combinations of options, in float32), `service` (a
+server with the embedded model answers the shipped questions, sequentially and concurrently), `e2e` (the end-to-end
+tests, if `make peers` has downloaded the transformers that they need). `--device cpu --scale tiny` tests the program
+itself.
 Writes gpu-check.json into DIR, and rewrites it after each part. The last line on stdout is JSON. The exit status is 1
 if a part failed or had no time left.
 """
@@ -172,6 +174,7 @@ def check_layers(device: str, scale: str) -> dict[str, Any]:
     tower = gpu_models.tower(scale, layers=2)
     numbers: dict[str, Any] = {}
     for name, config in decoders(scale).items():
+        print(f"layers of {name}", file=sys.stderr, flush=True)
         numbers[name] = hold(lambda dtype, config=config: logprobs(config, device, dtype, lengths))  # type: ignore[misc]
     numbers["radio-h"] = hold(lambda dtype: rows_of(tower, device, dtype, grids, "off"))
     return numbers
@@ -226,6 +229,68 @@ def check_graphs(device: str, scale: str) -> dict[str, Any]:
     return {"tokens": tokens, "encoder_difference": difference}
 
 
+# -- batches and options -----------------------------------------------------------------------------------------------
+
+
+def drawn(config: DecoderConfig, device: str, lengths: Sequence[int], *, graphs: str) -> list[list[tuple[Any, ...]]]:
+    """(token, log-probability) of each step of requests with prompts of these lengths, which run together, in bfloat16;
+    the first is always the same request."""
+    options = DecoderOptions(
+        dtype=torch.bfloat16, device=device, max_seqs=len(lengths), max_len=1024, max_batched_tokens=512, graphs=graphs,
+        max_capture=64, native="off",
+    )  # fmt: skip
+    runner = DecoderRunner(config, options, gpu_models.weights(config.expected_weights(), device, torch.bfloat16))
+    generator = torch.Generator().manual_seed(3)
+    for index, length in enumerate(lengths):
+        prompt = torch.randint(0, config.vocab_size, (length,), generator=generator).tolist()
+        params = SamplingParams(max_tokens=24, temperature=float(index % 2), seed=index, logprobs=0, ignore_eos=True)
+        runner.add(DecoderRequest(str(index), prompt, params))
+    found: list[list[tuple[Any, ...]]] = [[] for _ in lengths]
+    while runner.has_work:
+        for event in runner.step():
+            require(event.error is None, f"{event}")
+            found[int(event.request_id)].append((event.token_id, event.logprob))
+    runner.close()
+    return found
+
+
+def check_batches(device: str, scale: str) -> dict[str, Any]:
+    """Checks that neither other requests nor graphs change a bit of a request in bfloat16, for a dense model."""
+    config, long = decoders(scale)["nemotron-9b"], 300 if scale == "full" else 20
+    alone = drawn(config, device, [long], graphs="off")[0]
+    differ = {}
+    for name, lengths, graphs in (
+        ("with 3", [long, 1, 40, long], "off"),
+        ("with 11", [long, *range(5, 60, 5)], "off"),
+        ("with 11 in graphs", [long, *range(5, 60, 5)], "on"),
+    ):
+        found = drawn(config, device, lengths, graphs=graphs)[0]
+        differ[name] = sum(one != other for one, other in zip(alone, found, strict=True))
+    require(device == "cpu" or not any(differ.values()), f"of {len(alone)} steps, so many differ from alone: {differ}")
+    return {"steps": len(alone), "differ": differ}
+
+
+def check_options(device: str, scale: str) -> dict[str, Any]:
+    """Checks that no combination of options changes an answer of a tiny model, in float32."""
+    sys.path.insert(0, str(ROOT / "tests/support"))
+    from gated_decoder import gated_config
+    from speculation import AXES, answers, pairwise
+
+    axes = {name: values for name, values in AXES.items() if name != "native"}
+    cases = pairwise(axes)[: None if scale == "full" else 2]
+    wrong: list[str] = []
+    models: dict[str, dict[str, Any]] = {"plain": {}, "delta": {"config": gated_config("G*-", mtp=True)}}
+    for name, model in models.items():
+        given = {**model, "native": "off", "device": device}
+        plain = answers(**given, graphs="off", state_cache="none")
+        for case in cases:
+            found = answers(**given, **case, known=plain.drawn, draft_tokens=3, max_capture=16)
+            if found.drawn != plain.drawn:
+                wrong.append(f"{name} {case}")
+    require(not wrong, f"other answers with {wrong}")
+    return {"cases": len(cases) * len(models)}
+
+
 # -- service -----------------------------------------------------------------------------------------------------------
 
 
@@ -271,6 +336,8 @@ def check_e2e(device: str, scale: str) -> dict[str, Any]:
 PARTS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     "layers": check_layers,
     "graphs": check_graphs,
+    "batches": check_batches,
+    "options": check_options,
     "service": check_service,
     "kernels": check_kernels,
     "e2e": check_e2e,

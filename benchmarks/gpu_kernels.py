@@ -63,6 +63,7 @@ def kernel_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
             yield from update_measures(setting, shape, batch)
         yield scan_measure(setting, shape)
     yield from attention_measures(setting, shape)
+    yield from product_measures(setting, shape)
     if shape.experts:
         yield from expert_measures(setting, shape)
     logits = setting.random(setting.pick(64, 2), shape.vocab if setting.full else 500)
@@ -288,6 +289,22 @@ def fused_attention(dense: list[torch.Tensor], **options: Any) -> torch.Tensor:
     return F.scaled_dot_product_attention(*dense, **options)
 
 
+def product_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
+    """Products of rows with the weight of a projection from the residual stream, compared with cuBLAS."""
+    outputs, inputs = setting.pick(shape.heads * shape.head_dim, 48), setting.pick(shape.hidden, 64)
+    weight = setting.random(outputs, inputs)
+    linear = Linear(weight, compiled=False)
+    for rows in (1, 64, 256, 4096) if setting.full else (2,):
+        x = setting.random(rows, inputs)
+        yield Measure(
+            f"product {rows}",
+            lambda x=x: linear(x),
+            bytes=2.0 * (outputs * inputs + rows * (outputs + inputs)),
+            flops=2.0 * rows * outputs * inputs,
+            peers={"torch": lambda x=x: F.linear(x, weight)},
+        )
+
+
 def expert_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
     """The mixture of experts with one token, a decode batch and a prompt. Bytes: those of the chosen experts."""
     count, width, inner = shape.experts, setting.pick(shape.hidden, 64), setting.pick(shape.intermediate, 48)
@@ -298,7 +315,7 @@ def expert_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
         x = setting.random(tokens, width)
         ids = torch.rand(tokens, count, device=setting.device).topk(shape.experts_per_token)[1]
         shares = torch.rand(tokens, shape.experts_per_token, device=setting.device)
-        touched = int(ids.unique().numel())
+        touched = count if ids.is_meta else int(ids.unique().numel())  # meta: benchmarks.gpu_sweep only compiles
         yield Measure(
             f"run_experts {tokens}",
             lambda ids=ids, shares=shares, x=x: run_experts(x, ids, shares, experts),

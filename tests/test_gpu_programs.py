@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import fetch_peers, gpu, gpu_check, gpu_kernels, gpu_models, gpu_peers, gpu_setting
+from benchmarks import fetch_peers, gpu, gpu_check, gpu_kernels, gpu_models, gpu_peers, gpu_setting, gpu_sweep
 
 CPU = ["--device", "cpu", "--scale", "tiny", "--out"]
 
@@ -21,10 +21,12 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_check.main(["layers", "graphs", *CPU, str(tmp_path)]) == 0
+    assert gpu_check.main(["layers", "graphs", "batches", "options", *CPU, str(tmp_path)]) == 0
     said = last_line(capsys)
     assert said == json.loads((tmp_path / "gpu-check.json").read_text())
-    assert said["layers"]["passed"] and said["graphs"]["passed"] and said["machine"]["torch"] == torch.__version__
+    assert all(said[part]["passed"] for part in ("layers", "graphs", "batches", "options"))
+    assert said["options"]["cases"] == 4 and said["batches"]["steps"] == 24
+    assert said["machine"]["torch"] == torch.__version__
     assert said["layers"].keys() >= {"nemotron-9b", "nano-3-30b", "qwen3.5-35b", "radio-h"}
 
 
@@ -100,12 +102,44 @@ def test_a_peer_that_fails_or_differs_is_told_beside_ours() -> None:
     assert "ZeroDivisionError" in row["failed_broken"]
 
 
+def test_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate that gives other results, or fails, does not count; the table is as before."""
+    sweep, calls = gpu_sweep.SWEEPS["patches"], []
+    before, honest = dict(sweep.table), gpu_kernels.patch_embed
+
+    def off(*given: Any) -> torch.Tensor:
+        """The first call of each measure and those of the first candidate are right."""
+        calls.append(sweep.table["sm_90"])
+        if calls[-1] == sweep.candidates[1]:
+            raise RuntimeError("too much shared memory")
+        return honest(*given) * (2 if calls[-1] == sweep.candidates[2] else 1)
+
+    monkeypatch.setattr(gpu_kernels, "patch_embed", off)
+    assert gpu_sweep.main(["patches", *CPU, str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "gpu-sweep.json").read_text())["patches"]["nano-3-omni patch_embed"]
+    assert [row[0] is None for row in found] == [False, False, True, True] and dict(sweep.table) == before
+    assert "too much shared memory" in str(found) and any(row[1] == 1.0 for row in found)
+
+
+def test_sweeps_name_measures_and_candidates_that_differ() -> None:
+    for name, sweep in gpu_sweep.SWEEPS.items():
+        assert len({str(candidate) for candidate in sweep.candidates}) == len(sweep.candidates) > 1, name
+        for candidate in sweep.candidates:
+            with sweep.using("sm_90", candidate):
+                row = sweep.table["sm_90"]
+                assert (row if sweep.entry is None else row[sweep.entry]) == candidate
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what the programs say where there is no GPU")
 def test_without_a_gpu_the_programs_say_what_would_work(capsys: pytest.CaptureFixture[str]) -> None:
-    for program, part in ((gpu.main, "kernels"), (gpu_check.main, "layers")):
+    for program, part, what in (
+        (gpu.main, "kernels", "--device cpu --scale tiny"),
+        (gpu_check.main, "layers", "--device cpu --scale tiny"),
+        (gpu_sweep.main, "patches", "--compile DIR"),
+    ):
         with pytest.raises(SystemExit):
             program([part])
-        assert "--device cpu --scale tiny" in capsys.readouterr().err
+        assert what in capsys.readouterr().err
 
 
 def test_random_weights_are_those_that_the_models_expect() -> None:

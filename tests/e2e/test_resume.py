@@ -92,9 +92,8 @@ def test_a_batch_without_a_server(tmp_path: Path) -> None:
             body = {"messages": [{"role": "user", "content": f"row {i}"}], "max_tokens": 4}
             file.write(json.dumps({"custom_id": str(i), "body": body}) + "\n")
     command = [sys.executable, "-m", "saccade", "batch", "in.jsonl", "out.jsonl", "--model", str(model), "--ordered"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert (summary["completed"], summary["completion_tokens"]) == (8, 32)
