@@ -17,7 +17,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
-from generators import diagram, errors, grpc, http, metrics, options, results, sdk  # noqa: E402 - after the path is set
+from generators import diagram, errors, gpu, grpc, http, metrics, options, results, sdk  # noqa: E402 - after the path is set
 
 PARTS: dict[str, Callable[[], str]] = {
     "services": grpc.services,
@@ -45,6 +45,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "hybrid beside transformers": results.hybrid_transformers,
     "qwen3_5 beside vllm": results.qwen_vllm,
     "qwen3_5 beside llama.cpp": results.qwen_llamacpp,
+    "kernels on a gpu": gpu.kernels,
+    "products on a gpu": gpu.products,
 }
 _BEGIN = re.compile(r"<!-- begin (.+): written by docs/generate\.py -->\n")
 
