@@ -33,7 +33,7 @@ import torch
 
 from benchmarks import gpu_models, machine
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.request import DecoderRequest
+from decoder.request import DecoderRequest, TokenEvent
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
 from decoder.token_constraints import AllowedTokens
@@ -102,6 +102,16 @@ def _has_oracle() -> bool:
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
+def events_of(runner: DecoderRunner) -> dict[str, list[TokenEvent]]:
+    """Runs a decoder to its end: the events of each request, none of which may be an error."""
+    found: dict[str, list[TokenEvent]] = {}
+    while runner.has_work:
+        for event in runner.step():
+            require(event.error is None and event.token_id is not None, f"{event}")
+            found.setdefault(event.request_id, []).append(event)
+    return found
+
+
 def logprobs(config: DecoderConfig, device: str, dtype: torch.dtype, lengths: Sequence[int]) -> torch.Tensor:
     """Log-probabilities of one fixed token after prompts of these lengths, and in the following steps, in which that
     token is forced. Used to compare two dtypes or devices."""
@@ -118,13 +128,12 @@ def logprobs(config: DecoderConfig, device: str, dtype: torch.dtype, lengths: Se
     for index, length in enumerate(lengths):
         prompt = torch.randint(0, config.vocab_size, (length,), generator=generator).tolist()
         runner.add(DecoderRequest(str(index), prompt, asked))
-    found: dict[str, list[float]] = {}
-    while runner.has_work:
-        for event in runner.step():
-            require(event.error is None and event.token_id == FORCED_TOKEN, f"{event}")
-            found.setdefault(event.request_id, []).append(event.logprob or 0.0)
+    found = events_of(runner)
     runner.close()
-    return torch.tensor([found[str(index)] for index in range(len(lengths))], dtype=torch.float64)
+    for event in (event for events in found.values() for event in events):
+        require(event.token_id == FORCED_TOKEN, f"{event}")
+    rows = [[event.logprob or 0.0 for event in found[str(index)]] for index in range(len(lengths))]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def rows_of(config: RadioVision, device: str, dtype: torch.dtype, grids: Sequence[tuple[int, int]], graphs: str) -> Any:
@@ -199,13 +208,10 @@ def answers(config: DecoderConfig, device: str, graphs: str) -> dict[str, list[i
         params = SamplingParams(max_tokens=3 + 2 * index, temperature=float(index % 2), seed=index, ignore_eos=True)
         constraint = AllowedTokens(range(index, config.vocab_size, 3)) if index in CONSTRAINED else None
         runner.add(DecoderRequest(str(index), prompt, params, constraint=constraint))
-    found: dict[str, list[int]] = {}
-    while runner.has_work:
-        for event in runner.step():
-            require(event.error is None and event.token_id is not None, f"{event}")
-            allowed = int(event.request_id) not in CONSTRAINED or (event.token_id or 0) % 3 == int(event.request_id) % 3
-            require(allowed, f"a token that the constraint does not allow: {event}")
-            found.setdefault(event.request_id, []).append(event.token_id or 0)
+    found = {name: [event.token_id or 0 for event in events] for name, events in events_of(runner).items()}
+    for index in CONSTRAINED:
+        wrong = [token for token in found[str(index)] if token % 3 != index % 3]
+        require(not wrong, f"request {index} has tokens that its constraint does not allow: {wrong}")
     replays = [value for name, value in runner.stats().items() if name.startswith("replays_")]
     require((sum(replays) > 0) == (graphs == "on"), f"graphs {graphs}: {runner.stats()}")
     runner.check_integrity()
@@ -245,13 +251,9 @@ def drawn(config: DecoderConfig, device: str, lengths: Sequence[int], *, graphs:
         prompt = torch.randint(0, config.vocab_size, (length,), generator=generator).tolist()
         params = SamplingParams(max_tokens=24, temperature=float(index % 2), seed=index, logprobs=0, ignore_eos=True)
         runner.add(DecoderRequest(str(index), prompt, params))
-    found: list[list[tuple[Any, ...]]] = [[] for _ in lengths]
-    while runner.has_work:
-        for event in runner.step():
-            require(event.error is None, f"{event}")
-            found[int(event.request_id)].append((event.token_id, event.logprob))
+    found = events_of(runner)
     runner.close()
-    return found
+    return [[(event.token_id, event.logprob) for event in found[str(index)]] for index in range(len(lengths))]
 
 
 def check_batches(device: str, scale: str) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks import gpu_peers
@@ -354,19 +355,27 @@ def tower_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
     yield Measure("shuffle_norm", lambda: shuffle_norm(rows, order, weight, 1e-5), bytes=4.0 * total * hidden)
 
 
+def outcome(measure: Measure, call: Callable[[], object], before: Sequence[Tensor]) -> Tensor:
+    """What a call returns, as float32 numbers in one dimension; the tensors that it changes in place begin as
+    `before`."""
+    for tensor, value in zip(measure.changes, before, strict=True):
+        tensor.copy_(value)
+    result: Any = call()
+    result = result[0] if isinstance(result, tuple) else result
+    return result.float().reshape(-1)  # type: ignore[no-any-return]
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """RMS of the difference, relative to the RMS of `expected`."""
+    return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
 def difference(measure: Measure, other: Callable[[], object]) -> float:
     """RMS of the difference of two results, relative to the RMS of Saccade's result. Tensors that a call changes in
     place are restored in between."""
     before = [tensor.clone() for tensor in measure.changes]
-    found = []
-    for call in (measure.call, other):
-        for tensor, value in zip(measure.changes, before, strict=True):
-            tensor.copy_(value)
-        result: Any = call()
-        result = result[0] if isinstance(result, tuple) else result
-        found.append(result.float().reshape(-1))
-    ours, theirs = found
-    return float((ours - theirs).square().mean().sqrt() / ours.square().mean().sqrt())
+    ours, theirs = (outcome(measure, call, before) for call in (measure.call, other))
+    return relative_difference(theirs, ours)
 
 
 def result_of(setting: Setting, ceilings: dict[str, float], measure: Measure) -> dict[str, Any]:

@@ -82,10 +82,6 @@ def _scan(setting: Setting, shape: ModelShape) -> Iterator[gpu_kernels.Measure]:
     yield gpu_kernels.scan_measure(setting, shape)
 
 
-def _steps(setting: Setting, shape: ModelShape) -> Iterator[gpu_kernels.Measure]:
-    yield from gpu_kernels.delta_measures(setting, shape)
-
-
 ATTENTION = gpu_kernels.attention_measures
 PROMPT, ROWS = ["extend_attention prompt 8192"], ["decode_attention b64 4096", "decode_attention b1 131072"]
 _MANY = ((64, 128, 64, 4, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 4), (128, 256, 64, 8, 3))
@@ -125,25 +121,25 @@ SWEEPS: dict[str, Sweep] = {
     ),
     "delta-prepare": Sweep(
         delta_scan.PREPARE[2], _tiles(delta_scan.Configuration, (128, 8, 1), (128, 4, 1), (64, 8, 1), (64, 4, 1)),
-        _steps, ["gated_delta_scan 8192"], QWEN,
+        gpu_kernels.delta_measures, ["gated_delta_scan 8192"], QWEN,
     ),
     "delta-states": Sweep(
         delta_scan.STATES[2],
         _tiles(delta_scan.Configuration, (32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 8, 2), (16, 4, 3), (128, 8, 2)),
-        _steps, ["gated_delta_scan 8192"], QWEN,
+        gpu_kernels.delta_measures, ["gated_delta_scan 8192"], QWEN,
     ),
     "delta-outputs": Sweep(
         delta_scan.OUTPUTS[2],
         _tiles(delta_scan.Configuration, (64, 4, 1), (128, 4, 1), (128, 8, 1), (32, 4, 1), (64, 8, 1)),
-        _steps, ["gated_delta_scan 8192"], QWEN,
+        gpu_kernels.delta_measures, ["gated_delta_scan 8192"], QWEN,
     ),
     "delta-step": Sweep(
         delta_step.PARTS, _tiles(delta_step.Part, (2048, 2), (2048, 4), (4096, 2), (4096, 4), (8192, 8), (16384, 8)),
-        _steps, ["gated_delta_update b32", "gated_delta_update b256"], QWEN,
+        gpu_kernels.delta_measures, ["gated_delta_update b32", "gated_delta_update b256"], QWEN,
     ),
     "rotary": Sweep(
         rotary.SIZES, [(512, 1), (1024, 1), (1024, 2), (2048, 1), (2048, 2), (2048, 4), (4096, 8)],
-        _steps, ["norm_rotate"], QWEN,
+        gpu_kernels.delta_measures, ["norm_rotate"], QWEN,
     ),
     "experts": Sweep(
         moe.TILES, [((0, tile),) for tile in _tiles(moe.Tile, *_FEW, *_MANY)],
@@ -170,7 +166,7 @@ SWEEPS: dict[str, Sweep] = {
 
 
 def runs(setting: Setting, names: Sequence[str]) -> Iterator[tuple[str, str, gpu_kernels.Measure]]:
-    """(sweep, model, measure) of the sweeps with these names. Tensors of a measure are freed before the next one."""
+    """(sweep, model, measure) of the sweeps with these names."""
     for name in names:
         sweep = SWEEPS[name]
         for shape in sweep.models:
@@ -181,16 +177,8 @@ def runs(setting: Setting, names: Sequence[str]) -> Iterator[tuple[str, str, gpu
 
 def outcome(measure: gpu_kernels.Measure, before: Sequence[Tensor]) -> Tensor:
     """What a call returns and the tensors that it changes, as one vector; these begin as `before`."""
-    for tensor, value in zip(measure.changes, before, strict=True):
-        tensor.copy_(value)
-    result: Any = measure.call()
-    result = result[0] if isinstance(result, tuple) else result
-    return torch.cat([part.float().reshape(-1) for part in (result, *measure.changes)])
-
-
-def differs(found: Tensor, expected: Tensor) -> float:
-    """RMS of the difference, relative to that of `expected`; NaN if a result is not finite."""
-    return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+    result = gpu_kernels.outcome(measure, measure.call, before)
+    return torch.cat([result, *(tensor.float().reshape(-1) for tensor in measure.changes)])
 
 
 def sweep_on(setting: Setting, names: Sequence[str], seconds: float) -> dict[str, Any]:
@@ -209,7 +197,9 @@ def sweep_on(setting: Setting, names: Sequence[str], seconds: float) -> dict[str
             with SWEEPS[name].using(target, candidate):
                 try:
                     # A measure that changes its arguments and does not say so cannot be compared.
-                    error = 0.0 if name == "rotary" else differs(outcome(measure, before), expected)
+                    error = (
+                        0.0 if name == "rotary" else gpu_kernels.relative_difference(outcome(measure, before), expected)
+                    )
                     took = timed(setting, measure.call, 8) if error < 0.01 else float("inf")
                     rows.append((took, error, str(candidate)))
                 except Exception as failure:  # a candidate may need more than the device has

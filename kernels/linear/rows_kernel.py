@@ -49,13 +49,6 @@ TILES: dict[str, tuple[Choice, ...]] = {
         Choice(256, 0, Tile(64, 128, 32, 4, 4)),
         Choice(ANY, 0, Tile(128, 128, 32, 8, 4)),
     ),
-    "sm_86": (
-        Choice(16, 0, Tile(16, 64, 128, 4, 4)),
-        Choice(32, 0, Tile(32, 64, 64, 4, 4)),
-        Choice(64, 0, Tile(64, 64, 64, 4, 4)),
-        Choice(256, 0, Tile(64, 128, 32, 4, 4)),
-        Choice(ANY, 0, Tile(128, 128, 32, 8, 3)),
-    ),
     "sm_90": (
         Choice(16, 0, Tile(16, 64, 128, 4, 6)),
         Choice(32, 0, Tile(32, 64, 128, 4, 6)),
