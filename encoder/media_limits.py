@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 RGB = 3
 """Channels of decoded pixels."""
+MAX_ASPECT = 200.0
+"""Longer side over shorter side of the flattest image or frame that is accepted."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats of images that are accepted, by Pillow's names."""
 
@@ -46,7 +48,7 @@ class ImageLimits:
     """Width times height; 8192 x 8192 by default. Decoding takes about 7 bytes per pixel."""
     max_side: int = 32768
     """Width, and height, in pixels."""
-    max_aspect: float = 200.0
+    max_aspect: float = MAX_ASPECT
     """Longer side over shorter side."""
 
     def check_bytes(self, size: int) -> None:
@@ -92,7 +94,7 @@ class VideoLimits:
     max_total_pixels: int = 1 << 34
     """Pixels of all decoded frames, which bounds the decoding time; 8,192 frames of 1080p by default."""
     max_side: int = 16384
-    max_aspect: float = 200.0
+    max_aspect: float = MAX_ASPECT
 
     @property
     def frame(self) -> ImageLimits:

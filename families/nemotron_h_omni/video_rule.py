@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from encoder.item import VIDEO, EncoderItem, Grid, num_image_tokens, retained_tokens
-from encoder.media_limits import RGB
+from encoder.media_limits import MAX_ASPECT, RGB
 from encoder.stopwatch import Stopwatch
 from families.nemotron_h_omni.prompt import frame_labels, video_text
 from families.nemotron_h_omni.vision_config import VisionConfig
@@ -61,8 +61,8 @@ class OmniVideoRule:
         return retained_tokens(-(-num_frames // self.together), tokens, self.pruning_rate)
 
     def most_numbers(self, num_frames: int) -> int:
-        """Upper bound of the values in the patches of a clip of `num_frames` frames of any size."""
-        return (num_frames + self.together - 1) * self.config.video_target_num_patches * self.config.patch_dim
+        """Upper bound of the values in the patches of a clip of `num_frames` frames of any accepted size."""
+        return (num_frames + self.together - 1) * most_patches(self.config) * self.config.patch_dim
 
     def labels(self, num_frames: int, *, fps: float | None = None, indices: Sequence[int] | None = None) -> list[str]:
         """`frame_labels` of the clip's temporal patches."""
@@ -146,6 +146,20 @@ def video_grid(height: int, width: int, config: VisionConfig) -> Grid:
     if up[0] * up[1] <= target:
         return up
     return max(merge, rows // merge * merge), max(merge, columns // merge * merge)
+
+
+def most_patches(config: VisionConfig) -> int:
+    """Upper bound of the patches in `video_grid` of any accepted size: sides are rounded, and a very flat frame keeps
+    a side of `merge_size`, so this may be more than `video_target_num_patches`."""
+    target, merge = config.video_target_num_patches, config.merge_size
+    most = max(target, merge**2)
+    if not config.video_maintain_aspect_ratio:
+        return most
+    longest = math.sqrt(target * MAX_ASPECT)
+    for short in range(1, round(math.sqrt(target)) + 1):  # the shorter side before it is rounded to `merge_size`
+        long = math.ceil(longest if short == 1 else min(target / (short - 0.5), longest))
+        most = max(most, max(merge, short // merge * merge) * max(merge, long // merge * merge))
+    return most
 
 
 def sample_indices(total: int, count: int) -> list[int]:

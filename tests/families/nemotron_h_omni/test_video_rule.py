@@ -9,14 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from clips import moving_frames, released_pixels, released_processor
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_encoder import relative_error
 from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import NemotronH_Omni_Reasoning_V3Processor
 
+from encoder.media_limits import MAX_ASPECT, ImageLimits
 from encoder.preprocess import as_floats
 from families.nemotron_h_omni.prompt import frame_labels, video_text
-from families.nemotron_h_omni.video_rule import OmniVideoRule, sample_indices, video_grid
+from families.nemotron_h_omni.video_rule import OmniVideoRule, most_patches, sample_indices, video_grid
 from families.nemotron_h_omni.vision import RadioVision
 
 torch.set_num_threads(1)
@@ -29,6 +30,41 @@ def test_grid_is_the_released_one(keep_aspect: bool, height: int, width: int, ta
     config = RadioVision(video_target_num_patches=target, video_maintain_aspect_ratio=keep_aspect)
     columns, rows = released_processor(config)._compute_target_patches(height, width)
     assert video_grid(height, width, config) == (rows, columns)
+
+
+@pytest.mark.parametrize("keep_aspect", [True, False])
+@settings(deadline=None, max_examples=300)
+@given(
+    short=st.integers(1, 160),
+    aspect=st.floats(1, MAX_ASPECT),
+    turned=st.booleans(),
+    target=st.integers(1, 2000),
+    merge=st.integers(1, 4),
+    frames=st.integers(1, 5),
+)
+@example(short=1, aspect=MAX_ASPECT, turned=False, target=64, merge=2, frames=4)
+@example(short=100, aspect=1.0, turned=False, target=1000, merge=2, frames=4)
+def test_no_accepted_clip_has_more_numbers_than_the_bound(
+    keep_aspect: bool, short: int, aspect: float, turned: bool, target: int, merge: int, frames: int
+) -> None:
+    config = RadioVision(
+        video_target_num_patches=target, video_maintain_aspect_ratio=keep_aspect, merge_size=merge,
+        video_temporal_patch_size=2,
+    )  # fmt: skip
+    height, width = (int(short * aspect), short) if turned else (short, int(short * aspect))
+    ImageLimits().check_size(width, height)
+    rows, columns = video_grid(height, width, config)
+    bound = OmniVideoRule(config).most_numbers(frames)
+    assert -(-frames // 2) * 2 * rows * columns * config.patch_dim <= bound
+
+
+@settings(deadline=None, max_examples=10)
+@given(target=st.integers(16, 2000), merge=st.integers(1, 4))
+def test_the_bound_of_a_clip_is_reached_up_to_a_row_of_tokens(target: int, merge: int) -> None:
+    config = RadioVision(video_target_num_patches=target, merge_size=merge, video_temporal_patch_size=2)
+    sizes = [(short, int(short * aspect)) for short in (1, 7, 160) for aspect in (1 + i / 50 for i in range(9951))]
+    most = max(rows * columns for rows, columns in (video_grid(*size, config) for size in sizes))
+    assert most_patches(config) <= most + merge * (round(target**0.5) + merge)
 
 
 @pytest.mark.parametrize(("height", "width"), [(40, 40), (24, 60), (61, 23), (8, 9), (16, 16)])
