@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import logging
 import math
 import os
 import re
@@ -30,13 +31,15 @@ from encoder.media_limits import ImageError, ImageHeader, ImageLimits
 from service.common import errors
 from service.media.arriving import ArrivingFile, disk_trouble
 
+log = logging.getLogger(__name__)
+
 _ID = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class Media:
-    """One file in the spool. `size`: bytes. `width`, `height`: pixels, from the file's header. `expires`: Unix time in
-    seconds."""
+    """One file in the spool. `size`: bytes. `width`, `height`: pixels, from the file's header. `format` is empty while
+    the header has not been read. `expires`: Unix time in seconds."""
 
     media_id: str
     size: int
@@ -92,14 +95,14 @@ class Spool:
             if not _ID.fullmatch(path.name) or not path.is_file():
                 continue
             status = path.stat()
-            try:
-                header = self.describe(path.read_bytes())
-            except ImageError:  # the limits have been lowered since
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != path.name:  # nobody can use it; any other fault may lie in this server or its limits
+                log.warning("%s is deleted: its content, of SHA-256 %s, is not what was uploaded", path, digest)
                 path.unlink()
                 continue
-            media = Media(
-                path.name, status.st_size, header.width, header.height, header.format, status.st_mtime + self._ttl
-            )
+            # The header is read when it is asked for, so that a server starts without waiting for image workers.
+            media = Media(path.name, status.st_size, 0, 0, "", status.st_mtime + self._ttl)
             self._media[path.parent.name, path.name] = media
         self.sweep()
 
@@ -170,7 +173,20 @@ class Spool:
         return media
 
     def get(self, tenant: str, media_id: str) -> Media:
-        """The description of a file. Raises NotFound."""
+        """The description of a file. Raises NotFound, or InvalidArgument if the server does not accept a file of an
+        earlier run, such as one above a limit that has been lowered since."""
+        media = self._find(tenant, media_id)
+        if media.format:
+            return media
+        header = _checked_header(self.describe, self.read(tenant, media_id), "media_id")
+        found: dict[str, Any] = {"width": header.width, "height": header.height, "format": header.format}
+        with self._lock:
+            if (known := self._media.get((tenant, media_id))) is not None:
+                self._media[tenant, media_id] = replace(known, **found)
+        return replace(media, **found)
+
+    def _find(self, tenant: str, media_id: str) -> Media:
+        """The description as far as it is known. Raises NotFound."""
         with self._lock:
             media = self._media.get((tenant, media_id))
         if media is None or media.expires <= self._clock():
@@ -179,17 +195,17 @@ class Spool:
 
     def renew(self, tenant: str, media_id: str) -> None:
         """Renews a file's expiry. Raises NotFound."""
-        media = self.get(tenant, media_id)
+        self._find(tenant, media_id)
         now = self._clock()
         with self._lock:
-            if (tenant, media_id) in self._media:
+            if (media := self._media.get((tenant, media_id))) is not None:
                 self._media[tenant, media_id] = replace(media, expires=now + self._ttl)
             with contextlib.suppress(FileNotFoundError):  # another process may have received it, and may delete it
                 os.utime(self._path((tenant, media_id)), (now, now))
 
     def size(self, tenant: str, media_id: str) -> int:
         """Size of a file in bytes. Raises NotFound."""
-        return self.get(tenant, media_id).size
+        return self._find(tenant, media_id).size
 
     def read(self, tenant: str, media_id: str) -> bytes:
         """The content of a file. Raises NotFound."""
@@ -201,7 +217,7 @@ class Spool:
 
     def delete(self, tenant: str, media_id: str) -> None:
         """Deletes a file. Raises NotFound."""
-        self.get(tenant, media_id)
+        self._find(tenant, media_id)
         with self._lock:
             if (tenant, media_id) in self._media:
                 self._forget((tenant, media_id))
@@ -255,40 +271,26 @@ class SharedSpool(Spool):
                     status = path.stat()
                     yield path, status.st_size, status.st_mtime + self._ttl
 
-    def get(self, tenant: str, media_id: str) -> Media:
-        """The description of a file. Raises NotFound."""
-        path = self._path((tenant, media_id))
-        try:
-            if not _ID.fullmatch(media_id):
-                raise FileNotFoundError
-            expires = path.stat().st_mtime + self._ttl
-            if expires <= self._clock():
-                raise FileNotFoundError
-            with self._lock:
-                known = self._media.get((tenant, media_id))
-            if known is not None:  # another process may have renewed its expiry
-                return replace(known, expires=expires)
-            data = path.read_bytes()
-            header = self.describe(data)
-            return Media(media_id, len(data), header.width, header.height, header.format, expires)
-        except (FileNotFoundError, ImageError):
-            raise _unknown(media_id) from None
-
-    def size(self, tenant: str, media_id: str) -> int:
-        """Size of a file in bytes; the content is not checked. Raises NotFound."""
+    def _find(self, tenant: str, media_id: str) -> Media:
+        """The description as far as it is known. Raises NotFound."""
         try:
             if not _ID.fullmatch(media_id):
                 raise FileNotFoundError
             status = self._path((tenant, media_id)).stat()
         except FileNotFoundError:
             raise _unknown(media_id) from None
-        if status.st_mtime + self._ttl <= self._clock():
+        expires = status.st_mtime + self._ttl
+        if expires <= self._clock():
             raise _unknown(media_id)
-        return status.st_size
+        with self._lock:
+            known = self._media.get((tenant, media_id))
+        if known is not None:  # another process may have renewed its expiry
+            return replace(known, expires=expires)
+        return Media(media_id, status.st_size, 0, 0, "", expires)
 
     def delete(self, tenant: str, media_id: str) -> None:
         """Deletes a file. Raises NotFound."""
-        self.get(tenant, media_id)
+        self._find(tenant, media_id)
         with self._lock:
             if (tenant, media_id) in self._media:
                 self._forget((tenant, media_id))
@@ -326,14 +328,19 @@ class Upload:
                 field="header.media_id",
                 reason="MEDIA_DAMAGED",
             )
-        try:
-            header = self._spool.describe(self._path.read_bytes())
-        except ImageError as error:
-            raise errors.InvalidArgument(
-                str(error), reason="IMAGE_TOO_LARGE" if error.too_large else "IMAGE_DECODE_FAILED", field="chunk"
-            ) from error
+        header = _checked_header(self._spool.describe, self._path.read_bytes(), "chunk")
         media = Media(media_id, self._file.size, header.width, header.height, header.format, 0.0)
         return self._spool._keep(self._tenant, self._path, media)
+
+
+def _checked_header(describe: Callable[[bytes], ImageHeader], data: bytes, field: str) -> ImageHeader:
+    """Raises InvalidArgument, for `field`, if `data` is not an image or video that the server accepts."""
+    try:
+        return describe(data)
+    except ImageError as error:
+        raise errors.InvalidArgument(
+            str(error), reason="IMAGE_TOO_LARGE" if error.too_large else "IMAGE_DECODE_FAILED", field=field
+        ) from error
 
 
 def tenant_folder(salt: bytes) -> str:

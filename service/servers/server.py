@@ -243,8 +243,6 @@ class Server:
             yield Path(folder)
         except OSError as error:
             raise ConfigError(f"{option}: {folder}: {error.strerror}") from None
-        except errors.StatusError as error:  # the header of an uploaded file cannot be read now
-            raise ConfigError(f"{option}: {folder}: {error.message}") from error
 
     def _batches(self) -> Batches:
         """The batches, which are created by the first call; it must be made on the event loop."""

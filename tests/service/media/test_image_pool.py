@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import io
 import json
 import os
@@ -20,7 +21,6 @@ from typing import Any
 import pytest
 import torch
 from clips import animation, moving_frames
-from fake_engine import FakeEngine
 from images import png
 from PIL import Image
 from waiting import ended
@@ -32,14 +32,14 @@ from encoder.tower import patch_order
 from families import VisionSpec
 from families.qwen3_5.vision import QwenVision
 from service.common import errors
-from service.common.config import ConfigError, ServerOptions
+from service.common.config import ServerOptions
 from service.media.image_pool import ImagePool
 from service.media.image_worker import LENGTH
 from service.media.images import MediaLimits
+from service.media.media import Spool
 from service.media.patches import LocalDecoder, Patcher
 from service.media.prepared import SEALS, PreparedItem
 from service.servers.limits import load_assets
-from service.servers.server import Server
 
 LIMITS = MediaLimits(ImageLimits(max_pixels=3_000_000), VideoLimits(max_pixels=3_000_000, max_frames=20))
 VISION = load_assets(ServerOptions()).vision
@@ -296,15 +296,19 @@ def test_a_fork_server_that_is_ending_is_replaced_and_no_image_refused() -> None
     pool.close()
 
 
-def test_uploads_outlive_a_start_that_cannot_look_at_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = tmp_path / "anyone" / ("0" * 64)
-    kept.parent.mkdir()
-    kept.write_bytes(png(1))
-    options = ServerOptions(media_dir=str(tmp_path))
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(ConfigError, match="media_dir: .*no process to decode"):
-        Server(options, FakeEngine(vocabulary=64), load_assets(options))
-    assert kept.exists()
+def test_uploads_outlive_a_start_without_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, pool = png(1), make_pool()
+    media_id = hashlib.sha256(data).hexdigest()
+    (tmp_path / "anyone").mkdir()
+    (tmp_path / "anyone" / media_id).write_bytes(data)
+    with monkeypatch.context() as machine:
+        machine.setattr(sys, "executable", "/bin/false")
+        spool = Spool(tmp_path, 10**6, 100.0, ImageLimits(), describe=pool.describe)
+        assert spool.read("anyone", media_id) == data
+        with pytest.raises(errors.Unavailable, match="no process to decode"):
+            spool.get("anyone", media_id)
+    assert spool.get("anyone", media_id).format == "PNG"
+    pool.close()
 
 
 def test_a_worker_without_a_model_has_no_torch_and_ends_with_its_server() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from images import png
 
-from encoder.media_limits import ImageLimits
+from encoder.media_limits import ImageError, ImageHeader, ImageLimits
 from service.common import errors
 from service.media.arriving import MAX_CHUNK
 from service.media.media import Media, SharedSpool, Spool
@@ -262,6 +263,45 @@ def test_a_restart_takes_over_what_is_whole(tmp_path: Path) -> None:
     assert second.get("t", media.media_id) == media and second.used_bytes == media.size
     with pytest.raises(errors.NotFound):
         second.get("t", old.media_id)
+    second.check_integrity()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_restart_deletes_no_upload_because_it_cannot_be_read(tmp_path: Path, shared: bool) -> None:
+    """Such as one above a lowered limit, or one whose image worker is slow to start."""
+    clock, data = Clock(), png(1, (20, 30))
+    media = put(make(tmp_path, clock=clock), data)
+    path = tmp_path / "t" / media.media_id
+    os.utime(path, (clock.now, clock.now))
+    refusing = True
+
+    def describe(data: bytes) -> ImageHeader:
+        if refusing:
+            raise ImageError("decoding took longer than the allowed 20 s")
+        return ImageHeader("PNG", 20, 30, "RGB")
+
+    arguments = (tmp_path, 10**6, 100.0, ImageLimits(max_bytes=10**5), clock)
+    members = {"member": 0, "members": 2} if shared else {}
+    second = (SharedSpool if shared else Spool)(*arguments, describe=describe, **members)
+    assert second.used_bytes == second.size("t", media.media_id) == len(data)
+    assert second.read("t", media.media_id) == data
+    with pytest.raises(errors.InvalidArgument, match="allowed 20 s") as refused:
+        second.get("t", media.media_id)
+    assert refused.value.reason == "IMAGE_DECODE_FAILED" and refused.value.field == "media_id"
+    refusing = False
+    clock.now += 50.0
+    second.renew("t", media.media_id)
+    assert second.get("t", media.media_id) == replace(media, expires=clock.now + 100.0)
+    second.delete("t", media.media_id)
+    assert not path.exists()
+    second.check_integrity()
+
+
+def test_a_restart_deletes_an_upload_whose_content_has_changed(tmp_path: Path) -> None:
+    media = put(make(tmp_path), png(1))
+    (tmp_path / "t" / media.media_id).write_bytes(png(1)[:-1])
+    second = make(tmp_path)
+    assert second.used_bytes == 0 and not (tmp_path / "t" / media.media_id).exists()
     second.check_integrity()
 
 
