@@ -13,7 +13,7 @@ import functools
 import hashlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from threading import Lock
@@ -62,47 +62,57 @@ def decoder_processes(workers: int) -> int:
 
 
 class MediaThreads:
-    """Threads for images, and separate ones for videos, which may take minutes."""
+    """Threads that prepare images and videos, one for each image worker process: a file waits for a process on the
+    event loop, where its request can be cancelled. Videos, which may take minutes, leave one process to images."""
 
     def __init__(self, workers: int) -> None:
-        self._images = ThreadPoolExecutor(workers, thread_name_prefix="saccade-images")
-        self._videos = ThreadPoolExecutor(decoder_processes(workers) - 1, thread_name_prefix="saccade-videos")
+        processes = decoder_processes(workers)
+        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="saccade-media")
+        self._idle = asyncio.Semaphore(processes)
+        self._images, self._videos = asyncio.Semaphore(workers), asyncio.Semaphore(processes - 1)
 
     async def map(self, function: Callable[[MediaSource], T], sources: Sequence[MediaSource]) -> list[T]:
         """Applies the function to each source; results are in order. If a job fails or the caller is cancelled, jobs
         that have not started are dropped, and the error is raised when the others have ended."""
-        jobs = [
-            (self._videos if isinstance(source, Video) else self._images).submit(function, source) for source in sources
-        ]
-        waiting = [asyncio.wrap_future(job) for job in jobs]
+        jobs = [asyncio.create_task(self._run(function, source)) for source in sources]
         try:
-            if waiting:  # not gather, which returns at the first error and leaves the others running
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+            if jobs:  # not gather, which returns at the first error and leaves the others running
+                await asyncio.wait(jobs, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            await _end(jobs, waiting)
-        for done in waiting:
+            await _end(jobs)
+        for done in jobs:
             if not done.cancelled() and (error := done.exception()) is not None:
                 raise error
-        return [done.result() for done in waiting]
+        return [done.result() for done in jobs]
+
+    async def _run(self, function: Callable[[MediaSource], T], source: MediaSource) -> T:
+        """Runs the function in a thread. A cancellation takes effect before the function has begun or after its end."""
+        async with self._videos if isinstance(source, Video) else self._images, self._idle:
+            job = asyncio.get_running_loop().run_in_executor(self._threads, function, source)
+            try:
+                return await asyncio.shield(job)
+            except asyncio.CancelledError:
+                await asyncio.wait({job})
+                job.exception()  # else asyncio would report it as never retrieved
+                raise
 
     def close(self) -> None:
-        self._videos.shutdown(wait=True, cancel_futures=True)
-        self._images.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
 
-async def _end(jobs: Sequence[Future[Any]], waiting: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancels the jobs that have not started and waits for the others, even if the caller is cancelled."""
+async def _end(jobs: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancels the jobs and waits until they have ended, even if the caller is cancelled."""
     cancelled: asyncio.CancelledError | None = None
     for job in jobs:
         job.cancel()
-    while pending := [future for future in waiting if not future.done()]:
+    while pending := [job for job in jobs if not job.done()]:
         try:
             await asyncio.wait(pending)
         except asyncio.CancelledError as error:
             cancelled = error
-    for future in waiting:  # one error is raised; asyncio would report the others as never retrieved
-        if not future.cancelled():
-            future.exception()
+    for job in jobs:  # one error is raised; asyncio would report the others as never retrieved
+        if not job.cancelled():
+            job.exception()
     if cancelled is not None:
         raise cancelled
 

@@ -41,7 +41,8 @@ _REASONS = {
 
 
 class ImagePool:
-    """An `ImageProcessor` with `workers` processes. Thread-safe; a thread waits while all processes are busy."""
+    """An `ImageProcessor` with `workers` processes. Thread-safe; a thread waits while all processes are busy. Requests
+    have no more threads than there are processes, so only those that read headers of uploads may wait here for long."""
 
     def __init__(
         self, limits: MediaLimits, workers: int, *, image_seconds: float, video_seconds: float,

@@ -273,6 +273,35 @@ def test_a_call_that_is_cancelled_keeps_its_room_until_its_images_are_over(asset
     with_frontend(assets, body)
 
 
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+@pytest.mark.parametrize("source", [Image(b"next", "i"), Video(b"next", "v")], ids=["image", "video"])
+def test_a_call_whose_file_waits_for_a_process_ends_at_once(assets: ModelAssets, source: MediaSource, how: str) -> None:
+    """Two processes decode a video and an image, each for longer than the third call may take."""
+
+    async def body(frontend: Frontend, decoder: Controlled) -> None:
+        others = [asyncio.create_task(ask(frontend, spec(Video(b"long", "v"), name="video")))]
+        others.append(asyncio.create_task(ask(frontend, spec(image(b"slow"), name="image"))))
+        await begun(decoder, 2)
+        held = frontend.stats()["held_bytes"]
+        if how == "late":
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    await ask(frontend, spec(source))
+        else:
+            call = asyncio.create_task(ask(frontend, spec(source)))
+            await asyncio.wait({call}, timeout=0.02)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        assert frontend.stats()["held_bytes"] == held and frontend.live == 2
+        decoder.go_on.set()
+        await asyncio.gather(*others)
+        assert decoder.decoded == [b"slow"]
+        await ask(frontend, spec(Video(b"after", "v"), image(b"after"), image(b"after"), name="after"))
+
+    with_frontend(assets, body)
+
+
 class Keeper(FakeEngine):
     """An engine that takes requests and keeps weak references to their pixels."""
 
