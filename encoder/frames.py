@@ -13,6 +13,7 @@ import io
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -173,7 +174,7 @@ class _AvClip(Clip):
             except ImageError as error:
                 raise VideoError(error.reason, too_large=error.too_large) from error
             packets, moments = self._packets(file, stream)
-            self._count, self._first = len(moments), None if None in moments else min(moments, default=None)
+            self._count, self._moments = len(moments), None if None in moments else sorted(moments)
             limits.check(packets, self.width, self.height)
             if not self._count:
                 raise VideoError("the video has no frame in the time that is shown")
@@ -199,7 +200,9 @@ class _AvClip(Clip):
         for packet in file.demux(stream):
             if packet.size > 0:
                 packets += 1
-                if not packet.is_discard:
+                # VP8 keeps frames that are only references in packets of their own, without the bit for showing them.
+                hidden = stream.codec_context.name == "vp8" and not memoryview(packet)[0] & 0x10
+                if not packet.is_discard and not hidden:
                     moments.append(packet.pts)
             if packets > self._limits.max_frames:
                 break
@@ -211,10 +214,9 @@ class _AvClip(Clip):
         size: tuple[int, int] | None = None
         with self._opened() as (file, stream):
             for index, frame in enumerate(file.decode(stream)):
-                if not left:
-                    return
-                if not index and None not in (frame.pts, self._first) and frame.pts > self._first:
-                    raise VideoError("the first frames cannot be decoded: they depend on frames that the file lacks")
+                if not left or index == self._count:
+                    break
+                self._check_frame(frame, index)
                 if index in wanted:
                     left -= 1
                     pixels_HWC = self._pixels(frame, index)
@@ -224,6 +226,19 @@ class _AvClip(Clip):
             raise VideoError(
                 f"the video ends early: {left} chosen frames are missing of the {self._count} that it declares"
             )
+
+    def _check_frame(self, frame: Any, index: int) -> None:
+        """Raises VideoError if frame `index`, and maybe others, is missing before `frame`, or if `frame` is damaged.
+        Later frames may depend on either, and all would have the numbers and times of earlier ones."""
+        if self._moments is not None and frame.pts is not None and frame.pts > self._moments[index]:
+            if not index:
+                raise VideoError("the first frames cannot be decoded: they depend on frames that the file lacks")
+            raise VideoError(
+                f"{_place(index, self._moments[index], frame.time_base)} cannot be decoded: it is damaged, or the file "
+                "lacks what it depends on"
+            )
+        if frame.is_corrupt:
+            raise VideoError(f"{_place(index, frame.pts, frame.time_base)} is damaged")
 
     def _pixels(self, frame: Any, index: int) -> Pixels:
         try:
@@ -257,6 +272,11 @@ class _AvFile:
         self._file.close()
         if isinstance(error, Exception) and not isinstance(error, VideoError):
             raise VideoError(f"the video cannot be decoded: {words(error)}") from error
+
+
+def _place(index: int, pts: int | None, unit: Fraction | None) -> str:
+    """A frame's name in messages: its index and, if it has a timestamp, its time. `unit`: seconds of one tick."""
+    return f"frame {index}" if pts is None or unit is None else f"frame {index}, at {float(pts * unit):.3f} s,"
 
 
 def _ascending(indices: Sequence[int], count: int) -> frozenset[int]:

@@ -8,6 +8,7 @@ import itertools
 import struct
 import sys
 import warnings
+from collections.abc import Callable
 from fractions import Fraction
 
 import av
@@ -279,6 +280,66 @@ def test_a_film_that_lacks_what_its_first_frames_depend_on_is_refused() -> None:
     assert clip.num_frames == 19
     with pytest.raises(VideoError, match="the first frames cannot be decoded: they depend on frames that the file"):
         list(clip.frames([0]))
+
+
+def changed(data: bytes, container: str, change: Callable[[int, bytes], list[bytes]]) -> bytes:
+    """The video with other packets: `change` gives those that replace packet `index`, with its timestamps and later
+    ones."""
+    buffer = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(buffer, "w", format=container) as target:
+        stream = source.streams.video[0]
+        copy = target.add_stream_from_template(stream)
+        for index, packet in enumerate(packet for packet in source.demux(stream) if packet.size):
+            for later, content in enumerate(change(index, bytes(packet))):
+                again = av.Packet(content)
+                again.pts, again.dts, again.time_base = packet.pts + later, packet.dts + later, packet.time_base
+                again.is_keyframe, again.stream = packet.is_keyframe, copy
+                target.mux(again)
+    return buffer.getvalue()
+
+
+def flipped(data: bytes) -> bytes:
+    """The bytes with every seventh one changed in their last two thirds."""
+    damaged = bytearray(data)
+    for place in range(len(data) // 3, len(data), 7):
+        damaged[place] ^= 0x55
+    return bytes(damaged)
+
+
+EMPTY = b"\0\0\0\3\x46\x01\x50"
+"""An access unit of HEVC without a frame."""
+
+
+@pytest.mark.parametrize(
+    ("codec", "damage", "words"),
+    [
+        ("mpeg4", flipped, r"frame 4, at 0\.800 s, is damaged"),
+        ("libx265", lambda packet: EMPTY, r"frame \d, at \d\.\d00 s, cannot be decoded: it is damaged, or the"),
+    ],
+    ids=["damaged", "left-out"],
+)
+def test_a_film_with_a_damaged_frame_is_refused(codec: str, damage: Callable[[bytes], bytes], words: str) -> None:
+    """Decoders conceal the damage or leave the frame out; later frames depend on it, or have its number."""
+    whole = film("mp4", codec, ramp=90, height=96, width=128)
+    data = changed(whole, "mp4", lambda index, packet: [damage(packet) if index == 4 else packet])
+    clip = open_video(data)
+    assert clip.num_frames == 10
+    with pytest.raises(VideoError, match=words):
+        list(clip.frames([0, 9]))
+    assert len(list(clip.frames([0]))) == 1, "frames before the damage can be decoded"
+
+
+def test_frames_that_are_only_references_are_no_frames_of_a_film() -> None:
+    """VP8 has such frames in packets of their own."""
+    whole = film("webm", "libvpx")
+
+    def with_a_reference(index: int, packet: bytes) -> list[bytes]:
+        return [packet] if index else [packet, bytes([packet[0] & ~0x10]) + packet[1:]]
+
+    clip = open_video(changed(whole, "webm", with_a_reference))
+    assert clip.num_frames == 10
+    ours, theirs = list(clip.frames(range(10))), list(open_video(whole).frames(range(10)))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("degrees", [90, 270])
