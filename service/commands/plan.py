@@ -20,7 +20,8 @@ from kernels.linear import quantised_bytes
 from kernels.linear.layouts import is_compact_width
 from kernels.native.instruction_sets import NativeUnavailable, choose, processor_features, supported
 from kernels.native.library import origin
-from service.common.config import ConfigError, EngineOptions
+from service.common.config import ConfigError, EngineOptions, ServerOptions
+from service.encoding.window import check_messages, check_window
 from service.engine.build import (
     check_activations,
     check_drafting,
@@ -79,7 +80,7 @@ def size(count: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def plan(options: EngineOptions) -> list[Table]:
+def plan(options: ServerOptions) -> list[Table]:
     """The tables of the plan. Raises the errors that the server would raise for the same options."""
     options = fetched(options, weights=False)
     check_instruction_set(options)
@@ -87,6 +88,7 @@ def plan(options: EngineOptions) -> list[Table]:
     check_role(options, checkpoint)
     if options.role == "encoder":
         check_images(options, checkpoint)
+        check_decoders(options, checkpoint)
         return [memory_table(options, checkpoint), encoder_table(options, checkpoint)]
     check_activations(options, checkpoint)
     check_state_dtype(options, checkpoint)
@@ -115,6 +117,14 @@ def check_images(options: EngineOptions, checkpoint: Checkpoint) -> None:
         check_encoder_step(options, checkpoint, vision)
     if options.encoder_process:
         check_segment(options, vision, dtype)
+
+
+def check_decoders(options: ServerOptions, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for options with which an encoder could not take images from its decoders."""
+    check_messages(options)
+    vision = resolve_vision(options, checkpoint)
+    assert vision is not None
+    check_window(options, vision, resolve_dtype(options, checkpoint))
 
 
 def instructions(options: EngineOptions) -> str:

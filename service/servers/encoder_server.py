@@ -19,17 +19,16 @@ from typing import Any
 
 import grpc
 
-from encoder.item import IMAGE
-from encoder.runner import EncoderRunner
 from kernels.host_memory import release_program_pages
 from saccade.v1 import encoder_pb2_grpc
 from service.answers.door import Door
 from service.common.auth import Guard, watch_keys
-from service.common.config import ConfigError, EngineOptions, ServerOptions
+from service.common.config import EngineOptions, ServerOptions
 from service.encoding.encoder import LocalEncoder
 from service.encoding.encoder_servicer import EncoderServicer
 from service.encoding.handoff import Handoff
 from service.encoding.partner import Partner
+from service.encoding.window import check_window
 from service.engine.build import build_encoder
 from service.rpc.interceptor import DoorInterceptor
 from service.servers.credentials import server_credentials
@@ -177,20 +176,6 @@ class EncoderServer:
         }
 
 
-def check_window(options: ServerOptions, runner: EncoderRunner) -> None:
-    """Raises ConfigError if one decoder's share of `max_inflight_bytes` is smaller than the pixels of the largest
-    image, since no decoder with this model could attach then."""
-    spec, window = runner.spec, options.max_inflight_bytes // options.max_decoders
-    pixels = spec.max_image_tokens * spec.patches_per_token * spec.patch_widths[IMAGE] * runner.options.dtype.itemsize
-    if window < pixels:
-        fewer = options.max_inflight_bytes // pixels
-        raise ConfigError(
-            f"max_inflight_bytes: {options.max_inflight_bytes} is {window} bytes of pixels for each of "
-            f"{options.max_decoders} decoders (max_decoders), but the largest image has {pixels}; at least "
-            f"{pixels * options.max_decoders} would work" + (f", or at most {fewer} decoders" if fewer else "")
-        )
-
-
 async def serve_encoder(options: ServerOptions) -> int:
     """Runs an encoder until SIGTERM or SIGINT, or until it fails. Returns the exit code."""
     loop = asyncio.get_running_loop()
@@ -208,7 +193,7 @@ async def serve_encoder(options: ServerOptions) -> int:
         os._exit(0)  # nothing else ends the thread that loads the model
     thread = building.result()
     try:
-        check_window(options, thread.encoder.runner)
+        check_window(options, thread.encoder.runner.spec, thread.encoder.runner.options.dtype)
         server = EncoderServer(options, thread)
         await server.start()
     except BaseException:

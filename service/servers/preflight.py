@@ -38,6 +38,8 @@ def check_options(options: ServerOptions) -> None:
         watch_keys(options.api_keys)
     check_sizes_file(options)
     if options.role == "encoder":
+        from service.encoding.window import check_messages  # imported here: it needs torch, and a frontend does not
+
         check_messages(options)
     else:
         make_fetcher(options, frontend_limits(options).media)
@@ -79,17 +81,6 @@ def check_frontends(options: ServerOptions) -> None:
             )
     if options.api_keys is not None:
         watch_keys(options.api_keys, options.frontends)
-
-
-def check_messages(options: ServerOptions) -> None:
-    """Raises ConfigError if an encoder could not exchange pixels and rows with its decoders."""
-    from service.encoding.items import LARGEST_MESSAGE  # imported here: it needs torch, and a frontend does not
-
-    if options.max_message_bytes < LARGEST_MESSAGE:
-        raise ConfigError(
-            f"max_message_bytes: {options.max_message_bytes} is too small for the messages between an encoder and its "
-            f"decoders; at least {LARGEST_MESSAGE} would work"
-        )
 
 
 def check_batches(options: ServerOptions) -> None:

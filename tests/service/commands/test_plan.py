@@ -22,10 +22,11 @@ from kernels.machine_memory import machine_memory
 from kernels.native.instruction_sets import SETS, processor_features, supported
 from kernels.native.structs import Kind
 from service.commands.plan import plan, size, weight_bytes
-from service.common.config import ConfigError, EngineOptions
+from service.common.config import ConfigError, EngineOptions, ServerOptions
 from service.engine.build import build_encoder, build_engine, decoder_options
 from service.model.checkpoint import open_checkpoint
 from service.model.quantise import quantise_checkpoint
+from service.servers.run import run as serve
 
 
 def test_the_plan_agrees_with_the_arena(tmp_path: Path) -> None:
@@ -308,7 +309,7 @@ def test_a_role_plans_for_what_it_serves(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 3, text={"pattern": "M*-M"})
     checkpoint = open_checkpoint(str(tmp_path))
     both = EngineOptions(model=str(tmp_path))
-    encoder = EngineOptions(model=str(tmp_path), role="encoder")
+    encoder = ServerOptions(model=str(tmp_path), role="encoder")
     decoder = EngineOptions(model=str(tmp_path), role="decoder", encoders=("localhost:1",))
     titles = {options.role: [table.title for table in plan(options)] for options in (both, encoder, decoder)}
     assert titles["all"][1:-1] == titles["decoder"][1:] and titles["encoder"][1:] == titles["all"][-1:]
@@ -343,8 +344,8 @@ def test_a_step_of_the_encoder_that_cannot_be_is_an_error_with_one_that_can(tmp_
     rule = {"patch_size": checkpoint.patch_size, "min_num_patches": 64, "max_num_patches": 256}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(rule))
 
-    def options(step: int, **others: Any) -> EngineOptions:
-        return EngineOptions(model=str(tmp_path), threads=1, role=role, encoder_step_tokens=step, **others)
+    def options(step: int, **others: Any) -> ServerOptions:
+        return ServerOptions(model=str(tmp_path), threads=1, role=role, encoder_step_tokens=step, **others)
 
     def build(options: EngineOptions) -> None:
         (build_engine(options) if role == "all" else build_encoder(options)[0]).close()
@@ -361,9 +362,26 @@ def test_a_step_of_the_encoder_that_cannot_be_is_an_error_with_one_that_can(tmp_
 def test_an_encoder_needs_no_options_of_a_decoder(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 3, text={"pattern": "*-"})
     decoder = {"activations": "int8", "state_dtype": "bfloat16", "draft_vocab": 9, "memory_share": 0.0}
-    options = EngineOptions(**{"model": str(tmp_path), "device": "cpu", "role": "encoder", **decoder})
+    options = ServerOptions(**{"model": str(tmp_path), "device": "cpu", "role": "encoder", **decoder})
     build_encoder(options)[0].close()
     assert [row[0] for row in plan(options)[0].rows] == ["part", "weights", "handoff", "total"]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"max_inflight_bytes": 4096, "dtype": "float32"}, "max_inflight_bytes: 4096 is 1024 bytes of pixels for each"),
+        ({"max_message_bytes": 2048}, "max_message_bytes: 2048 is too small .*; at least 1048640 would work"),
+    ],
+)
+def test_a_plan_refuses_an_encoder_that_no_decoder_could_use(
+    tmp_path: Path, other: dict[str, Any], message: str
+) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "*-"})
+    options = ServerOptions(**{"model": str(tmp_path), "device": "cpu", "role": "encoder", "port": 0, **other})
+    for run in (plan, serve):
+        with pytest.raises(ConfigError, match=message):
+            run(options)
 
 
 @pytest.mark.parametrize("role", ["encoder", "decoder"])
