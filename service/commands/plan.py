@@ -21,9 +21,9 @@ from kernels.linear.layouts import is_compact_width
 from kernels.native.instruction_sets import NativeUnavailable, choose, processor_features, supported
 from kernels.native.library import origin
 from service.common.config import ConfigError, EngineOptions, ServerOptions
-from service.encoding.window import check_messages, check_window
 from service.engine.build import (
     check_activations,
+    check_decoders,
     check_drafting,
     check_encoder_step,
     check_handoff,
@@ -117,14 +117,6 @@ def check_images(options: EngineOptions, checkpoint: Checkpoint) -> None:
         check_encoder_step(options, checkpoint, vision)
     if options.encoder_process:
         check_segment(options, vision, dtype)
-
-
-def check_decoders(options: ServerOptions, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for options with which an encoder could not take images from its decoders."""
-    check_messages(options)
-    vision = resolve_vision(options, checkpoint)
-    assert vision is not None
-    check_window(options, vision, resolve_dtype(options, checkpoint))
 
 
 def instructions(options: EngineOptions) -> str:

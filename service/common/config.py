@@ -109,7 +109,6 @@ class MediaOptions:
     max_image_pixels: int = _option(64_000_000, "pixels of one image", minimum=1, maximum=INT64, size=True)
     max_videos_per_request: int = _option(4, "videos in one request", minimum=0, maximum=INT32)
     max_video_bytes: int = _option(48 * 2**20, "encoded bytes of one video", minimum=1, maximum=INT64, size=True)
-    max_video_frames: int = _option(32, "frames that are sampled from a video, evenly spaced", minimum=1, maximum=INT32)
     max_video_file_frames: int = _option(20_000, "frames in a video file, sampled or not", minimum=1, maximum=INT32)
     max_video_pixels: int = _option(
         2**34,

@@ -146,6 +146,7 @@ class EngineOptions:
         None, "share of a video's tokens to drop after the encoder, the most redundant ones first (0.5: half); unset: "
         "the checkpoint's", minimum=0,
     )  # fmt: skip
+    max_video_frames: int = _option(32, "frames that are sampled from a video, evenly spaced", minimum=1, maximum=INT32)
     graphs: str = _option(
         "auto",
         "CUDA graphs (on a CPU, for tests: the same buffers); auto = for the decoder on a GPU, for the encoder where "

@@ -19,12 +19,14 @@ from typing import Any
 import grpc
 import torch
 
+from encoder.item import DTYPE_BYTES
 from saccade.v1 import encoder_pb2, encoder_pb2_grpc
 from service.common.option import is_local
 from service.encoding.encoder_pool import LinkOwner
 from service.encoding.entries import EncodingFailed, Work
 from service.encoding.items import bytes_of, item_to_proto, pieces, write_bytes
 from service.encoding.partner import Partner, PartnerRefused
+from service.encoding.window import Largest
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +68,12 @@ class GrpcLink:
     """The connection to one encoder."""
 
     def __init__(
-        self, address: str, partner: Partner, *, pixel_bytes: int, max_tokens: int,
+        self, address: str, partner: Partner, largest: Largest, *,
         credentials: grpc.ChannelCredentials | None = None, api_key: str | None = None,
     ) -> None:  # fmt: skip
-        """`pixel_bytes`, `max_tokens`: of the largest image that may be sent."""
+        """`largest`: bounds on the images and videos that may be sent."""
         self.name = address
-        self._partner, self._pixel_bytes, self._max_tokens = partner, pixel_bytes, max_tokens
+        self._partner, self._largest = partner, largest
         self._credentials = credentials
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._session: _Session | None = None
@@ -221,15 +223,17 @@ class GrpcLink:
         name = f"encoder {self.name}"
         welcome = message.welcome
         self._partner.check(partner_from_proto(welcome.partner), name)
-        if welcome.window_bytes < self._pixel_bytes:
+        tokens, pixel_bytes = self._largest
+        if welcome.window_bytes < pixel_bytes:
             raise PartnerRefused(
-                f"{name} takes {welcome.window_bytes} bytes of pixels, but the largest image here has "
-                f"{self._pixel_bytes}; raise its max_inflight_bytes"
+                f"{name} takes {welcome.window_bytes} bytes of pixels, but the largest image or video here may have "
+                f"{pixel_bytes}; raise its max_inflight_bytes to that for each of its max_decoders"
             )
-        if welcome.max_tokens < self._max_tokens:
+        if welcome.max_tokens < tokens:
+            least = tokens * self._partner.hidden_size * DTYPE_BYTES[self._partner.dtype]
             raise PartnerRefused(
-                f"{name} takes images of {welcome.max_tokens} tokens, but the largest here has {self._max_tokens}; "
-                "raise its handoff_bytes"
+                f"{name} takes images and videos of {welcome.max_tokens} tokens, but the largest here may have "
+                f"{tokens}; handoff_bytes {least} would work there"
             )
         self._window = welcome.window_bytes
 

@@ -21,11 +21,12 @@ from encoder.runner import EncoderOptions, EncoderRunner
 from families import VisionSpec
 from kernels.host_memory import release_freed_memory
 from kernels.native import instruction_sets
-from service.common.config import ConfigError, EngineOptions
+from service.common.config import ConfigError, EngineOptions, ServerOptions
 from service.encoding.encoder import TIME_SLICE_SECONDS, Encoding, LocalEncoder, WorkSource
 from service.encoding.encoder_pool import EncoderPool
 from service.encoding.handoff import Handoff
 from service.encoding.partner import Partner, partner_of
+from service.encoding.window import Largest, check_messages, check_window, largest_item
 from service.engine.constraining import Constraining
 from service.engine.engine import Engine
 from service.engine.types import EngineInfo
@@ -263,26 +264,39 @@ def step_tokens(options: EngineOptions, vision: VisionSpec) -> int:
     return options.encoder_step_tokens or vision.max_image_tokens
 
 
+def largest_of(options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec, rows: int) -> Largest:
+    """Bounds on the images and videos of a server with a handoff of `rows` rows."""
+    frames = options.max_video_frames if VIDEO in checkpoint.encoder_kinds else 0
+    room = min(rows, resolve_max_len(options, checkpoint) - 1)
+    return largest_item(vision, resolve_dtype(options, checkpoint), frames=frames, room=room)
+
+
+def check_decoders(options: ServerOptions, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError if no decoder with the same options could use this encoder."""
+    check_role(options, checkpoint)
+    check_messages(options)
+    vision = resolve_vision(options, checkpoint)
+    assert vision is not None
+    rows = options.handoff_bytes // (vision.row_width * resolve_dtype(options, checkpoint).itemsize)
+    check_window(options, largest_of(options, checkpoint, vision, rows))
+
+
 def connect_encoders(
     options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec, handoff: Handoff
 ) -> EncoderPool:
     """The encoders of `--encoders`. An encoder that cannot be reached yet is connected later. Raises PartnerRefused if
-    one serves another model."""
+    one serves another model, or takes less than the largest image or video."""
     from service.encoding.credentials import channel_credentials
     from service.encoding.grpc_link import GrpcLink
 
     dtype = resolve_dtype(options, checkpoint)
     partner = partner_of(checkpoint, vision, dtype)
-    patches = vision.max_image_tokens * vision.patches_per_token
+    largest = largest_of(options, checkpoint, vision, handoff.max_tokens)
     credentials = channel_credentials(options)
     links = [
-        GrpcLink(
-            address, partner, pixel_bytes=patches * vision.patch_widths[IMAGE] * dtype.itemsize,
-            max_tokens=min(vision.max_image_tokens, handoff.max_tokens), credentials=credentials,
-            api_key=options.encoder_api_key,
-        )
+        GrpcLink(address, partner, largest, credentials=credentials, api_key=options.encoder_api_key)
         for address in options.encoders
-    ]  # fmt: skip
+    ]
     return EncoderPool(handoff, links, lease=options.encoder_lease, step_tokens=step_tokens(options, vision))
 
 

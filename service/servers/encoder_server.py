@@ -28,8 +28,8 @@ from service.encoding.encoder import LocalEncoder
 from service.encoding.encoder_servicer import EncoderServicer
 from service.encoding.handoff import Handoff
 from service.encoding.partner import Partner
-from service.encoding.window import check_window
-from service.engine.build import build_encoder
+from service.engine.build import build_encoder, check_decoders
+from service.model.checkpoint import open_checkpoint
 from service.rpc.interceptor import DoorInterceptor
 from service.servers.credentials import server_credentials
 from service.servers.exposure import channel_options, check_exposure, listen
@@ -184,7 +184,11 @@ async def serve_encoder(options: ServerOptions) -> int:
     def on_death() -> None:
         loop.call_soon_threadsafe(stopping.set)
 
-    building = asyncio.create_task(asyncio.to_thread(EncoderThread, options, on_death=on_death))
+    def build() -> EncoderThread:
+        check_decoders(options, open_checkpoint(options.model, options.revision))
+        return EncoderThread(options, on_death=on_death)
+
+    building = asyncio.create_task(asyncio.to_thread(build))
     await asyncio.wait({building, stopped := asyncio.create_task(stopping.wait())}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if not building.done():
@@ -193,7 +197,6 @@ async def serve_encoder(options: ServerOptions) -> int:
         os._exit(0)  # nothing else ends the thread that loads the model
     thread = building.result()
     try:
-        check_window(options, thread.encoder.runner.spec, thread.encoder.runner.options.dtype)
         server = EncoderServer(options, thread)
         await server.start()
     except BaseException:

@@ -322,7 +322,7 @@ def test_pixels_wait_for_the_window_and_rows_for_space(model: Path) -> None:
     window = 2 * largest * vision.patch_dim * 4
     rows = vision.max_image_tokens * vision.text_hidden_size * 4
     options = {"max_inflight_bytes": 2 * window, "max_decoders": 2, "handoff_bytes": 3 * rows}
-    with RunningEncoder(str(model), **options) as small, Pool(model, small, capacity=3 * rows) as pool:
+    with RunningEncoder(str(model), **options) as small, Pool(model, small, capacity=3 * rows, max_len=17) as pool:
         side = 2 * int((largest / 4) ** 0.5)
         generator = torch.Generator().manual_seed(0)
         images = [
@@ -339,13 +339,34 @@ def test_pixels_wait_for_the_window_and_rows_for_space(model: Path) -> None:
 
 
 def test_an_item_above_the_window_is_refused_with_both_numbers(model: Path) -> None:
-    with RunningEncoder(str(model), max_inflight_bytes=1 << 20, max_decoders=1) as small, Pool(model, small) as pool:
+    with (
+        RunningEncoder(str(model), max_inflight_bytes=1 << 20, max_decoders=1) as small,
+        Pool(model, small, max_len=17) as pool,
+    ):
         image = EncoderItem((40, 200), torch.zeros(8000, pool.vision.patch_dim))
         lease = pool.lease(1, image)
         pool.settled([lease])
         assert isinstance(lease.error, ValueError)
         assert str(image.patches.numel() * 4) in str(lease.error) and str(1 << 20) in str(lease.error)
         lease.release()
+
+
+def test_an_encoder_must_take_the_largest_video(model: Path) -> None:
+    """The number that the error names is enough: a video of that many bytes is encoded."""
+    with RunningEncoder(str(model), max_inflight_bytes=8192, max_decoders=1) as narrow:
+        with pytest.raises(ConfigError, match="8192 bytes .* largest image or video here may have") as refused:
+            Pool(model, narrow, max_len=33)
+    found = re.search(r"may have (\d+)", str(refused.value))
+    assert found is not None
+    with RunningEncoder(str(model), max_inflight_bytes=2 * int(found[1]), max_decoders=2) as enough:
+        with Pool(model, enough, max_len=33) as pool:
+            width = pool.vision.patch_widths[VIDEO]
+            video = EncoderItem((4, 4), torch.zeros(8 * 16, width), kind=VIDEO, num_sequences=8, num_frames=16)
+            assert video.tokens == 32 and video.nbytes == int(found[1])
+            lease = pool.lease(1, video)
+            pool.settled([lease])
+            assert lease.error is None
+            lease.release()
 
 
 def test_two_decoders_share_an_encoding(model: Path, near: RunningEncoder) -> None:
@@ -403,10 +424,12 @@ def test_an_encoder_of_another_dtype_or_store_is_refused_with_both_values(model:
             Pool(model, other)
     width = open_checkpoint(str(model)).config.decoder.hidden_size
     with RunningEncoder(str(model), handoff_bytes=5 * width * 4) as small:
-        with pytest.raises(ConfigError, match="takes images of 5 tokens, but the largest here has 16"):
-            Pool(model, small)
+        with pytest.raises(ConfigError, match="of 5 tokens, but the largest here may have 16; handoff_bytes"):
+            Pool(model, small, max_len=17)
     with RunningEncoder(str(model), max_inflight_bytes=4096) as narrow:
-        with pytest.raises(ConfigError, match="takes 1024 bytes of pixels, but the largest image here has"):
+        with pytest.raises(
+            ConfigError, match="takes 1024 bytes of pixels, but the largest image or video here may have"
+        ):
             Pool(model, narrow)
 
 
@@ -415,7 +438,7 @@ def test_an_encoder_to_which_no_decoder_could_attach_does_not_start(model: Path)
     options = ServerOptions(
         model=str(model), role="encoder", dtype="float32", threads=1, port=0, max_inflight_bytes=4096
     )
-    said = "4096 is 1024 bytes of pixels for each of 4 decoders .* the largest image has .*; at least (.*) would work$"
+    said = "4096 is 1024 bytes of pixels for each of 4 decoders .* the largest .*; at least (.*) would work$"
     with pytest.raises(ConfigError, match=f"max_inflight_bytes: {said}") as error:
         asyncio.run(asyncio.wait_for(serve_encoder(options), 60))
     found = re.search(said, str(error.value))

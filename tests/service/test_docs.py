@@ -18,6 +18,7 @@ from service.encoding.encoder_pool import EncoderPool
 from service.encoding.grpc_link import GrpcLink
 from service.encoding.handoff import Handoff
 from service.encoding.process_link import ProcessLink
+from service.encoding.window import Largest
 from service.engine.engine_thread import EngineThread
 from service.http.call import Front
 from service.http.metrics import exposition
@@ -90,7 +91,7 @@ class NotStarted(ProcessLink):
 def exported(engine: EngineThread, encoder: EncoderThread) -> dict[str, Metric]:
     """All metrics by name, of a server, an encoder, a decoder with encoders elsewhere, and an HTTP server."""
     options = ServerOptions("demo")
-    remote = NotConnected("host:1", encoder.partner, pixel_bytes=1, max_tokens=1)
+    remote = NotConnected("host:1", encoder.partner, Largest(1, 1))
     process = NotStarted(options, segment_bytes=2**16)
     process._counts |= dict.fromkeys(REPORTED, 0)  # what the process reports with its first image
     pool = EncoderPool(Handoff(1024, 4, torch.float32), (remote, process), lease=1.0, step_tokens=1)

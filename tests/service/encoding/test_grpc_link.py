@@ -21,6 +21,7 @@ from service.encoding.grpc_link import GrpcLink, _Session, partner_to_proto
 from service.encoding.handoff import Handoff
 from service.encoding.items import PIECE_BYTES, bytes_of
 from service.encoding.partner import PROTOCOL, Partner
+from service.encoding.window import Largest
 
 PARTNER = Partner(PROTOCOL, "tiny", "revision", "digest", "patches", "float32", 2)
 SMALL = 3 * 4 * 4
@@ -182,7 +183,7 @@ def test_rows_that_are_not_finite_are_an_error_of_their_image() -> None:
     """They would be cached, and the tokens after them would be arbitrary. Other images of the connection go on."""
     bad = [torch.tensor([[1.0, value]]) for value in (math.nan, math.inf, -math.inf)]
     with serving(Encoder([*bad, torch.tensor([[1.0, 2.0]])])) as address:
-        link, owner = GrpcLink(address, PARTNER, pixel_bytes=SMALL, max_tokens=1), Owner()
+        link, owner = GrpcLink(address, PARTNER, Largest(1, SMALL)), Owner()
         link.start(owner)
         try:
             for ticket in (1, 2, 3):
