@@ -21,6 +21,7 @@ from kernels.linear.layouts import is_compact_width
 from kernels.native.instruction_sets import NativeUnavailable, choose, processor_features, supported
 from kernels.native.library import origin
 from service.common.config import ConfigError, EngineOptions, ServerOptions
+from service.common.roles import warn_of_unused
 from service.engine.build import (
     check_activations,
     check_decoders,
@@ -82,6 +83,7 @@ def size(count: int) -> str:
 
 def plan(options: ServerOptions) -> list[Table]:
     """The tables of the plan. Raises the errors that the server would raise for the same options."""
+    warn_of_unused(options)
     options = fetched(options, weights=False)
     check_instruction_set(options)
     checkpoint = open_checkpoint(options.model, options.revision, outline=True)

@@ -59,7 +59,7 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
     settings = [
         # Off, so that a second server on the port fails instead of silently receiving half of the calls. Several
         # frontend processes of one server share the port; `frontends.reserved_port` keeps other servers off it.
-        ("grpc.so_reuseport", int(options.frontends > 1)),
+        ("grpc.so_reuseport", int(options.frontends > 1 and options.role != "encoder")),
         ("grpc.max_receive_message_length", options.max_message_bytes),
         ("grpc.max_send_message_length", options.max_message_bytes),
         # Clients may ping every 10 s during a long generation without output; gRPC must not close their connections.

@@ -13,6 +13,7 @@ from service.common.auth import watch_keys
 from service.common.config import ConfigError, ServerOptions
 from service.common.folders import locked
 from service.common.option import LAST_PORT
+from service.common.roles import warn_of_unused
 from service.encoding.credentials import channel_credentials
 from service.http.listen import bind, check_packages
 from service.media.fetch import make_fetcher
@@ -28,8 +29,10 @@ from service.telemetry.tracing import check_endpoint
 def check_options(options: ServerOptions) -> None:
     """Raises ConfigError for files, folders, ports and packages with which no model could be served here. They may
     still change while the model is loaded, so the code that uses them handles errors as well."""
+    warn_of_unused(options)
     check_exposure(options)
-    check_processes(options)
+    if options.role != "encoder":
+        check_processes(options)
     server_credentials(options)
     channel_credentials(options)
     if _several(options):
