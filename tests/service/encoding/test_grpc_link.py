@@ -197,6 +197,20 @@ def test_rows_that_are_not_finite_are_an_error_of_their_image() -> None:
             link.close()
 
 
+def test_an_encoder_on_this_machine_is_not_reached_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    with serving(Encoder([])) as address:
+        for name in (address, address.replace("127.0.0.1", "localhost")):
+            link = GrpcLink(name, PARTNER, Largest(1, SMALL))
+            link.start(Owner())
+            alive, reason = link.alive, link.reason
+            link.close()
+            assert alive, reason
+
+
 def test_an_encoder_that_drains_keeps_what_it_has_been_sent() -> None:
     session, messages, _ = opened(1 << 20)
     sent, unsent = work_for(1), work_for(2)
