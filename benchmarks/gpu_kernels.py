@@ -17,7 +17,7 @@ from kernels.chunk_scan import chunk_scan, plan_chunks
 from kernels.gated_delta import delta_gates, gated_delta_scan, gated_delta_update
 from kernels.gated_norm import gated_norm
 from kernels.linear import Linear
-from kernels.moe import Experts, run_experts
+from kernels.moe import Experts, reference, route_softmax, run_experts
 from kernels.paged_attention import decode_attention, extend_attention
 from kernels.patch_embed import patch_embed
 from kernels.pixel_shuffle import shuffle_norm
@@ -307,13 +307,20 @@ def product_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
 
 
 def expert_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
-    """The mixture of experts with one token, a decode batch and a prompt. Bytes: those of the chosen experts."""
+    """Router and mixture of experts with one token, a decode batch and a prompt. Bytes: those of the chosen experts."""
     count, width, inner = shape.experts, setting.pick(shape.hidden, 64), setting.pick(shape.intermediate, 48)
     gate = setting.random(count, inner, width) if shape.gated else None
     act, products = ("silu", 3) if shape.gated else ("relu2", 2)
     experts = Experts(setting.random(count, inner, width), setting.random(count, width, inner), gate, act)
+    router = setting.random(count, width, dtype=torch.float32)
     for tokens in (1, 64, 4096) if setting.full else (2,):
         x = setting.random(tokens, width)
+        yield Measure(
+            f"route_softmax {tokens}",
+            lambda x=x: route_softmax(x, router, shape.experts_per_token)[1],
+            bytes=4.0 * router.numel() + 2.0 * x.numel(),
+            peers={"torch": lambda x=x: reference.route_softmax(x, router, shape.experts_per_token)[1]},
+        )
         ids = torch.rand(tokens, count, device=setting.device).topk(shape.experts_per_token)[1]
         shares = torch.rand(tokens, shape.experts_per_token, device=setting.device)
         touched = count if ids.is_meta else int(ids.unique().numel())  # meta: benchmarks.gpu_sweep only compiles

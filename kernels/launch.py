@@ -90,3 +90,9 @@ def by_architecture(table: Mapping[str, T], device: torch.device) -> T:
             _logged.add(name)
             log.warning("kernels have no configurations for %s and use those of %s", name, row)
     return table["sm_80"] if row == "sm_86" and row not in table else table[row]
+
+
+def one_instruction(device: torch.device) -> dict[str, int]:
+    """Options of a launch with which every tile of a product uses the same matrix instruction. AMD's for 32 x 32
+    numbers add fewer inputs at a time than those for 16 x 16, and Triton chooses by the size of a block."""
+    return {"matrix_instr_nonkdim": 16} if architecture(device).startswith("gfx") else {}

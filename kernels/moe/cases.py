@@ -23,12 +23,13 @@ def cases(shape: ModelShape) -> Iterator[Case]:
         up, down = meta(*size, dtype=dtype), meta(size[0], size[2], size[1], dtype=dtype)
         experts = Experts(up, down, up, "silu") if shape.gated else Experts(up, down)
         name = str(dtype).removeprefix("torch.")
-        x = meta(64, shape.hidden, dtype=dtype)
-        if shape.gated:
-            yield Case(f"route softmax {name}", partial(route_softmax, x, gate, shape.experts_per_token))
-        for groups in () if shape.gated else (1, 4):
-            chosen = partial(route, x, gate, correction, shape.experts_per_token, groups, max(groups // 2, 1))
-            yield Case(f"route {groups} {name}", chosen)
+        for tokens in (64, 4096):
+            x = meta(tokens, shape.hidden, dtype=dtype)
+            if shape.gated:
+                yield Case(f"route softmax {tokens} {name}", partial(route_softmax, x, gate, shape.experts_per_token))
+            for groups in () if shape.gated else (1, 4):
+                chosen = partial(route, x, gate, correction, shape.experts_per_token, groups, max(groups // 2, 1))
+                yield Case(f"route {groups} {tokens} {name}", chosen)
         # The last two numbers have 32 and 80 pairs per expert on average, between few and many.
         between = [average * shape.experts // shape.experts_per_token for average in (32, 80)]
         for tokens in (4, 64, 4096, *between):

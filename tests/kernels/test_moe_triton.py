@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from triton_kernels import DEVICE, assert_as_good, poisoned
 
 from kernels.dispatch import forced
 from kernels.launch import ARCHITECTURES, by_architecture
 from kernels.linear import KINDS, Quantised, quantise
-from kernels.moe import Experts, kernel, reference, route, route_softmax, run_experts
+from kernels.moe import Experts, kernel, reference, route, route_kernel, route_softmax, run_experts
 from kernels.moe.experts import ACTIVATIONS
 
 DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
@@ -120,6 +121,28 @@ def test_every_configuration_computes_the_same(gated: bool, monkeypatch: pytest.
 def test_the_tile_depends_on_the_average_number_of_pairs(pairs: int, place: int) -> None:
     tiles = tuple((least, kernel.Tile(16, 16, 16, 1, pairs)) for least, pairs in ((0, 0), (8, 1), (16, 2)))
     assert kernel.tile_of(tiles, pairs, experts=4) == tiles[place][1]
+
+
+def numbers(*shape: int) -> Tensor:
+    """On a GPU any numbers; otherwise integers, whose sums are exact in float32 and bfloat16: NumPy's products, which
+    the interpreter uses, depend on the shape."""
+    return torch.randn(shape) if DEVICE.type == "cuda" else torch.randint(-1, 2, shape).float()
+
+
+COUNTS = (1, 2, 8, 9, 40)
+"""Numbers of tokens: few and many, and each entry of the tables."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_number_of_tokens_changes_no_choice(dtype: torch.dtype) -> None:
+    """With several parts of the inputs, of which the last is not whole."""
+    width = 2 * route_kernel.PART + 72
+    x, gate = numbers(520, width).to(dtype), numbers(12, width)
+    whole, logits = route_softmax(x, gate, 3), F.linear(x.double(), gate.double())
+    torch.testing.assert_close(whole[1].double(), logits.gather(1, whole[0]).softmax(1), rtol=1e-4, atol=1e-6)
+    for tokens in COUNTS:
+        for found, expected in zip(route_softmax(x[-tokens:], gate, 3), whole, strict=True):
+            assert torch.equal(found, expected[-tokens:]), tokens
 
 
 def quantised(count: int, outputs: int, inner: int, kind: str) -> Quantised:
