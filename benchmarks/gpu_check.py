@@ -257,19 +257,21 @@ def drawn(config: DecoderConfig, device: str, lengths: Sequence[int], *, graphs:
 
 
 def check_batches(device: str, scale: str) -> dict[str, Any]:
-    """Checks that neither other requests nor graphs change a bit of a request in bfloat16, for a dense model."""
-    config, long = decoders(scale)["nemotron-9b"], 300 if scale == "full" else 20
-    alone = drawn(config, device, [long], graphs="off")[0]
-    differ = {}
-    for name, lengths, graphs in (
-        ("with 3", [long, 1, 40, long], "off"),
-        ("with 11", [long, *range(5, 60, 5)], "off"),
-        ("with 11 in graphs", [long, *range(5, 60, 5)], "on"),
-    ):
-        found = drawn(config, device, lengths, graphs=graphs)[0]
-        differ[name] = sum(one != other for one, other in zip(alone, found, strict=True))
-    require(device == "cpu" or not any(differ.values()), f"of {len(alone)} steps, so many differ from alone: {differ}")
-    return {"steps": len(alone), "differ": differ}
+    """Checks that neither other requests nor graphs change a bit of a request in bfloat16: with Mamba-2 and attention,
+    with experts, and with the gated delta rule and gated experts."""
+    long, differ, steps = 300 if scale == "full" else 20, {}, 0
+    for model, config in decoders(scale).items():
+        alone = drawn(config, device, [long], graphs="off")[0]
+        steps += len(alone)
+        for name, lengths, graphs in (
+            ("with 3", [long, 1, 40, long], "off"),
+            ("with 11", [long, *range(5, 60, 5)], "off"),
+            ("with 11 in graphs", [long, *range(5, 60, 5)], "on"),
+        ):
+            found = drawn(config, device, lengths, graphs=graphs)[0]
+            differ[f"{model} {name}"] = sum(one != other for one, other in zip(alone, found, strict=True))
+    require(device == "cpu" or not any(differ.values()), f"of {steps} steps, so many differ from alone: {differ}")
+    return {"steps": steps, "differ": differ}
 
 
 def check_options(device: str, scale: str) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from kernels.gated_delta import scan_kernel as delta_scan
 from kernels.gated_delta import step_kernel as delta_step
 from kernels.launch import architecture, recording
 from kernels.moe import kernel as moe
+from kernels.moe.tiles import Tile
 from kernels.paged_attention import kernel as attention
 from kernels.patch_embed import kernel as patch_embed
 from kernels.rotary import kernel as rotary
@@ -84,8 +85,12 @@ def _scan(setting: Setting, shape: ModelShape) -> Iterator[gpu_kernels.Measure]:
 
 ATTENTION = gpu_kernels.attention_measures
 PROMPT, ROWS = ["extend_attention prompt 8192"], ["decode_attention b64 4096", "decode_attention b1 131072"]
-_MANY = ((64, 128, 64, 4, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 4), (128, 256, 64, 8, 3))
-_FEW = ((16, 64, 128, 4, 3), (16, 64, 128, 4, 5), (16, 128, 128, 4, 3), (16, 128, 64, 4, 5), (16, 64, 256, 4, 3))
+_MANY = (
+    (64, 128, 64, 4, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 4), (128, 256, 64, 8, 3),
+    (256, 128, 64, 8, 3),
+)  # fmt: skip
+_FEW = ((16, 64, 128, 4, 3), (16, 64, 128, 4, 4), (16, 64, 128, 4, 6), (16, 64, 64, 4, 6), (16, 128, 128, 4, 4))
+EXPERTS = [f"run_experts {tokens}" for tokens in (1, 64, 4096)]
 SWEEPS: dict[str, Sweep] = {
     "attention-prompt": Sweep(
         attention.TILES,
@@ -142,20 +147,12 @@ SWEEPS: dict[str, Sweep] = {
         gpu_kernels.delta_measures, ["norm_rotate"], QWEN,
     ),
     "experts": Sweep(
-        moe.TILES, [((0, tile),) for tile in _tiles(moe.Tile, *_FEW, *_MANY)],
-        gpu_kernels.expert_measures, ["run_experts 64", "run_experts 4096"], (NANO_3_OMNI,),
+        moe.TILES, [((0, tile),) for tile in _tiles(Tile, *_FEW, *_MANY)],
+        gpu_kernels.expert_measures, EXPERTS, (NANO_3_OMNI,),
     ),
     "experts-gated": Sweep(
-        moe.TILES_GATED, [((0, tile),) for tile in _tiles(moe.Tile, *_FEW, *_MANY, (128, 64, 64, 8, 4))],
-        gpu_kernels.expert_measures, ["run_experts 64", "run_experts 4096"], QWEN,
-    ),
-    "experts-few": Sweep(
-        moe.FEW,
-        [
-            moe.FewTiles(tile, tile, split) for split in (True, False)
-            for tile in _tiles(moe.Tile, (1, 8, 512, 4, 2), (1, 4, 512, 4, 1), (1, 8, 256, 4, 2), (1, 16, 256, 8, 2))
-        ],
-        gpu_kernels.expert_measures, ["run_experts 1"], (NANO_3_OMNI, QWEN_35B_A3B),
+        moe.TILES_GATED, [((0, tile),) for tile in _tiles(Tile, *_FEW, *_MANY, (64, 64, 64, 4, 4))],
+        gpu_kernels.expert_measures, EXPERTS, QWEN,
     ),
     "patches": Sweep(
         patch_embed.TILES,

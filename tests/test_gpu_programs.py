@@ -25,7 +25,7 @@ def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = last_line(capsys)
     assert said == json.loads((tmp_path / "gpu-check.json").read_text())
     assert all(said[part]["passed"] for part in ("layers", "graphs", "batches", "options"))
-    assert said["options"]["cases"] == 4 and said["batches"]["steps"] == 24
+    assert said["options"]["cases"] == 4 and said["batches"]["steps"] == 3 * 24
     assert said["machine"]["torch"] == torch.__version__
     assert said["layers"].keys() >= {"nemotron-9b", "nano-3-30b", "qwen3.5-35b", "radio-h"}
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import ARCHITECTURES, by_architecture, launch
+from kernels.launch import ARCHITECTURES, by_architecture, launch, one_instruction
 from kernels.linear.kernel import Form, block_product, pointers, row_scaled
 from kernels.linear.quantised import Quantised
 from kernels.moe.activation_kernel import activated
@@ -35,7 +35,6 @@ def _grouped_quantised(  # type: ignore[no-untyped-def]
     p_gate,  # [X, OUT] float32: sums of the gates; with GATED
     p_order,  # [X]: pairs by expert
     p_starts,  # [E + 1]: where each expert's pairs begin in that order
-    p_shares,  # [X] float32: weight of each pair
     p_out,  # [X, OUT]
     experts,
     row_bytes,
@@ -84,8 +83,6 @@ def _grouped_quantised(  # type: ignore[no-untyped-def]
         total = total * activated(tl.load(p_gate + o_out, mask=m_out, other=0.0), ACT)
     elif ACT != "":
         total = activated(total, ACT)
-    if not UP:
-        total = total * tl.load(p_shares + pair, mask=m_m, other=0.0)[:, None]
     tl.store(p_out + o_out, total.to(p_out.dtype.element_ty), mask=m_out)
 
 
@@ -97,12 +94,8 @@ class Grouping:
     """`[X]` pairs, sorted by expert."""
     starts: Tensor
     """`[E + 1]`: the index in `order` of each expert's first pair, and the number of pairs."""
-    shares: Tensor
-    """`[T, K]` float32: the weight of each pair."""
-
-    @property
-    def chosen(self) -> int:
-        return self.shares.shape[1]
+    chosen: int
+    """Experts of a token."""
 
     @property
     def experts(self) -> int:
@@ -116,8 +109,7 @@ def grouped_quantised(
     """Writes each pair's product with its expert's weight `[E, OUT, IN]` to `out` `[X, OUT]`, and returns it.
 
     `up`: rows are `[T, IN]`, and the result is `activation` of the sums, or of `gate` `[X, OUT]` (float32) times the
-    sums. Otherwise rows are `[X, IN]`, and products are multiplied by the pairs' shares. No host sync. `ValueError` as
-    in a linear layer's kernel.
+    sums. Otherwise rows are `[X, IN]`. No host sync. `ValueError` as in a linear layer's kernel.
     """
     _, outputs, inner = weight.shape
     form, pairs = Form.of(weight, rows.dtype), out.shape[0]
@@ -134,7 +126,6 @@ def grouped_quantised(
         p_gate=out if gate is None else gate,
         p_order=grouping.order,
         p_starts=grouping.starts,
-        p_shares=grouping.shares,
         p_out=out,
         experts=grouping.experts,
         row_bytes=weight.values.shape[-1],
@@ -153,5 +144,6 @@ def grouped_quantised(
         GATED=gate is not None,
         num_warps=8 if rows.dtype == torch.float32 else warps,
         num_stages=2,
+        **one_instruction(rows.device),
     )
     return out

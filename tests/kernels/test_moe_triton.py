@@ -107,20 +107,19 @@ def test_every_configuration_computes_the_same(gated: bool, monkeypatch: pytest.
         x, ids = torch.randn(9, width).bfloat16(), torch.tensor([[0, 1], [1, 0], [1, 0]]).repeat(3, 1)
         shares = torch.rand(9, 2)
         exact, plain = (mixed(x, ids, shares, up, down, kind, gate, "silu") for kind in (torch.float64, torch.bfloat16))
-        for few in rows_of(kernel.FEW):
-            monkeypatch.setattr(kernel, "FEW", dict.fromkeys(ARCHITECTURES, few))
-            assert_as_good(run_experts(x[:2], ids[:2], shares[:2], experts), exact[:2], plain[:2])
         for table in ("TILES", "TILES_GATED"):  # the down product never has a gate
             for tile in dict.fromkeys(tile for tiles in rows_of(getattr(kernel, table)) for _, tile in tiles):
                 with monkeypatch.context() as changed:
                     changed.setattr(kernel, table, dict.fromkeys(ARCHITECTURES, ((0, tile),)))
-                    assert_as_good(run_experts(x, ids, shares, experts), exact, plain)
+                    for tokens in (2, 9):  # pairs of their own, and sorted pairs
+                        given = x[:tokens], ids[:tokens], shares[:tokens]
+                        assert_as_good(run_experts(*given, experts), exact[:tokens], plain[:tokens])
 
 
 @pytest.mark.parametrize(("pairs", "place"), [(0, 0), (32, 0), (33, 1), (64, 1), (65, 2)])
 def test_the_tile_depends_on_the_average_number_of_pairs(pairs: int, place: int) -> None:
     tiles = tuple((least, kernel.Tile(16, 16, 16, 1, pairs)) for least, pairs in ((0, 0), (8, 1), (16, 2)))
-    assert kernel.tile_of(tiles, pairs, experts=4) == tiles[place][1]
+    assert kernel.tile_of(tiles, pairs, weights=4) == tiles[place][1]
 
 
 def numbers(*shape: int) -> Tensor:
@@ -129,8 +128,31 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(shape) if DEVICE.type == "cuda" else torch.randint(-1, 2, shape).float()
 
 
-COUNTS = (1, 2, 8, 9, 40)
+COUNTS, MOST = (1, 2, 8, 9, 40), 300
 """Numbers of tokens: few and many, and each entry of the tables."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param(kind, dtype, id=f"{kind}-{dtype}".replace("torch.", ""))
+        for kind in ("plain", "gated", "fp8", "int4")
+        for dtype in (torch.float32, torch.bfloat16)
+        if dtype == torch.bfloat16 or kind in ("plain", "gated")
+    ],
+)
+def test_the_number_of_tokens_changes_no_result(kind: str, dtype: torch.dtype) -> None:
+    count, width, inner, top_k = 3, 72, 80, 2
+    up, down, gate = numbers(count, inner, width), numbers(count, width, inner), numbers(count, inner, width)
+    if kind in KINDS:
+        experts = Experts(quantise(up, kind), quantise(down, kind), activation="relu")
+    else:
+        experts = Experts(up.to(dtype), down.to(dtype), gate.to(dtype) if kind == "gated" else None, "relu")
+    x, ids = numbers(MOST, width).to(dtype), torch.rand(MOST, count).topk(top_k)[1]
+    shares = numbers(MOST, top_k) / 4
+    whole = run_experts(x, ids, shares, experts)
+    for tokens in COUNTS:
+        assert torch.equal(run_experts(x[-tokens:], ids[-tokens:], shares[-tokens:], experts), whole[-tokens:]), tokens
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,6 +165,12 @@ def test_the_number_of_tokens_changes_no_choice(dtype: torch.dtype) -> None:
     for tokens in COUNTS:
         for found, expected in zip(route_softmax(x[-tokens:], gate, 3), whole, strict=True):
             assert torch.equal(found, expected[-tokens:]), tokens
+
+
+@pytest.mark.parametrize("table", [kernel.TILES, kernel.TILES_GATED], ids=["plain", "gated"])
+def test_tiles_of_an_architecture_use_one_instruction(table: dict[str, Any]) -> None:
+    """On sm_90 and later a product of fewer than 64 outputs, which are the left operand's rows, would use another."""
+    assert all(tile.outputs % 64 == 0 and tile.rows >= 16 for tiles in table.values() for _, tile in tiles)
 
 
 def quantised(count: int, outputs: int, inner: int, kind: str) -> Quantised:
