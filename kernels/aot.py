@@ -6,7 +6,8 @@ Each folder with a `kernel.py` has a `cases.py` with `cases(shape)`: named calls
 the sizes of a model (`kernels.shapes`). Their launches are compiled for each target. Registers and spills are read with
 `cuobjdump`, which the Triton package includes, or, for gfx targets, from the metadata in the assembly. The table of
 each folder is `aot.json`. The exit status is 1 if a kernel spills, needs more shared memory than the limit, or has a
-product whose operands may be overwritten while it runs (`unguarded_products`, `unfenced_products`), and if a row is
+product whose operands may be overwritten while it runs (`unguarded_products`, `unfenced_products`), if a product whose
+results must not depend on the number of rows uses several matrix instructions (`mixed_instructions`), and if a row is
 missing or worse than the committed one. TRITON_INTERPRET must be unset.
 """
 
@@ -20,7 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ SHARED_LIMIT = {
     "sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024,
 }  # fmt: skip
 """Limit on shared memory per block, in bytes."""
+ALIKE = ("linear", "moe")
+"""Operations that give a row the same bits whatever the number of rows."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,13 @@ class Usage:
     warps: int
     unguarded: int = 0
     """Sum of `unguarded_products` and `unfenced_products`."""
+    instructions: frozenset[str] = frozenset()
+    """`matrix_instructions`; not in the tables."""
+
+    @property
+    def row(self) -> dict[str, int]:
+        """What the tables have."""
+        return {name: value for name, value in asdict(self).items() if name != "instructions"}
 
 
 def operations() -> list[str]:
@@ -77,7 +87,29 @@ def compile_launch(launched: Launch, target_name: str) -> Usage:
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
     registers, spills = _amd_registers(compiled.asm["amdgcn"]) if amd else _registers(compiled.asm["cubin"])
     unguarded = 0 if amd else unguarded_products(compiled.asm["ttgir"]) + unfenced_products(compiled.asm["ptx"])
-    return Usage(registers, spills, shared, warps, unguarded)
+    instructions = matrix_instructions(compiled.asm["amdgcn" if amd else "ptx"])
+    return Usage(registers, spills, shared, warps, unguarded, instructions)
+
+
+def matrix_instructions(assembly: str) -> frozenset[str]:
+    """The matrix instructions in PTX or in AMD's assembly. NVIDIA's are named without their number of columns, which
+    changes no sum."""
+    found = re.findall(r"wgmma\.mma_async[\w.:]*|mma\.sync[\w.]*|tcgen05\.mma\.[\w.:]*|v_mfma_\w+", assembly)
+    return frozenset(re.sub(r"(\.m\d+)n\d+(k\d+)", r"\1\2", name) for name in found)
+
+
+def mixed_instructions(found: Mapping[str, Usage]) -> list[str]:
+    """Problems of kernels that use different matrix instructions for the same target and dtype: instructions differ in
+    how they round sums, so a row's bits would depend on the configuration that the number of rows chooses."""
+    used: dict[str, set[str]] = {}
+    for key, usage in found.items():
+        target, kernel = key.split()[0], re.sub(r" \d+$", "", key).split()[-1]
+        dtype = "float32" if " float32 " in key else "16-bit"
+        kinds = ", ".join(sorted(usage.instructions)) or "multiply-adds"
+        used.setdefault(f"{target} {kernel} of {dtype} rows", set()).add(kinds)
+    return [
+        f"{name}: {' and '.join(sorted(kinds))} round differently" for name, kinds in used.items() if len(kinds) > 1
+    ]
 
 
 def unfenced_products(ptx: str) -> int:
@@ -190,19 +222,21 @@ def check(operation: str, targets: Sequence[str], models: Sequence[ModelShape], 
     path = FOLDER / operation / "aot.json"
     table: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     complete = not quick and set(targets) == set(ARCHITECTURES) and set(models) == set(MODELS)
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Usage] = {}
     problems = []
     for key, usage in rows_of(operation, targets, models):
-        found[key] = asdict(usage)
+        found[key] = usage
         print(f"{operation:24} {key:72} {usage.registers:4} registers {usage.shared:7} shared", file=sys.stderr)
-        problems += problems_of(key, usage, usage.__dict__ if update else table.get(key))
+        problems += problems_of(key, usage, usage.row if update else table.get(key))
+    if operation in ALIKE:
+        problems += mixed_instructions(found)
     if complete and not update:
         problems += [
             f"{key}: in the table, but no longer compiled (--update removes it)" for key in table.keys() - found.keys()
         ]
     if update:
         kept = {} if complete else table
-        rows = sorted((kept | found).items())
+        rows = sorted((kept | {key: usage.row for key, usage in found.items()}).items())
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in rows)
         path.write_text(f"{{\n{lines}\n}}\n")
     for problem in problems:

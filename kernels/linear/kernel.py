@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.launch import launch
+from kernels.launch import by_architecture, launch, one_instruction
 from kernels.linear.quantised import NVFP4_GROUP, Quantised, check_groups
 from kernels.linear.rows_kernel import rows_product
 
@@ -28,6 +28,9 @@ OUTPUTS = 64
 """Outputs per tile."""
 INPUTS = 128
 """Largest number of inputs per block."""
+TALLEST = {"sm_80": 64, "sm_90": 32, "sm_100": 32, "gfx942": 64}
+"""Largest number of rows per tile with weights in 8 bits. From 64 rows on, sm_90 and sm_100 would use another matrix
+instruction, so that a row's bits would depend on the number of rows."""
 LEAST_INPUTS = tl.constexpr(16)
 """Least inputs of one `tl.dot`: a limit of the compiler, which the interpreter does not check."""
 
@@ -208,7 +211,8 @@ class Form:
             "KIND": CODES[weight.kind], "GROUP": NVFP4_GROUP if weight.kind == "nvfp4" else 0 if whole else group,
             "ZEROS": weight.zeros is not None, "DIVIDED": weight.divided,
         }  # fmt: skip
-        tallest = 16 if exact else 32 if weight.kind in ("int4", "nvfp4") else 64
+        tallest = by_architecture(TALLEST, weight.values.device)
+        tallest = 16 if exact else 32 if weight.kind in ("int4", "nvfp4") else tallest
         return cls(arguments, block, outputs, tallest)
 
 
@@ -252,6 +256,7 @@ def quantised_linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tenso
         BLOCK_K=form.block,
         num_warps=4,
         num_stages=2,
+        **one_instruction(x.device),
     )
     return out
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.launch import by_architecture, launch
+from kernels.launch import by_architecture, launch, one_instruction
 
 
 class Tile(NamedTuple):
@@ -187,7 +187,7 @@ def rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     shared = {
         "p_bias": out if bias is None else bias, "p_out": out, "rows": rows, "n_count": outputs, "k_count": inputs,
         "BIAS": bias is not None, "BLOCK_R": tile.rows, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs, "GROUP": GROUP,
-        "num_warps": tile.warps, "num_stages": tile.stages,
+        "num_warps": tile.warps, "num_stages": tile.stages, **one_instruction(x.device),
     }  # fmt: skip
     grid = (programs(rows, outputs, tile),)
     if tile.described and all(_describable(tensor) for tensor in (x, weight)):

@@ -16,6 +16,8 @@ from kernels.aot import (
     SHARED_LIMIT,
     Usage,
     launches_of,
+    matrix_instructions,
+    mixed_instructions,
     operations,
     problems_of,
     unfenced_products,
@@ -71,6 +73,25 @@ def test_tables_hold_every_case(operation: str) -> None:
     table = json.loads((CHECKOUT / "kernels" / operation / "aot.json").read_text())
     keys = {key for key, _ in launches_of(operation, "sm_90", MODELS)}
     assert keys == {key for key in table if key.startswith("sm_90 ")}
+
+
+def test_configurations_with_different_matrix_instructions_are_a_problem() -> None:
+    """The number of columns does not count; other targets and dtypes may use other instructions."""
+    wide, narrow, small = (
+        Usage(1, 0, 0, 4, 0, matrix_instructions(f"\t{name} {{%r1}};\n"))
+        for name in (
+            "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16",
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16",
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
+        )
+    )
+    plain = Usage(1, 0, 0, 4, 0, matrix_instructions("fma.rn.f32 %f1, %f2, %f3, %f4;"))
+    found = {"sm_90 demo experts 4 bfloat16 _grouped": narrow, "sm_90 demo experts 4096 bfloat16 _grouped 2": wide}
+    others = {"sm_80 demo experts 4 bfloat16 _grouped": small, "sm_90 demo experts 4 float32 _grouped": plain}
+    assert mixed_instructions(found | others) == []
+    for other in (small, plain):
+        (problem,) = mixed_instructions(found | {"sm_90 demo experts 64 bfloat16 _grouped": other})
+        assert problem.startswith("sm_90 _grouped of 16-bit rows: ") and problem.endswith("round differently")
 
 
 @pytest.mark.parametrize(
