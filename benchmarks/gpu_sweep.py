@@ -90,6 +90,10 @@ _MANY = (
     (256, 128, 64, 8, 3),
 )  # fmt: skip
 _FEW = ((16, 64, 128, 4, 3), (16, 64, 128, 4, 4), (16, 64, 128, 4, 6), (16, 64, 64, 4, 6), (16, 128, 128, 4, 4))
+_GATED = (
+    (16, 64, 128, 4, 3), (16, 64, 128, 4, 4), (16, 64, 128, 4, 6), (16, 64, 64, 4, 6), (64, 64, 64, 4, 4),
+    (128, 64, 64, 4, 4), (64, 128, 64, 4, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4),
+)  # fmt: skip
 EXPERTS = [f"run_experts {tokens}" for tokens in (1, 64, 4096)]
 SWEEPS: dict[str, Sweep] = {
     "attention-prompt": Sweep(
@@ -151,7 +155,7 @@ SWEEPS: dict[str, Sweep] = {
         gpu_kernels.expert_measures, EXPERTS, (NANO_3_OMNI,),
     ),
     "experts-gated": Sweep(
-        moe.TILES_GATED, [((0, tile),) for tile in _tiles(Tile, *_FEW, *_MANY, (64, 64, 64, 4, 4))],
+        moe.TILES_GATED, [((0, tile),) for tile in _tiles(Tile, *_GATED)],
         gpu_kernels.expert_measures, EXPERTS, QWEN,
     ),
     "patches": Sweep(
