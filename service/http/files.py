@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -150,10 +150,18 @@ async def get_file(call: HttpCall) -> None:
     if isinstance(found, StoredFile):
         await call.respond(_uploaded(found))
         return
-    batch, _ = found
+    batch, connection = found
     file_id = path_values(call.scope)["file_id"]
-    name = f"{batch.batch_id}_{'output' if file_id.startswith(OUTPUT) else 'errors'}.jsonl"
-    await call.respond(_file(file_id, name, batch.output_bytes, batch.ended or 0, batch.expires, "batch_output"))
+    failed = file_id.startswith(ERRORS)
+    if batch.state == "completed" and not batch.failed:
+        size = 0 if failed else batch.output_bytes
+    else:  # the server writes answers and errors to one file, so they are counted
+        size = 0
+        async with call.connected(), contextlib.aclosing(_output(call, batch, connection)) as pieces:
+            async for piece in pieces:
+                size += len(piece)
+    name = f"{batch.batch_id}_{'errors' if failed else 'output'}.jsonl"
+    await call.respond(_file(file_id, name, size, batch.ended or 0, batch.expires, "batch_output"))
 
 
 async def delete_file(call: HttpCall) -> None:
@@ -173,15 +181,11 @@ async def content(call: HttpCall) -> None:
     """The bytes of a file; for an output of a batch, its answers or its failed rows."""
     found = await _find(call)
     if isinstance(found, StoredFile):
-        pieces: AsyncIterator[bytes] = _read(found.path)
+        pieces = _read(found.path)
     else:
-        batch, connection = found
-        request = batch_pb2.DownloadBatchOutputRequest(batch_id=batch.batch_id)
-        messages = call.caller().messages("batch", "DownloadBatchOutput", request, on=connection)
-        wanted = path_values(call.scope)["file_id"].startswith(ERRORS)
-        pieces = _lines(messages, wanted)
+        pieces = _output(call, *found)
     async with call.connected():
-        async with contextlib.aclosing(pieces) as source:  # type: ignore[type-var]
+        async with contextlib.aclosing(pieces) as source:
             async for piece in source:
                 if not call.started:
                     await call.start(200, "application/jsonl", [])
@@ -191,14 +195,17 @@ async def content(call: HttpCall) -> None:
         await call.end()
 
 
-async def _read(path: Path) -> AsyncIterator[bytes]:
+async def _read(path: Path) -> AsyncGenerator[bytes, None]:
     with open(path, "rb") as file:
         while chunk := await asyncio.to_thread(file.read, 2**20):
             yield chunk
 
 
-async def _lines(messages: AsyncIterator[Any], failed: bool) -> AsyncIterator[bytes]:
-    """The lines of a batch's output that are errors if `failed`, else those that are answers."""
+async def _output(call: HttpCall, batch: Batch, connection: Connection) -> AsyncGenerator[bytes, None]:
+    """The content of the batch's file that the call names: its answers or its errors, in whole lines."""
+    failed = path_values(call.scope)["file_id"].startswith(ERRORS)
+    request = batch_pb2.DownloadBatchOutputRequest(batch_id=batch.batch_id)
+    messages = call.caller().messages("batch", "DownloadBatchOutput", request, on=connection)
     rest = b""
     async for message in messages:
         *lines, rest = (rest + message.data).split(b"\n")

@@ -263,6 +263,8 @@ def test_files_and_batches(client: openai.OpenAI) -> None:
         assert row["response"]["body"]["choices"][0]["message"]["content"] == direct.choices[0].message.content
     (failed,) = [json.loads(line) for line in client.files.content(made.error_file_id).text.splitlines()]
     assert failed["custom_id"] == "r1" and failed["response"]["status_code"] == 400
+    for file_id in (made.output_file_id, made.error_file_id):
+        assert client.files.retrieve(file_id).bytes == len(client.files.content(file_id).content)
     assert made.id in [batch.id for batch in client.batches.list()]
     assert client.files.delete(uploaded.id).deleted
     with pytest.raises(openai.NotFoundError):
