@@ -10,7 +10,7 @@ from decoder.sampling import SamplingParams
 from service.answers.prompts import Prompt
 from service.answers.reasoning import ReasoningSplit, phase_of, with_reasoning
 from service.answers.relay import Clock, SampleState, Shown, engine_error, merged, read_logprob
-from service.answers.tool_calls import CallSplit, has_answer_format, silent_markers, tool_use
+from service.answers.tool_calls import CallSplit, silent_markers, tool_use
 from service.common.types import (
     ChatInput,
     Delta,
@@ -45,7 +45,6 @@ class Answer:
         self._arrived, self._clock = arrived, Clock(arrived)
         continued = spec.input.continued_text if isinstance(spec.input, ChatInput) else ""
         self._phase = phase_of(prompt.ids, assets, continued=bool(continued.strip()))
-        self._or_format = has_answer_format(None if spec.constraint is None else spec.constraint.format)
         self._samples = [self._new_sample(index) for index in range(spec.n)]
 
     @property
@@ -164,11 +163,12 @@ class Answer:
     def _new_sample(self, index: int) -> SampleState:
         spec, assets = self._spec, self._assets
         use, markup, calls = tool_use(spec), assets.tool_markup, None
+        text_format = None if spec.constraint is None else spec.constraint.format
+        or_format = text_format is not None and text_format.calls_or_answer
         if use is not None and use.choice != "none" and markup is not None:
             silent, name = silent_markers(markup, assets), f"{spec.request_id}/{index}"
-            calls = CallSplit(markup, use, silent, name, or_format=self._or_format)
-        text_format = None if spec.constraint is None else spec.constraint.format
-        exact = self._or_format or (text_format is not None and text_format.kind != "tool_calls")
+            calls = CallSplit(markup, use, silent, name, or_format=or_format)
+        exact = or_format or (text_format is not None and text_format.kind != "tool_calls")
         split = ReasoningSplit(assets.reasoning, self._phase)
         return SampleState(assets.tokenizer, spec.stop, self._params.min_tokens, split, exact=exact, calls=calls)
 

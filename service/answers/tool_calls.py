@@ -71,13 +71,7 @@ def calls_format(markup: ToolMarkup, use: ToolUse, answer: TextFormat | None = N
     begin = {"begin": markup.begin, "end": markup.end, "body": markup.body}
     format = None if answer is None else (answer.kind, answer.source)
     made = {"markup": begin, "tools": tools, "required": required, "parallel": use.parallel, "answer": format}
-    return TextFormat("tool_calls", json.dumps(made))
-
-
-def has_answer_format(format: TextFormat | None) -> bool:
-    """Whether an answer with this format consists either of calls only or of a text in a required format, which
-    contains no calls."""
-    return format is not None and format.kind == "tool_calls" and json.loads(format.source)["answer"] is not None
+    return TextFormat("tool_calls", json.dumps(made), calls_or_answer=answer is not None)
 
 
 def _markup(assets: ModelAssets) -> ToolMarkup:
@@ -114,7 +108,7 @@ class CallSplit:
         self, markup: ToolMarkup, use: ToolUse, silent: Mapping[int, str], name: str, *, or_format: bool = False
     ) -> None:
         """`silent`: see `silent_markers`. `name`: of the sample; the ids of its calls are computed from it, so that
-        they are the same if the request is sent again. `or_format`: see `has_answer_format`."""
+        they are the same if the request is sent again. `or_format`: `TextFormat.calls_or_answer`."""
         self._markup, self._use, self._name, self._or_format = markup, use, name, or_format
         self.silent = silent
         self.in_reasoning = use.choice == "auto" and not or_format and not any(tool.strict for tool in use.tools)

@@ -148,6 +148,9 @@ class TextFormat:
     """A JSON schema, a regular expression or a Lark grammar; for `choice` a JSON list of strings, for `structural_tags`
     JSON `{"tags": [{"begin", "kind", "content", "end"}], "triggers": [...]}`, for `tool_calls` the JSON that
     `service.engine.tool_grammars` describes."""
+    calls_or_answer: bool = False
+    """For `tool_calls`: whether an answer consists either of calls only or of a text in a required format, which
+    contains no calls."""
 
 
 @dataclass(frozen=True)
