@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from saccade._core.affinity import CHOICES, HEADER, LB_CONFIG, Affinity, call_key
 from saccade._core.ranges import check_count, check_seconds, check_string, check_strings
-from saccade._core.targets import GRPC_SCHEMES, is_local
+from saccade._core.targets import GRPC_SCHEMES, is_local, lacks_brackets
 from saccade.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _check_host_and_port(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if not (colon and host and "/" not in host and port.isascii() and port.isdigit() and int(port) < 65536):
         raise InvalidArgument(f"address: expected HOST:PORT with a port up to 65535, got {address!r}")
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+    if lacks_brackets(host):
         raise InvalidArgument(f"address: expected an IPv6 address in brackets, [ADDRESS]:PORT, got {address!r}")
 
 

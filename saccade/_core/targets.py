@@ -8,6 +8,11 @@ GRPC_SCHEMES = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:", "
 """Prefixes of gRPC target names; anything else is HOST:PORT."""
 
 
+def lacks_brackets(host: str) -> bool:
+    """Whether the HOST of HOST:PORT is an IPv6 address without brackets, so that it is not clear where it ends."""
+    return ":" in host and not (host.startswith("[") and host.endswith("]"))
+
+
 def is_local(target: str) -> bool:
     """Whether all addresses of a target name this machine, judged by their text alone."""
     if target.startswith("dns:"):  # dns:[//authority/]host[:port]; without an authority often dns:///host

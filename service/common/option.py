@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-from saccade._core.targets import GRPC_SCHEMES
+from saccade._core.targets import GRPC_SCHEMES, lacks_brackets
 from saccade._core.targets import is_local as is_local
 
 LAST_PORT = 65535
@@ -42,7 +42,7 @@ def check_addresses(name: str, addresses: tuple[str, ...], *, targets: bool = Fa
         host, _, port = address.rpartition(":")
         if not (host and port.isdecimal() and 1 <= int(port) <= LAST_PORT):
             raise ConfigError(f"{name}: {address!r} is not HOST:PORT with a port from 1 to {LAST_PORT}")
-        if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        if lacks_brackets(host):
             raise ConfigError(f"{name}: {address!r} is an IPv6 address without brackets; [ADDRESS]:PORT would work")
     if len(set(addresses)) < len(addresses):
         raise ConfigError(f"{name}: an address is listed twice in {','.join(addresses)}")
