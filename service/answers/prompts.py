@@ -22,7 +22,7 @@ from service.engine.types import EngineInfo
 from service.media.prepared import PreparedItem
 from service.model.assets import ModelAssets
 from service.model.chat import ChatTemplate, Clip, Marked, NotContinued
-from service.model.tokenizer import Tokenizer, literal, substitute
+from service.model.tokenizer import NotEncodable, Tokenizer, literal, substitute
 
 SYSTEM_ROLES = ("system", "developer")
 KEPT_PROMPTS = 64
@@ -73,6 +73,13 @@ class Prompt:
 def read(spec: GenerateSpec, media: Sequence[PreparedItem], assets: ModelAssets) -> list[int]:
     """Prompt ids with one image token id for each image and each temporal patch (token ids may have one for a clip).
     Raises StatusError."""
+    try:
+        return _read(spec, media, assets)
+    except NotEncodable as error:
+        raise errors.InvalidArgument(f"input: {error}", field="input") from None
+
+
+def _read(spec: GenerateSpec, media: Sequence[PreparedItem], assets: ModelAssets) -> list[int]:
     if isinstance(spec.input, TokensInput):
         check_ids("tokens.ids", spec.input.ids, assets)
         return _with_words(list(spec.input.ids), media, assets)

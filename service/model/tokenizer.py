@@ -23,6 +23,16 @@ MOST_IDS = 1 << 24
 _strict_utf8 = codecs.getincrementaldecoder("utf-8")
 
 
+class NotEncodable(ValueError):
+    """A text has no tokens: the vocabulary lacks a character, and has no token for unknown ones."""
+
+    def __init__(self, character: str, reason: str) -> None:
+        """`character`: the first one that cannot be encoded; empty if each can be, but not together. `reason`: the
+        library's message."""
+        named = f"{character!r} (U+{ord(character):04X})" if character else "the text"
+        super().__init__(f"{named} cannot be encoded by the model's tokenizer: {reason}")
+
+
 class Tokenizer:
     """The tokenizer of one checkpoint. Thread-safe."""
 
@@ -80,7 +90,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, with special tokens recognised and none added. Spans marked by `literal` are treated as
-        characters."""
+        characters. Raises NotEncodable."""
         ids: list[int] = []
         rest = text
         while rest:
@@ -125,9 +135,29 @@ class Tokenizer:
 
 
 def _encode(tokenizer: _Tokenizer, text: str) -> list[int]:
-    """The ids of a text. It is encoded as a batch of one, since `encode` holds the GIL and a batch does not."""
-    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    """The ids of a text. It is encoded as a batch of one, since `encode` holds the GIL and a batch does not. Raises
+    NotEncodable."""
+    try:
+        ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    except Exception as error:  # the library raises a bare Exception for text without tokens
+        raise NotEncodable(_first_unknown(tokenizer, text), str(error)) from None
     return ids
+
+
+def _first_unknown(tokenizer: _Tokenizer, text: str) -> str:
+    """The first character that cannot be encoded alone; empty if there is none."""
+    left = list(dict.fromkeys(text))
+    while left:  # at the end of each step the character is in `left`, if there is one
+        half = left[: (len(left) + 1) // 2]
+        try:
+            tokenizer.encode_batch_fast(half, add_special_tokens=False)
+        except Exception:
+            if len(half) == 1:
+                return half[0]
+            left = half
+        else:
+            left = left[len(half) :]
+    return ""
 
 
 def literal(text: str, *tokens: str) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from served import make_served
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models
 
 from encoder.item import EncoderItem
 from service.answers.prompts import KEPT_CHARACTERS, read, system_end, widen
@@ -149,3 +153,24 @@ def test_image_tokens_in_raw_text_are_places_only_where_there_are_as_many_images
     ):
         spec = GenerateSpec("r", "", RawInput(text))
         assert read(spec, [prepared()] * images, assets).count(image) == places, (text, images)
+
+
+@pytest.fixture
+def unigrams(tmp_path: Path) -> ModelAssets:
+    """A model whose vocabulary is letters of the chat template, without a token for unknown characters."""
+    tiny = make_served(tmp_path / "model")
+    raw = RawTokenizer(models.Unigram([(chr(code), -1.0) for code in range(9, 127)]))
+    raw.decoder = decoders.Sequence([decoders.Fuse()])
+    raw.save(str(tiny.path / "tokenizer.json"))
+    config = open_checkpoint(str(tiny.path)).config
+    return ModelAssets(config, config.vision)
+
+
+@pytest.mark.parametrize("make", [lambda text: RawInput(text), lambda text: chat(("user", text)).input])
+def test_a_character_without_a_token_is_named(
+    unigrams: ModelAssets, make: Callable[[str], RawInput | ChatInput]
+) -> None:
+    assert read(GenerateSpec("r", "", make("ab")), [], unigrams)
+    with pytest.raises(errors.InvalidArgument, match=r"input: 'é' \(U\+00E9\) cannot be encoded") as caught:
+        read(GenerateSpec("r", "", make("abcdé" + "ü" * 100 + "é")), [], unigrams)
+    assert caught.value.field == "input"
