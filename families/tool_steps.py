@@ -7,7 +7,9 @@ from collections.abc import Callable, Generator
 
 Steps = Generator[None, None, None]
 SPACE = " \t\r\n"
-_DEEPEST = 200
+DEEPEST = 99
+"""Largest nesting of objects and lists. A value of an argument is one level deeper in the arguments, and requests with
+earlier calls may have 100 levels there (`service.answers.json_values`)."""
 _LONGEST_SCALAR = 1000
 _CHARACTERS = re.compile(r'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
 """Complete characters of a JSON string."""
@@ -117,7 +119,7 @@ def json_steps(cursor: Cursor, flush: Callable[[], None] = lambda: None) -> Step
                 expected = "colon" if key else "next"
             elif key:
                 raise Mismatch
-            elif char in "{[" and len(closers) < _DEEPEST:
+            elif char in "{[" and len(closers) < DEEPEST:
                 closers, expected = closers + ("}" if char == "{" else "]"), "first"
                 cursor.at += 1
             else:

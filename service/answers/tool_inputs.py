@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from saccade.v1 import inference_pb2, types_pb2
-from service.answers.json_values import json_object
+from service.answers.json_values import answered_object, json_object
 from service.common import errors
 from service.common.types import Message, Tool, ToolCall, ToolUse
 
 MAX_TOOLS = 128
 MAX_TOOL_NAME = 128
 MAX_TOOL_TEXT = 2**17
-"""Largest number of characters of the descriptions and schemas of all tools of a request together, and of the arguments
-of one call in the history."""
+"""Largest number of characters of the descriptions and schemas of all tools of a request together."""
+MAX_CALLS = 1024
+"""Largest number of calls of one message in the history."""
+MAX_ARGUMENTS = 2**22
+"""Largest number of characters of the arguments of one call in the history: an answer of a million tokens."""
 MAX_CALL_ID = 256
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
@@ -94,7 +97,7 @@ def calls_from_proto(message: types_pb2.ChatMessage, field: str) -> tuple[ToolCa
             f"{field}.tool_calls is set, but the role is not assistant",
             field=f"{field}.tool_calls",
         )
-    _check_count(f"{field}.tool_calls", len(message.tool_calls), MAX_TOOLS)
+    _check_count(f"{field}.tool_calls", len(message.tool_calls), MAX_CALLS)
     return tuple(_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls))
 
 
@@ -105,7 +108,7 @@ def _call(call: types_pb2.ToolCall, field: str) -> ToolCall:
                 f"{field}.{name} has {len(text)} characters; it must have from {least} to {most}",
                 field=f"{field}.{name}",
             )
-    return ToolCall(call.id, call.name, json_object(f"{field}.arguments", call.arguments or "{}", MAX_TOOL_TEXT))
+    return ToolCall(call.id, call.name, answered_object(f"{field}.arguments", call.arguments or "{}", MAX_ARGUMENTS))
 
 
 class ToolHistory:

@@ -133,11 +133,20 @@ def test_a_number_that_no_double_holds_is_sent_as_it_was_written(tmp_path: Path)
     text = "<tool_call><function=weather><parameter=days>1e999</parameter></function></tool_call>"
     engine = Scripted(Tokenizer(model / "tokenizer.json").encode(text))
     schema = {"type": "object", "properties": {"days": {"type": "number"}}}
-    ask: Any = {"messages": ASK, "max_tokens": 400, "tools": [{"name": "weather", "input_schema": schema}]}
+    function = {"type": "function", "function": {"name": "weather", "parameters": schema}}
     with RunningServer(str(model), engine=engine) as server, RunningHttp([server.address]) as http:
+        ask: Any = {"messages": ASK, "max_tokens": 400, "tools": [{"name": "weather", "input_schema": schema}]}
         answer = httpx.post(f"{http.url}/v1/messages", json=ask, timeout=60)
+        turn = {"role": "assistant", "content": answer.json()["content"]}
+        again = [httpx.post(f"{http.url}/v1/messages", json={**ask, "messages": [*ASK, turn, *ASK]}, timeout=60)]
+        ask["tools"] = [function]
+        called = httpx.post(f"{http.url}/v1/chat/completions", json=ask, timeout=60)
+        ask["messages"] = [*ASK, called.json()["choices"][0]["message"], *ASK]
+        again += [httpx.post(f"{http.url}/v1/chat/completions", json=ask, timeout=60)]
     assert "Infinity" not in answer.text
     assert answer.json()["content"][0]["input"] == {"arguments": '{"days": 1e999}'}
+    assert ask["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"days": 1e999}'
+    assert [answer.status_code for answer in again] == [200, 200], "a client can send back what it has received"
 
 
 def test_a_call_that_breaks_off_is_incomplete_in_a_response(tmp_path: Path) -> None:

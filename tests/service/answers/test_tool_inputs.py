@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 from google.protobuf import json_format
+from tool_texts import MARKUPS, TOOLS, joined, xml
 
+from families.tool_calls import HERMES, CallScanner, ToolMarkup
+from families.tool_steps import DEEPEST
 from saccade.v1 import inference_pb2
 from service.answers import convert
+from service.answers.json_values import MAX_NESTING
 from service.common import errors
 from service.common.types import ChatInput, ToolCall, ToolUse
 
@@ -157,7 +161,12 @@ def test_a_malformed_choice_is_refused(chat: dict[str, Any], field: str, words: 
         ([calling(call("a", ""))], "chat.messages[0].tool_calls[0].name", "0 characters.* from 1 to 128"),
         ([calling(call("a", "f", '{"x'))], "chat.messages[0].tool_calls[0].arguments", "is not valid JSON"),
         ([calling(call("a", "f", "3"))], "chat.messages[0].tool_calls[0].arguments", "must be a JSON object"),
-        ([calling(*[call(str(i)) for i in range(129)])], "chat.messages[0].tool_calls", "has 129 entries; at most 128"),
+        (
+            [calling(*[call(str(i)) for i in range(1025)])],
+            "chat.messages[0].tool_calls",
+            "has 1025 entries; at most 1024",
+        ),
+        ([calling(call("a", "f", '{"x": NaN}'))], "chat.messages[0].tool_calls[0].arguments", "NaN"),
         (
             [{**USER, "toolCalls": [call("a")]}],
             "chat.messages[0].tool_calls",
@@ -168,3 +177,39 @@ def test_a_malformed_choice_is_refused(chat: dict[str, Any], field: str, words: 
 )
 def test_a_history_that_does_not_fit_together_is_refused(messages: list[Any], field: str, words: str) -> None:
     refused(field, words, messages=messages)
+
+
+ARGUMENTS = [
+    ('{"city": "a", "options": {"b": -1e400}}', {"city": "a", "options": {"b": "-1e400"}}),
+    (r'{"options": {"a\udfff": "\ud83d\ude00 \ud800", "b": "\\ud800"}}',
+     {"options": {"a\ufffd": "\U0001f600 \ufffd", "b": r"\ud800"}}),
+    ('{"options": ' + '{"a": ' * 97 + "[]" + "}" * 97 + "}", None),
+    ('{"city": "' + "x" * 200_000 + '"}', None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "expected"), ARGUMENTS, ids=["number", "surrogate", "nesting", "length"])
+@pytest.mark.parametrize("markup", MARKUPS, ids=lambda markup: markup.body)
+def test_what_a_model_writes_is_accepted_in_the_history(
+    markup: ToolMarkup, arguments: str, expected: dict[str, Any] | None
+) -> None:
+    if markup.body == "xml":
+        keys, inner = json.loads(arguments), arguments[arguments.find("{", 1) : -1]
+        text = xml("weather", **{key: value if isinstance(value, str) else inner for key, value in keys.items()})
+    else:
+        item = f'{{"name": "weather", "arguments": {arguments}}}'
+        text = markup.begin + (f"[{item}]" if markup.body == "list" else item) + markup.end
+    scanner = CallScanner(markup, TOOLS)
+    rest, (written,) = joined(scanner.feed(text) + scanner.finish())
+    (message,) = converted(messages=[calling(call("a", *written))]).messages
+    assert rest == "" and message.tool_calls[0].arguments == (expected or json.loads(arguments))
+
+
+def test_a_value_that_no_history_may_have_ends_the_call() -> None:
+    assert DEEPEST + 1 == MAX_NESTING, "a value is within the object of the arguments"
+    deep = '{"a": ' * 99 + "[]" + "}" * 99
+    scanner = CallScanner(HERMES, TOOLS)
+    text, _ = joined(
+        scanner.feed(f'<tool_call>{{"name": "weather", "arguments": {deep}}}</tool_call>') + scanner.finish()
+    )
+    assert scanner.pending and text.startswith("[]}}")
