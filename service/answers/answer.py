@@ -75,12 +75,24 @@ class Answer:
             self._eos,
             priority=self._spec.priority,
             salt=salt,
-            timeout=None if timeout is None else timeout - (time.monotonic() - self._arrived),
+            timeout=self._left(timeout),
             checkpoint_at=(prompt.system_end,) if prompt.system_end else (),
             siblings=tuple(names[1:]),
             constraint=with_reasoning(self._spec, self._phase, self._assets),
             whole=needed_at_end(self._spec),
         )
+
+    def prompt_request(self, name: str, salt: bytes, timeout: float | None) -> EngineRequest:
+        """A request to the engine for the log-probabilities of the prompt alone; its only event has them."""
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=self._params.prompt_logprobs)
+        return EngineRequest(
+            name, self._prompt.ids, sampling, self._prompt.take_images(), priority=self._spec.priority, salt=salt,
+            timeout=self._left(timeout),
+        )  # fmt: skip
+
+    def _left(self, timeout: float | None) -> float | None:
+        """The seconds that are left of a timeout that began when the request arrived."""
+        return None if timeout is None else timeout - (time.monotonic() - self._arrived)
 
     def replay(self) -> None:
         """Brings the sample to the state after the tokens that the client has already received."""

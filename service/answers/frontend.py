@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
 
@@ -152,15 +153,15 @@ class Frontend:
                     f"{next(self._numbers)}:{spec.request_id}", prompt.ids, params, prompt.take_images(),
                     priority=spec.priority, salt=salt, embed="image" if of_image else "hidden",
                 )  # fmt: skip
-                embedded = await self._embedded(request, call)
+                embedded = (await self._only_event(request, call)).embedded
                 info, hidden = self.engine.info, self.assets.config.decoder.hidden_size
                 values = {"rows": embedded[0]} if of_image else {"last": embedded[0], "mean": embedded[1]}
                 return Embedded(
                     spec.request_id, info.model, info.revision, len(prompt.ids), prompt.image_tokens, hidden, **values
                 )
 
-    async def _embedded(self, request: EngineRequest, call: _Call) -> tuple[bytes, ...]:
-        """Runs an embedding request; returns the vectors in its only event. Raises StatusError."""
+    async def _only_event(self, request: EngineRequest, call: _Call) -> EngineEvent:
+        """Runs a request that has one event, and returns it. Raises StatusError."""
         name = request.request_id
         self._mail.add([name], call.mail)
         finished = False
@@ -173,7 +174,7 @@ class Frontend:
             finished = True
             if event.error is not None:
                 raise engine_error(event)
-            return event.embedded
+            return event
         finally:
             self._mail.remove(name)
             if not finished:
@@ -226,6 +227,11 @@ class Frontend:
         await self._quick(len(spec.continued), answer.replay)
         if (ended := answer.already_ended()) is not None:
             yield answer.started()
+            if params.prompt_logprobs is not None:  # the client has not received them, since they come with the end
+                name = f"{next(self._numbers)}:{spec.request_id}"
+                event = await self._only_event(answer.prompt_request(name, salt, timeout), call)
+                await self._read_prompt_scores(answer, [event])
+                ended = replace(ended, prompt_logprobs=tuple(answer.prompt_scores))
             yield ended
             return
         names = [f"{next(self._numbers)}:{spec.request_id}" for _ in range(spec.n)]

@@ -383,5 +383,13 @@ def test_prompt_logprobs_in_a_unary_answer_and_in_a_stream(client: saccade.Clien
     assert streamed is not None
     assert [s and s.logprob for s in streamed] == pytest.approx([s and s.logprob for s in scores], abs=1e-4)
     assert client.generate("what is it?", max_tokens=3).prompt_logprobs is None
+    alone = {**options, "n": 1}
+    ids = client.generate("what is it?", **alone).token_ids
+    for cut in range(len(ids) + 1):  # also if the stream broke between its last token and its end
+        rest = client.generate("what is it?", continued_token_ids=ids[:cut], **alone)
+        assert rest.token_ids == ids[cut:] and rest.prompt_logprobs is not None
+        assert [s and s.logprob for s in rest.prompt_logprobs] == pytest.approx(
+            [s and s.logprob for s in scores], abs=1e-4
+        )
     with pytest.raises(saccade.errors.InvalidArgument, match="prompt_logprobs"):
         client.generate("what is it?", prompt_logprobs=-1)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine
 
+from decoder.request import PromptScore
 from service.answers.bounds import FrontendLimits
 from service.answers.calls import Calls
 from service.answers.coalesce import coalesce
@@ -222,6 +223,30 @@ def test_as_much_as_may_be_asked_for(assets: ModelAssets) -> None:
 
 
 # -- where answers end -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("continued", [(), (30,), (30, 31, 32)], ids=["none", "some", "all"])
+def test_log_probabilities_of_the_prompt_come_with_the_end_or_an_error(
+    assets: ModelAssets, continued: tuple[int, ...]
+) -> None:
+    """Also where a stream broke between its last token and its end, so that nothing is left but the end."""
+    scores = (PromptScore(1, 30, -0.5),)
+    given = spec(ids=2, sampling={"max_tokens": 3, "prompt_logprobs": 0}, continued=continued)
+
+    async def body(frontend: Frontend, engine: Told) -> None:
+        task = await asked(frontend, engine, given)
+        (name,) = engine.requests[-1].names
+        engine.say(EngineEvent(name, 33, prompt_scores=scores, finish_reason="length"))
+        (end,) = ends(await task)
+        assert [(score.position, score.token.logprob) for score in end.prompt_logprobs] == [(1, -0.5)]
+        task = await asked(frontend, engine, given)
+        (name,) = engine.requests[-1].names
+        first = [EngineEvent(name, 33, prompt_scores=scores)] if len(continued) < 3 else []
+        engine.say(*first, EngineEvent(name, error="died"))
+        with pytest.raises(errors.Unavailable):
+            await task
+
+    with_frontend(assets, body)
 
 
 @pytest.mark.parametrize(
