@@ -32,7 +32,7 @@ EXCEPTIONS = {
     ("saccade/ray/serve.py", "service"),
     ("saccade/cli.py", "service"),
     ("service/commands/cli.py", "saccade"),
-    # One table of gRPC's target names, one rule for how deep JSON may be nested.
+    # One table of gRPC's target names, one rule for the size and the depth of JSON.
     ("service/common/option.py", "saccade"),
     ("service/answers/json_values.py", "saccade"),
     # A batch on the server is the client's own job over a client that has no wire: one set of rules for both.

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from saccade._core.json_nesting import excessive_nesting
+from saccade._core.json_nesting import excessive_nesting, excessive_size
 from service.common import errors
 
 MAX_NESTING = 100
@@ -77,3 +77,9 @@ def check_nesting(field: str, text: str) -> None:
     """Raises InvalidArgument for JSON that is nested more than `MAX_NESTING` deep."""
     if depth := excessive_nesting(text.encode("utf-8", "surrogatepass"), MAX_NESTING):
         raise errors.InvalidArgument(f"{field} is nested {depth} deep; at most {MAX_NESTING} are allowed", field=field)
+
+
+def check_json_size(field: str, data: bytes, most_containers: int, most_values: int) -> None:
+    """Raises InvalidArgument for JSON with more objects and arrays, or more values and keys."""
+    if problem := excessive_size(data, most_containers, most_values):
+        raise errors.InvalidArgument(f"{field} has {problem}", reason="MESSAGE_TOO_LARGE", field=field)

@@ -13,10 +13,14 @@ from typing import Any
 from google.protobuf import json_format
 
 from saccade.v1 import inference_pb2, types_pb2
-from service.answers.json_values import check_nesting
+from service.answers.json_values import check_json_size, check_nesting
+from service.answers.weigh import MAX_FIELDS
 from service.common import errors
 from service.rpc.kserve_tensors import OUTPUTS, read_tensors
 
+MAX_JSON_VALUES = 2**18
+"""Largest number of values and keys of the JSON in one input. Of objects and arrays it is `MAX_FIELDS`, because each
+would be at least a field in the message of a gRPC client."""
 LONGEST_TIMEOUT = 366 * 86400.0
 """Largest timeout, in seconds; longer ones are reduced to it, so that no clock overflows."""
 _OUR_PARAMETERS = {"triton_enable_empty_final_response", "timeout", "priority", "sequence_id", "sequence_start",
@@ -203,6 +207,7 @@ def _text(data: bytes, name: str) -> str:
 
 def _json(data: bytes, name: str) -> Any:
     text = _text(data, name)
+    check_json_size(name, data, MAX_FIELDS, MAX_JSON_VALUES)
     check_nesting(name, text)
     try:
         value = json.loads(text)

@@ -11,6 +11,8 @@ Inputs (BYTES unless stated otherwise; exactly one of the first two is needed, t
                              `prompt_logprobs`
     exclude_input_in_output BOOL [1]  false: text_output begins with text_input; not with streaming or `messages`
 
+The JSON of an input has at most 65,536 objects and arrays and 262,144 values and keys.
+
 Fields of `sampling_parameters`, `stream` and `exclude_input_in_output` may also be request parameters. So may
 `enable_thinking` (bool), `reasoning_effort` (string), `continue_final_message` (bool), `tool_choice` (string) and
 `parallel_tool_calls` (bool).

@@ -180,7 +180,11 @@ USER = {"role": "user", "content": "a"}
         (chat([USER, "user"]), "needs a role"),
         (chat({"role": "user"}), "must be a JSON list"),
         (request(messages=("BYTES", [1], element(b"[" + b"1" * 5000 + b"]"))), "is not JSON"),
-        (request(messages=("BYTES", [1], element(b"[" * 100_000))), "nested 100000 deep; at most 100"),
+        (request(messages=("BYTES", [1], element(b"[" * 60_000))), "nested 60000 deep; at most 100"),
+        (request(messages=("BYTES", [1], element(b"[" + b"{}," * 65_536 + b"1]"))),
+         "messages has 65537 objects and arrays; at most 65536"),
+        (request(messages=("BYTES", [1], element(b"[" + b'"ab",' * 262_144 + b"1]"))),
+         "messages has 262146 values and keys; at most 262144"),
         (request(messages=("BYTES", [1], element(b"\xff"))), "not UTF-8"),
     ],
 )  # fmt: skip
