@@ -45,6 +45,9 @@ class Answer:
         self._arrived, self._clock = arrived, Clock(arrived)
         continued = spec.input.continued_text if isinstance(spec.input, ChatInput) else ""
         self._phase = phase_of(prompt.ids, assets, continued=bool(continued.strip()))
+        use = tool_use(spec)
+        self._calls = use is not None and use.choice != "none"
+        """Whether there may be tool calls."""
         self._samples = [self._new_sample(index) for index in range(spec.n)]
 
     @property
@@ -124,10 +127,11 @@ class Answer:
         """Records the times of events that have arrived."""
         self._clock.tick(events)
 
-    def relay(self, index: int, events: list[EngineEvent]) -> tuple[Delta | None, Finished | None, bool]:
-        """Converts events of one sample to (delta, end, whether the engine may still be generating and has to be told
+    def relay(self, index: int, events: list[EngineEvent]) -> tuple[list[Delta], Finished | None, bool]:
+        """Converts events of one sample to (deltas, end, whether the engine may still be generating and has to be told
         to abort). Raises StatusError for an error event."""
         sample = self._samples[index]
+        deltas: list[Delta] = []
         pieces: list[Shown] = []
         ids: list[int] = []
         logprobs: list[Logprob] = []
@@ -138,8 +142,12 @@ class Answer:
                 raise engine_error(event)
             sample.cached_tokens = max(sample.cached_tokens, event.cached_tokens)
             if event.token_id is not None:
+                piece = sample.push(event.token_id, shown=event.stop_token is None)
+                if pieces and self._apart(pieces, piece):
+                    deltas += self._delta(index, merged(pieces), ids, logprobs)
+                    pieces, ids, logprobs = [], [], []
                 ids.append(event.token_id)
-                pieces.append(sample.push(event.token_id, shown=event.stop_token is None))
+                pieces.append(piece)
                 if event.logprob is not None:
                     logprobs.append(read_logprob(event.token_id, event.logprob, event.top, self._assets.tokenizer))
             if sample.over:
@@ -148,18 +156,27 @@ class Answer:
             if event.finish_reason is not None:
                 pieces.append(sample.flush())
                 reason, stop_token = sample.end(cast(FinishReason, event.finish_reason), event.stop_token)
-        delta = self._delta(index, merged(pieces), ids, logprobs)
+        deltas += self._delta(index, merged(pieces), ids, logprobs)
         if reason is None:
-            return delta, None, False
-        return delta, self._finish(index, reason, stop_token), sample.over or reason == "aborted"
+            return deltas, None, False
+        return deltas, self._finish(index, reason, stop_token), sample.over or reason == "aborted"
 
-    def _delta(self, index: int, shown: Shown, ids: list[int], logprobs: list[Logprob]) -> Delta | None:
+    def _apart(self, before: list[Shown], piece: Shown) -> bool:
+        """Whether a piece needs another delta than those before it. A delta has text before the calls that begin in it.
+        With log-probabilities, each token of an answer that may have calls has a delta, which shows whether it is
+        text."""
+        if not self._calls:
+            return False
+        written = bool(piece.text or piece.reasoning)
+        return self._params.logprobs is not None or (written and any(shown.calls for shown in before))
+
+    def _delta(self, index: int, shown: Shown, ids: list[int], logprobs: list[Logprob]) -> list[Delta]:
         if not any(shown) and not ids:
-            return None
+            return []
         sample = self._samples[index]
         delta = Delta(index, shown.text, tuple(ids), tuple(logprobs), sample.sequence, shown.reasoning, shown.calls)
         sample.sequence += 1
-        return delta
+        return [delta]
 
     def _finish(self, index: int, reason: FinishReason, stop_token: int | None = None) -> Finished:
         sample, prompt, clock = self._samples[index], self._prompt, self._clock

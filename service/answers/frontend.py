@@ -250,8 +250,8 @@ class Frontend:
                     events = [event for event in batch if event.request_id == name]
                     if not events or answer.is_done(index):
                         continue
-                    delta, end, runs_on = answer.relay(index, events)
-                    if delta is not None:
+                    deltas, end, runs_on = answer.relay(index, events)
+                    for delta in deltas:
                         yield delta
                     if runs_on:
                         self.engine.abort(name)

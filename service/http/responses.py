@@ -16,7 +16,7 @@ from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, beside
 from service.http.chat import build_chat
 from service.http.json_text import compact
-from service.http.streams import Events, calls_of, stream_events, whole_answer
+from service.http.streams import Events, calls_of, read_events, stream_events, whole_answer
 
 
 async def responses(call: HttpCall) -> None:
@@ -26,8 +26,13 @@ async def responses(call: HttpCall) -> None:
     request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
     if any(isinstance(part, InputImage) and part.detail for part in _parts(body)):
         call.notes.append(("x-saccade-ignored", "detail"))
+    events = ResponseEvents(call.request_id, body)
     if body.stream:
-        await stream_events(call, call.caller(), request, ResponseEvents(call.request_id, body))
+        await stream_events(call, call.caller(), request, events)
+        return
+    if request.chat.tools:  # a whole answer does not say where its calls are in the text
+        await read_events(call, call.caller(), request, events)
+        await call.respond(events.response)
         return
     answer = await whole_answer(call, call.caller(), request)
     await call.respond({**_finished(call.request_id, body, answer), "saccade": extension(answer)})
@@ -99,16 +104,9 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _items(request_id: str, answer: Generation) -> list[dict[str, Any]]:
-    items: list[dict[str, Any]] = []
-    calls = answer.samples[0].tool_calls
-    if answer.reasoning:
-        items.append(_reasoning(f"rs_{request_id}_0", answer.reasoning))
-    if answer.text or not calls:
-        items.append(_message(f"msg_{request_id}_{len(items)}", answer.text, answer.logprobs))
-    items += (
-        _call(f"fc_{request_id}_{i}", c.id, c.name, c.arguments, _state(c.arguments)) for i, c in enumerate(calls)
-    )
-    return items
+    """The items of an answer without tools."""
+    items = [_reasoning(f"rs_{request_id}_0", answer.reasoning)] if answer.reasoning else []
+    return [*items, _message(f"msg_{request_id}_{len(items)}", answer.text, answer.logprobs)]
 
 
 def _reasoning(item_id: str, text: str | None) -> dict[str, Any]:
@@ -147,6 +145,15 @@ def _call(item_id: str, call_id: str, name: str, arguments: str, status: str) ->
     }  # fmt: skip
 
 
+def _last(scores: list[TokenLogprob], text: str) -> list[TokenLogprob]:
+    """Those of the last tokens, as many as have the bytes of the text."""
+    left, first = len(text.encode()), len(scores)
+    while left > 0 and first:
+        first -= 1
+        left -= len(scores[first].token)
+    return scores[first:]
+
+
 class ResponseEvents(Events):
     """The events of a streamed response, which consists of consecutive items."""
 
@@ -163,7 +170,8 @@ class ResponseEvents(Events):
         """Log-probabilities to send with the next text of a message: of tokens of reasoning, and of those that are only
         a part of a character."""
         self._item: dict[str, Any] = {}
-        self._response: dict[str, Any] = {}
+        self.response: dict[str, Any] = {}
+        """The response so far, without its output; after `end`, the whole."""
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         document = {"type": kind, "sequence_number": self._sequence, **fields}
@@ -172,9 +180,9 @@ class ResponseEvents(Events):
         return f"event: {kind}\ndata: {data}\n\n".encode("utf-8", "replace")
 
     def begin(self, started: inference_pb2.Started) -> bytes:
-        self._response = _response(self._id, self._body, started.model, int(time.time()))
-        created = self._event("response.created", response=self._response)
-        return created + self._event("response.in_progress", response=self._response)
+        self.response = _response(self._id, self._body, started.model, int(time.time()))
+        created = self._event("response.created", response=self.response)
+        return created + self._event("response.in_progress", response=self.response)
 
     def _at(self) -> dict[str, Any]:
         return {"item_id": self._item["id"], "output_index": len(self._output)}
@@ -228,6 +236,8 @@ class ResponseEvents(Events):
             self._parts.append(delta.reasoning)
             data += self._event("response.reasoning_text.delta", **self._at(), content_index=0, delta=delta.reasoning)
         if delta.text:
+            if self._kind == "call":  # tokens of the end of its markup come before those of the text
+                self._held = _last(self._held, delta.text)
             if self._kind != "message":
                 data += self._open("message", _message(self._next_id("msg"), None, None))
             data += self._written(delta.text)
@@ -253,8 +263,8 @@ class ResponseEvents(Events):
         data = self._close()
         if all(item["type"] == "reasoning" for item in self._output):
             data += self._open("message", _message(self._next_id("msg"), None, None)) + self._close()
-        made = {**self._response, "output": self._output, **_end_of(answer), "saccade": extension(answer)}
-        return data + self._event(f"response.{made['status']}", response=made)
+        self.response |= {"output": self._output, **_end_of(answer), "saccade": extension(answer)}
+        return data + self._event(f"response.{self.response['status']}", response=self.response)
 
     def _cut_off(self) -> list[dict[str, Any]]:
         """The item that was being written when the answer failed, if any."""
@@ -269,5 +279,5 @@ class ResponseEvents(Events):
 
     def error(self, error: dict[str, Any], status: int) -> bytes:
         failed = {"code": error["code"], "message": error["message"]}
-        made = {**self._response, "output": [*self._output, *self._cut_off()], "status": "failed", "error": failed}
+        made = {**self.response, "output": [*self._output, *self._cut_off()], "status": "failed", "error": failed}
         return self._event("response.failed", response=made)

@@ -61,6 +61,20 @@ async def stream_events(call: HttpCall, caller: Caller, request: inference_pb2.G
         answer.close()
 
 
+async def read_events(call: HttpCall, caller: Caller, request: inference_pb2.GenerateRequest, events: Events) -> None:
+    """Passes an answer to `events` without sending anything. Raises SaccadeError, and ClientGone if the client
+    disconnects first."""
+    answer = caller.stream(request)
+    try:
+        async with call.connected():
+            events.begin(await answer.start())
+            while (delta := await answer.read()) is not None:
+                events.piece(delta)
+            events.end(answer.state.assembler.finish())
+    finally:
+        answer.close()
+
+
 async def _pieces(call: HttpCall, answer: Answer, events: Events) -> None:
     try:
         while (delta := await answer.read()) is not None:

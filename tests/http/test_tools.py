@@ -24,6 +24,7 @@ import saccade
 from saccade._openai.response_schema import ResponseRequest, chat_of
 from saccade.types import Delta, Generation, Sample, ToolCallDelta, Usage
 from saccade.v1 import inference_pb2
+from service.engine.types import EventSink
 from service.http.messages import MessageEvents
 from service.http.responses import ResponseEvents
 from service.http.streams import Events
@@ -165,6 +166,41 @@ def test_a_call_that_breaks_off_is_incomplete_in_a_response(tmp_path: Path) -> N
     for made in (whole, events[-1].response):
         (call,) = made.output
         assert (made.status, call.status, call.arguments) == ("incomplete", "incomplete", '{"city": "Os')
+
+
+class Scored(Scripted):
+    """All tokens have log-probabilities."""
+
+    def start(self, on_events: EventSink) -> None:
+        super().start(lambda events: on_events([event._replace(logprob=-0.5) for event in events]))
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_response_and_its_stream_have_the_same_texts_calls_and_log_probabilities(
+    tmp_path: Path, scored: bool
+) -> None:
+    """Also if all tokens arrive at once: a text is before or after a call, and has the log-probabilities of its own
+    tokens."""
+    model = make_calling(tmp_path / "tiny")
+    call = "<tool_call><function=weather><parameter=city>Oslo</parameter></function></tool_call>"
+    engine = Scored(Tokenizer(model / "tokenizer.json").encode(f"Let me see.{call}Así.{call}"))
+    ask: dict[str, Any] = {
+        "input": "?", "tools": [{"type": "function", "name": "weather", "parameters": SCHEMA}],
+        "max_output_tokens": 400, "include": ["message.output_text.logprobs"] if scored else [],
+    }  # fmt: skip
+    with (
+        RunningServer(str(model), engine=engine) as server,
+        RunningHttp([server.address]) as http,
+        openai.OpenAI(base_url=f"{http.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        whole = client.responses.create(model="", **ask)
+        events: list[Any] = list(client.responses.create(model="", **ask, stream=True))
+    for output in (whole.output, events[-1].response.output):
+        assert [item.type for item in output] == ["message", "function_call"] * 2
+        for item, text in zip(output[::2], ("Let me see.", "Así."), strict=True):
+            assert item.content[0].text == text
+            scores = item.content[0].logprobs
+            assert b"".join(bytes(score.bytes) for score in scores) == (text.encode() if scored else b"")
 
 
 APART = [
