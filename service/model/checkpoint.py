@@ -10,6 +10,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
+
+EMBEDDINGS, HEAD = "model.embeddings.weight", "lm_head.weight"
+"""Native names of the two matrices that a checkpoint may tie."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, total bytes) while weights are read."""
@@ -92,15 +96,32 @@ class Checkpoint:
                 len(not_served),
                 ", ".join(parts),
             )
+        if self.config.decoder.tie_word_embeddings and HEAD in found:
+            self._tie(found)
         expected, optional = expected_weights(self.config)
-        if self.config.decoder.tie_word_embeddings:
-            found.pop("lm_head.weight", None)
         problems += misfits(found, self.weights, self.files.table, expected, optional)
         if problems:
             raise CheckpointError(
                 f"{self.path}: {len(problems)} weights do not fit config.json:\n  {listed(problems, 40)}"
             )
         return {name: found[name] for name in expected if name in found}
+
+    def _tie(self, found: dict[str, Source]) -> None:
+        """Decides what a vocabulary projection means that is stored although config.json ties it to the embeddings, in
+        the way of transformers: a copy of them is not needed, it replaces embeddings that are not stored, and another
+        matrix is not tied."""
+        if EMBEDDINGS not in found:
+            found[EMBEDDINGS] = found.pop(HEAD)
+            return
+        head, table = (self.weights[found[name].names[0]].parts for name in (HEAD, EMBEDDINGS))
+        if head.keys() == table.keys() and all(self.files.same(head[part], table[part]) for part in head):
+            del found[HEAD]
+            return
+        log.warning(
+            "%s: lm_head.weight differs from the embeddings, so both are used although config.json ties them", self.path
+        )
+        untied = replace(self.config.decoder, tie_word_embeddings=False)
+        self.config = replace(self.config, model=replace(self.config.model, decoder=untied))
 
     @property
     def stored_as(self) -> dict[str, int]:

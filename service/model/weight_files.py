@@ -31,6 +31,8 @@ DTYPES = {
 
 LONGEST_TABLE = 100_000_000
 """Bytes of a file's table at most, as in the safetensors library."""
+COMPARED_AT_ONCE = 1 << 22
+"""Bytes of two tensors that are in memory while they are compared."""
 
 
 class WeightFiles:
@@ -61,6 +63,24 @@ class WeightFiles:
         """The bytes of a tensor."""
         file, begin = self._places[name]
         return Range(file, begin, self.table[name].nbytes)
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same dtype, shape and bytes. Reads both."""
+        if self.table[one] != self.table[other]:
+            return False
+        (file, begin), (other_file, other_begin) = self._places[one], self._places[other]
+        left = self.table[one].nbytes
+        try:
+            with file.open("rb") as first, other_file.open("rb") as second:
+                first.seek(begin)
+                second.seek(other_begin)
+                while left and (block := first.read(min(left, COMPARED_AT_ONCE))):
+                    if block != second.read(len(block)):
+                        return False
+                    left -= len(block)
+        except OSError as error:
+            raise CheckpointError(f"{file}: a weights file cannot be read: {error}") from error
+        return True
 
     def read(self, name: str) -> torch.Tensor:
         """Maps a tensor, which must not be written to."""

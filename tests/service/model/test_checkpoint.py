@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from text_families import make_text_checkpoint
 from tiny_checkpoint import make_checkpoint
+from transformers import BambaForCausalLM
 
 from decoder.layers.descriptions import Mamba2
 from families import CheckpointError, FamilyConfig
@@ -21,6 +23,8 @@ from families.nemotron_h.config import NemotronHConfig, decoder_config
 from families.nemotron_h_omni import FAMILY as OMNI
 from service.model.assets import sampling_defaults
 from service.model.cache import resolve_model
+from service.model.checkpoint import EMBEDDINGS as OUR_EMBEDDINGS
+from service.model.checkpoint import HEAD as OUR_HEAD
 from service.model.checkpoint import Checkpoint, open_checkpoint
 from service.model.modelconfig import load_config
 
@@ -451,11 +455,38 @@ def test_experts_that_do_not_count_up_are_an_error(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
-def test_a_tied_projection_that_is_stored_all_the_same_is_not_used(tmp_path: Path) -> None:
-    """Some tools write a copy of the embeddings under its name. A model that is not tied needs it."""
-    for tied in (True, False):
-        path = tmp_path / str(tied)
-        make_checkpoint(path, 2, text={"pattern": "M", "tie_word_embeddings": tied})
-        weights = load_file(path / "model.safetensors")
-        edit_weights(path, {HEAD: torch.zeros_like(weights[EMBEDDINGS])})
-        assert ("lm_head.weight" in dict(Checkpoint(path).decoder_weights())) is not tied
+@pytest.mark.parametrize("stored", ["neither", "copy", "other", "alone"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_projection_is_tied_as_transformers_ties_it(
+    tmp_path: Path, stored: str, tied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some tools write a copy of the embeddings under its name, or leave out the embeddings; and some fine-tuned models
+    have matrices that differ, although their configuration is that of a tied model."""
+    make_text_checkpoint(tmp_path, "bamba", 2)
+    edit_config(tmp_path, {"tie_word_embeddings": tied})
+    table, head = "model.embed_tokens.weight", "lm_head.weight"
+    weights = load_file(tmp_path / "model.safetensors")
+    changed = weights[table].clone()
+    changed[-1, -1] += 1
+    edits: dict[str, dict[str, torch.Tensor | None]] = {
+        "neither": {head: None},
+        "copy": {head: weights[table].clone()},
+        "other": {head: changed},
+        "alone": {head: changed, table: None},
+    }
+    edit_weights(tmp_path, edits[stored])
+    if not tied and stored in ("neither", "alone"):
+        with pytest.raises(CheckpointError, match=r"missing (lm_head|model\.embeddings)\.weight"):
+            Checkpoint(tmp_path)
+        return
+    checkpoint = Checkpoint(tmp_path)
+    found = dict(checkpoint.decoder_weights())
+    expected = BambaForCausalLM.from_pretrained(tmp_path)
+    ours = found[OUR_EMBEDDINGS], found.get(OUR_HEAD, found[OUR_EMBEDDINGS])
+    theirs = expected.get_input_embeddings().weight, expected.get_output_embeddings().weight
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+    assert (OUR_HEAD in found) is (not tied or stored == "other")
+    assert checkpoint.parameters() == expected.num_parameters()
+    warnings = [record for record in caplog.records if record.name == "service.model.checkpoint"]
+    assert [record.levelname for record in warnings] == (["WARNING"] if tied and stored == "other" else [])
