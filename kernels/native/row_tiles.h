@@ -123,8 +123,8 @@ struct WordTiles {
 template <int V>
 bool is_simple(const Product& job, int64_t begin) {
     const Weight& w = *job.weight;
-    const bool squared = job.activation == Activation::RELU_SQUARED && job.store == STORE_BF16;
-    return w.n - begin >= 16 * V && !w.gated && !w.bias && (job.activation == Activation::NONE || squared);
+    const bool squared = !w.bias && job.activation == Activation::RELU_SQUARED && job.store == STORE_BF16;
+    return w.n - begin >= 16 * V && !w.gated && (job.activation == Activation::NONE || squared);
 }
 
 // Does what `finish` does, with sums in registers. What a function captures is a copy: after each store it would be loaded again.
@@ -134,20 +134,42 @@ struct FinishAtOnce {
     int64_t begin;
     template <class Each>
     inline ALWAYS void operator()(int64_t row, const Each& each) const {
-        if (job.store == STORE) store<STORE, Activation::NONE>(row, each);
+        if (job.weight->bias) with_bias(row, each);
+        else if (job.store == STORE) store<STORE, Activation::NONE>(row, each);
         else if (job.store == ADD) store<ADD, Activation::NONE>(row, each);
         else if (job.activation == Activation::NONE) store<STORE_BF16, Activation::NONE>(row, each);
         else store<STORE_BF16, Activation::RELU_SQUARED>(row, each);
     }
 
   private:
-    template <int64_t STORED, Activation ACTIVATION, class Each>
+    template <class Each>
+    inline ALWAYS void with_bias(int64_t row, const Each& each) const {
+        if (job.store == STORE) store<STORE, Activation::NONE, true>(row, each);
+        else if (job.store == ADD) store<ADD, Activation::NONE, true>(row, each);
+        else store<STORE_BF16, Activation::NONE, true>(row, each);
+    }
+    template <int64_t STORED, Activation ACTIVATION, bool BIAS = false, class Each>
     inline ALWAYS void store(int64_t row, const Each& each) const {
         const Stored<STORED, V, true> stored(job, row, begin, job.weight->n);
+        const float* const bias = BIAS ? job.weight->bias + begin : nullptr;
         each([=](int r, Floats (&y)[V]) ALWAYS {
+            if constexpr (BIAS) unrolled<V>([&](int v) ALWAYS { y[v] = y[v] + load_floats(bias + v * 16); });
             if constexpr (ACTIVATION == Activation::RELU_SQUARED) unrolled<V>([&y](int v) ALWAYS { y[v] = relu_squared(y[v]); });
             stored(r, y);
         });
+    }
+};
+
+// Everything else that `finish` does, of whole tiles.
+template <int R, int V>
+struct FinishTile {
+    const Product& job;
+    int64_t begin;
+    template <class Each>
+    inline ALWAYS void operator()(int64_t row, const Each& each) const {
+        alignas(64) float sums[R * PANEL];
+        each([to = sums](int r, Floats (&y)[V]) ALWAYS { unrolled<V>([=, &y](int v) ALWAYS { store_floats(to + r * PANEL + v * 16, y[v]); }); });
+        finish<V>(job, sums, row, R, begin);
     }
 };
 
@@ -162,19 +184,21 @@ void equal_tiles(
     constexpr int W = std::min(Tiles::beside(R), V);
     const int64_t begin = panel * PANEL + first * 16;
     if constexpr (W == V) {
-        if (is_simple<V>(job, begin)) return Tiles::template add<R, V>(job, row, count, columns, panel, first, ahead, FinishAtOnce<V>{job, begin});
-    }
-    alignas(64) float sums[R * PANEL];
-    for (int64_t left = count; left; left--, row += R) {
-        AheadOfTiles own;
-        if (left <= ahead.tiles) own = {ahead.last(left, Tiles::steps(*job.weight)).at, 1, ahead.lines};
-        for (int v = 0; v < V; v += W, own = {}) {
-            const auto keep = [to = sums + v * 16](int64_t, const auto& each) ALWAYS {
-                each([to](int r, Floats (&y)[W]) ALWAYS { unrolled<W>([=, &y](int i) ALWAYS { store_floats(to + r * PANEL + i * 16, y[i]); }); });
-            };
-            Tiles::template add<R, W>(job, row, 1, columns, panel, first + v, own, keep);
+        if (is_simple<V>(job, begin)) Tiles::template add<R, V>(job, row, count, columns, panel, first, ahead, FinishAtOnce<V>{job, begin});
+        else Tiles::template add<R, V>(job, row, count, columns, panel, first, ahead, FinishTile<R, V>{job, begin});
+    } else {
+        alignas(64) float sums[R * PANEL];
+        for (int64_t left = count; left; left--, row += R) {
+            AheadOfTiles own;
+            if (left <= ahead.tiles) own = {ahead.last(left, Tiles::steps(*job.weight)).at, 1, ahead.lines};
+            for (int v = 0; v < V; v += W, own = {}) {
+                const auto keep = [to = sums + v * 16](int64_t, const auto& each) ALWAYS {
+                    each([to](int r, Floats (&y)[W]) ALWAYS { unrolled<W>([=, &y](int i) ALWAYS { store_floats(to + r * PANEL + i * 16, y[i]); }); });
+                };
+                Tiles::template add<R, W>(job, row, 1, columns, panel, first + v, own, keep);
+            }
+            finish<V>(job, sums, row, R, begin);
         }
-        finish<V>(job, sums, row, R, begin);
     }
 }
 
