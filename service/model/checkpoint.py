@@ -170,6 +170,10 @@ class Checkpoint:
                 digest.update(content[start : start + 4096].numpy().data)
         return digest.hexdigest()[:16]
 
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """Names in the files of the tensors that make a native one."""
+        return self._sources[name].names
+
     def decoder_shapes(self) -> dict[str, tuple[int, ...]]:
         """Native name -> shape of the decoder's weights in the files."""
         return {

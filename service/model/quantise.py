@@ -27,7 +27,7 @@ from torch import Tensor
 from kernels.linear import quantise
 from kernels.weight_forms import kind_and_group
 from service.common.config import ConfigError
-from service.model.checkpoint import Checkpoint
+from service.model.checkpoint import EMBEDDINGS, HEAD, Checkpoint
 from service.model.formats import compressed
 from service.model.modelconfig import WEIGHTS_FORMAT, WEIGHTS_KEY
 
@@ -42,9 +42,9 @@ def quantised_name(native: str, *, tied: bool = False) -> bool:
     delta rule (`in_proj_a`, `in_proj_b`) are not: in published files they are plain, and they are small. `tied`: the
     table of embeddings is the vocabulary projection.
     """
-    if tied and native == "model.embeddings.weight":
+    if tied and native == EMBEDDINGS:
         return True
-    return (native.startswith("model.layers.") or native == "lm_head.weight") and bool(_LINEAR.search(native))
+    return (native.startswith("model.layers.") or native == HEAD) and bool(_LINEAR.search(native))
 
 
 REPORT = "quantization_report.json"
@@ -115,7 +115,11 @@ def _write(source: Checkpoint, out: Path, kind: str, form: str) -> Written:
         written.before += entry.nbytes
         targets = source.targets(name)
         ours = targets[0].name if targets else ""
-        head = ours in ("lm_head.weight", "model.embeddings.weight") and form != "saccade"
+        if tied and ours == HEAD:
+            if name not in source.stored_names(EMBEDDINGS):
+                continue  # a copy of the embeddings, from which it would differ once they are quantised
+            ours = EMBEDDINGS
+        head = ours in (HEAD, EMBEDDINGS) and form != "saccade"
         if ours in decoder and quantised_name(ours, tied=tied) and not head:
             parts = _stored(store, name, tensor, kind, written)
         else:

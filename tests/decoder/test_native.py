@@ -131,13 +131,13 @@ def test_experts_that_are_compact_beside_others(monkeypatch: pytest.MonkeyPatch)
     assert answered() == ({Kind.BF16}, found)
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"dtype": torch.float32}, {"weights": "int8", "activations": "int8"}, {"weights": "int8"},
-    {"weights": "int4-32", "activations": "int8"}, {"weights": "fp8"},
+@pytest.mark.parametrize(("options", "biased"), [
+    ({}, False), ({}, True), ({"dtype": torch.float32}, False), ({"weights": "int8", "activations": "int8"}, True),
+    ({"weights": "int8"}, False), ({"weights": "int4-32", "activations": "int8"}, False), ({"weights": "fp8"}, True),
 ])  # fmt: skip
-def test_a_prompt_in_one_step_has_the_bits_of_one_in_small_steps(options: dict[str, Any]) -> None:
+def test_a_prompt_in_one_step_has_the_bits_of_one_in_small_steps(options: dict[str, Any], biased: bool) -> None:
     """Products of many rows are computed in another way than those of few, in panels of 64 outputs and behind them."""
-    config = tiny_config("M-*-", hidden_size=160, intermediate_size=200)
+    config = tiny_config("M-*-", hidden_size=160, intermediate_size=200, mlp_bias=biased, use_bias=biased)
     prompts = [[3 + (7 * i + count) % 90 for i in range(count)] for count in (229, 3, 60)]
 
     def answered(rows: int) -> dict[str, list[tuple[int | None, float | None]]]:

@@ -167,6 +167,10 @@ def make_checkpoint(
         model = NemotronHForCausalLM(NemotronHConfig(**text_config))
     model = model.float().eval()
     randomise(model, seed)
+    if text_config.get("tie_word_embeddings"):  # which transformers ignores in this family
+        decoder = model.language_model if vision else model
+        with torch.no_grad():
+            decoder.get_output_embeddings().weight.copy_(decoder.get_input_embeddings().weight)
     model.save_pretrained(path, save_original_format=naming == "released", max_shard_size=shard or "1GB")
     if vision:
         rule = {"patch_size": vision_config["patch_size"], "min_num_patches": 4, "max_num_patches": 64}

@@ -45,7 +45,9 @@ def test_saved_equals_quantised_at_load(tmp_path: Path, kind: str, capsys: pytes
     original = make_checkpoint(tmp_path / "model", 3, text=text).path
     assert main(["quantize", str(original), str(tmp_path / "small"), "--weights", kind]) == 0
     assert "MB of weights instead of" in capsys.readouterr().out
-    assert Checkpoint(tmp_path / "small").config.weights == kind
+    small = Checkpoint(tmp_path / "small")
+    assert small.config.weights == kind
+    assert any("lm_head" in name for name in small.files.table) == (kind == "int8"), "a tied copy is not written"
     x = torch.randn(3, 4096)
     models = load(tmp_path / "small", None), load(original, kind)
     tables = [model.embed_ids(torch.arange(model.config.vocab_size)) for model in models]

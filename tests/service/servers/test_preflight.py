@@ -3,6 +3,8 @@ is about something else."""
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,13 +33,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def bound_port() -> Iterator[tuple[socket.socket, int]]:
+    """A socket that is bound to a port, and the port. The port before it is free: both are below those that the system
+    gives to connections, so that other tests' connections do not take them."""
+    for port in random.sample(range(20_001, 32_000), 200):
+        with socket.socket() as before, socket.socket() as wanted:
+            try:
+                before.bind(("127.0.0.1", port - 1))
+                wanted.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            before.close()
+            yield wanted, port
+            return
+    pytest.fail("no two free ports beside each other")
+
+
 @pytest.fixture
 def taken() -> Iterator[int]:
     """A port on which another program listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    with bound_port() as (listener, port):
         listener.listen()
-        yield listener.getsockname()[1]
+        yield port
 
 
 def said(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str) -> str:
@@ -116,9 +134,8 @@ def test_a_port_that_is_taken_is_reported_without_a_model(
 
 
 def test_two_options_cannot_have_one_port(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    with bound_port() as (_, number):
+        port = str(number)
     assert "metrics_port: cannot listen" in said(capsys, tmp_path, "--port", port, "--metrics-port", port)
     assert "port: cannot listen" in said(capsys, tmp_path, "--port", port, "--http-port", port)
     several = ("--frontends", "2", "--port", port, "--metrics-port", str(int(port) - 1))
