@@ -165,7 +165,12 @@ class ByteVocabulary:
         return self._longest(data)
 
     def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids) if text else []
+        if not text:
+            return []
+        try:
+            return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        except Exception:  # the library raises a bare Exception for text without tokens
+            return []
 
     def _longest(self, data: bytes) -> list[int]:
         """The ids from taking the longest token at each place, from the beginning; empty if there is none."""

@@ -231,6 +231,17 @@ def test_forced_texts_have_only_ids_of_the_model() -> None:
     assert len(word) == 1 < len(ids) and b"".join(part.tokens[i] for i in ids) == b" before"
 
 
+def test_text_without_ids_has_none(tmp_path: Path) -> None:
+    """A vocabulary need not have a token for unknown characters."""
+    from service.model.token_bytes import ByteVocabulary
+
+    raw = RawTokenizer(models.Unigram([("a", -1.0), ("b", -1.5), ("ab", -1.2)], None, False))
+    raw.decoder = decoders.Sequence([decoders.Replace("_", " "), decoders.Fuse()])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = ByteVocabulary(tmp_path / "tokenizer.json", 3)
+    assert [vocabulary.encode(text) for text in ("aab", "ac", "\n")] == [[0, 2], [], []]
+
+
 def test_fixed_texts_may_have_any_character(constraining: Constraining, tokenizer: Tokenizer) -> None:
     texts = ["\x00", "\x1f", "\x7f", "\u2028", "\ufeff", "\ufffd", "\U0010ffff", "//", "%json", "\\u0041"]
     made = begun(constraining, TextFormat("choice", json.dumps(texts)))
