@@ -134,21 +134,19 @@ struct FinishAtOnce {
     int64_t begin;
     template <class Each>
     inline ALWAYS void operator()(int64_t row, const Each& each) const {
-        if (job.weight->bias) with_bias(row, each);
-        else if (job.store == STORE) store<STORE, Activation::NONE>(row, each);
-        else if (job.store == ADD) store<ADD, Activation::NONE>(row, each);
-        else if (job.activation == Activation::NONE) store<STORE_BF16, Activation::NONE>(row, each);
-        else store<STORE_BF16, Activation::RELU_SQUARED>(row, each);
+        if (job.weight->bias) store_as<true>(row, each);
+        else if (job.activation == Activation::RELU_SQUARED) store<false, STORE_BF16, Activation::RELU_SQUARED>(row, each);
+        else store_as<false>(row, each);
     }
 
   private:
-    template <class Each>
-    inline ALWAYS void with_bias(int64_t row, const Each& each) const {
-        if (job.store == STORE) store<STORE, Activation::NONE, true>(row, each);
-        else if (job.store == ADD) store<ADD, Activation::NONE, true>(row, each);
-        else store<STORE_BF16, Activation::NONE, true>(row, each);
+    template <bool BIAS, class Each>
+    inline ALWAYS void store_as(int64_t row, const Each& each) const {
+        if (job.store == STORE) store<BIAS, STORE, Activation::NONE>(row, each);
+        else if (job.store == ADD) store<BIAS, ADD, Activation::NONE>(row, each);
+        else store<BIAS, STORE_BF16, Activation::NONE>(row, each);
     }
-    template <int64_t STORED, Activation ACTIVATION, bool BIAS = false, class Each>
+    template <bool BIAS, int64_t STORED, Activation ACTIVATION, class Each>
     inline ALWAYS void store(int64_t row, const Each& each) const {
         const Stored<STORED, V, true> stored(job, row, begin, job.weight->n);
         const float* const bias = BIAS ? job.weight->bias + begin : nullptr;
@@ -160,6 +158,15 @@ struct FinishAtOnce {
     }
 };
 
+// Keeps V vectors of each row's sums in memory, for `finish`.
+template <int V>
+struct KeepSums {
+    float* to;
+    inline ALWAYS void operator()(int r, Floats (&y)[V]) const {
+        unrolled<V>([&](int v) ALWAYS { store_floats(to + r * PANEL + v * 16, y[v]); });
+    }
+};
+
 // Everything else that `finish` does, of whole tiles.
 template <int R, int V>
 struct FinishTile {
@@ -168,7 +175,7 @@ struct FinishTile {
     template <class Each>
     inline ALWAYS void operator()(int64_t row, const Each& each) const {
         alignas(64) float sums[R * PANEL];
-        each([to = sums](int r, Floats (&y)[V]) ALWAYS { unrolled<V>([=, &y](int v) ALWAYS { store_floats(to + r * PANEL + v * 16, y[v]); }); });
+        each(KeepSums<V>{sums});
         finish<V>(job, sums, row, R, begin);
     }
 };
@@ -192,9 +199,7 @@ void equal_tiles(
             AheadOfTiles own;
             if (left <= ahead.tiles) own = {ahead.last(left, Tiles::steps(*job.weight)).at, 1, ahead.lines};
             for (int v = 0; v < V; v += W, own = {}) {
-                const auto keep = [to = sums + v * 16](int64_t, const auto& each) ALWAYS {
-                    each([to](int r, Floats (&y)[W]) ALWAYS { unrolled<W>([=, &y](int i) ALWAYS { store_floats(to + r * PANEL + i * 16, y[i]); }); });
-                };
+                const auto keep = [to = sums + v * 16](int64_t, const auto& each) ALWAYS { each(KeepSums<W>{to}); };
                 Tiles::template add<R, W>(job, row, 1, columns, panel, first + v, own, keep);
             }
             finish<V>(job, sums, row, R, begin);

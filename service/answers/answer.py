@@ -46,8 +46,8 @@ class Answer:
         continued = spec.input.continued_text if isinstance(spec.input, ChatInput) else ""
         self._phase = phase_of(prompt.ids, assets, continued=bool(continued.strip()))
         use = tool_use(spec)
-        self._calls = use is not None and use.choice != "none"
-        """Whether there may be tool calls."""
+        self._tools = None if use is None or use.choice == "none" else use
+        """None if there can be no tool calls."""
         self._samples = [self._new_sample(index) for index in range(spec.n)]
 
     @property
@@ -165,7 +165,7 @@ class Answer:
         """Whether a piece needs another delta than those before it. A delta has text before the calls that begin in it.
         With log-probabilities, each token of an answer that may have calls has a delta, which shows whether it is
         text."""
-        if not self._calls:
+        if self._tools is None:
             return False
         written = bool(piece.text or piece.reasoning)
         return self._params.logprobs is not None or (written and any(shown.calls for shown in before))
@@ -191,12 +191,12 @@ class Answer:
 
     def _new_sample(self, index: int) -> SampleState:
         spec, assets = self._spec, self._assets
-        use, markup, calls = tool_use(spec), assets.tool_markup, None
+        markup, calls = assets.tool_markup, None
         text_format = None if spec.constraint is None else spec.constraint.format
         or_format = text_format is not None and text_format.calls_or_answer
-        if use is not None and use.choice != "none" and markup is not None:
+        if self._tools is not None and markup is not None:
             silent, name = silent_markers(markup, assets), f"{spec.request_id}/{index}"
-            calls = CallSplit(markup, use, silent, name, or_format=or_format)
+            calls = CallSplit(markup, self._tools, silent, name, or_format=or_format)
         exact = or_format or (text_format is not None and text_format.kind != "tool_calls")
         split = ReasoningSplit(assets.reasoning, self._phase)
         return SampleState(assets.tokenizer, spec.stop, self._params.min_tokens, split, exact=exact, calls=calls)

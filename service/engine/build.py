@@ -399,10 +399,13 @@ def check_state_block(options: EngineOptions, checkpoint: Checkpoint) -> None:
         )
 
 
-def build_encoder(options: EngineOptions) -> tuple[LocalEncoder, Handoff, Partner]:
-    """The encoder's half of a model, for `--role encoder`. Raises ConfigError or CheckpointError."""
+def build_encoder(
+    options: EngineOptions, checkpoint: Checkpoint | None = None
+) -> tuple[LocalEncoder, Handoff, Partner]:
+    """The encoder's half of a model, for `--role encoder`. `checkpoint`: the options' model, if it is already open.
+    Raises ConfigError or CheckpointError."""
     use_processor(options)
-    checkpoint = open_checkpoint(options.model, options.revision)
+    checkpoint = checkpoint or open_checkpoint(options.model, options.revision)
     check_role(options, checkpoint)
     dtype = resolve_dtype(options, checkpoint)
     vision = resolve_vision(options, checkpoint)

@@ -107,9 +107,9 @@ class Checkpoint:
         return {name: found[name] for name in expected if name in found}
 
     def _tie(self, found: dict[str, Source]) -> None:
-        """Decides what a vocabulary projection means that is stored although config.json ties it to the embeddings, in
-        the way of transformers: a copy of them is not needed, it replaces embeddings that are not stored, and another
-        matrix is not tied."""
+        """Handles a vocabulary projection that is stored although config.json ties it to the embeddings, as
+        transformers does. If no embeddings are stored, it is used for both. An equal matrix is left out of `found`. A
+        different one is used, and the configuration is no longer tied."""
         if EMBEDDINGS not in found:
             found[EMBEDDINGS] = found.pop(HEAD)
             return

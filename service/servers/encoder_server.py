@@ -29,7 +29,7 @@ from service.encoding.encoder_servicer import EncoderServicer
 from service.encoding.handoff import Handoff
 from service.encoding.partner import Partner
 from service.engine.build import build_encoder, check_decoders
-from service.model.checkpoint import open_checkpoint
+from service.model.checkpoint import Checkpoint, open_checkpoint
 from service.rpc.interceptor import DoorInterceptor
 from service.servers.credentials import server_credentials
 from service.servers.exposure import channel_options, check_exposure, listen
@@ -46,13 +46,19 @@ log = logging.getLogger(__name__)
 class EncoderThread:
     """Builds and runs an encoder, on one thread."""
 
-    def __init__(self, options: EngineOptions, *, on_death: Callable[[], None] = lambda: None) -> None:
-        """Raises ConfigError or CheckpointError. `on_death` is called once, from the thread, if the encoder fails."""
+    def __init__(
+        self, options: EngineOptions, checkpoint: Checkpoint | None = None, *,
+        on_death: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Raises ConfigError or CheckpointError. `checkpoint`: the options' model, if it is already open. `on_death` is
+        called once, from the thread, if the encoder fails."""
         self._built: Future[tuple[LocalEncoder, Handoff, Partner]] = Future()
         self._wake, self._closing = threading.Event(), threading.Event()
         self._on_death = on_death
         self.failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._main, args=(options,), name="saccade-encoder", daemon=True)
+        self._thread = threading.Thread(
+            target=self._main, args=(options, checkpoint), name="saccade-encoder", daemon=True
+        )
         self._thread.start()
         self.encoder, self.handoff, self.partner = self._built.result()
 
@@ -74,9 +80,9 @@ class EncoderThread:
         self._wake.set()
         self._thread.join()
 
-    def _main(self, options: EngineOptions) -> None:
+    def _main(self, options: EngineOptions, checkpoint: Checkpoint | None) -> None:
         try:
-            built = build_encoder(options)
+            built = build_encoder(options, checkpoint)
         except BaseException as error:  # raised again in the constructor's caller
             self._built.set_exception(error)
             return
@@ -185,8 +191,9 @@ async def serve_encoder(options: ServerOptions) -> int:
         loop.call_soon_threadsafe(stopping.set)
 
     def build() -> EncoderThread:
-        check_decoders(options, open_checkpoint(options.model, options.revision))
-        return EncoderThread(options, on_death=on_death)
+        checkpoint = open_checkpoint(options.model, options.revision)
+        check_decoders(options, checkpoint)
+        return EncoderThread(options, checkpoint, on_death=on_death)
 
     building = asyncio.create_task(asyncio.to_thread(build))
     await asyncio.wait({building, stopped := asyncio.create_task(stopping.wait())}, return_when=asyncio.FIRST_COMPLETED)
