@@ -174,13 +174,17 @@ async def in_thread(manager: Any) -> AsyncIterator[Any]:
 
 
 async def to_end(work: asyncio.Future[T]) -> T:
-    """Waits for the result of a thread. A cancellation of the caller takes effect only when the thread is done, so that
+    """Waits for the result of a thread. Cancellations of the caller take effect only when the thread is done, so that
     the caller can undo the thread's work."""
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait({work})
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait({work})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return work.result()
 
 
 def _media_to_proto(media: Media) -> media_pb2.Media:

@@ -12,7 +12,8 @@ import pytest
 from service.rpc.servicer import in_thread
 
 
-def test_what_was_entered_is_left_where_the_call_ends_in_the_middle() -> None:
+@pytest.mark.parametrize("cancellations", [1, 2])  # by the client, and by a server that stops
+def test_what_was_entered_is_left_where_the_call_ends_in_the_middle(cancellations: int) -> None:
     entering, go_on = threading.Event(), threading.Event()
     steps: list[str] = []
 
@@ -31,8 +32,9 @@ def test_what_was_entered_is_left_where_the_call_ends_in_the_middle() -> None:
     async def body() -> None:
         task = asyncio.create_task(call())
         assert await asyncio.to_thread(entering.wait, 60)
-        task.cancel()
-        await asyncio.sleep(0)
+        for _ in range(cancellations):
+            task.cancel()
+            await asyncio.sleep(0)
         go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await task
