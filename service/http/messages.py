@@ -15,7 +15,7 @@ from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, beside
 from service.http.chat import build_chat
 from service.http.json_text import compact
-from service.http.streams import Events, calls_of, stream_events, whole_answer
+from service.http.streams import Events, calls_of, read_events, stream_events, whole_answer
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -40,8 +40,13 @@ async def messages(call: HttpCall) -> None:
     call.error_form = anthropic_error
     body = validated(MessagesRequest, await call.json())
     request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
+    events = MessageEvents(call.request_id)
     if body.stream:
-        await stream_events(call, call.caller(), request, MessageEvents(call.request_id))
+        await stream_events(call, call.caller(), request, events)
+        return
+    if request.chat.tools:  # a whole answer does not say where its calls are in the text
+        await read_events(call, call.caller(), request, events)
+        await call.respond(events.message)
         return
     answer = await whole_answer(call, call.caller(), request)
     made = _message(call.request_id, answer.model)
@@ -74,13 +79,12 @@ def _message(request_id: str, model: str) -> dict[str, Any]:
 
 
 def _blocks(answer: Generation) -> list[dict[str, Any]]:
+    """The blocks of an answer without tools."""
     blocks: list[dict[str, Any]] = []
     if answer.reasoning:
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
     if answer.text:
         blocks.append({"type": "text", "text": answer.text})
-    for called in answer.samples[0].tool_calls:
-        blocks.append({"type": "tool_use", "id": called.id, "name": called.name, "input": _object(called.arguments)})
     return blocks
 
 
@@ -117,9 +121,12 @@ class MessageEvents(Events):
 
     def __init__(self, request_id: str) -> None:
         self._id = request_id
-        self._index = -1
         self._kind: Literal["thinking", "text", "call"] | None = None
-        """The block that is being written."""
+        """The kind of the block that is being written."""
+        self._block: dict[str, Any] = {}
+        self._parts: list[str] = []
+        self.message: dict[str, Any] = {}
+        """The message so far: its blocks that are complete; after `end`, the whole."""
 
     @staticmethod
     def _event(kind: str, **fields: Any) -> bytes:
@@ -127,20 +134,29 @@ class MessageEvents(Events):
         return f"event: {kind}\ndata: {data}\n\n".encode("utf-8", "replace")
 
     def begin(self, started: inference_pb2.Started) -> bytes:
-        made = _message(self._id, started.model)
-        made["usage"]["input_tokens"] = started.prompt_tokens
-        return self._event("message_start", message=made)
+        self.message = _message(self._id, started.model)
+        self.message["usage"]["input_tokens"] = started.prompt_tokens
+        return self._event("message_start", message=self.message)
+
+    @property
+    def _index(self) -> int:
+        """The index of the block that is being written, or of the next one."""
+        return len(self.message["content"])
 
     def _open(self, kind: Literal["thinking", "text", "call"], block: dict[str, Any]) -> bytes:
         data = self._close()
-        self._kind, self._index = kind, self._index + 1
+        self._kind, self._block, self._parts = kind, block, []
         return data + self._event("content_block_start", index=self._index, content_block=block)
 
     def _close(self) -> bytes:
         if self._kind is None:
             return b""
+        data = self._event("content_block_stop", index=self._index)
+        text = "".join(self._parts)
+        written = {"input": _object(text)} if self._kind == "call" else {self._kind: text}
+        self.message["content"].append(self._block | written)
         self._kind = None
-        return self._event("content_block_stop", index=self._index)
+        return data
 
     def piece(self, delta: Delta) -> bytes:
         rest, begun = calls_of(delta)
@@ -148,11 +164,11 @@ class MessageEvents(Events):
         if delta.reasoning:
             if self._kind != "thinking":
                 data += self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            data += self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
+            data += self._delta("thinking_delta", "thinking", delta.reasoning)
         if delta.text:
             if self._kind != "text":
                 data += self._open("text", {"type": "text", "text": ""})
-            data += self._delta({"type": "text_delta", "text": delta.text})
+            data += self._delta("text_delta", "text", delta.text)
         for called in begun:
             data += self._open("call", {"type": "tool_use", "id": called.id, "name": called.name, "input": {}})
             data += self._arguments(called)
@@ -161,17 +177,18 @@ class MessageEvents(Events):
     def _arguments(self, called: ToolCallDelta) -> bytes:
         if not called.arguments:
             return b""
-        return self._delta({"type": "input_json_delta", "partial_json": called.arguments})
+        return self._delta("input_json_delta", "partial_json", called.arguments)
 
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        return self._event("content_block_delta", index=self._index, delta=delta)
+    def _delta(self, kind: str, name: str, text: str) -> bytes:
+        self._parts.append(text)
+        return self._event("content_block_delta", index=self._index, delta={"type": kind, name: text})
 
     def end(self, answer: Generation) -> bytes:
-        return (
-            self._close()
-            + self._event("message_delta", delta=_ending(answer), usage=_usage(answer), saccade=extension(answer))
-            + self._event("message_stop")
-        )
+        ending = _ending(answer)
+        more = {"usage": _usage(answer), "saccade": extension(answer)}
+        data = self._close()
+        self.message |= {**ending, **more}
+        return data + self._event("message_delta", delta=ending, **more) + self._event("message_stop")
 
     def error(self, error: dict[str, Any], status: int) -> bytes:
         made = anthropic_error(error, status)

@@ -203,6 +203,27 @@ def test_a_response_and_its_stream_have_the_same_texts_calls_and_log_probabiliti
             assert b"".join(bytes(score.bytes) for score in scores) == (text.encode() if scored else b"")
 
 
+def test_a_message_and_its_stream_have_the_same_blocks(tmp_path: Path) -> None:
+    model = make_calling(tmp_path / "tiny")
+    call = "<tool_call><function=weather><parameter=city>Oslo</parameter></function></tool_call>"
+    engine = Scripted(Tokenizer(model / "tokenizer.json").encode(f"Let me see.{call}Wait.{call}"))
+    ask: dict[str, Any] = {
+        "model": "", "messages": ASK, "max_tokens": 400, "tools": [{"name": "weather", "input_schema": SCHEMA}]
+    }  # fmt: skip
+    with (
+        RunningServer(str(model), engine=engine) as server,
+        RunningHttp([server.address]) as http,
+        anthropic.Anthropic(base_url=http.url, api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        whole = client.messages.create(**ask)
+        with client.messages.stream(**ask) as stream:
+            streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        found = [block.text if block.type == "text" else block.input for block in message.content]
+        assert found == ["Let me see.", {"city": "Oslo"}, "Wait.", {"city": "Oslo"}]
+    assert (whole.stop_reason, whole.usage) == (streamed.stop_reason, streamed.usage)
+
+
 APART = [
     Delta("Let me see.", []),
     Delta("", [], tool_calls=[ToolCallDelta(0, '{"city": "Oslo"}', "c0", "weather")]),
