@@ -46,6 +46,14 @@ def test_a_message_is_the_answer_of_grpc(client: anthropic.Anthropic, grpc_clien
     assert counted.input_tokens == same.usage.prompt_tokens
 
 
+def test_clients_know_the_id_of_a_request(client: anthropic.Anthropic) -> None:
+    made = client.messages.create(**ASK)
+    assert made._request_id and made.id == f"msg_{made._request_id}"
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(**{**ASK, "max_tokens": 0})
+    assert caught.value.request_id and caught.value.request_id == caught.value.response.headers["x-request-id"]
+
+
 def test_a_stream_says_the_same(client: anthropic.Anthropic) -> None:
     whole = client.messages.create(**ASK, extra_body=GREEDY)
     with client.messages.stream(**ASK, extra_body=GREEDY) as stream:
