@@ -184,6 +184,7 @@ class ToolCall(Strict):
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
+    name: str | None = Field(None, description="Ignored: chat templates do not print it.")
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None

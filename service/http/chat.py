@@ -10,7 +10,7 @@ from saccade._openai.answers import completion, extension, logprobs_object, medi
 from saccade._openai.chat import chat_request
 from saccade._openai.fields import CHAT, Rules
 from saccade._openai.problems import validated
-from saccade._openai.schema import ChatCompletion
+from saccade._openai.schema import ChatCompletion, ImageUrlPart
 from saccade.errors import InvalidArgument
 from saccade.types import Delta, Generation
 from saccade.v1 import inference_pb2, types_pb2
@@ -33,8 +33,8 @@ async def chat_completions(call: HttpCall) -> None:
     call.fields = _fields(body)
     request = await beside(call.held, build_chat, call, body)
     caller = call.caller()
-    if any(getattr(part, "type", "") == "image_url" and part.image_url.detail for part in _parts(body)):  # type: ignore[union-attr]
-        call.notes.append(("x-saccade-ignored", "detail"))
+    if ignored := _ignored(body):
+        call.notes.append(("x-saccade-ignored", ", ".join(ignored)))
     if body.stream:
         await stream_events(call, caller, request, ChatEvents(call, body))
     else:
@@ -48,8 +48,11 @@ def _fields(body: ChatCompletion) -> Rules:
     return (*CHAT, ("^max_tokens$", longest), ("^logprobs$", "top_logprobs"))
 
 
-def _parts(body: ChatCompletion) -> list[Any]:
-    return [part for message in body.messages if isinstance(message.content, list) for part in message.content]
+def _ignored(body: ChatCompletion) -> list[str]:
+    """The fields of the request's messages that have no effect."""
+    parts = [part for message in body.messages if isinstance(message.content, list) for part in message.content]
+    found = ["detail"] if any(isinstance(part, ImageUrlPart) and part.image_url.detail for part in parts) else []
+    return [*found, "name"] if any(message.name for message in body.messages) else found
 
 
 def build_chat(call: HttpCall, body: ChatCompletion) -> inference_pb2.GenerateRequest:

@@ -92,6 +92,17 @@ def test_images_and_their_tokens(client: openai.OpenAI, grpc_client: saccade.Cli
     assert raw.headers["x-saccade-ignored"] == "detail"
 
 
+def test_names_of_participants_are_ignored(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is it?"}]
+    named = [{**message, "name": "ann"} for message in messages]
+    fixed: Any = {"model": "", "max_tokens": 8, "temperature": 0}
+    raw = client.chat.completions.with_raw_response.create(messages=named, **fixed)
+    answer, same = raw.parse(), client.chat.completions.create(messages=messages, **fixed)
+    assert answer.usage and same.usage and answer.usage.prompt_tokens == same.usage.prompt_tokens
+    assert answer.choices[0].message.content == same.choices[0].message.content
+    assert raw.headers["x-saccade-ignored"] == "name"
+
+
 def test_a_message_is_continued(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
     messages: list[Any] = [*ASK, {"role": "assistant", "content": "It is"}]
     options: dict[str, Any] = {**GREEDY, "messages": messages}
