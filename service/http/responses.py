@@ -18,6 +18,9 @@ from service.http.chat import build_chat
 from service.http.json_text import compact
 from service.http.streams import Events, calls_of, read_events, stream_events, whole_answer
 
+_INCOMPLETE = {"length": "max_output_tokens", "aborted": "aborted"}
+"""Finish reasons of answers that were cut off, and what responses call them."""
+
 
 async def responses(call: HttpCall) -> None:
     """Answers a request of OpenAI's Responses API, as a whole or as a stream of events."""
@@ -83,11 +86,16 @@ def _finished(request_id: str, body: ResponseRequest, answer: Generation) -> dic
     return made | _end_of(answer)
 
 
+def _status(answer: Generation) -> str:
+    """The status of a response that has ended, and of its last message."""
+    return "incomplete" if answer.finish_reason in _INCOMPLETE else "completed"
+
+
 def _end_of(answer: Generation) -> dict[str, Any]:
     """How a response has ended, and its usage."""
-    incomplete = {"length": "max_output_tokens", "aborted": "aborted"}.get(answer.finish_reason)
+    incomplete = _INCOMPLETE.get(answer.finish_reason)
     return {
-        "status": "incomplete" if incomplete else "completed",
+        "status": _status(answer),
         "incomplete_details": {"reason": incomplete} if incomplete else None,
         "usage": _usage(answer.usage),
     }
@@ -106,7 +114,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 def _items(request_id: str, answer: Generation) -> list[dict[str, Any]]:
     """The items of an answer without tools."""
     items = [_reasoning(f"rs_{request_id}_0", answer.reasoning)] if answer.reasoning else []
-    return [*items, _message(f"msg_{request_id}_{len(items)}", answer.text, answer.logprobs)]
+    return [*items, _message(f"msg_{request_id}_{len(items)}", answer.text, answer.logprobs, _status(answer))]
 
 
 def _reasoning(item_id: str, text: str | None) -> dict[str, Any]:
@@ -119,14 +127,9 @@ def _text(text: str, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": scored}
 
 
-def _message(item_id: str, text: str | None, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
-    return {
-        "type": "message",
-        "id": item_id,
-        "role": "assistant",
-        "status": "in_progress" if text is None else "completed",
-        "content": [] if text is None else [_text(text, logprobs)],
-    }
+def _message(item_id: str, text: str | None, logprobs: list[TokenLogprob] | None, status: str) -> dict[str, Any]:
+    content = [] if text is None else [_text(text, logprobs)]
+    return {"type": "message", "id": item_id, "role": "assistant", "status": status, "content": content}
 
 
 def _state(arguments: str) -> str:
@@ -200,13 +203,14 @@ class ResponseEvents(Events):
             data += self._event("response.content_part.added", **self._at(), content_index=0, part=_text("", None))
         return data
 
-    def _close(self) -> bytes:
+    def _close(self, status: str = "completed") -> bytes:
+        """Ends the current item, if any. `status`: of a message."""
         data = self._written("") if self._kind == "message" and self._held else b""
         text = "".join(self._parts)
         if self._kind is None:
             return data
         if self._kind == "message":
-            done = _message(self._item["id"], text, self._scores)
+            done = _message(self._item["id"], text, self._scores, status)
             part = done["content"][0]
             at = {**self._at(), "content_index": 0}
             data += self._event("response.output_text.done", **at, text=text, logprobs=part["logprobs"])
@@ -239,7 +243,7 @@ class ResponseEvents(Events):
             if self._kind == "call":  # tokens of the end of its markup come before those of the text
                 self._held = _last(self._held, delta.text)
             if self._kind != "message":
-                data += self._open("message", _message(self._next_id("msg"), None, None))
+                data += self._open("message", _message(self._next_id("msg"), None, None, "in_progress"))
             data += self._written(delta.text)
         for call in begun:
             item = _call(f"fc_{self._id}_{call.index}", call.id, call.name, "", "in_progress")
@@ -260,9 +264,11 @@ class ResponseEvents(Events):
         return self._event("response.function_call_arguments.delta", **self._at(), delta=call.arguments)
 
     def end(self, answer: Generation) -> bytes:
-        data = self._close()
+        status = _status(answer)
+        data = self._close(status)
         if all(item["type"] == "reasoning" for item in self._output):
-            data += self._open("message", _message(self._next_id("msg"), None, None)) + self._close()
+            item = _message(self._next_id("msg"), None, None, "in_progress")
+            data += self._open("message", item) + self._close(status)
         self.response |= {"output": self._output, **_end_of(answer), "saccade": extension(answer)}
         return data + self._event(f"response.{self.response['status']}", response=self.response)
 
@@ -272,7 +278,7 @@ class ResponseEvents(Events):
         if self._kind is None:
             return []
         if self._kind == "message":
-            return [_message(self._item["id"], text, self._scores) | {"status": "incomplete"}]
+            return [_message(self._item["id"], text, self._scores, "incomplete")]
         if self._kind == "reasoning":
             return [_reasoning(self._item["id"], text)]
         return [{**self._item, "arguments": text, "status": "incomplete"}]

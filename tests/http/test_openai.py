@@ -217,6 +217,16 @@ def test_responses(client: openai.OpenAI) -> None:
         client.responses.create(input="x", previous_response_id="resp_1", model="")
 
 
+def test_a_message_that_was_cut_off_is_incomplete(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "", "input": "what is it?", "max_output_tokens": 1}
+    whole = client.responses.create(**options)
+    events: list[Any] = list(client.responses.create(**options, stream=True))
+    (done,) = [event.item for event in events if event.type == "response.output_item.done"]
+    for response, (message,) in ((whole, whole.output), (events[-1].response, events[-1].response.output)):
+        assert (response.status, message.status) == ("incomplete", "incomplete")
+    assert done.status == "incomplete"
+
+
 def test_a_streamed_response_has_the_log_probabilities_of_all_tokens(client: openai.OpenAI) -> None:
     """Tokens of this model are bytes, and some of them are only a part of a character."""
     for seed in range(4):
