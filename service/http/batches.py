@@ -154,6 +154,9 @@ def _object(batch: Batch) -> dict[str, Any]:
         for text in batch.problems or ((batch.message,) if batch.state == "failed" else ())
     ]
 
+    # A batch that was cancelled soon after a restart has output, but has not counted its rows.
+    answered = batch.output_bytes and (batch.completed or not batch.failed)
+
     def ended(name: str) -> int | None:
         return _seconds(batch.ended) if batch.state == name else None
 
@@ -166,7 +169,7 @@ def _object(batch: Batch) -> dict[str, Any]:
         "input_file_id": batch.input_name,
         "completion_window": "24h",
         "status": state,
-        "output_file_id": f"file-output-{batch.batch_id}" if batch.over and batch.output_bytes else None,
+        "output_file_id": f"file-output-{batch.batch_id}" if batch.over and answered else None,
         "error_file_id": f"file-errors-{batch.batch_id}" if batch.over and batch.failed else None,
         "created_at": _seconds(batch.created) or int(time.time()),
         "in_progress_at": _seconds(batch.started),

@@ -293,6 +293,18 @@ def test_files_and_batches(client: openai.OpenAI) -> None:
     assert client.files.delete(made.output_file_id).deleted  # deleted with the batch
 
 
+def test_a_batch_whose_rows_all_failed_has_no_output(client: openai.OpenAI) -> None:
+    body = {"messages": [{"role": "user", "content": "x" * 5000}]}
+    row = {"custom_id": "r", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    uploaded = client.files.create(file=("in.jsonl", json.dumps(row).encode()), purpose="batch")
+    made = client.batches.create(input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h")
+    while (made := client.batches.retrieve(made.id)).status in ("validating", "in_progress"):
+        pass
+    assert (made.status, made.output_file_id) == ("completed", None)
+    assert made.error_file_id and json.loads(client.files.content(made.error_file_id).text)["custom_id"] == "r"
+    assert client.files.delete(made.error_file_id).deleted and client.files.delete(uploaded.id).deleted
+
+
 @pytest.mark.parametrize(
     ("changes", "status", "param"),
     [
