@@ -15,6 +15,8 @@ _SERVE_REPLICA_LOST = re.compile(r"The actor .*(died|is dead|unavailable)")
 _NO_HANDSHAKE = "Failed to create security handshaker"
 """Part of gRPC's message if a channel's certificates or key cannot be used. It never reads them again, so a retry would
 fail in the same way."""
+_TIMED_OUT = "Deadline Exceeded"
+"""Part of gRPC's messages about a call whose timeout has passed, such as `Stream removed (Deadline Exceeded)`."""
 _STATUS_DETAILS = "grpc-status-details-bin"
 _PUSHBACK = "grpc-retry-pushback-ms"
 
@@ -218,6 +220,8 @@ def error_from_rpc(rpc_error: Any, *, request_id: str = "") -> SaccadeError:
     if code == "UNAVAILABLE" and (hint := _tls_hint(message)):
         details.no_retry = details.no_retry or _NO_HANDSHAKE in message
         message = f"{message.rstrip('.')}; {hint}"
+    if code == "DEADLINE_EXCEEDED" and _TIMED_OUT in message:
+        message = "the timeout of the call has passed"
     error = error_from_status(code, message, details, request_id=request_id)
     error.__cause__ = rpc_error
     return error

@@ -69,7 +69,7 @@ def test_errors_and_retries(address: str, script: Script) -> None:
             assert caught.value.reason == "NOT_FOUND"
             assert isinstance(caught.value.__cause__, grpc.aio.AioRpcError)
             script.hang_after = 0
-            with pytest.raises(errors.DeadlineExceeded):
+            with pytest.raises(errors.DeadlineExceeded, match="^the timeout of the call has passed "):
                 await (
                     client.generate("?", timeout=0.2)
                     if call == client.generate
