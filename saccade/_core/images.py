@@ -143,13 +143,14 @@ def _from_path_or_url(text: str, name: str) -> types_pb2.Image:
 
 
 def decode_data_url(url: str, name: str) -> bytes:
-    """The bytes inside a `data:` URL, base64 or percent-encoded."""
+    """The bytes inside a `data:` URL, base64 or percent-encoded. Base64 may be divided into lines."""
     header, comma, payload = url.partition(",")
     if not comma:
         raise InvalidArgument(f"{name}: a data URL needs a comma before its data")
     try:
         if header.rstrip(" ").lower().endswith(";base64"):
-            return base64.b64decode(payload, validate=True)
+            # A space is an error, because it may be a plus sign that something has decoded.
+            return base64.b64decode(payload.encode("ascii").translate(None, b"\r\n"), validate=True)
         return urllib.parse.unquote_to_bytes(payload)
     except (binascii.Error, ValueError) as error:
         raise InvalidArgument(f"{name}: the data URL's base64 cannot be decoded") from error

@@ -44,6 +44,8 @@ def test_urls() -> None:
     assert image_message("https://host/a.png").uri == "https://host/a.png"
     for start in ("data:image/png;base64,", "DATA:;BASE64,", "data:image/png;base64 ,"):
         assert image_message(start + base64.b64encode(b"abc").decode()).data == b"abc"
+    for divided in ("YW\nJj\n", "YW\r\nJj"):  # as the command base64 and email programs write it
+        assert image_message(f"data:image/png;base64,{divided}").data == b"abc"
     assert image_message("data:,a%20b").data == b"a b"
 
 
@@ -163,6 +165,7 @@ def test_a_path_may_give_bytes(tmp_path: pathlib.Path) -> None:
         pytest.param(numpy.zeros((2, 2, 5), numpy.uint8), "5", id="channels"),
         pytest.param(numpy.zeros((0, 2, 3), numpy.uint8), "0, 2, 3", id="empty"),
         pytest.param("data:image/png;base64,***", "base64", id="base64"),
+        pytest.param("data:image/png;base64,YW Jj", "base64", id="space in base64"),
         pytest.param("data:image/png", "comma", id="no-comma"),
     ],
 )
