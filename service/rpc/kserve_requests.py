@@ -33,7 +33,7 @@ _LISTS = {"stop", "stop_token_ids", "allowed_token_ids", "bad_words"}
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 """A token id as a JSON key. protobuf would also accept 01 and +1 as names of id 1, and the last of them would win."""
 _TOOLS = ("tool_choice", "parallel_tool_calls")
-_ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
+_ROLES = {"system": 1, "developer": 1, "user": 2, "assistant": 3, "tool": 4}
 
 
 @dataclass
@@ -314,7 +314,7 @@ def _image_from_url(url: str) -> types_pb2.Image:
     try:
         if not comma or not head.endswith(";base64"):
             raise ValueError
-        return types_pb2.Image(data=base64.b64decode(data, validate=True))
+        return types_pb2.Image(data=base64.b64decode(data.encode("ascii").translate(None, b"\r\n"), validate=True))
     except (ValueError, binascii.Error):
         raise errors.InvalidArgument("an image_url is a data URL without valid base64", field="image_url") from None
 
@@ -326,7 +326,10 @@ def _chat_message(entry: Any, where: str, images: Any) -> types_pb2.ChatMessage:
     content = entry.get("content")
     if content is not None and not isinstance(content, str | list):
         raise errors.InvalidArgument(f"{where} has a content that is neither text nor a list of parts", field=where)
-    chat = types_pb2.ChatMessage(role=types_pb2.Role.Name(_ROLES[role]))
+    reasoning = entry.get("reasoning") or entry.get("reasoning_content") or ""
+    if not isinstance(reasoning, str):
+        raise errors.InvalidArgument(f"{where} has reasoning that is not text", field=where)
+    chat = types_pb2.ChatMessage(role=types_pb2.Role.Name(_ROLES[role]), reasoning=reasoning)
     _add_calls(chat, entry, where)
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or ():
         match part:

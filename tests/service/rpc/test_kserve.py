@@ -178,6 +178,7 @@ USER = {"role": "user", "content": "a"}
             "half of a surrogate pair",
         ),
         (chat([USER, "user"]), "needs a role"),
+        (chat([USER, {"role": "assistant", "content": "a", "reasoning": 5}]), "has reasoning that is not text"),
         (chat({"role": "user"}), "must be a JSON list"),
         (request(messages=("BYTES", [1], element(b"[" + b"1" * 5000 + b"]"))), "is not JSON"),
         (request(messages=("BYTES", [1], element(b"[" * 60_000))), "nested 60000 deep; at most 100"),
@@ -212,6 +213,19 @@ def test_what_makes_sense_is_taken() -> None:
     assert read_request(prompt(timeout=2**63 - 1)).timeout == LONGEST_TIMEOUT
     question = read_request(chat([{"role": "user", "content": "\ud83d\ude00"}, {"role": "assistant"}]))
     assert question.request.chat.messages[0].parts[0].text == "\N{GRINNING FACE}"
+
+
+def test_messages_have_what_they_have_over_http() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,YW\nJj\n"}}
+    turns = [
+        {"role": "developer", "content": "a"}, {"role": "user", "content": [image]},
+        {"role": "assistant", "content": "b", "reasoning": "hm"}, {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d", "reasoning_content": "so"},
+    ]  # fmt: skip
+    messages = read_request(chat(turns)).request.chat.messages
+    assert [message.role for message in messages] == [1, 2, 3, 2, 3]
+    assert messages[1].parts[0].image.data == b"abc"
+    assert [message.reasoning for message in messages] == ["", "", "hm", "", "so"]
 
 
 @pytest.mark.parametrize("thinking", [{"enable_thinking": False}, {"enable_thinking": True, "reasoning_effort": "low"}])
