@@ -20,10 +20,7 @@ MOST_COUNTED = 1000
 
 
 def validated(model: type[ModelT], document: Any) -> ModelT:
-    """The document as an instance of `model`; keys whose value is null count as absent. Raises InvalidArgument with a
-    description of the first problems."""
-    if isinstance(document, dict):
-        document = {key: value for key, value in document.items() if value is not None}
+    """The document as an instance of `model`. Raises InvalidArgument with a description of the first problems."""
     return _described(lambda: model.model_validate(document))
 
 

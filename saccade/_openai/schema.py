@@ -37,10 +37,18 @@ def _fail_fast(schema: Any) -> None:
 
 
 class Strict(BaseModel):
-    """Unknown keys, numbers as strings, and NaN are errors. The validation of a list ends at its first invalid entry: a
-    body of megabytes may have a million of them."""
+    """Unknown keys, numbers as strings, and NaN are errors. A key whose value is null counts as absent, known or not:
+    clients send back answers with keys of which this server knows nothing. The validation of a list ends at its first
+    invalid entry: a body of megabytes may have a million of them."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if isinstance(value, dict) and None in value.values():
+            return {key: item for key, item in value.items() if item is not None}
+        return value
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -176,6 +184,7 @@ class ToolCall(Strict):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = Field(None, description="Ignored: the calls of a stream have it.")
 
 
 # -- chat completions --------------------------------------------------------------------------------------------------

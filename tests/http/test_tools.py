@@ -224,6 +224,37 @@ def test_a_message_and_its_stream_have_the_same_blocks(tmp_path: Path) -> None:
     assert (whole.stop_reason, whole.usage) == (streamed.stop_reason, streamed.usage)
 
 
+def test_clients_can_send_back_their_own_objects(tmp_path: Path) -> None:
+    """With the keys that they add: null where the server knows nothing of them, and the index of a streamed call."""
+    model = make_calling(tmp_path / "tiny")
+    call = "<tool_call><function=weather><parameter=city>Oslo</parameter></function></tool_call>"
+    engine = Scripted(Tokenizer(model / "tokenizer.json").encode(f"Let me see.{call}"))
+    with (
+        RunningServer(str(model), engine=engine) as server,
+        RunningHttp([server.address]) as http,
+        openai.OpenAI(base_url=f"{http.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+        anthropic.Anthropic(base_url=http.url, api_key="none", max_retries=0, timeout=60) as other,
+    ):
+        ask: dict[str, Any] = {"model": "", "messages": ASK, "tools": TOOLS, "max_tokens": 400}
+        chunks = list(client.chat.completions.create(**ask, stream=True))
+        deltas = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or []]
+        streamed = deltas[0].model_dump()
+        streamed["function"]["arguments"] = "".join(call.function.arguments for call in deltas)
+        whole = client.chat.completions.create(**ask).choices[0].message.model_dump()
+        for said in (whole, {**whole, "tool_calls": [streamed]}):
+            told = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "sunny"}
+            assert client.chat.completions.create(**{**ask, "messages": [*ASK, said, told]}).choices
+        asked: dict[str, Any] = {"model": "", "tools": [{"type": "function", **TOOLS[0]["function"]}]}
+        items = [item.model_dump() for item in client.responses.create(input="?", **asked).output]
+        result = {"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "sunny"}
+        assert client.responses.create(input=[*ASK, *items, result], **asked).output
+        ask["tools"] = [{"name": "weather", "input_schema": SCHEMA}]
+        blocks = [block.model_dump() for block in other.messages.create(**ask).content]
+        block = {"type": "tool_result", "tool_use_id": blocks[-1]["id"], "content": "sunny"}
+        turns = [*ASK, {"role": "assistant", "content": blocks}, {"role": "user", "content": [block]}]
+        assert other.messages.create(**{**ask, "messages": turns}).content
+
+
 APART = [
     Delta("Let me see.", []),
     Delta("", [], tool_calls=[ToolCallDelta(0, '{"city": "Oslo"}', "c0", "weather")]),

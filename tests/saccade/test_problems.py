@@ -28,6 +28,16 @@ def test_problems_are_in_the_words_of_json(body: Any, message: str) -> None:
 HI = {"messages": [{"role": "user", "content": "x"}]}
 
 
+def test_keys_whose_value_is_null_are_absent() -> None:
+    part = {"type": "text", "text": "x", "more": None}
+    message = {"role": "user", "content": [part], "name": None, "more": None}
+    assert validated(ChatCompletion, {"messages": [message], "n": None, "more": None}) == validated(
+        ChatCompletion, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}
+    )
+    with pytest.raises(InvalidArgument, match=r"messages\[0\].content\[0\].text: field required"):
+        validated(ChatCompletion, {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]})
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
