@@ -7,17 +7,17 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from saccade._openai.problems import validated
-from saccade._openai.schema import ChatCompletion, Strict
+from saccade._openai.schema import CachedPart, ChatCompletion, Strict
 
 
-class InputText(Strict):
+class InputText(CachedPart):
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
 
-class InputImage(Strict):
+class InputImage(CachedPart):
     type: Literal["input_image"]
     image_url: str | None = Field(None, description="A data URL, media:ID, or an https URL that the operator allows.")
     file_id: str | None = Field(None, description="The id of an uploaded image.")
@@ -166,6 +166,7 @@ class ResponseRequest(Strict):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
 
     @model_validator(mode="after")

@@ -70,7 +70,11 @@ Messages: TypeAlias = Annotated[list[MessageT], Field(min_length=1), BeforeValid
 # -- parts of messages -------------------------------------------------------------------------------------------------
 
 
-class TextPart(Strict):
+class CachedPart(Strict):
+    prompt_cache_breakpoint: Any = Field(None, description="Ignored: the server caches whatever it can.")
+
+
+class TextPart(CachedPart):
     type: Literal["text"]
     text: str
 
@@ -89,7 +93,7 @@ def _located(value: Any) -> Any:
 LocationOrUrl: TypeAlias = Annotated[Location, BeforeValidator(_located, json_schema_input_type=str | Location)]
 
 
-class ImageUrlPart(Strict):
+class ImageUrlPart(CachedPart):
     type: Literal["image_url"]
     image_url: LocationOrUrl
 
@@ -308,6 +312,7 @@ class ChatCompletion(Continuing, Sampling):
     service_tier: Any = Field(None, description="Ignored.")
     safety_identifier: Any = Field(None, description="Ignored.")
     prompt_cache_key: Any = Field(None, description="Ignored: the cache needs no key.")
+    prompt_cache_options: Any = Field(None, description="Ignored.")
     prompt_cache_retention: Any = Field(None, description="Ignored.")
     prediction: Any = Field(None, description="Ignored: it would not change the answer.")
 

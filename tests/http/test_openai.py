@@ -103,6 +103,19 @@ def test_names_of_participants_are_ignored(client: openai.OpenAI) -> None:
     assert raw.headers["x-saccade-ignored"] == "name"
 
 
+def test_hints_about_caching_are_ignored(client: openai.OpenAI) -> None:
+    hints: Any = {
+        "prompt_cache_key": "k", "prompt_cache_options": {"mode": "explicit"}, "prompt_cache_retention": "24h"
+    }  # fmt: skip
+    here = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    url = data_url(png(40))
+    parts: list[Any] = [{"type": "text", "text": "x", **here}, {"type": "image_url", "image_url": {"url": url}, **here}]
+    items: list[Any] = [{"type": "input_text", "text": "x", **here}, {"type": "input_image", "image_url": url, **here}]
+    fixed: Any = {"model": "", "extra_body": hints}
+    assert client.chat.completions.create(messages=[{"role": "user", "content": parts}], max_tokens=2, **fixed).choices
+    assert client.responses.create(input=[{"role": "user", "content": items}], max_output_tokens=2, **fixed).output
+
+
 def test_a_message_is_continued(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
     messages: list[Any] = [*ASK, {"role": "assistant", "content": "It is"}]
     options: dict[str, Any] = {**GREEDY, "messages": messages}
