@@ -102,7 +102,7 @@ AnyBlock: TypeAlias = Annotated[
 
 
 class AnthropicMessage(Strict):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Annotated[
         Annotated[str, Tag("<str>")] | Annotated[list[AnyBlock], Tag("<blocks>")],
         Discriminator(lambda value: "<blocks>" if isinstance(value, list) else "<str>"),

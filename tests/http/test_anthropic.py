@@ -46,6 +46,13 @@ def test_a_message_is_the_answer_of_grpc(client: anthropic.Anthropic, grpc_clien
     assert counted.input_tokens == same.usage.prompt_tokens
 
 
+def test_a_system_message_is_one_of_the_messages(client: anthropic.Anthropic) -> None:
+    for content in ("be brief", [{"type": "text", "text": "be brief"}]):
+        messages: Any = [{"role": "system", "content": content}, *ASK["messages"]]
+        counted = client.messages.count_tokens(model="", messages=messages)
+        assert counted == client.messages.count_tokens(model="", system="be brief", messages=ASK["messages"])
+
+
 def test_clients_know_the_id_of_a_request(client: anthropic.Anthropic) -> None:
     made = client.messages.create(**ASK)
     assert made._request_id and made.id == f"msg_{made._request_id}"
