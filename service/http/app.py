@@ -125,11 +125,14 @@ class _Page:
 
     def __init__(self, app: StaticFiles, served: Sequence[Route]) -> None:
         self._app, self._served = app, served
+        self._paths = {".", *(str(file.relative_to(PLAYGROUND)) for file in PLAYGROUND.rglob("*.*"))}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         matching = [route for route in self._served if route.path_regex.match(scope["path"])]
         if methods := {method for route in matching for method in route.methods or ()}:
             raise HTTPException(405, headers={"allow": ", ".join(sorted(methods))})
+        if self._app.get_path(scope) not in self._paths:  # StaticFiles would give other methods than GET status 405
+            raise HTTPException(404)
 
         async def with_headers(message: Scope) -> None:
             if message["type"] == "http.response.start":

@@ -321,6 +321,8 @@ def test_a_proxy_s_name_can_be_allowed(server: RunningServer) -> None:
 def test_unknown_paths_and_methods_have_a_request_id_and_the_form_of_their_api(http: RunningHttp) -> None:
     for method, path, status in (
         ("GET", "/v1/nothing", 404),
+        ("POST", "/v1/nothing", 404),
+        ("POST", "/chat/completions", 404),  # by a client whose base URL lacks /v1
         ("GET", "/v1/messages", 405),
         ("GET", "/v1/messages/x", 404),
     ):
