@@ -279,7 +279,7 @@ def _set_tools(
 def _tool(tool: Any, where: str) -> types_pb2.Tool:
     match tool:
         case {"type": "function", "function": {"name": str(name)} as function}:
-            description, schema = function.get("description", ""), function.get("parameters", {})
+            description, schema = function.get("description") or "", function.get("parameters") or {}
             if isinstance(description, str) and isinstance(schema, dict):
                 return types_pb2.Tool(
                     name=name, description=description, strict=function.get("strict") is True,

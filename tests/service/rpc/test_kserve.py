@@ -226,6 +226,12 @@ def test_messages_have_what_they_have_over_http() -> None:
     assert [message.role for message in messages] == [1, 2, 3, 2, 3]
     assert messages[1].parts[0].image.data == b"abc"
     assert [message.reasoning for message in messages] == ["", "", "hm", "", "so"]
+    tool = {"type": "function", "function": {"name": "f", "description": None, "parameters": None, "strict": None}}
+    ask = request(
+        messages=("BYTES", [1], element(json.dumps(turns).encode())),
+        tools=("BYTES", [1], element(json.dumps([tool]).encode())),
+    )
+    assert [tool.name for tool in read_request(ask).request.chat.tools] == ["f"]
 
 
 @pytest.mark.parametrize("thinking", [{"enable_thinking": False}, {"enable_thinking": True, "reasoning_effort": "low"}])
