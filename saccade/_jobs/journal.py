@@ -56,11 +56,13 @@ class _NotAsJournaled(Exception):
 
 def real_output(output: Path) -> Path:
     """The file that `output` names, after following links. Otherwise replacing the file would replace the link, and a
-    job could run twice under two names. Raises FailedPrecondition for anything but a plain file."""
+    job could run twice under two names. Raises FailedPrecondition for anything but a plain file in a folder."""
     try:
         real = output.resolve()
         if real.is_dir():
             raise FailedPrecondition(f"cannot write {str(output)!r}: it is a folder")
+        if not real.parent.is_dir():
+            raise FailedPrecondition(f"cannot write {str(output)!r}: there is no folder {str(real.parent)!r}")
         if real.exists() and not real.is_file():
             raise FailedPrecondition(
                 f"cannot write {str(output)!r}: it is not a plain file, so a job could not be resumed from it"

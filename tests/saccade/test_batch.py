@@ -201,6 +201,14 @@ def test_an_output_that_cannot_be_written_is_an_error(run: Run, script: Script, 
     assert not script.requests
 
 
+def test_an_output_needs_its_folder(run: Run, script: Script, tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", 2)
+    for output in (tmp_path / "none" / "out.jsonl", source / "out.jsonl"):
+        with pytest.raises(errors.FailedPrecondition, match=f"there is no folder '{output.parent}'"):
+            run(source, output)
+    assert not script.requests
+
+
 def test_an_output_that_cannot_be_sorted_is_an_error(run: Run, script: Script, tmp_path: Path) -> None:
     script.answer = lambda request: echo(request)
     source, output = write_input(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
