@@ -319,7 +319,7 @@ class AsyncMethods(AsyncSession):
             max_retries: number of retries of a row while the server is unavailable; None: as many as its timeout
                 allows.
             options: concurrency, ordered, max_errors, overwrite, any_model, strict and timeout, as for `saccade batch`;
-                priority (default: -10); on_progress and on_start, functions that are called with the summary so far
+                priority (default: -10); on_progress and on_start, functions that are called with the counts so far
                 after each row (with the row's completion tokens and whether it failed) and before the first.
 
         Raises:

@@ -50,7 +50,8 @@ class BatchOptions:
     """Seconds for one row. None: the client's."""
     priority: int = BATCH_PRIORITY
     on_progress: Callable[[BatchSummary, int, bool], None] | None = None
-    """Called after each row with the summary so far, the row's completion tokens and whether it failed."""
+    """Called after each row with the counts of rows and tokens so far, the row's completion tokens and whether it
+    failed."""
     on_start: Callable[[BatchSummary], None] | None = None
     """Called when the input has been checked and the existing output has been read."""
 
@@ -213,8 +214,13 @@ class BatchJob:
         line = output_line(row_id, row.custom_id, result)
         self._journal.append(line, Written(row_id, row.custom_id, row.position, status, prompt, completion))
         self._tokens += completion
+        summary = self.summary
+        summary.completed += not failed
+        summary.failed += failed
+        summary.prompt_tokens += prompt
+        summary.completion_tokens += completion
         if self.options.on_progress is not None:
-            self.options.on_progress(self.summary, completion, failed)
+            self.options.on_progress(summary, completion, failed)
         limit = self.options.max_errors
         if limit is not None and self._errors.total() > limit:
             raise FailedPrecondition(

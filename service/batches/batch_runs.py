@@ -103,13 +103,13 @@ class Inside:
 
 async def run_batch(
     store: BatchStore, record: BatchRecord, client: Inside, folder: ImageFolder, *, concurrency: int,
-    on_start: Callable[[BatchSummary], None], on_row: Callable[[int, bool], None],
+    on_start: Callable[[BatchSummary], None], on_row: Callable[[BatchSummary], None],
 ) -> BatchSummary:  # fmt: skip
-    """Answers the rows that have no answer yet. Raises SaccadeError. `on_start` and `on_row(tokens, failed)` are called
-    from another thread."""
+    """Answers the rows that have no answer yet. Raises SaccadeError. `on_start` and `on_row`, which is called after
+    each row, are called from another thread."""
 
     def progress(summary: BatchSummary, tokens: int, failed: bool) -> None:
-        on_row(tokens, failed)
+        on_row(summary)
         try:
             store.check_output(record)
         except errors.StatusError as error:

@@ -190,8 +190,8 @@ class Batches:
         def on_start(summary: BatchSummary) -> None:
             loop.call_soon_threadsafe(self._update, record.batch_id, _counts(summary))
 
-        def on_row(tokens: int, failed: bool) -> None:
-            loop.call_soon_threadsafe(self._count, record.batch_id, tokens, failed)
+        def on_row(summary: BatchSummary) -> None:
+            loop.call_soon_threadsafe(self._count, record.batch_id, _counts(summary))
 
         await self._save(replace(record, state="validating", started=record.started or time.time()))
         client = Inside(self._calls, self._model, tenant, self._gate, self._limits.row_timeout, self._budget)
@@ -207,15 +207,11 @@ class Batches:
         self.store.save(replace(self.store.record(batch_id), state="running", **values), on_disk=False)
         self._changed(batch_id)
 
-    def _count(self, batch_id: str, tokens: int, failed: bool) -> None:
-        """Counts a row for progress reports. After a restart, rows are counted from the journal."""
+    def _count(self, batch_id: str, values: dict[str, Any]) -> None:
+        """Stores the counts after a row, whatever the batch's state is by then. After a restart, rows are counted from
+        the journal."""
         if batch_id in self._tasks:
-            record = self.store.record(batch_id)
-            counted = replace(
-                record, completion_tokens=record.completion_tokens + tokens, failed=record.failed + failed,
-                completed=record.completed + (not failed),
-            )  # fmt: skip
-            self.store.save(counted, on_disk=False)
+            self.store.save(replace(self.store.record(batch_id), **values), on_disk=False)
             self._changed(batch_id)
 
     async def _fail(self, record: BatchRecord, reason: str, message: str) -> None:

@@ -170,6 +170,8 @@ def test_cancelled_too_many_errors_and_no_room(text_model: Path, tmp_path: Path)
             client.batches.delete(batch.batch_id)
         gone = client.batches.cancel(batch.batch_id)
         assert gone.state == "cancelled" and 0 < gone.completed < 150
+        each = client.tokenize("row 0").prompt_tokens
+        assert gone.prompt_tokens >= gone.completed * each and gone.completion_tokens == gone.completed * 300
         assert not (tmp_path / "out.jsonl").exists()
         assert len(answers(client.batches.download(batch.batch_id, tmp_path / "out.jsonl"))) >= gone.completed
         assert client.batches.cancel(batch.batch_id) == gone

@@ -362,6 +362,18 @@ def test_an_output_that_is_deleted_meanwhile_is_an_error(
     assert run(source, output).completed == 3 and answers(output) == expected(3)
 
 
+def test_progress_has_the_counts_so_far(run: Run, script: Script, tmp_path: Path) -> None:
+    source, output = write_input(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    seen: list[tuple[int, ...]] = []
+
+    def note(summary: Any, tokens: int, failed: bool) -> None:
+        seen.append((summary.completed, summary.failed, summary.prompt_tokens, summary.completion_tokens))
+
+    last = run(source, output, on_progress=note)
+    assert [counts[:2] for counts in seen] == [(1, 0), (2, 0), (3, 0)]
+    assert seen[-1][2:] == (last.prompt_tokens, last.completion_tokens) and seen[0][3] > 0
+
+
 def test_an_image_of_the_folder(run: Run, script: Script, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"pixels")
     parts = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "what?"}]
