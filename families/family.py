@@ -28,7 +28,8 @@ class ModelFiles:
     preprocessor: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the image processor: `preprocessor_config.json`, or its section of `processor_config.json`."""
     video_preprocessor: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the video processor: `video_preprocessor_config.json`, or its section of `processor_config.json`."""
+    """Settings of the video processor: its section of `processor_config.json`, else `video_preprocessor_config.json`,
+    else `preprocessor_config.json`."""
 
 
 class ImageRule(Protocol):

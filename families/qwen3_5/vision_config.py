@@ -241,7 +241,9 @@ def vision_fields(
         for settings, name in ((image, _IMAGE_FILE), (video, _VIDEO_FILE)):
             _check_processor(settings, name, fields)
         fields["image"] = _resizing(image, IMAGE_DEFAULTS if image else RELEASED_IMAGE, _IMAGE_FILE)
-        fields["video"] = _resizing(video, VIDEO_DEFAULTS if video else RELEASED_VIDEO, _VIDEO_FILE)
+        # The released video processor reads its limits from `size` alone.
+        inner = {**video, "min_pixels": None, "max_pixels": None}
+        fields["video"] = _resizing(inner, VIDEO_DEFAULTS if video else RELEASED_VIDEO, _VIDEO_FILE)
         fields["sampling"] = _sampling(video)
     except (TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):

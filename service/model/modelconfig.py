@@ -85,18 +85,15 @@ def _weights_kind(path: Path, config: Mapping[str, Any]) -> str | None:
     return str(entry["kind"])
 
 
-def _processor(path: Path, part: str, file: str) -> Mapping[str, Any]:
-    """The settings of a processor: its section of `processor_config.json`, else its own file. Raises
-    CheckpointError."""
-    for name in ("processor_config.json", file):
-        content = optional_json(path / name)
-        if part in content:
-            if not isinstance(content[part], dict):
-                raise CheckpointError(f"{path / name}: {part} must be an object, not {content[part]!r}")
-            return dict(content[part])
-        if name == file:
-            return content
-    raise AssertionError("not reached")
+def _processor(path: Path, part: str, *files: str) -> Mapping[str, Any]:
+    """The settings of a processor: its section of `processor_config.json`, else the first of `files` that exists, as in
+    transformers. Raises CheckpointError."""
+    nested = optional_json(path / "processor_config.json")
+    if part in nested:
+        if not isinstance(nested[part], dict):
+            raise CheckpointError(f"{path / 'processor_config.json'}: {part} must be an object, not {nested[part]!r}")
+        return dict(nested[part])
+    return next((read_json(path / name) for name in files if (path / name).exists()), {})
 
 
 def load_config(path: Path, *, name: str | None = None) -> ModelConfig:
@@ -108,7 +105,7 @@ def load_config(path: Path, *, name: str | None = None) -> ModelConfig:
     family = family_of(str(config.get("model_type") or architectures[0]))
     generation = optional_json(path / "generation_config.json")
     image = _processor(path, "image_processor", "preprocessor_config.json")
-    video = _processor(path, "video_processor", "video_preprocessor_config.json")
+    video = _processor(path, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json")
     try:
         model = family.read_config(ModelFiles(path, config, image, video))
     except OverflowError as error:  # a JSON file may have 1e400 or Infinity where an integer is expected

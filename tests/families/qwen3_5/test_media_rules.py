@@ -227,6 +227,12 @@ def read(vision: dict[str, Any], images: dict[str, Any], videos: dict[str, Any])
     return read_vision(vision, 1024, ModelFiles(Path(), {}, images, videos))
 
 
+def test_limits_of_clips_are_those_of_size() -> None:
+    """The released video processor does not read `min_pixels` and `max_pixels`."""
+    found = read(VISION, IMAGES, {**VIDEOS, "min_pixels": 8192, "max_pixels": 16384})
+    assert found.video == Resizing(4096, 25165824)
+
+
 def test_a_published_tower_is_what_its_files_say() -> None:
     config = read(VISION, IMAGES, VIDEOS)
     assert config == QwenVision(

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from published_qwen import PUBLISHED, published
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from decoder.arena import ArenaLayout
 from decoder.config import DecoderOptions
 from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mlp
 from families import CheckpointError
+from families.qwen3_5.vision import QwenVision
 from kernels.rotary import rope_table
 from service.commands.plan import plan, size
 from service.common.config import EngineOptions
@@ -103,6 +105,38 @@ OLDER_ROPE = {
 def test_the_same_model_written_otherwise(tmp_path: Path, section: str, fields: dict[str, Any]) -> None:
     expected = load(tmp_path / "a", published("0.8B")).decoder
     assert load(tmp_path / "b", change(published("0.8B"), section, fields)).decoder == expected
+
+
+NESTED, IMAGES, VIDEOS = "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {IMAGES: {"size": 1}},
+        {IMAGES: {"size": 1}, VIDEOS: {"size": 2}},
+        {IMAGES: {"size": 1}, VIDEOS: {"size": 2}, NESTED: {"video_processor": {"size": 3}}},
+        {IMAGES: {"size": 1}, NESTED: {"image_processor": {"size": 3}}},
+    ],
+    ids=["images", "own", "nested", "images-nested"],
+)
+def test_settings_of_clips_are_found_where_transformers_finds_them(
+    tmp_path: Path, files: dict[str, dict[str, Any]]
+) -> None:
+    """In each file, `size` stands for two numbers."""
+
+    def written(content: dict[str, Any]) -> dict[str, Any]:
+        size = content.get("size")
+        if size is None:
+            return {name: written(part) for name, part in content.items()}
+        return {"size": {"shortest_edge": 4096 * size, "longest_edge": 16777216 * size}}
+
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(written(content)))
+    found, _ = Qwen3VLVideoProcessor.get_video_processor_dict(tmp_path)
+    vision = load(tmp_path, published("0.8B")).vision
+    assert isinstance(vision, QwenVision)
+    assert found["size"] == {"shortest_edge": vision.video.min_pixels, "longest_edge": vision.video.max_pixels}
 
 
 @pytest.mark.parametrize(("name", "kind"), [("4B", "qwen3_5_text"), ("35B-A3B", "qwen3_5_moe_text")])
