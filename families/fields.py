@@ -124,6 +124,20 @@ def only(text: Mapping[str, Any], name: str, served: object) -> None:
         raise CheckpointError(f"config.json: {name} is {text[name]!r}; this family is served with {served!r}")
 
 
+BICUBIC = 3
+"""The number of this filter in processors' files."""
+
+
+def check_processor(settings: Mapping[str, Any], served: Mapping[str, Any], file: str) -> None:
+    """Raises CheckpointError if a setting in an image or video processor's file is not the one that is `served`, or if
+    the file does not scale bytes to 0..1."""
+    for name, value in served.items():
+        if (given := first(settings, name, default=value)) != value:
+            raise CheckpointError(f"{file}: {name} is {given!r}; this model is served with {value!r}")
+    if abs(number(settings, "rescale_factor", 1 / 255, file=file) - 1 / 255) > 1e-9:
+        raise CheckpointError(f"{file}: rescale_factor is {settings['rescale_factor']!r}; 1/255 is served")
+
+
 def layer_kinds(kinds: object, layers: int, field: str) -> list[str]:
     """`mamba` or `attention` for each layer, from either spelling. Raises CheckpointError for unknown kinds."""
     known = {

@@ -10,14 +10,13 @@ from typing import Any
 from encoder.item import IMAGE
 from encoder.media_limits import RGB
 from encoder.vit_sizes import VitSizes
-from families.fields import MOST_LAYERS, count, flag, number, per_channel
+from families.fields import BICUBIC, MOST_LAYERS, check_processor, count, flag, number, per_channel
 from families.files import CheckpointError, first
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu")
 WINDOW = 2
 """Rows per window along each side: patches for the window merger, merged rows for the last merger."""
 MERGER_EPS = 1e-6
-_BICUBIC = 3
 _PROCESSOR = "preprocessor_config.json"
 
 
@@ -213,16 +212,13 @@ def _check(
         ("config.json", config, "drop_vision_last_layer", False),
         ("vision_config", vision, "window_kernel_size", square),
         ("vision_config", vision, "num_channels", RGB),
-        (_PROCESSOR, processor, "downsample_mode", first(config, "downsample_mode", default="16x")),
-        (_PROCESSOR, processor, "patch_size", fields["patch_size"]),
-        (_PROCESSOR, processor, "resample", _BICUBIC),
-    ]
-    served += [
-        (_PROCESSOR, processor, name, True) for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
     ]
     for file, section, name, value in served:
         given = first(section, name, default=value)
         if (list(given) if isinstance(given, tuple) else given) != value:
             raise CheckpointError(f"{file}: {name} is {given!r}; this model is served with {value!r}")
-    if abs(number(processor, "rescale_factor", 1 / 255, file=_PROCESSOR) - 1 / 255) > 1e-9:
-        raise CheckpointError(f"{_PROCESSOR}: rescale_factor is {processor['rescale_factor']!r}, not 1/255")
+    settings = {
+        "downsample_mode": first(config, "downsample_mode", default="16x"), "patch_size": fields["patch_size"],
+        "resample": BICUBIC, "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True,
+    }  # fmt: skip
+    check_processor(processor, settings, _PROCESSOR)

@@ -1,4 +1,4 @@
-"""Reads `config.json` and `preprocessor_config.json` of `nemotron_h_omni`.
+"""Reads `config.json` and the processors' files of `nemotron_h_omni`.
 
 Two generations of field names are in use: transformers writes `text_config`, `vision_hidden_size` and `image_token_id`;
 NVIDIA's released files have `llm_config`, `vit_hidden_size`, `img_context_token_id` and `vision_config.args`. Both are
@@ -12,12 +12,13 @@ from typing import Any
 
 from decoder.config import DecoderConfig
 from families.family import FamilyConfig, ModelFiles
-from families.fields import CONFIG, MOST_LAYERS, count, flag, number, per_channel, section
+from families.fields import BICUBIC, CONFIG, MOST_LAYERS, check_processor, count, flag, number, per_channel, section
 from families.files import CheckpointError, first, token_id
 from families.nemotron_h.config import decoder_config
 from families.nemotron_h_omni.vision import RadioVision
 from families.nemotron_h_omni.vision_config import CLIP_MEAN, CLIP_STD
 
+_IMAGE_FILE, _VIDEO_FILE = "preprocessor_config.json", "video_preprocessor_config.json"
 # timm names used by `vision_config.args.model` -> (width, layers, heads)
 _VIT_SIZES = {
     "vit_tiny": (192, 12, 3),
@@ -36,13 +37,14 @@ def read_config(files: ModelFiles) -> FamilyConfig:
     return FamilyConfig(
         text=text,
         decoder=decoder,
-        vision=vision_config(files.config, decoder, files.preprocessor),
+        vision=vision_config(files, decoder),
         image_token_id=None if image_token is None else token_id("image_token_id", image_token, decoder.vocab_size),
     )
 
 
-def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: Mapping[str, Any]) -> RadioVision:
-    """Reads the vision part of `config.json` and `preprocessor_config.json`. Raises CheckpointError."""
+def vision_config(files: ModelFiles, text: DecoderConfig) -> RadioVision:
+    """Reads the vision part of `config.json` and the processors' settings. Raises CheckpointError."""
+    config, images = files.config, files.preprocessor
     vision = section(config, "vision_config")
     args = section(vision, "args")
     width, layers, heads = _VIT_SIZES["vit_huge"]
@@ -62,10 +64,10 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
     inner = int(hidden * number(vision, "mlp_ratio", 4.0))
     swiglu = flag(vision, "use_swiglu_ffn")
     pruned = first(config, "video_pruning_rate", default=0) != 0
-    mean = first(preprocessor, "image_mean", "norm_mean", default=first(config, "norm_mean")) or CLIP_MEAN
-    std = first(preprocessor, "image_std", "norm_std", default=first(config, "norm_std")) or CLIP_STD
+    mean = first(images, "image_mean", "norm_mean", default=first(config, "norm_mean")) or CLIP_MEAN
+    std = first(images, "image_std", "norm_std", default=first(config, "norm_std")) or CLIP_STD
     try:
-        return RadioVision(
+        found = RadioVision(
             hidden_size=hidden,
             num_layers=count(vision, "num_hidden_layers", layers, most=MOST_LAYERS),
             num_heads=count(vision, "num_attention_heads", heads),
@@ -83,7 +85,7 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
                 vision, "video_temporal_patch_size", count(config, "video_temporal_patch_size", 2)
             ),
             video_pruning_rate=number(config, "video_pruning_rate", 1.0) if pruned else 0.0,
-            **_sizes(preprocessor, vision, args),
+            **_sizes(files, vision, args),
             image_mean=per_channel(mean, "image_mean or norm_mean"),
             image_std=per_channel(std, "image_std or norm_std"),
             merge_size=round(1 / downsample),
@@ -91,27 +93,47 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
             text_hidden_size=text.hidden_size,
             final_layernorm=bool(text.mtp),
         )
+        _check_processors(files, found, downsample)
+        return found
     except CheckpointError:
         raise
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"vision_config: {error}") from None
 
 
-def _sizes(*sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Limits on the patches of an image and of a video's frame. The first of `sections` that has a setting determines
-    it: the processor's own file, then the parts of `config.json` that released files use. Raises CheckpointError."""
-    names = (
-        "video_target_num_patches", "video_maintain_aspect_ratio", "min_num_patches", "max_num_patches",
-        "max_model_len",
-    )  # fmt: skip
-    settings = {name: next((found[name] for found in sections if found.get(name) is not None), None) for name in names}
-    files = "config.json or preprocessor_config.json"
+def _check_processors(files: ModelFiles, config: RadioVision, downsample: float) -> None:
+    """Raises CheckpointError if another setting in the processors' files differs from what this code does. ValueError
+    if it has a value of a wrong type."""
+    both = {"patch_size": config.patch_size, "downsample_ratio": downsample}
+    scaling = {"resample": BICUBIC, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
+    check_processor(files.preprocessor, both | scaling, _IMAGE_FILE)
+    videos = files.video_preprocessor
+    check_processor({name: videos.get(name) for name in both}, both, _VIDEO_FILE)  # it reads no others
+    for name, used in (("norm_mean", config.image_mean), ("norm_std", config.image_std)):
+        if (given := videos.get(name)) is not None and per_channel(given, name) != used:
+            raise CheckpointError(
+                f"{_VIDEO_FILE}: {name} is {given}, for images it is {list(used)}; both must be equal"
+            )
+
+
+def _sizes(files: ModelFiles, *sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Limits on the patches of an image and of a video's frame, of the processors' own files or else of the first of
+    `sections`, which are parts of `config.json` in released files, that has the setting. Raises CheckpointError."""
+
+    def settings(processor: Mapping[str, Any], *names: str) -> dict[str, Any]:
+        return {
+            name: next((s[name] for s in (processor, *sections) if s.get(name) is not None), None) for name in names
+        }
+
+    videos = settings(files.video_preprocessor, "video_target_num_patches", "video_maintain_aspect_ratio")
+    images = settings(files.preprocessor, "min_num_patches", "max_num_patches", "max_model_len")
+    where = f"{CONFIG} or {_VIDEO_FILE}", f"{CONFIG} or {_IMAGE_FILE}"
     return {
-        "video_target_num_patches": count(settings, "video_target_num_patches", 1024, file=files),
-        "video_maintain_aspect_ratio": flag(settings, "video_maintain_aspect_ratio", True, file=files),
-        "min_num_patches": count(settings, "min_num_patches", 1024, file=files),
-        "max_num_patches": _or_zero(settings, "max_num_patches", 13312, file=files),
-        "max_model_len": count(settings, "max_model_len", 16384, file=files),
+        "video_target_num_patches": count(videos, "video_target_num_patches", 1024, file=where[0]),
+        "video_maintain_aspect_ratio": flag(videos, "video_maintain_aspect_ratio", True, file=where[0]),
+        "min_num_patches": count(images, "min_num_patches", 1024, file=where[1]),
+        "max_num_patches": _or_zero(images, "max_num_patches", 13312, file=where[1]),
+        "max_model_len": count(images, "max_model_len", 16384, file=where[1]),
     }
 
 

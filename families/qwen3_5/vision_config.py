@@ -11,14 +11,13 @@ from typing import Any
 from encoder.item import BLOCK_MAJOR, IMAGE, VIDEO
 from encoder.media_limits import RGB
 from encoder.vit_sizes import VitSizes
-from families.fields import MOST_LAYERS, count, flag, number, per_channel, section
+from families.fields import BICUBIC, MOST_LAYERS, check_processor, count, flag, number, per_channel, section
 from families.files import CheckpointError, first
 
 MAX_ASPECT = 200
 """Largest ratio of the longer to the shorter side of images and frames: the released processors' limit."""
 NORM_EPS = 1e-6
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu")
-_BICUBIC = 3
 _IMAGE_FILE, _VIDEO_FILE = "preprocessor_config.json", "video_preprocessor_config.json"
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -238,8 +237,12 @@ def vision_fields(
             "num_positions": count(vision, "num_position_embeddings", 2304),
             "rope_theta": number(rope, "rope_theta", 10000.0),
         }
+        served = {name: fields[name] for name in ("patch_size", "temporal_patch_size", "merge_size")} | {
+            "resample": BICUBIC, "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True,
+            "do_sample_frames": True,
+        }  # fmt: skip
         for settings, name in ((image, _IMAGE_FILE), (video, _VIDEO_FILE)):
-            _check_processor(settings, name, fields)
+            check_processor(settings, served, name)
         fields["image"] = _resizing(image, IMAGE_DEFAULTS if image else RELEASED_IMAGE, _IMAGE_FILE)
         # The released video processor reads its limits from `size` alone.
         inner = {**video, "min_pixels": None, "max_pixels": None}
@@ -250,20 +253,6 @@ def vision_fields(
             raise
         raise CheckpointError(f"vision_config: {error}") from None
     return fields
-
-
-def _check_processor(settings: Mapping[str, Any], name: str, fields: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if another setting in a processor's file differs from what this code does."""
-    served: dict[str, Any] = {
-        "patch_size": fields["patch_size"], "temporal_patch_size": fields["temporal_patch_size"],
-        "merge_size": fields["merge_size"], "resample": _BICUBIC, "do_resize": True, "do_rescale": True,
-        "do_normalize": True, "do_convert_rgb": True, "do_sample_frames": True,
-    }  # fmt: skip
-    for field, value in served.items():
-        if (given := first(settings, field, default=value)) != value:
-            raise CheckpointError(f"{name}: {field} is {given!r}; this model is served with {value!r}")
-    if abs(number(settings, "rescale_factor", 1 / 255, file=name) - 1 / 255) > 1e-9:
-        raise CheckpointError(f"{name}: rescale_factor is {settings['rescale_factor']!r}; 1/255 is served")
 
 
 def _resizing(settings: Mapping[str, Any], released: Resizing, file: str) -> Resizing:

@@ -19,6 +19,7 @@ from transformers import BambaForCausalLM
 
 from decoder.layers.descriptions import Mamba2
 from families import CheckpointError, FamilyConfig
+from families.files import optional_json
 from families.nemotron_h.config import NemotronHConfig, decoder_config
 from families.nemotron_h_omni import FAMILY as OMNI
 from service.model.assets import sampling_defaults
@@ -308,6 +309,18 @@ def test_vision_args_of_released_files(tmp_path: Path) -> None:
     assert (vision.hidden_size, vision.num_layers, vision.num_heads, vision.intermediate_size) == (384, 12, 6, 1536)
     assert (vision.num_cls_tokens, vision.num_registers, vision.max_img_size) == (3, 7, 1024)
     assert (vision.min_num_patches, vision.max_num_patches) == (64, 512)
+
+
+@pytest.mark.parametrize("place", ["preprocessor_config.json", "video_preprocessor_config.json", "section"])
+def test_settings_of_clips_are_found_where_transformers_finds_them(tmp_path: Path, place: str) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M"})
+    file = tmp_path / ("processor_config.json" if place == "section" else place)
+    videos = {"video_target_num_patches": 30, "video_maintain_aspect_ratio": False}
+    content = {"video_processor": videos} if place == "section" else optional_json(file) | videos
+    file.write_text(json.dumps(content))
+    vision = load_config(tmp_path).vision
+    assert vision is not None and vision.video_rule is not None
+    assert vision.video_rule.tokens(2, 40, 80) == 4, "5 x 5 patches, rounded to multiples of 2"
 
 
 @pytest.mark.parametrize(

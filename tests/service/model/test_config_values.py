@@ -75,9 +75,14 @@ BAMBA = [
 PROCESSORS = [
     *(("minicpm", IMAGES, (name,), value) for name in ("slice_mode", "use_image_id") for value in NO_FLAG),
     *(("minicpm", IMAGES, (name,), value) for name in ("max_slice_nums", "scale_resolution") for value in NO_COUNT),
-    *(("nemotron", IMAGES, ("video_maintain_aspect_ratio",), value) for value in NO_FLAG),
+    *(("nemotron", file, ("video_maintain_aspect_ratio",), value) for file in (IMAGES, VIDEOS) for value in NO_FLAG),
     *(("nemotron", IMAGES, (name,), value) for name in ("min_num_patches", "max_model_len") for value in NO_COUNT),
     *(("nemotron", IMAGES, ("max_num_patches",), value) for value in NO_COUNT[:-1]),
+    *(("nemotron", IMAGES, (name,), value) for name, value in (("resample", 2), ("do_rescale", False),
+      ("do_normalize", False), ("do_convert_rgb", False), ("rescale_factor", 0.5), ("patch_size", 3),
+      ("downsample_ratio", 1.0))),
+    *(("nemotron", VIDEOS, (name,), value) for name, value in (("patch_size", 3), ("downsample_ratio", 1.0),
+      ("norm_mean", [0.1, 0.1, 0.1]), ("norm_std", "x"), ("video_target_num_patches", 0))),
     *(("qwen", IMAGES, place, value) for place in (("min_pixels",), ("max_pixels",), ("size", "shortest_edge"))
       for value in NO_COUNT),
     *(("qwen", VIDEOS, (name,), value) for name in ("min_frames", "max_frames") for value in NO_COUNT),
