@@ -173,7 +173,7 @@ def vision_fields(config: Mapping[str, Any], text_hidden_size: int, processor: M
             "layer_norm_eps": number(vision, "layer_norm_eps", 1e-6),
             "patch_size": count(vision, "patch_size", 16),
             "image_size": count(vision, "image_size", 224),
-            "insert_layer": _insert_layer(config, vision),
+            "insert_layer": _insert_layer(config),
             "max_slice_nums": count(processor, "max_slice_nums", 9, file=_PROCESSOR),
             "scale_resolution": count(processor, "scale_resolution", 448, file=_PROCESSOR),
             "slice_mode": flag(processor, "slice_mode", True, file=_PROCESSOR),
@@ -189,13 +189,14 @@ def vision_fields(config: Mapping[str, Any], text_hidden_size: int, processor: M
     return fields
 
 
-def _insert_layer(config: Mapping[str, Any], vision: Mapping[str, Any]) -> int | None:
+def _insert_layer(config: Mapping[str, Any]) -> int | None:
+    """The index at the top level; transformers replaces the one in `vision_config` by it."""
     mode = first(config, "downsample_mode", default="16x")
     if mode not in ("16x", "4x"):
         raise CheckpointError(f"config.json: downsample_mode is {mode!r}; '16x' and '4x' are served")
     if mode == "4x":
         return None
-    index = first(config, "insert_layer_id", default=first(vision, "insert_layer_id", default=6))
+    index = first(config, "insert_layer_id", default=6)
     if type(index) is not int:
         raise CheckpointError(f"config.json: insert_layer_id must be a whole number, not {index!r}")
     return index

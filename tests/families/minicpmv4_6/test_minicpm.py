@@ -15,12 +15,14 @@ import torch
 from minicpm import IMAGE, TinyMiniCPM, make_minicpm, random_image
 from PIL import Image
 from running import RunningEncoder, RunningServer
+from transformers import AutoConfig
 
 import saccade
 from encoder.item import EncoderItem
 from encoder.runner import EncoderOptions, EncoderRunner
 from families import CheckpointError
 from families.minicpmv4_6.image_rule import best_slices
+from families.minicpmv4_6.vision import SlicingVision
 from service.answers.prompts import read, widen
 from service.commands.cli import ServerProcess
 from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
@@ -241,6 +243,18 @@ def test_what_is_not_served_is_refused_by_name(
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(CheckpointError, match=message):
         load_config(tmp_path)
+
+
+def test_the_window_merger_is_placed_by_the_top_level_alone(tmp_path: Path) -> None:
+    make_minicpm(tmp_path, 3)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["vision_config"]["num_hidden_layers"] = 8
+    del config["insert_layer_id"]
+    path.write_text(json.dumps(config))
+    vision, released = load_config(tmp_path).vision, AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(vision, SlicingVision)
+    assert vision.insert_layer == released.vision_config.insert_layer_id != config["vision_config"]["insert_layer_id"]
 
 
 def test_clips_are_refused_by_name(tmp_path: Path) -> None:
