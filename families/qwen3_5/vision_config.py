@@ -257,7 +257,8 @@ def vision_fields(
 
 def _resizing(settings: Mapping[str, Any], released: Resizing, file: str) -> Resizing:
     size = first(settings, "size", default={})
-    if not isinstance(size, Mapping):
+    names = ("shortest_edge", "longest_edge", "min_pixels", "max_pixels")
+    if not isinstance(size, Mapping) or (size and not any(name in size for name in names)):
         raise ValueError(f"size {size!r} holds no shortest_edge and longest_edge")
 
     def pixels(name: str, edge: str, default: int) -> int:

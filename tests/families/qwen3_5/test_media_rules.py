@@ -268,6 +268,7 @@ def test_a_published_tower_is_what_its_files_say() -> None:
         ({}, {"rescale_factor": 0.5}, {}, "rescale_factor is 0.5; 1/255 is served"),
         ({}, {"size": {"shortest_edge": 9, "longest_edge": 8}}, {}, "min_pixels 9 <= max_pixels 8 must hold"),
         ({}, {"size": 224}, {}, "size 224 holds no shortest_edge"),
+        ({}, {"size": {"height": 224, "width": 224}}, {}, "size .'height': 224, .* holds no shortest_edge"),
         ({}, {"image_std": [0.5, 0, 0.5]}, {}, "image_std"),
         ({}, {"image_mean": [0.5]}, {}, "image_mean must be three finite numbers"),
         ({}, {"image_std": [0.5, float("nan"), 0.5]}, {}, "image_std must be three finite numbers"),
