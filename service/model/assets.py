@@ -16,6 +16,17 @@ from service.model.tokenizer import Tokenizer
 MOST_TOKENS = 2**31 - 1
 """Largest `max_tokens` that a message of the protocol can hold."""
 
+_WITHOUT_EFFECT: dict[str, float | None] = {
+    "num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0, "dola_layers": None, "guidance_scale": 1,
+    "watermarking_config": None, "token_healing": None, "min_length": 0, "min_new_tokens": 0,
+    "exponential_decay_length_penalty": None, "stop_strings": None, "typical_p": 1, "top_h": None, "epsilon_cutoff": 0,
+    "eta_cutoff": 0, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None, "force_words_ids": None, "constraints": None, "suppress_tokens": None,
+    "begin_suppress_tokens": None, "sequence_bias": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+}  # fmt: skip
+"""Fields of `generation_config.json` with which transformers chooses other tokens and which are not served, each with a
+value that has no effect."""
+
 
 class ReasoningMarkers(NamedTuple):
     """Ids of the tokens that open and close reasoning."""
@@ -83,8 +94,12 @@ class ModelAssets:
 
 def sampling_defaults(config: ModelConfig) -> dict[str, Any]:
     """Sampling fields that `generation_config.json` sets. `do_sample: false` means greedy. Raises CheckpointError for
-    values that no request could use."""
+    values that no request could use, and for fields that would change answers and are not served."""
     source, file = config.generation, str(config.path / "generation_config.json")
+    for name, neutral in _WITHOUT_EFFECT.items():
+        if (value := source.get(name)) and value != neutral:
+            shown = "null" if neutral is None else neutral
+            raise CheckpointError(f"{file}: {name} is {value!r}, which is not served; {shown} or no {name} would work")
     defaults: dict[str, Any] = {}
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         if (value := source.get(name)) is not None:

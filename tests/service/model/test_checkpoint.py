@@ -395,6 +395,25 @@ def test_sampling_defaults_that_no_request_could_use_are_named(tmp_path: Path, f
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "neutral"),
+    [
+        ("num_beams", 4, 1), ("min_new_tokens", 3, 0), ("no_repeat_ngram_size", 2, 0), ("suppress_tokens", [5], []),
+        ("bad_words_ids", [[5]], None), ("forced_eos_token_id", 2, None), ("stop_strings", ["end"], None),
+        ("sequence_bias", [[[5], 1.0]], None), ("typical_p", 0.9, 1.0), ("guidance_scale", 2.0, 1.0),
+    ],
+)  # fmt: skip
+def test_fields_that_would_change_answers_and_are_not_served_are_named(
+    tmp_path: Path, field: str, value: object, neutral: object
+) -> None:
+    make_checkpoint(tmp_path, 2, text={"pattern": "M"})
+    (tmp_path / "generation_config.json").write_text(json.dumps({field: value}))
+    with pytest.raises(CheckpointError, match=rf"generation_config.json: {field} is .* not served"):
+        sampling_defaults(load_config(tmp_path))
+    (tmp_path / "generation_config.json").write_text(json.dumps({field: neutral, "temperature": 0.5}))
+    assert sampling_defaults(load_config(tmp_path)) == {"temperature": 0.5}
+
+
+@pytest.mark.parametrize(
     "content", ["", "[1]", "{", "\xff", "[" * 100_000, '{"a": {"__float__": "x"}}', '{"architectures": {"a": 1}}']
 )
 def test_config_that_is_no_json_object(tmp_path: Path, content: str) -> None:
