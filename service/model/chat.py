@@ -23,6 +23,9 @@ from service.model.tokenizer import literal, without_literals
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names of special tokens that every tokenizer has. Files may define further names, such as `image_token`."""
 
+TEMPLATES = "additional_chat_templates"
+"""Folder of templates with other names than `default`."""
+
 
 class Marked(str):
     """Text made by the server, in which image tokens stand for images: the text of a clip."""
@@ -57,27 +60,31 @@ class ChatTemplate:
 
     def __init__(
         self, source: str | None, *, image_token: str | None, special_tokens: Mapping[str, str],
-        video_token: str | None = None,
+        video_token: str | None = None, tools_source: str | None = None,
     ) -> None:  # fmt: skip
-        """`video_token`: what the template writes for a clip; None if clips are written as text."""
+        """`video_token`: what the template writes for a clip; None if clips are written as text. `tools_source`: the
+        template for messages with tools, if it is another one."""
         self.image_token, self.video_token = image_token, video_token
         self._tokens = tuple(token for token in (image_token, video_token) if token is not None)
         self._special_tokens = dict(special_tokens)
-        self._template = None
-        self.source = source or ""
+        self._template = self._with_tools = None
+        sources = [text for text in (source, tools_source) if text is not None]
+        self.source = "\n".join(sources)
         self.names: frozenset[str] = frozenset()
         """All names and strings in the template's code. An argument or field that is not among them has no effect."""
-        if source is not None:
+        if sources:
             extensions = [loopcontrols, _Generation]
             environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
             environment.globals["raise_exception"] = _raise
             environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
             environment.filters["tojson"] = _tojson
             try:
-                self._template = environment.from_string(source)
+                compiled = [environment.from_string(text) for text in sources]
+                self._template, self._with_tools = compiled[0], compiled[-1]
                 words = {kind: set[str]() for kind in ("name", "string")}
-                for _, kind, value in environment.lex(source):
-                    words.get(kind, set()).add(value)
+                for text in sources:
+                    for _, kind, value in environment.lex(text):
+                        words.get(kind, set()).add(value)
                 # Fields are read as `message.tool_calls` or as `message['tool_calls']`.
                 self.names = frozenset(words["name"] | {text[1:-1] for text in words["string"]})
             except TemplateSyntaxError as error:
@@ -127,12 +134,13 @@ class ChatTemplate:
         return ""
 
     def _render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any] | None) -> str:
-        assert self._template is not None
+        template = self._template if (arguments or {}).get("tools") is None else self._with_tools
+        assert template is not None
         # As in transformers, `tools` and `documents` are none and not undefined: templates compare them with none.
         absent = {"tools": None, "documents": None, "add_generation_prompt": True}
         values = {**self._special_tokens, **absent, **self._safe_json(arguments or {}), "messages": messages}
         try:
-            return self._template.render(values)
+            return template.render(values)
         except Exception as error:  # whatever the template's code does, such as dividing by zero
             raise ValueError(f"chat template: {str(error) or type(error).__name__}") from None
 
@@ -201,19 +209,7 @@ def load_template(path: Path, *, image_token: str | None, video_token: str | Non
     """Reads a model directory's template; without one, returns a template that concatenates contents."""
     about = path / "tokenizer_config.json"
     config = optional_json(about)
-    own = path / "chat_template.json"
-    source: str | None = None
-    holder, field = own, optional_json(own).get("chat_template")
-    if field is None:
-        holder, field = about, config.get("chat_template")
-    if (file := path / "chat_template.jinja").exists():
-        try:
-            holder, source = file, file.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from None
-    elif field is not None:
-        # Either the text itself or a list of named templates.
-        source = field if isinstance(field, str) else _named(holder, field)
+    holder, templates = _templates(path, about, config)
     named, specials = {name: value for name, value in config.items() if name.endswith("_token")}, {}
     if isinstance(extra := config.get("extra_special_tokens"), dict):  # a list has no names
         named |= extra
@@ -224,20 +220,48 @@ def load_template(path: Path, *, image_token: str | None, video_token: str | Non
         elif name in SPECIAL_TOKENS and value is not None:
             raise CheckpointError(f"{about}: {name} must be a string or an object with its content, not {value!r}")
     try:
-        return ChatTemplate(source, image_token=image_token, special_tokens=specials, video_token=video_token)
+        return ChatTemplate(
+            templates.get("default", next(iter(templates.values()), None)), image_token=image_token,
+            special_tokens=specials, video_token=video_token, tools_source=templates.get("tool_use"),
+        )  # fmt: skip
     except CheckpointError as error:
         raise CheckpointError(f"{holder}: {error}") from None
 
 
-def _named(file: Path, templates: Any) -> str:
+def _templates(path: Path, about: Path, config: Mapping[str, Any]) -> tuple[Path, dict[str, str]]:
+    """The file that holds the templates, for errors, and the templates by name. As in transformers, those in files of
+    their own replace those in `config`, the content of `about`."""
+    holder, files = path / "chat_template.jinja", {}
+    if holder.exists():
+        files["default"] = holder
+    files |= {file.stem: file for file in sorted((path / TEMPLATES).glob("*.jinja"))}
+    own = {name: _text(file) for name, file in files.items()}
+    if "default" in own:
+        return holder, own
+    holder = path / "chat_template.json"
+    if (field := optional_json(holder).get("chat_template")) is None:
+        holder, field = about, config.get("chat_template")
+    return holder, ({} if field is None else _named(holder, field)) | own
+
+
+def _text(file: Path) -> str:
     try:
-        by_name = {entry["name"]: entry["template"] for entry in templates}
-        chosen = by_name["default"] if "default" in by_name else next(iter(by_name.values()))
-    except (TypeError, KeyError, StopIteration):
-        chosen = None
-    if not isinstance(chosen, str):
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+
+
+def _named(file: Path, field: Any) -> dict[str, str]:
+    """The templates of a field by name: the text itself, a list of named templates, or an object."""
+    if isinstance(field, str):
+        return {"default": field}
+    try:
+        found = field if isinstance(field, Mapping) else {entry["name"]: entry["template"] for entry in field}
+    except (TypeError, KeyError):
+        found = {}
+    if not found or not all(isinstance(text, str) for text in found.values()):
         raise CheckpointError(f"{file}: chat_template must be a string or a list of objects with name and template")
-    return chosen
+    return dict(found)
 
 
 def _raise(message: str) -> None:

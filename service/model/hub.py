@@ -32,6 +32,7 @@ from service.model.cache import (
     repository_of,
     resolve_model,
 )
+from service.model.chat import TEMPLATES
 from service.model.download_progress import NoBar, Progress, Stopped, size
 from service.model.modelconfig import load_config
 
@@ -166,7 +167,7 @@ class _Download:
         if info.siblings is None:  # as some mirrors answer
             names = self._ask(lambda: self._api.list_repo_files(self.model, revision=self.commit))
         snapshot = self.repository / "snapshots" / self.commit
-        small = [name for name in names if name.endswith(SMALL) and "/" not in name]
+        small = [name for name in names if name.endswith(SMALL) and name.rpartition("/")[0] in ("", TEMPLATES)]
         if "config.json" not in small:
             raise CheckpointError(f"{self.model!r} on {self.endpoint} is not a model: it has no config.json")
         for name in small:

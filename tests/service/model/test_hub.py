@@ -25,6 +25,7 @@ from service.commands.cli import ServerProcess
 from service.common.config import EngineOptions
 from service.model import hub as downloads
 from service.model.cache import resolve_model
+from service.model.chat import TEMPLATES
 from service.model.checkpoint import open_checkpoint
 from service.model.hub import fetch, fetched
 
@@ -49,6 +50,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"not wanted")
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (folder / TEMPLATES).mkdir()
+    (folder / TEMPLATES / "tool_use.jinja").write_text("{{ tools }}")
     return folder
 
 
@@ -80,6 +83,7 @@ def test_a_whole_download_takes_safetensors_and_json_and_nothing_else(hub: HubSe
     assert snapshot.name == COMMIT and len(shards(tiny)) > 1
     wanted = {p.name for p in tiny.glob("*.json")} | {"chat_template.jinja", *shards(tiny)}
     assert files(snapshot) == {name: (tiny / name).read_bytes() for name in wanted}
+    assert files(snapshot / TEMPLATES) == {"tool_use.jinja": b"{{ tools }}"}
     assert not [path for path in hub.fetched() if path.endswith((".py", ".bin", ".md", "onnx/model.safetensors"))]
     checkpoint = open_checkpoint(MODEL)
     assert checkpoint.config.name == MODEL and checkpoint.revision == open_checkpoint(str(tiny)).revision

@@ -393,6 +393,38 @@ def test_the_default_template_is_chosen_by_its_name(tmp_path: Path) -> None:
     assert load_template(tmp_path, image_token=None).render([Message("user", ("a",))]) == "D</s>"
 
 
+DEFAULT, WITH_TOOLS = "D{{ tools is none }}", "T{{ tools | length }}"
+NAMED = {"default": DEFAULT, "tool_use": WITH_TOOLS}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": [{"name": name, "template": text} for name, text in NAMED.items()]},
+        {"tokenizer_config.json": NAMED},
+        {"chat_template.jinja": DEFAULT, "additional_chat_templates/tool_use.jinja": WITH_TOOLS},
+        {"tokenizer_config.json": DEFAULT, "additional_chat_templates/tool_use.jinja": WITH_TOOLS},
+    ],
+    ids=["list", "object", "files", "field-and-file"],
+)  # fmt: skip
+def test_messages_with_tools_take_the_template_for_tools(tmp_path: Path, files: dict[str, object]) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        text = content if name.endswith(".jinja") else json.dumps({"chat_template": content})
+        (tmp_path / name).write_text(str(text))
+    found, messages = load_template(tmp_path, image_token=None), [Message("user", ("a",))]
+    assert found.render(messages) == found.render(messages, {"tools": None}) == "DTrue"
+    assert found.render(messages, {"tools": [{"name": "f"}]}) == "T1"
+    assert found.names >= {"none", "length"} and found.source == f"{DEFAULT}\n{WITH_TOOLS}"
+
+
+def test_a_template_in_a_file_replaces_those_of_the_configuration(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "x"}, {"name": "tool_use", "template": "y"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    (tmp_path / "chat_template.jinja").write_text(DEFAULT)
+    assert load_template(tmp_path, image_token=None).render([Message("user", ("a",))], {"tools": [1]}) == "DFalse"
+
+
 def test_templates_see_all_named_tokens_of_the_tokenizer(tmp_path: Path) -> None:
     """Including a model's own names, as in transformers; flags are none of them."""
     config = {
