@@ -19,9 +19,7 @@ from families import CheckpointError
 from families.files import optional_json
 from service.common.types import Message
 from service.model.tokenizer import literal, without_literals
-
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Names of special tokens that every tokenizer has. Files may define further names, such as `image_token`."""
+from service.model.tokenizer_file import SPECIAL_TOKENS
 
 TEMPLATES = "additional_chat_templates"
 """Folder of templates with other names than `default`."""

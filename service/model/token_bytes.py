@@ -131,15 +131,11 @@ class ByteVocabulary:
     def __init__(self, path: Path, size: int) -> None:
         """`path`: of `tokenizer.json`. `size`: number of the model's ids. Raises CheckpointError if the file cannot be
         read or its tokens have no bytes."""
-        from tokenizers import Tokenizer  # imported here: an engine process needs it for the first constraint
+        # imported here: an engine process needs it for the first constraint
+        from service.model.tokenizer_file import open_tokenizer
 
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises a bare Exception for every malformed file
-            raise CheckpointError(f"{path} is not a tokenizer file: {error}") from None
+        self._tokenizer = open_tokenizer(path)
         self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
         read = to_bytes(self._tokenizer)
         if read is None:
             raise CheckpointError(f"{path}: its tokens have no bytes of their own, so answers cannot be constrained")

@@ -1,4 +1,4 @@
-"""Tokenizer and streaming detokenizer: `tokenizer.json` through the `tokenizers` library."""
+"""Tokenizer and streaming detokenizer, on the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from families import CheckpointError
 from service.model.token_bytes import check_decoder, fallback_byte, has_fallback, joins_bytes, to_bytes
+from service.model.tokenizer_file import open_tokenizer
 
 # Private-use code points, which do not occur in exchanged text.
 _LITERAL_OPEN, _LITERAL_CLOSE = "\ufdd0", "\ufdd1"
@@ -37,16 +38,10 @@ class Tokenizer:
     """The tokenizer of one checkpoint. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._tokenizer = _Tokenizer.from_file(str(path))
-            # A second instance that treats special tokens in the text as ordinary characters.
-            self._plain = _Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises a bare Exception for every malformed file
-            raise CheckpointError(f"{path} is not a tokenizer file: {error}") from None
+        self._tokenizer = open_tokenizer(path)
+        # A second instance that treats special tokens in the text as ordinary characters.
+        self._plain = open_tokenizer(path)
         self._plain.encode_special_tokens = True
-        for tokenizer in (self._tokenizer, self._plain):
-            tokenizer.no_truncation()
-            tokenizer.no_padding()
         try:
             check_decoder(self._tokenizer)
         except ValueError as error:

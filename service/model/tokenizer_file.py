@@ -1,0 +1,61 @@
+"""Opens a model directory's `tokenizer.json`, with the added tokens of `tokenizer_config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from families import CheckpointError
+from families.files import optional_json
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Names of special tokens that every tokenizer has. Files may define further names, such as `image_token`."""
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def open_tokenizer(path: Path) -> Tokenizer:
+    """A new tokenizer that neither truncates nor pads. Its added tokens are those of transformers: entries of
+    `added_tokens_decoder` in the `tokenizer_config.json` beside `path` replace those of `tokenizer.json`, and its named
+    tokens, such as `eos_token`, are special if the vocabulary has them. Raises CheckpointError."""
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises a bare Exception for every malformed file
+        raise CheckpointError(f"{path} is not a tokenizer file: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    file = path.with_name("tokenizer_config.json")
+    config = optional_json(file)
+    try:
+        tokenizer.add_tokens(list(_declared(config, tokenizer)))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: added_tokens_decoder cannot be read: {error!r}") from None
+    return tokenizer
+
+
+def _declared(config: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[AddedToken]:
+    """Added tokens that the configuration changes or adds, in the order of their ids."""
+    known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    entries = config.get("added_tokens_decoder") or {}
+    for _, entry in sorted(entries.items(), key=lambda item: int(item[0])):
+        token = AddedToken(entry["content"], **{name: entry[name] for name in _FLAGS if name in entry})
+        if repr(token) != repr(known.get(token.content)):
+            known[token.content] = token
+            yield token
+    for name in _special_names(config):
+        token = known.get(name, AddedToken(name, normalized=False))
+        if not token.special and tokenizer.token_to_id(name) is not None:
+            flags = {flag: getattr(token, flag) for flag in _FLAGS}
+            yield AddedToken(name, **(flags | {"special": True}))
+
+
+def _special_names(config: Mapping[str, Any]) -> Iterator[str]:
+    values = [value for name, value in config.items() if name.endswith("_token")]
+    if isinstance(extra := config.get("extra_special_tokens"), dict):  # a list has no names
+        values += extra.values()
+    for value in values:
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            yield content

@@ -1,0 +1,85 @@
+"""Added tokens of `tokenizer.json` and `tokenizer_config.json`: ids and text are those of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as RawTokenizer
+from transformers import AutoTokenizer
+
+from families import CheckpointError
+from service.model.token_bytes import ByteVocabulary
+from service.model.tokenizer import Tokenizer
+
+TEXTS = ("hello <|end|>  a <|end|> b<|end|>c", "x <tool> y<tool>z  <tool>  w", "TOOL <tool>1 tool<tool>tool <TOOL>")
+END, TOOL = 256, 257
+"""Ids: of `<|end|>`, an entry of the vocabulary, and of `<tool>`, the first one after it."""
+
+
+def save(path: Path, added: list[AddedToken], config: dict[str, Any], *, lower: bool = False) -> None:
+    vocabulary = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    raw = RawTokenizer(models.BPE({**vocabulary, "<|end|>": END}, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    if lower:
+        raw.normalizer = normalizers.Lowercase()
+    raw.add_tokens(added)
+    raw.save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def tool(**flags: bool) -> dict[str, Any]:
+    """`added_tokens_decoder` with `<tool>`; flags that are not given are false."""
+    names = ("lstrip", "rstrip", "normalized", "single_word", "special")
+    return {"added_tokens_decoder": {str(TOOL): {"content": "<tool>", **dict.fromkeys(names, False), **flags}}}
+
+
+@pytest.mark.parametrize(
+    ("flags", "config"),
+    [
+        pytest.param({"lstrip": True}, {}, id="file-alone"),
+        pytest.param({"normalized": True}, {}, id="normalised"),
+        pytest.param(None, tool(), id="configuration-alone"),
+        pytest.param({"special": True}, tool(), id="not-special"),
+        pytest.param({}, tool(special=True, lstrip=True), id="special-left"),
+        pytest.param({}, tool(rstrip=True), id="right"),
+        pytest.param({}, tool(single_word=True), id="word"),
+        pytest.param({}, tool(normalized=True), id="now-normalised"),
+        pytest.param({}, {"added_tokens_decoder": {str(TOOL): {"content": "<tool>"}}}, id="no-flags"),
+        pytest.param(None, {"eos_token": "<|end|>"}, id="named"),
+        pytest.param({}, {"tool_token": "<tool>"}, id="other-name"),
+        pytest.param({}, {"extra_special_tokens": {"tool": "<tool>"}}, id="name-in-object"),
+        pytest.param({}, {"extra_special_tokens": ["<tool>"]}, id="list"),
+    ],
+)
+@pytest.mark.parametrize("lower", [False, True])
+def test_ids_and_text_are_those_of_transformers(
+    tmp_path: Path, flags: dict[str, bool] | None, config: dict[str, Any], lower: bool
+) -> None:
+    save(tmp_path, [] if flags is None else [AddedToken("<tool>", **flags)], config, lower=lower)
+    released, found = AutoTokenizer.from_pretrained(tmp_path), Tokenizer(tmp_path / "tokenizer.json")
+    for text in TEXTS:
+        ids = released(text, add_special_tokens=False).input_ids
+        assert found.encode(text) == ids
+        assert found.decode(ids) == released.decode(ids, skip_special_tokens=True)
+    special = {i for i, token in released.added_tokens_decoder.items() if token.special}
+    assert set(ByteVocabulary(tmp_path / "tokenizer.json", 300).special) == special
+
+
+def test_a_named_token_that_the_vocabulary_lacks_is_not_added(tmp_path: Path) -> None:
+    """transformers adds it, with an id that the model may not have."""
+    save(tmp_path, [], {"pad_token": "[PAD]"})
+    found = Tokenizer(tmp_path / "tokenizer.json")
+    assert found.vocab_size == TOOL and found.decode(found.encode("[PAD]")) == "[PAD]"
+
+
+@pytest.mark.parametrize("entries", [[5], {"x": {"content": "a"}}, {"1": 5}, {"1": {}}, {"1": {"content": 5}}], ids=str)
+def test_entries_that_cannot_be_read_are_named(tmp_path: Path, entries: object) -> None:
+    save(tmp_path, [], {"added_tokens_decoder": entries})
+    with pytest.raises(CheckpointError, match="tokenizer_config.json: added_tokens_decoder cannot be read"):
+        Tokenizer(tmp_path / "tokenizer.json")
