@@ -85,6 +85,8 @@ def missing_files(snapshot: Path, *, weights: bool = True) -> list[str]:
         return ["config.json"]
     if not weights:
         return []
+    if (snapshot / "model.safetensors").is_file():  # goes before an index
+        return []
     if (index := snapshot / "model.safetensors.index.json").is_file():
         return [file for file in indexed_files(index) if not (snapshot / file).is_file()]
     return [] if any(snapshot.glob("*.safetensors")) else ["model.safetensors"]

@@ -187,12 +187,14 @@ class _Download:
                 f"{self.model!r} on {self.endpoint} has no safetensors weights; other formats are not fetched, since "
                 "loading them can run code"
             )
+        if "model.safetensors" in files:  # goes before an index
+            return ["model.safetensors"]
         if (index := snapshot / "model.safetensors.index.json").is_file():
             wanted = indexed_files(index)
             if absent := [file for file in wanted if file not in files]:
                 raise CheckpointError(f"{self.model!r} on {self.endpoint} lacks {absent[0]}, which its index names")
             return wanted
-        return ["model.safetensors"] if "model.safetensors" in files else files
+        return files
 
     def _fetch_small(self, name: str) -> None:
         from huggingface_hub import hf_hub_download

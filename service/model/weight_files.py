@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import operator
 import os
 import struct
@@ -22,6 +23,8 @@ from service.model.read_ahead import Range
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -109,7 +112,11 @@ class WeightFiles:
 
 
 def _weight_files(path: Path, *, optional: bool) -> list[Path]:
-    index = path / "model.safetensors.index.json"
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if single.exists():  # goes before an index, as in transformers
+        if index.exists():
+            log.warning("%s is used, and not the files that %s names", single, index.name)
+        return [single]
     if index.exists():
         files = [path / file for file in indexed_files(index)]
         if absent := [f.name for f in files if not f.exists()]:
@@ -117,8 +124,6 @@ def _weight_files(path: Path, *, optional: bool) -> list[Path]:
                 return []
             raise CheckpointError(f"{path}: the index names files that do not exist: {', '.join(absent)}")
         return files
-    if (single := path / "model.safetensors").exists():
-        return [single]
     if files := sorted(path.glob("*.safetensors")):
         return files
     if optional:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from text_families import make_text_checkpoint
 from tiny_checkpoint import make_checkpoint
-from transformers import BambaForCausalLM
+from transformers import BambaForCausalLM, NemotronHForCausalLM
 
 from decoder.layers.descriptions import Mamba2
 from families import CheckpointError, FamilyConfig
@@ -240,6 +240,17 @@ def test_shards_named_by_the_index_must_exist(tmp_path: Path) -> None:
     lost.unlink()
     with pytest.raises(CheckpointError, match=lost.name):
         Checkpoint(tmp_path)
+
+
+def test_one_file_goes_before_an_index_as_in_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny = make_checkpoint(tmp_path, 1, vision=False, text={"pattern": "M*-"}, shard="20KB", naming="native")
+    expected = torch.randn(tiny.model.model.embeddings.weight.shape)
+    state = {**tiny.model.state_dict(), "model.embeddings.weight": expected}
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "model.safetensors")
+    released = NemotronHForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(released.model.embeddings.weight, expected)
+    assert torch.equal(dict(Checkpoint(tmp_path).decoder_weights())["model.embeddings.weight"], expected)
+    assert "model.safetensors is used, and not the files that model.safetensors.index.json names" in caplog.text
 
 
 def test_the_revision_follows_the_weights(tmp_path: Path) -> None:
