@@ -35,7 +35,6 @@ _TEXT_ALIASES = {
     "mamba_conv_bias": "use_conv_bias",
     "mamba_chunk_size": "chunk_size",
     "attention_head_dim": "head_dim",
-    "rms_norm_eps": "layer_norm_epsilon",
     "num_local_experts": "n_routed_experts",
 }
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from text_families import make_text_checkpoint
 from tiny_checkpoint import make_checkpoint
-from transformers import BambaForCausalLM, NemotronHForCausalLM
+from transformers import AutoConfig, BambaForCausalLM, NemotronHForCausalLM
 
 from decoder.layers.descriptions import Mamba2
 from families import CheckpointError, FamilyConfig
@@ -305,6 +305,16 @@ def test_released_field_names_mean_the_same(tmp_path: Path) -> None:
     assert released == native
     mamba = released.decoder.mixers[0]
     assert isinstance(mamba, Mamba2) and mamba.time_step_limit == (0.0, float("inf"))
+
+
+def test_norms_take_the_epsilon_that_transformers_reads(tmp_path: Path) -> None:
+    """Released files have both names, with equal values."""
+    make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["layer_norm_epsilon"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    released = AutoConfig.from_pretrained(tmp_path).layer_norm_epsilon
+    assert load_config(tmp_path).decoder.norm_eps == released == 1e-5
 
 
 def test_vision_args_of_released_files(tmp_path: Path) -> None:
