@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
+from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -43,13 +43,14 @@ exchanged text, and a space, which is missing if the template strips texts."""
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks the assistant's text for training: renders its content unchanged."""
+    """`{% generation %}`, which marks the assistant's text for training: renders its content unchanged, in a scope of
+    its own as in transformers."""
 
     tags: set[str] = {"generation"}
 
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 class ChatTemplate:

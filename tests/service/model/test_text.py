@@ -385,6 +385,8 @@ def test_a_file_with_a_broken_template_is_named(tmp_path: Path, file: str, conte
 def test_what_training_marks_in_a_template_changes_nothing() -> None:
     marked = "{% for m in messages %}{% generation %}{{ m.role }}:{{ m.content }}{% endgeneration %};{% endfor %}"
     assert template(marked).render([Message("user", ("a",)), Message("assistant", ("b",))]) == "user:a;assistant:b;"
+    inner = "{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x is defined }}"
+    assert template(inner).render([Message("user", ("a",))]) == "1False", "as in transformers"
 
 
 def test_the_default_template_is_chosen_by_its_name(tmp_path: Path) -> None:
