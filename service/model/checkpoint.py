@@ -52,6 +52,8 @@ class Checkpoint:
         """A weight's name in the files -> the native tensors to which it contributes; none for parts that are not
         used."""
         self.files = WeightFiles(path, optional=outline)
+        if not self.config.dtype:
+            self.config = replace(self.config, dtype=self.files.dtype)
         digest = hashlib.sha256((path / "config.json").read_bytes() + self.files.digest.encode())
         self.revision = digest.hexdigest()[:16]
         """Digest over config.json, the tensor tables and samples of the weights: part of cache keys, identifies the

@@ -25,7 +25,7 @@ class ModelConfig:
     """The name for clients: the directory's name, `demo`, or the hub id."""
     family: Family
     dtype: str
-    """The dtype that the checkpoint declares, such as `bfloat16`."""
+    """The dtype that the checkpoint declares, such as `bfloat16`; empty if it declares none."""
     model: FamilyConfig
     published: Mapping[str, Any] = field(compare=False, repr=False)
     """`config.json` as published: equal configurations may be spelled differently."""
@@ -55,7 +55,7 @@ class ModelConfig:
 
 
 def _declared_dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    value = first(config, "dtype", "torch_dtype", default=first(text, "dtype", "torch_dtype", default="bfloat16"))
+    value = first(config, "dtype", "torch_dtype", default=first(text, "dtype", "torch_dtype", default=""))
     return str(value).removeprefix("torch.")
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from families import CheckpointError
 from service.model.cache import indexed_files
-from service.model.formats.tensors import Entry
+from service.model.formats.tensors import PLAIN_FLOATS, Entry
 from service.model.read_ahead import Range
 
 if TYPE_CHECKING:
@@ -61,6 +61,15 @@ class WeightFiles:
                 self._places[name] = file, 8 + len(raw) + start
         self.digest = digest.hexdigest()
         """Digest of the tables and of samples of the content."""
+
+    @property
+    def dtype(self) -> str:
+        """The floating-point dtype that takes most bytes, such as `float32`; `bfloat16` if there are no weights."""
+        sizes = {"BF16": 0}
+        for entry in self.table.values():
+            if entry.dtype in PLAIN_FLOATS:
+                sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
+        return DTYPES[max(sizes, key=sizes.__getitem__)]
 
     def where(self, name: str) -> Range:
         """The bytes of a tensor."""

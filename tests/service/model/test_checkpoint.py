@@ -242,6 +242,20 @@ def test_shards_named_by_the_index_must_exist(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_dtype_that_is_not_declared_is_that_of_the_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    make_checkpoint(tmp_path, 1, vision=False, text={"pattern": "M*-"}, naming="native")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = {name: tensor.to(dtype) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert NemotronHForCausalLM.from_pretrained(tmp_path).dtype == dtype
+    assert Checkpoint(tmp_path).config.dtype == str(dtype).removeprefix("torch.")
+    (tmp_path / "model.safetensors").unlink()
+    assert Checkpoint(tmp_path, outline=True).config.dtype == "bfloat16"
+
+
 def test_one_file_goes_before_an_index_as_in_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny = make_checkpoint(tmp_path, 1, vision=False, text={"pattern": "M*-"}, shard="20KB", naming="native")
     expected = torch.randn(tiny.model.model.embeddings.weight.shape)
