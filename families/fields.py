@@ -130,9 +130,9 @@ BICUBIC = 3
 
 def check_processor(settings: Mapping[str, Any], served: Mapping[str, Any], file: str) -> None:
     """Raises CheckpointError if a setting in an image or video processor's file is not the one that is `served`, or if
-    the file does not scale bytes to 0..1."""
+    the file does not scale bytes to 0..1. A flag that is null is off, as in transformers."""
     for name, value in served.items():
-        if (given := first(settings, name, default=value)) != value:
+        if (given := settings.get(name, value)) != value:
             raise CheckpointError(f"{file}: {name} is {given!r}; this model is served with {value!r}")
     if abs(number(settings, "rescale_factor", 1 / 255, file=file) - 1 / 255) > 1e-9:
         raise CheckpointError(f"{file}: rescale_factor is {settings['rescale_factor']!r}; 1/255 is served")

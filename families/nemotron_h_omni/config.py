@@ -108,7 +108,7 @@ def _check_processors(files: ModelFiles, config: RadioVision, downsample: float)
     scaling = {"resample": BICUBIC, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
     check_processor(files.preprocessor, both | scaling, _IMAGE_FILE)
     videos = files.video_preprocessor
-    check_processor({name: videos.get(name) for name in both}, both, _VIDEO_FILE)  # it reads no others
+    check_processor({name: videos[name] for name in both if name in videos}, both, _VIDEO_FILE)  # it reads no others
     for name, used in (("norm_mean", config.image_mean), ("norm_std", config.image_std)):
         if (given := videos.get(name)) is not None and per_channel(given, name) != used:
             raise CheckpointError(

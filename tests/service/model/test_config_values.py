@@ -83,6 +83,8 @@ PROCESSORS = [
       ("downsample_ratio", 1.0))),
     *(("nemotron", VIDEOS, (name,), value) for name, value in (("patch_size", 3), ("downsample_ratio", 1.0),
       ("norm_mean", [0.1, 0.1, 0.1]), ("norm_std", "x"), ("video_target_num_patches", 0))),
+    *((family, IMAGES, (name,), None) for family in ("minicpm", "nemotron", "qwen")
+      for name in ("resample", "do_rescale", "do_normalize", "patch_size")),
     *(("qwen", IMAGES, place, value) for place in (("min_pixels",), ("max_pixels",), ("size", "shortest_edge"))
       for value in NO_COUNT),
     *(("qwen", VIDEOS, (name,), value) for name in ("min_frames", "max_frames") for value in NO_COUNT),
