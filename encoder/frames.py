@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -173,8 +174,9 @@ class _AvClip(Clip):
                 limits.frame.check_size(self.width, self.height)
             except ImageError as error:
                 raise VideoError(error.reason, too_large=error.too_large) from error
-            packets, moments = self._packets(file, stream)
+            packets, moments, repeated = self._packets(file, stream)
             self._count, self._moments = len(moments), None if None in moments else sorted(moments)
+            self._repeated = {index for index, moment in enumerate(self._moments or ()) if moment in repeated}
             limits.check(packets, self.width, self.height)
             if not self._count:
                 raise VideoError("the video has no frame in the time that is shown")
@@ -192,11 +194,11 @@ class _AvClip(Clip):
     def _opened(self) -> _AvFile:
         return _AvFile(self._av, self._data, self._container)
 
-    def _packets(self, file: Any, stream: Any) -> tuple[int, list[Any]]:
-        """The number of packets, since the header may be wrong or empty, and the timestamps of those that give a frame;
-        None for one without. Files that were cut without encoding them again contain packets outside the time that is
-        shown: they are decoded, but give no frame."""
-        packets, moments = 0, []
+    def _packets(self, file: Any, stream: Any) -> tuple[int, list[Any], set[Any]]:
+        """The number of packets, since the header may be wrong or empty, the timestamps of those that give a frame
+        (None for one without), and those at which the frame before is shown again. Files that were cut without encoding
+        them again contain packets outside the time that is shown: they are decoded, but give no frame."""
+        packets, moments, repeated = 0, [], set()
         for packet in file.demux(stream):
             if packet.size > 0:
                 packets += 1
@@ -204,16 +206,18 @@ class _AvClip(Clip):
                 hidden = stream.codec_context.name == "vp8" and not memoryview(packet)[0] & 0x10
                 if not packet.is_discard and not hidden:
                     moments.append(packet.pts)
+                    if stream.codec_context.name == "mpeg4" and _is_not_coded(bytes(packet), stream.codec_context):
+                        repeated.add(packet.pts)
             if packets > self._limits.max_frames:
                 break
-        return packets, moments
+        return packets, moments, repeated
 
     def arrays(self, indices: Sequence[int]) -> Generator[Pixels, None, None]:
         wanted = _ascending(indices, self._count)
         left = len(wanted)
         size: tuple[int, int] | None = None
         with self._opened() as (file, stream):
-            for index, frame in enumerate(file.decode(stream)):
+            for index, frame in enumerate(self._decoded(file, stream)):
                 if not left or index == self._count:
                     break
                 self._check_frame(frame, index)
@@ -227,10 +231,25 @@ class _AvClip(Clip):
                 f"the video ends early: {left} chosen frames are missing of the {self._count} that it declares"
             )
 
+    def _decoded(self, file: Any, stream: Any) -> Iterator[Any]:
+        """Yields the decoder's frames, and again the frame before one that is not coded, which the decoder leaves
+        out."""
+        index, last = 0, None
+        for frame in file.decode(stream):
+            while last is not None and index in self._repeated and self._is_late(frame, index):
+                yield last
+                index += 1
+            yield frame
+            index, last = index + 1, frame
+
+    def _is_late(self, frame: Any, index: int) -> bool:
+        """Whether the decoder has left out frame `index`, since `frame` is a later one."""
+        return self._moments is not None and frame.pts is not None and frame.pts > self._moments[index]
+
     def _check_frame(self, frame: Any, index: int) -> None:
         """Raises VideoError if frame `index`, and maybe others, is missing before `frame`, or if `frame` is damaged.
         Later frames may depend on either, and all would have the numbers and times of earlier ones."""
-        if self._moments is not None and frame.pts is not None and frame.pts > self._moments[index]:
+        if self._moments is not None and self._is_late(frame, index):
             if not index:
                 raise VideoError("the first frames cannot be decoded: they depend on frames that the file lacks")
             raise VideoError(
@@ -272,6 +291,17 @@ class _AvFile:
         self._file.close()
         if isinstance(error, Exception) and not isinstance(error, VideoError):
             raise VideoError(f"the video cannot be decoded: {words(error)}") from error
+
+
+def _is_not_coded(packet: bytes, codec_context: Any) -> bool:
+    """Whether an MPEG-4 packet says that the frame before it is shown again: the bit `vop_coded` of its header (ISO/IEC
+    14496-2, 6.2.5) is 0."""
+    if not codec_context.framerate:
+        return False
+    header = packet.partition(b"\0\0\1\xb6")[2][:16]
+    bits = f"{int.from_bytes(header, 'big'):0{8 * len(header)}b}"
+    tick_bits = max(1, (codec_context.framerate.numerator - 1).bit_length())
+    return re.match(rf"..1*01.{{{tick_bits}}}10", bits) is not None  # type, seconds, marker, ticks, marker, coded
 
 
 def _place(index: int, pts: int | None, unit: Fraction | None) -> str:

@@ -342,6 +342,28 @@ def test_frames_that_are_only_references_are_no_frames_of_a_film() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("repeated", [{3}, {4, 5}, {2, 8, 9}], ids=str)
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+def test_a_frame_that_is_not_coded_shows_the_one_before_again(container: str, repeated: set[int]) -> None:
+    """MPEG-4 has such frames, which FFmpeg's decoder leaves out."""
+    whole = film("mp4", "mpeg4")
+
+    def uncoded(index: int, packet: bytes) -> list[bytes]:
+        if index not in repeated:
+            return [packet]
+        # Type P, a new second, a marker, fifths of a second, a marker, not coded; filled up to two bytes.
+        bits = f"01{'1' if index % 5 == 0 else ''}01{index % 5:03b}100".ljust(16, "1")
+        return [b"\0\0\1\xb6" + int(bits, 2).to_bytes(2, "big")]
+
+    clip = open_video(changed(whole, container, uncoded))
+    assert clip.num_frames == 10
+    found = list(clip.frames(range(10)))
+    for index in repeated:
+        assert torch.equal(found[index], found[index - 1])
+    assert all(not torch.equal(found[index], found[index - 1]) for index in set(range(1, 10)) - repeated)
+    assert all(torch.equal(frame, found[index]) for index in repeated for frame in clip.frames([index]))
+
+
 @pytest.mark.parametrize("degrees", [90, 270])
 def test_a_turned_film_comes_upright(degrees: int) -> None:
     """As phones record it: the matrix in the track's header gives the rotation."""
