@@ -35,6 +35,8 @@ SANITIZED := $(addprefix tests/kernels/test_,activations.py compiled_attention.p
   attention_compiled.py delta_speculation.py drafting.py feed_forward.py gated_attention.py mixer_compiled.py \
   mtp.py native_tail.py operations.py) tests/encoder/test_native.py
 SANITIZED_SETS ?= auto avx2
+# Seconds that a test may take. It may compile a library, which takes minutes with the sanitizers.
+SANITIZED_LIMITS := -o timeout=3600 -o faulthandler_timeout=3660
 # The interpreter is not compiled with the sanitizer, so the sanitizer's library has to be preloaded. PYTHONMALLOC=malloc
 # allocates each small Python object separately, so that accesses beyond its end are detected.
 SANITIZER = PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
@@ -154,7 +156,7 @@ sanitize: setup  ## run the tests of compiled code under GCC's address, undefine
 	  -o build/pool_runner
 	@setarch -R build/pool_runner
 	@for set in $(SANITIZED_SETS); do \
-	  INSTRUCTION_SET=$$set $(SANITIZER) $(PY) -m pytest -q -x --capture=sys -p sanitized $(or $(ARGS),$(SANITIZED)); \
+	  INSTRUCTION_SET=$$set $(SANITIZER) $(PY) -m pytest -q -x --capture=sys -p sanitized $(SANITIZED_LIMITS) $(or $(ARGS),$(SANITIZED)); \
 	done
 
 test-floors: setup  ## run the client's tests with the oldest and the newest supported versions of its dependencies (from the index)

@@ -8,7 +8,7 @@ import os
 import torch
 
 from kernels import host_memory
-from kernels.native import compiler, instruction_sets, library
+from kernels.native import compiler, instruction_sets
 
 OPTIMISED = "-O3"
 # -g1: reports need lines only. Following variables through unrolled loops takes GCC more than ten minutes.
@@ -26,7 +26,6 @@ def pytest_configure() -> None:
     # sanitizer's own C allocator puts inaccessible bytes between all pieces of memory.
     host_memory._mappings.take = _zeros
     host_memory.private_mapping = lambda nbytes: _zeros(nbytes).numpy()
-    library()  # compiled here, because it may take longer than a test may
 
 
 def _zeros(nbytes: int) -> torch.Tensor:
