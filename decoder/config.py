@@ -15,15 +15,20 @@ from kernels.weight_forms import FORMS
 if TYPE_CHECKING:
     import torch
 
-GRAPH_MODES = ("auto", "on", "off")
-OVERLAP_MODES = ("auto", "on", "off")
 WEIGHT_KINDS = FORMS
 ACTIVATION_KINDS = ("fp8", "int8")
-NATIVE_MODES = ("auto", "on", "off")
-SPECULATIVE = ("none", "ngram", "mtp")
-SPEC_STATES = ("replay", "slots")
-DRAFT_POLICIES = ("adaptive", "fixed")
-FORCED_TOKENS = ("auto", "on", "off")
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "weights": (None, *WEIGHT_KINDS), "activations": (None, *ACTIVATION_KINDS), "native": ("auto", "on", "off"),
+    "state_cache": STATE_MODES, "graphs": ("auto", "on", "off"), "overlap": ("auto", "on", "off"),
+    "speculative": ("none", "ngram", "mtp"), "spec_state": ("replay", "slots"), "draft_policy": ("adaptive", "fixed"),
+    "forced_tokens": ("auto", "on", "off"),
+}  # fmt: skip
+"""Values of the options that have a list of them."""
+_LEAST = {
+    "max_seqs": 1, "max_batched_tokens": 1, "page_size": 1, "ageing": 1, "max_chunk": 1, "memory_bytes": 1,
+    "host_bytes": 0, "checkpoint_bytes": 0, "max_capture": 1, "draft_vocab": 1,
+}  # fmt: skip
+"""Least values of options, unless they are None."""
 RING = 16
 """Tokens whose inputs `replay` keeps for each sequence: reading more would take longer than writing a state."""
 
@@ -232,58 +237,23 @@ class DecoderOptions:
     """
 
     def __post_init__(self) -> None:
-        for name in ("max_seqs", "max_len", "max_batched_tokens", "page_size", "ageing"):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            require(value >= 1, f"{name} must be at least 1, not {value}")
+            require(value is None or value >= least, f"{name} must be at least {least}, not {value}")
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            require(value in known, f"{name} {value!r} is not one of {', '.join(filter(None, known))}")
         require(self.max_len >= 2, f"max_len must be at least 2 (one prompt and one output token), not {self.max_len}")
-        require(self.max_chunk is None or self.max_chunk >= 1, f"max_chunk must be at least 1, not {self.max_chunk}")
-        require(
-            self.memory_bytes is None or self.memory_bytes >= 1,
-            f"memory_bytes must be at least 1, not {self.memory_bytes}",
-        )
-        require(
-            self.host_bytes is None or self.host_bytes >= 0, f"host_bytes must be at least 0, not {self.host_bytes}"
-        )
-        require(
-            self.checkpoint_bytes is None or self.checkpoint_bytes >= 0,
-            f"checkpoint_bytes must be at least 0, not {self.checkpoint_bytes}",
-        )
         require(0 < self.memory_share <= 1, f"memory_share must be above 0 and at most 1, not {self.memory_share}")
-        require(
-            self.state_cache in STATE_MODES,
-            f"state_cache {self.state_cache!r} is not one of {', '.join(STATE_MODES)}",
-        )
-        require(
-            self.weights in (None, *WEIGHT_KINDS), f"weights {self.weights!r} is not one of {', '.join(WEIGHT_KINDS)}"
-        )
-        require(
-            self.activations in (None, *ACTIVATION_KINDS),
-            f"activations {self.activations!r} is not {' or '.join(ACTIVATION_KINDS)}",
-        )
-        require(self.native in NATIVE_MODES, f"native {self.native!r} is not one of {', '.join(NATIVE_MODES)}")
         block = self.state_block
         require(
             block is None or (block >= 1 and block % self.page_size == 0),
             f"state_block {block} is not a multiple of page_size {self.page_size}; {self._next_block} would work",
         )
-        require(self.graphs in GRAPH_MODES, f"graphs {self.graphs!r} is not one of {', '.join(GRAPH_MODES)}")
-        require(self.max_capture >= 1, f"max_capture must be at least 1, not {self.max_capture}")
-        for name, known in (
-            ("overlap", OVERLAP_MODES),
-            ("speculative", SPECULATIVE),
-            ("spec_state", SPEC_STATES),
-            ("draft_policy", DRAFT_POLICIES),
-            ("forced_tokens", FORCED_TOKENS),
-        ):
-            value = getattr(self, name)
-            require(value in known, f"{name} {value!r} is not one of {', '.join(known)}")
         most = RING - 1
         require(
             1 <= self.draft_tokens <= most,
             f"draft_tokens must be at least 1 and at most {most}, not {self.draft_tokens}",
-        )
-        require(
-            self.draft_vocab is None or self.draft_vocab >= 1, f"draft_vocab must be at least 1, not {self.draft_vocab}"
         )
         require(
             self.draft_vocab is None or self.speculative == "mtp",

@@ -218,5 +218,5 @@ def test_elsewhere_it_is_refused() -> None:
     check_int8_products(torch.device("cpu"))
     with pytest.raises(ValueError, match="activations int8 needs a CPU, but the device is cuda"):
         check_int8_products(torch.device("cuda"))
-    with pytest.raises(ValueError, match="activations 'int4' is not fp8 or int8"):
+    with pytest.raises(ValueError, match="activations 'int4' is not one of fp8, int8"):
         DecoderOptions(activations="int4")
