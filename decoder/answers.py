@@ -134,9 +134,7 @@ class Answers:
         error = _followed(sequence, choice.token, reason)
         if error is not None:
             self.counters["failed"] += 1
-            reason = "error"
-        if error is not None:
-            return TokenEvent(sequence.request_id, None, finish_reason=reason, error=error)
+            return TokenEvent(sequence.request_id, None, finish_reason="error", error=error)
         scheduled, sequence.scheduled = sequence.scheduled, None
         return TokenEvent(
             sequence.request_id,

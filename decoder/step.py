@@ -121,7 +121,3 @@ class Step:
         """Sequences that the step computes, and samples that it starts."""
         yield from (row.sequence for row in self.rows)
         yield from (fork.follower for fork in self.forks)
-
-    @property
-    def empty(self) -> bool:
-        return not self.rows

@@ -32,6 +32,8 @@ Histogram = Mapping[int, int]
 
 SEARCH_STEPS = 6
 """Times that `packed_ladder` tunes for the launches of the previous ladder; it converges after two or three."""
+WAITING = 16
+"""Images that are assumed to wait at a time, except where a caller says otherwise."""
 SAMPLE_IMAGES = 1024
 """Images that `packed_work` samples; its ratio then varies by about 1 % between samples."""
 
@@ -80,16 +82,14 @@ def ladder_work(histogram: Histogram, ladder: Sequence[int]) -> int:
     return work
 
 
-def packed_launches(
-    histogram: Histogram, budgets: EncoderBudgets, *, batch: int = 16, sample: int = SAMPLE_IMAGES, seed: int = 0
-) -> dict[int, int]:
-    """Real tokens of a launch -> number of launches, if `batch` images wait at a time, for a sample drawn with
-    `seed`."""
+def packed_launches(histogram: Histogram, budgets: EncoderBudgets, *, batch: int) -> dict[int, int]:
+    """Real tokens of a launch -> number of launches, if `batch` images wait at a time, for a sample of `SAMPLE_IMAGES`
+    images, the same for each call."""
     check_histogram(histogram)
     sizes = sorted(histogram)
-    drawn = random.Random(seed).choices(sizes, [histogram[size] for size in sizes], k=sample)
+    drawn = random.Random(0).choices(sizes, [histogram[size] for size in sizes], k=SAMPLE_IMAGES)
     launches: dict[int, int] = {}
-    for first in range(0, sample, batch):
+    for first in range(0, SAMPLE_IMAGES, batch):
         counts = drawn[first : first + batch]
         for packed in pack(counts, budgets):
             total = sum(counts[index] for index in packed.indices)
@@ -97,9 +97,9 @@ def packed_launches(
     return launches
 
 
-def packed_work(histogram: Histogram, budgets: EncoderBudgets, *, batch: int = 16) -> float:
-    """Ratio of padded to real tokens if `batch` images wait at a time, on a fixed sample."""
-    launches = packed_launches(histogram, budgets, batch=batch)
+def packed_work(histogram: Histogram, budgets: EncoderBudgets) -> float:
+    """Ratio of padded to real tokens if `WAITING` images wait at a time, on a fixed sample."""
+    launches = packed_launches(histogram, budgets, batch=WAITING)
     return ladder_work(launches, budgets.token_budgets) / real_tokens(launches)
 
 
@@ -141,7 +141,7 @@ def tuned_ladder(histogram: Histogram, max_budgets: int, *, floor: int = 1, hi: 
 
 
 def packed_ladder(
-    histogram: Histogram, max_budgets: int, *, images: int = 1, hi: int | None = None, batch: int = 16
+    histogram: Histogram, max_budgets: int, *, images: int = 1, hi: int | None = None, batch: int = WAITING
 ) -> list[int]:
     """The ladder of at most `max_budgets` budgets with the least padding, as found by a search, if `batch` images wait
     at a time and at most `images` share a launch.
@@ -239,7 +239,7 @@ class LadderReport:
     alone: float
     """Ratio of padded to real tokens if each image is replayed alone."""
     packed: float
-    """The same ratio with 16 images waiting at a time."""
+    """The same ratio with `WAITING` images waiting at a time."""
 
 
 def compare_ladders(
