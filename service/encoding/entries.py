@@ -109,7 +109,7 @@ class Lease:
     """One request's right to an image's rows, or to a run of them; an embedding source for the decoder."""
 
     def __init__(
-        self, give_back: Callable[[Lease, Entry], None], entry: Entry, owner: str, priority: int,
+        self, give_back: Callable[[Lease], None], entry: Entry, owner: str, priority: int,
         deadline: float | None, run: Run | None = None,
     ) -> None:  # fmt: skip
         """`give_back` is called by `release`. `run`: None for all rows, before their place in the prompt is known."""
@@ -154,4 +154,4 @@ class Lease:
 
     def release(self) -> None:
         """Ends the lease. Idempotent."""
-        self._give_back(self, self.entry)
+        self._give_back(self)

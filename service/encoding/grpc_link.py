@@ -77,13 +77,16 @@ class GrpcLink:
         self._credentials = credentials
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._session: _Session | None = None
+        self._window = 0
+        """Bytes of pixels that the encoder takes at a time."""
         self._reason = "never connected"
         self._closing = threading.Event()
         self._first: Future[None] = Future()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._call: Any = None
-        self._counts = dict.fromkeys(("connections", "sent_pixel", "received_row"), 0)
+        self._counts = dict.fromkeys(("connections", "sent_pixel_bytes_total", "received_row_bytes_total"), 0)
+        """Each is written by one thread: the pixels' by gRPC's, the others by the reader."""
 
     @property
     def alive(self) -> bool:
@@ -105,13 +108,14 @@ class GrpcLink:
         return max(session.in_progress, session.elsewhere) if session is not None else 0
 
     def start(self, owner: LinkOwner) -> None:
-        self._thread = threading.Thread(target=self._loop, args=(owner,), name=f"saccade-link-{self.name}", daemon=True)
+        self._owner = owner
+        self._thread = threading.Thread(target=self._loop, name=f"saccade-link-{self.name}", daemon=True)
         self._thread.start()
         self._first.result()
 
     def send(self, work: Work, seconds_left: float | None) -> None:
         session = self._session
-        if session is not None and (size := _pixel_bytes(work)) > self._window:
+        if session is not None and (size := work.image.nbytes) > self._window:
             message = f"the image has {size} bytes of pixels, but encoder {self.name} takes {self._window} at a time"
             self._owner.failed(self, work, ValueError(message))
         elif session is None or not session.add(work, seconds_left):
@@ -128,13 +132,7 @@ class GrpcLink:
                 self._call.cancel()
 
     def stats(self) -> dict[str, float]:
-        counts = dict(self._counts)
-        return {
-            "connections": counts["connections"],
-            "sent_pixel_bytes_total": counts["sent_pixel"],
-            "received_row_bytes_total": counts["received_row"],
-            "in_progress_tokens_now": self.in_progress,
-        }
+        return {**self._counts, "in_progress_tokens_now": self.in_progress}
 
     def close(self) -> None:
         self._closing.set()
@@ -144,13 +142,12 @@ class GrpcLink:
 
     # -- the reader ----------------------------------------------------------------------------------------------------
 
-    def _loop(self, owner: LinkOwner) -> None:
-        self._owner = owner
+    def _loop(self) -> None:
         pause = FIRST_PAUSE
         while not self._closing.is_set():
             connections = self._counts["connections"]
             try:
-                self._attach(owner)
+                self._attach()
                 self._reason = "the encoder ended the connection"
             except grpc.RpcError as error:
                 self._reason = _words(error)
@@ -162,7 +159,7 @@ class GrpcLink:
             except Exception as error:  # an invalid message: the connection cannot be trusted any more
                 log.exception("encoder %s", self.name)
                 self._reason = f"{type(error).__name__}: {error}"
-            self._end(owner)
+            self._end()
             pause = FIRST_PAUSE if self._counts["connections"] > connections else min(pause * 2, LONGEST_PAUSE)
             self._closing.wait(pause)
 
@@ -172,16 +169,16 @@ class GrpcLink:
         else:
             self._first.set_exception(error)
 
-    def _end(self, owner: LinkOwner) -> None:
+    def _end(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             lost = session.end()
             if not self._closing.is_set():
-                owner.lost(self, lost, self._reason)
+                self._owner.lost(self, lost, self._reason)
         if not self._first.done():
             self._first.set_result(None)
 
-    def _attach(self, owner: LinkOwner) -> None:
+    def _attach(self) -> None:
         """Runs one connection from start to end. Raises RpcError or PartnerRefused."""
         options = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)] if is_local(self.name) else CHANNEL_OPTIONS
         if self._credentials is None:
@@ -208,9 +205,9 @@ class GrpcLink:
                 if not self._first.done():
                     self._first.set_result(None)
                 log.info("encoder %s is attached", self.name)
-                owner.changed(self)
+                self._owner.changed(self)
                 for message in call:
-                    self._take(owner, session, message)
+                    self._take(session, message)
             finally:
                 overdue.cancel()
                 session.shut()
@@ -237,11 +234,12 @@ class GrpcLink:
             )
         self._window = welcome.window_bytes
 
-    def _take(self, owner: LinkOwner, session: _Session, message: encoder_pb2.AttachResponse) -> None:
+    def _take(self, session: _Session, message: encoder_pb2.AttachResponse) -> None:
+        owner = self._owner
         match message.WhichOneof("message"):
             case "rows":
                 session.write(message.rows.ticket, message.rows.data)
-                self._count("received_row", len(message.rows.data))
+                self._count("received_row_bytes_total", len(message.rows.data))
             case "encoded":
                 counts = tuple(message.encoded.counts)
                 if (work := session.finish(message.encoded.ticket, counts)) is not None:
@@ -403,7 +401,7 @@ class _Session:
                 if self._cancels:
                     return self._cancels.popleft()
                 if self._unsent:
-                    size = _pixel_bytes(self._unsent[0][0])
+                    size = self._unsent[0][0].image.nbytes
                     if size <= self._window:
                         self._window -= size
                         return self._unsent.popleft()
@@ -419,12 +417,8 @@ class _Session:
         for data in pieces(bytes_of(work.image.patches)):
             if work.ticket not in self._works:  # revoked: its cancellation is sent next
                 return
-            self._count("sent_pixel", len(data))
+            self._count("sent_pixel_bytes_total", len(data))
             yield encoder_pb2.AttachRequest(pixels=encoder_pb2.Piece(ticket=work.ticket, data=data))
-
-
-def _pixel_bytes(work: Work) -> int:
-    return work.image.nbytes
 
 
 def _finite(rows: torch.Tensor) -> bool:

@@ -47,16 +47,16 @@ class Handoff:
 
     def __init__(
         self, capacity_bytes: int, hidden: int, dtype: torch.dtype, device: torch.device | str = "cpu",
-        on_change: Callable[[], None] = lambda: None, *, clock: Callable[[], float] = time.monotonic,
+        *, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """`on_change` is called, outside the lock, whenever an entry may have changed its state. `clock`: seconds, for
-        arrivals, deadlines and the encoders' leases."""
+        """`clock`: seconds, for arrivals, deadlines and the encoders' leases."""
         self.capacity_bytes = capacity_bytes
         self._device = device
         self.dtype = dtype
         self._held = _Entries(capacity_bytes, hidden, dtype, device)
         self.counters = self._held.counters
-        self.on_change = on_change
+        self.on_change: Callable[[], None] = lambda: None
+        """Called, outside the lock, whenever an entry may have changed its state."""
         self._clock = clock
         self._lock = threading.Lock()
         self._tickets = count(1)
@@ -255,7 +255,8 @@ class Handoff:
         with self._lock:
             self._held.check_integrity(idle=idle)
 
-    def _release(self, lease: Lease, entry: Entry) -> None:
+    def _release(self, lease: Lease) -> None:
+        entry = lease.entry
         with self._lock:
             if lease not in entry.leases:
                 return

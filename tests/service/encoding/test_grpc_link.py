@@ -56,7 +56,7 @@ def test_a_revocation_reaches_the_encoder() -> None:
     assert [told(next(messages)) for _ in range(4)] == [("item", 1), ("pixels", 1), ("item", 2), ("pixels", 2)]
     assert session.revoke(large) and session.revoke(whole) and session.in_progress == last.image.tokens
     assert [told(next(messages)) for _ in range(4)] == [("cancel", 2), ("cancel", 1), ("item", 3), ("pixels", 3)]
-    assert counts["sent_pixel"] == 2 * SMALL + PIECE_BYTES
+    assert counts["sent_pixel_bytes_total"] == 2 * SMALL + PIECE_BYTES
     assert not session.revoke(large), "it has ended, and is told of by somebody else"
     session.shut()
     assert next(messages, None) is None
