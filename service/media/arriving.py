@@ -73,10 +73,8 @@ class ArrivingFile:
 
     def close(self) -> None:
         """Closes the file. Buffered data that does not fit on a full disk is dropped."""
-        try:
+        with contextlib.suppress(OSError):
             self._file.close()
-        except OSError:
-            pass
 
 
 async def header_of(requests: AsyncIterator[Any], what: str) -> Any:

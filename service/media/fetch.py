@@ -138,45 +138,44 @@ class Fetcher:
 
     async def _get(self, source: MediaSource, url: httpx.URL, address: Address) -> tuple[bytes, str | None]:
         """The body of the response, or the URL that it redirects to."""
+        headers = {
+            "Host": url.netloc.decode("ascii"), "Accept": "image/*, video/*", "Accept-Encoding": "identity",
+        }  # fmt: skip
+        # A client for each request, so that a connection made for one host's name is not used for another's.
+        async with (
+            self._httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=self._timeout) as client,
+            client.stream(
+                "GET", url.copy_with(host=str(address), fragment=None), headers=headers,
+                extensions={"sni_hostname": _host(url)},
+            ) as response,
+        ):  # fmt: skip
+            if response.status_code in _MOVED and (target := response.headers.get("location")):
+                return b"", target
+            return await self._body(source, response), None
+
+    async def _body(self, source: MediaSource, response: httpx.Response) -> bytes:
+        """Receives the file, whose bytes count as held by the call."""
         limits = self._limits
         most = limits.video.max_bytes if isinstance(source, Video) else limits.image.max_bytes
-        # A client for each request, so that a connection made for one host's name is not used for another's.
-        async with self._httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=self._timeout) as client:
-            request = client.build_request(
-                "GET",
-                url.copy_with(host=str(address), fragment=None),
-                headers={
-                    "Host": url.netloc.decode("ascii"),
-                    "Accept": "image/*, video/*",
-                    "Accept-Encoding": "identity",
-                },
-                extensions={"sni_hostname": _host(url)},
-            )
-            response = await client.send(request, stream=True)
-            try:
-                if response.status_code in _MOVED and (target := response.headers.get("location")):
-                    return b"", target
-                if response.status_code >= 500:
-                    raise _failed(source, f"the host responded with status {response.status_code}")
-                if response.status_code != 200:
-                    raise errors.InvalidArgument(
-                        f"{source.field}: the host responded with status {response.status_code}", field=source.field,
-                        reason="MEDIA_FETCH_FAILED",
-                    )  # fmt: skip
-                if response.headers.get("content-encoding", "identity") != "identity":
-                    raise _failed(source, "the response is compressed, which was not asked for")
-                announced = response.headers.get("content-length", "")
-                if announced.isdecimal() and int(announced) > most:
-                    raise _too_large(source, int(announced), most)
-                data, hold = bytearray(), current_call().hold_bytes
-                async for piece in response.aiter_raw():
-                    hold(len(piece))
-                    data += piece
-                    if len(data) > most:
-                        raise _too_large(source, len(data), most)
-                return bytes(data), None
-            finally:
-                await response.aclose()
+        if response.status_code >= 500:
+            raise _failed(source, f"the host responded with status {response.status_code}")
+        if response.status_code != 200:
+            raise errors.InvalidArgument(
+                f"{source.field}: the host responded with status {response.status_code}", field=source.field,
+                reason="MEDIA_FETCH_FAILED",
+            )  # fmt: skip
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise _failed(source, "the response is compressed, which was not asked for")
+        announced = response.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > most:
+            raise _too_large(source, int(announced), most)
+        data, hold = bytearray(), current_call().hold_bytes
+        async for piece in response.aiter_raw():
+            hold(len(piece))
+            data += piece
+            if len(data) > most:
+                raise _too_large(source, len(data), most)
+        return bytes(data)
 
 
 def make_fetcher(options: ServerOptions, limits: MediaLimits) -> Fetcher | None:

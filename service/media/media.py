@@ -290,11 +290,8 @@ class SharedSpool(Spool):
 
     def delete(self, tenant: str, media_id: str) -> None:
         """Deletes a file. Raises NotFound."""
-        self._find(tenant, media_id)
-        with self._lock:
-            if (tenant, media_id) in self._media:
-                self._forget((tenant, media_id))
-        self._path((tenant, media_id)).unlink(missing_ok=True)
+        super().delete(tenant, media_id)
+        self._path((tenant, media_id)).unlink(missing_ok=True)  # another process may have received it
 
     def sweep(self) -> int:
         """Deletes expired files of all processes; returns the bytes freed."""
