@@ -8,7 +8,6 @@ becomes INTERNAL, and its text is only logged.
 
 from __future__ import annotations
 
-import asyncio
 import enum
 from collections.abc import Mapping
 from urllib.parse import quote
@@ -152,7 +151,6 @@ FOREIGN: tuple[tuple[type[BaseException], type[StatusError], str, bool], ...] = 
     (ImageError, InvalidArgument, "IMAGE_DECODE_FAILED", True),
     (EngineDied, Unavailable, "ENGINE_DIED", True),
     (TimeoutError, DeadlineExceeded, "DEADLINE_EXCEEDED", False),
-    (asyncio.TimeoutError, DeadlineExceeded, "DEADLINE_EXCEEDED", False),
     (DecodeError, InvalidArgument, "MALFORMED_MESSAGE", False),
 )
 _HIDDEN = {

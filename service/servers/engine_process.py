@@ -38,7 +38,7 @@ def main(descriptor: int) -> int:
     keep_freed_memory()
     try:
         return _serve(connection, options)
-    except (EOFError, ConnectionError, BrokenPipeError):
+    except (EOFError, ConnectionError):
         return 0  # the frontend has ended; nothing needs its requests any more
 
 

@@ -100,9 +100,7 @@ class Spans:
         if failed:
             root.set_status(self._trace.Status(self._trace.StatusCode.ERROR, failed))
         inside = self._trace.set_span_in_context(root)
-        marks = [0.0, seconds if prepared is None else prepared]
-        marks += [seconds if first_token is None else first_token] * (prepared is not None)
-        marks += [seconds] * (first_token is not None)
+        marks = [0.0, *(moment for moment in (prepared, first_token) if moment is not None), seconds]
         for name, start, stop in zip(("prepare", "first", "decode"), marks, marks[1:], strict=False):
             span = self._tracer.start_span(f"saccade.{name}", inside, start_time=begin + round(start * _NANO))
             span.end(begin + round(stop * _NANO))
