@@ -12,13 +12,19 @@ import time
 import webbrowser
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from service.common.config import ConfigError, HttpFrontOptions, ServerOptions
 from service.common.errors import EngineDied
 from service.common.helper_process import SPINNING
 from service.common.settings import from_command_line
 
+if TYPE_CHECKING:
+    import saccade
+
 ROOT = Path(__file__).resolve().parent.parent.parent
+EXIT_SECONDS = 120.0
+"""Seconds that a server that could not start has to end."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -148,51 +154,54 @@ def _demo_questions() -> int:
     started = time.perf_counter()
     with ServerProcess(_DEMO) as server:
         print(f"server ready on {server.address} after {time.perf_counter() - started:.1f} s\n", flush=True)
-        wrong = 0
-        tokens, seconds = 0, 0.0
+        right = tokens = 0
         with saccade.Client(server.address) as client:
+            began = time.perf_counter()
             for entry in questions:
-                names = entry["images"]
-                print(f"{', '.join(names)}\n  Q: {entry['question']}\n  A: ", end="", flush=True)
-                began = time.perf_counter()
-                images = [ROOT / "demo" / "pictures" / name for name in names]
-                form = entry.get("response_format")
-                with client.stream(entry["question"], images=images, temperature=0, response_format=form) as stream:
-                    for delta in stream:
-                        print(delta.text, end="", flush=True)
-                    answer = stream.final()
-                seconds += time.perf_counter() - began
-                tokens += answer.usage.completion_tokens
+                answer = _ask(client, entry)
                 correct = answer.text.strip() == entry["answer"]
-                wrong += not correct
                 print("" if correct else f"   <- wrong, expected {entry['answer']!r}", flush=True)
-    right = len(questions) - wrong
+                right += correct
+                tokens += answer.usage.completion_tokens
+            seconds = time.perf_counter() - began
     print(f"\n{right} of {len(questions)} answers right, {tokens / seconds:.0f} tokens/s (images included)")
-    return 1 if wrong else 0
+    return 0 if right == len(questions) else 1
+
+
+def _ask(client: saccade.Client, entry: dict[str, Any]) -> saccade.Generation:
+    """Asks one of the demo's questions, and prints it and the answer as it arrives."""
+    print(f"{', '.join(entry['images'])}\n  Q: {entry['question']}\n  A: ", end="", flush=True)
+    images, form = [ROOT / "demo" / "pictures" / name for name in entry["images"]], entry.get("response_format")
+    with client.stream(entry["question"], images=images, temperature=0, response_format=form) as stream:
+        for delta in stream:
+            print(delta.text, end="", flush=True)
+        return stream.final()
 
 
 class ServerProcess:
     """A `saccade serve` of this checkout, on a free port unless one is given, for the demo, benchmarks and tests."""
 
-    def __init__(self, arguments: Sequence[str] = (), *, port: int = 0, timeout: float = 120.0) -> None:
+    def __init__(self, arguments: Sequence[str] = (), *, port: int = 0) -> None:
+        """Returns when the server is ready. Raises ConfigError if it ends before."""
         path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "service", "serve", *arguments, "--port", str(port)],
             stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
         )  # fmt: skip
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line.startswith("saccade ready on "):
-            raise ConfigError(f"the server did not start (exit code {self._process.wait(timeout)}); its log says why")
-        self.address = line.removeprefix("saccade ready on ").strip()
+        self.address = self._line_after("saccade ready on ", "the server")
         self.http_url = ""
         if "--http-port" in arguments:
-            line = self._process.stdout.readline()
-            if not line.startswith("saccade http ready on "):
-                raise ConfigError(
-                    f"the HTTP server did not start (exit code {self._process.wait(timeout)}); its log says why"
-                )
-            self.http_url = line.removeprefix("saccade http ready on ").strip()
+            self.http_url = self._line_after("saccade http ready on ", "the HTTP server")
+
+    def _line_after(self, words: str, what: str) -> str:
+        """Reads the line that begins with `words`, which says that `what` is ready; returns the rest of it. Raises
+        ConfigError if there is none."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.startswith(words):
+            code = self._process.wait(EXIT_SECONDS)
+            raise ConfigError(f"{what} did not start (exit code {code}); its log says why")
+        return line.removeprefix(words).strip()
 
     @property
     def pid(self) -> int:

@@ -14,7 +14,7 @@ from service.common.option import ConfigError, check_addresses, is_local
 from service.common.tls import read_pem
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns 0 if the server's health is SERVING, and 1 if it has another status or does not answer. Raises
     ConfigError for an invalid argument."""
     parser = argparse.ArgumentParser("saccade probe", description="Ask a server whether it is healthy.")
@@ -54,7 +54,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not serving:
         print(f"{options.address}: {health_pb2.HealthCheckResponse.ServingStatus.Name(status)}", file=sys.stderr)
     return 0 if serving else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
