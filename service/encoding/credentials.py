@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -15,9 +16,8 @@ def channel_credentials(options: EngineOptions) -> Any:
     if options.encoder_ca is None:
         if options.encoder_cert is not None or options.encoder_cert_key is not None:
             raise ConfigError("encoder_ca: a certificate for encoders needs TLS; name the authority of theirs")
-        far = [address for address in options.encoders if not is_loopback(address.rpartition(":")[0])]
-        if options.encoder_api_key is not None and far:
-            raise ConfigError(f"encoder_ca: without TLS the key in encoder_api_key can be read on its way to {far[0]}")
+        if options.encoder_api_key is not None:
+            _check_loopback(options.encoders)
         return None
     pair: list[bytes | None] = [None, None]
     if options.encoder_cert is not None or options.encoder_cert_key is not None:
@@ -28,3 +28,13 @@ def channel_credentials(options: EngineOptions) -> Any:
         pair = [read_pem(options.encoder_cert_key, "encoder_cert_key"), read_pem(options.encoder_cert, "encoder_cert")]
     check_authority(options.encoder_ca, "encoder_ca")
     return grpc.ssl_channel_credentials(read_pem(options.encoder_ca, "encoder_ca"), *pair)
+
+
+def _check_loopback(encoders: Sequence[str]) -> None:
+    """Raises ConfigError if an API key that is sent without TLS would leave this machine on its way to an encoder."""
+    try:
+        far = [address for address in encoders if not is_loopback(address.rpartition(":")[0])]
+    except ConfigError as error:
+        raise ConfigError(f"encoders: {error}") from None
+    if far:
+        raise ConfigError(f"encoder_ca: without TLS the key in encoder_api_key can be read on its way to {far[0]}")

@@ -24,6 +24,12 @@ def test_a_key_in_plain_text_stays_on_this_machine() -> None:
     assert channel_credentials(options("127.0.0.1:1", "[::1]:2", encoder_api_key="k")) is None
     with pytest.raises(ConfigError, match="can be read on its way to 10.0.0.1:1"):
         channel_credentials(options("127.0.0.1:1", "10.0.0.1:1", encoder_api_key="k"))
+    with pytest.raises(ConfigError, match="encoders: 'no.such.host.invalid' is neither an IP address nor a host name"):
+        channel_credentials(options("no.such.host.invalid:1", encoder_api_key="k"))
+
+
+def test_without_a_key_the_name_of_an_encoder_may_resolve_later() -> None:
+    assert channel_credentials(options("no.such.host.invalid:1")) is None
 
 
 def test_certificates_come_whole(tmp_path: Path) -> None:
