@@ -65,6 +65,9 @@ from service.telemetry.tracing import Spans
 
 log = logging.getLogger(__name__)
 
+SWEEP_SECONDS = 60.0
+"""Largest time between two deletions of expired uploads and batches."""
+
 
 class Server:
     """A gRPC server with one engine. Call `start`, then `stop`."""
@@ -161,9 +164,12 @@ class Server:
     async def _sweep(self) -> None:
         """Deletes expired uploads and batches periodically, even if no new ones arrive."""
         while True:
-            await asyncio.sleep(min(60.0, self.options.media_ttl))
-            await asyncio.to_thread(self.spool.sweep)
-            await asyncio.to_thread(self._batch_store.sweep)
+            await asyncio.sleep(min(SWEEP_SECONDS, self.options.media_ttl))
+            for what, sweep in (("uploads", self.spool.sweep), ("batches", self._batch_store.sweep)):
+                try:
+                    await asyncio.to_thread(sweep)
+                except OSError as error:  # the next time may succeed
+                    log.error("expired %s cannot be deleted: %s", what, error)
 
     def _add_services(self, server: grpc.aio.Server) -> list[str]:
         """Adds the services; returns their full names."""

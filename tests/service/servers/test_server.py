@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from fake_engine import FakeEngine
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from running import RunningServer
 from served import VOCAB, make_served
+from waiting import until
 
 from service.common.config import ConfigError, ServerOptions
 from service.servers.exposure import channel_options
@@ -62,6 +65,28 @@ def test_an_engine_that_comes_back_does_not_end_a_drain(running: RunningServer) 
     assert states(running) == of(NOT_SERVING, SERVING)
     running.server.engine_changed(True)
     assert states(running) == of(NOT_SERVING, SERVING)
+
+
+def test_a_file_that_cannot_be_deleted_does_not_keep_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder in the place of an upload cannot be unlinked. Afterwards expired uploads are still deleted."""
+    model, folder, later = str(make_served(tmp_path / "model", vision=False).path), tmp_path / "media" / "tenant", 2**32
+    folder.mkdir(parents=True)
+    bad, good = (folder / hashlib.sha256(content).hexdigest() for content in (b"bad", b"good"))
+    for path, content in ((bad, b"bad"), (good, b"good")):
+        path.write_bytes(content)
+        os.utime(path, (later, later))  # both are kept until `renew`
+    running = RunningServer(
+        model, engine=FakeEngine(vocabulary=VOCAB), media_dir=str(folder.parent), media_ttl=1, image_workers=1
+    )
+    try:
+        bad.unlink()
+        bad.mkdir()
+        running.server.spool.renew("tenant", bad.name)
+        until(lambda: "expired uploads cannot be deleted" in caplog.text)
+        running.server.spool.renew("tenant", good.name)
+        until(lambda: not good.exists())
+    finally:
+        running.close()
 
 
 def test_batches_leave_live_calls_a_place(tmp_path: Path) -> None:
