@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,14 +229,14 @@ class _Session:
                     lease.release()
                     self._fail(ticket, lease.error, size)
                 elif lease.ready:
-                    async for response in self._rows(ticket, lease):
+                    for response in self._rows(ticket, lease):
                         yield response
             if reader.done():
                 reader.result()
                 if not self._leases and not self._outgoing:
                     return
 
-    async def _rows(self, ticket: int, lease: Lease) -> AsyncIterator[encoder_pb2.AttachResponse]:
+    def _rows(self, ticket: int, lease: Lease) -> Iterator[encoder_pb2.AttachResponse]:
         """Yields the rows in pieces; stops between two pieces if they are no longer wanted."""
         for data in pieces(bytes_of(lease.rows())):
             yield Response(rows=encoder_pb2.Piece(ticket=ticket, data=data))

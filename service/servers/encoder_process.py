@@ -30,11 +30,16 @@ REPORTED = ("images", "batches", "real_tokens", "padded_tokens", "encode_seconds
 
 
 class SegmentWork:
-    """The `WorkSource` of this process: images that arrived through the socket and have not been answered."""
+    """The `WorkSource` of this process: images that arrived through the socket and have not been answered.
+
+    `receive` runs in a thread of its own, the other methods on the encoder's thread. An image is answered by the thread
+    that removes it from `_waiting`: the first if it is cancelled, else the second.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
+        """Held while a message is sent."""
         self._segments: dict[int, Segment] = {}
         self._waiting: dict[int, Work] = {}
         self._arrived: queue.SimpleQueue[bool] = queue.SimpleQueue()

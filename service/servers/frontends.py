@@ -163,7 +163,6 @@ class Hub:
             frontend.serving.set_exception(
                 ConfigError(f"frontend {frontend.member} ended with code {code} while starting")
             )
-            frontend.serving.exception()
         with self._lock:
             lost = [name for name, (owner, _) in self._owners.items() if owner is frontend]
             for name in lost:

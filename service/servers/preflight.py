@@ -141,22 +141,29 @@ def _check_ports(options: ServerOptions) -> None:
             except OSError:
                 if not _several(options):  # else `frontends.reserved_port` reports it
                     raise cannot_listen(options) from None
-        if options.metrics_port is None:
-            return
-        check_installed(options.metrics_port)
-        last = options.metrics_port + (options.frontends - 1 if _several(options) else 0)
-        if last > LAST_PORT:
-            raise ConfigError(
-                f"metrics_port: {options.frontends} frontends need as many ports, {options.metrics_port} to {last}, "
-                f"but the last port is {LAST_PORT}; at most {LAST_PORT - options.frontends + 1} would work"
-            )
-        for port in range(options.metrics_port, last + 1) if options.metrics_port else ():
+        for port in _metrics_ports(options):
             try:
                 _hold(held, options.metrics_host, port)
             except OSError as error:
                 raise ConfigError(
                     f"metrics_port: cannot listen on {options.metrics_host}:{port}: {error.strerror}"
                 ) from None
+
+
+def _metrics_ports(options: ServerOptions) -> range:
+    """The ports of the Prometheus endpoints, one for each frontend; empty without endpoints or for any free ports.
+    Raises ConfigError if there are not enough ports, or if prometheus-client is not installed."""
+    first = options.metrics_port
+    if first is None:
+        return range(0)
+    check_installed(first)
+    last = first + (options.frontends - 1 if _several(options) else 0)
+    if last > LAST_PORT:
+        raise ConfigError(
+            f"metrics_port: {options.frontends} frontends need as many ports, {first} to {last}, but the last port is "
+            f"{LAST_PORT}; at most {LAST_PORT - options.frontends + 1} would work"
+        )
+    return range(first, last + 1) if first else range(0)
 
 
 def _hold(held: contextlib.ExitStack, host: str, port: int) -> None:
