@@ -2,12 +2,12 @@
 
 Order. Each image has a due time:
 
-    due = max(arrival, min(deadline, arrival + patience)) - priority * head_start
+    due = max(arrival, min(deadline, arrival + PATIENCE)) - priority * HEAD_START
 
 with priorities clamped to -100..100, as in the decoder's scheduler. Images are ordered by due time, then by arrival:
 first in, first out among equals, while a deadline or a priority moves an image ahead. A due time never changes while an
 image waits, and a new image's due time is at least its arrival minus its head start, so no image that arrives after
-`due + newcomer's priority * head_start` can overtake.
+`due + newcomer's priority * HEAD_START` can overtake.
 
 Steps. The encoder has its own budget of image tokens per step, separate from the decoder's. A step takes
 
@@ -31,24 +31,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+PATIENCE = 10.0
+"""Seconds after its arrival at which an image is due at the latest, whatever its deadline."""
+HEAD_START = 1.0
+"""Seconds that one level of priority is worth."""
 MAX_LEVEL = 100
 """Priorities are clamped to -100..100, so that no image is always first or always last."""
 SMALL_SHARE = 8
 """One part in this many of each step is reserved for small images; an image of at most this size is small."""
-
-
-@dataclass(frozen=True)
-class SchedulePolicy:
-    """Weights of deadlines and priorities, in seconds."""
-
-    patience: float = 10.0
-    """An image is due at the latest this long after its arrival, whatever its deadline."""
-    head_start: float = 1.0
-    """Seconds that one level of priority is worth."""
-
-    def __post_init__(self) -> None:
-        if self.patience < 0 or self.head_start < 0:
-            raise ValueError(f"patience {self.patience} and head_start {self.head_start} must not be negative")
 
 
 @dataclass(frozen=True)
@@ -62,12 +52,12 @@ class Waiting:
     """Larger is more urgent."""
 
 
-def due(item: Waiting, policy: SchedulePolicy) -> float:
+def due(item: Waiting) -> float:
     """The due time, which orders the queue."""
-    latest = item.arrival + policy.patience
+    latest = item.arrival + PATIENCE
     moment = latest if item.deadline is None else min(item.deadline, latest)
     level = max(-MAX_LEVEL, min(MAX_LEVEL, item.priority))
-    return max(item.arrival, moment) - level * policy.head_start
+    return max(item.arrival, moment) - level * HEAD_START
 
 
 def small_share(step_tokens: int) -> int:
@@ -77,17 +67,16 @@ def small_share(step_tokens: int) -> int:
     return max(step_tokens // SMALL_SHARE, 1)
 
 
-def choose(waiting: Sequence[Waiting], step_tokens: int, policy: SchedulePolicy | None = None) -> list[int]:
+def choose(waiting: Sequence[Waiting], step_tokens: int) -> list[int]:
     """Indices of the images of the next step, most urgent first; never empty while anything waits.
 
     Raises `ValueError` for a step or an image without tokens.
     """
-    policy = policy or SchedulePolicy()
     share = small_share(step_tokens)
     for position, item in enumerate(waiting):
         if item.tokens < 1:
             raise ValueError(f"image {position} has {item.tokens} tokens, it must have at least 1")
-    order = sorted(range(len(waiting)), key=lambda index: (due(waiting[index], policy), waiting[index].arrival, index))
+    order = sorted(range(len(waiting)), key=lambda index: (due(waiting[index]), waiting[index].arrival, index))
     taken: set[int] = set()
     total = 0
     for index in order:
