@@ -158,7 +158,7 @@ def check_encoder_step(options: EngineOptions, checkpoint: Checkpoint, vision: V
             f"{least} would work"
         )
     budgets = encoder_options(options, checkpoint).budgets(vision)
-    needed = describe(vision, budgets, resolve_dtype(options, checkpoint))[-1]
+    needed = describe(vision, budgets, resolve_dtype(options, checkpoint), vision.patch_widths)[-1]
     size, device = needed.buffer_bytes + needed.activation_bytes, resolve_device(options)
     if size > (memory := device_memory(device)):
         raise ConfigError(

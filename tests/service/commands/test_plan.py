@@ -17,15 +17,17 @@ from tiny_checkpoint import make_checkpoint
 
 from decoder.arena import Arena
 from decoder.config import DecoderOptions
+from encoder.plan import describe
 from kernels.linear import Linear
 from kernels.machine_memory import machine_memory
 from kernels.native.instruction_sets import SETS, processor_features, supported
 from kernels.native.structs import Kind
 from service.commands.plan import plan, size, weight_bytes
 from service.common.config import ConfigError, EngineOptions, ServerOptions
-from service.engine.build import build_encoder, build_engine, decoder_options
+from service.engine.build import build_encoder, build_engine, decoder_options, encoder_options
 from service.model.checkpoint import open_checkpoint
 from service.model.quantise import quantise_checkpoint
+from service.model.resolve import resolve_vision
 from service.servers.run import run as serve
 
 
@@ -357,6 +359,18 @@ def test_a_step_of_the_encoder_that_cannot_be_is_an_error_with_one_that_can(tmp_
             run(options(2**31 - 1))
         for possible in (options(16), options(64), options(2**31 - 1, token_budgets=(64,))):
             run(possible)
+
+
+def test_the_memory_of_an_encoder_step_counts_the_patches_of_videos(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M"})
+    options = ServerOptions(model=str(tmp_path), dtype="float32", encoder_step_tokens=2**31 - 1)
+    with pytest.raises(ConfigError, match="takes about") as refused:
+        plan(options)
+    checkpoint = open_checkpoint(options.model)
+    vision = resolve_vision(options, checkpoint)
+    assert vision is not None and vision.patch_widths["video"] > vision.patch_widths["image"]
+    (*_, largest) = describe(vision, encoder_options(options, checkpoint).budgets(vision), torch.float32, ("video",))
+    assert f"takes about {largest.buffer_bytes + largest.activation_bytes} bytes" in str(refused.value)
 
 
 def test_an_encoder_needs_no_options_of_a_decoder(tmp_path: Path) -> None:
