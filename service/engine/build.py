@@ -31,12 +31,12 @@ from service.engine.constraining import Constraining
 from service.engine.engine import Engine
 from service.engine.types import EngineInfo
 from service.model.checkpoint import Checkpoint, Progress, open_checkpoint
+from service.model.modelconfig import COMPUTE_DTYPES
 from service.model.resolve import resolve_max_len, resolve_vision
 
 log = logging.getLogger(__name__)
 
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def resolve_device(options: EngineOptions) -> str:
@@ -52,16 +52,16 @@ def resolve_device(options: EngineOptions) -> str:
 
 
 def resolve_dtype(options: EngineOptions, checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of computation: that of the option or the checkpoint; bfloat16 if the checkpoint's is neither float32
-    nor bfloat16."""
-    return _DTYPES.get(options.dtype or checkpoint.config.dtype, torch.bfloat16)
+    """The dtype of computation."""
+    dtype: torch.dtype = getattr(torch, checkpoint.config.compute_dtype(options.dtype))
+    return dtype
 
 
 def dtype_loss(options: EngineOptions, checkpoint: Checkpoint) -> str:
     """The warning for a checkpoint whose dtype is not a dtype of computation; empty if it is one, or if `options` name
     a dtype."""
     declared = checkpoint.config.dtype
-    if options.dtype is not None or declared in _DTYPES:
+    if options.dtype is not None or declared in COMPUTE_DTYPES:
         return ""
     return f"{declared} is rounded to bfloat16, which has 8 bits of precision; --dtype float32 has 24"
 

@@ -78,9 +78,11 @@ class ImagePool:
 
     def start(self) -> None:
         """Starts the processes, without waiting for them. Their imports take over a second, for which no image should
-        have to wait."""
-        for worker in self.workers:
-            self._restart(worker)
+        have to wait. A model that takes no images has none to prepare: its processes start with the first upload.
+        Idempotent."""
+        if self._vision is not None:
+            for worker in self.workers:
+                self._restart(worker)
 
     def stats(self) -> dict[str, float]:
         """Number of workers that have been replaced, by reason."""

@@ -14,6 +14,8 @@ from families.files import first, optional_json, read_json, token_id
 WEIGHTS_KEY, WEIGHTS_FORMAT = "saccade_weights", 1
 """Entry of config.json that says how linear layers are stored, and the version of the entry that is written and
 read."""
+COMPUTE_DTYPES = ("float32", "bfloat16")
+"""Names of the dtypes that models are computed in."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,12 @@ class ModelConfig:
     @property
     def image_token_id(self) -> int | None:
         return self.model.image_token_id
+
+    def compute_dtype(self, wanted: str | None) -> str:
+        """Name of the dtype of computation: `wanted`, the server's option, or else the checkpoint's dtype; `bfloat16`
+        if that is none of `COMPUTE_DTYPES`."""
+        dtype = wanted or self.dtype
+        return dtype if dtype in COMPUTE_DTYPES else "bfloat16"
 
     def weight_targets(self) -> Callable[[str], list[Target]]:
         """Maps a stored name to the native tensors to which it contributes."""

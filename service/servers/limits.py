@@ -1,13 +1,16 @@
-"""Converts options to the limits of the other packages."""
+"""Makes the parts of a server that follow from its options: limits of the other packages, the model's assets, and the
+image workers."""
 
 from __future__ import annotations
 
 from encoder.media_limits import ImageLimits, VideoLimits
 from service.answers.bounds import FrontendLimits
 from service.answers.door import DoorLimits
+from service.answers.prepare import decoder_processes
 from service.answers.weigh import MIN_IDS
 from service.common.config import ServerOptions
 from service.common.limits import ByteBudget
+from service.media.image_pool import ImagePool
 from service.media.images import MediaLimits
 from service.model.assets import ModelAssets
 from service.model.checkpoint import open_checkpoint
@@ -38,6 +41,14 @@ def door_limits(options: ServerOptions, max_len: int = 0) -> DoorLimits:
     return DoorLimits(
         options.stall_timeout, options.receive_timeout, options.max_message_bytes, options.max_tenant_calls,
         max(max_len, MIN_IDS),
+    )  # fmt: skip
+
+
+def make_image_pool(options: ServerOptions, assets: ModelAssets) -> ImagePool:
+    """A pool of `image_workers` processes, which have not been started."""
+    return ImagePool(
+        frontend_limits(options).media, decoder_processes(options.image_workers), image_seconds=options.image_timeout,
+        video_seconds=options.video_timeout, vision=assets.vision, dtype=assets.config.compute_dtype(options.dtype),
     )  # fmt: skip
 
 

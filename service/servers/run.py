@@ -9,12 +9,13 @@ import sys
 from kernels.host_memory import release_program_pages
 from service.common.config import ServerOptions
 from service.engine.engine_client import Loading, SupervisedEngine
+from service.media.image_pool import ImagePool
 from service.model.assets import ModelAssets
 from service.model.hub import fetched
 from service.servers.frontends import serve_frontends
 from service.servers.http_process import http_beside
 from service.servers.lifetime import stop_signals, unless_stopped, until_stopped
-from service.servers.limits import load_assets
+from service.servers.limits import load_assets, make_image_pool
 from service.servers.preflight import check_options
 from service.servers.server import Server
 
@@ -32,24 +33,31 @@ async def serve(options: ServerOptions) -> int:
         for server in servers:
             server.engine_given_up()
 
-    def build(loading: Loading) -> tuple[SupervisedEngine, ModelAssets]:
+    def build(loading: Loading) -> tuple[SupervisedEngine, ModelAssets, ImagePool]:
         assets = load_assets(options)
-        engine = SupervisedEngine(options, on_change=on_change, on_give_up=on_give_up, loading=loading)
-        return engine, assets
+        pool = make_image_pool(options, assets)
+        try:
+            pool.start()  # before the engine, so that both import torch at the same time
+            engine = SupervisedEngine(options, on_change=on_change, on_give_up=on_give_up, loading=loading)
+        except BaseException:
+            pool.close()
+            raise
+        return engine, assets, pool
 
     async with http_beside(options) as http:
         built = await unless_stopped(build, stopping)
         if built is None:
             return 0
-        engine, assets = built
+        engine, assets, pool = built
         try:
-            server = Server(options, engine, assets)
+            server = Server(options, engine, assets, image_pool=pool)
             if http is not None:
                 server.private_socket, server.tell_log_level = http.socket_of(0), http.tell_log_level
             servers.append(server)
             await server.start()
         except BaseException:
             engine.close()
+            pool.close()
             raise
         await until_stopped(server, stopping, options, http)
     return 0

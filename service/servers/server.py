@@ -29,7 +29,6 @@ from service.answers import convert
 from service.answers.calls import Calls
 from service.answers.door import Door
 from service.answers.frontend import Frontend
-from service.answers.prepare import decoder_processes
 from service.answers.warmup import warm_up
 from service.batches.batch_runs import Uploaded
 from service.batches.batch_store import BatchStore
@@ -56,7 +55,7 @@ from service.rpc.statuses import has_details
 from service.servers.credentials import server_credentials
 from service.servers.exposure import channel_options, check_exposure, listen
 from service.servers.health import SetHealth, add_standard_services
-from service.servers.limits import byte_budget, door_limits, frontend_limits
+from service.servers.limits import byte_budget, door_limits, frontend_limits, make_image_pool
 from service.servers.preflight import check_batches, gateway
 from service.telemetry.access_log import AccessLog
 from service.telemetry.metrics import make_metrics
@@ -77,17 +76,13 @@ class Server:
     def __init__(
         self, options: ServerOptions, engine: EngineHandle, assets: ModelAssets, *, image_pool: ImagePool | None = None
     ) -> None:
-        """`image_pool`: prepares images and videos; by default a pool of `image_workers` processes. It is closed with
-        this object."""
+        """`image_pool`: prepares images and videos; by default `make_image_pool`'s. It is closed with this object."""
         check_exposure(options)
         check_sizes_file(options)
         self.options = options
         self._sizes = None if options.sizes_file is None else SizesFile(Path(options.sizes_file))
         limits = frontend_limits(options)
-        self.image_pool = image_pool or ImagePool(
-            limits.media, decoder_processes(options.image_workers), image_seconds=options.image_timeout,
-            video_seconds=options.video_timeout, vision=assets.vision, dtype=engine.info.dtype,
-        )  # fmt: skip
+        self.image_pool = image_pool or make_image_pool(options, assets)
         self.frontend = Frontend(engine, assets, limits, workers=options.image_workers, processor=self.image_pool)
         self._model = convert.model_to_proto(engine.info, assets, limits, options)
         fetcher = make_fetcher(options, limits.media)
@@ -130,8 +125,7 @@ class Server:
         """Starts to listen and warms up; health is SERVING on return. Raises ConfigError if the address cannot be bound
         or the model cannot answer."""
         self.frontend.start()
-        if self.frontend.assets.vision is not None:
-            self.image_pool.start()
+        self.image_pool.start()
         server = grpc.aio.server(options=channel_options(self.options), interceptors=[DoorInterceptor(self._door)])
         self._set_health = add_standard_services(server, self._add_services(server))
         self.port = listen(server, self.options, self._credentials)

@@ -140,12 +140,15 @@ def test_an_engine_that_hangs_while_it_loads_is_killed_with_a_clear_error(text_m
 
 
 @pytest.mark.parametrize("options", [(), ("--frontends", "2"), ("--http-port", "0")], ids=["one", "frontends", "http"])
-def test_a_signal_ends_a_server_that_loads_its_model(text_model: Path, options: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "saccade", "serve", str(text_model), "--port", "0", *options]
+def test_a_signal_ends_a_server_that_loads_its_model(model: Path, options: tuple[str, ...]) -> None:
+    """And the image workers, which start at the same time if the server has one frontend."""
+    command = [sys.executable, "-m", "saccade", "serve", str(model), "--port", "0", *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         while not (engines := children(server.pid, "service.servers.engine_process")):
             assert server.poll() is None
         os.kill(engines[0], signal.SIGSTOP)  # it would never become ready
+        workers = children(server.pid, "service.media.image_worker")
+        assert len(workers) == ("--frontends" not in options)
         server.terminate()
         try:
             said, words = server.communicate(timeout=60)
@@ -154,7 +157,8 @@ def test_a_signal_ends_a_server_that_loads_its_model(text_model: Path, options: 
             with contextlib.suppress(ProcessLookupError):
                 os.kill(engines[0], signal.SIGKILL)
     assert (server.returncode, said) == (0, ""), words
-    assert "Traceback" not in words and not Path(f"/proc/{engines[0]}").exists()
+    assert "Traceback" not in words
+    assert not any(Path(f"/proc/{pid}").exists() for pid in [*engines, *workers])
 
 
 def test_an_engine_that_stands_still_for_a_moment_is_left_alone_and_holds_nobody_up(text_model: Path) -> None:
