@@ -23,6 +23,10 @@ from pydantic_core import CoreSchema
 from saccade._core.formats import FORMAT_TYPES
 
 UINT32 = 2**32 - 1
+SPECIAL_TOKENS = (
+    "Whether text prompts get the special tokens that the tokenizer adds to texts, such as a beginning-of-sequence "
+    "token. True by default."
+)
 
 
 def _fail_fast(schema: Any) -> None:
@@ -362,6 +366,7 @@ class Completion(Sampling):
     max_tokens: int | None = Field(16, ge=0, description="0 only with echo.")
     logprobs: int | None = Field(None, ge=0)
     echo: bool | None = None
+    add_special_tokens: bool | None = Field(None, description=SPECIAL_TOKENS)
     best_of: int | None = Field(None, ge=1)
     suffix: None = None
 
@@ -388,6 +393,7 @@ class Embeddings(Strict):
     pooling: Literal["mean", "last"] | None = Field(
         None, description="Mean of the hidden states of all tokens (the default), or that of the last token."
     )
+    add_special_tokens: bool | None = Field(None, description=SPECIAL_TOKENS)
     user: str | None = Field(None, description="Ignored.")
 
 
@@ -399,6 +405,7 @@ class Tokenize(Continuing):
     messages: list[Message] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+    add_special_tokens: bool | None = Field(None, description=f"{SPECIAL_TOKENS} Messages have those of the template.")
 
     @model_validator(mode="after")
     def _one_input(self) -> Tokenize:
@@ -406,6 +413,8 @@ class Tokenize(Continuing):
             raise ValueError("expected either prompt or messages")
         if self.continue_final_message and self.messages is None:
             raise ValueError("continue_final_message: needs messages")
+        if self.add_special_tokens and self.messages is not None:
+            raise ValueError("add_special_tokens: expected false or none with messages, which have the template's")
         return self
 
 

@@ -90,7 +90,7 @@ class Methods(Session):
             seed: from 0 to 2**64 - 1; the same seed gives the same answer. None: the server draws one and returns it.
             stop: strings that end the answer; they are not part of it.
             logprobs: k, from 0 to 100: also return the log-probability of each token and the k most likely tokens.
-            raw: use a string prompt without the chat template.
+            raw: use a string prompt as it is: without the chat template, and without a beginning-of-sequence token.
             timeout: seconds for the whole call, retries included; None: the client's timeout.
             chat_template_kwargs: further arguments of the chat template.
             sampling: min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, min_tokens,

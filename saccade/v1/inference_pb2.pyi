@@ -34,20 +34,22 @@ class ChatInput(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[_types_pb2.ChatMessage, _Mapping]]] = ..., chat_template_kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., chat_template_kwargs_json: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[_types_pb2.Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[_types_pb2.ToolChoice, _Mapping]] = ..., parallel_tool_calls: _Optional[bool] = ..., reasoning_effort: _Optional[str] = ..., enable_thinking: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ...) -> None: ...
 
 class PromptInput(_message.Message):
-    __slots__ = ("text", "images", "raw", "chat_template_kwargs", "videos", "chat_template_kwargs_json")
+    __slots__ = ("text", "images", "raw", "chat_template_kwargs", "videos", "chat_template_kwargs_json", "add_special_tokens")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _ClassVar[int]
     VIDEOS_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     text: str
     images: _containers.RepeatedCompositeFieldContainer[_types_pb2.Image]
     raw: bool
     chat_template_kwargs: _struct_pb2.Struct
     videos: _containers.RepeatedCompositeFieldContainer[_types_pb2.Video]
     chat_template_kwargs_json: str
-    def __init__(self, text: _Optional[str] = ..., images: _Optional[_Iterable[_Union[_types_pb2.Image, _Mapping]]] = ..., raw: _Optional[bool] = ..., chat_template_kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., videos: _Optional[_Iterable[_Union[_types_pb2.Video, _Mapping]]] = ..., chat_template_kwargs_json: _Optional[str] = ...) -> None: ...
+    add_special_tokens: bool
+    def __init__(self, text: _Optional[str] = ..., images: _Optional[_Iterable[_Union[_types_pb2.Image, _Mapping]]] = ..., raw: _Optional[bool] = ..., chat_template_kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., videos: _Optional[_Iterable[_Union[_types_pb2.Video, _Mapping]]] = ..., chat_template_kwargs_json: _Optional[str] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class TokensInput(_message.Message):
     __slots__ = ("ids", "images", "videos")

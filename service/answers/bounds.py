@@ -109,6 +109,6 @@ def characters(spec: GenerateSpec) -> int:
         case ChatInput(messages):
             text = sum(len(part or "") for message in messages for part in (message.reasoning, *message.parts))
             return text + sum(_written(call) for message in messages for call in message.tool_calls)
-        case RawInput(text):
+        case RawInput(text=text):
             return len(text)
     return 0

@@ -157,7 +157,12 @@ def _prompt(prompt: inference_pb2.PromptInput, media: list[MediaSource]) -> Chat
                 "prompt.chat_template_kwargs cannot be used with raw text, to which no chat template is applied",
                 field="prompt.chat_template_kwargs",
             )
-        return RawInput(prompt.text)
+        return RawInput(prompt.text, prompt.add_special_tokens)
+    if prompt.add_special_tokens:
+        raise errors.InvalidArgument(
+            "prompt.add_special_tokens needs prompt.raw: a chat template has the special tokens of its own",
+            field="prompt.add_special_tokens",
+        )
     parts = (*[None] * len(media), prompt.text)
     return ChatInput((Message("user", parts),), _template_arguments(prompt))
 

@@ -87,7 +87,8 @@ def _read(spec: GenerateSpec, media: Sequence[PreparedItem], assets: ModelAssets
         raise errors.FailedPrecondition(f"{assets.config.name} has no tokenizer: send token ids", field="input")
     words = _words(media, assets)
     if isinstance(spec.input, RawInput):
-        return _raw_ids(spec.input.text, media, words, assets, assets.tokenizer)
+        ids = _raw_ids(spec.input.text, media, words, assets, assets.tokenizer)
+        return assets.tokenizer.with_special_tokens(ids) if spec.input.special_tokens else ids
     assert isinstance(spec.input, ChatInput)
     for name in spec.input.needed:
         if name not in assets.template.names:

@@ -126,6 +126,8 @@ class RawInput:
     """Text that is tokenised without the chat template."""
 
     text: str
+    special_tokens: bool = False
+    """Whether the special tokens that the tokenizer adds to texts are added."""
 
 
 @dataclass(frozen=True)

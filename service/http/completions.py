@@ -79,7 +79,10 @@ def _request(
         options["prompt_logprobs"] = body.logprobs
     if options["priority"] is None:
         options["priority"] = call.priority
-    return build_request(prompt, raw=isinstance(prompt, str), request_id=request_id, **options)
+    request = build_request(prompt, raw=isinstance(prompt, str), request_id=request_id, **options)
+    if isinstance(prompt, str):
+        request.prompt.add_special_tokens = body.add_special_tokens is not False
+    return request
 
 
 async def _prompt_tokens(

@@ -28,6 +28,8 @@ async def embeddings(call: HttpCall) -> None:
 
     async def one(prompt: str | list[int]) -> Embedding:
         request = embed_request(prompt, raw=isinstance(prompt, str), model=body.model or "", priority=call.priority)
+        if isinstance(prompt, str):
+            request.prompt.add_special_tokens = body.add_special_tokens is not False
         return embedding_from(await caller.call("inference", "Embed", request))
 
     async with call.connected():
@@ -75,6 +77,7 @@ async def tokenize(call: HttpCall) -> None:
 def _tokenize_request(body: Tokenize) -> inference_pb2.TokenizeRequest:
     if body.messages is None:
         built = build_request(body.prompt or "", raw=True)
+        built.prompt.add_special_tokens = body.add_special_tokens is not False
         return inference_pb2.TokenizeRequest(model=body.model or "", prompt=built.prompt)
     messages = message_dicts(body.messages, no_paths)
     built = build_request(

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from families import CheckpointError
 from service.model.token_bytes import check_decoder, fallback_byte, has_fallback, joins_bytes, to_bytes
-from service.model.tokenizer_file import open_tokenizer
+from service.model.tokenizer_file import ids_around, open_tokenizer
 
 # Private-use code points, which do not occur in exchanged text.
 _LITERAL_OPEN, _LITERAL_CLOSE = "\ufdd0", "\ufdd1"
@@ -58,6 +58,7 @@ class Tokenizer:
         self._has_fallback = has_fallback(self._tokenizer)
         self._shown: dict[int, bytes] = {}
         self._empty: dict[int, bool] = {}
+        self._around = ids_around(self._tokenizer)
         self._special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         self._has_text = bytearray(largest + 1)  # by id; asking the library takes longer
         for i in vocabulary.values():
@@ -97,6 +98,12 @@ class Tokenizer:
             plain, _, rest = after.partition(_LITERAL_CLOSE)
             ids.extend(_encode(self._plain, plain))
         return ids
+
+    def with_special_tokens(self, ids: list[int]) -> list[int]:
+        """A text's `ids` between those that the tokenizer adds to texts, such as a beginning-of-sequence token. Those
+        before the text are not added again if it begins with them."""
+        before, after = self._around
+        return [*([] if ids[: len(before)] == before else before), *ids, *after]
 
     def silent(self, token_id: int) -> bool:
         """Whether a token has no text: a special one, or an id without an entry."""

@@ -35,6 +35,21 @@ def open_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
+def ids_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer adds before and after a text. As in transformers, its file decides, and not
+    `add_bos_token` in `tokenizer_config.json`."""
+    if not tokenizer.num_special_tokens_to_add(False):
+        return [], []
+    for text in ("a", *tokenizer.get_vocab()):
+        try:
+            found = tokenizer.encode(text)
+        except Exception:  # the library raises a bare Exception for text without tokens
+            continue
+        if 0 in (added := found.special_tokens_mask):
+            return found.ids[: added.index(0)], found.ids[len(added) - added[::-1].index(0) :]
+    return [], []
+
+
 def _declared(config: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[AddedToken]:
     """Added tokens that the configuration changes or adds, in the order of their ids."""
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}

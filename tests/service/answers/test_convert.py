@@ -149,6 +149,8 @@ def test_json_may_not_set_what_the_server_sets_either() -> None:
 
 def test_raw_text_passes_no_template() -> None:
     assert convert.spec_from_proto(prompt(raw=True)).input == RawInput("a")
+    assert convert.spec_from_proto(prompt(raw=True, add_special_tokens=True)).input == RawInput("a", True)
+    refused(prompt(add_special_tokens=True), "prompt.add_special_tokens", "needs prompt.raw")
     request = prompt(raw=True)
     json_format.ParseDict({"x": 1}, request.prompt.chat_template_kwargs)
     refused(request, "prompt.chat_template_kwargs", "cannot be used with raw text")

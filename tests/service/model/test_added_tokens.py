@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import AutoTokenizer
 
@@ -20,7 +20,9 @@ END, TOOL = 256, 257
 """Ids: of `<|end|>`, an entry of the vocabulary, and of `<tool>`, the first one after it."""
 
 
-def save(path: Path, added: list[AddedToken], config: dict[str, Any], *, lower: bool = False) -> None:
+def save(
+    path: Path, added: list[AddedToken], config: dict[str, Any], *, lower: bool = False, around: Any = None
+) -> None:
     vocabulary = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     raw = RawTokenizer(models.BPE({**vocabulary, "<|end|>": END}, []))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -28,6 +30,8 @@ def save(path: Path, added: list[AddedToken], config: dict[str, Any], *, lower: 
     if lower:
         raw.normalizer = normalizers.Lowercase()
     raw.add_tokens(added)
+    if around is not None:
+        raw.post_processor = around
     raw.save(str(path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -69,6 +73,28 @@ def test_ids_and_text_are_those_of_transformers(
         assert found.decode(ids) == released.decode(ids, skip_special_tokens=True)
     special = {i for i, token in released.added_tokens_decoder.items() if token.special}
     assert set(ByteVocabulary(tmp_path / "tokenizer.json", 300).special) == special
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}], ids=str
+)
+@pytest.mark.parametrize(
+    "around", [None, ["$A"], ["<tool>", "$A"], ["$A", "<|end|>"], ["<tool>", "<tool>", "$A", "<|end|>"]]
+)
+def test_tokens_around_a_text_are_those_of_transformers(
+    tmp_path: Path, config: dict[str, Any], around: list[str] | None
+) -> None:
+    ids = [("<tool>", TOOL), ("<|end|>", END)]
+    template = None if around is None else processors.TemplateProcessing(single=around, special_tokens=ids)
+    named = {"bos_token": "<|end|>", "eos_token": "<tool>", **config}
+    save(tmp_path, [AddedToken("<tool>", special=True)], named, around=template)
+    released, found = AutoTokenizer.from_pretrained(tmp_path), Tokenizer(tmp_path / "tokenizer.json")
+    for text in ("hello", "a <|end|>"):
+        ids = released(text).input_ids
+        assert found.with_special_tokens(found.encode(text)) == ids
+    begin = ids[: len(ids) - len(found.encode(text))]
+    if ids[: len(begin)] == begin != []:
+        assert found.with_special_tokens(ids)[: len(ids)] == ids, "those before a text are not added twice"
 
 
 def test_a_named_token_that_the_vocabulary_lacks_is_not_added(tmp_path: Path) -> None:
