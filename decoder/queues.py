@@ -56,7 +56,7 @@ class Queues:
         if prompt + output >= maximum:
             raise ValueError(
                 f"a prompt of {prompt} tokens with {output} output tokens leaves no room for another token in max_len "
-                f"{maximum}: at most {maximum - 1 - output} prompt tokens can be served"
+                f"{maximum}: at most {max(0, maximum - 1 - output)} prompt tokens can be served"
             )
         limit = maximum - prompt
         if request.sampling.max_tokens is not None:

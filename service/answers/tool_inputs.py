@@ -117,17 +117,17 @@ class ToolHistory:
     def __init__(self) -> None:
         self._open: list[ToolCall] = []
         """Calls without a result, in order."""
-        self._ids: set[str] = set()
 
     def add(self, calls: Sequence[ToolCall], field: str) -> None:
-        """Adds the calls of the assistant's next message. Raises InvalidArgument."""
+        """Adds the calls of the assistant's next message. Some clients use the same ids in each turn. Raises
+        InvalidArgument."""
         for i, call in enumerate(calls):
-            if call.id and call.id in self._ids:
+            if call.id and any(call.id == other.id for other in self._open):
                 where = f"{field}.tool_calls[{i}].id"
                 raise errors.InvalidArgument(
-                    f"{where} is {call.id[:100]!r}, which is also the id of an earlier call", field=where
+                    f"{where} is {call.id[:100]!r}, which is also the id of an earlier call without a result",
+                    field=where,
                 )
-            self._ids.add(call.id)
             self._open.append(call)
 
     def answer(self, message: types_pb2.ChatMessage, field: str) -> ToolCall | None:

@@ -197,7 +197,9 @@ class GrpcLink:
             overdue.daemon = True
             overdue.start()
             try:
-                self._welcome(next(call))
+                if (first := next(call, None)) is None:  # the encoder is stopping
+                    return
+                self._welcome(first)
                 overdue.cancel()
                 session.opened(self._window)
                 self._counts["connections"] += 1

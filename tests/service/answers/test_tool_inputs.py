@@ -72,6 +72,13 @@ def test_without_tools_there_is_nothing_to_choose() -> None:
     assert value.tool_use is None and "tools" not in value.template_arguments
 
 
+def test_an_id_may_be_used_again_after_its_result() -> None:
+    turns = [calling(call("a", "f")), result("x", "a"), calling(call("a", "g")), result("y", "a"), USER]
+    spec = convert.spec_from_proto(request(messages=[USER, *turns]))
+    assert isinstance(spec.input, ChatInput)
+    assert [message.answered.name for message in spec.input.messages if message.answered] == ["f", "g"]
+
+
 def test_results_find_their_calls_and_come_in_their_order() -> None:
     image = {"role": "ROLE_TOOL", "toolCallId": "b", "parts": [{"image": {"mediaId": "two"}}]}
     first = {"role": "ROLE_TOOL", "toolCallId": "a", "parts": [{"image": {"mediaId": "one"}}, {"text": "x"}]}

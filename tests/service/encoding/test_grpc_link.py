@@ -197,6 +197,19 @@ def test_rows_that_are_not_finite_are_an_error_of_their_image() -> None:
             link.close()
 
 
+def test_an_encoder_that_ends_the_connection_at_once_is_no_fault() -> None:
+    class Stopping(Encoder):
+        def Attach(self, requests: object, context: object) -> Iterator[encoder_pb2.AttachResponse]:
+            return iter(())
+
+    with serving(Stopping([])) as address:
+        link = GrpcLink(address, PARTNER, Largest(1, SMALL))
+        link.start(Owner())
+        alive, reason = link.alive, link.reason
+        link.close()
+        assert (alive, reason) == (False, "the encoder ended the connection")
+
+
 def test_an_encoder_on_this_machine_is_not_reached_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("no_proxy", "no_grpc_proxy"):
         monkeypatch.delenv(name, raising=False)
