@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, Literal
 
 from saccade._openai.answers import extension
-from saccade._openai.anthropic_schema import CountTokens, MessagesRequest, chat_of
+from saccade._openai.anthropic_schema import CountTokens, MessagesRequest, ToolResultBlock, chat_of
 from saccade._openai.documents import finite
 from saccade._openai.problems import validated
 from saccade.types import Delta, Generation, ToolCallDelta
@@ -46,6 +47,9 @@ async def messages(call: HttpCall) -> None:
     _as_anthropic(call)
     body = validated(MessagesRequest, await call.json())
     request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
+    blocks = chain.from_iterable(message.content for message in body.messages if isinstance(message.content, list))
+    if any(isinstance(block, ToolResultBlock) and block.is_error for block in blocks):
+        call.notes.append(("x-saccade-ignored", "is_error"))  # chat templates have no place for it
     events = MessageEvents(call.request_id)
     if body.stream:
         await stream_events(call, call.caller(), request, events)

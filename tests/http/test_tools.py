@@ -253,6 +253,10 @@ def test_clients_can_send_back_their_own_objects(tmp_path: Path) -> None:
         block = {"type": "tool_result", "tool_use_id": blocks[-1]["id"], "content": "sunny"}
         turns = [*ASK, {"role": "assistant", "content": blocks}, {"role": "user", "content": [block]}]
         assert other.messages.create(**{**ask, "messages": turns}).content
+        for failed, ignored in ((True, "is_error"), (False, None)):
+            block["is_error"] = failed
+            raw = other.messages.with_raw_response.create(**{**ask, "messages": turns})
+            assert raw.headers.get("x-saccade-ignored") == ignored
 
 
 APART = [
