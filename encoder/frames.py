@@ -104,7 +104,9 @@ class _PillowClip(Clip):
         with quiet_pillow():
             image = self._open()
             try:
-                self._count = int(getattr(image, "n_frames", 1))
+                # An APNG may begin with an image for programs that show no animations.
+                self._hidden = int(getattr(image, "default_image", False))
+                self._count = int(getattr(image, "n_frames", 1)) - self._hidden
             except Exception as error:
                 raise VideoError(f"the frames of the {image.format} cannot be counted: {words(error)}") from error
             limits.check(self._count, image.width, image.height)
@@ -146,7 +148,7 @@ class _PillowClip(Clip):
 
     def _frame(self, image: Any, index: int, wanted: bool) -> Pixels | None:
         try:
-            image.seek(index)
+            image.seek(self._hidden + index)
             # Frames of a GIF may enlarge the image. Pillow allocates it in `load`, which may change the size again.
             self._check_size(image)
             if not wanted and image.format != "WEBP":  # WebP's durations come with the pixels

@@ -207,12 +207,14 @@ class Preparer:
             files = [source.frames[index].data for index in indices]
             item = self._processor.frames(list(zip(indices, files, strict=True)), watch)
             dated, fps, digests = len(indices) < len(source.frames), source.fps, [digests[i] for i in indices]
+            kind = "frames"
         else:
             video = self._processor.video(source.data, wanted, watch)
             indices = rule.sample_file(video.total, wanted, lambda: video.fps)
             item, dated, fps = video.item, True, video.fps
+            kind = "video"  # the first frame of an animation may differ from its file's image
         labels = rule.labels(len(indices), fps=fps, indices=indices if dated else None)
-        key = self._key(salt, b"video%d" % len(indices), *digests)
+        key = self._key(salt, f"{kind}{len(indices)}".encode(), *digests)
         return replace(item, field=source.field, key=key, labels=tuple(labels), frames=len(indices))
 
     def _check_frames(self, source: Video) -> None:

@@ -91,6 +91,16 @@ def test_transparency_is_laid_on_white() -> None:
     assert [int(frame[0, 0, 0]) for frame in clip.frames(range(2))] == [255, 0]
 
 
+def test_an_image_for_programs_without_animations_is_no_frame() -> None:
+    frames = still_images(4)
+    buffer = io.BytesIO()
+    frames[0].save(buffer, "PNG", save_all=True, append_images=frames[1:], duration=100, default_image=True)
+    clip = open_video(buffer.getvalue())
+    got = list(clip.frames(range(clip.num_frames)))
+    assert all(torch.equal(a, b) for a, b in zip(got, tensors(frames[1:]), strict=True))
+    assert clip.fps == pytest.approx(10)
+
+
 def test_frames_go_straight_into_patches() -> None:
     config = RadioVision(patch_size=4, video_target_num_patches=24, video_temporal_patch_size=2)
     frames = still_images(5)

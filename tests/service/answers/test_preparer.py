@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
 from clips import animation, moving_frames
 from images import png
+from PIL import Image as PillowImage
 
 from service.answers.prepare import Preparer
 from service.common.config import ServerOptions
@@ -55,6 +57,15 @@ def test_equal_keys_are_for_equal_rows_of_one_tenant() -> None:
     assert len(set(keys)) == len(keys)
     again = [maker.prepare(replace(source, field="elsewhere"), salt).key for maker, source, salt in different]
     assert again == keys
+
+
+def test_a_frame_that_is_a_file_s_image_has_another_key_than_the_first_frame_of_its_animation() -> None:
+    first, second = (PillowImage.open(io.BytesIO(file)) for file in (STILL, OTHER))
+    buffer = io.BytesIO()
+    first.save(buffer, "PNG", save_all=True, append_images=[second], default_image=True)
+    one, data = preparer(), buffer.getvalue()
+    image, video = one.prepare(frames(data), b""), one.prepare(Video(data, "v"), b"")
+    assert not image.encoder_item.patches.equal(video.encoder_item.patches) and image.key != video.key
 
 
 def test_only_the_frames_that_are_looked_at_make_a_key() -> None:
