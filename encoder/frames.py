@@ -153,13 +153,23 @@ class _PillowClip(Clip):
             self._check_size(image)
             if not wanted and image.format != "WEBP":  # WebP's durations come with the pixels
                 return None
-            image.load()
+            _load(image)
             self._check_size(image)
             return upright(to_rgb(image), orientation_of(image)) if wanted else None
         except ImageError as error:
             raise VideoError(f"frame {index}: {error.reason}", too_large=error.too_large) from error
         except Exception as error:  # Pillow and codecs raise any exception on hostile bytes
             raise VideoError(f"frame {index} of the {image.format} cannot be decoded: {words(error)}") from error
+
+
+def _load(image: Any) -> None:
+    """Loads the current frame. Pillow draws the frame of an APNG also on its copy of the image before it, which the
+    next frame may begin with (disposal "previous"): this restores the copy."""
+    before = getattr(image, "_prev_im", None) if image.format == "PNG" else None
+    kept = None if before is None else before.copy()
+    image.load()
+    if kept is not None:
+        image._prev_im = kept
 
 
 class _AvClip(Clip):

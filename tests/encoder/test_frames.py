@@ -101,6 +101,24 @@ def test_an_image_for_programs_without_animations_is_no_frame() -> None:
     assert clip.fps == pytest.approx(10)
 
 
+def test_a_frame_begins_with_the_image_that_its_file_says() -> None:
+    """Disposal "previous": each frame is drawn on the first one, whichever frames are read before it."""
+    frames = [Image.new("RGBA", (6, 2), "white")]
+    for column in range(1, 6):
+        frame = Image.new("RGBA", (6, 2))
+        frame.paste((0, 0, 0, 255), (column, 0, column + 1, 2))
+        frames.append(frame)
+    buffer = io.BytesIO()
+    frames[0].save(
+        buffer, "PNG", save_all=True, append_images=frames[1:], duration=40, disposal=[0, 2, 2, 2, 2, 2], blend=1
+    )  # fmt: skip
+    clip = open_video(buffer.getvalue())
+    for chosen in ([0, 1, 2, 3, 4, 5], [1, 3], [2, 3, 5], [4]):
+        for index, pixels in zip(chosen, clip.frames(chosen), strict=True):
+            dark = (pixels[0, :, 0] == 0).nonzero().flatten().tolist()
+            assert dark == ([index] if index else [])
+
+
 def test_frames_go_straight_into_patches() -> None:
     config = RadioVision(patch_size=4, video_target_num_patches=24, video_temporal_patch_size=2)
     frames = still_images(5)
