@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 
 CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """PyAV demuxers that may be used; others read playlists or further files."""
+ANIMATIONS = ("GIF", "PNG", "WEBP")
+"""Formats whose frames have durations."""
+UNTIMED_MS = 100.0
+"""How long a frame of an animation with no duration, or one of 0, is shown, as in browsers."""
 
 
 class Clip(ABC):
@@ -137,7 +141,8 @@ class _PillowClip(Clip):
             # Entered for each frame separately: the consumer's code between two frames must get its warnings.
             with quiet_pillow():
                 frame_HWC = self._frame(image, index, index in wanted)
-                milliseconds += float(image.info.get("duration") or 0)
+                if self._count > 1 and image.format in ANIMATIONS:
+                    milliseconds += float(image.info.get("duration") or UNTIMED_MS)
             if frame_HWC is not None:
                 yield frame_HWC
         self._timed = True

@@ -73,6 +73,12 @@ def test_chosen_frames_and_the_mean_rate(kind: str) -> None:
     assert clip.fps == pytest.approx(9 * 1000 / sum(durations))
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_duration_of_0_is_a_tenth_of_a_second(kind: str) -> None:
+    assert open_video(animation(kind, still_images(5), 0)).fps == pytest.approx(10)
+    assert open_video(animation(kind, still_images(5), [0, 40, 0, 40, 120])).fps == pytest.approx(5 / 0.4)
+
+
 def test_a_still_image_is_a_clip_of_one_frame() -> None:
     (frame,) = still_images(1)
     for kind in ("PNG", "BMP", "GIF"):
