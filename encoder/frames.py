@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """PyAV demuxers that may be used; others read playlists or further files."""
+RATE_TOLERANCE = 0.05
+"""Largest relative difference between the frame rate that a file states and that of its timestamps, which may be
+rounded to milliseconds."""
 ANIMATIONS = ("GIF", "PNG", "WEBP")
 """Formats whose frames have durations."""
 UNTIMED_MS = 100.0
@@ -197,8 +200,7 @@ class _AvClip(Clip):
             limits.check(packets, self.width, self.height)
             if not self._count:
                 raise VideoError("the video has no frame in the time that is shown")
-            rate = stream.average_rate or stream.guessed_rate
-            self._fps = float(rate) if rate else None
+            self._fps = self._mean_rate(stream)
 
     @property
     def num_frames(self) -> int:
@@ -207,6 +209,17 @@ class _AvClip(Clip):
     @property
     def fps(self) -> float | None:
         return self._fps
+
+    def _mean_rate(self, stream: Any) -> float | None:
+        """The average rate in the file or, if it states none, or a Matroska file a wrong one, that of its timestamps: a
+        Matroska header may lack the rate, and FFmpeg then computes it of the first frames or, as `guessed_rate`, of the
+        shortest distances between frames."""
+        stated = float(stream.average_rate) if stream.average_rate else None
+        if not self._moments or self._moments[0] == self._moments[-1]:
+            return stated
+        measured = float((self._count - 1) / ((self._moments[-1] - self._moments[0]) * stream.time_base))
+        kept = self._container == CONTAINERS[0] or abs((stated or 0) - measured) <= RATE_TOLERANCE * measured
+        return stated if stated and kept else measured
 
     def _opened(self) -> _AvFile:
         return _AvFile(self._av, self._data, self._container)

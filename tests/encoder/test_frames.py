@@ -234,6 +234,40 @@ def test_without_the_extra_a_film_is_told_what_to_install(monkeypatch: pytest.Mo
         open_video(b"\0\0\0\x20ftypisom")
 
 
+def recording(moments: list[int], *, rate_stated: bool = False) -> bytes:
+    """A WebM with frames at these times, in milliseconds. Its header states 30 frames per second or, as browsers record
+    it, no rate."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="webm") as file:
+        stream = file.add_stream("libvpx", rate=Fraction(30), options={"deadline": "realtime", "lag-in-frames": "0"})
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 1000)
+        for moment in moments:
+            frame = av.VideoFrame.from_ndarray(np.zeros((32, 48, 3), np.uint8), format="rgb24")
+            frame.pts, frame.time_base = moment, Fraction(1, 1000)
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode(None))
+    default_duration, void = b"\x23\xe3\x83\x84", b"\xec\x86\0\0"
+    data = buffer.getvalue()
+    assert data.count(default_duration) == 1
+    return data if rate_stated else data.replace(default_duration, void)
+
+
+def test_the_rate_of_a_recording_is_that_of_its_timestamps() -> None:
+    moments = list(itertools.accumulate([0, *[33, 67, 33, 100, 17] * 12]))
+    assert open_video(recording(moments)).fps == pytest.approx(60 / 3)
+    assert open_video(recording([0, 2000])).fps == pytest.approx(0.5)
+    assert open_video(recording([0])).fps is None
+    slower = [*range(0, 2000, 33), *range(3000, 30000, 1000)]
+    for rate_stated in (True, False):  # without a stated rate, FFmpeg takes that of the first frames
+        clip = open_video(recording(slower, rate_stated=rate_stated))
+        assert clip.fps == pytest.approx((len(slower) - 1) / 29)
+
+
+def test_a_rate_that_timestamps_only_round_is_kept() -> None:
+    assert open_video(recording([round(frame * 1000 / 30) for frame in range(40)], rate_stated=True)).fps == 30
+
+
 @pytest.mark.parametrize(("container", "codec"), [("mp4", "mpeg4"), ("webm", "libvpx")])
 def test_films(container: str, codec: str) -> None:
     data = film(container, codec)
