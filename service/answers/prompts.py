@@ -85,11 +85,11 @@ def _read(spec: GenerateSpec, media: Sequence[PreparedItem], assets: ModelAssets
         return _with_words(list(spec.input.ids), media, assets)
     if assets.tokenizer is None:
         raise errors.FailedPrecondition(f"{assets.config.name} has no tokenizer: send token ids", field="input")
-    words = _words(media, assets)
     if isinstance(spec.input, RawInput):
-        ids = _raw_ids(spec.input.text, media, words, assets, assets.tokenizer)
+        ids = _raw_ids(spec.input.text, media, assets, assets.tokenizer)
         return assets.tokenizer.with_special_tokens(ids) if spec.input.special_tokens else ids
     assert isinstance(spec.input, ChatInput)
+    words = _words(media, assets)
     for name in spec.input.needed:
         if name not in assets.template.names:
             field = "chat.messages.tool_calls" if name == "tool_calls" else f"chat.{name}"
@@ -169,6 +169,25 @@ def _placeholder(item: PreparedItem, assets: ModelAssets) -> int:
     return found
 
 
+def _in_order(
+    of_clips: Sequence[bool], media: Sequence[PreparedItem], *, one_each: bool = True
+) -> Sequence[PreparedItem]:
+    """The media in the order of their placeholders, for families in which clips have one of their own: media are listed
+    with images before clips. `of_clips`: for each placeholder of a prompt, whether it is one of a clip. `one_each`: an
+    item has one placeholder, and not one for each of its runs. If placeholders and media do not match, the media are
+    returned as they are."""
+    clips, images = ([item for item in media if bool(item.labels) is kind] for kind in (True, False))
+    found: list[PreparedItem] = []
+    place = 0
+    while place < len(of_clips):
+        waiting = clips if of_clips[place] else images
+        if not waiting:
+            return media
+        found.append(waiting.pop(0))
+        place += 1 if one_each else found[-1].runs
+    return media if clips or images else found
+
+
 def _words(media: Sequence[PreparedItem], assets: ModelAssets) -> list[Marked | None]:
     """The text that replaces the placeholder of each clip, and of each image of a model that cuts images into slices;
     None for other images."""
@@ -213,6 +232,7 @@ def _with_words(ids: list[int], media: Sequence[PreparedItem], assets: ModelAsse
     places = _places(ids, assets)
     if assets.tokenizer is None or len(places) != len(media):
         return ids
+    media = _in_order([ids[place] == assets.video_token_id for place in places], media)
     found: list[int] = []
     previous = 0
     for place, item, text in zip(places, media, _words(media, assets), strict=True):
@@ -236,9 +256,7 @@ def _with_clips(messages: Sequence[Message], clips: Sequence[Marked | None]) -> 
     ]
 
 
-def _raw_ids(
-    text: str, media: Sequence[PreparedItem], words: Sequence[Marked | None], assets: ModelAssets, tokenizer: Tokenizer
-) -> list[int]:
+def _raw_ids(text: str, media: Sequence[PreparedItem], assets: ModelAssets, tokenizer: Tokenizer) -> list[int]:
     """Tokenises raw text. If it has no placeholders, images and clips come first."""
     tokens = [token for token in (assets.image_token, assets.video_token) if token is not None]
     if not tokens or assets.image_token is None:
@@ -246,6 +264,8 @@ def _raw_ids(
     if not media:
         return tokenizer.encode(literal(text, *tokens))
     pieces = re.split("(" + "|".join(map(re.escape, tokens)) + ")", literal(text))
+    media = _in_order([piece == assets.video_token for piece in pieces[1::2]], media)
+    words = _words(media, assets)
     if len(pieces) == 1:
         start, end = assets.image_wrappers if assets.video_token is not None else ("", "")
         before: list[int] = []
@@ -266,13 +286,16 @@ def widen(
     request continues. Raises InvalidArgument."""
     ids, places = list(ids), _places(ids, assets)
     runs = [item.runs for item in media]
-    if len(places) == len(media) != sum(runs):  # token ids with one placeholder for each clip
+    one_each = len(places) == len(media) != sum(runs)  # token ids with one placeholder for each clip
+    if one_each:
         runs = [1] * len(media)
     if len(places) != sum(runs):
         raise errors.InvalidArgument(
             f"the prompt has {len(places)} image tokens (id {assets.image_token_id}) for {_needed(media, runs)}",
             field="input",
         )
+    media = _in_order([ids[place] == assets.video_token_id for place in places], media, one_each=one_each)
+    runs = [1 if one_each else item.runs for item in media]
     widened: list[int] = []
     images: list[PreparedItem] = []
     previous, taken = 0, 0

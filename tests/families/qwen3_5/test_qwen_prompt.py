@@ -168,6 +168,21 @@ def test_raw_text_and_ids_of_it(oracle: Oracle, items: list[dict[str, Any]]) -> 
     assert first.ids == oracle.expected(wrapped.removeprefix("hi"), items)
 
 
+@pytest.mark.parametrize("items", [[CLIP, SMALL], [SHORT, WIDE, CLIP, TALL], [WIDE, CLIP, SMALL]], ids=str)
+def test_a_placeholder_takes_the_next_of_its_kind(oracle: Oracle, items: list[dict[str, Any]]) -> None:
+    """Requests list images before videos."""
+    pads = ["<|video_pad|>" if len(item["grid"]) == 3 else "<|image_pad|>" for item in items]
+    text = "".join(f"{i}<|vision_start|>{pad}<|vision_end|>" for i, pad in enumerate(pads)) + "?"
+    expected = oracle.expected(text, items)
+    listed = sorted(items, key=lambda item: len(item["grid"]))
+    ids = TokensInput(tuple(oracle.tokenizer(text)["input_ids"]))
+    for given_input in (RawInput(text), ids, TokensInput(oracle.found(ids, listed).narrow_ids)):
+        prompt = oracle.found(given_input, listed)
+        assert prompt.ids == expected
+        grids = [layout.grid for layout in prompt.media]
+        assert grids == [tuple(item["grid"][-2:]) for item in items]
+
+
 def test_a_template_without_a_place_for_clips_says_so(oracle: Oracle, tmp_path: Path) -> None:
     write_prompting(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
