@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """PyAV demuxers that may be used; others read playlists or further files."""
+MP4_ATOMS = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
+"""Types of the first atom of an MP4 or QuickTime file. Cameras have written QuickTime files without `ftyp`."""
 RATE_TOLERANCE = 0.05
 """Largest relative difference between the frame rate that a file states and that of its timestamps, which may be
 rounded to milliseconds."""
@@ -96,7 +98,7 @@ def describe(data: bytes, limits: VideoLimits) -> ImageHeader:
 
 def sniff_container(data: bytes) -> str | None:
     """The PyAV demuxer for these bytes; None if they are neither MP4 nor Matroska."""
-    if data[4:8] == b"ftyp":
+    if data[4:8] in MP4_ATOMS:
         return CONTAINERS[0]
     if data[:4] == b"\x1a\x45\xdf\xa3":
         return CONTAINERS[1]

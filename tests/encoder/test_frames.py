@@ -228,6 +228,13 @@ def test_films_are_told_by_their_first_bytes() -> None:
     assert sniff_container(b"GIF89a") is None and sniff_container(b"") is None
 
 
+@pytest.mark.parametrize("first", [b"wide", b"free", b"mdat"])
+def test_a_quicktime_file_may_begin_with_another_atom(first: bytes) -> None:
+    data = film("mov", "mpeg4")
+    clip = open_video(data[:4] + first + data[8:])
+    assert len(list(clip.frames(range(clip.num_frames)))) == 10
+
+
 def test_without_the_extra_a_film_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(VideoError, match=r"saccade-server\[video\]"):
