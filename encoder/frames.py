@@ -38,6 +38,9 @@ CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """PyAV demuxers that may be used; others read playlists or further files."""
 MP4_ATOMS = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 """Types of the first atom of an MP4 or QuickTime file. Cameras have written QuickTime files without `ftyp`."""
+IMAGE_BRANDS = (b"avif", b"avis", b"heic", b"heix", b"hevc", b"mif1", b"msf1")
+"""Major brands of images and animations in MP4's format (AVIF, HEIC), of which a video decoder gives only one tile or
+frame."""
 RATE_TOLERANCE = 0.05
 """Largest relative difference between the frame rate that a file states and that of its timestamps, which may be
 rounded to milliseconds."""
@@ -98,6 +101,8 @@ def describe(data: bytes, limits: VideoLimits) -> ImageHeader:
 
 def sniff_container(data: bytes) -> str | None:
     """The PyAV demuxer for these bytes; None if they are neither MP4 nor Matroska."""
+    if data[4:8] == b"ftyp" and data[8:12] in IMAGE_BRANDS:
+        return None
     if data[4:8] in MP4_ATOMS:
         return CONTAINERS[0]
     if data[:4] == b"\x1a\x45\xdf\xa3":

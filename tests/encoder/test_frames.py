@@ -228,6 +228,13 @@ def test_films_are_told_by_their_first_bytes() -> None:
     assert sniff_container(b"GIF89a") is None and sniff_container(b"") is None
 
 
+@pytest.mark.parametrize("brand", [b"avif", b"avis", b"heic"])
+def test_an_image_in_the_format_of_films_is_no_film(brand: bytes) -> None:
+    data = film("mp4", "mpeg4")
+    with pytest.raises(VideoError, match=r"no PNG, JPEG, .* image is recognised in these \d+ bytes"):
+        open_video(data[:8] + brand + data[12:])
+
+
 @pytest.mark.parametrize("first", [b"wide", b"free", b"mdat"])
 def test_a_quicktime_file_may_begin_with_another_atom(first: bytes) -> None:
     data = film("mov", "mpeg4")
