@@ -17,6 +17,9 @@ _NO_HANDSHAKE = "Failed to create security handshaker"
 fail in the same way."""
 _TIMED_OUT = "Deadline Exceeded"
 """Part of gRPC's messages about a call whose timeout has passed, such as `Stream removed (Deadline Exceeded)`."""
+_STOPPED = frozenset({"", "CANCELLED"})
+"""gRPC's messages about a call that arrived just as the server stopped, which reads no more calls then. A call that
+this client cancels has another message, and one that the server ends as cancelled has a reason."""
 _STATUS_DETAILS = "grpc-status-details-bin"
 _PUSHBACK = "grpc-retry-pushback-ms"
 
@@ -220,6 +223,8 @@ def error_from_rpc(rpc_error: Any, *, request_id: str = "") -> SaccadeError:
     if code == "UNAVAILABLE" and (hint := _tls_hint(message)):
         details.no_retry = details.no_retry or _NO_HANDSHAKE in message
         message = f"{message.rstrip('.')}; {hint}"
+    if code == "CANCELLED" and not details.reason and message in _STOPPED:
+        code, message = "UNAVAILABLE", "the server stopped before it had read the call (CANCELLED)"
     if code == "DEADLINE_EXCEEDED" and _TIMED_OUT in message:
         message = "the timeout of the call has passed"
     error = error_from_status(code, message, details, request_id=request_id)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -62,3 +64,30 @@ def test_streams_and_a_batch_go_on_at_another_replica(servers: list[ServerProces
             on_progress=strike_at_the_tenth,
         )  # fmt: skip
     assert (summary.completed, summary.failed) == (30, 0)
+
+
+def test_no_call_fails_while_a_replica_stops(model: Path) -> None:
+    """Without a running request it stops at once. gRPC ends calls that it has received and the server has not read with
+    the status CANCELLED, as if the caller had cancelled them."""
+    with ExitStack() as ends:
+        first, second = (ends.enter_context(ServerProcess([str(model), *PLAIN])) for _ in range(2))
+        addresses = [first.address, second.address]
+        clients = [ends.enter_context(saccade.Client(addresses)) for _ in range(8)]
+        begun, stopped = threading.Barrier(len(clients) + 1), threading.Event()
+
+        def ask(client: saccade.Client) -> None:
+            client.tokenize("?")
+            begun.wait(60)
+            while not stopped.is_set():
+                client.tokenize("?")
+            client.tokenize("?")
+
+        with ThreadPoolExecutor(len(clients)) as pool:
+            asked = [pool.submit(ask, client) for client in clients]
+            begun.wait(60)
+            try:
+                first.stop()
+            finally:
+                stopped.set()
+            for each in asked:
+                each.result(60)

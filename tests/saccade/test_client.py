@@ -143,6 +143,8 @@ STATUSES = [
     (Failure(Code.UNAUTHENTICATED), errors.Unauthenticated, False),
     (Failure(Code.PERMISSION_DENIED, reason="MEDIA_HOST_DENIED"), errors.PermissionDenied, False),
     (Failure(Code.CANCELLED), errors.Cancelled, False),
+    (Failure(Code.CANCELLED, "CANCELLED", reason="CANCELLED"), errors.Cancelled, False),
+    (Failure(Code.CANCELLED, "CANCELLED"), errors.Unavailable, True),
     (Failure(Code.INTERNAL), errors.Internal, False),
     (Failure(Code.UNKNOWN), errors.Internal, False),
     (Failure(Code.DATA_LOSS), errors.Internal, False),
