@@ -53,6 +53,21 @@ def test_the_dockerfile_copies_what_there_is_and_sets_options_that_there_are() -
     assert packages | read | {"saccade"} <= copied and not copied & set(ignored)
 
 
+def test_the_image_with_cuda_can_compile_kernels_and_keep_them() -> None:
+    """Triton calls gcc when a kernel is first used, also in the final image; the root file system may be read-only."""
+    stages = [index for index, (name, _) in enumerate(instructions()) if name == "FROM"]
+    final = instructions()[stages[-1] :]
+    (installed,) = [rest for name, rest in final if name == "RUN" and "apt-get install" in rest]
+    assert ("ARG", "TORCH=cpu") in final and installed.startswith('if [ "$TORCH" = cuda ]')
+    assert {"gcc", "libc6-dev"} <= set(installed.split())
+    (environment,) = [shlex.split(rest) for name, rest in final if name == "ENV"]
+    values = dict(part.split("=", 1) for part in environment)
+    assert {name: Path(values[name]).parts[:2] for name in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR")} == {
+        "XDG_CACHE_HOME": ("/", "data"),
+        "TRITON_CACHE_DIR": ("/", "data"),
+    }
+
+
 def documents() -> list[tuple[str, Any]]:
     return [(path.name, document) for path in MANIFESTS for document in yaml.safe_load_all(path.read_text())]
 
