@@ -124,6 +124,18 @@ def test_the_names_between_manifests_fit() -> None:
     assert backend == {"name": service["metadata"]["name"], "port": service["spec"]["ports"][0]["port"]}
 
 
+def test_replicas_follow_a_metric_that_there_is_and_are_removed_slowly() -> None:
+    """KEDA's `cooldownPeriod` only applies when it scales to zero: https://keda.sh/docs/latest/reference/scaledobject-spec"""
+    replicas = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "replicas.yaml").read_text()))
+    scaled = next(d for d in replicas if d["kind"] == "ScaledObject")["spec"]
+    (trigger,) = scaled["triggers"]
+    (metric,) = re.findall(r"saccade_\w+", trigger["metadata"]["query"])
+    assert f"| `{metric}` |" in (ROOT / "docs" / "operations.md").read_text()
+    assert scaled["minReplicaCount"] >= 1 and "cooldownPeriod" not in scaled
+    behavior = scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert 300 < behavior["scaleDown"]["stabilizationWindowSeconds"] <= 3600, "Kubernetes' default, and its limit"
+
+
 def test_encoders_and_decoders_scale_apart() -> None:
     """Decoders name the pods of encoders, more than there are at first; an encoder takes all decoders there may be."""
     roles = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "roles.yaml").read_text()))
