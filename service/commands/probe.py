@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from service.common.option import ConfigError, check_addresses, is_local
-from service.common.tls import read_pem
+from service.common.tls import check_authority, check_pair, read_pem
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,6 +20,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("saccade probe", description="Ask a server whether it is healthy.")
     parser.add_argument("address", metavar="HOST:PORT")
     parser.add_argument("--ca", metavar="FILE", help="use TLS and trust the certificates in FILE")
+    parser.add_argument("--cert", metavar="FILE", help="own certificate, for servers with --tls-client-ca")
+    parser.add_argument("--cert-key", metavar="FILE", help="private key of --cert")
     parser.add_argument("--server-name", metavar="NAME", help="the name in the server's certificate")
     parser.add_argument("--service", default="", help="ask about one gRPC service; default: the whole server")
     parser.add_argument(
@@ -33,16 +35,16 @@ def main(argv: Sequence[str]) -> int:
     check_addresses("HOST:PORT", (options.address,), targets=True)
     if not 0 < options.timeout < float("inf"):
         raise ConfigError(f"--timeout: expected more than 0 seconds, got {options.timeout:g}")
-    authority = None if options.ca is None else read_pem(options.ca, "--ca")
+    credentials = _credentials(options)
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     settings: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)] if is_local(options.address) else []
     if options.server_name:
         settings.append(("grpc.ssl_target_name_override", options.server_name))
-    if authority is None:
+    if credentials is None:
         channel = grpc.insecure_channel(options.address, settings)
     else:
-        channel = grpc.secure_channel(options.address, grpc.ssl_channel_credentials(authority), settings)
+        channel = grpc.secure_channel(options.address, credentials, settings)
     with channel:
         try:
             request = health_pb2.HealthCheckRequest(service=options.service)
@@ -54,3 +56,21 @@ def main(argv: Sequence[str]) -> int:
     if not serving:
         print(f"{options.address}: {health_pb2.HealthCheckResponse.ServingStatus.Name(status)}", file=sys.stderr)
     return 0 if serving else 1
+
+
+def _credentials(options: argparse.Namespace) -> Any:
+    """`grpc.ChannelCredentials`, or None without TLS. Raises ConfigError."""
+    if options.ca is None:
+        for name in ("cert", "cert_key", "server_name"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')}: has no effect without TLS; set --ca")
+        return None
+    check_authority(options.ca, "--ca")
+    pair: tuple[bytes, ...] = ()
+    if options.cert is not None or options.cert_key is not None:
+        if options.cert is None or options.cert_key is None:
+            missing = "--cert" if options.cert is None else "--cert-key"
+            raise ConfigError(f"{missing}: TLS needs both a certificate and its key, and this option is not set")
+        check_pair(options.cert, options.cert_key, "--cert, --cert-key")
+        pair = read_pem(options.cert_key, "--cert-key"), read_pem(options.cert, "--cert")
+    return grpc.ssl_channel_credentials(read_pem(options.ca, "--ca"), *pair)

@@ -21,6 +21,7 @@ from running import RunningServer
 import saccade
 from saccade.cli import main
 from saccade.v1 import admin_pb2, inference_pb2, media_pb2, model_pb2
+from service.commands.probe import main as probe
 from service.common.config import ConfigError, ServerOptions
 from service.servers.exposure import check_exposure
 
@@ -201,6 +202,12 @@ def test_clients_with_certificates(model: Path, tmp_path: Path) -> None:
                 assert fails(stubs.inference.Generate, ask())[0] == "UNAVAILABLE"
         with connect(running.address, credentials(authority, clients.issue("client"))) as stubs:
             assert stubs.inference.Generate(ask()).samples
+        probed = [running.address, "--ca", str(authority.certificate), "--timeout", "20"]
+        certificate, key = clients.issue("probe")
+        assert probe([*probed, "--cert", str(certificate), "--cert-key", str(key)]) == 0
+        assert probe(probed) == 1
+        with pytest.raises(ConfigError, match="--cert-key: TLS needs both"):
+            probe([*probed, "--cert", str(certificate)])
 
 
 def test_a_client_is_told_if_tls_may_be_the_reason(

@@ -24,6 +24,9 @@ from service.commands.cli import main
         ),
         pytest.param(["probe", "host:1", "--timeout", "nan"], "got nan", id="probe-timeout-nan"),
         pytest.param(["probe", "host:1", "--ca", "no.pem"], "--ca: no.pem: No such file", id="probe-ca"),
+        pytest.param(["probe", "host:1", "--ca", __file__], "no certificate in PEM format", id="probe-ca-content"),
+        pytest.param(["probe", "host:1", "--server-name", "a"], "--server-name: has no effect", id="probe-name"),
+        pytest.param(["probe", "host:1", "--cert", "c.pem"], "--cert: has no effect", id="probe-cert"),
         pytest.param(["http", "--servers", "nowhere"], "servers: 'nowhere' is not HOST:PORT", id="http-servers"),
     ],
 )
