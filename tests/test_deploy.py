@@ -15,6 +15,7 @@ from running import RunningServer
 from service.commands.probe import main as probe
 from service.common.config import HttpFrontOptions, ServerOptions
 from service.common.settings import ENV_PREFIX, from_keywords, resolve
+from service.servers.frontends import END_SECONDS
 from service.servers.health import LIVENESS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,7 +90,9 @@ def test_manifests_fit_together(path: Path) -> None:
         assert ports == {"grpc": 50051, "metrics": 9100}
         arguments = _options(container["args"])
         options = resolve(ServerOptions, arguments, {})
-        assert options.grace < pod["spec"]["terminationGracePeriodSeconds"]
+        program, pause = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert program == "sleep" and int(pause) > 0, "new calls arrive until clients know that the pod stops"
+        assert int(pause) + options.grace + END_SECONDS < pod["spec"]["terminationGracePeriodSeconds"]
         assert options.insecure or (options.tls_cert and options.api_keys)
         assert options.max_connection_age, "clients of a headless service would never see a pod that was added"
         assert pod["spec"]["enableServiceLinks"] is False
