@@ -36,8 +36,7 @@ def check_exposure(options: ServerOptions, name: str = "host") -> None:
 
 def listen(server: Any, options: ServerOptions, credentials: Any) -> int:
     """Binds the address; returns the port. Raises ConfigError if it cannot be bound."""
-    address = f"[{options.host}]" if ":" in options.host else options.host
-    where = f"{address}:{options.port}"
+    where = address_of(options, options.port)
     try:
         if credentials is None:
             return int(server.add_insecure_port(where))
@@ -46,11 +45,16 @@ def listen(server: Any, options: ServerOptions, credentials: Any) -> int:
         raise cannot_listen(options) from None
 
 
+def address_of(options: ServerOptions, port: int) -> str:
+    """`host:port` of the gRPC port, as clients write it: IPv6 addresses in brackets."""
+    return f"[{options.host}]:{port}" if ":" in options.host else f"{options.host}:{port}"
+
+
 def cannot_listen(options: ServerOptions) -> ConfigError:
     """The error for an address that cannot be bound."""
     return ConfigError(
-        f"port: cannot listen on {options.host}:{options.port}: another program may use the port; choose another port, "
-        "or 0 for any free one"
+        f"port: cannot listen on {address_of(options, options.port)}: another program may use the port; choose another "
+        "port, or 0 for any free one"
     )
 
 

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 from service.common.config import ServerOptions
 from service.common.errors import EngineDied
 from service.engine.engine_client import Loading
+from service.servers.exposure import address_of
 from service.servers.http_process import HttpProcess
 
 T = TypeVar("T")
@@ -59,7 +60,8 @@ async def until_stopped(
 ) -> None:
     """Prints the ready line, and one for the HTTP server if there is one; on a signal, stops both. Raises ConfigError
     if the HTTP server cannot start."""
-    print(f"saccade ready on {options.host}:{server.port}", flush=True)
+    address = address_of(options, server.port)
+    print(f"saccade ready on {address}", flush=True)
     if http is None:
         await stop_when_told(server, stopping, options.grace)
         return
@@ -68,7 +70,7 @@ async def until_stopped(
     except BaseException:
         await server.stop(grace=0)
         raise
-    http.tell(f"{options.host}:{server.port}")
+    http.tell(address)
     print(f"saccade http ready on {http.url}", flush=True)
     await stop_when_told(_WithHttp(server, http), stopping, options.grace)
 

@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -318,6 +319,19 @@ def test_a_taken_port_is_an_error_and_not_shared(server: RunningServer, model: P
     command = [sys.executable, "-m", "service", "serve", str(model), "--threads", "1", "--port", port]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "port" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_address_of_the_ready_line_is_one_for_clients(text_model: Path) -> None:
+    """Also if it is an IPv6 address, which has colons of its own."""
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with ServerProcess([str(text_model), *PLAIN, "--no-warmup", "--host", "::1"]) as server:
+        assert server.address.startswith("[::1]:")
+        with saccade.Client(server.address) as client:
+            assert client.generate("a", max_tokens=1).token_ids
 
 
 LOCAL = (
