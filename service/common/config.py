@@ -190,7 +190,10 @@ class TelemetryOptions:
     """Logs, metrics, traces and files for the operator."""
 
     metrics_port: int | None = _option(
-        None, "port of the Prometheus endpoint; 0: any free port; unset: no endpoint", minimum=0, maximum=LAST_PORT
+        None,
+        "port of the Prometheus endpoint; 0: any free port, which the log names; unset: no endpoint",
+        minimum=0,
+        maximum=LAST_PORT,
     )
     metrics_host: str = _option("127.0.0.1", "address of the Prometheus endpoint")
     otlp_endpoint: str | None = _option(

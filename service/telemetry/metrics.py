@@ -99,6 +99,8 @@ class Metrics:
         except OSError as error:
             raise ConfigError(f"metrics_port: cannot listen on {host}:{port}: {error.strerror}") from None
 
+        log.info("metrics are served on port %d", server.server_port)
+
         def stop() -> None:
             server.shutdown()
             server.server_close()

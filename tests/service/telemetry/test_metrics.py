@@ -66,9 +66,11 @@ def test_a_dead_engine_is_a_zero_and_not_an_error() -> None:
     assert found["saccade_engine_up"] == 0 and found["saccade_live_requests"] == 1
 
 
-def test_a_taken_port_is_a_configuration_error() -> None:
+def test_the_port_is_logged_and_a_taken_one_is_a_configuration_error(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "service")
     port, stop = Metrics().serve("127.0.0.1", 0)
     try:
+        assert f"port {port}" in caplog.text, "with 0, nothing else says which port it is"
         with pytest.raises(ConfigError, match="metrics_port"):
             Metrics().serve("127.0.0.1", port)
     finally:
