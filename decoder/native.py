@@ -346,6 +346,10 @@ def native_step(trunk: Trunk) -> NativeStep | None:
     if trunk.options.native == "off":
         return None
     try:
+        if trunk.options.graphs_on and trunk.options.state_dtype != torch.float32:
+            raise NativeUnavailable(
+                "with graphs, states in bfloat16 are computed by torch operations, which round them at other tokens"
+            )
         return NativeStep(trunk)
     except NativeUnavailable as reason:
         if trunk.options.native == "on":

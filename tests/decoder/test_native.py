@@ -288,6 +288,16 @@ def test_no_option_changes_an_answer_with_states_in_bfloat16(model: str, dtype: 
         assert found.drawn == plain.drawn and found.logprobs == plain.logprobs, options
 
 
+def test_states_in_bfloat16_are_rounded_at_the_same_places_in_graphs_and_beside_them() -> None:
+    given: dict[str, Any] = {"state_dtype": torch.bfloat16, "graphs": "on"}
+    plain = answers(state_cache="none", max_seqs=1, **given)
+    options: tuple[dict[str, Any], ...] = ({"max_capture": 1}, {"max_batched_tokens": 5})
+    for other in options:
+        assert answers(**given, **other).drawn == plain.drawn, other
+    with pytest.raises(ValueError, match="native: 'on' is not possible: with graphs, states in bfloat16"):
+        answers(native="on", **given)
+
+
 @pytest.mark.parametrize("model", STATES)
 def test_states_in_bfloat16_operation_by_operation(model: str) -> None:
     """Products of torch round differently for each number of rows, and a state near a tie is then rounded otherwise."""
