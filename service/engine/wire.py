@@ -13,13 +13,15 @@ PackedEvents = tuple[list[str], list[int], list[int], list[tuple[int, float]], l
 
 def pack_events(events: list[EngineEvent]) -> PackedEvents:
     """Events in the form in which they are sent: plain tokens in three lists, with the indices and times of first
-    tokens; all other events as objects. Most events are plain tokens, and pickling each as an object would cost the
-    engine's thread more than drawing it."""
+    tokens; all other events, and those that follow one in the same request, as objects. Most events are plain tokens,
+    and pickling each as an object would cost the engine's thread more than drawing it."""
     packed: PackedEvents = [], [], [], [], []
     names, tokens, cached, scheduled, others = packed
+    apart = set[str]()
     for event in events:
-        if not event.plain:
+        if not event.plain or event.request_id in apart:
             others.append(event)
+            apart.add(event.request_id)
         else:
             assert event.token_id is not None
             if event.scheduled is not None:
@@ -31,8 +33,7 @@ def pack_events(events: list[EngineEvent]) -> PackedEvents:
 
 
 def unpack_events(packed: PackedEvents) -> list[EngineEvent]:
-    """The inverse of `pack_events`. The events of a request stay in order: with log-probabilities none of them is a
-    plain token, and otherwise only the last one, or a first one with prompt scores, which is sent at once, is not."""
+    """The inverse of `pack_events`. The events of each request are in order."""
     names, tokens, cached, scheduled, others = packed
     plain = [EngineEvent(n, t, cached_tokens=c) for n, t, c in zip(names, tokens, cached, strict=True)]
     for place, moment in scheduled:

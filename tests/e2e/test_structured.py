@@ -280,3 +280,18 @@ def test_kserve_parameters(server: RunningServer) -> None:
     assert asked({"type": "text"}) == asked(None)
     with pytest.raises(InferenceServerException, match="response_format cannot be"):
         asked({"type": "nothing"})
+
+
+def test_a_continued_answer_with_prompt_logprobs_and_drafts_keeps_its_order(text_model: Path) -> None:
+    """The prompt's scores come with the first new token, and accepted drafts with them: a chunk of one token, the last
+    one, may have drafts."""
+    asked: dict[str, Any] = {
+        "response_format": saccade.Regex("(abc){6}"), "max_tokens": 20, "temperature": 0, "prompt_logprobs": 0
+    }  # fmt: skip
+    limits: dict[str, Any] = {"max_seqs": 2, "max_len": 128}
+    with RunningServer(str(text_model), **limits) as plain, saccade.Client(plain.address) as client:
+        ids = client.generate("?", **asked).token_ids
+    limits |= {"speculative": "ngram", "draft_policy": "fixed", "max_chunk": 1}
+    with RunningServer(str(text_model), **limits) as running, saccade.Client(running.address) as client:
+        for cut in (6, 7, 8):
+            assert client.generate("?", **asked, continued_token_ids=ids[:cut]).token_ids == ids[cut:]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from decoder.request import PromptScore
 from decoder.sampling import SamplingParams
 from service.common.errors import EngineDied
 from service.engine import wire
@@ -119,7 +120,9 @@ def test_events_cross_whole_and_each_request_keeps_its_order() -> None:
         EngineEvent("a", 1, cached_tokens=7), EngineEvent("b", 2, logprob=-0.5, top=((2, -0.5),)), EngineEvent("a", 3),
         EngineEvent("c", finish_reason="error", error="full", message="m"), EngineEvent("a", 4, finish_reason="stop"),
         EngineEvent("d", 0), EngineEvent("e", 5, embedded=(b"x",)),
+        EngineEvent("f", 6, prompt_scores=(PromptScore(1, 8, -0.5, ()),)), EngineEvent("f", 7), EngineEvent("f", 8),
     ]  # fmt: skip
     back = wire.unpack_events(wire.pack_events(events))
     assert sorted(map(repr, back)) == sorted(map(repr, events))
     assert [e.token_id for e in back if e.request_id == "a"] == [1, 3, 4]
+    assert [e.token_id for e in back if e.request_id == "f"] == [6, 7, 8]
