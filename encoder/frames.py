@@ -202,8 +202,10 @@ class _AvClip(Clip):
             except ImageError as error:
                 raise VideoError(error.reason, too_large=error.too_large) from error
             packets, moments, repeated = self._packets(file, stream)
-            self._count, self._moments = len(moments), None if None in moments else sorted(moments)
-            self._repeated = {index for index, moment in enumerate(self._moments or ()) if moment in repeated}
+            self._count = len(moments)
+            self._moments = [] if None in moments else sorted(moments)
+            """Timestamps of the frames; empty if one has none."""
+            self._repeated = {index for index, moment in enumerate(self._moments) if moment in repeated}
             limits.check(packets, self.width, self.height)
             if not self._count:
                 raise VideoError("the video has no frame in the time that is shown")
@@ -218,9 +220,9 @@ class _AvClip(Clip):
         return self._fps
 
     def _mean_rate(self, stream: Any) -> float | None:
-        """The average rate in the file or, if it states none, or a Matroska file a wrong one, that of its timestamps: a
-        Matroska header may lack the rate, and FFmpeg then computes it of the first frames or, as `guessed_rate`, of the
-        shortest distances between frames."""
+        """Frames per second: what the file states, or what its timestamps give, if it states nothing or is a Matroska
+        file whose timestamps differ by more than `RATE_TOLERANCE`. A Matroska header may lack the rate, and FFmpeg then
+        states an estimate from the first frames. None if neither is known."""
         stated = float(stream.average_rate) if stream.average_rate else None
         if not self._moments or self._moments[0] == self._moments[-1]:
             return stated
@@ -281,12 +283,12 @@ class _AvClip(Clip):
 
     def _is_late(self, frame: Any, index: int) -> bool:
         """Whether the decoder has left out frame `index`, since `frame` is a later one."""
-        return self._moments is not None and frame.pts is not None and frame.pts > self._moments[index]
+        return bool(self._moments) and frame.pts is not None and frame.pts > self._moments[index]
 
     def _check_frame(self, frame: Any, index: int) -> None:
         """Raises VideoError if frame `index`, and maybe others, is missing before `frame`, or if `frame` is damaged.
         Later frames may depend on either, and all would have the numbers and times of earlier ones."""
-        if self._moments is not None and self._is_late(frame, index):
+        if self._is_late(frame, index):
             if not index:
                 raise VideoError("the first frames cannot be decoded: they depend on frames that the file lacks")
             raise VideoError(
