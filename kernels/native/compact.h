@@ -42,9 +42,12 @@ class Exceptions {
     }
     // The next pair of inputs with an exception; after the last one, none.
     int64_t pair() const { return at_ < end_ ? (*at_ >> 16) / PAIR : INT64_MAX; }
-    // Replaces the numbers of that pair, [64][2].
-    void replace(uint16_t* numbers) {
-        for (const int64_t now = pair(); pair() == now; at_++) numbers[(*at_ >> 16) % PAIR] = uint16_t(*at_);
+    // Replaces the numbers of that pair, [64][2], or `count` of them from `first` on.
+    void replace(uint16_t* numbers, int64_t first = 0, int64_t count = PAIR) {
+        for (const int64_t now = pair(); pair() == now; at_++) {
+            const int64_t place = (*at_ >> 16) % PAIR - first;
+            if (place >= 0 && place < count) numbers[place] = uint16_t(*at_);
+        }
     }
 
   private:
@@ -64,38 +67,39 @@ inline ALWAYS Words unpack_compact(const uint8_t* lines, int v, Words base) {
 }
 
 #if AMX_TILES
-// The numbers of a compact panel, unpacked in the order of the inputs.
+// The numbers of a compact panel, unpacked in the order of the inputs from `input` on.
 class CompactNumbers {
   public:
-    CompactNumbers(const Weight& w, int64_t panel)
-        : w_(w), panel_(panel), lines_(static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w)), base_(splat_half(int16_t(base_of(w, panel)))),
-          exceptions_(w, panel, 0) {}
+    CompactNumbers(const Weight& w, int64_t panel, int64_t input)
+        : lines_(static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w)), base_(splat_half(int16_t(base_of(w, panel)))),
+          exceptions_{Exceptions(w, panel, input / 2), Exceptions(w, panel, input / 2)} {
+        for (int i = 0; i < 2; i++) exception_[i] = exceptions_[i].pair();
+    }
 
-    // The next input to be unpacked.
-    void start(int64_t input) { exceptions_ = Exceptions(w_, panel_, input / 2), exception_ = exceptions_.pair(); }
+    // Prefetches as many lines as these inputs have, FETCHED bytes behind them.
+    ALWAYS void fetch(int64_t input, int64_t count) const {
+        const auto* lines = reinterpret_cast<const char*>(lines_ + input / 2 * COMPACT_LINES * LINE) + FETCHED;
+        for (int64_t i = 0; i < count / 2 * COMPACT_LINES; i++) fetch_line(lines + i * LINE);
+    }
 
-    // Vectors [FIRST, FIRST + V) of some inputs, as [count / 2][64][2].
+    // Vectors [FIRST, FIRST + V) of some inputs, as [count / 2][16 V][2]. FIRST is 0 or 2.
     template <int FIRST, int V>
     ALWAYS void unpack(int64_t input, int64_t count, uint16_t* to) {
         const uint8_t* lines = lines_ + input / 2 * COMPACT_LINES * LINE;
-        for (int64_t i = 0; i < count / 2; i++, lines += COMPACT_LINES * LINE) {
-            if constexpr (FIRST == 0)  // for the other vectors, too
-                for (int64_t line = 0; line < COMPACT_LINES; line++) fetch_line(reinterpret_cast<const char*>(lines) + FETCHED + line * LINE);
-            unrolled<V>([&](int v) ALWAYS { store_words(to + i * PAIR + (FIRST + v) * 32, unpack_compact(lines, FIRST + v, base_)); });
-        }
-        while (__builtin_expect(exception_ < (input + count) / 2, 0)) {
-            exceptions_.replace(to + (exception_ - input / 2) * PAIR);
-            exception_ = exceptions_.pair();
+        for (int64_t i = 0; i < count / 2; i++, lines += COMPACT_LINES * LINE)
+            unrolled<V>([&](int v) ALWAYS { store_words(to + (i * V + v) * 32, unpack_compact(lines, FIRST + v, base_)); });
+        int64_t& next = exception_[FIRST / 2];
+        while (__builtin_expect(next < (input + count) / 2, 0)) {
+            exceptions_[FIRST / 2].replace(to + (next - input / 2) * V * 32, FIRST * 32, V * 32);
+            next = exceptions_[FIRST / 2].pair();
         }
     }
 
   private:
-    const Weight& w_;
-    const int64_t panel_;
     const uint8_t* const lines_;
     const Words base_;
-    Exceptions exceptions_;
-    int64_t exception_ = INT64_MAX;  // the next pair of inputs with one
+    Exceptions exceptions_[2];  // of vectors from 0 on, and from 2 on
+    int64_t exception_[2];      // the next pair of inputs with one
 };
 #endif
 

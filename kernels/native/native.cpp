@@ -21,13 +21,13 @@
 #include "numbers.h"
 #include "pack.h"
 #include "products.h"
+#include "products_amx.h"
 #include "recurrent_rows.h"
 #include "sample.h"
 #include "state_forms.h"
 #include "structs.h"
 #include "threads.h"
 #include "tower.h"
-#include "unpack_amx.h"
 #include "varlen.h"
 
 namespace {

@@ -12,7 +12,6 @@
 #include "numbers.h"
 #include "operands.h"
 #include "panels.h"
-#include "products_amx.h"
 #include "row_tiles.h"
 #include "structs.h"
 #include "threads.h"
@@ -32,6 +31,18 @@ constexpr int64_t SLICE = 64, SLICED = ROW_BLOCK / ROWS;  // unpacked to float32
 #endif
 constexpr int64_t UNPACKED_EACH = 2;  // tiles of rows, up to which each unpacks a compact panel for itself: stores would take longer
 constexpr int64_t DIVISIBLE = 1024; // inputs from which on a panel may be divided among threads
+
+#if AMX_TILES
+// From LONG_INPUTS on, the rows of a unit of work and a panel would not both fit in the second-level cache, so that each panel would read all rows
+// from beyond it. Units of LONG_ROWS to LONG_BLOCK rows then have several panels, which take LONG_BYTES of the rows after the others.
+constexpr int64_t LONG_INPUTS = 3072, LONG_BYTES = 2048, LONG_ROWS = 64, LONG_BLOCK = 256, LONG_PANELS = 8;
+// Units of other products have more rows, with which unpacking a panel costs less: those of 0.6 to 1.6 MB, unless there are fewer.
+constexpr int64_t ROWS_MEMORY = 1 << 20;
+// products_amx.h
+void amx_tiles(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, int64_t first, int64_t count, const char* next);
+#else
+constexpr int64_t LONG_INPUTS = INT64_MAX, LONG_BLOCK = 1, LONG_ROWS = 1, LONG_PANELS = 1, ROWS_MEMORY = 1;
+#endif
 
 // scaled.h
 int64_t summed_groups(const Weight& w);
@@ -157,14 +168,17 @@ void slice_tiles(
     }
 }
 
+// Whether tiles of AMX multiply many rows of such weights (slices_amx.h).
+bool multiplies_slices(const Weight& w) { return AMX_TILES && (w.operand == BF16 || w.operand == BYTES || w.operand == INT8); }
+
 // Rows [begin, end) times `count` vectors of a panel, from vector `first` on. `next`: a panel to prefetch during the last tiles; a
 // single tile does not prefetch.
 void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next) {
     const Weight& w = *product.weight;
 #if AMX_TILES
     // Rows that are multiplied without tiles of AMX.
-    const int64_t few = w.operand == BF16 ? 0 : w.operand == BYTES ? ROWS : w.operand == INT8 ? INT_ROWS : INT64_MAX;
-    if (end - begin > few) return amx_tiles(product, begin, end, panel, first, count, next);
+    const int64_t few = w.operand == BF16 ? 0 : w.operand == BYTES ? ROWS : INT_ROWS;
+    if (multiplies_slices(w) && end - begin > few) return amx_tiles(product, begin, end, panel, panel + 1, first, count, next);
 #endif
     if (w.operand == BYTES) {
         const uint8_t* const columns = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
@@ -178,6 +192,9 @@ void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, in
     else slice_tiles(job, division, there, begin, end, panel, first, count, next);
 }
 
+// Whether rows and a panel are too long for the second-level cache.
+bool is_long(const Weight& w) { return w.kpad >= LONG_INPUTS && w.operand == BF16 && (w.kind == BF16 || summed_groups(w) == 1); }
+
 // Whether vectors of a panel can be multiplied without the others.
 bool divisible(const Weight& w) { return w.kind == BF16 || w.kind == INT8; }
 
@@ -189,8 +206,14 @@ struct Units {
     Units(const Weight& w, int64_t rows, int64_t threads, int64_t products = 1) : rows(rows), threads(threads) {
         const int64_t panels = panels_of(w);
         for (row_groups = threads; row_groups > 1 && (threads % row_groups || rows < OWN_ROWS * row_groups);) row_groups--;
-        const int64_t most = row_groups * (is_long(w) ? LONG_BLOCK : ROW_BLOCK);
-        blocks = (rows + most - 1) / most;
+        if (multiplies_slices(w) && !is_long(w)) {
+            const int64_t bytes = rows / row_groups * w.kpad * (w.operand == BYTES ? 1 : 2);
+            row_groups *= std::max<int64_t>((bytes + ROWS_MEMORY * 2 / 5) / ROWS_MEMORY, 1);
+            blocks = 1;
+        } else {
+            const int64_t most = row_groups * (is_long(w) ? LONG_BLOCK : ROW_BLOCK);
+            blocks = (rows + most - 1) / most;
+        }
         // For one row a quarter panel has the same latency of sums as a whole one: it pays where memory is the bottleneck.
         const bool large = divisible(w) && threads > 1 && w.kpad >= DIVISIBLE;
         parts = large && products * panels * row_groups * blocks < 6 * threads ? w.gated ? 2 : 4 : 1;
@@ -224,7 +247,7 @@ void run_rows(const Product& job, const Units& units, int64_t unit, int64_t begi
     const char* const next = next_panel(job, units, unit);
     const int64_t from = units.panel_of(unit), to = std::min(from + units.together, panels_of(*job.weight)), first = units.first_part(unit) * (4 / units.parts);
 #if AMX_TILES
-    if (units.together > 1 && end - begin >= LONG_ROWS) return long_panels(job, begin, end, from, to, next);
+    if (units.together > 1 && end - begin >= LONG_ROWS) return amx_tiles(job, begin, end, from, to, 0, 4, next);
 #endif
     for (int64_t panel = from; panel < to; panel++) {
         const int64_t left = job.weight->n - panel * PANEL - first * 16;

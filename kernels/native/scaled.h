@@ -206,32 +206,35 @@ void with_numbers(const Weight& w, const F& work) {
 }
 
 #if AMX_TILES
-// The numbers of a panel as bfloat16, in the order of the inputs.
+// The numbers of a panel as bfloat16, in the order of the inputs from `input` on.
 template <class Numbers>
 class PackedNumbers {
   public:
-    PackedNumbers(const Weight& w, int64_t panel)
-        : w_(w), panel_(panel), data_(static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w)), groups_((w.kpad + w.group - 1) / w.group) {}
+    PackedNumbers(const Weight& w, int64_t panel, int64_t input)
+        : w_(w), panel_(panel), data_(static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w)), groups_((w.kpad + w.group - 1) / w.group),
+          group_end_{input, input} {}
 
-    // The next input to be unpacked.
-    void start(int64_t input) { group_end_ = input; }
+    // Prefetches as many lines as CHUNK inputs have, FETCHED bytes behind them.
+    ALWAYS void fetch(int64_t input, int64_t) const {
+        const uint8_t* const chunk = Numbers::chunk(data_, input);
+        for (int64_t at = Numbers::KIND == NVFP4 ? -LINE : 0; at < Numbers::BYTES * PANEL; at += LINE) prefetch_far(chunk + at + FETCHED);
+    }
 
-    // Vectors [FIRST, FIRST + V) of CHUNK inputs, as [CHUNK / 2][64][2].
+    // Vectors [FIRST, FIRST + V) of CHUNK inputs, as [CHUNK / 2][16 V][2]. FIRST is 0 or 2.
     template <int FIRST, int V>
     ALWAYS void unpack(int64_t input, int64_t, uint16_t* to) {
-        if (input == group_end_) {
+        int64_t& end = group_end_[FIRST / 2];
+        if (input == end) {
             const int64_t g = input / w_.group;
-            group_end_ = (g + 1) * w_.group;
+            end = (g + 1) * w_.group;
             for (int v = FIRST; v < FIRST + V; v++) group_[v] = numbers_.begin(w_, data_, (panel_ * groups_ + g) * PANEL, input, v);
         }
         const uint8_t* const chunk = Numbers::chunk(data_, input);
-        if constexpr (FIRST == 0)  // for the other vectors, too
-            for (int64_t at = Numbers::KIND == NVFP4 ? -LINE : 0; at < Numbers::BYTES * PANEL; at += LINE) prefetch_far(chunk + at + FETCHED);
         for (int half = 0; half < 2; half++)
             unrolled<V>([&](int v) ALWAYS {
                 Words words[2];
                 numbers_.unpack(chunk + (FIRST + v) * 64, half, group_[FIRST + v], words);
-                for (int pair = 0; pair < 2; pair++) store_words(to + (2 * half + pair) * PAIR + (FIRST + v) * 32, words[pair]);
+                for (int pair = 0; pair < 2; pair++) store_words(to + ((2 * half + pair) * V + v) * 32, words[pair]);
             });
     }
 
@@ -242,18 +245,18 @@ class PackedNumbers {
     const uint8_t* const data_;
     const int64_t groups_;
     typename Numbers::Group group_[4];
-    int64_t group_end_ = 0;
+    int64_t group_end_[2];  // of vectors from 0 on, and from 2 on
 };
 
-// f with the numbers of a panel.
+// f with the numbers of a packed panel from an input on.
 template <class F>
-void with_panel(const Weight& w, int64_t panel, const F& f) {
+void with_panel(const Weight& w, int64_t panel, int64_t input, const F& f) {
     if (w.kind == COMPACT_BF16) {
-        CompactNumbers numbers(w, panel);
+        CompactNumbers numbers(w, panel, input);
         return f(numbers);
     }
     with_numbers<false>(w, [&](auto type) {
-        PackedNumbers<typename decltype(type)::type> numbers(w, panel);
+        PackedNumbers<typename decltype(type)::type> numbers(w, panel, input);
         f(numbers);
     });
 }

@@ -112,8 +112,8 @@ inline __attribute__((always_inline)) void store_sums(const Floats (&sum)[R][V],
         for (int v = 0; v < V; v++) store_floats(sums + r * PANEL + v * 16, sum[r][v]);
 }
 
-// A thread's memory, aligned to cache lines, for `floats` numbers: of a panel (WHICH 0) or of rows (1) in the form that they are
-// multiplied in.
+// A thread's memory, aligned to cache lines, for `floats` numbers: of a panel (WHICH 0), of rows or of sums (1), and of a slice of a panel (2), in the form
+// that they are multiplied in.
 template <int WHICH>
 inline float* own_memory(int64_t floats) {
     static thread_local std::vector<float> memory;

@@ -23,10 +23,12 @@
 namespace {
 
 struct DotBf16 {
+    static constexpr int64_t SIZE = 2;  // bytes of an input
     template <int C, int A, int B>
     static void add() { dot_bf16<C, A, B>(); }
 };
 struct DotBytes {
+    static constexpr int64_t SIZE = 1;
     template <int C, int A, int B>
     static void add() { dot_bytes4<C, A, B>(); }
 };
@@ -52,7 +54,7 @@ struct TileRows {
 template <class Dot, int T, int V>
 struct TileBlock {
     static_assert(T * V <= 4);
-    static constexpr int64_t LDB = 4 * PANEL;
+    static constexpr int64_t LD_SUMS = 4 * PANEL;  // bytes
 
     // Sums are zeros.
     static void begin(const TileRows& rows) {
@@ -65,27 +67,29 @@ struct TileBlock {
     }
     static void zero() { zero_tiles<T * V>(); }
 
-    // Adds products of bytes [from, from + length) of the rows with columns from `b` on.
-    static void add(const TileRows& rows, int64_t from, const char* b, int64_t length, Ahead& ahead) {
+    // Adds products of bytes [from, from + length) of the rows with columns from `b` on, whose rows are `ldb` bytes apart. ahead.step(): called once
+    // for each 64 bytes of the rows.
+    template <class Ahead>
+    static void add(const TileRows& rows, int64_t from, const char* b, int64_t ldb, int64_t length, Ahead& ahead) {
         const char* const a = rows.at + from;
         int64_t at = 0;
-        for (; at + AMX_BYTES <= length; at += AMX_BYTES, b += AMX_ROWS * LDB) {
+        for (; at + AMX_BYTES <= length; at += AMX_BYTES, b += AMX_ROWS * ldb) {
             ahead.step();
-            step(a + at, rows.lda, rows.next, b, LDB, [](int) {});
+            step(a + at, rows.lda, rows.next, b, ldb, [](int) {});
         }
         if (at == length) return;
         alignas(64) char x[T][AMX_ROWS][AMX_BYTES] = {}, columns[AMX_ROWS][V * AMX_BYTES] = {};  // the other inputs are zeros
         for (int t = 0; t < T; t++)
             for (int64_t r = 0; r < rows.count[t]; r++) std::memcpy(x[t][r], a + t * rows.next + r * rows.lda + at, length - at);
-        for (int64_t i = 0; i < (length - at) / 4; i++) std::memcpy(columns[i], b + i * LDB, V * AMX_BYTES);
+        for (int64_t i = 0; i < (length - at) / 4; i++) std::memcpy(columns[i], b + i * ldb, V * AMX_BYTES);
         step(x[0][0], AMX_BYTES, AMX_ROWS * AMX_BYTES, columns[0], V * AMX_BYTES, [](int) {});
     }
 
     static void store(void* sums) {  // [T * AMX_ROWS, PANEL], float32 or int32
-        each_sum([&](auto tile, int64_t at) ALWAYS { store_tile<tile()>(static_cast<char*>(sums) + at, LDB); });
+        each_sum([&](auto tile, int64_t at) ALWAYS { store_tile<tile()>(static_cast<char*>(sums) + at, LD_SUMS); });
     }
     static void load(const void* sums) {
-        each_sum([&](auto tile, int64_t at) ALWAYS { load_tile<tile()>(static_cast<const char*>(sums) + at, LDB); });
+        each_sum([&](auto tile, int64_t at) ALWAYS { load_tile<tile()>(static_cast<const char*>(sums) + at, LD_SUMS); });
     }
 
     // Adds products of 64 bytes of the rows with columns, and calls between(0), between(1) ... after each of the T * V products.
@@ -100,7 +104,7 @@ struct TileBlock {
     static ALWAYS void each_sum(const Visit& visit) { each_sum(visit, std::make_integer_sequence<int, T * V>()); }
     template <class Visit, int... I>
     static ALWAYS void each_sum(const Visit& visit, std::integer_sequence<int, I...>) {
-        (visit(std::integral_constant<int, I>(), I / V * AMX_ROWS * LDB + I % V * AMX_BYTES), ...);
+        (visit(std::integral_constant<int, I>(), I / V * AMX_ROWS * LD_SUMS + I % V * AMX_BYTES), ...);
     }
     template <class Between, int... I>
     static ALWAYS void step(

@@ -104,6 +104,22 @@ def test_long_rows_have_the_same_bits_in_slices_as_whole(chosen: str, kind: str,
 
 
 @only_amx
+@pytest.mark.parametrize("kind", ["plain", "compact", "bytes"])
+def test_rows_that_several_units_of_work_have_are_multiplied_as_alone(chosen: str, kind: str) -> None:
+    """3,000 inputs of 520 rows do not stay in a thread's cache. The last block of rows begins in the one before it."""
+    weight = (torch.randn(130, 3000) * 0.02).bfloat16()
+    packed = (
+        Packed(quantise(weight, "int8"), None, int8_rows=True)
+        if kind == "bytes"
+        else Packed(weight, None, compact=kind == "compact")
+    )
+    x = torch.randn(530, 3000).bfloat16()
+    alone = torch.cat([packed(rows) for rows in x.split(16)])
+    for rows in (17, 31, 33, 40, 63, 65, 520, 530):
+        assert torch.equal(packed(x[:rows]), alone[:rows]), rows
+
+
+@only_amx
 @pytest.mark.parametrize(("k", "outputs"), [(16, 20), (200, 100), (336, 100), (1040, 20)], ids=str)
 def test_rows_of_two_bytes_have_the_same_bits_in_tiles_as_without(chosen: str, k: int, outputs: int) -> None:
     """Up to three rows are multiplied without tiles. Quarters of a long panel are units of work."""
@@ -121,7 +137,7 @@ TILES = """
 template <class Block> void run(const char* x, int64_t rows, const char* w, int64_t length, Ahead ahead, float* y) {
     const TileRows all = TileRows::consecutive(x, 64, rows);
     Block::begin(all);
-    Block::add(all, 0, w, length, ahead);
+    Block::add(all, 0, w, 256, length, ahead);
     Block::store(y);
     Block::zero();
     release_tiles();
