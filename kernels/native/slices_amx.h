@@ -1,11 +1,8 @@
-// Products of rows with a panel by tiles of AMX, in slices of the inputs.
+// Products of rows with a panel by tiles of AMX, which are loaded from memory only: numbers of 12, 8 and 4 bits are stored as bfloat16 first.
 //
-// Tiles are loaded from memory only, so numbers of 12, 8 and 4 bits are stored as bfloat16 first. Those of a step of 64 bytes of the rows are
-// unpacked between the instructions on the tiles of the step before: the processor does both at once, and keeps reading the panel.
-//
-// More than one tile of rows multiply the columns of a slice, of two vectors, before the next ones. These 16 KB lie one after the other, also those of
-// panels that need no unpacking, and stay in the first-level cache; the sums are in memory between slices. Where both factors of a product are read
-// from the second-level cache, it takes a third longer.
+// One tile of rows waits for the panel (`unpack_between`). More rows are multiplied in slices of the inputs: the columns of a slice and of two vectors are
+// unpacked, or copied, to 16 KB that lie one after the other and stay in the first-level cache, and are multiplied with all rows of a unit of work; the sums
+// are in memory between slices. If both factors of a product came from the second-level cache, it would take a third longer.
 
 #pragma once
 
@@ -28,6 +25,7 @@ constexpr int64_t HEIGHT = 2 * AMX_ROWS;     // rows of a block
 constexpr int64_t SLICE_BYTES = 512;         // of a row, in a slice
 constexpr int64_t CHUNK_BYTES = 16;          // of a row, whose columns are unpacked together: CHUNK inputs of bfloat16
 constexpr int64_t PIECE_BYTES = 256;         // of a row, whose columns are unpacked before they are multiplied
+static_assert(CHUNK_BYTES == 2 * CHUNK);
 
 // The stored bytes of a panel, or of some of its inputs, and the first ones of those that follow, which are prefetched evenly while the panel is multiplied.
 class Stream {
@@ -69,25 +67,25 @@ class PlainNumbers {
     const char* const data_;
 };
 
-// Adds products of bytes [inputs.begin, inputs.end) of the rows with V vectors, from FIRST on. Their columns are unpacked to `cells`, PIECE_BYTES of the
-// rows at a time: all of them, or each piece in place of the one before it. stream.step(): called for each CHUNK_BYTES.
-template <class Dot, int T, int V, int FIRST, class Numbers>
-void unpack_and_add(const TileRows& rows, Numbers& numbers, Inputs inputs, char* cells, bool all, Stream& stream) {
+// Adds products of bytes [inputs.begin, inputs.end) of two tiles of rows with V vectors, from FIRST on, whose columns are unpacked to `cells`. Stores and the
+// loads of tiles that need them would delay each other if they were closer together than PIECE_BYTES.
+template <class Dot, int V, int FIRST, class Numbers>
+void unpack_and_add(const TileRows& rows, Numbers& numbers, Inputs inputs, char* cells, Stream& stream) {
     using Cell = std::conditional_t<Dot::SIZE == 2, uint16_t, char>;
     constexpr int64_t EACH = V * AMX_BYTES / 4;  // bytes of cells for a byte of a row
     for (int64_t begin = inputs.begin; begin < inputs.end; begin += PIECE_BYTES) {
         const int64_t end = std::min(begin + PIECE_BYTES, inputs.end);
-        char* const to = all ? cells + (begin - inputs.begin) * EACH : cells;
+        char* const to = cells + (begin - inputs.begin) * EACH;
         for (int64_t at = begin; at < end; at += CHUNK_BYTES) {
             stream.step();
             numbers.template unpack<FIRST, V>(at / Dot::SIZE, std::min(CHUNK_BYTES, end - at) / Dot::SIZE, reinterpret_cast<Cell*>(to + (at - begin) * EACH));
         }
-        TileBlock<Dot, T, V>::add(rows, begin, to, V * AMX_BYTES, end - begin, stream);
+        TileBlock<Dot, 2, V>::add(rows, begin, to, V * AMX_BYTES, end - begin, stream);
     }
 }
 
-// The same for a tile of rows and a whole panel: columns of a step of 64 bytes are unpacked between the instructions on the tiles of the step before, so
-// that reading the panel never stops. cells [2 steps].
+// The same for one tile of rows and a whole panel. Columns of a step of 64 bytes are unpacked between the instructions on the tiles of the step before: that
+// takes longer than the above, but never stops reading the panel. cells [2 steps].
 template <class Numbers>
 void unpack_between(const TileRows& rows, Numbers& numbers, Inputs inputs, char* cells) {
     using Block = TileBlock<DotBf16, 1, 4>;
@@ -197,7 +195,7 @@ class SlicedProduct {
     void add_products(int64_t block, Numbers& numbers, Inputs part, char* cells, Stream& stream) {
         const TileRows rows = blocks_.tiles(block);
         if (block) Block::add(rows, part.begin, cells, V * AMX_BYTES, part.end - part.begin, stream);
-        else unpack_and_add<Dot, 2, V, FIRST>(rows, numbers, part, cells, true, stream);
+        else unpack_and_add<Dot, V, FIRST>(rows, numbers, part, cells, stream);
     }
 
     template <int FIRST, class Numbers>
