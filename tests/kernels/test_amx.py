@@ -78,7 +78,7 @@ def test_products_of_bytes_have_the_bits_of_the_reference_in_tiles_as_without(ch
 def test_unpacked_weights_are_multiplied_as_few_rows_as_they_are_as_many(chosen: str, kind: str) -> None:
     """While the first rows are multiplied, the weights are unpacked and kept for the other rows."""
     weight = grouped(kind, 336)
-    packed, x = Packed(weight, None), torch.randn(70, 336).bfloat16()
+    packed, x = Packed(weight, None, torch.bfloat16), torch.randn(70, 336).bfloat16()
     together = packed(x)
     exact = F.linear(x.double(), weight.dequantise(torch.float64))
     torch.testing.assert_close(together.double(), exact, rtol=0.01, atol=1e-3 * float(exact.abs().max()))
@@ -95,7 +95,7 @@ def test_long_rows_have_the_same_bits_in_slices_as_whole(chosen: str, kind: str,
     packed = (
         Packed(weight, None, compact=kind == "compact")
         if kind in ("plain", "compact")
-        else Packed(quantise(weight, kind), None)
+        else Packed(quantise(weight, kind), None, torch.bfloat16)
     )
     x = torch.randn(270, k).bfloat16()
     alone = torch.cat([packed(rows) for rows in x.split(32)])
