@@ -36,13 +36,13 @@ constexpr int64_t DIVISIBLE = 1024; // inputs from which on a panel may be divid
 // From LONG_INPUTS on, the rows of a unit of work and a panel would not both fit in the second-level cache, so that each panel would read all rows
 // from beyond it. Units of LONG_ROWS to LONG_BLOCK rows then have several panels, which take LONG_BYTES of the rows after the others.
 constexpr int64_t LONG_INPUTS = 3072, LONG_BYTES = 2048, LONG_ROWS = 64, LONG_BLOCK = 256, LONG_PANELS = 8;
-// Units of other products have more rows, with which unpacking a panel costs less: those of 0.6 to 1.6 MB, unless there are fewer.
-constexpr int64_t ROWS_MEMORY = 1 << 20;
 // products_amx.h
 void amx_tiles(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, int64_t first, int64_t count, const char* next);
 #else
-constexpr int64_t LONG_INPUTS = INT64_MAX, LONG_BLOCK = 1, LONG_ROWS = 1, LONG_PANELS = 1, ROWS_MEMORY = 1;
+constexpr int64_t LONG_INPUTS = INT64_MAX, LONG_BLOCK = 1, LONG_ROWS = 1, LONG_PANELS = 1;
 #endif
+// Bytes of the rows of a unit of other products by tiles of AMX, 0.6 to 1.6 times as many. More rows share the cost of unpacking a panel.
+constexpr int64_t ROWS_MEMORY = 1 << 20;
 
 // scaled.h
 int64_t summed_groups(const Weight& w);
@@ -193,7 +193,7 @@ void tiles(const Product& product, int64_t begin, int64_t end, int64_t panel, in
 }
 
 // Whether rows and a panel are too long for the second-level cache.
-bool is_long(const Weight& w) { return w.kpad >= LONG_INPUTS && w.operand == BF16 && (w.kind == BF16 || summed_groups(w) == 1); }
+bool is_long(const Weight& w) { return w.kpad >= LONG_INPUTS && w.operand == BF16 && summed_groups(w) == 1; }
 
 // Whether vectors of a panel can be multiplied without the others.
 bool divisible(const Weight& w) { return w.kind == BF16 || w.kind == INT8; }

@@ -73,14 +73,12 @@ void with_columns(const Weight& w, int64_t panel, int64_t first, int64_t input, 
     f(numbers);
 }
 
-int64_t groups_of_sums(const Weight& w) { return w.operand == BF16 && w.kind != BF16 ? summed_groups(w) : 1; }
-
 // At most AMX_ROWS rows times V vectors of a panel.
 template <class Dot, int V>
 void one_tile(const Product& job, int64_t row, int64_t rows, int64_t panel, int64_t first) {
     using Block = TileBlock<Dot, 1, V>;
     const Weight& w = *job.weight;
-    const int64_t groups = groups_of_sums(w), length = w.kpad * Dot::SIZE, width = groups > 1 ? w.group * Dot::SIZE : length;
+    const int64_t groups = summed_groups(w), length = w.kpad * Dot::SIZE, width = groups > 1 ? w.group * Dot::SIZE : length;
     const TileRows a = TileRows::consecutive(static_cast<const uint16_t*>(job.a) + row * job.lda, 2 * job.lda, rows);
     alignas(64) float sums[AMX_ROWS * PANEL], totals[AMX_ROWS * PANEL];
     for (int64_t r = 0; r < rows; r++) fetch_outputs<1, V>(job, row + r, panel * PANEL + first * 16);
@@ -110,7 +108,7 @@ template <class Dot, int V>
 void sliced_panels(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, int64_t first, const char* next) {
     const Weight& w = *job.weight;
     const RowBlocks blocks{job, begin, end, w.operand == INT8};
-    const int64_t groups = groups_of_sums(w), length = w.kpad * Dot::SIZE, size = blocks.count() * HEIGHT * PANEL;
+    const int64_t groups = summed_groups(w), length = w.kpad * Dot::SIZE, size = blocks.count() * HEIGHT * PANEL;
     const int64_t each = panels_end - panel > 1 ? LONG_BYTES : length;
     float* const sums = own_memory<1>(size * (panels_end - panel));
     const auto stored = [&](int64_t p, int64_t at) { return static_cast<const char*>(w.data) + p * panel_bytes(w) + panel_bytes(w) * at / length; };
@@ -121,7 +119,6 @@ void sliced_panels(const Product& job, int64_t begin, int64_t end, int64_t panel
             SlicedProduct<Dot, V> product(blocks, groups, sums + (p - panel) * size);
             const int64_t ahead = panel_bytes(w) * std::min(product.slice(), length) / length;
             Stream stream(stored(p, at), stored(p, inputs.end) - stored(p, at), ahead, soon, product.steps(inputs.end - at, blocks.count()));
-            const bool last = inputs.end == length;
             with_columns<Dot, V>(w, p, first, at / Dot::SIZE, [&](auto& numbers) {
                 product.add(numbers, p, inputs, stream,
                     [&](int64_t block, Inputs slice) {  // a few outputs at a time: reads of the rows would wait for more
@@ -130,7 +127,7 @@ void sliced_panels(const Product& job, int64_t begin, int64_t end, int64_t panel
                     },
                     [&](int64_t block, float* complete) {
                         const int64_t done = blocks.repeated(block);
-                        if (last) finish_tiles<V>(job, blocks.first(block) + done, blocks.rows() - done, p, first, groups, complete + done * PANEL);
+                        finish_tiles<V>(job, blocks.first(block) + done, blocks.rows() - done, p, first, groups, complete + done * PANEL);
                     });
             });
         }

@@ -59,8 +59,11 @@ struct PairsOfF32 {
     static Floats add_at(Floats sum, const Element* a, const Column& w) { return add(sum, cell(a), w); }
 };
 
-// Groups of inputs whose sums are scaled separately; 1 if the scales are part of the numbers, or belong to whole rows.
-int64_t summed_groups(const Weight& w) { return w.kind == NVFP4 || w.kind == COMPACT_BF16 ? 1 : (w.kpad + w.group - 1) / w.group; }
+// Groups of inputs whose sums are scaled separately; 1 if the scales are part of the numbers or belong to whole rows, or there are none.
+int64_t summed_groups(const Weight& w) {
+    const bool whole = w.kind == BF16 || w.kind == INT8 || w.kind == NVFP4 || w.kind == COMPACT_BF16;
+    return whole ? 1 : (w.kpad + w.group - 1) / w.group;
+}
 
 // Stores sums times the scales of their outputs. Loops over sums that are not unrolled would have GCC keep them in memory throughout.
 template <int R, int V>

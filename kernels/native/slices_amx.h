@@ -8,8 +8,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
-#include <type_traits>
 
 #include "finish.h"
 #include "panels.h"
@@ -71,14 +69,13 @@ class PlainNumbers {
 // loads of tiles that need them would delay each other if they were closer together than PIECE_BYTES.
 template <class Dot, int V, int FIRST, class Numbers>
 void unpack_and_add(const TileRows& rows, Numbers& numbers, Inputs inputs, char* cells, Stream& stream) {
-    using Cell = std::conditional_t<Dot::SIZE == 2, uint16_t, char>;
     constexpr int64_t EACH = V * AMX_BYTES / 4;  // bytes of cells for a byte of a row
     for (int64_t begin = inputs.begin; begin < inputs.end; begin += PIECE_BYTES) {
         const int64_t end = std::min(begin + PIECE_BYTES, inputs.end);
         char* const to = cells + (begin - inputs.begin) * EACH;
         for (int64_t at = begin; at < end; at += CHUNK_BYTES) {
             stream.step();
-            numbers.template unpack<FIRST, V>(at / Dot::SIZE, std::min(CHUNK_BYTES, end - at) / Dot::SIZE, reinterpret_cast<Cell*>(to + (at - begin) * EACH));
+            numbers.template unpack<FIRST, V>(at / Dot::SIZE, std::min(CHUNK_BYTES, end - at) / Dot::SIZE, reinterpret_cast<uint16_t*>(to + (at - begin) * EACH));
         }
         TileBlock<Dot, 2, V>::add(rows, begin, to, V * AMX_BYTES, end - begin, stream);
     }
@@ -161,19 +158,19 @@ class SlicedProduct {
     static int64_t steps(int64_t bytes, int64_t blocks) { return (bytes / CHUNK_BYTES + bytes / AMX_BYTES * blocks + 1) * (COUNT / V); }
 
     // Adds the products with bytes [inputs.begin, inputs.end) of the rows to the sums, which begin with the first inputs. before(block, slice): called
-    // before each slice of a block; after(block, sums): after the last one.
+    // before each slice of a block; after(block, sums): after the last inputs of the weight.
     template <class Numbers, class Before, class After>
     void add(Numbers& numbers, int64_t panel, Inputs inputs, Stream& stream, const Before& before, const After& after) {
         for (int64_t at = inputs.begin; at < inputs.end; at += slice_) {
             const Inputs slice{at, std::min(at + slice_, inputs.end)};
-            add_slice<0>(numbers, panel, slice, slice.end == inputs.end, stream, before, after);
+            add_slice<0>(numbers, panel, slice, stream, before, after);
         }
     }
 
   private:
     template <int FIRST, class Numbers, class Before, class After>
-    void add_slice(Numbers& numbers, int64_t panel, Inputs slice, bool last, Stream& stream, const Before& before, const After& after) {
-        const bool ends = last && FIRST + V == COUNT;
+    void add_slice(Numbers& numbers, int64_t panel, Inputs slice, Stream& stream, const Before& before, const After& after) {
+        const bool ends = slice.end == w_.kpad * Dot::SIZE && FIRST + V == COUNT;
         for (int64_t block = 0; block < blocks_.count(); block++) {
             float* const sums = sums_ + block * HEIGHT * PANEL;
             if (FIRST == 0) before(block, slice);
@@ -187,7 +184,7 @@ class SlicedProduct {
             }
             if (ends) after(block, sums);
         }
-        if constexpr (FIRST + V < COUNT) add_slice<FIRST + V>(numbers, panel, slice, last, stream, before, after);
+        if constexpr (FIRST + V < COUNT) add_slice<FIRST + V>(numbers, panel, slice, stream, before, after);
     }
 
     // The first block unpacks the columns for the others.
