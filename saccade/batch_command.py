@@ -13,13 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from saccade._core.settings import TLSConfig
 from saccade._jobs.input import BatchInput, BatchInvalid
 from saccade._jobs.job import BatchJob, BatchOptions, BatchSummary
 from saccade._jobs.rows import ImageFolder
 from saccade._sync.client import Client
 from saccade._sync.jobs import run_job
 from saccade._sync.methods import Methods
+from saccade.connection_options import tls_settings
 from saccade.errors import AlreadyExists, FailedPrecondition, InvalidArgument, SaccadeError
 from saccade.progress import Progress
 from saccade.types import Batch
@@ -225,5 +225,4 @@ def _client(options: argparse.Namespace) -> Methods:
 
 
 def _server(options: argparse.Namespace) -> Client:
-    tls = TLSConfig(ca=options.ca) if options.ca else options.tls
-    return Client(options.server, tls=tls, max_retries=options.max_retries, affinity=options.affinity)
+    return Client(options.server, tls=tls_settings(options), max_retries=options.max_retries, affinity=options.affinity)

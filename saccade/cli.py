@@ -16,10 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from saccade import __version__
+from saccade.connection_options import add_affinity, add_connection, tls_settings
 from saccade.errors import InvalidArgument, SaccadeError, Unavailable
-
-SERVER_VARIABLE = "SACCADE_SERVER"
-DEFAULT_SERVER = "127.0.0.1:50051"
 
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".webm", ".mkv")
 """Suffixes of files that `ask` sends as videos."""
@@ -116,8 +114,8 @@ def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     ask.add_argument(
         "--video", action="append", default=[], metavar="FILE", help="send FILE as a video, whatever its suffix"
     )
-    _add_connection(ask)
-    _add_affinity(ask)
+    add_connection(ask)
+    add_affinity(ask)
     ask.add_argument("--max-tokens", type=int, metavar="N", help="maximum number of tokens of the answer")
     ask.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's own)")
     ask.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
@@ -135,25 +133,6 @@ def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     ask.set_defaults(run=_ask, refuse=ask.error)
 
 
-def _add_connection(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--server",
-        metavar="HOST:PORT[,...]",
-        default=os.environ.get(SERVER_VARIABLE, DEFAULT_SERVER),
-        help=f"the server's address (default: ${SERVER_VARIABLE}, else {DEFAULT_SERVER})",
-    )
-    parser.add_argument("--tls", action="store_true", help="use TLS and trust the system's certificates")
-    parser.add_argument("--ca", metavar="FILE", help="use TLS and trust the certificates in FILE")
-
-
-def _add_affinity(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--affinity",
-        choices=("auto", "image"),
-        help="with several replicas, send requests with the same image (auto: or system prompt) to the same replica",
-    )
-
-
 def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     batch = commands.add_parser(
         "batch",
@@ -164,8 +143,8 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     batch.add_argument("input", metavar="IN", help="a JSONL file; images may be named by paths inside its folder")
     batch.add_argument("output", metavar="OUT", help="a JSONL file; answers of an interrupted run in it are kept")
-    _add_connection(batch)
-    _add_affinity(batch)
+    add_connection(batch)
+    add_affinity(batch)
     batch.add_argument("--model", metavar="MODEL", help="load this model here instead of asking a server")
     batch.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests in flight (default: 32)")
     batch.add_argument("--ordered", action="store_true", help="write the answers in the order of the requests")
@@ -209,7 +188,7 @@ def _add_top(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "update if stdout is not a terminal. The server has to allow it: `saccade serve --admin`, or a key with the "
         "scope admin in SACCADE_API_KEY.",
     )
-    _add_connection(top)
+    add_connection(top)
     top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between updates (default: 1)")
     top.add_argument("--count", type=int, metavar="N", help="stop after N updates")
     top.set_defaults(run=_top)
@@ -222,7 +201,6 @@ def _top(options: argparse.Namespace) -> int:
 
 
 def _ask(options: argparse.Namespace) -> int:
-    from saccade._core.settings import TLSConfig
     from saccade._sync.client import Client
 
     *files, question = options.image_and_question
@@ -232,9 +210,8 @@ def _ask(options: argparse.Namespace) -> int:
         raise InvalidArgument("the question is empty")
     if _names_a_file(question):
         options.refuse(f"the question is missing: {question!r}, the last argument, is a file")
-    tls = TLSConfig(ca=options.ca) if options.ca else options.tls
     with (
-        Client(options.server, tls=tls, max_retries=ASK_RETRIES, affinity=options.affinity) as client,
+        Client(options.server, tls=tls_settings(options), max_retries=ASK_RETRIES, affinity=options.affinity) as client,
         client.stream(
             question,
             images=images,

@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from saccade._core.settings import TLSConfig
+from saccade.connection_options import tls_settings
 from saccade.errors import FailedPrecondition, InvalidArgument, SaccadeError
 
 ONLY_LINES = ("ordered", "max_errors", "overwrite", "any_model", "strict", "server_side")
@@ -112,7 +112,7 @@ def _job(options: argparse.Namespace) -> Any:
     from saccade.ray.rows import RowFormat
 
     client: dict[str, Any] = {
-        "tls": TLSConfig(ca=options.ca) if options.ca else options.tls, "affinity": options.affinity,
+        "tls": tls_settings(options), "affinity": options.affinity,
         "max_retries": options.max_retries,
     }  # fmt: skip
     if options.timeout is not None:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from saccade._core.methods import one_call
-from saccade._core.settings import TLSConfig
 from saccade._core.steps import Call
 from saccade._sync.client import Client
+from saccade.connection_options import tls_settings
 from saccade.errors import InvalidArgument
 from saccade.v1 import admin_pb2
 
@@ -61,7 +61,6 @@ def run(options: argparse.Namespace, stream: TextIO | None = None, pause: Callab
     """Shows the state until it is interrupted, or `options.count` times. Returns the exit code; raises SaccadeError."""
     out = stream if stream is not None else sys.stdout
     terminal = out.isatty()
-    tls = TLSConfig(ca=options.ca) if options.ca else options.tls
     shown = 0
     if not 0 <= options.interval < float("inf"):
         raise InvalidArgument(f"--interval: expected 0 or more seconds, got {options.interval:g}")
@@ -69,7 +68,7 @@ def run(options: argparse.Namespace, stream: TextIO | None = None, pause: Callab
         raise InvalidArgument(f"--count: expected 1 or more updates, got {options.count}")
     if "," in options.server:
         raise InvalidArgument(f"--server: expected one address, got {options.server!r}")
-    with Client(options.server, tls=tls, timeout=ANSWER_SECONDS) as client:
+    with Client(options.server, tls=tls_settings(options), timeout=ANSWER_SECONDS) as client:
         title = f"{options.server}  {client.get_model().name}"
         while True:
             loads: Any = client._run(one_call(Call("admin", "GetLoads", admin_pb2.GetLoadsRequest())), None)

@@ -192,7 +192,7 @@ def test_tls_and_a_certificate_that_is_renewed(model: Path, tmp_path: Path) -> N
             assert list(call)[-1].WhichOneof("event") == "finished", "a stream that ran goes on"
 
 
-def test_clients_with_certificates(model: Path, tmp_path: Path) -> None:
+def test_clients_with_certificates(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     authority, clients = Authority.create(tmp_path / "server"), Authority.create(tmp_path / "clients")
     certificate, key = authority.issue("server")
     options = {"tls_cert": str(certificate), "tls_key": str(key), "tls_client_ca": str(clients.certificate)}
@@ -208,6 +208,11 @@ def test_clients_with_certificates(model: Path, tmp_path: Path) -> None:
         assert probe(probed) == 1
         with pytest.raises(ConfigError, match="--cert-key: TLS needs both"):
             probe([*probed, "--cert", str(certificate)])
+        asked = ["--ca", str(authority.certificate), "--cert", str(certificate), "--cert-key", str(key)]
+        addresses = f"{running.address},{running.address}"
+        assert main(["ask", "--server", addresses, *asked, "--server-name", "localhost", "--max-tokens", "1", "?"]) == 0
+        assert main(["top", "--server", running.address, *asked, "--count", "1"]) == 1
+        assert "PERMISSION_DENIED" in capsys.readouterr().err, "its connection is good, but --admin is not set"
 
 
 def test_a_client_is_told_if_tls_may_be_the_reason(

@@ -129,6 +129,28 @@ def test_wrong_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "serve" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--cert", "a.pem"], "--cert: has no effect without TLS"),
+        (["--cert-key", "a.key"], "--cert-key: has no effect without TLS"),
+        (["--server-name", "a.test"], "--server-name: has no effect without TLS"),
+        (["--tls", "--cert", "a.pem"], "--cert-key: --cert needs it"),
+        (["--ca", "ca.pem", "--cert-key", "a.key"], "--cert: --cert-key needs it"),
+        (["--tls", "--server", "a:1,b:1"], "--server-name: several addresses with TLS need it"),
+    ],
+)
+@pytest.mark.parametrize("command", [["ask", "?"], ["batch", "in", "out"]])
+def test_options_of_tls_that_do_not_fit_are_named(
+    command: list[str], options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").write_text('{"custom_id": "1", "body": {"messages": [{"role": "user", "content": "?"}]}}\n')
+    assert cli.main([*command, *options]) != 0
+    assert words in capsys.readouterr().err
+
+
 def test_it_is_a_program_and_a_module(address: str) -> None:
     arguments = ["ask", "--server", address, "?"]
     program = Path(sys.executable).parent / "saccade"
