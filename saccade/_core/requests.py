@@ -36,6 +36,8 @@ MAX_DEPTH = 30
 levels of messages that protobuf accepts."""
 _THINKING = ("enable_thinking", "reasoning_effort")
 _MESSAGE_KEYS = {"role", "content", "reasoning", "reasoning_content", "tool_calls", "tool_call_id"}
+_IGNORED_KEYS = {"name", "annotations"}
+"""Keys of OpenAI's messages that chat templates do not print."""
 _Places: TypeAlias = dict[str, list[types_pb2.Part]]
 """Parts of a conversation that take the next of `images=` or `videos=`."""
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -300,7 +302,8 @@ def _chat_messages(messages: list[Any], media: _Media) -> list[types_pb2.ChatMes
 def _chat_message(message: Any, name: str, waiting: _Places) -> types_pb2.ChatMessage:
     if not isinstance(message, Mapping):
         raise InvalidArgument(f"{name}: expected a dict with role and content, got {type(message).__name__}")
-    if extra := sorted(map(str, message.keys() - _MESSAGE_KEYS)):
+    given = {key for key, value in message.items() if value is not None}  # OpenAI's library returns unset keys as None
+    if extra := sorted(map(str, given - _MESSAGE_KEYS - _IGNORED_KEYS)):
         raise InvalidArgument(f"{name}: unknown keys {', '.join(extra)}; known are {', '.join(sorted(_MESSAGE_KEYS))}")
     if not isinstance(message.get("role"), str) or message["role"] not in _ROLES:
         raise InvalidArgument(f"{name}.role: expected one of {', '.join(_ROLES)}, got {message.get('role')!r}")

@@ -68,6 +68,20 @@ def test_reasoning_is_a_part_of_the_assistant_s_message() -> None:
             build_request([message])
 
 
+def test_a_message_of_openai_s_library_can_be_sent_back() -> None:
+    """`model_dump` of its message has all keys."""
+    call = {"id": "c", "function": {"arguments": "{}", "name": "f"}, "type": "function"}
+    unset = {"refusal": None, "audio": None, "function_call": None, "annotations": [], "name": "a"}
+    answers: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "b", "tool_calls": None, **unset},
+        {"role": "assistant", "content": None, "tool_calls": [call], **unset},
+    ]
+    text, called = build_request([{"role": "user", "content": "a"}, *answers]).chat.messages[1:]
+    assert text_of(text) == ["b"] and called.tool_calls[0].name == "f"
+    with pytest.raises(errors.InvalidArgument, match="unknown keys refusal"):
+        build_request([{"role": "assistant", "content": "b", "refusal": "no"}])
+
+
 def test_token_ids_are_taken_as_they_are() -> None:
     request = build_request([1, 0, 70000], images=[PNG])
     assert list(request.tokens.ids) == [1, 0, 70000] and len(request.tokens.images) == 1
