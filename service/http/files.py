@@ -151,16 +151,14 @@ async def get_file(call: HttpCall) -> None:
         await call.respond(_uploaded(found))
         return
     batch, connection = found
-    file_id = path_values(call.scope)["file_id"]
-    failed = file_id.startswith(ERRORS)
-    if batch.state == "completed" and not batch.failed:
-        size = 0 if failed else batch.output_bytes
-    else:  # the server writes answers and errors to one file, so they are counted
+    size = _output_size(call, batch)
+    if size is None:
         size = 0
         async with call.connected(), contextlib.aclosing(_output(call, batch, connection)) as pieces:
             async for piece in pieces:
                 size += len(piece)
-    name = f"{batch.batch_id}_{'errors' if failed else 'output'}.jsonl"
+    name = f"{batch.batch_id}_{'errors' if _of_errors(call) else 'output'}.jsonl"
+    file_id = path_values(call.scope)["file_id"]
     await call.respond(_file(file_id, name, size, batch.ended or 0, batch.expires, "batch_output"))
 
 
@@ -180,18 +178,20 @@ async def delete_file(call: HttpCall) -> None:
 async def content(call: HttpCall) -> None:
     """The bytes of a file; for an output of a batch, its answers or its failed rows."""
     found = await _find(call)
+    size: int | None
     if isinstance(found, StoredFile):
-        pieces = _read(found.path)
+        pieces, size = _read(found.path), found.size
     else:
-        pieces = _output(call, *found)
+        pieces, size = _output(call, *found), _output_size(call, found[0])
+    length = [] if size is None else [("content-length", str(size))]
     async with call.connected():
         async with contextlib.aclosing(pieces) as source:
             async for piece in source:
                 if not call.started:
-                    await call.start(200, "application/jsonl", [])
+                    await call.start(200, "application/jsonl", length)
                 await call.write(piece)
         if not call.started:
-            await call.start(200, "application/jsonl", [])
+            await call.start(200, "application/jsonl", length)
         await call.end()
 
 
@@ -201,17 +201,33 @@ async def _read(path: Path) -> AsyncGenerator[bytes, None]:
             yield chunk
 
 
+def _of_errors(call: HttpCall) -> bool:
+    """Whether the call names a batch's errors, and not its answers."""
+    return path_values(call.scope)["file_id"].startswith(ERRORS)
+
+
+def _output_size(call: HttpCall, batch: Batch) -> int | None:
+    """Bytes of the batch's file that the call names. None: they have to be counted, because the server writes answers
+    and errors to one file."""
+    if batch.state != "completed" or batch.failed:
+        return None
+    return 0 if _of_errors(call) else batch.output_bytes
+
+
 async def _output(call: HttpCall, batch: Batch, connection: Connection) -> AsyncGenerator[bytes, None]:
-    """The content of the batch's file that the call names: its answers or its errors, in whole lines."""
-    failed = path_values(call.scope)["file_id"].startswith(ERRORS)
+    """The content of the batch's file that the call names: its answers or its errors, in whole lines. It takes as long
+    as its reader, unless the call has a deadline of its own."""
+    failed = _of_errors(call)
     request = batch_pb2.DownloadBatchOutputRequest(batch_id=batch.batch_id)
-    messages = call.caller().messages("batch", "DownloadBatchOutput", request, on=connection)
+    timeout = call.timeout() if "x-request-timeout" in call.headers else None
+    messages = call.caller().messages("batch", "DownloadBatchOutput", request, on=connection, timeout=timeout)
     rest = b""
-    async for message in messages:
-        *lines, rest = (rest + message.data).split(b"\n")
-        chosen = [line + b"\n" for line in lines if (json.loads(line)["error"] is not None) == failed]
-        if chosen:
-            yield b"".join(chosen)
+    async with contextlib.aclosing(messages) as source:
+        async for message in source:
+            *lines, rest = (rest + message.data).split(b"\n")
+            chosen = [line + b"\n" for line in lines if (json.loads(line)["error"] is not None) == failed]
+            if chosen:
+                yield b"".join(chosen)
 
 
 async def _find(call: HttpCall) -> StoredFile | tuple[Batch, Connection]:

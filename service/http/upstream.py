@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from saccade._async.driver import run
@@ -99,11 +99,14 @@ class Caller:
         assert failure is not None
         raise failure
 
-    async def messages(self, service: str, method: str, message: Any, *, on: Connection) -> AsyncIterator[Any]:
-        """The messages of a stream of one server. Raises SaccadeError."""
+    async def messages(
+        self, service: str, method: str, message: Any, *, on: Connection, timeout: float | None
+    ) -> AsyncGenerator[Any, None]:
+        """The messages of a stream of one server. `timeout`: seconds for all of them; None: as long as they are read.
+        Raises SaccadeError."""
         exchange = AsyncExchange(_Authorized([on], self.metadata))
         try:
-            await exchange.open(Call(service, method, message), self.deadline.left(), "")
+            await exchange.open(Call(service, method, message), timeout, "")
             while (received := await exchange.receive(None)) is not None:
                 yield received
         finally:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +63,57 @@ def test_what_was_uploaded_and_said_outlives_both_servers(model: Path, tmp_path:
         assert client.files.delete(first.id).deleted
     with RunningHttp(["127.0.0.1:1"], **kept) as http:
         assert list(http.front.files._files) == [second.id]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def large_output(server: RunningServer, client: openai.OpenAI, lines: int) -> tuple[str, int]:
+    """A batch whose output has `lines` lines of a mebibyte: its id, and the size of the output."""
+    file = client.files.create(file=("in.jsonl", ROW), purpose="batch")
+    made = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )  # fmt: skip
+    while client.batches.retrieve(made.id).status != "completed":
+        pass
+    client.files.delete(file.id)
+    line = json.dumps({"custom_id": "a", "response": "x" * 2**20, "error": None}).encode() + b"\n"
+    store = server.server._batch_store
+    with open(store.folder(made.id) / "output.jsonl", "wb") as output:
+        for _ in range(lines):
+            output.write(line)
+    store.save(replace(store.record(made.id), output_bytes=lines * len(line)), on_disk=False)
+    return made.id, lines * len(line)
+
+
+def test_an_output_is_sent_as_it_is_read(server: RunningServer, http: RunningHttp) -> None:
+    """The time of a download is its reader's, not limited like that of an answer, and the server holds little of it."""
+    with client_of(http) as client:
+        batch_id, size = large_output(server, client, 128)
+    get = f"GET /v1/files/file-output-{batch_id}/content HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    with RunningHttp([server.address], default_timeout=2.0) as brief:
+        with socket.create_connection(("127.0.0.1", brief.port), timeout=60) as slow:
+            slow.sendall(f"{get}authorization: Bearer none\r\n\r\n".encode())
+            before, most, received = resident_bytes(), 0, b""
+            end = time.monotonic() + 2.5
+            while time.monotonic() < end:
+                received += slow.recv(1)
+                most = max(most, resident_bytes())
+            head, body = received.split(b"\r\n\r\n", 1)
+            count = len(body)
+            while piece := slow.recv(2**20):
+                count += len(piece)
+        with socket.create_connection(("127.0.0.1", brief.port), timeout=60) as gone:
+            gone.sendall(f"{get}authorization: Bearer none\r\n\r\n".encode())
+            assert gone.recv(20)
+        brief.idle()
+    assert f"content-length: {size}".encode() in head.lower().split(b"\r\n")
+    assert count == size
+    assert most - before < 48 * 2**20
+    server.drained()
+    with client_of(http) as client:
+        client.files.delete(f"file-output-{batch_id}")
 
 
 def test_a_batch_of_a_file_that_is_deleted_meanwhile(http: RunningHttp) -> None:
