@@ -2,8 +2,8 @@
 
 Text is passed on until a call begins. A call is reported once its name is known to be that of a tool, and its arguments
 as they are written. What is no call remains text, markers included; if a call breaks off, its arguments stay incomplete
-and the rest is text. White space between text and calls belongs to the markup. How the text is divided does not change
-the result.
+and the rest is text, or is dropped if the whole answer was cut off there. White space between text and calls belongs to
+the markup. How the text is divided does not change the result.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from families.tool_steps import SPACE, Cursor, Mismatch, Steps, json_steps, overlap
+from families.tool_steps import SPACE, Cursor, Ended, Mismatch, Steps, json_steps, overlap
 from families.tool_values import json_text, json_value, only_string, typed
 
 
@@ -71,6 +71,8 @@ class CallScanner:
         self._longest_name = max(map(len, tools), default=0) + 2
         self._cursor = Cursor()
         self._pieces: list[Piece] = []
+        self._cut = False
+        """Whether the text ends where the answer was cut off."""
         self._after_call = False
         """Whether no text has followed the last call."""
         self.calls = 0
@@ -96,9 +98,9 @@ class CallScanner:
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def finish(self) -> list[Piece]:
-        """The rest, at the end of the text."""
-        self._cursor.final = True
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        """The rest, at the end of the text. `cut`: the answer was cut off, so the rest of a call is no text."""
+        self._cursor.final, self._cut = True, cut
         return self.feed("")
 
     # -- parsing -------------------------------------------------------------------------------------------------------
@@ -127,8 +129,10 @@ class CallScanner:
                 yield from cursor.space()
                 yield from cursor.word(self._markup.end)
                 cursor.drop()
-            except Mismatch:
-                if self.calls == started:
+            except Mismatch as mismatch:
+                if self._cut and isinstance(mismatch, Ended):
+                    cursor.text, cursor.at = "", 0
+                elif self.calls == started:
                     self._pass_on(cursor.text.index(begin) + len(begin))
         cursor.final = True  # nothing after the only call
         while True:

@@ -23,6 +23,10 @@ class Mismatch(Exception):
     """The text does not go on as expected, or ends."""
 
 
+class Ended(Mismatch):
+    """The text ends, and is as expected so far."""
+
+
 def overlap(text: str, word: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `word`."""
     return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)
@@ -44,9 +48,9 @@ class Cursor:
         return parsed
 
     def more(self) -> Steps:
-        """Waits for more text. Raises Mismatch at the end of the text."""
+        """Waits for more text. Raises Ended at the end of the text."""
         if self.final:
-            raise Mismatch
+            raise Ended
         yield
 
     def char(self) -> Generator[None, None, str]:

@@ -112,8 +112,9 @@ class Answer:
         full = params.max_tokens is not None and len(continued) >= params.max_tokens
         if not sample.over and self._end_token is None and not full:
             return None
-        sample.flush()  # the client received the text that was held back with the last token
-        return self._finish(0, *sample.end("length" if self._end_token is None else "stop", self._end_token))
+        given: FinishReason = "length" if self._end_token is None else "stop"
+        sample.flush(given)  # the client received the text that was held back with the last token
+        return self._finish(0, *sample.end(given, self._end_token))
 
     @property
     def _end_token(self) -> int | None:
@@ -154,8 +155,9 @@ class Answer:
                 reason = sample.reason("stop")
                 break
             if event.finish_reason is not None:
-                pieces.append(sample.flush())
-                reason, stop_token = sample.end(cast(FinishReason, event.finish_reason), event.stop_token)
+                given = cast(FinishReason, event.finish_reason)
+                pieces.append(sample.flush(given))
+                reason, stop_token = sample.end(given, event.stop_token)
         deltas += self._delta(index, merged(pieces), ids, logprobs)
         if reason is None:
             return deltas, None, False

@@ -98,9 +98,9 @@ class SampleState:
             return Shown(text) if reasoning else Shown("", self._stopped(text))
         return self._sorted(self._calls.feed(text), reasoning)
 
-    def _end(self, reasoning: bool) -> Shown:
+    def _end(self, reasoning: bool, *, cut: bool = False) -> Shown:
         """The text and calls held back at the end of the reasoning or of the answer; no call continues after it."""
-        return Shown() if self._calls is None else self._sorted(self._calls.finish(), reasoning)
+        return Shown() if self._calls is None else self._sorted(self._calls.finish(cut=cut), reasoning)
 
     def _sorted(self, pieces: Iterable[str | CallDelta], reasoning: bool) -> Shown:
         texts, calls = list[str](), list[CallDelta]()
@@ -131,10 +131,10 @@ class SampleState:
         for token in tokens:
             self.push(token)
 
-    def flush(self) -> Shown:
-        """The output that was held back, at the end of the sample."""
+    def flush(self, given: FinishReason) -> Shown:
+        """The output that was held back, at the end of the sample. `given`: why it ended."""
         reasoning = self._split.reasoning
-        parts = [self._take(self._detokenizer.flush(), reasoning), self._end(reasoning)]
+        parts = [self._take(self._detokenizer.flush(), reasoning), self._end(reasoning, cut=given != "stop")]
         return merged(parts if reasoning else [*parts, Shown("", self._stops.flush())])
 
 

@@ -137,9 +137,10 @@ class CallSplit:
         """The text and the parts of calls that can be sent now, in order."""
         return self._told(self._scanner.feed(text))
 
-    def finish(self) -> list[str | CallDelta]:
-        """The remaining text and parts of calls, at the end of the reasoning or of the answer."""
-        found = self._told(self._scanner.finish())
+    def finish(self, *, cut: bool = False) -> list[str | CallDelta]:
+        """The remaining text and parts of calls, at the end of the reasoning or of the answer. `cut`: the answer was
+        cut off, so what has been written of a call is no text."""
+        found = self._told(self._scanner.finish(cut=cut))
         if not self._scanner.done:
             self._broken |= self._scanner.pending
             self._before += self._scanner.calls

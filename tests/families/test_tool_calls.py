@@ -80,6 +80,24 @@ def test_a_call_that_breaks_off_stays_incomplete(markup: ToolMarkup, text: str, 
 
 
 @pytest.mark.parametrize("markup", [XML, HERMES, CALL_LIST], ids=lambda markup: markup.body)
+def test_a_call_that_is_cut_off_leaves_no_markup(markup: ToolMarkup) -> None:
+    """Wherever it is, and however the text arrives."""
+    item = '{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}'
+    body = {"xml": xml("weather", city="Oslo", days="2")[len(XML.begin) : -len(XML.end)], "object": item,
+            "list": f"[{item}]"}[markup.body]  # fmt: skip
+    call = f"so{markup.begin}{body}{markup.end}"
+    for end in range(len(f"so{markup.begin}"), len(call)):
+        for parts in ([call[:end]], list(call[:end])):
+            scanner = CallScanner(markup, TOOLS)
+            pieces = [piece for part in parts for piece in scanner.feed(part)]
+            text, calls = joined(pieces + scanner.finish(cut=True))
+            assert text == "so" and [name for name, _ in calls] in ([], ["weather"])
+    for other in (f"so {markup.begin} is how it begins", "so <b"):
+        scanner = CallScanner(markup, TOOLS)
+        assert joined(scanner.feed(other) + scanner.finish(cut=True)) == (other, [])
+
+
+@pytest.mark.parametrize("markup", [XML, HERMES, CALL_LIST], ids=lambda markup: markup.body)
 def test_arguments_are_reported_as_they_are_written(markup: ToolMarkup) -> None:
     long = "so " * 100
     calls = f'{{"name": "weather", "arguments": {{"city": "{long}"}}}}'

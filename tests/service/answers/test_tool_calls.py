@@ -137,6 +137,14 @@ def test_without_tools_markup_is_text(assets: ModelAssets) -> None:
 def test_what_is_cut_off_or_broken_does_not_wait_for_results(assets: ModelAssets) -> None:
     events, _ = answered(assets, WRITTEN[XML][:70], **using())
     assert reason(events) == "length"
+    for written, calls in (
+        ("so <tool_call><function=wea", []), ("so <tool_call><function=weather><parameter=days>2", [("weather", "{")]),
+        ("so <tool_call><function=now></function></tool", [("now", "{}")]),
+    ):  # fmt: skip
+        for thinking in (False, True):
+            events, _ = answered(assets, written, **using(thinking=thinking))
+            assert split(events) == (("so", "") if thinking else ("", "so")) and reason(events) == "length"
+            assert calls_of(events) == calls
     events, _ = answered(assets, "<tool_call><function=weather><parameter=city>Kö<|im_end|>", **using())
     assert calls_of(events) == [("weather", '{"city": "Kö')] and reason(events) == "stop"
     events, _ = answered(assets, f"{WRITTEN[XML]}<tool_call><function=now>!<|im_end|>", **using())
