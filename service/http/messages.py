@@ -36,7 +36,7 @@ def error_form_of(path: str) -> Callable[[dict[str, Any], int], dict[str, Any]] 
     return anthropic_error if path == "/v1/messages" or path.startswith("/v1/messages/") else None
 
 
-def _as_anthropic(call: HttpCall) -> None:
+def as_anthropic(call: HttpCall) -> None:
     """Gives the answer, or the error, the form and the headers that Anthropic's clients read."""
     call.error_form = anthropic_error
     call.notes.append(("request-id", call.request_id))
@@ -44,7 +44,7 @@ def _as_anthropic(call: HttpCall) -> None:
 
 async def messages(call: HttpCall) -> None:
     """Answers a request of Anthropic's Messages API, as a whole or as a stream of events."""
-    _as_anthropic(call)
+    as_anthropic(call)
     body = validated(MessagesRequest, await call.json())
     request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
     blocks = chain.from_iterable(message.content for message in body.messages if isinstance(message.content, list))
@@ -66,7 +66,7 @@ async def messages(call: HttpCall) -> None:
 
 async def count_tokens(call: HttpCall) -> None:
     """The number of tokens that the prompt of a request takes."""
-    _as_anthropic(call)
+    as_anthropic(call)
     body = validated(CountTokens, await call.json())
     request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
     async with call.connected():

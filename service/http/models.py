@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import parse_qs
 
 from google.protobuf import json_format
 
 from saccade._core.results import model_from
 from saccade._transport.local_aio import AsyncLocalConnection
-from saccade.errors import NotFound, SaccadeError, Unavailable
+from saccade.errors import InvalidArgument, NotFound, SaccadeError, Unavailable
 from saccade.types import Model
 from saccade.v1 import admin_pb2, model_pb2
 from service.http.call import HttpCall, path_values
+from service.http.messages import as_anthropic
 from service.http.upstream import Caller, Connection
 
 PROBE_SECONDS = 2.0
+MAX_LISTED = 1000
+"""Largest number of models on one page of Anthropic's list."""
 
 
 async def health(call: HttpCall) -> None:
@@ -63,18 +69,54 @@ async def _with_models(call: HttpCall, connection: Connection) -> str:
 
 
 async def list_models(call: HttpCall) -> None:
-    """Lists the models of all servers."""
-    found = await _models(call.caller())
-    await call.respond({"object": "list", "data": [model_object(model) for model in found.values()]})
+    """Lists the models of all servers; in Anthropic's form if the header `anthropic-version` is set."""
+    if anthropic := _for_anthropic(call):
+        as_anthropic(call)
+    found = list((await _models(call.caller())).values())
+    if anthropic:
+        await call.respond(models_page(found, parse_qs(call.scope["query_string"].decode("latin-1"))))
+    else:
+        await call.respond({"object": "list", "data": [model_object(model) for model in found]})
+
+
+def _for_anthropic(call: HttpCall) -> bool:
+    """Whether the caller uses Anthropic's API, whose paths for models are OpenAI's too."""
+    return "anthropic-version" in call.headers
+
+
+def models_page(models: list[Model], query: dict[str, list[str]]) -> dict[str, Any]:
+    """A page of Anthropic's list of models. Raises InvalidArgument and NotFound."""
+    limit = query.get("limit", ["20"])[0]
+    if not re.fullmatch(r"[0-9]{1,4}", limit) or not 1 <= int(limit) <= MAX_LISTED:
+        raise InvalidArgument(f"limit: expected a number from 1 to {MAX_LISTED}, got {limit[:40]!r}")
+    if "after_id" in query and "before_id" in query:
+        raise InvalidArgument("before_id: it cannot be combined with after_id")
+    if "active" not in query.get("lifecycle[]", ["active"]):
+        models = []
+    for name in ("after_id", "before_id"):
+        if name in query:
+            places = [i for i, model in enumerate(models) if model.name == query[name][0]]
+            if not places:
+                raise NotFound(f"{name}: there is no model {query[name][0][:200]!r}")
+            models = models[places[0] + 1 :] if name == "after_id" else models[: places[0]]
+    page = models[-int(limit) :] if "before_id" in query else models[: int(limit)]
+    return {
+        "data": [_model_info(model) for model in page],
+        "first_id": page[0].name if page else None,
+        "last_id": page[-1].name if page else None,
+        "has_more": len(models) > len(page),
+    }
 
 
 async def get_model(call: HttpCall) -> None:
-    """Describes one model."""
+    """Describes one model; in Anthropic's form if the header `anthropic-version` is set."""
     name = path_values(call.scope)["name"]
+    if anthropic := _for_anthropic(call):
+        as_anthropic(call)
     found = await _models(call.caller())
     if name not in found:
         raise NotFound(f"there is no model {name[:200]!r}; there are {', '.join(found)}")
-    await call.respond(model_object(found[name]))
+    await call.respond(_model_info(found[name]) if anthropic else model_object(found[name]))
 
 
 async def _models(caller: Caller) -> dict[str, Model]:
@@ -96,6 +138,19 @@ async def _models(caller: Caller) -> dict[str, Model]:
     if not found:
         raise failures[0] if failures else Unavailable("no server has a model", retryable=True)
     return found
+
+
+def _model_info(model: Model) -> dict[str, Any]:
+    """Anthropic's object for a model."""
+    return {
+        "type": "model",
+        "id": model.name,
+        "display_name": model.name,
+        "created_at": datetime.fromtimestamp(_STARTED, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": model.limits.context_length,
+        "saccade": model_object(model)["saccade"],
+    }
 
 
 def model_object(model: Model) -> dict[str, Any]:

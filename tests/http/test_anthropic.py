@@ -6,6 +6,7 @@ import base64
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -19,6 +20,7 @@ from saccade import errors
 from saccade._openai.errors import error_object
 from service.http.call import http_status
 from service.http.messages import MessageEvents, anthropic_error
+from service.http.models import models_page
 
 ASK: dict[str, Any] = {"model": "", "max_tokens": 20, "messages": [{"role": "user", "content": "what is it?"}]}
 
@@ -119,6 +121,40 @@ def test_images(client: anthropic.Anthropic, grpc_client: saccade.Client) -> Non
     )
     same = grpc_client.generate("what is it?", images=[photo], max_tokens=8, temperature=0)
     assert made.content[0].type == "text" and made.content[0].text == same.text
+
+
+def test_models(client: anthropic.Anthropic, grpc_client: saccade.Client) -> None:
+    served = grpc_client.get_model()
+    page = client.models.list()
+    assert (page.first_id, page.last_id, page.has_more) == (served.name, served.name, False)
+    (model,) = client.models.list(limit=1)
+    assert model == client.models.retrieve(served.name)
+    assert (model.type, model.id, model.display_name, model.lifecycle) == ("model", served.name, served.name, "active")
+    assert model.created_at.tzinfo and model.max_input_tokens == served.limits.context_length
+    assert not list(client.models.list(after_id=served.name)) and not list(client.models.list(before_id=served.name))
+    assert not list(client.models.list(lifecycle=["retired"]))
+    with pytest.raises(anthropic.BadRequestError, match="limit: expected a number from 1 to 1000"):
+        client.models.list(limit=0)
+    for ask in (lambda: client.models.retrieve("nothing"), lambda: client.models.list(after_id="nothing")):
+        with pytest.raises(anthropic.NotFoundError, match="nothing") as caught:
+            ask()
+        body: Any = caught.value.body
+        assert body["error"]["type"] == "not_found_error" and caught.value.request_id
+
+
+def test_pages_of_models(grpc_client: saccade.Client) -> None:
+    models = [replace(grpc_client.get_model(), name=name) for name in "abcd"]
+    for query, names, more in (
+        ({}, "abcd", False),
+        ({"limit": ["3"]}, "abc", True),
+        ({"limit": ["3"], "after_id": ["c"]}, "d", False),
+        ({"limit": ["1"], "after_id": ["a"]}, "b", True),
+        ({"limit": ["2"], "before_id": ["d"]}, "bc", True),
+        ({"limit": ["2"], "before_id": ["c"]}, "ab", False),
+    ):
+        page = models_page(models, query)
+        assert [model["id"] for model in page["data"]] == list(names) and page["has_more"] == more
+        assert (page["first_id"], page["last_id"]) == (names[0], names[-1])
 
 
 def test_errors_are_anthropics(client: anthropic.Anthropic) -> None:
