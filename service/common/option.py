@@ -3,6 +3,8 @@ values."""
 
 from __future__ import annotations
 
+import errno
+import socket
 from dataclasses import field
 from typing import Any
 
@@ -31,6 +33,18 @@ def option(
     """A field with its help text; `size` accepts suffixes such as 512Mi."""
     metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "size": size}
     return field(default=default, metadata=metadata)
+
+
+def cannot_listen(host_option: str, port_option: str, host: str, port: int, error: OSError) -> ConfigError:
+    """The error for an address that cannot be bound. It names the option at fault: the host's if this machine has no
+    such address, else the port's."""
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return ConfigError(
+            f"{host_option}: cannot listen on {where}: {error.strerror}; an address of this machine would work, such "
+            "as 127.0.0.1"
+        )
+    return ConfigError(f"{port_option}: cannot listen on {where}: {error.strerror}; another port or 0 would work")
 
 
 def check_addresses(name: str, addresses: tuple[str, ...], *, targets: bool = False) -> None:

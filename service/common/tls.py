@@ -40,12 +40,15 @@ def tls_files(options: ServerOptions | HttpFrontOptions) -> TlsFiles | None:
     return TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether the host is a loopback address. Raises ConfigError for a host name that does not resolve."""
+def is_loopback(host: str, name: str) -> bool:
+    """Whether the host is a loopback address. `name`: of the option that names it. Raises ConfigError for a host name
+    that does not resolve."""
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None)}
     except OSError:
-        raise ConfigError(f"{host!r} is neither an IP address nor a host name that resolves on this machine") from None
+        raise ConfigError(
+            f"{name}: {host!r} is neither an IP address nor a host name that resolves on this machine"
+        ) from None
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
 
 

@@ -32,9 +32,6 @@ def channel_credentials(options: EngineOptions) -> Any:
 
 def _check_loopback(encoders: Sequence[str]) -> None:
     """Raises ConfigError if an API key that is sent without TLS would leave this machine on its way to an encoder."""
-    try:
-        far = [address for address in encoders if not is_loopback(address.rpartition(":")[0])]
-    except ConfigError as error:
-        raise ConfigError(f"encoders: {error}") from None
+    far = [address for address in encoders if not is_loopback(address.rpartition(":")[0], "encoders")]
     if far:
         raise ConfigError(f"encoder_ca: without TLS the key in encoder_api_key can be read on its way to {far[0]}")

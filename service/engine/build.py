@@ -323,7 +323,9 @@ def check_role(options: EngineOptions, checkpoint: Checkpoint) -> None:
     """Raises ConfigError for a role that needs images if the model takes none."""
     if options.role != "all" and checkpoint.config.vision is None:
         nothing = {"encoder": "to encode", "decoder": "that encoders could do"}[options.role]
-        raise ConfigError(f"role: {checkpoint.config.name} takes no images, so there is nothing {nothing}")
+        raise ConfigError(
+            f"role: {checkpoint.config.name} takes no images, so there is nothing {nothing}; 'all' would work"
+        )
 
 
 class RowsOf(NamedTuple):

@@ -25,7 +25,7 @@ def allowed_hosts(options: HttpFrontOptions) -> frozenset[str] | None:
         return None
     if options.http_allowed_hosts:
         return frozenset(name.strip("[]").lower() for name in (*options.http_allowed_hosts, options.http_host))
-    if options.tls_cert is not None or not is_loopback(options.http_host):
+    if options.tls_cert is not None or not is_loopback(options.http_host, "http_host"):
         return None
     return frozenset({options.http_host.strip("[]").lower()})
 

@@ -7,6 +7,7 @@ import ipaddress
 import socket
 
 from service.common.config import ConfigError, HttpFrontOptions, HttpOptions
+from service.common.option import cannot_listen
 from service.common.tls import is_loopback
 
 ANY_HOST = "*"
@@ -24,7 +25,7 @@ def check_packages() -> None:
 def check_exposure(options: HttpFrontOptions) -> None:
     """Raises ConfigError if other machines can reach the address and the server has no TLS, unless `insecure` is set.
     API keys are not needed here, because the gRPC servers check them."""
-    if not options.insecure and options.tls_cert is None and not is_loopback(options.http_host):
+    if not options.insecure and options.tls_cert is None and not is_loopback(options.http_host, "http_host"):
         raise ConfigError(
             f"http_host: {options.http_host} can be reached from other machines, but this server has no TLS "
             "(--tls-cert and --tls-key); set these options, listen on 127.0.0.1 behind a proxy with TLS, or set "
@@ -34,16 +35,15 @@ def check_exposure(options: HttpFrontOptions) -> None:
 
 def bind(options: HttpOptions, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError."""
-    host = options.http_host
+    host = options.http_host.strip("[]")
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(2048)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"http_port: cannot listen on {host}:{port}: {why}") from None
+        raise cannot_listen("http_host", "http_port", host, port, error) from None
     return listener
 
 

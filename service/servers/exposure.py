@@ -41,21 +41,16 @@ def listen(server: Any, options: ServerOptions, credentials: Any) -> int:
         if credentials is None:
             return int(server.add_insecure_port(where))
         return int(server.add_secure_port(where, credentials))
-    except RuntimeError:
-        raise cannot_listen(options) from None
+    except RuntimeError:  # `service.servers.preflight` has said why, unless another program was faster
+        raise ConfigError(
+            f"port: cannot listen on {where}: another program may use the port; choose another port, or 0 for any free "
+            "one"
+        ) from None
 
 
 def address_of(options: ServerOptions, port: int) -> str:
     """`host:port` of the gRPC port, as clients write it: IPv6 addresses in brackets."""
     return f"[{options.host}]:{port}" if ":" in options.host else f"{options.host}:{port}"
-
-
-def cannot_listen(options: ServerOptions) -> ConfigError:
-    """The error for an address that cannot be bound."""
-    return ConfigError(
-        f"port: cannot listen on {address_of(options, options.port)}: another program may use the port; choose another "
-        "port, or 0 for any free one"
-    )
 
 
 def channel_options(options: ServerOptions) -> list[tuple[str, int]]:

@@ -35,10 +35,10 @@ from service.common.channel import Outbox, receive_descriptor
 from service.common.config import ConfigError, ServerOptions
 from service.common.folders import OwnedFolder, locked
 from service.common.helper_process import log_level, start_helper
+from service.common.option import cannot_listen
 from service.engine import wire
 from service.engine.engine_client import Loading, SupervisedEngine
 from service.engine.types import EngineEvent
-from service.servers.exposure import cannot_listen
 from service.servers.http_process import HttpProcess, http_beside
 from service.servers.lifetime import stop_signals, unless_stopped, until_stopped
 
@@ -327,8 +327,8 @@ def reserved_port(options: ServerOptions) -> Iterator[int]:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             sock.bind(address)  # without listen(): connections go only to the frontends, which listen
-        except OSError:
-            raise cannot_listen(options) from None
+        except OSError as error:
+            raise cannot_listen("host", "port", options.host, options.port, error) from None
         yield int(sock.getsockname()[1])
 
 

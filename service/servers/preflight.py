@@ -12,13 +12,13 @@ from types import ModuleType
 from service.common.auth import watch_keys
 from service.common.config import ConfigError, ServerOptions
 from service.common.folders import locked
-from service.common.option import LAST_PORT
+from service.common.option import LAST_PORT, cannot_listen
 from service.common.roles import warn_of_unused
 from service.encoding.credentials import channel_credentials
 from service.http.listen import bind, check_packages
 from service.media.fetch import make_fetcher
 from service.servers.credentials import server_credentials
-from service.servers.exposure import cannot_listen, check_exposure
+from service.servers.exposure import check_exposure
 from service.servers.limits import frontend_limits
 from service.servers.processes import check_processes
 from service.telemetry.metrics import check_installed
@@ -135,19 +135,17 @@ def _check_ports(options: ServerOptions) -> None:
     with contextlib.ExitStack() as held:
         if options.http_port:
             held.enter_context(bind(options, options.http_port))
-        if options.port:
+        with contextlib.ExitStack() as apart:  # any free port must not be one that is checked below
             try:
-                _hold(held, options.host, options.port)
-            except OSError:
+                _hold(held if options.port else apart, options.host, options.port)
+            except OSError as error:
                 if not _several(options):  # else `frontends.reserved_port` reports it
-                    raise cannot_listen(options) from None
+                    raise cannot_listen("host", "port", options.host, options.port, error) from None
         for port in _metrics_ports(options):
             try:
                 _hold(held, options.metrics_host, port)
             except OSError as error:
-                raise ConfigError(
-                    f"metrics_port: cannot listen on {options.metrics_host}:{port}: {error.strerror}"
-                ) from None
+                raise cannot_listen("metrics_host", "metrics_port", options.metrics_host, port, error) from None
 
 
 def _metrics_ports(options: ServerOptions) -> range:

@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import Any, cast
 
 from service.common.config import ConfigError
+from service.common.option import cannot_listen
 from service.telemetry.metric_names import COUNTER, GAUGE, METRICS, Declared, find
 
 try:
@@ -97,7 +98,7 @@ class Metrics:
         try:
             server, thread = start_http_server(port, host, registry=self.registry)
         except OSError as error:
-            raise ConfigError(f"metrics_port: cannot listen on {host}:{port}: {error.strerror}") from None
+            raise cannot_listen("metrics_host", "metrics_port", host, port, error) from None
 
         log.info("metrics are served on port %d", server.server_port)
 

@@ -13,7 +13,8 @@ from certificates import Authority
 from running import RunningServer
 from running_http import RunningHttp
 
-from service.common.config import ConfigError, HttpFrontOptions
+from service.common.config import ConfigError, HttpFrontOptions, HttpOptions
+from service.http.listen import bind, url_of
 from service.http.tls import tls_context
 
 
@@ -71,3 +72,8 @@ def test_half_of_a_pair_is_refused(tmp_path: Path) -> None:
             tls_context(HttpFrontOptions(servers=("127.0.0.1:1",), **given))
     with pytest.raises(ConfigError, match="tls_cert, tls_key"):
         tls_context(HttpFrontOptions(servers=("127.0.0.1:1",), tls_cert=str(key), tls_key=str(certificate)))
+
+
+def test_an_ipv6_address_may_be_in_brackets() -> None:
+    with bind(HttpOptions(http_host="[::1]"), 0) as listener:
+        assert url_of(listener, False) == f"http://[::1]:{listener.getsockname()[1]}"

@@ -402,7 +402,7 @@ def test_a_plan_refuses_an_encoder_that_no_decoder_could_use(
 def test_a_role_without_images_is_refused(tmp_path: Path, role: str) -> None:
     make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M*-M"})
     encoders = ("localhost:1",) if role == "decoder" else ()
-    with pytest.raises(ConfigError, match="role: .* takes no images"):
+    with pytest.raises(ConfigError, match="role: .* takes no images.*'all' would work"):
         plan(EngineOptions(model=str(tmp_path), role=role, encoders=encoders))
 
 

@@ -62,7 +62,7 @@ def test_an_authority_for_clients_needs_a_certificate_of_the_server(tmp_path: Pa
 
 
 def test_loopback_is_every_address_of_a_name() -> None:
-    assert is_loopback("127.0.0.1") and is_loopback("[::1]") and is_loopback("127.9.9.9")
-    assert not is_loopback("10.0.0.1") and not is_loopback("0.0.0.0") and not is_loopback("::")
-    with pytest.raises(ConfigError, match="neither an IP address nor a host name"):
-        is_loopback("no.such.host.invalid")
+    assert all(is_loopback(host, "host") for host in ("127.0.0.1", "[::1]", "127.9.9.9"))
+    assert not any(is_loopback(host, "host") for host in ("10.0.0.1", "0.0.0.0", "::"))
+    with pytest.raises(ConfigError, match="^http_host: 'no.such.host.invalid' is neither an IP address nor a host"):
+        is_loopback("no.such.host.invalid", "http_host")

@@ -101,7 +101,10 @@ SERVER = "--tls-cert {0}/one/server.pem --tls-key {0}/one/server.key "
         ("--otlp-endpoint http://collector", "otlp_endpoint: 'collector' is not HOST:PORT"),
         ("--metrics-port 65535 --frontends 2", "metrics_port: 2 frontends need as many ports, 65535 to 65536"),
         ("--frontends 2 --batch-dir {0}", "batch_dir: batches need a server with one frontend"),
-        ("--metrics-host 192.0.2.1 --metrics-port 1234", "metrics_port: cannot listen on 192.0.2.1:1234"),
+        ("--metrics-host 192.0.2.1 --metrics-port 1234", "metrics_host: cannot listen on 192.0.2.1:1234"),
+        ("--metrics-host no.such.invalid --metrics-port 1234", "metrics_host: cannot listen on no.such.invalid:1234"),
+        ("--host 192.0.2.1 --insecure", "host: cannot listen on 192.0.2.1:0"),
+        ("--http-host 192.0.2.1 --http-port 1234 --insecure", "http_host: cannot listen on 192.0.2.1:1234"),
         ("--role encoder --max-message-bytes 1Mi", "max_message_bytes: 1048576 is too small for the messages between"),
         ("--max-message-bytes 2Gi", "max_message_bytes: 2147483648 is above the maximum of 2147483647"),
         ("--max-connection-age 1e8", "max_connection_age: "),
@@ -130,7 +133,7 @@ def test_a_mistake_is_reported_without_a_model(
 def test_a_port_that_is_taken_is_reported_without_a_model(
     options: Callable[[int], list[str]], taken: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert f"cannot listen on 127.0.0.1:{taken}" in said(capsys, tmp_path, *options(taken))
+    assert f"port: cannot listen on 127.0.0.1:{taken}" in said(capsys, tmp_path, *options(taken))
 
 
 def test_two_options_cannot_have_one_port(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
