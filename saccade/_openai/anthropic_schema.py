@@ -61,11 +61,18 @@ class ThinkingBlock(Block):
     signature: str | None = None
 
 
+class DirectCaller(Strict):
+    """The model itself has made the call, and not a program that it wrote."""
+
+    type: Literal["direct"]
+
+
 class ToolUseBlock(Block):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
+    caller: DirectCaller | None = None
 
 
 ResultPart: TypeAlias = Annotated[
@@ -115,6 +122,9 @@ class AnthropicTool(Block):
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
     strict: bool | None = None
+    eager_input_streaming: bool | None = Field(None, description="Ignored: arguments are sent as they are written.")
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
 
 
 class AnthropicToolChoice(Strict):

@@ -32,6 +32,10 @@ _TYPES = {
 _FIELD = re.compile(r"([a-z_]+(?:\[\d+\])*(?:\.\w+(?:\[\d+\])*)*): ")
 
 
+_PATH = re.compile(r"\b(?:chat|sampling|header)(?:\.\w+(?:\[\d+\])*)+")
+"""The path of a field in a gRPC message, within a text."""
+
+
 def status_code(error: SaccadeError) -> int:
     """The HTTP status for OpenAI's format."""
     return next((_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), 500)
@@ -47,13 +51,23 @@ def error_type(status: int) -> str:
     return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
+def _in_words(error: SaccadeError, field: str, rules: Rules) -> str:
+    """The error's message with the request's own names of fields. `field`: the one at fault."""
+    bare, message = error.field.removeprefix("sampling."), error.message
+    counted = bare in ("images", "videos")  # in all messages, so the field at fault is not what the message is about
+    if bare and not counted and re.match(rf"{re.escape(bare)}(?![\w.\[])", message):
+        message = field + message[len(bare) :]
+    return _PATH.sub(lambda path: field_named(path[0], rules), message)
+
+
 def error_object(error: SaccadeError, status: int, rules: Rules = CHAT) -> dict[str, Any]:
     """OpenAI's error object. `code` is the error's reason, and `param` the field at fault: the error's, or the one with
-    which its message begins. `rules`: those for the fields of this kind of request."""
+    which its message begins. `rules`: those for the fields of this kind of request, with which its message names them
+    too."""
     named = _FIELD.match(error.message)
     field = field_named(error.field or (named[1] if named else ""), rules)
     return {
-        "message": error.message,
+        "message": _in_words(error, field, rules),
         "type": error_type(status),
         "param": field if field and status < 500 else None,
         "code": error.reason or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper(),

@@ -31,6 +31,18 @@ RESPONSE: Rules = (
     (r"^reasoning_effort$", "reasoning.effort"),
     (r"^response_format\b.*", "text.format"),
 )
+MESSAGES: Rules = (
+    *_ALL,
+    (r"^(?:messages|chat|images|videos)\b.*", "messages"),
+    (r"^(tools\[\d+\])\.function\.parameters\b", r"\1.input_schema"),
+    (r"^(tools\[\d+\]|tool_choice)\.function\.", r"\1."),
+    (r"^stop\b", "stop_sequences"),
+    (r"^enable_thinking$", "thinking.type"),
+    (r"^max_reasoning_tokens$", "thinking.budget_tokens"),
+    (r"^reasoning_effort$", "output_config.effort"),
+    (r"^response_format\b.*", "output_config.format"),
+)
+"""Of Anthropic's messages. Which of them is at fault is not told: a result of a tool is a message of its own here."""
 BATCH: Rules = (*_ALL, (r"^(?:input_name|size_bytes|chunk)$", "input_file_id"))
 DETOKENIZE: Rules = (("^token_ids", "tokens"),)
 

@@ -11,7 +11,12 @@ from saccade.errors import InvalidArgument
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
-_EXPECTED = {"model_type": "expected an object", "dict_type": "expected an object", "list_type": "expected a list"}
+_EXPECTED = {
+    "model_type": "expected an object",
+    "dict_type": "expected an object",
+    "list_type": "expected a list",
+    "none_required": "it is not supported",
+}
 """Replacements for Pydantic's messages that name Python's types."""
 MAX_PROBLEMS = 4
 """Most problems of a document that its error describes, and most unknown keys that it names."""

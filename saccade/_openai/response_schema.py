@@ -161,6 +161,7 @@ class ResponseRequest(Strict):
     seed: int | None = Field(None, ge=0, lt=2**64)
     max_reasoning_tokens: int | None = Field(None, ge=0)
     metadata: dict[str, Any] | None = None
+    client_metadata: Any = Field(None, description="Ignored: facts about the client, which Codex sends.")
     store: bool | None = Field(None, description="Ignored: nothing is stored.")
     user: str | None = None
     service_tier: Any = None

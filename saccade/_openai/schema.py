@@ -76,6 +76,7 @@ Messages: TypeAlias = Annotated[list[MessageT], Field(min_length=1), BeforeValid
 
 class CachedPart(Strict):
     prompt_cache_breakpoint: Any = Field(None, description="Ignored: the server caches whatever it can.")
+    cache_control: Any = Field(None, description="Ignored: the server caches whatever it can.")
 
 
 class TextPart(CachedPart):
@@ -310,6 +311,7 @@ class ChatCompletion(Continuing, Sampling):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
     # The following fields do not change the answer.
     metadata: Any = Field(None, description="Ignored.")
     store: Any = Field(None, description="Ignored: nothing is stored.")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from saccade._openai.answers import extension
 from saccade._openai.anthropic_schema import CountTokens, MessagesRequest, ToolResultBlock, chat_of
 from saccade._openai.documents import finite
+from saccade._openai.fields import MESSAGES
 from saccade._openai.problems import validated
 from saccade.types import Delta, Generation, ToolCallDelta
 from saccade.v1 import inference_pb2
@@ -38,7 +39,7 @@ def error_form_of(path: str) -> Callable[[dict[str, Any], int], dict[str, Any]] 
 
 def as_anthropic(call: HttpCall) -> None:
     """Gives the answer, or the error, the form and the headers that Anthropic's clients read."""
-    call.error_form = anthropic_error
+    call.error_form, call.fields = anthropic_error, MESSAGES
     call.notes.append(("request-id", call.request_id))
 
 

@@ -168,6 +168,29 @@ def test_errors_are_anthropics(client: anthropic.Anthropic) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.type: "),
+        ({"output_config": {"effort": "low"}}, "output_config.effort: "),
+        ({"stop_sequences": [""]}, "stop_sequences[0] has 0 characters"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}]}]},
+         "messages: no PNG"),
+        ({"tools": [{"name": "a b", "input_schema": {"type": "object"}}]}, "tools[0].name"),
+        ({"tools": [{"name": "a", "input_schema": {"type": "object"}, "defer_loading": True}]},
+         "tools[0].defer_loading"),
+        ({"context_management": {"edits": []}}, "context_management: unknown field"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_field(client: anthropic.Anthropic, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.post("/v1/messages", cast_to=object, body={**ASK, **changes})
+    body: Any = caught.value.body
+    assert words in body["error"]["message"]
+    assert not re.search(r"\b(chat|sampling|parts)[.\[]", body["error"]["message"])
+
+
+@pytest.mark.parametrize(
     ("error", "kind"),
     [
         (errors.DeadlineExceeded("x"), "timeout_error"), (errors.Unavailable("x"), "overloaded_error"),

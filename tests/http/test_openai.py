@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ import saccade
 
 ASK: list[Any] = [{"role": "user", "content": "what is it?"}]
 GREEDY: dict[str, Any] = {"model": "", "messages": ASK, "max_tokens": 12, "temperature": 0}
+GRPC_NAME = re.compile(r"\b(chat|sampling|header)\.")
+"""The beginning of a field's name in gRPC, which no error over HTTP uses."""
 
 
 def data_url(data: bytes) -> str:
@@ -107,13 +110,26 @@ def test_hints_about_caching_are_ignored(client: openai.OpenAI) -> None:
     hints: Any = {
         "prompt_cache_key": "k", "prompt_cache_options": {"mode": "explicit"}, "prompt_cache_retention": "24h"
     }  # fmt: skip
-    here = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    here = {"prompt_cache_breakpoint": {"mode": "explicit"}, "cache_control": {"type": "ephemeral"}}
     url = data_url(png(40))
     parts: list[Any] = [{"type": "text", "text": "x", **here}, {"type": "image_url", "image_url": {"url": url}, **here}]
     items: list[Any] = [{"type": "input_text", "text": "x", **here}, {"type": "input_image", "image_url": url, **here}]
     fixed: Any = {"model": "", "extra_body": hints}
     assert client.chat.completions.create(messages=[{"role": "user", "content": parts}], max_tokens=2, **fixed).choices
     assert client.responses.create(input=[{"role": "user", "content": items}], max_output_tokens=2, **fixed).output
+
+
+def test_what_changes_no_answer_is_accepted(client: openai.OpenAI) -> None:
+    """Codex sends facts about itself; both APIs have one default verbosity."""
+    facts: Any = {"client_metadata": {"x-codex-installation-id": "i"}}
+    options: Any = {
+        "store": False, "include": ["reasoning.encrypted_content"], "parallel_tool_calls": True, "tool_choice": "auto",
+        "text": {"verbosity": "medium"}, "extra_body": facts,
+    }  # fmt: skip
+    assert client.responses.create(model="", input="a", max_output_tokens=2, **options).output
+    assert client.chat.completions.create(**{**GREEDY, "max_tokens": 2}, verbosity="medium").choices
+    with pytest.raises(openai.BadRequestError, match="verbosity: input should be 'medium', got 'low'"):
+        client.chat.completions.create(**GREEDY, verbosity="low")
 
 
 def test_a_message_is_continued(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
@@ -355,7 +371,7 @@ def test_errors_name_the_field(client: openai.OpenAI, changes: dict[str, Any], s
         client.chat.completions.create(**{**GREEDY, **changes})
     error = caught.value
     assert error.status_code == status and error.code and error.request_id
-    assert error.param == param
+    assert error.param == param and not GRPC_NAME.search(error.message)
     assert isinstance(error.body, dict) and error.body["request_id"] == error.request_id
 
 
@@ -383,7 +399,21 @@ def test_errors_name_the_field_of_any_request(
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.post(f"/{path}", cast_to=object, body=body)
-    assert caught.value.param == param
+    assert caught.value.param == param and not GRPC_NAME.search(caught.value.message)
+    if param == "max_output_tokens":
+        assert "max_output_tokens 1000000 and a prompt of" in caught.value.message
+
+
+def test_too_many_images_are_counted_in_words(client: openai.OpenAI) -> None:
+    part = {"type": "image_url", "image_url": {"url": data_url(png(40))}}
+    with pytest.raises(openai.BadRequestError, match="images is 100; it must be") as caught:
+        client.chat.completions.create(**{**GREEDY, "messages": [{"role": "user", "content": [part] * 100}]})
+    assert caught.value.param == "messages"
+
+
+def test_what_is_not_supported_is_an_error_that_says_so(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="previous_response_id: it is not supported, got 'resp_1'"):
+        client.responses.create(model="", input="a", previous_response_id="resp_1")
 
 
 def test_errors_name_the_field_of_a_batch(client: openai.OpenAI) -> None:

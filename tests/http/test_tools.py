@@ -127,6 +127,14 @@ def test_messages_use_tools(http: RunningHttp) -> None:
             (block,) = stream.get_final_message().content
         assert block.type == "tool_use"
         jsonschema.validate(block.input, SCHEMA)
+        same = {"eager_input_streaming": True, "defer_loading": False, "allowed_callers": ["direct"]}
+        call = {"type": "tool_use", "id": "c1", "name": "weather", "input": {}, "caller": {"type": "direct"}}
+        turns: Any = [
+            *ASK, {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "sunny"}]},
+        ]  # fmt: skip
+        tools: Any = [{**fixed["tools"][0], **same}]
+        assert client.messages.create(model="", messages=turns, tools=tools, max_tokens=2).content
 
 
 def test_a_number_that_no_double_holds_is_sent_as_it_was_written(tmp_path: Path) -> None:
