@@ -178,6 +178,7 @@ class MessagesRequest(CountTokens):
     top_k: int | None = Field(None, ge=0)
     seed: int | None = Field(None, ge=0, lt=2**64)
     stream: bool | None = None
+    thread: Any = Field(None, description="Not supported: nothing is stored. The error tells Anthropic's clients so.")
     metadata: Any = Field(None, description="Ignored.")
     service_tier: Any = Field(None, description="Ignored.")
 

@@ -12,6 +12,7 @@ from saccade._openai.anthropic_schema import CountTokens, MessagesRequest, ToolR
 from saccade._openai.documents import finite
 from saccade._openai.fields import MESSAGES
 from saccade._openai.problems import validated
+from saccade.errors import Unimplemented
 from saccade.types import Delta, Generation, ToolCallDelta
 from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, beside
@@ -37,6 +38,13 @@ def error_form_of(path: str) -> Callable[[dict[str, Any], int], dict[str, Any]] 
     return anthropic_error if path == "/v1/messages" or path.startswith("/v1/messages/") else None
 
 
+def _without_threads(error: dict[str, Any], status: int) -> dict[str, Any]:
+    """The error after which the loop of Anthropic's client over tools sends whole conversations."""
+    made = anthropic_error(error, status)
+    made["error"]["details"] = {"error_code": "thread_unsupported_request"}
+    return made
+
+
 def as_anthropic(call: HttpCall) -> None:
     """Gives the answer, or the error, the form and the headers that Anthropic's clients read."""
     call.error_form, call.fields = anthropic_error, MESSAGES
@@ -47,6 +55,9 @@ async def messages(call: HttpCall) -> None:
     """Answers a request of Anthropic's Messages API, as a whole or as a stream of events."""
     as_anthropic(call)
     body = validated(MessagesRequest, await call.json())
+    if body.thread is not None:
+        call.error_form = _without_threads
+        raise Unimplemented("thread: nothing is stored; send the whole conversation, without thread")
     request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
     blocks = chain.from_iterable(message.content for message in body.messages if isinstance(message.content, list))
     if any(isinstance(block, ToolResultBlock) and block.is_error for block in blocks):

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import httpx
@@ -135,6 +135,24 @@ def test_messages_use_tools(http: RunningHttp) -> None:
         ]  # fmt: skip
         tools: Any = [{**fixed["tools"][0], **same}]
         assert client.messages.create(model="", messages=turns, tools=tools, max_tokens=2).content
+
+
+@anthropic.beta_tool
+def weather(city: Literal["Oslo", "Rome"]) -> str:
+    """Weather of a city."""
+    return f"sunny in {city}"
+
+
+def test_the_loop_of_anthropic_s_client_runs_tools(http: RunningHttp) -> None:
+    """It asks the server to store the conversation, and sends it whole once it knows that the server does not."""
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    fixed: Any = {"model": "", "messages": ASK, "max_tokens": 400, "tool_choice": choice}
+    with anthropic.Anthropic(base_url=http.url, api_key="none", max_retries=0, timeout=60) as client:
+        made = list(client.beta.messages.tool_runner(**fixed, tools=[weather], max_iterations=2))
+        assert [message.stop_reason for message in made] == ["tool_use", "tool_use"]
+        assert made[0].usage.input_tokens < made[1].usage.input_tokens + (made[1].usage.cache_read_input_tokens or 0)
+        with pytest.raises(anthropic.BadRequestError, match="thread: nothing is stored; send the whole conversation"):
+            client.beta.messages.create(**fixed, thread={"type": "create"})
 
 
 def test_a_number_that_no_double_holds_is_sent_as_it_was_written(tmp_path: Path) -> None:
