@@ -70,7 +70,7 @@ class Door:
         Raises StatusError if the call is rejected and for every exception of the body; CancelledError is passed on. The
         call has then been counted and logged, and holds no resources.
         """
-        info = CallInfo(method, trace=from_metadata(headers))
+        info = CallInfo(method, trace=from_metadata(headers), given_id=str(headers.get("x-request-id", ""))[:128])
         before = set_current_call(info)
         try:
             info.tenant = self._guard.admit(method, headers)
@@ -222,7 +222,7 @@ def note(info: CallInfo, status: errors.StatusError, cause: Exception | None = N
     """Records the status with which the call ends; returns it."""
     info.fail(status)
     # With this id, a client's report can be matched with the log.
-    status.request_id = info.request_id = info.request_id or secrets.token_hex(8)
+    status.request_id = info.request_id = info.request_id or info.given_id or secrets.token_hex(8)
     if isinstance(status, errors.Internal):
         log.error("%s failed, request %r", info.method, info.request_id, exc_info=cause or status)
     return status

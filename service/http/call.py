@@ -116,7 +116,13 @@ class HttpCall:
         for name, value in metadata:
             if not value.isascii() or not value.isprintable():
                 raise InvalidArgument(f"the header {name} has characters that are not printable ASCII")
-        return Caller(self.front.upstream, metadata, self.timeout())
+        return Caller(self.front.upstream, (*metadata, ("x-request-id", self.request_id)), self.timeout())
+
+    def id_of_prompt(self, index: int, count: int) -> str:
+        """The request id for one of `count` prompts, within the allowed length: the call's own if it is the only
+        one."""
+        number = f"-{index}" if count > 1 else ""
+        return self.request_id[: MAX_REQUEST_ID - len(number)] + number
 
     def timeout(self) -> float:
         """Seconds that the call may take: the header `x-request-timeout`, but at most `default_timeout`."""

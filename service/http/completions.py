@@ -17,7 +17,7 @@ from saccade._openai.problems import validated
 from saccade._openai.schema import Completion, prompt_list
 from saccade.types import Delta, Generation, Sample, TokenLogprob
 from saccade.v1 import inference_pb2, model_pb2
-from service.http.call import MAX_REQUEST_ID, HttpCall, beside
+from service.http.call import HttpCall, beside
 from service.http.json_text import compact, quoted
 from service.http.streams import DONE, Events, stream_events
 from service.http.upstream import Caller, all_of
@@ -33,10 +33,9 @@ async def completions(call: HttpCall) -> None:
         echo = "" if not body.echo else (await _prompt_tokens(caller, request, prompts[0]))[0]
         await stream_events(call, caller, request, CompletionEvents(call, body, echo))
         return
-    many = len(prompts) > 1
 
     async def generate(index: int) -> tuple[Generation, tuple[str, list[bytes]]]:
-        request_id = _numbered(call.request_id, index) if many else call.request_id
+        request_id = call.id_of_prompt(index, len(prompts))
         request = await beside(call.held, _request, call, body, prompts[index], request_id)
         response = await caller.call("inference", "Generate", request)
         echo = await _prompt_tokens(caller, request, prompts[index]) if body.echo else ("", [])
@@ -61,12 +60,6 @@ async def completions(call: HttpCall) -> None:
         "usage": _summed(usages),
         "saccade": extension(answers[0]),
     })  # fmt: skip
-
-
-def _numbered(request_id: str, index: int) -> str:
-    """The request id for one of several prompts, within the allowed length."""
-    number = f"-{index}"
-    return request_id[: MAX_REQUEST_ID - len(number)] + number
 
 
 def _request(

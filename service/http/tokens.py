@@ -26,14 +26,16 @@ async def embeddings(call: HttpCall) -> None:
     caller = call.caller()
     prompts: Sequence[str | list[int]] = prompt_list(body.input)
 
-    async def one(prompt: str | list[int]) -> Embedding:
+    async def one(index: int) -> Embedding:
+        prompt = prompts[index]
         request = embed_request(prompt, raw=isinstance(prompt, str), model=body.model or "", priority=call.priority)
+        request.request_id = call.id_of_prompt(index, len(prompts))
         if isinstance(prompt, str):
             request.prompt.add_special_tokens = body.add_special_tokens is not False
         return embedding_from(await caller.call("inference", "Embed", request))
 
     async with call.connected():
-        found = await all_of(one, prompts)
+        found = await all_of(one, range(len(prompts)))
     tokens = sum(embedding.prompt_tokens for embedding in found)
     await call.respond({
         "object": "list",

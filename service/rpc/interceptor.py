@@ -136,7 +136,8 @@ class _Messages:
         if len(data) >= LIGHT:
             await asyncio.to_thread(weigh, data, parse.__self__.DESCRIPTOR, self.call.limits.max_ids)
         request = parse(data)
-        self.call.info.request_id = self.call.info.request_id or _request_id(request)
+        info = self.call.info
+        info.request_id = info.request_id or _request_id(request) or info.given_id
         return request
 
 

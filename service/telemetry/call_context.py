@@ -22,6 +22,8 @@ class CallInfo:
     started: float = field(default_factory=time.monotonic)
     request_bytes: int = 0
     request_id: str = ""
+    given_id: str = ""
+    """The header `x-request-id`, which names a call whose message has no request id."""
     code: str = "OK"
     reason: str = ""
     generations: int = 0
