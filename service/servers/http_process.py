@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import signal
 import subprocess
 import tempfile
 import threading
@@ -29,6 +28,8 @@ from service.servers.exposure import check_exposure
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
+LAST_SECONDS = 1.0
+"""Seconds that running requests have at least when the server stops, as those of gRPC have for their last messages."""
 SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket on Linux: unix(7), `sun_path`."""
 BASE64 = 4 / 3
@@ -50,6 +51,8 @@ class HttpProcess:
         if options.http_file_dir is None:  # uploaded files outlive the process, which may be replaced
             self._options = dataclasses.replace(self._options, http_file_dir=str(Path(self._folder.name) / "files"))
         self._load_timeout = options.load_timeout
+        self._life = threading.Lock()
+        """Held while a process is started, and while the port is closed."""
         self._stopping = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -87,9 +90,13 @@ class HttpProcess:
         self._watch.start()
 
     def _start(self) -> Connection:
-        self._process, connection = start_helper("service.http.process", [self._listener.fileno()])
+        with self._life:
+            if self._stopping.is_set():
+                raise ConfigError("http_port: the server is stopping")
+            descriptor = self._listener.fileno()
+            self._process, connection = start_helper("service.http.process", [descriptor])
         try:
-            connection.send((self._options, self._listener.fileno()))
+            connection.send((self._options, descriptor))
             answer = first_message(self._process, connection, self._load_timeout, "HTTP")
         except (HelperFailed, OSError) as error:
             connection.close()
@@ -124,20 +131,28 @@ class HttpProcess:
             else:
                 return
 
-    def stop(self) -> None:
-        """Tells the process to end; running requests may finish within `grace` seconds. A second call kills it. Returns
-        without waiting; see `join`."""
-        again = self._stopping.is_set()
-        self._stopping.set()
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGKILL if again else signal.SIGTERM)
+    def end(self, seconds: float) -> None:
+        """Accepts no more connections and stops the process. Running requests may take `seconds`; then it is killed.
+        Returns when it has ended. Idempotent."""
+        with self._life:
+            self._stopping.set()
+            self._listener.close()  # else new connections would wait in its queue, although nobody accepts them
+        if (process := self._process) is None:
+            return
+        if seconds and process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                log.warning("HTTP requests have not ended within %.0f s and are dropped", seconds)
+        process.kill()
+        process.wait()
 
     def join(self) -> None:
-        """Stops the process, waits until it has ended, and releases its port and folder."""
-        self.stop()
+        """Stops the process if it still runs, and releases its port and folder."""
+        self.end(LAST_SECONDS)
         if self._watch is not None:
             self._watch.join()
-        self._listener.close()
         self._folder.cleanup()
 
 

@@ -12,7 +12,7 @@ from service.common.config import ServerOptions
 from service.common.errors import EngineDied
 from service.engine.engine_client import Loading
 from service.servers.exposure import address_of
-from service.servers.http_process import HttpProcess
+from service.servers.http_process import LAST_SECONDS, HttpProcess
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -72,19 +72,25 @@ async def until_stopped(
         raise
     http.tell(address)
     print(f"saccade http ready on {http.url}", flush=True)
-    await stop_when_told(_WithHttp(server, http), stopping, options.grace)
+    await stop_when_told(_WithHttp(server, http, options.grace), stopping, options.grace)
 
 
 class _WithHttp:
-    """A server with its HTTP server: both stop at the same time."""
+    """A server with its HTTP server, which stops last: it passes on the refusals of new calls, and sends the answers
+    that it has received meanwhile."""
 
-    def __init__(self, server: Stoppable, http: HttpProcess) -> None:
-        self._server, self._http = server, http
+    def __init__(self, server: Stoppable, http: HttpProcess, grace: float) -> None:
+        self._server, self._http, self._grace = server, http, grace
         self.port = server.port
 
     async def stop(self, grace: float | None = None) -> None:
-        self._http.stop()
+        """Stops both; the HTTP server gets what the other one leaves of `grace`, but at least `LAST_SECONDS` unless
+        `grace` is 0."""
+        loop, seconds = asyncio.get_running_loop(), self._grace if grace is None else grace
+        end = loop.time() + seconds
         await self._server.stop(grace)
+        left = max(end - loop.time(), LAST_SECONDS) if seconds else 0.0
+        await loop.run_in_executor(None, self._http.end, left)
 
 
 async def stop_when_told(server: Stoppable, stopping: asyncio.Event, grace: float) -> None:

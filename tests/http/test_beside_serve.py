@@ -8,12 +8,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+from http.client import HTTPResponse
 from pathlib import Path
 
 import httpx
 import pytest
 from keys import KEYS, key_file
 from running import children
+from running_http import request_of
 
 import saccade
 from service.commands.cli import ServerProcess
@@ -45,6 +48,43 @@ def test_it_is_replaced_passes_keys_on_and_ends_with_the_server(model: Path, tmp
         assert httpx.get(f"{server.http_url}/status").json()["http"]["grpc_address"] == server.address
         assert server.stop() == 0
     assert not Path(f"/proc/{child}").exists()
+
+
+def test_new_requests_are_told_of_a_drain_and_the_others_get_all_of_their_answers(model: Path) -> None:
+    """Also one whose client reads it after the gRPC server has ended."""
+    arguments = [str(model), "--http-port", "0", "--admin", "--max-seqs", "20", "--max-len", "9000", "--no-warmup"]
+    with ServerProcess(
+        [*arguments, "--threads", "1", "--log-level", "error", "--image-workers", "1", "--grace", "100"]
+    ) as server:
+        (engine,) = children(server.pid, "service.servers.engine_process")
+        (child,) = children(server.pid, "service.http.process")
+        url, port = server.http_url, int(server.http_url.rpartition(":")[2])
+        with saccade.Client(server.address, max_retries=0) as client, socket.socket() as late:
+            late.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            late.connect(("127.0.0.1", port))
+            late.sendall(
+                request_of(
+                    {**ASK, "max_tokens": 500, "ignore_eos": True, "n": 16, "logprobs": True, "top_logprobs": 20}
+                )
+            )
+            with client.stream("x", max_tokens=8900, ignore_eos=True) as running:
+                next(running)
+                while httpx.get(f"{url}/status").json()["servers"][0]["loads"]["live_requests"] < 2:
+                    pass
+                os.kill(server.pid, signal.SIGTERM)
+                while (ready := httpx.get(f"{url}/ready")).status_code == 200:
+                    pass
+                assert ready.status_code == 503
+                refused = httpx.post(f"{url}/v1/chat/completions", json=ASK)
+                assert refused.status_code == 503 and refused.json()["error"]["code"] == "DRAINING"
+                assert int(refused.headers["retry-after"]) >= 1
+            while Path(f"/proc/{engine}").exists() and Path(f"/proc/{child}").exists():
+                time.sleep(0.01)
+            late.settimeout(60)
+            answer = HTTPResponse(late)
+            answer.begin()
+            assert answer.status == 200 and len(answer.read()) > 2**22
+        assert server.stop() == 0
 
 
 def test_a_long_tmpdir_does_not_make_the_socket_s_path_too_long(

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from http_fuzz import bad_request, send
 from running import RunningServer
-from running_http import RunningHttp
+from running_http import RunningHttp, request_of
 
 from service.http.upstream import CONCURRENT, all_of
 
@@ -24,13 +24,6 @@ ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "what is it?"}],
 
 def post(http: RunningHttp, document: Any, path: str = "/v1/chat/completions", **keywords: Any) -> httpx.Response:
     return httpx.post(http.url + path, json=document, timeout=60, **keywords)
-
-
-def request_of(document: Any, path: str = "/v1/chat/completions") -> bytes:
-    body = json.dumps(document).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    head += f"content-length: {len(body)}\r\n\r\n"
-    return head.encode() + body
 
 
 def test_bad_requests_are_4xx_and_leave_nothing(http: RunningHttp, server: RunningServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Sequence
@@ -65,3 +66,11 @@ class RunningHttp:
                 self.idle()
         finally:
             self.close()
+
+
+def request_of(document: Any, path: str = "/v1/chat/completions") -> bytes:
+    """The bytes of an HTTP request with a JSON body."""
+    body = json.dumps(document).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
