@@ -183,6 +183,7 @@ async def to_end(work: asyncio.Future[T]) -> T:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
+        work.exception()  # else asyncio would report it as never retrieved
         raise cancelled
     return work.result()
 

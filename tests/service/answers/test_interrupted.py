@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from service.rpc.servicer import in_thread
+from service.rpc.servicer import in_thread, to_end
 
 
 @pytest.mark.parametrize("cancellations", [1, 2])  # by the client, and by a server that stops
@@ -41,3 +43,28 @@ def test_what_was_entered_is_left_where_the_call_ends_in_the_middle(cancellation
 
     asyncio.run(body())
     assert steps == ["reserved", "released"]
+
+
+def test_the_error_of_a_thread_whose_call_has_ended_is_not_logged() -> None:
+    """As of an upload whose client disconnects: the commit finds that the file is not complete."""
+    committing, go_on = threading.Event(), threading.Event()
+    logged: list[Any] = []
+
+    def commit() -> None:
+        committing.set()
+        assert go_on.wait(60)
+        raise ValueError("the file is not complete")
+
+    async def body() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context))
+        task = asyncio.create_task(to_end(asyncio.get_running_loop().run_in_executor(None, commit)))
+        assert await asyncio.to_thread(committing.wait, 60)
+        task.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(body())
+    gc.collect()
+    assert logged == []
