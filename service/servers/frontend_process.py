@@ -2,10 +2,10 @@
 `service.servers.frontends`.
 
 Protocol on the socket pair FD. Hub to frontend: (options, engine info, member, path of a private socket or None) first;
-then what an engine process sends, and ("alive", bool), ("given up",), ("drain",), ("beat", log level). Frontend to hub:
-("serving", port) or ("failed", message) first; then what an engine process receives, and ("cancel", number, salt,
-request id), ("drain",), ("log level", level), and ("beat",) as the answer to each heartbeat. A frontend process ends
-when its connection to the hub closes.
+then what an engine process sends, and ("alive", bool), ("given up",), ("drain",), ("beat", log level), ("cancel",
+number, salt, request id). Frontend to hub: ("serving", port) or ("failed", message) first; then what an engine process
+receives, and ("cancel", number, salt, request id), ("drain",), ("log level", level), and the answers ("beat",) and
+("cancelled", number, whether there was the request). A frontend process ends when its connection to the hub closes.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class HubLink(EngineLink):
         self.on_give_up: Callable[[], None] = lambda: None
         self.on_drain: Callable[[], None] = lambda: None
         self.on_beat: Callable[[], None] = lambda: None
+        self.on_cancel: Callable[[int, bytes, str], None] = lambda number, salt, request_id: None
 
     @property
     def alive(self) -> bool:
@@ -60,6 +61,8 @@ class HubLink(EngineLink):
                 self.on_give_up()
             case ("drain",):
                 self.on_drain()
+            case ("cancel", number, salt, request_id):
+                self.on_cancel(number, salt, request_id)
             case ("beat", level):
                 logging.getLogger().setLevel(level)
                 self.on_beat()
@@ -107,7 +110,13 @@ class FrontendServer(Server):
         def beat() -> None:
             loop.call_soon_threadsafe(link.tell, ("beat",))
 
-        link.on_drain, link.on_beat = drain, beat
+        def cancel(number: int, salt: bytes, request_id: str) -> None:
+            loop.call_soon_threadsafe(answer_cancel, number, salt, request_id)
+
+        def answer_cancel(number: int, salt: bytes, request_id: str) -> None:
+            link.tell(("cancelled", number, self.frontend.cancel(request_id, salt=salt)))
+
+        link.on_drain, link.on_beat, link.on_cancel = drain, beat, cancel
         self.tell_log_level = lambda: link.tell(("log level", log_level()))
 
     def _make_spool(self, folder: Path, *arguments: Any, **keywords: Any) -> Spool:

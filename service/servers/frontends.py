@@ -23,10 +23,11 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -65,15 +66,40 @@ class _Frontend:
 
     def __post_init__(self) -> None:
         self._outbox = Outbox(self.connection)
+        self._lock, self._closed = threading.Lock(), False
+        self._numbers = count()
+        self._asked: dict[int, Future[bool]] = {}
 
     def send(self, message: Any) -> None:
         """Queues a message without blocking. Does nothing if the process has ended: the reader thread notices that."""
         self._outbox.put(message)
 
+    def cancel(self, salt: bytes, request_id: str) -> Future[bool]:
+        """Asks the process to cancel a request. The result is whether it had the request; False if it ends first."""
+        future: Future[bool] = Future()
+        with self._lock:
+            if self._closed:
+                future.set_result(False)
+                return future
+            number = next(self._numbers)
+            self._asked[number] = future
+        self.send(("cancel", number, salt, request_id))
+        return future
+
+    def cancelled(self, number: int, found: bool) -> None:
+        """Takes the process's answer to `cancel`."""
+        with self._lock:
+            future = self._asked.pop(number)
+        future.set_result(found)
+
     def close(self) -> None:
         """Closes the connection; the process must have ended."""
         self._outbox.close()
         self.connection.close()
+        with self._lock:
+            self._closed, asked = True, list(self._asked.values())
+        for future in asked:
+            future.set_result(False)
 
 
 class Hub:
@@ -87,7 +113,7 @@ class Hub:
         self._http = http
         self._options = options
         self._lock, self._life = threading.Lock(), threading.Lock()
-        self._owners: dict[str, tuple[_Frontend, bytes]] = {}
+        self._owners: dict[str, _Frontend] = {}
         self._frontends: dict[int, _Frontend] = {}
         self._failures: dict[int, int] = {}
         self._stopping = threading.Event()
@@ -164,7 +190,7 @@ class Hub:
                 ConfigError(f"frontend {frontend.member} ended with code {code} while starting")
             )
         with self._lock:
-            lost = [name for name, (owner, _) in self._owners.items() if owner is frontend]
+            lost = [name for name, owner in self._owners.items() if owner is frontend]
             for name in lost:
                 del self._owners[name]
         for name in lost:
@@ -181,7 +207,7 @@ class Hub:
             case ("submit", bare):
                 descriptors = [receive_descriptor(frontend.connection) for _ in bare.images]
                 with self._lock:
-                    self._owners.update((name, (frontend, bare.salt)) for name in bare.names)
+                    self._owners.update(dict.fromkeys(bare.names, frontend))
                 self.engine.submit_packed(bare, descriptors)
             case ("abort", name):
                 with self._lock:
@@ -190,7 +216,10 @@ class Hub:
             case ("query", number, what):
                 self.engine.query(what).add_done_callback(lambda future: _answer(frontend, number, future))
             case ("cancel", number, salt, request_id):
-                frontend.send(("answer", number, {"found": self._cancel(salt, request_id)}, None))
+                others = [other for other in list(self._frontends.values()) if other is not frontend]
+                self._cancel(frontend, number, (salt, request_id), others)
+            case ("cancelled", number, found):
+                frontend.cancelled(number, found)
             case ("log level", level):  # the other frontends and the engine get it with their heartbeats
                 logging.getLogger().setLevel(level)
                 if self._http is not None:
@@ -207,17 +236,20 @@ class Hub:
             case ("failed", words):
                 frontend.serving.set_exception(ConfigError(words))
 
-    def _cancel(self, salt: bytes, request_id: str) -> bool:
-        """Aborts a request of any frontend by sending that frontend the event that ends it. False: no such request."""
-        with self._lock:
-            found = [
-                (name, owner)
-                for name, (owner, theirs) in self._owners.items()
-                if theirs == salt and name.partition(":")[2] == request_id
-            ]
-        for name, owner in found:
-            owner.send(("events", wire.pack_events([EngineEvent(name, finish_reason="aborted")])))
-        return bool(found)
+    def _cancel(self, asker: _Frontend, number: int, request: tuple[bytes, str], others: Sequence[_Frontend]) -> None:
+        """Asks `others` one after the other to cancel a request, and tells the one that asked whether it was found. A
+        request that is still being prepared is known only to its own frontend."""
+        if not others:
+            asker.send(("answer", number, {"found": False}, None))
+            return
+
+        def asked(found: Future[bool]) -> None:
+            if found.result():
+                asker.send(("answer", number, {"found": True}, None))
+            else:
+                self._cancel(asker, number, request, others[1:])
+
+        others[0].cancel(*request).add_done_callback(asked)
 
     def _deliver(self, events: list[EngineEvent]) -> None:
         """Sends each frontend its events, all of one step in one message. Runs on the engine's reader thread."""
@@ -226,7 +258,7 @@ class Hub:
             for event in events:
                 owner = self._owners.get(event.request_id)
                 if owner is not None:
-                    parts.setdefault(owner[0], []).append(event)
+                    parts.setdefault(owner, []).append(event)
                     if event.finish_reason is not None:
                         del self._owners[event.request_id]
         for frontend, mine in parts.items():

@@ -20,17 +20,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from faults import check_same, long_requests, open_stream
 from images import png
 from resident import file_bytes, file_bytes_after_import
-from rpc import connect
+from rpc import ask, connect
 from running import RunningServer, children
 
 import saccade
 import service.servers.frontends
 from saccade import errors
-from saccade.v1 import admin_pb2, inference_pb2
+from saccade.v1 import admin_pb2, inference_pb2, types_pb2
 from service.commands.cli import ServerProcess
 from service.common.config import ConfigError, ServerOptions
 from service.servers.frontends import Hub, reserved_port, share
@@ -111,6 +112,33 @@ def test_all_frontends_answer_as_one(frontends: ServerProcess, server: RunningSe
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_request_whose_image_is_being_decoded_can_be_cancelled_from_any_connection(frontends: ServerProcess) -> None:
+    members = children(frontends.pid, "service.servers.frontend_process")
+    servers = [pid for member in members for pid in children(member, "service.media.image_worker")]
+    workers = servers + [pid for server in servers for pid in children(server, "service.media.image_worker")]
+    cancel = inference_pb2.CancelGenerationRequest(request_id="decoding")
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
+    try:
+        with connect(frontends.address) as stubs:
+            request = ask(max_tokens=5, images=[{"data": png(90)}], request_id="decoding")
+            call = stubs.inference.Generate.future(request)
+            while not stubs.admin.GetLoads(admin_pb2.GetLoadsRequest()).live_requests:
+                assert not call.done()
+            for _ in range(16):  # of which some reach the other frontend
+                with connect(frontends.address) as others:
+                    others.inference.CancelGeneration(cancel)
+            assert not call.done()
+            for worker in workers:
+                os.kill(worker, signal.SIGCONT)
+            assert call.result(timeout=60).samples[0].finish_reason == types_pb2.FINISH_REASON_ABORTED
+            with pytest.raises(grpc.RpcError, match="no request 'decoding' is running"):
+                stubs.inference.CancelGeneration(cancel)
+    finally:
+        for worker in workers:
+            os.kill(worker, signal.SIGCONT)
+
+
 def test_the_engine_does_not_keep_what_only_its_imports_read(frontends: ServerProcess) -> None:
     """Pages of libraries, such as torch's."""
     (engine,) = children(frontends.pid, "service.servers.engine_process")
