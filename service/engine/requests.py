@@ -213,7 +213,8 @@ class Requests:
             self._forget(request_id)
             waiting = self._unsettled.items()
             self._unsettled = {i: r for i, r in waiting if not self.live.isdisjoint(r.names)}
-            self._constraints = {i: future for i, future in self._constraints.items() if i in self._unsettled}
+            for name in self._constraints.keys() - self._unsettled.keys():
+                self._constraints.pop(name).cancel()  # else it would be built, and delay those of other requests
 
     def _forget(self, request_id: str) -> None:
         self.live.discard(request_id)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -295,3 +297,27 @@ def test_a_continued_answer_with_prompt_logprobs_and_drafts_keeps_its_order(text
     with RunningServer(str(text_model), **limits) as running, saccade.Client(running.address) as client:
         for cut in (6, 7, 8):
             assert client.generate("?", **asked, continued_token_ids=ids[:cut]).token_ids == ids[cut:]
+
+
+def test_a_format_whose_request_has_ended_is_not_compiled(text_model: Path) -> None:
+    """Formats are compiled one after the other, so those that nobody needs would delay the others."""
+    with RunningServer(str(text_model), max_seqs=4, max_len=200) as running, saccade.Client(running.address) as client:
+
+        def ask(pattern: str) -> Any:
+            return client.stream("?", response_format=saccade.Regex(pattern), max_tokens=1)
+
+        ask("a").final()
+        constraining = running.engine._engine._constraining  # type: ignore[attr-defined]
+        os.kill(constraining._trials.pid, signal.SIGSTOP)
+        try:
+            with ask("b") as first:
+                running.until(lambda stats: stats["live"] == 1)
+                with ask("c"):
+                    running.until(lambda stats: stats["live"] == 2)
+                running.until(lambda stats: stats["live"] == 1)
+                os.kill(constraining._trials.pid, signal.SIGCONT)
+                first.final()
+        finally:
+            os.kill(constraining._trials.pid, signal.SIGCONT)
+        ask("d").final()
+        assert [format.source for format in constraining._grammars._cached] == ["a", "b", "d"]
