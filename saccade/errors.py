@@ -227,6 +227,7 @@ def error_from_rpc(rpc_error: Any, *, request_id: str = "") -> SaccadeError:
         code, message = "UNAVAILABLE", "the server stopped before it had read the call (CANCELLED)"
     if code == "DEADLINE_EXCEEDED" and _TIMED_OUT in message:
         message = "the timeout of the call has passed"
+        details.reason = details.reason or code  # as if the server's answer had come first
     error = error_from_status(code, message, details, request_id=request_id)
     error.__cause__ = rpc_error
     return error

@@ -286,11 +286,12 @@ def test_the_wait_doubles_and_honours_the_server() -> None:
 @pytest.mark.parametrize("how", ["generate", "stream"])
 def test_the_deadline_ends_the_call_on_both_sides(client: saccade.Client, script: Script, how: str) -> None:
     script.hang_after = 1
-    with pytest.raises(errors.DeadlineExceeded, match="^the timeout of the call has passed "):
+    with pytest.raises(errors.DeadlineExceeded, match="^the timeout of the call has passed ") as late:
         if how == "generate":
             client.generate("?", timeout=0.2)
         else:
             client.stream("?", timeout=0.2).final()
+    assert late.value.reason == "DEADLINE_EXCEEDED"
     assert script.ended.acquire(timeout=10)
 
 
