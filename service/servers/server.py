@@ -108,6 +108,7 @@ class Server:
             self._batch_store = self._open_batches()
             self._ends = self._ends.pop_all()
         self.batches: Batches | None = None
+        self._batches_end: asyncio.Future[None] | None = None
         self._draining = False
         self._warming = True
         self._server: grpc.aio.Server | None = None
@@ -275,7 +276,7 @@ class Server:
     def drain(self) -> None:
         """Rejects new generations and sets health to NOT_SERVING. Running ones continue, except those of batches."""
         if not self._draining and self.batches is not None:
-            self._draining_batches = asyncio.ensure_future(self.batches.stop())
+            self._batches_end = asyncio.ensure_future(self.batches.stop())
         self._draining = True
         self._set_health(False)
 
@@ -283,11 +284,10 @@ class Server:
         """Rejects new calls, lets running ones finish within `grace` seconds, then stops the engine. Idempotent; may be
         cancelled and called again with less grace."""
         self.drain()
-        if self.batches is not None:
-            await self.batches.stop()
         with contextlib.suppress(TimeoutError):
             # The port stays open meanwhile, so that new calls fail with DRAINING instead of CANCELLED.
             async with asyncio.timeout(self.options.grace if grace is None else grace):
+                await self._until_batches_end()
                 await self.frontend.idle.wait()
         if self._sizes is not None and self.frontend.engine.alive:
             try:
@@ -299,9 +299,16 @@ class Server:
             await self._server.stop(grace=1.0 if self.frontend.idle.is_set() else 0)
             self._server = None
         await asyncio.get_running_loop().run_in_executor(None, self.frontend.close)
+        await self._until_batches_end()  # without image workers, no row waits for one any more
         if self._sweeper is not None:
             self._sweeper.cancel()
         await asyncio.get_running_loop().run_in_executor(None, self._ends.close)
+
+    async def _until_batches_end(self) -> None:
+        """Waits for the end of the batches that `drain` has stopped. A row ends when an image worker has read its file,
+        which may take minutes for a video. May be cancelled, without effect on the batches."""
+        if self._batches_end is not None:
+            await asyncio.wait({self._batches_end})
 
     def engine_changed(self, alive: bool) -> None:
         """Sets health according to the engine's state; running calls get events of their own. Can be called from any

@@ -8,7 +8,9 @@ import base64
 import hashlib
 import json
 import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +21,7 @@ import grpc
 import pytest
 from images import png
 from rpc import connect, reason, upload
-from running import RunningServer
+from running import RunningServer, children
 
 import saccade
 import service.common.errors
@@ -334,6 +336,22 @@ def test_no_batch_is_taken_while_the_server_drains(text_model: Path) -> None:
             while True:  # wait until the call above has arrived
                 client.batches.create(lines([row(0, tokens=1)]))
         assert caught.value.reason == "DRAINING"
+
+
+def test_a_stop_does_not_wait_longer_for_a_row_whose_image_is_being_decoded(model: Path) -> None:
+    options = {**LIMITS, "image_workers": 1, "image_timeout": 60.0}
+    with RunningServer(str(model), **options) as server, saccade.Client(server.address) as client:
+        client.generate("x", images=[png(1)], max_tokens=1)
+        process = server.server.image_pool._fork_server._process
+        assert process is not None
+        for pid in [process.pid, *children(process.pid, "service.media.image_worker")]:
+            os.kill(pid, signal.SIGSTOP)
+        client.batches.create(lines([row(0, source=data_url(png(2)), tokens=1)]))
+        while not server.server.frontend.live:
+            time.sleep(0.001)
+        began = time.monotonic()
+        server.run(server.server.stop(grace=0.1))
+        assert time.monotonic() - began < 30 and not server.server.frontend.live
 
 
 def test_books_can_be_read_while_a_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
