@@ -66,6 +66,8 @@ log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 60.0
 """Largest time between two deletions of expired uploads and batches."""
+SIZES_SECONDS = 5.0
+"""Seconds that a server that stops waits for the sizes of images from its engine, which may hang."""
 
 
 class Server:
@@ -291,10 +293,12 @@ class Server:
                 await self.frontend.idle.wait()
         if self._sizes is not None and self.frontend.engine.alive:
             try:
-                sizes = await asyncio.wrap_future(self.frontend.engine.query("histogram"))
+                async with asyncio.timeout(SIZES_SECONDS):
+                    sizes = await asyncio.wrap_future(self.frontend.engine.query("histogram"))
                 await self._sizes.record(sizes)
-            except EngineDied as error:  # everything else has to be stopped anyway
-                log.error("sizes_file: %s is not written: %s", self.options.sizes_file, error)
+            except (EngineDied, TimeoutError) as error:  # everything else has to be stopped anyway
+                why = str(error) or f"the engine has not answered within {SIZES_SECONDS:g} s"
+                log.error("sizes_file: %s is not written: %s", self.options.sizes_file, why)
         if self._server is not None:
             await self._server.stop(grace=1.0 if self.frontend.idle.is_set() else 0)
             self._server = None

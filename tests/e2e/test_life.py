@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -262,6 +263,26 @@ def test_sigterm_does_not_wait_until_a_new_engine_has_loaded_its_model(text_mode
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(loading, signal.SIGKILL)
+
+
+def test_a_stop_does_not_wait_for_the_sizes_of_an_engine_that_hangs(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("service.servers.server.SIZES_SECONDS", 0.2)
+    sizes = tmp_path / "sizes.json"
+    options = {"max_seqs": 2, "max_len": 300, "sizes_file": str(sizes), "hang_timeout": 5.0}
+    running = RunningServer(str(model), engine_process=True, **options)
+    pid = running.engine.pid  # type: ignore[attr-defined]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        stopping = asyncio.run_coroutine_threadsafe(running.server.stop(grace=0), running.loop)
+        while "is not written: the engine has not answered within 0.2 s" not in caplog.text:
+            assert not stopping.done()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+        stopping.result(60)
+        running.close()
 
 
 def test_an_engine_that_two_threads_close_is_closed_once(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
