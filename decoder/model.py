@@ -75,6 +75,9 @@ class HybridModel:
             if isinstance(mixer, Recurrent) and (self.native is None or self.native.calls(mixer))
         ]
         """Recurrent mixers whose states compiled code does not advance."""
+        self.empties_rings = self.native is not None and not self._advanced
+        """Whether a step outside of graphs applies the inputs in a ring to the state and begins the ring anew, as
+        compiled code does. Torch operations append to a ring, so a model with both begins steps with empty rings."""
 
     def embed_ids(self, ids_T: Tensor) -> Tensor:
         """`[T, d]`: rows of the table, scaled."""

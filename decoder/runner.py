@@ -70,7 +70,7 @@ class DecoderRunner:
         at_once = not options.overlap_on and torch.device(options.device).type == "cpu"  # nothing runs meanwhile
         self.states = States(
             self.arena, self.model, self.builder, self.scheduler, self.drafter,
-            empties=self.model.native is not None and self.forward.graphs is None, at_once=at_once,
+            empties=self.model.empties_rings and self.forward.graphs is None, at_once=at_once,
         )  # fmt: skip
         pools, scores = Pools(self.model.final_norm), PromptScores(self.model.logits)
         self.execution = Execution(

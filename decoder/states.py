@@ -29,8 +29,8 @@ class States:
         empties: bool,
         at_once: bool,
     ) -> None:
-        """`empties`: whether a step applies the inputs in a ring to the state by itself. `at_once`: whether tokens are
-        on the host when they are drawn."""
+        """`empties`: whether a step applies the inputs in a ring to the state by itself, in all layers. `at_once`:
+        whether tokens are on the host when they are drawn."""
         self.arena, self.model, self.builder = arena, model, builder
         self.scheduler, self.drafter = scheduler, drafter
         self.saved: dict[str, Saved] = {}
@@ -58,7 +58,7 @@ class States:
 
     def empty_rings(self, running: Iterable[Sequence]) -> None:
         """Empties the rings of sequences that get no drafts, or whose rings lack space for them, by advancing their
-        states. A compiled step empties rings itself if no graph is used."""
+        states. If `empties`, a step empties them itself."""
         full = []
         for sequence in running:
             inputs = sequence.held.replayed

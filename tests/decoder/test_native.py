@@ -259,6 +259,20 @@ def test_no_option_changes_an_answer_with_int8_activations(weights: str) -> None
         assert found.drawn == plain.drawn and found.logprobs == plain.logprobs, options
 
 
+@pytest.mark.parametrize("pattern", ["G-*G", "M-*M", "MG"])
+def test_drafts_are_verified_by_layers_that_are_called_between_compiled_ones(pattern: str) -> None:
+    """Compiled code has no convolution of five taps; of "MG" it has the first layer."""
+    config = delta_config(pattern, {"conv_kernel": 5}, conv_kernel=4 if pattern == "MG" else 5)
+    given: dict[str, Any] = {"config": config, "native": "on", "output": 24}
+    plain = answers(state_cache="none", **given)
+    drafted: dict[str, Any] = {"speculative": "ngram", "spec_state": "replay", "known": plain.drawn}
+    for options in ({"state_cache": "none"}, {"state_cache": "all", "max_chunk": 7}, {"preempted": True}):
+        found = answers(**given, **drafted, **options)
+        assert found.drawn == plain.drawn, options
+        for name, logprobs in plain.logprobs.items():
+            assert found.logprobs[name] == pytest.approx(logprobs, abs=1e-4), options
+
+
 STATES = {
     "mamba": tiny_config("M-*EM*", num_nextn_predict_layers=1, ssm_state_size=64, n_groups=1),
     "odd": tiny_config("M-*M", num_nextn_predict_layers=1, ssm_state_size=20, mamba_head_dim=13, mamba_num_heads=6),
