@@ -139,6 +139,7 @@ def test_a_request_whose_image_is_being_decoded_can_be_cancelled_from_any_connec
             os.kill(worker, signal.SIGCONT)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_the_engine_does_not_keep_what_only_its_imports_read(frontends: ServerProcess) -> None:
     """Pages of libraries, such as torch's."""
     (engine,) = children(frontends.pid, "service.servers.engine_process")
