@@ -30,10 +30,8 @@ _TYPES = {
     429: "rate_limit_error", 499: "request_cancelled", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 _FIELD = re.compile(r"([a-z_]+(?:\[\d+\])*(?:\.\w+(?:\[\d+\])*)*): ")
-
-
-_PATH = re.compile(r"\b(?:chat|sampling|header)(?:\.\w+(?:\[\d+\])*)+")
-"""The path of a field in a gRPC message, within a text."""
+_PATH = re.compile(r"(?<![\w'\"/.-])(?:chat|sampling|header)(?:\.\w+(?:\[\d+\])*)+")
+"""The path of a field in a gRPC message, within a text; a quoted name of a model may look like one."""
 
 
 def status_code(error: SaccadeError) -> int:

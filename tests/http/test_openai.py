@@ -405,6 +405,12 @@ def test_errors_name_the_field_of_any_request(
         assert "max_output_tokens 1000000 and a prompt of" in caught.value.message
 
 
+@pytest.mark.parametrize("name", ["chat.v2", "org/chat.v2", "my-chat.v2"])
+def test_a_model_s_name_is_no_field(client: openai.OpenAI, name: str) -> None:
+    with pytest.raises(openai.NotFoundError, match=f"'{re.escape(name)}'"):
+        client.chat.completions.create(**{**GREEDY, "model": name})
+
+
 def test_too_many_images_are_counted_in_words(client: openai.OpenAI) -> None:
     part = {"type": "image_url", "image_url": {"url": data_url(png(40))}}
     with pytest.raises(openai.BadRequestError, match="images is 100; it must be") as caught:
