@@ -92,7 +92,8 @@ def test_a_call_that_is_cut_off_leaves_no_markup(markup: ToolMarkup) -> None:
             pieces = [piece for part in parts for piece in scanner.feed(part)]
             text, calls = joined(pieces + scanner.finish(cut=True))
             assert text == "so" and [name for name, _ in calls] in ([], ["weather"])
-    for other in (f"so {markup.begin} is how it begins", "so <b"):
+    malformed = {"xml": " is how it begins", "object": '{"name": "a\\q', "list": '[{"name": "a\\q'}[markup.body]
+    for other in (f"so {markup.begin} is how it begins", f"so {markup.begin}{malformed}", "so <b"):
         scanner = CallScanner(markup, TOOLS)
         assert joined(scanner.feed(other) + scanner.finish(cut=True)) == (other, [])
 
