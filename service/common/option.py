@@ -35,10 +35,15 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+def host_port(host: str, port: int) -> str:
+    """`host:port`, as clients write it: IPv6 addresses in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def cannot_listen(host_option: str, port_option: str, host: str, port: int, error: OSError) -> ConfigError:
     """The error for an address that cannot be bound. It names the option at fault: the host's if this machine has no
     such address, else the port's."""
-    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    where = host_port(host, port)
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return ConfigError(
             f"{host_option}: cannot listen on {where}: {error.strerror}; an address of this machine would work, such "

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import socket
 
 from service.common.config import ConfigError, HttpFrontOptions, HttpOptions
-from service.common.option import cannot_listen
+from service.common.option import cannot_listen, host_port
 from service.common.tls import is_loopback
 
 ANY_HOST = "*"
@@ -50,5 +49,4 @@ def bind(options: HttpOptions, port: int) -> socket.socket:
 def url_of(listener: socket.socket, tls: bool) -> str:
     """The URL of the server."""
     host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ipaddress.ip_address(host.partition("%")[0]).version == 6 else host
-    return f"{'https' if tls else 'http'}://{shown}:{port}"
+    return f"{'https' if tls else 'http'}://{host_port(host, port)}"

@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 from service.common.config import ConfigError, ServerOptions
+from service.common.option import host_port
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +50,8 @@ def listen(server: Any, options: ServerOptions, credentials: Any) -> int:
 
 
 def address_of(options: ServerOptions, port: int) -> str:
-    """`host:port` of the gRPC port, as clients write it: IPv6 addresses in brackets."""
-    return f"[{options.host}]:{port}" if ":" in options.host else f"{options.host}:{port}"
+    """The address of the gRPC server, as clients write it."""
+    return host_port(options.host, port)
 
 
 def channel_options(options: ServerOptions) -> list[tuple[str, int]]:

@@ -14,6 +14,17 @@ import pytest
 from service.rpc.servicer import in_thread, to_end
 
 
+async def cancel_during(task: asyncio.Task[Any], entered: threading.Event, go_on: threading.Event, times: int) -> None:
+    """Cancels a task so many times while its thread waits for `go_on`; the task ends as cancelled."""
+    assert await asyncio.to_thread(entered.wait, 60)
+    for _ in range(times):
+        task.cancel()
+        await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 @pytest.mark.parametrize("cancellations", [1, 2])  # by the client, and by a server that stops
 def test_what_was_entered_is_left_where_the_call_ends_in_the_middle(cancellations: int) -> None:
     entering, go_on = threading.Event(), threading.Event()
@@ -32,14 +43,7 @@ def test_what_was_entered_is_left_where_the_call_ends_in_the_middle(cancellation
             raise AssertionError("it had ended by then")
 
     async def body() -> None:
-        task = asyncio.create_task(call())
-        assert await asyncio.to_thread(entering.wait, 60)
-        for _ in range(cancellations):
-            task.cancel()
-            await asyncio.sleep(0)
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancel_during(asyncio.create_task(call()), entering, go_on, cancellations)
 
     asyncio.run(body())
     assert steps == ["reserved", "released"]
@@ -58,12 +62,7 @@ def test_the_error_of_a_thread_whose_call_has_ended_is_not_logged() -> None:
     async def body() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context))
         task = asyncio.create_task(to_end(asyncio.get_running_loop().run_in_executor(None, commit)))
-        assert await asyncio.to_thread(committing.wait, 60)
-        task.cancel()
-        await asyncio.sleep(0)
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancel_during(task, committing, go_on, 1)
 
     asyncio.run(body())
     gc.collect()
