@@ -34,8 +34,10 @@ class HubServer:
         self.hold_after: int | None = None
         """A weight file's body pauses after this many bytes until `go` is set."""
         self.hold_only = ""
-        """Limits this to files with this suffix."""
+        """Limits this to files with this suffix; other weight files are sent once such a body has paused."""
         self.go = threading.Event()
+        self.paused = threading.Event()
+        """Set once a body has paused."""
         self.ranges = True
         """False: a server that ignores range requests."""
         self.elsewhere: HubServer | None = None
@@ -65,6 +67,7 @@ class HubServer:
 
     def close(self) -> None:
         self.go.set()
+        self.paused.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -144,9 +147,10 @@ class _Handler(BaseHTTPRequestHandler):
             status, start = 206, int(asked.removeprefix("bytes=").rstrip("-"))
             common["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         cut = hub.cut_after if weights else None
-        self._answer(
-            status, common, content[start:], cut, hub.hold_after if weights and file.endswith(hub.hold_only) else None
-        )
+        hold = hub.hold_after if weights and file.endswith(hub.hold_only) else None
+        if weights and self.command == "GET" and hub.hold_after is not None and hold is None:
+            hub.paused.wait()
+        self._answer(status, common, content[start:], cut, hold)
 
     def _answer(
         self, status: int, headers: dict[str, str] | None = None, body: bytes = b"", cut: int | None = None,
@@ -162,6 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if hold is not None:
             self.wfile.write(body[:hold])
+            self.server_hub.paused.set()
             self.server_hub.go.wait()
             body = body[hold:]
         self.wfile.write(body if cut is None else body[:cut])
