@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from images import png
 from PIL import Image
 from running import RunningServer
-from served import IMAGE_TOKEN, VOCAB
+from served import IMAGE_TOKEN, VOCAB, make_served
 
 import saccade
 import saccade.errors
@@ -266,10 +266,12 @@ def test_health_and_reflection(server: RunningServer) -> None:
         assert service.methods_by_name["StreamGenerate"].output_type.name == "StreamGenerateResponse"
 
 
-def test_a_queue_that_is_full_says_when_to_come_back(text_model: Path) -> None:
-    with RunningServer(str(text_model), max_seqs=1, max_len=600, max_queue=1) as small:
+def test_a_queue_that_is_full_says_when_to_come_back(tmp_path: Path) -> None:
+    model = make_served(tmp_path / "long", vision=False, text={"max_position_embeddings": 8192})
+    with RunningServer(str(model.path), max_seqs=1, max_queue=1) as small:
         with saccade.Client(small.address, max_retries=0) as one:
-            with one.stream("x", max_tokens=500, ignore_eos=True) as stream:
+            # More tokens than any machine draws before the second request arrives.
+            with one.stream("x", max_tokens=8000, ignore_eos=True) as stream:
                 next(stream)
                 with pytest.raises(saccade.errors.Overloaded) as error:
                     one.generate("y", max_tokens=1)

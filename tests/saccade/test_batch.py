@@ -573,7 +573,7 @@ def test_killed_again_and_again_it_ends_with_each_row_once(
     assert victim[0].returncode == 0, stderr
     assert answers(output) == expected(400)
     summary = json.loads(stdout.splitlines()[-1])
-    assert summary["completed"] == 400 and summary["resumed"] == len(written) > 200
+    assert summary["completed"] == 400 and summary["resumed"] == len(written) > 100
     if ordered:
         assert [row["custom_id"] for row in read(output)] == [f"id {i}" for i in range(400)]
 
