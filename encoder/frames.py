@@ -1,8 +1,9 @@
 """Decodes the frames of clips, with limits on everything that a hostile file can declare.
 
-Pillow reads GIF, APNG and animated WebP, restricted to the decoders allowed for images. MP4 and WebM need PyAV, the
-optional extra `video`, which is imported for the first such clip. Frames are yielded one at a time, upright, as `[H, W,
-3]` uint8 composited on white, so a clip is never in memory as a whole. An image of one frame is a clip of one frame.
+Pillow reads GIF, APNG and animated WebP and AVIF, restricted to the decoders allowed for images. MP4 and WebM need
+PyAV, the optional extra `video`, which is imported for the first such clip. Frames are yielded one at a time, upright,
+as `[H, W, 3]` uint8 composited on white, so a clip is never in memory as a whole. An image of one frame is a clip of
+one frame.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ frame."""
 RATE_TOLERANCE = 0.05
 """Largest relative difference between the frame rate that a file states and that of its timestamps, which may be
 rounded to milliseconds."""
-ANIMATIONS = ("GIF", "PNG", "WEBP")
+ANIMATIONS = ("GIF", "PNG", "WEBP", "AVIF")
 """Formats whose frames have durations."""
+TIMED_BY_PIXELS = ("WEBP", "AVIF")
+"""Those whose durations are read with the pixels."""
 UNTIMED_MS = 100.0
 """How long a frame of an animation with no duration, or one of 0, is shown, as in browsers."""
 
@@ -166,7 +169,7 @@ class _PillowClip(Clip):
             image.seek(self._hidden + index)
             # Frames of a GIF may enlarge the image. Pillow allocates it in `load`, which may change the size again.
             self._check_size(image)
-            if not wanted and image.format != "WEBP":  # WebP's durations come with the pixels
+            if not wanted and image.format not in TIMED_BY_PIXELS:
                 return None
             _load(image)
             self._check_size(image)

@@ -1,7 +1,7 @@
 """Decodes untrusted image bytes to RGB pixels with Pillow.
 
-Only these formats, whose decoders run in this process, are allowed: PNG (APNG), JPEG (MPO), WebP, GIF, BMP, TIFF and
-PPM (PBM, PGM). Pillow's EPS and WMF readers, which start other programs, and its rarely used readers are not.
+Only these formats, whose decoders run in this process, are allowed: PNG (APNG), JPEG (MPO), WebP, GIF, BMP, TIFF, PPM
+(PBM, PGM) and AVIF. Pillow's EPS and WMF readers, which start other programs, and its rarely used readers are not.
 
 Conversions: several frames -> the first; EXIF orientation -> applied; alpha and palette transparency -> composited on
 white; CMYK, palettes, greyscale, one bit -> RGB as Pillow converts them, ignoring colour profiles; 16-bit greyscale ->

@@ -7,19 +7,29 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 
 RGB = 3
 """Channels of decoded pixels."""
 MAX_ASPECT = 200.0
 """Longer side over shorter side of the flattest image or frame that is accepted."""
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""Formats of images that are accepted, by Pillow's names."""
+
+
+def _reads_avif() -> bool:
+    """Whether Pillow has the decoder, as it has since 11.3. Pillow is not imported."""
+    pillow = importlib.util.find_spec("PIL")
+    return pillow is not None and PathFinder.find_spec("PIL._avif", pillow.submodule_search_locations) is not None
+
+
+_AVIF = ("AVIF",) if _reads_avif() else ()
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", *_AVIF)
+"""Formats of images that are accepted in this installation, by Pillow's names."""
 
 
 def video_formats() -> list[str]:
     """Formats that can be opened in this installation, in alphabetical order."""
     containers = ["MP4", "WEBM"] if importlib.util.find_spec("av") else []
-    return sorted(["APNG", "GIF", "WEBP", *containers])
+    return sorted(["APNG", "GIF", "WEBP", *_AVIF, *containers])
 
 
 class ImageError(ValueError):

@@ -1,7 +1,7 @@
 """Asks about a video: python examples/video.py [VIDEO] [QUESTION]
 
-VIDEO is a GIF, APNG, WebP, MP4 or WebM file. Without one, the video is a list of images: a square that moves to the
-right.
+VIDEO is a GIF, APNG, WebP, AVIF, MP4 or WebM file. Without one, the video is a list of images: a square that moves to
+the right.
 """
 
 import os

@@ -81,8 +81,8 @@ class AsyncMethods(AsyncSession):
             images: paths, URLs, encoded bytes, binary files, Pillow images or uint8 arrays `[height, width, channels]`
                 or `[height, width]`. With a string they come before the text; with chat messages they fill the image
                 parts that have no image, in order.
-            videos: paths, URLs or bytes of GIF, APNG, WebP, MP4 or WebM files, lists of frames (each as in `images`),
-                or `saccade.Video`, which also has the frame rate. They come after the images.
+            videos: paths, URLs or bytes of GIF, APNG, WebP, AVIF, MP4 or WebM files, lists of frames (each as in
+                `images`), or `saccade.Video`, which also has the frame rate. They come after the images.
             max_tokens: maximum number of tokens of the answer; None: as many as the model's context has left.
             temperature: 0 always takes the most likely token; None: the model's default.
             top_p: draw from the most likely tokens whose probabilities add up to this; None: the model's default.

@@ -22,7 +22,7 @@ class Video:
     """A clip with options for it."""
 
     source: Any
-    """A path, an https or data URL, the bytes of a GIF, APNG, WebP, MP4 or WebM file, or a binary file object; or
+    """A path, an https or data URL, the bytes of a GIF, APNG, WebP, AVIF, MP4 or WebM file, or a binary file object; or
     frames: a list of anything that `images=` accepts, or a uint8 array `[T, H, W, C]`."""
     fps: float | None = None
     """Frame rate of a clip that is given as frames; the prompt then has their timestamps. None: the prompt has the

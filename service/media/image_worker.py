@@ -25,6 +25,8 @@ memory files, whose descriptors are sent with the reply's length.
 from __future__ import annotations
 
 import base64
+import contextlib
+import importlib
 import json
 import os
 import pickle
@@ -159,6 +161,10 @@ class _ForkServer:
         self._limits = MediaLimits(**{name: kind(**command[name]) for name, kind in files.items()})
         self._memory_bytes: int = command["memory_bytes"]
         Image.init()  # loads all readers now, not with the first image of each format
+        # Pillow's AVIF decoder starts a thread for each core, whose memory counts in a worker's limit.
+        with contextlib.suppress(ImportError):  # Pillow before 11.3
+            avif: Any = importlib.import_module("PIL.AvifImagePlugin")
+            avif.DEFAULT_MAX_THREADS = 1
         self._patcher: Patcher | None = None
         if command["vision"] is not None:
             with lasting_objects():

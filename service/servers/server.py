@@ -331,7 +331,7 @@ def _log_missing_packages(info: EngineInfo) -> None:
     if not has_details():
         log.warning("googleapis-common-protos is not installed: errors have no reason, field or retry delay")
     if info.takes_video and "MP4" not in video_formats():
-        log.info("av is not installed: videos can be GIF, APNG or WebP, but not MP4 or WebM")
+        log.info("av is not installed: videos can be %s, but not MP4 or WebM", ", ".join(video_formats()))
 
 
 def _version() -> str:

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import av
 import numpy as np
@@ -21,11 +22,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from encoder.frames import open_video, sniff_container
+from encoder.media_limits import FORMATS as IMAGE_FORMATS
 from encoder.media_limits import VideoError, VideoLimits
 from families.nemotron_h_omni.video_rule import OmniVideoRule, sample_indices
 from families.nemotron_h_omni.vision import RadioVision
 
-FORMATS = ["GIF", "PNG", "WEBP"]
+FORMATS = ["GIF", "PNG", "WEBP", *(["AVIF"] if "AVIF" in IMAGE_FORMATS else [])]
+LOSSLESS: dict[str, dict[str, Any]] = {"WEBP": {"lossless": True}, "AVIF": {"quality": 100, "subsampling": "4:4:4"}}
 
 
 def still_images(count: int, height: int = 12, width: int = 20) -> list[Image.Image]:
@@ -40,8 +43,9 @@ def still_images(count: int, height: int = 12, width: int = 20) -> list[Image.Im
 
 def animation(kind: str, frames: list[Image.Image], duration: int | list[int] = 40) -> bytes:
     buffer = io.BytesIO()
-    options = {"lossless": True} if kind == "WEBP" else {}
-    frames[0].save(buffer, kind, save_all=True, append_images=frames[1:], duration=duration, **options)
+    frames[0].save(
+        buffer, kind, save_all=True, append_images=frames[1:], duration=duration, **LOSSLESS.get(kind, {})
+    )  # fmt: skip
     return buffer.getvalue()
 
 
@@ -73,7 +77,7 @@ def test_chosen_frames_and_the_mean_rate(kind: str) -> None:
     assert clip.fps == pytest.approx(9 * 1000 / sum(durations))
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])  # Pillow writes no AVIF with a duration of 0
 def test_a_duration_of_0_is_a_tenth_of_a_second(kind: str) -> None:
     assert open_video(animation(kind, still_images(5), 0)).fps == pytest.approx(10)
     assert open_video(animation(kind, still_images(5), [0, 40, 0, 40, 120])).fps == pytest.approx(5 / 0.4)

@@ -15,8 +15,8 @@ from PIL import Image
 from running import RunningServer
 
 import saccade
+from encoder.media_limits import FORMATS
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 REFUSALS = {"IMAGE_DECODE_FAILED", "IMAGE_TOO_LARGE", "INVALID_ARGUMENT"}
 """Allowed errors for a broken image: it cannot be decoded, its header names a size above a limit, or one that fits no
 grid."""
@@ -31,12 +31,12 @@ def original(rng: random.Random) -> bytes:
         mode = rng.choice(("RGB", "L", "CMYK"))
     image = Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height)).convert(mode)
     options: dict[str, Any] = {}
-    if form in ("PNG", "JPEG", "WEBP"):
+    if form in ("PNG", "JPEG", "WEBP", "AVIF"):
         exif = Image.Exif()
         exif[0x0112] = rng.randint(0, 9)
         exif[0x010E] = "words" * rng.randint(1, 500)
         options = {"exif": exif, "icc_profile": rng.randbytes(rng.randint(1, 3000))}
-    if form in ("GIF", "PNG", "WEBP") and rng.random() < 0.3:
+    if form in ("GIF", "PNG", "WEBP", "AVIF") and rng.random() < 0.3:
         options |= {"save_all": True, "append_images": [image] * rng.randint(1, 4)}
     buffer = io.BytesIO()
     image.save(buffer, form, **options)

@@ -26,7 +26,7 @@ from PIL import Image
 from waiting import ended
 
 from encoder.item import EncoderItem
-from encoder.media_limits import ImageError, ImageLimits, VideoError, VideoLimits
+from encoder.media_limits import FORMATS, ImageError, ImageLimits, VideoError, VideoLimits
 from encoder.stopwatch import Stopwatch
 from encoder.tower import patch_order
 from families import VisionSpec
@@ -84,7 +84,7 @@ def test_the_largest_limits_that_options_allow_can_be_set() -> None:
     assert (header.format, header.width, header.height) == ("PNG", 9, 7)
 
 
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("form", sorted({"PNG", "JPEG", "WEBP", "TIFF", "AVIF"} & set(FORMATS)))
 @pytest.mark.parametrize("size", [(57, 33), (32, 32)], ids=["resized", "cut-only"])
 def test_patches_are_those_of_this_process(pool: ImagePool, form: str, size: tuple[int, int]) -> None:
     exif = Image.Exif()
@@ -100,7 +100,7 @@ def test_patches_are_those_of_this_process(pool: ImagePool, form: str, size: tup
     assert pool.describe(data) == HERE.describe(data)
 
 
-@pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP"])
+@pytest.mark.parametrize("form", sorted({"GIF", "PNG", "WEBP", "AVIF"} & set(FORMATS)))
 def test_videos_are_those_of_this_process(pool: ImagePool, form: str) -> None:
     data, watch = animation(moving_frames(6, 20, 30), form), Stopwatch()
     ours, theirs = HERE.video(data, 3, Stopwatch()), pool.video(data, 3, watch)
