@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.sample import draw, draw_filtered, greedy, philox4x32, uniform
+from kernels.sample import draw, draw_filtered, greedy, logprobs, philox4x32, uniform
 
 ONES = 0xFFFFFFFF
 KNOWN = [
@@ -110,3 +110,16 @@ def test_ties_are_ordered_by_id() -> None:
     assert draw_filtered(logits, edges, torch.full((3,), 3), *none).tolist() == [0, 1, 2]
     top_p = torch.full((3,), 0.006, dtype=torch.float64)
     assert draw_filtered(logits, edges, torch.zeros(3, dtype=torch.int64), top_p, none[1]).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("vocab", [3, 500, 5000])
+@pytest.mark.parametrize("count", [1, 2, 20, 499, 5000])
+def test_reported_ties_are_ordered_by_id(vocab: int, count: int) -> None:
+    """The greedy token, which is the first of the largest, is also the first of the likeliest that are reported."""
+    logits = torch.cat((torch.zeros(1, vocab), torch.randint(0, 4, (5, vocab)).float(), torch.randn(2, vocab)))
+    tokens = greedy(logits)
+    _, ids, values = logprobs(logits, tokens, count)
+    expected = torch.sort(torch.log_softmax(logits, -1), dim=-1, descending=True, stable=True)
+    assert torch.equal(ids, torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :count])
+    assert torch.equal(ids[:, 0], tokens)
+    torch.testing.assert_close(values, expected.values[:, :count])
