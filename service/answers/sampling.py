@@ -27,14 +27,15 @@ def make_sampling(spec: GenerateSpec, prompt_tokens: int, assets: ModelAssets, i
     values = {**assets.sampling_defaults, **spec.sampling, "seed": seed}
     _check_ids(spec, values, assets.config.decoder.vocab_size)
     room = info.max_len - prompt_tokens
-    if (wanted := values.get("max_tokens")) is not None and wanted > room and "max_tokens" in spec.sampling:
-        raise errors.InvalidArgument(
-            f"max_tokens {wanted} and a prompt of {prompt_tokens} tokens exceed the context of "
-            f"{info.max_len}; at most {room} would fit",
-            reason="CONTEXT_LENGTH_EXCEEDED", field="sampling.max_tokens",
-            metadata={"limit": str(info.max_len), "got": str(wanted + prompt_tokens)},
-        )  # fmt: skip
-    if wanted is not None:
+    for name in ("max_tokens", "min_tokens"):
+        if (asked := spec.sampling.get(name)) is not None and asked > room:
+            raise errors.InvalidArgument(
+                f"{name} {asked} and a prompt of {prompt_tokens} tokens exceed the context of "
+                f"{info.max_len}; at most {room} would fit",
+                reason="CONTEXT_LENGTH_EXCEEDED", field=f"sampling.{name}",
+                metadata={"limit": str(info.max_len), "got": str(asked + prompt_tokens)},
+            )  # fmt: skip
+    if (wanted := values.get("max_tokens")) is not None:
         values["max_tokens"] = min(wanted, room)
     try:
         return SamplingParams(**values)

@@ -187,6 +187,7 @@ INVALID: list[tuple[str, Request, str]] = [
     ("repetition_penalty", {"repetition_penalty": 0}, "repetition_penalty"),
     ("max_tokens", {"max_tokens": 0}, "max_tokens"),
     ("max_tokens above the context", {"max_tokens": 10_000}, "600"),
+    ("min_tokens above the context", {"min_tokens": 10_000, "max_tokens": None}, "min_tokens 10000 .* of 600"),
     ("n", {"n": 0}, "from 1 to 64"),
     ("logprobs", {"logprobs": 1000}, "from 0 to 100"),
     ("empty stop", {"stop": [""]}, r"stop\[0\]"),
