@@ -135,7 +135,7 @@ def _check_numbers(sampling: types_pb2.SamplingParams) -> None:
         if sampling.HasField(name) and not low <= value <= high:  # type: ignore[arg-type]
             raise InvalidArgument(f"{name} is {_exact(value)}; it must be from {low:g} to {_exact(high)}", field=name)
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
-        raise InvalidArgument(f"top_p is {sampling.top_p:g}; it must be above 0 and at most 1", field="top_p")
+        raise InvalidArgument(f"top_p is {_exact(sampling.top_p)}; it must be above 0 and at most 1", field="top_p")
     if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
         raise InvalidArgument(
             f"min_tokens {sampling.min_tokens} is above max_tokens {sampling.max_tokens}", field="min_tokens"
@@ -143,7 +143,9 @@ def _check_numbers(sampling: types_pb2.SamplingParams) -> None:
 
 
 def _exact(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:g}"
+    """With six digits, if these are the number."""
+    short = f"{value:g}"
+    return str(value) if isinstance(value, int) or float(short) != value else short
 
 
 def _check_lists(sampling: types_pb2.SamplingParams) -> None:

@@ -82,6 +82,8 @@ def test_what_the_client_takes_is_what_the_server_takes(
     [
         ({"temperature": -1}, r"temperature is -1; it must be from 0 to 1e\+06"),
         ({"top_p": 0}, "top_p is 0; it must be above 0 and at most 1"),
+        ({"top_p": 1.0000001}, r"top_p is 1\.0000001; it must be above 0 and at most 1"),
+        ({"temperature": 1000000.5}, r"temperature is 1000000\.5; it must be from 0 to 1e\+06"),
         ({"n": 65}, "n is 65; it must be from 1 to 64"),
         ({"priority": 2**31}, "priority is 2147483648; it must be from -2147483648 to 2147483647"),
         ({"priority": -(2**31) - 1}, "priority is -2147483649; it must be from -2147483648 to 2147483647"),
