@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,8 +28,19 @@ POLLS = 10
 one part has expired when they resume, and the helper has the remaining ones to answer."""
 
 
+STOP_HELPER = signal.SIGUSR1
+"""Stops a helper that lets its running calls end."""
+
+
 class HelperFailed(RuntimeError):
     """A helper has ended, or was killed, before it was ready."""
+
+
+def ignore_group_signals() -> None:
+    """Ignores the signals that stop a server, which may reach all of its processes: Ctrl-C in a terminal, SIGTERM by
+    systemd or `timeout`. The process that started the helper decides when it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def start_helper(module: str, descriptors: Sequence[int] = ()) -> tuple[subprocess.Popen[bytes], Connection]:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from families import CheckpointError
+from service.common.helper_process import ignore_group_signals
 from service.common.process_limits import allow_seconds, confine
 from service.common.types import TextFormat
 from service.engine.grammars import COMPILE_SECONDS, Grammars
@@ -54,8 +54,7 @@ def _until_the_end(connection: Connection) -> None:
 
 
 def main(descriptor: int) -> None:
-    # A Ctrl-C in the terminal reaches the whole process group; the engine decides when this process stops.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_group_signals()  # the engine decides when this process stops.
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_until_the_end, args=(Connection(descriptor),))
     thread.start()

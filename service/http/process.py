@@ -2,7 +2,7 @@
 
 Protocol on the socket pair FD. Parent to child: (options, descriptor of the listening socket) first, then (address of
 gRPC, empty until it is known, log level) after each change. Child to parent: ("ready",) once it serves, or ("failed",
-message). The process ends on SIGTERM, and when the connection closes.
+message). The process ends on `STOP_HELPER`, and when the connection closes.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
 from multiprocessing.connection import Connection
 
 from service.common.config import HttpFrontOptions
+from service.common.helper_process import STOP_HELPER, ignore_group_signals
 from service.http.call import Front
 from service.http.run import HttpServer
 
@@ -45,7 +45,7 @@ def main(descriptor: int) -> int:
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
-        server = HttpServer(options)
+        server = HttpServer(options, (STOP_HELPER,))
     except ValueError as error:
         connection.send(("failed", str(error)))
         return 2
@@ -62,7 +62,7 @@ def main(descriptor: int) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent sends SIGTERM
+    ignore_group_signals()  # the parent sends STOP_HELPER
     code = main(int(sys.argv[1]))
     sys.stderr.flush()
     os._exit(code)  # not exit(): the thread may still be blocked on the connection

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import uvicorn
 
@@ -48,8 +48,10 @@ def run(options: HttpFrontOptions) -> int:
 class HttpServer(uvicorn.Server):
     """uvicorn with the limits of `options`, and without its own configuration of logging."""
 
-    def __init__(self, options: HttpFrontOptions) -> None:
-        self.options = options
+    def __init__(
+        self, options: HttpFrontOptions, stopped_by: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)
+    ) -> None:
+        self.options, self._stopped_by = options, stopped_by
         context = tls_context(options)
         self.app = make_app(options)
         config = uvicorn.Config(
@@ -70,12 +72,12 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT stop the server, which then exits with 0; a second one stops it at once."""
+        """The signals `stopped_by` stop the server, which then exits with 0; a second one stops it at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in self._stopped_by:
             loop.add_signal_handler(number, self._told)
         yield
 

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import queue
-import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from encoder.item import ItemDescription
 from kernels.host_memory import keep_freed_memory, release_program_pages
 from service.common.channel import receive_descriptor
 from service.common.config import EngineOptions
+from service.common.helper_process import ignore_group_signals
 from service.encoding.encoder import LocalEncoder
 from service.encoding.entries import Work
 from service.encoding.process_link import PlacedRows
@@ -105,9 +105,7 @@ class SegmentWork:
 
 def main(descriptor: int) -> int:
     connection: Connection = Connection(descriptor)
-    # A Ctrl-C in the terminal reaches the whole process group; the decoder process decides when this process stops.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_group_signals()  # the decoder process decides when this process stops.
     options, log_level = connection.recv()
     logging.basicConfig(level=log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     keep_freed_memory()

@@ -13,7 +13,6 @@ import functools
 import gc
 import logging
 import os
-import signal
 import sys
 import threading
 from concurrent.futures import Future
@@ -24,15 +23,13 @@ from kernels.host_memory import keep_freed_memory, release_program_pages
 from service.common.channel import receive_descriptor
 from service.common.config import EngineOptions
 from service.common.errors import EngineDied
-from service.common.helper_process import lasting_objects
+from service.common.helper_process import ignore_group_signals, lasting_objects
 from service.engine import wire
 
 
 def main(descriptor: int) -> int:
     connection: Connection = Connection(descriptor)
-    # A Ctrl-C in the terminal reaches the whole process group; the frontend decides when this process stops.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_group_signals()  # the frontend decides when this process stops.
     options, log_level = connection.recv()
     logging.basicConfig(level=log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     keep_freed_memory()

@@ -15,7 +15,6 @@ import itertools
 import logging
 import os
 import secrets
-import signal
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -24,7 +23,7 @@ from typing import Any
 
 from kernels.host_memory import release_program_pages
 from service.common.config import ServerOptions
-from service.common.helper_process import log_level
+from service.common.helper_process import STOP_HELPER, ignore_group_signals, log_level
 from service.engine.engine_client import EngineLink
 from service.engine.types import EngineInfo
 from service.media.media import SharedSpool, Spool
@@ -129,8 +128,8 @@ class FrontendServer(Server):
 async def serve(
     connection: Connection, options: ServerOptions, info: EngineInfo, member: int, private_socket: str | None
 ) -> int:
-    """Runs a frontend until SIGTERM, or until the connection to the hub closes. Returns the exit code."""
-    stopping = stop_signals()
+    """Runs a frontend until `STOP_HELPER`, or until the connection to the hub closes. Returns the exit code."""
+    stopping = stop_signals(STOP_HELPER)
     link = HubLink(connection, info, on_death=_orphaned)
     try:
         server = FrontendServer(options, link, member)
@@ -163,7 +162,7 @@ def main(descriptor: int) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the hub sends SIGTERM
+    ignore_group_signals()  # the hub sends STOP_HELPER
     code = main(int(sys.argv[1]))
     sys.stderr.flush()
     os._exit(code)  # not exit(): the link's reader thread may still be blocked on the hub

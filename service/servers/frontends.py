@@ -17,7 +17,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import signal
 import socket
 import subprocess
 import tempfile
@@ -35,7 +34,7 @@ from typing import Any
 from service.common.channel import Outbox, receive_descriptor
 from service.common.config import ConfigError, ServerOptions
 from service.common.folders import OwnedFolder, locked
-from service.common.helper_process import log_level, start_helper
+from service.common.helper_process import STOP_HELPER, log_level, start_helper
 from service.common.option import cannot_listen
 from service.engine import wire
 from service.engine.engine_client import Loading, SupervisedEngine
@@ -285,14 +284,15 @@ class Hub:
             self._start_frontend(dead.member)
 
     async def stop(self, grace: float | None = None) -> None:
-        """Sends SIGTERM to all frontends, which let running calls end within `options.grace`; a second call makes them
-        end at once. A frontend that does not end is killed `END_SECONDS` after `grace`, by default `options.grace`.
-        Returns when all have ended and the engine is closed. Idempotent; may be cancelled and called again."""
+        """Sends `STOP_HELPER` to all frontends, which let running calls end within `options.grace`; a second call makes
+        them end at once. A frontend that does not end is killed `END_SECONDS` after `grace`, by default
+        `options.grace`. Returns when all have ended and the engine is closed. Idempotent; may be cancelled and called
+        again."""
         with self._life:
             self._stopping.set()
         for frontend in self._frontends.values():
             if frontend.process.poll() is None:
-                frontend.process.send_signal(signal.SIGTERM)
+                frontend.process.send_signal(STOP_HELPER)
         seconds = (self._options.grace if grace is None else grace) + END_SECONDS
         await asyncio.get_running_loop().run_in_executor(None, self._join, seconds)
 

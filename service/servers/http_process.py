@@ -21,7 +21,7 @@ from pathlib import Path
 
 from service.common.config import ConfigError, HttpFrontOptions, ServerOptions
 from service.common.folders import OwnedFolder
-from service.common.helper_process import HelperFailed, first_message, log_level, start_helper
+from service.common.helper_process import STOP_HELPER, HelperFailed, first_message, log_level, start_helper
 from service.http.listen import ANY_HOST, bind, check_packages, url_of
 from service.servers.exposure import check_exposure
 
@@ -140,7 +140,7 @@ class HttpProcess:
         if (process := self._process) is None:
             return
         if seconds and process.poll() is None:
-            process.terminate()
+            process.send_signal(STOP_HELPER)
             try:
                 process.wait(seconds)
             except subprocess.TimeoutExpired:

@@ -26,10 +26,10 @@ class Stoppable(Protocol):
     async def stop(self, grace: float | None = None) -> None: ...
 
 
-def stop_signals() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set."""
+def stop_signals(*numbers: signal.Signals) -> asyncio.Event:
+    """An event that these signals set, by default SIGTERM and SIGINT."""
     stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in numbers or (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     return stopping
 
