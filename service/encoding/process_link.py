@@ -32,6 +32,8 @@ from service.encoding.segments import Segment, SegmentPool, rounded
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0
+END_SECONDS = 10.0
+"""A process that has not ended by itself so long after the link was closed is killed."""
 ALIGNMENT = 64
 MAX_IN_PROGRESS = 64
 """Maximum number of images in the process: their messages fit the socket's buffer, so a hanging process blocks no
@@ -129,7 +131,7 @@ class ProcessLink:
             self._post(("close",))
         if self._process is not None:
             try:
-                self._process.wait(timeout=10)
+                self._process.wait(timeout=END_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
