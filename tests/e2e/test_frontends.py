@@ -40,7 +40,7 @@ from service.servers.preflight import check_options
 ROOT = Path(__file__).resolve().parents[2]
 FRONTENDS = 2
 ARGUMENTS = [
-    "--dtype", "float32", "--threads", "1", "--log-level", "error", "--max-len", "600", "--no-warmup",
+    "--dtype", "float32", "--threads", "1", "--log-level", "error", "--max-len", "100000", "--no-warmup",
     "--image-workers", "1",
 ]  # fmt: skip
 
@@ -98,7 +98,7 @@ def test_all_frontends_answer_as_one(frontends: ServerProcess, server: RunningSe
             client.media.get(media.media_id)
     # a request of any frontend can be cancelled through any other
     for client in many[:8]:
-        stream = client.stream("x", max_tokens=550, ignore_eos=True)
+        stream = client.stream("x", max_tokens=99_000, ignore_eos=True)
         next(stream)
         with connect(frontends.address) as stubs:
             stubs.inference.CancelGeneration(inference_pb2.CancelGenerationRequest(request_id=stream.request_id))

@@ -44,7 +44,7 @@ def data_url(data: bytes) -> str:
 
 @pytest.fixture(scope="module")
 def worker(model: Path) -> Iterator[RunningServer]:
-    with RunningServer(str(model), engine_process=True, max_seqs=16, max_len=600, vllm_engine=True) as running:
+    with RunningServer(str(model), engine_process=True, max_seqs=16, max_len=100_000, vllm_engine=True) as running:
         yield running
 
 
@@ -185,7 +185,7 @@ def test_cancelling_and_aborting_free_the_slot(stub: Any, worker: RunningServer)
     from smg_grpc_proto import vllm_engine_pb2 as pb
 
     for how in ("cancel", "abort"):
-        sampling = pb.SamplingParams(max_tokens=500, ignore_eos=True)
+        sampling = pb.SamplingParams(max_tokens=99_000, ignore_eos=True)
         request = pb.GenerateRequest(request_id="long", stream=True, sampling_params=sampling)
         request.tokenized.input_ids.extend([9, 10])
         call = stub.Generate(request)

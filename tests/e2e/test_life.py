@@ -25,6 +25,7 @@ from images import png
 from raw_http2 import RawClient
 from rpc import ask, connect
 from running import EngineHere, RunningServer, children
+from waiting import until
 
 import saccade
 import saccade.errors
@@ -66,10 +67,10 @@ def test_streams_that_are_closed_at_any_point_free_everything(server: RunningSer
 
 
 def test_a_killed_engine_ends_streams_with_what_they_had_and_new_calls_at_once(text_model: Path) -> None:
-    running = RunningServer(str(text_model), engine_process=True, max_seqs=4, max_len=600)
+    running = RunningServer(str(text_model), engine_process=True, max_seqs=4, max_len=100_000)
     try:
         with saccade.Client(running.address, max_retries=0) as client:
-            with client.stream("x", max_tokens=550, ignore_eos=True) as stream:
+            with client.stream("x", max_tokens=99_000, ignore_eos=True) as stream:
                 first = next(stream)
                 os.kill(running.engine.pid, signal.SIGKILL)  # type: ignore[attr-defined]
                 with pytest.raises(saccade.errors.Unavailable) as error:
@@ -110,14 +111,17 @@ def test_a_killed_engine_comes_back_and_health_follows(model: Path) -> None:
 
 
 def test_a_hung_engine_is_killed_and_started_again_and_health_follows(text_model: Path) -> None:
-    with supervised(text_model, hang_timeout=3.0) as running, grpc.insecure_channel(running.address) as channel:
+    with (
+        supervised(text_model, max_len=100_000, hang_timeout=3.0) as running,
+        grpc.insecure_channel(running.address) as channel,
+    ):
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=120)
         states = (response.status for response in watch)
         assert next(states) == health_pb2.HealthCheckResponse.SERVING
         with saccade.Client(running.address, max_retries=0) as client:
             before = client.generate("x", max_tokens=5, temperature=0)
             stopped = running.engine.pid  # type: ignore[attr-defined]
-            with client.stream("x", max_tokens=550, ignore_eos=True) as stream:
+            with client.stream("x", max_tokens=99_000, ignore_eos=True) as stream:
                 next(stream)
                 os.kill(stopped, signal.SIGSTOP)
                 with pytest.raises(saccade.errors.Unavailable) as error:
@@ -210,9 +214,9 @@ def test_liveness_ends_with_the_last_attempt_to_start_an_engine(
 
 def test_connections_have_an_age_and_running_calls_outlive_it(text_model: Path) -> None:
     """Otherwise clients of a headless service would never use servers that are added later."""
-    with RunningServer(str(text_model), max_seqs=4, max_len=9000, max_connection_age=1.0) as running:
+    with RunningServer(str(text_model), max_seqs=4, max_len=100_000, max_connection_age=1.0) as running:
         with RawClient(running.address) as idle, saccade.Client(running.address) as client:
-            with client.stream("x", max_tokens=8000, ignore_eos=True) as stream:
+            with client.stream("x", max_tokens=99_000, ignore_eos=True) as stream:
                 idle.until_closed()
                 seen = len(stream.token_ids)
                 for _ in range(20):
@@ -234,9 +238,9 @@ def test_sigterm_lets_a_running_call_finish(text_model: Path) -> None:
 
 
 def test_a_second_sigterm_stops_now(text_model: Path) -> None:
-    with ServerProcess([str(text_model), *PLAIN, "--no-warmup", "--max-len", "9000"]) as server:
+    with ServerProcess([str(text_model), *PLAIN, "--no-warmup", "--max-len", "100000"]) as server:
         with saccade.Client(server.address, max_retries=0) as client:
-            with client.stream("x", max_tokens=8900, ignore_eos=True) as stream:
+            with client.stream("x", max_tokens=99_000, ignore_eos=True) as stream:
                 next(stream)
                 os.kill(server.pid, signal.SIGTERM)
                 with pytest.raises(saccade.errors.Overloaded) as error:
@@ -276,8 +280,7 @@ def test_a_stop_does_not_wait_for_the_sizes_of_an_engine_that_hangs(
     os.kill(pid, signal.SIGSTOP)
     try:
         stopping = asyncio.run_coroutine_threadsafe(running.server.stop(grace=0), running.loop)
-        while "is not written: the engine has not answered within 0.2 s" not in caplog.text:
-            assert not stopping.done()
+        until(lambda: "is not written: the engine has not answered within 0.2 s" in caplog.text)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)

@@ -25,7 +25,7 @@ from service.commands.probe import main as probe
 from service.common.config import ConfigError, ServerOptions
 from service.servers.exposure import check_exposure
 
-SMALL = {"max_seqs": 4, "max_len": 600}
+SMALL = {"max_seqs": 4, "max_len": 100_000}
 
 # -- keys --------------------------------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ def test_tenants_share_nothing(guarded: RunningServer, stubs: Stubs) -> None:
     assert cached[0] < wrapper and cached[2] < wrapper, "one tenant's prompt was kept for another"
 
     # request ids are separate between tenants, too
-    running = ask(max_tokens=400, request_id="same")
+    running = ask(max_tokens=99_000, request_id="same")
     call = stubs.inference.StreamGenerate(inference_pb2.StreamGenerateRequest(request=running), metadata=bearer("one"))
     next(call)
     cancel = inference_pb2.CancelGenerationRequest(request_id="same")

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from images import png
 from PIL import Image
 from running import RunningServer
-from served import IMAGE_TOKEN, VOCAB, make_served
+from served import IMAGE_TOKEN, VOCAB
 
 import saccade
 import saccade.errors
@@ -267,12 +267,11 @@ def test_health_and_reflection(server: RunningServer) -> None:
         assert service.methods_by_name["StreamGenerate"].output_type.name == "StreamGenerateResponse"
 
 
-def test_a_queue_that_is_full_says_when_to_come_back(tmp_path: Path) -> None:
-    model = make_served(tmp_path / "long", vision=False, text={"max_position_embeddings": 8192})
-    with RunningServer(str(model.path), max_seqs=1, max_queue=1) as small:
+def test_a_queue_that_is_full_says_when_to_come_back(text_model: Path) -> None:
+    with RunningServer(str(text_model), max_seqs=1, max_len=100_000, max_queue=1) as small:
         with saccade.Client(small.address, max_retries=0) as one:
             # More tokens than any machine draws before the second request arrives.
-            with one.stream("x", max_tokens=8000, ignore_eos=True) as stream:
+            with one.stream("x", max_tokens=99_000, ignore_eos=True) as stream:
                 next(stream)
                 with pytest.raises(saccade.errors.Overloaded) as error:
                     one.generate("y", max_tokens=1)
@@ -292,14 +291,17 @@ def test_deadlines_free_what_they_held(server: RunningServer, client: saccade.Cl
     server.drained()
 
 
-def test_a_live_request_id_is_not_taken_twice(server: RunningServer) -> None:
+def test_a_live_request_id_is_not_taken_twice(text_model: Path) -> None:
     from saccade.v1 import inference_pb2_grpc
 
     request = inference_pb2.GenerateRequest(request_id="mine")
     request.prompt.text = "x"
-    request.sampling.max_tokens = 400
+    request.sampling.max_tokens = 99_000  # more than any machine draws before the second request arrives
     request.sampling.ignore_eos = True
-    with grpc.insecure_channel(server.address) as channel:
+    with (
+        RunningServer(str(text_model), max_seqs=2, max_len=100_000) as long,
+        grpc.insecure_channel(long.address) as channel,
+    ):
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         call = stub.StreamGenerate(inference_pb2.StreamGenerateRequest(request=request))
         next(call)
@@ -307,7 +309,6 @@ def test_a_live_request_id_is_not_taken_twice(server: RunningServer) -> None:
             stub.Generate(request)
         assert error.value.code() is grpc.StatusCode.ALREADY_EXISTS
         call.cancel()
-    server.drained()
 
 
 def test_images_that_fill_the_handoff_one_by_one_still_pass(model: Path, local: saccade.LocalClient) -> None:
