@@ -27,7 +27,8 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 @pytest.fixture(scope="module")
 def observed(model: Path) -> Iterator[RunningServer]:
-    with RunningServer(str(model), max_seqs=4, max_len=600, metrics_port=0, log_json=True, graphs="on") as running:
+    options: dict[str, Any] = {"metrics_port": 0, "log_json": True, "graphs": "on"}
+    with RunningServer(str(model), max_seqs=4, max_len=100_000, **options) as running:
         yield running
 
 
@@ -127,7 +128,7 @@ def test_one_line_for_each_request(observed: RunningServer, stubs: Stubs, caplog
         with pytest.raises(grpc.RpcError):
             stubs.inference.Generate(ask(max_tokens=0, request_id="second"))
         call = stubs.inference.StreamGenerate(
-            inference_pb2.StreamGenerateRequest(request=ask(max_tokens=500, request_id="third"))
+            inference_pb2.StreamGenerateRequest(request=ask(max_tokens=99_000, request_id="third"))
         )
         next(call)
         call.cancel()
@@ -151,21 +152,20 @@ def test_the_plain_form_has_the_same_values(server: RunningServer, caplog: pytes
 
 
 def test_the_time_in_the_queue_ends_with_the_first_scheduled_step(text_model: Path) -> None:
-    """Of two requests for one batch slot, the second waits as long as the first takes."""
+    """Of two requests for one batch slot, the second waits until the first has ended."""
     options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-    limits: dict[str, Any] = {"max_seqs": 1, "max_len": 600}
+    limits: dict[str, Any] = {"max_seqs": 1, "max_len": 9000}
     with (
         RunningServer(str(text_model), engine_process=True, **limits) as server,  # here it would slow the client down
         saccade.Client(server.address) as client,
     ):
         client.generate("warm", max_tokens=2, **options)
-        with client.stream("first", max_tokens=400, **options) as first:
+        begin = time.monotonic()
+        with client.stream("first", max_tokens=4000, **options) as first, ThreadPoolExecutor(1) as pool:
             next(iter(first))
-            begin = time.monotonic()
-            with ThreadPoolExecutor(1) as pool:
-                waiting = pool.submit(client.generate, "second", max_tokens=2, **options)
-                ahead = first.final().usage
-                waited = time.monotonic() - begin
-                second = waiting.result().usage
+            waiting = pool.submit(client.generate, "second", max_tokens=2, **options)
+            server.until(lambda stats: stats["decoder"]["waiting"] == 1)
+            apart = time.monotonic() - begin  # at least the time between the two arrivals
+            ahead, second = first.final().usage, waiting.result().usage
     assert ahead.queue_time < ahead.time_to_first_token < ahead.time_to_last_token
-    assert waited / 2 < second.queue_time < second.time_to_first_token
+    assert (ahead.time_to_last_token - apart) / 2 < second.queue_time < second.time_to_first_token
