@@ -281,7 +281,7 @@ def test_a_rows_timeout_includes_its_waiting(text_model: Path, tmp_path: Path) -
     options = {"api_keys": str(tmp_path / "keys.toml"), "batch_concurrency": 1, "batch_row_timeout": 5.0, **LIMITS}
     with RunningServer(str(text_model), **options) as server:
         with saccade.Client(server.address, api_key="sk-a") as client:
-            rows = [row(i, tokens=300, ignore_eos=True) for i in range(4)]
+            rows = [row(i, tokens=40, ignore_eos=True) for i in range(4)]
             batch = client.batches.wait(client.batches.create(lines(rows)).batch_id)
             assert (batch.state, batch.completed, batch.failed) == ("completed", 1, 3)
             found = answers(client.batches.download(batch.batch_id, tmp_path / "out.jsonl"))

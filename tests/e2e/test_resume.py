@@ -21,6 +21,7 @@ from faults import check_same, long_requests, open_stream
 from images import png
 from running import RunningServer
 from served import IMAGE_TOKEN, make_served
+from waiting import until
 
 import saccade
 import saccade.errors
@@ -69,8 +70,7 @@ def test_a_batch_killed_over_a_real_model(supervised: RunningServer, tmp_path: P
     command += ["--server", supervised.address, "--concurrency", "4", "--quiet"]
     for lines in (5, 25):
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-        while not output.exists() or output.read_bytes().count(b"\n") < lines:
-            assert process.poll() is None
+        until(lambda count=lines: output.exists() and output.read_bytes().count(b"\n") >= count)  # type: ignore[misc]
         process.kill()
         process.wait()
     assert subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
