@@ -262,12 +262,12 @@ def test_a_stream_is_not_tried_again_once_it_has_begun_if_one_says_so(client: sa
 
 
 def test_a_wait_longer_than_the_deadline_is_not_begun(address: str, script: Script) -> None:
-    script.failures = [Failure(Code.UNAVAILABLE, reason="QUEUE_FULL", retry_after=60)]
+    script.failures = [Failure(Code.UNAVAILABLE, reason="QUEUE_FULL", retry_after=600)]
     began = time.monotonic()
-    with saccade.Client(address, timeout=10) as client, pytest.raises(errors.Overloaded) as caught:
+    with saccade.Client(address, timeout=120) as client, pytest.raises(errors.Overloaded) as caught:
         client.generate("?")
-    assert time.monotonic() - began < 5
-    assert caught.value.retry_after == 60
+    assert time.monotonic() - began < 60
+    assert caught.value.retry_after == 600
 
 
 def test_the_wait_doubles_and_honours_the_server() -> None:
@@ -286,23 +286,30 @@ def test_the_wait_doubles_and_honours_the_server() -> None:
 @pytest.mark.parametrize("how", ["generate", "stream"])
 def test_the_deadline_ends_the_call_on_both_sides(client: saccade.Client, script: Script, how: str) -> None:
     script.hang_after = 1
-    with pytest.raises(errors.DeadlineExceeded, match="^the timeout of the call has passed ") as late:
-        if how == "generate":
-            client.generate("?", timeout=0.2)
-        else:
-            client.stream("?", timeout=0.2).final()
-    assert late.value.reason == "DEADLINE_EXCEEDED"
+    for seconds in (0.2, 2, 20):  # until the call reaches the server in its time, as a busy machine may prevent
+        with pytest.raises(errors.DeadlineExceeded, match="^the timeout of the call has passed ") as late:
+            if how == "generate":
+                client.generate("?", timeout=seconds)
+            else:
+                client.stream("?", timeout=seconds).final()
+        assert late.value.reason == "DEADLINE_EXCEEDED"
+        if script.requests:
+            break
     assert script.ended.acquire(timeout=10)
 
 
 def test_the_deadline_covers_all_attempts(address: str, script: Script) -> None:
-    script.failures = [Failure(Code.UNAVAILABLE, retry_after=0.01)]
     script.hang_after = 0
-    began = time.monotonic()
-    with saccade.Client(address) as client, pytest.raises(errors.DeadlineExceeded):
-        client.generate("?", timeout=1.0)
-    assert time.monotonic() - began < 5
-    assert len(script.requests) == 2
+    for seconds in (1, 10, 60):  # until there is a second attempt, for which a busy machine may leave no time
+        script.failures = [Failure(Code.UNAVAILABLE, retry_after=0.01)]
+        script.requests.clear()
+        began = time.monotonic()
+        with saccade.Client(address) as client, pytest.raises(errors.SaccadeError) as late:
+            client.generate("?", timeout=seconds)
+        assert time.monotonic() - began < seconds + 20
+        if len(script.requests) == 2:
+            break
+    assert len(script.requests) == 2 and isinstance(late.value, errors.DeadlineExceeded)
 
 
 def test_no_server_is_unavailable() -> None:

@@ -236,6 +236,6 @@ def test_without_progress_it_ends() -> None:
     assert len(read(messages, [GONE, GONE, "message"])) == 2, "a message is progress"
     with pytest.raises(errors.Unavailable):
         read(messages, [GONE, GONE, GONE])
-    short = Messages(lambda: watch_call("b"), CallSettings(timeout=0.05))
+    short = Messages(lambda: watch_call("b"), CallSettings(timeout=60))
     with pytest.raises(errors.Unavailable):
-        read(short, [errors.Unavailable("gone", retryable=True, retry_after=1.0)])
+        read(short, [errors.Unavailable("gone", retryable=True, retry_after=600.0)])

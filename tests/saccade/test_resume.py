@@ -269,11 +269,14 @@ def test_an_answer_whose_end_has_come_needs_no_attempt_more() -> None:
 @pytest.mark.parametrize("where", ["client", "call"])
 def test_a_silent_stream_is_given_up(streamed: Streamed, script: Script, after: int, name: str, where: str) -> None:
     script.idle_after = script.hang_after = after
-    began = time.monotonic()
-    with pytest.raises(errors.DeadlineExceeded, match=name) as caught:
-        streamed("?", {name: 0.2}) if where == "client" else streamed("?", **{name: 0.2})
-    assert caught.value.reason == name.upper() and not caught.value.retryable
-    assert 0.2 <= time.monotonic() - began < 10
+    for seconds in (0.2, 2.0, 15.0):  # until the call reaches the server in its time, as a busy machine may prevent
+        began = time.monotonic()
+        with pytest.raises(errors.DeadlineExceeded, match=name) as caught:
+            streamed("?", {name: seconds}) if where == "client" else streamed("?", **{name: seconds})
+        assert caught.value.reason == name.upper() and not caught.value.retryable
+        assert seconds <= time.monotonic() - began < seconds + 10
+        if script.requests:
+            break
     assert script.ended.acquire(timeout=10)  # the server learns of it
 
 
@@ -327,11 +330,15 @@ class Cancellable:
 
 
 def test_a_watchdog_that_is_disarmed_does_not_bite() -> None:
-    call = Cancellable()
-    watchdog = Watchdog(call)
-    watchdog.arm(0.1)
-    watchdog.disarm()
-    assert not call.cancelled.wait(0.4) and not watchdog.expired
+    for seconds in (0.1, 1.0, 10.0):  # until it is disarmed in time, as a busy machine may prevent
+        call = Cancellable()
+        watchdog = Watchdog(call)
+        began = time.monotonic()
+        watchdog.arm(seconds)
+        watchdog.disarm()
+        if time.monotonic() - began < seconds:
+            break
+    assert not call.cancelled.wait(4 * seconds) and not watchdog.expired
     watchdog.arm(0.01)
     assert call.cancelled.wait(10) and watchdog.expired
 

@@ -57,15 +57,17 @@ def ask(request: pytest.FixtureRequest, address: str) -> Ask:
 def test_by_default_the_deadline_ends_the_attempts_and_no_count(
     ask: Ask, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script.failures = [Failure(Code.UNAVAILABLE, reason="ENGINE_DIED", retry_after=0.001)] * 4
-    with monkeypatch.context() as short_waits:
-        short_waits.setattr(retrying, "_LONGEST_WAIT", 0.02)
-        assert ask().text == "a red square" and len(script.requests) == 5
+    monkeypatch.setattr(retrying, "_LONGEST_WAIT", 0.02)
+    soon = Failure(Code.UNAVAILABLE, reason="ENGINE_DIED", retry_after=0.001)
+    script.failures = [soon] * 4
+    assert ask().text == "a red square" and len(script.requests) == 5
     assert len({request.request_id for request in script.requests}) == 1
-    script.failures = [Failure(Code.UNAVAILABLE, reason="ENGINE_DIED", retry_after=0.001)] * 1000
+    script.requests.clear()
+    # The last one asks for a wait beyond the deadline, however slow the attempts before it are.
+    script.failures = [*[soon] * 20, Failure(Code.UNAVAILABLE, reason="ENGINE_DIED", retry_after=600)]
     with pytest.raises(errors.Unavailable) as caught:
-        ask(timeout=0.7)
-    assert caught.value.reason == "ENGINE_DIED", "the error that says why"
+        ask(timeout=60)
+    assert caught.value.reason == "ENGINE_DIED" and len(script.requests) == 21, "the error that says why"
 
 
 def test_a_count_still_ends_them_where_one_is_given(ask: Ask, script: Script) -> None:
