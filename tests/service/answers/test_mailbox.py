@@ -15,9 +15,9 @@ def token(number: int, name: str = "a") -> EngineEvent:
 
 
 def due_in(seconds: float) -> Callable[[], float]:
-    """A pace whose next multiple is so many seconds from now, on the running loop's clock."""
-    due = asyncio.get_running_loop().time() + seconds
-    return lambda: due
+    """A pace whose next multiple is so many seconds after a take, on the running loop's clock."""
+    loop = asyncio.get_running_loop()
+    return lambda: loop.time() + seconds
 
 
 def test_tokens_share_a_message_while_the_pace_lasts() -> None:
@@ -53,8 +53,8 @@ def test_tokens_wait_for_the_pace() -> None:
 
 def test_streams_of_one_pace_are_served_together() -> None:
     async def scenario() -> bool:
-        pace = due_in(0.5)  # later than both of the first takes, also on a busy machine
-        first, second = Mailbox(pace), Mailbox(pace)
+        due = due_in(0.5)()  # later than both of the first takes, also on a busy machine
+        first, second = Mailbox(lambda: due), Mailbox(lambda: due)
         for mail in (first, second):  # at different times
             mail.put(token(1))
             await mail.take()
