@@ -14,6 +14,7 @@ import grpc
 import pytest
 from certificates import Authority
 from fake_server import Failure, Script, serve
+from waiting import until
 
 import saccade
 from saccade import errors
@@ -88,7 +89,12 @@ def test_another_thread_can_close_a_stream_that_waits(client: saccade.Client, sc
     script.hang_after = 1
     stream = client.stream("?")
     assert next(stream).text == "a "
-    closer = threading.Timer(0.05, stream.close)
+
+    def close() -> None:
+        until(lambda: not stream._turn)  # the reader below has begun
+        stream.close()
+
+    closer = threading.Thread(target=close)
     closer.start()
     with pytest.raises(errors.Cancelled):
         next(stream)
