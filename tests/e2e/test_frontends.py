@@ -187,18 +187,27 @@ def test_a_frontend_that_hangs_is_replaced(frontends: ServerProcess) -> None:
     assert second in now, "the other one, which had always answered, lives on"
 
 
-def test_a_frontend_that_does_not_get_ready_is_killed(text_model: Path) -> None:
+STOPS_ITSELF = """
+import os, signal, sys
+
+if "service.servers.frontend_process" in sys.orig_argv:
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+"""A module that Python imports when it starts: a frontend stops before it can be ready."""
+
+
+def test_a_frontend_that_does_not_get_ready_is_killed(
+    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(STOPS_ITSELF)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     options = ServerOptions(model=str(text_model), max_seqs=2, max_len=600, frontends=1)
-    with reserved_port(options) as port, ThreadPoolExecutor(1) as pool:
+    with reserved_port(options) as port:
         hub = Hub(options, port)
         hub._options = replace(options, load_timeout=0.5)  # the engine has had the default
         try:
-            started = pool.submit(hub.start)
-            while not hub._frontends:
-                assert not started.done()
-            os.kill(hub._frontends[0].process.pid, signal.SIGSTOP)  # long before it can be ready
             with pytest.raises(ConfigError, match="frontend 0 ended with code -9 while starting"):
-                started.result(60)
+                hub.start()
         finally:
             asyncio.run(hub.stop())
 
