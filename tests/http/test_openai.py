@@ -488,7 +488,7 @@ def test_the_asynchronous_client(http: RunningHttp, server: RunningServer, clien
             with pytest.raises(openai.APITimeoutError):
                 await session.chat.completions.create(**{**endless, "n": 8}, timeout=0.05)
             whole = asyncio.ensure_future(session.chat.completions.create(**{**endless, "n": 8}))
-            while not http.front.running:
+            while not (http.front.running or whole.done()):
                 await asyncio.sleep(0.005)
             whole.cancel()
             streams: list[Any] = [
