@@ -22,6 +22,7 @@ import numpy as np
 
 from encoder.images import (
     Pixels,
+    check_layout,
     open_image_file,
     orientation_of,
     quiet_pillow,
@@ -169,6 +170,7 @@ class _PillowClip(Clip):
             image.seek(self._hidden + index)
             # Frames of a GIF may enlarge the image. Pillow allocates it in `load`, which may change the size again.
             self._check_size(image)
+            check_layout(image)
             if not wanted and image.format not in TIMED_BY_PIXELS:
                 return None
             _load(image)

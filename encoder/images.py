@@ -6,7 +6,8 @@ Only these formats, whose decoders run in this process, are allowed: PNG (APNG),
 Conversions: several frames -> the first; EXIF orientation -> applied; alpha and palette transparency -> composited on
 white; CMYK, palettes, greyscale, one bit -> RGB as Pillow converts them, ignoring colour profiles; 16-bit greyscale ->
 scaled to 8 bits; 16-bit colours -> their high bytes. 32-bit integer and float samples, whose white level is undefined,
-and CIELAB are errors. Limits are checked against the header before any pixel is decoded.
+CIELAB, and layouts of uncompressed TIFF files that Pillow reads as others are errors. Limits are checked against the
+header before any pixel is decoded.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ Pixels = NDArray[np.uint8]
 """`[H, W, 3]`, RGB."""
 ORIENTATION_TAG = 0x0112
 TIFF_BITS, TIFF_PHOTOMETRIC, TIFF_WHITE_IS_ZERO = 258, 262, 0
+TIFF_COMPRESSION, TIFF_UNCOMPRESSED, TIFF_PLANES, TIFF_SEPARATE = 259, 1, 284, 2
+TIFF_SUBSAMPLING = 530
 GREY16 = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
@@ -83,7 +86,26 @@ def open_image_file(data: bytes, limits: ImageLimits) -> Image.Image:
         raise ImageError(f"the header of the image cannot be read: {words(error)}") from error
     limits.check_size(image.width, image.height)
     _scale_colour_key(image)
+    check_layout(image)
     return image
+
+
+def check_layout(image: Any) -> None:
+    """Raises `ImageError` for a frame of an uncompressed TIFF whose samples Pillow would read as others: separate
+    planes of 16 bits as planes of 8, and subsampled colours as if each pixel had its own."""
+    if image.format != "TIFF":
+        return
+    try:
+        tags = {tag: image.tag_v2.get(tag) for tag in (TIFF_BITS, TIFF_COMPRESSION, TIFF_PLANES, TIFF_SUBSAMPLING)}
+    except Exception as error:
+        raise ImageError(f"the header of the image cannot be read: {words(error)}") from error
+    if tags[TIFF_COMPRESSION] not in (None, TIFF_UNCOMPRESSED):
+        return
+    bits, subsampling = tags[TIFF_BITS] or (1,), tags[TIFF_SUBSAMPLING]
+    if tags[TIFF_PLANES] == TIFF_SEPARATE and len(bits) > 1 and set(bits) != {8}:
+        raise ImageError(f"uncompressed TIFF images with separate planes of {bits[0]} bits are not served: compress it")
+    if image.mode == "YCbCr" and subsampling not in (None, (1, 1)):
+        raise ImageError(f"uncompressed TIFF images with subsampling {subsampling} are not served: compress it")
 
 
 def _scale_colour_key(image: Any) -> None:

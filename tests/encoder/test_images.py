@@ -167,6 +167,40 @@ def test_sixteen_bit_tiffs_with_zero_as_white_are_inverted() -> None:
     assert decode_image(data)[0, :, 0].tolist() == [255, 0]
 
 
+def tiff(tags: dict[int, list[int]], samples: bytes) -> bytes:
+    """An uncompressed little-endian TIFF of one strip; offsets of planes follow from tag 284."""
+    tags = {259: [1], **tags}
+    planes = len(tags[258]) if tags.get(284) == [2] else 1
+    tags |= {279: [len(samples) // planes] * planes, 273: [8 + i * len(samples) // planes for i in range(planes)]}
+    end, table, more = 8 + len(samples) + 2 + 12 * len(tags) + 4, b"", b""
+    for tag in sorted(tags):
+        values = struct.pack(f"<{len(tags[tag])}H", *tags[tag])
+        table += struct.pack("<HHI", tag, 3, len(tags[tag]))
+        table += values.ljust(4, b"\0") if len(values) <= 4 else struct.pack("<I", end + len(more))
+        more += values if len(values) > 4 else b""
+    head = struct.pack("<2sHI", b"II", 42, 8 + len(samples))
+    return head + samples + struct.pack("<H", len(tags)) + table + b"\0\0\0\0" + more
+
+
+def test_uncompressed_tiffs_that_pillow_would_misread_are_refused() -> None:
+    """Pillow takes separate planes of 16 bits for planes of 8, and reads subsampled colours as if they were not, beyond
+    the strip's end."""
+    size = {256: [2], 257: [2], 278: [2], 277: [3]}
+    planes = np.arange(12, dtype="<u2") * 5000
+    for bits, samples in ((8, planes.astype(np.uint8)), (16, planes)):
+        data = tiff({**size, 258: [bits] * 3, 262: [2], 284: [2]}, samples.tobytes())
+        if bits == 8:
+            assert torch.equal(decode_image(data), torch.from_numpy(samples.reshape(3, 2, 2)).permute(1, 2, 0))
+            continue
+        for read in (decode_image, read_header):
+            with pytest.raises(ImageError, match="separate planes of 16 bits"):
+                read(data)
+    ycbcr = {**size, 258: [8, 8, 8], 262: [6]}
+    assert decode_image(tiff({**ycbcr, 530: [1, 1]}, bytes([60, 128, 128] * 4)))[:, :, 1].tolist() == [[60, 60]] * 2
+    with pytest.raises(ImageError, match=r"with subsampling \(2, 2\)"):
+        decode_image(tiff({**ycbcr, 530: [2, 2]}, bytes([60, 60, 60, 60, 128, 128])))
+
+
 def test_thirty_two_bit_samples_are_refused_with_a_reason() -> None:
     for mode in ("F", "I"):
         with pytest.raises(ImageError, match="8 or 16 bits"):
