@@ -44,11 +44,13 @@ else:
 # PNG stores these modes unchanged.
 _PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
 # These are converted to others without loss of depth or transparency, by way of the modes listed, because Pillow's
-# direct conversions clip; other modes (CMYK, YCbCr, floats, ...) become RGB.
+# direct conversions clip; other modes (CMYK, YCbCr, ...) become RGB.
 _PNG_EQUIVALENTS = {
     "I;16B": ("I", "I;16"), "I;16L": ("I", "I;16"), "I;16N": ("I", "I;16"),
     "PA": ("RGBA",), "RGBa": ("RGBA",), "La": ("LA",),
 }  # fmt: skip
+# The white level of their samples is undefined.
+_UNSCALED_MODES = frozenset({"I", "F"})
 _PNG_COLOR_TYPES = {1: 0, 2: 4, 3: 2, 4: 6}
 
 
@@ -96,7 +98,7 @@ def image_message(image: ImageInput, name: str = "image") -> types_pb2.Image:
 def _content(image: Any, name: str) -> bytes:
     """The file for a Pillow image, an array or a file object."""
     if is_pillow(image):
-        return _png_from_pillow(image)
+        return _png_from_pillow(image, name)
     if is_array(image):
         return _png_from_array(image, name)
     if hasattr(image, "read"):
@@ -165,11 +167,16 @@ def is_array(value: Any) -> bool:
     return hasattr(value, "__array__") and hasattr(value, "shape") and hasattr(value, "ndim")
 
 
-def _png_from_pillow(image: Any) -> bytes:
+def _png_from_pillow(image: Any, name: str) -> bytes:
     from PIL import ImageOps
 
     # The server rotates a file according to its EXIF data. A Pillow image of that file has not been rotated yet.
     upright = ImageOps.exif_transpose(image)
+    if upright.mode == "I" and image.format in ("PNG", "PPM"):  # Pillow's mode for 16-bit greyscale in such files
+        upright = upright.convert("I;16")
+    if upright.mode in _UNSCALED_MODES:
+        words = f"a Pillow image of mode {upright.mode} has no defined white; convert it to 8 bits (L) or 16 (I;16)"
+        raise InvalidArgument(f"{name}: {words}")
     if upright.mode not in _PNG_MODES:
         for mode in _PNG_EQUIVALENTS.get(upright.mode, ("RGB",)):
             upright = upright.convert(mode)

@@ -99,6 +99,20 @@ def test_a_pillow_image_keeps_its_sixteen_bits(mode: str) -> None:
     assert numpy.asarray(decoded(image_message(image).data)).tolist() == greys.tolist()
 
 
+def test_a_sixteen_bit_file_that_pillow_opens_keeps_its_sixteen_bits() -> None:
+    greys = numpy.array([[7, 0x1234, 40000]], ">u2")
+    image = Image.open(io.BytesIO(b"P5 3 1 65535\n" + greys.tobytes()))
+    assert image.mode == "I"
+    assert numpy.asarray(decoded(image_message(image).data)).tolist() == greys.tolist()
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_a_pillow_image_without_a_white_level_is_refused(mode: str) -> None:
+    """Pillow's conversion would clip its samples, 0.2 and 0.9 alike to 0."""
+    with pytest.raises(errors.InvalidArgument, match=rf"images\[0\]: a Pillow image of mode {mode} has no"):
+        image_messages([Image.new(mode, (3, 1), 300)])
+
+
 @pytest.mark.parametrize("mode", ["PA", "RGBa", "La"])
 def test_a_pillow_image_keeps_its_transparency(mode: str) -> None:
     plain = Image.new("RGBA", (3, 2), (200, 200, 200, 51))
