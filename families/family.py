@@ -76,8 +76,8 @@ class VideoRule(Protocol):
         """Rows that a clip will give the decoder; needs no decoded frame."""
 
     def most_numbers(self, num_frames: int) -> int:
-        """Upper bound of the numbers in the patches of a clip of `num_frames` frames of any size with an aspect of at
-        most `MAX_ASPECT` (encoder/media_limits.py)."""
+        """Upper bound of the numbers in the patches of a clip of at most `num_frames` frames of any size with an aspect
+        of at most `MAX_ASPECT` (encoder/media_limits.py)."""
 
     def patchify(
         self, frames: Iterable[torch.Tensor], dtype: torch.dtype, *, num_frames: int | None = None,

@@ -69,13 +69,8 @@ class QwenVideoRule:
         return -(-num_frames // self.together) * each
 
     def most_numbers(self, num_frames: int) -> int:
-        """Upper bound of the values in the patches of a clip of `num_frames` frames of any size."""
-        config, frames = self.config, num_frames + self.together - 1
-        # Rounding to pairs changes the number of frames by less than one pair; a flat frame keeps a side of one token.
-        least = max(num_frames - self.together + 1, 1)
-        grown = (math.isqrt(config.video.min_pixels // least) + 8 * config.factor) ** 2
-        flat = MAX_ASPECT * config.factor**2
-        return RGB * max(config.video.max_pixels * frames // least, frames * grown, frames * flat)
+        """Upper bound of the values in the patches of a clip of at most `num_frames` frames of any size."""
+        return RGB * max(_most_pixels(count, self.config) for count in range(1, num_frames + 1))
 
     def patchify(
         self, frames: Iterable[torch.Tensor], dtype: torch.dtype, *, num_frames: int | None = None,
@@ -163,9 +158,8 @@ def resized_frame(num_frames: int, height: int, width: int, config: VisionConfig
     if num_frames < 1:
         raise ValueError(f"a clip needs a frame, got {num_frames}")
     factor, together = config.factor, config.temporal_patch_size
-    num_frames, low, high = max(num_frames, together), config.video.min_pixels, config.video.max_pixels
-    if (most := config.sampling.frame_tokens) is not None:
-        high = max(min(most * factor**2, high // num_frames), int(low * 1.05)) * num_frames
+    num_frames, low = max(num_frames, together), config.video.min_pixels
+    high = _limit(num_frames, config)
     if height < 1 or width < 1:
         check_shape(height, width)
     if height < factor or width < factor:
@@ -183,6 +177,26 @@ def resized_frame(num_frames: int, height: int, width: int, config: VisionConfig
         rows = math.ceil(height * grow / factor) * factor
         columns = math.ceil(width * grow / factor) * factor
     return rows, columns
+
+
+def _limit(num_frames: int, config: VisionConfig) -> int:
+    """Most pixels of all frames of a clip together. A limit on each frame may raise it above `max_pixels`."""
+    low, high = config.video.min_pixels, config.video.max_pixels
+    if (most := config.sampling.frame_tokens) is None:
+        return high
+    return max(min(most * config.factor**2, high // num_frames), int(low * 1.05)) * num_frames
+
+
+def _most_pixels(num_frames: int, config: VisionConfig) -> int:
+    """Upper bound of the pixels in the patches of a clip of exactly `num_frames` frames of any size."""
+    factor, together = config.factor, config.temporal_patch_size
+    num_frames = max(num_frames, together)
+    padded = -(-num_frames // together) * together
+    # A clip is compared with its limit by a rounded number of frames: five in pairs count as four, and become six.
+    counted = min(round(num_frames / together) * together, num_frames)
+    grown = (math.isqrt(config.video.min_pixels // num_frames) + 8 * factor) ** 2
+    # A flat frame keeps a side of one token.
+    return max(_limit(num_frames, config) * padded // counted, padded * grown, padded * MAX_ASPECT * factor**2)
 
 
 def resize_frame(frame_HWC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

@@ -147,6 +147,26 @@ def test_sizes_of_frames_are_the_released_ones() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("frames", "together", "capped", "sizes", "side"),
+    [
+        (5, 2, None, RELEASED.video, 2496),
+        (4, 3, None, RELEASED.video, 2880),
+        (32, 2, 10, Resizing(2**19, 2**20), 4096),
+    ],
+    ids=["five-count-as-four", "four-count-as-three", "capped-frames-above-the-clip-s-limit"],
+)
+def test_no_clip_of_fewer_frames_has_more_numbers_than_the_bound(
+    frames: int, together: int, capped: int | None, sizes: Resizing, side: int
+) -> None:
+    """Memory for the patches of a file is reserved before its frames are counted."""
+    config = replace(RELEASED, temporal_patch_size=together, video=sizes, sampling=Sampling(frame_tokens=capped))
+    rule = config.video_rule
+    rows, columns = rule.grid(frames, side, side)
+    numbers = -(-frames // together) * rows * columns * config.patch_widths[VIDEO]
+    assert 0.8 * rule.most_numbers(frames) < numbers <= min(rule.most_numbers(count) for count in range(frames, 64))
+
+
 def test_frames_are_taken_as_the_released_processor_takes_them() -> None:
     rng = random.Random(2)
     made = video_processor(RELEASED)
