@@ -19,6 +19,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import UnidentifiedImageError
 
 from encoder.images import (
     Pixels,
@@ -31,7 +32,7 @@ from encoder.images import (
     upright,
     words,
 )
-from encoder.media_limits import ImageError, ImageHeader, VideoError, VideoLimits
+from encoder.media_limits import ImageError, ImageHeader, VideoError, VideoLimits, video_formats
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +90,8 @@ def open_video(data: bytes, limits: VideoLimits | None = None) -> Clip:
     is not installed.
     """
     limits = limits or VideoLimits()
+    if not data:
+        raise VideoError("the video is empty: 0 bytes")
     limits.check_bytes(len(data))
     container = sniff_container(data)
     return _AvClip(data, limits, container) if container is not None else _PillowClip(data, limits)
@@ -133,7 +136,10 @@ class _PillowClip(Clip):
         try:
             return open_image_file(self._data, self._limits.frame)
         except ImageError as error:
-            raise VideoError(error.reason, too_large=error.too_large) from error
+            why = error.reason
+            if isinstance(error.__cause__, UnidentifiedImageError):
+                why = f"no {', '.join(video_formats())} video is recognised in these {len(self._data)} bytes"
+            raise VideoError(why, too_large=error.too_large) from error
 
     @property
     def num_frames(self) -> int:

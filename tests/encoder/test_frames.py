@@ -23,7 +23,7 @@ from PIL import Image
 
 from encoder.frames import open_video, sniff_container
 from encoder.media_limits import FORMATS as IMAGE_FORMATS
-from encoder.media_limits import VideoError, VideoLimits
+from encoder.media_limits import VideoError, VideoLimits, video_formats
 from families.nemotron_h_omni.video_rule import OmniVideoRule, sample_indices
 from families.nemotron_h_omni.vision import RadioVision
 
@@ -223,6 +223,15 @@ def test_warnings_of_the_consumer_are_its_own() -> None:
     frames.close()  # type: ignore[attr-defined]
 
 
+def test_what_is_no_video_is_refused_as_one() -> None:
+    for data, words in (
+        (b"", "the video is empty: 0 bytes"),
+        (b"RIFF....AVI ", f"no {', '.join(video_formats())} video"),
+    ):
+        with pytest.raises(VideoError, match=words):
+            open_video(data)
+
+
 # -- films ------------------------------------------------------------------------------------------------------------
 
 
@@ -235,7 +244,7 @@ def test_films_are_told_by_their_first_bytes() -> None:
 @pytest.mark.parametrize("brand", [b"avif", b"avis", b"heic"])
 def test_an_image_in_the_format_of_films_is_no_film(brand: bytes) -> None:
     data = film("mp4", "mpeg4")
-    with pytest.raises(VideoError, match=r"no PNG, JPEG, .* image is recognised in these \d+ bytes"):
+    with pytest.raises(VideoError, match=r"no APNG, .*WEBP video is recognised in these \d+ bytes"):
         open_video(data[:8] + brand + data[12:])
 
 
