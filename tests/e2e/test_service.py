@@ -309,6 +309,7 @@ def test_a_live_request_id_is_not_taken_twice(text_model: Path) -> None:
             stub.Generate(request)
         assert error.value.code() is grpc.StatusCode.ALREADY_EXISTS
         call.cancel()
+        long.drained()
 
 
 def test_images_that_fill_the_handoff_one_by_one_still_pass(model: Path, local: saccade.LocalClient) -> None:

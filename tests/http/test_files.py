@@ -97,7 +97,8 @@ def test_an_output_is_sent_as_it_is_read(server: RunningServer, http: RunningHtt
             slow.sendall(f"{get}authorization: Bearer none\r\n\r\n".encode())
             before, most, received = resident_bytes(), 0, b""
             while b"\r\n\r\n" not in received:
-                received += slow.recv(1)
+                assert (byte := slow.recv(1)), received
+                received += byte
             end = time.monotonic() + 2.5
             while time.monotonic() < end:
                 received += slow.recv(1)
