@@ -119,9 +119,14 @@ def _ordered(logits_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     if width == logits_RV.shape[1]:
         values, ids = logits_RV.sort(dim=-1, descending=True, stable=True)
         return values, ids
-    ids = logits_RV.topk(width, dim=-1)[1].sort(-1)[0]
-    values, order = logits_RV.gather(1, ids).sort(dim=-1, descending=True, stable=True)
-    return values, ids.gather(1, order)
+    return _by_value(logits_RV, logits_RV.topk(width, dim=-1)[1])
+
+
+def _by_value(logits_RV: Tensor, ids_RN: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and ids of these tokens of each row, by falling value, equal ones by rising id."""
+    ids_RN = ids_RN.sort(-1)[0]
+    values, order = logits_RV.gather(1, ids_RN).sort(dim=-1, descending=True, stable=True)
+    return values, ids_RN.gather(1, order)
 
 
 def _kept(
@@ -166,9 +171,7 @@ def _likeliest(logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return _ordered(logits_RV, count)
     above, equal = logits_RV > last, logits_RV == last
     kept = above | equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True))
-    ids = kept.byte().topk(count, dim=-1)[1].sort(-1)[0]
-    values, order = logits_RV.gather(1, ids).sort(dim=-1, descending=True, stable=True)
-    return values, ids.gather(1, order)
+    return _by_value(logits_RV, kept.byte().topk(count, dim=-1)[1])
 
 
 def sample(logits_RV: Tensor, params: RowParams) -> Tensor:

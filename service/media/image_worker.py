@@ -25,8 +25,6 @@ memory files, whose descriptors are sent with the reply's length.
 from __future__ import annotations
 
 import base64
-import contextlib
-import importlib
 import json
 import os
 import pickle
@@ -41,7 +39,7 @@ from PIL import Image
 
 from encoder.frames import describe
 from encoder.item import ItemDescription
-from encoder.media_limits import ImageError, ImageLimits, VideoError, VideoLimits
+from encoder.media_limits import FORMATS, ImageError, ImageLimits, VideoError, VideoLimits
 from encoder.stopwatch import Stopwatch
 from kernels.host_memory import keep_freed_memory
 from service.common.helper_process import ignore_group_signals, lasting_objects
@@ -161,10 +159,11 @@ class _ForkServer:
         self._limits = MediaLimits(**{name: kind(**command[name]) for name, kind in files.items()})
         self._memory_bytes: int = command["memory_bytes"]
         Image.init()  # loads all readers now, not with the first image of each format
-        # Pillow's AVIF decoder starts a thread for each core, whose memory counts in a worker's limit.
-        with contextlib.suppress(ImportError):  # Pillow before 11.3
-            avif: Any = importlib.import_module("PIL.AvifImagePlugin")
-            avif.DEFAULT_MAX_THREADS = 1
+        if "AVIF" in FORMATS:
+            from PIL import AvifImagePlugin
+
+            # By default its decoder starts a thread for each core, whose memory counts in a worker's limit.
+            AvifImagePlugin.DEFAULT_MAX_THREADS = 1
         self._patcher: Patcher | None = None
         if command["vision"] is not None:
             with lasting_objects():

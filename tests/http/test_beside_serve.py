@@ -20,6 +20,7 @@ from running import children
 from running_http import request_of
 
 import saccade
+from benchmarks import machine
 from service.commands.cli import ServerProcess
 from service.common.config import ConfigError, ServerOptions
 from service.servers.http_process import HttpProcess, socket_folder
@@ -88,28 +89,19 @@ def test_new_requests_are_told_of_a_drain_and_the_others_get_all_of_their_answer
         assert server.stop() == 0
 
 
-def descendants(pid: int) -> list[int]:
-    """Ids of the processes that `pid` has started, and of those that they have started."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *descendants(child)]
-    return found
-
-
 def test_a_signal_to_all_processes_is_left_to_the_first(model: Path) -> None:
     """systemd sends SIGTERM to each process of a service, and `timeout` to each of its group: helpers must not end or
     drain by themselves, nor take their parent's word for the second signal, which stops at once."""
     arguments = [str(model), "--http-port", "0", "--frontends", "2", "--max-seqs", "4", "--max-len", "200"]
     with ServerProcess([*arguments, "--threads", "1", "--log-level", "error", "--image-workers", "1"]) as server:
-        helpers = descendants(server.pid)
+        _, *helpers = machine.family(server.pid)
         for helper in helpers:
             os.kill(helper, signal.SIGTERM)
         for _ in range(20):  # of both frontends
             with saccade.Client(server.address, max_retries=0) as client:
                 assert client.generate("x", max_tokens=1, images=[png(3)]).usage.image_tokens
         assert httpx.post(f"{server.http_url}/v1/chat/completions", json=ASK, timeout=60).status_code == 200
-        assert set(descendants(server.pid)) == set(helpers)
+        assert set(machine.family(server.pid)) == {server.pid, *helpers}
         assert server.stop() == 0
 
 
