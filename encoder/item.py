@@ -75,9 +75,11 @@ class ItemLayout:
     kind: str = IMAGE
     """Which of the tower's inputs takes the patches."""
     num_sequences: int = 1
-    """Attention sequences: for an image 1 plus one per slice, for a clip one per temporal patch."""
+    """Attention sequences: for an image 1 plus one per slice, for a clip one per temporal patch or, if its frames are
+    cut into slices, as many per frame as an image has."""
     slices: Grid = (0, 0)
-    """Rows and columns of slices into which an image was cut; they follow the whole image, row by row."""
+    """Rows and columns of slices into which an image, or each frame, was cut; they follow the whole image, row by
+    row."""
     slice_grid: Grid = (0, 0)
     """Patch grid of each slice."""
     num_frames: int = 0
@@ -101,36 +103,42 @@ class ItemLayout:
     def _check_slices(self) -> None:
         if min(*self.slices, *self.slice_grid) < 1:
             raise ValueError(f"{self.slices} slices of {self.slice_grid} patches: all must be positive")
-        if self.num_sequences != 1 + self.num_slices or self.num_frames or self.pruning_rate:
+        wanted = max(self.num_frames, 1) * (1 + self.num_slices)
+        if self.num_sequences != wanted or self.num_frames < 0 or self.pruning_rate:
             raise ValueError(
-                f"{self.num_sequences} sequences, {self.num_frames} frames and pruning rate {self.pruning_rate}: an "
-                f"image of {self.num_slices} slices has {1 + self.num_slices} sequences, 0 frames and rate 0"
+                f"{self.num_sequences} sequences, {self.num_frames} frames and pruning rate {self.pruning_rate}: with "
+                f"{self.num_slices} slices there are {1 + self.num_slices} sequences for an image or frame, and the "
+                "rate is 0"
             )
 
     @property
     def num_slices(self) -> int:
-        """Number of slices; 0 for an image that is not sliced."""
+        """Number of slices of the image, or of each frame; 0 if there are none."""
         return self.slices[0] * self.slices[1]
+
+    @property
+    def num_wholes(self) -> int:
+        """Number of sequences that are not slices."""
+        return self.num_sequences // (1 + self.num_slices)
 
     @cached_property
     def grids(self) -> tuple[Grid, ...]:
         """Patch grid of each sequence."""
-        return (self.grid,) * (self.num_sequences - self.num_slices) + (self.slice_grid,) * self.num_slices
+        return (self.grid, *(self.slice_grid,) * self.num_slices) * self.num_wholes
 
     @property
     def num_patches(self) -> int:
         """Patches of all sequences together."""
-        whole = self.num_sequences - self.num_slices
-        return whole * self.grid[0] * self.grid[1] + self.num_slices * self.slice_grid[0] * self.slice_grid[1]
+        slices = self.num_slices * self.slice_grid[0] * self.slice_grid[1]
+        return self.num_wholes * (self.grid[0] * self.grid[1] + slices)
 
     @cached_property
     def sequence_tokens(self) -> tuple[int, ...]:
         """Rows that the tower outputs for each sequence, before pruning. Raises `ValueError` if `merge_size` does not
         divide a grid."""
         whole = num_image_tokens(self.grid, merge_size=self.merge_size)
-        if not self.num_slices:
-            return (whole,) * self.num_sequences
-        return (whole, *(num_image_tokens(self.slice_grid, merge_size=self.merge_size),) * self.num_slices)
+        each = num_image_tokens(self.slice_grid, merge_size=self.merge_size) if self.num_slices else 0
+        return (whole, *(each,) * self.num_slices) * self.num_wholes
 
     @cached_property
     def tokens(self) -> int:
@@ -138,7 +146,8 @@ class ItemLayout:
         divide a grid."""
         whole = num_image_tokens(self.grid, merge_size=self.merge_size)
         if self.num_slices:
-            return whole + self.num_slices * num_image_tokens(self.slice_grid, merge_size=self.merge_size)
+            each = num_image_tokens(self.slice_grid, merge_size=self.merge_size)
+            return self.num_wholes * (whole + self.num_slices * each)
         return retained_tokens(self.num_sequences, whole, self.pruning_rate)
 
 
@@ -190,7 +199,7 @@ class EncoderItem(ItemLayout):
             rows, columns = self.grid
             raise ValueError(
                 f"a grid of {rows}x{columns} needs {rows * columns} rows of patches for each of "
-                f"{self.num_sequences - self.num_slices} sequences{self._slices_named}, got shape {shape}"
+                f"{self.num_wholes} sequences{self._slices_named}, got shape {shape}"
             )
 
     @property
@@ -218,7 +227,8 @@ class EncoderItem(ItemLayout):
         if not self.num_slices:
             return ""
         rows, columns = self.slice_grid
-        return f", and {rows * columns} for each of {self.num_slices} slices of {rows}x{columns}"
+        slices = self.num_wholes * self.num_slices
+        return f", and {rows * columns} for each of {slices} slices of {rows}x{columns}"
 
 
 def _layout(item: ItemLayout) -> dict[str, Any]:

@@ -305,7 +305,7 @@ class EncoderRunner:
         # Sequences of equal grids become neighbours, so that their attention runs as one batch; the order is otherwise
         # free.
         parts = sorted(launch.parts, key=lambda part: (part.sequence.patches.shape[0], part.sequence.grid))
-        group = [self._floats(part.sequence) for part in parts]
+        group = [self._floats(part.sequence, launch.kind) for part in parts]
         tokens = sum(sequence.tokens for sequence in group)
         lane = self.lanes[launch.kind]
         reason = lane.eager_reason(launch.budget)
@@ -328,11 +328,11 @@ class EncoderRunner:
         self._counts[counted_as(launch.kind)] += len(parts)
         self._counts["real_tokens"] += tokens
 
-    def _floats(self, part: PatchSequence) -> PatchSequence:
+    def _floats(self, part: PatchSequence, kind: str) -> PatchSequence:
         """The sequence with patches in the tower's dtype; uint8 patches are normalised on the tower's device."""
         if part.patches.dtype != torch.uint8:
             return part
-        patches = self.tower.as_floats(part.patches.to(self.tower.device))
+        patches = self.tower.as_floats(part.patches.to(self.tower.device), kind=kind)
         return PatchSequence(part.grid, patches, part.merge_size, part.order)
 
     # -- plan, counters, end --------------------------------------------------------------------------------------

@@ -141,8 +141,8 @@ class Tower(Protocol):
     def positions(self, grid: Grid) -> Tensor:
         """`[gh * gw, position_width]` in the tower's dtype on its device, in the order of the patches; new memory."""
 
-    def as_floats(self, patches: Tensor) -> Tensor:
-        """Normalises uint8 patches `[T, P]` on the tower's device, to its dtype."""
+    def as_floats(self, patches: Tensor, *, kind: str) -> Tensor:
+        """Normalises uint8 patches `[T, P]` of a `kind` of item on the tower's device, to its dtype."""
 
     def forward(self, batch: PackedBatch, *, kind: str) -> Tensor:
         """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory. A pure function."""

@@ -87,12 +87,12 @@ class VideoRule(Protocol):
         generator, `num_frames` says how many it yields. Raises ValueError naming the frame at fault."""
 
     def labels(self, num_frames: int, *, fps: float | None = None, indices: Sequence[int] | None = None) -> list[str]:
-        """The text before each attention sequence. `fps`: the source's frame rate; `indices`: of the frames in the
-        source."""
+        """The text before each temporal patch; at least one, which may be empty. `fps`: the source's frame rate;
+        `indices`: of the frames in the source."""
 
-    def text(self, labels: Sequence[str], rows: Sequence[int], *, start: str, token: str, end: str) -> str:
-        """A clip's part of a prompt: for each attention sequence its label and `rows` times `token` between the
-        wrappers."""
+    def text(self, item: ItemLayout, labels: Sequence[str], number: int, *, start: str, token: str, end: str) -> str:
+        """The prompt's text for clip `number` (counted from 0): for each temporal patch its label, and one `token` for
+        each attention sequence between `start` and `end`, or between the family's own separators."""
 
 
 class VisionSpec(TowerSpec, Protocol):

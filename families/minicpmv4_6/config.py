@@ -24,15 +24,15 @@ def read_config(files: ModelFiles) -> FamilyConfig:
     # Image tokens take one position each, like text, so positions have one axis.
     decoder = decoder_config(text, tied=tied)
     try:
-        vision = SlicingVision(**vision_fields(config, decoder.hidden_size, files.preprocessor))
+        vision = SlicingVision(**vision_fields(config, decoder.hidden_size, files))
     except CheckpointError:
         raise
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}") from None
-    image = first(config, "image_token_id")
-    return FamilyConfig(
-        text=text,
-        decoder=decoder,
-        vision=vision,
-        image_token_id=None if image is None else token_id("image_token_id", image, decoder.vocab_size),
-    )
+    tokens = [
+        None if (given := first(config, name)) is None else token_id(name, given, decoder.vocab_size)
+        for name in ("image_token_id", "video_token_id")
+    ]
+    if tokens[0] is not None and tokens[0] == tokens[1]:
+        raise CheckpointError(f"config.json: image_token_id and video_token_id are both {tokens[0]}")
+    return FamilyConfig(text, decoder, vision, *tokens)

@@ -19,6 +19,7 @@ from encoder.vit import ACTIVATIONS, Block, Norm
 from encoder.weights import TowerWeights
 from families.minicpmv4_6.vision_config import MERGER_EPS, WINDOW, VisionConfig
 from families.qwen3_5.image_rule import normalised
+from families.qwen3_5.video_rule import normalised_frames
 from kernels.linear import AnyWeight, Linear
 from kernels.patch_embed import patch_embed
 from kernels.pixel_shuffle import pixel_shuffle
@@ -60,7 +61,7 @@ class MergingTower:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.sizes, self.dtype, self.device, self.kinds = spec, dtype, device, (IMAGE,)
+        self.sizes, self.dtype, self.device, self.kinds = spec, dtype, device, spec.kinds(())
         stored = TowerWeights(weights, spec.expected_weights(), dtype=dtype, device=device)
         embeddings, eps = "vision_tower.embeddings.", spec.layer_norm_eps
         projection_DCPP = stored.take(embeddings + "patch_embedding.weight")
@@ -86,11 +87,14 @@ class MergingTower:
         places = rows[:, None] * self.sizes.table_side + columns
         return self._positions_SD[places.flatten().to(self.device)]
 
-    def as_floats(self, patches: Tensor) -> Tensor:
-        """Normalises uint8 patches like the released image processor; result in the tower's dtype."""
+    def as_floats(self, patches: Tensor, *, kind: str = IMAGE) -> Tensor:
+        """Normalises uint8 patches like the released image or video processor; result in the tower's dtype."""
         if patches.dtype != torch.uint8:
             return patches.to(self.dtype)
-        return normalised(patches, self.sizes.image_mean, self.sizes.image_std).to(self.dtype)
+        image, video = self.sizes.image, self.sizes.video
+        if kind == IMAGE or video is None:
+            return normalised(patches, image.mean, image.std).to(self.dtype)
+        return normalised_frames(patches, video.mean, video.std).to(self.dtype)
 
     def forward(self, batch: PackedBatch, *, kind: str = IMAGE) -> Tensor:
         """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from encoder.item import Grid
 from families.minicpmv4_6.image_rule import SlicedImageRule
+from families.minicpmv4_6.slicing import Slicing
+from families.minicpmv4_6.video_rule import SlicedVideoRule
 from families.minicpmv4_6.vision_config import VisionConfig
 
 if TYPE_CHECKING:
@@ -35,21 +37,25 @@ class SlicingVision(VisionConfig):
         return SlicedImageRule(self)
 
     @property
-    def video_rule(self) -> None:
-        return None
+    def video_rule(self) -> SlicedVideoRule | None:
+        return None if self.video is None else SlicedVideoRule(self)
 
     def limited(self, *, max_model_len: int, video_pruning_rate: float | None = None) -> SlicingVision:
         if video_pruning_rate:
-            raise ValueError(f"video_pruning_rate {video_pruning_rate:g}: this model takes no videos; 0 would work")
+            raise ValueError(
+                f"video_pruning_rate {video_pruning_rate:g}: this model's videos cannot be pruned; 0 would work"
+            )
         return replace(self, max_model_len=max_model_len)
 
     def positions(self, length: int, blocks: Sequence[tuple[int, Grid]]) -> None:
         """None: image tokens take one position each, like text."""
 
     def describe_preprocessing(self) -> str:
-        mean, std = (" ".join(f"{v:g}" for v in values) for values in (self.image_mean, self.image_std))
-        slices = self.max_slice_nums if self.slice_mode else 0
-        return (
-            f"patch {self.patch_size}, merge {self.merge_size}, {slices} slices of {self.scale_resolution} pixels, "
-            f"mean {mean}, deviation {std}"
-        )
+        videos = "" if self.video is None else f", videos {_described(self.video)}"
+        return f"patch {self.patch_size}, merge {self.merge_size}, {_described(self.image)}{videos}"
+
+
+def _described(slicing: Slicing) -> str:
+    mean, std = (" ".join(f"{v:g}" for v in values) for values in (slicing.mean, slicing.std))
+    slices = slicing.max_slice_nums if slicing.slice_mode else 0
+    return f"{slices} slices of {slicing.scale_resolution} pixels, mean {mean}, deviation {std}"

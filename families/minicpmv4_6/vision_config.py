@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from encoder.item import IMAGE
+from encoder.item import IMAGE, VIDEO
 from encoder.media_limits import RGB
 from encoder.vit_sizes import VitSizes
+from families.family import ModelFiles
 from families.fields import BICUBIC, MOST_LAYERS, check_processor, count, flag, number, per_channel
 from families.files import CheckpointError, first
+from families.minicpmv4_6.slicing import Slicing
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu")
 WINDOW = 2
 """Rows per window along each side: patches for the window merger, merged rows for the last merger."""
 MERGER_EPS = 1e-6
-_PROCESSOR = "preprocessor_config.json"
+_PROCESSOR, _VIDEO_PROCESSOR = "preprocessor_config.json", "video_preprocessor_config.json"
 
 
 @dataclass(frozen=True)
@@ -44,22 +46,22 @@ class VisionConfig(VitSizes):
     insert_layer: int | None = 6
     """Index of the layer after which windows are merged; None: no window merger, so an image has four times the
     tokens."""
-    max_slice_nums: int = 9
-    scale_resolution: int = 448
-    """The whole image and each slice are resized to about the area of a square with this side, in pixels."""
-    slice_mode: bool = True
+    image: Slicing = Slicing()
+    video: Slicing | None = None
+    """The same for the frames of videos; None for a model that takes no videos."""
+    max_video_frames: int = 128
+    """Most frames that are sampled from a video."""
     use_image_id: bool = True
     """Whether the prompt numbers the images."""
-    image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    """`mean` and standard deviation per channel, of pixels scaled to 0..1."""
+    number_videos: bool = True
+    """Whether the prompt numbers the videos, if it numbers the images."""
     max_model_len: int | None = None
     """Context length, in tokens: larger images are an error. It does not affect how images are resized."""
 
     def __post_init__(self) -> None:
         positive = (
             "hidden_size", "num_layers", "num_heads", "intermediate_size", "text_hidden_size", "patch_size",
-            "max_slice_nums", "scale_resolution",
+            "max_video_frames",
         )  # fmt: skip
         for name in positive:
             if getattr(self, name) < 1:
@@ -74,9 +76,6 @@ class VisionConfig(VitSizes):
             )
         if self.hidden_act not in ACTIVATIONS:
             raise ValueError(f"vision hidden_act {self.hidden_act!r} is none of {sorted(ACTIVATIONS)}")
-        if len(self.image_mean) != RGB or len(self.image_std) != RGB or min(self.image_std) <= 0:
-            numbers = f"image_mean {self.image_mean} and image_std {self.image_std}"
-            raise ValueError(f"{numbers} must be {RGB} numbers each, and image_std above 0")
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -90,8 +89,8 @@ class VisionConfig(VitSizes):
 
     @cached_property
     def patch_widths(self) -> dict[str, int]:
-        """Values in one flattened patch; only for images, since this family takes no clips."""
-        return {IMAGE: self.patch_dim}
+        """Values in one flattened patch, of images and of frames alike."""
+        return dict.fromkeys(self.kinds(()), self.patch_dim)
 
     @property
     def table_side(self) -> int:
@@ -101,14 +100,14 @@ class VisionConfig(VitSizes):
     @property
     def min_image_tokens(self) -> int:
         """`lo` of the encoder's token budgets: half of the tokens of a `scale_resolution` square."""
-        return max((self.scale_resolution // self.factor) ** 2 // 2, 1)
+        return max((self.image.scale_resolution // self.factor) ** 2 // 2, 1)
 
     @property
     def max_image_tokens(self) -> int:
         """Tokens of an image with the most slices, if rounding enlarges each side by half a token, but not more than
         the context holds. Very flat images may have more."""
-        each = max(int((self.scale_resolution / self.factor + 0.5) ** 2), 1)
-        tokens = each * (1 + self.max_slice_nums) if self.slice_mode and self.max_slice_nums > 1 else each
+        each = max(int((self.image.scale_resolution / self.factor + 0.5) ** 2), 1)
+        tokens = each * (1 + self.image.most_slices)
         return tokens if self.max_model_len is None else max(min(tokens, self.max_model_len), self.min_image_tokens)
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
@@ -140,8 +139,8 @@ class VisionConfig(VitSizes):
         return frozenset()
 
     def kinds(self, weights: Collection[str]) -> tuple[str, ...]:
-        """Only images."""
-        return (IMAGE,)
+        """Images, and videos if there are settings for them."""
+        return (IMAGE,) if self.video is None else (IMAGE, VIDEO)
 
 
 def _linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
@@ -157,8 +156,9 @@ def _attention(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
     return {name: shape for each in names for name, shape in _linear(each, width, width).items()}
 
 
-def vision_fields(config: Mapping[str, Any], text_hidden_size: int, processor: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the fields of `VisionConfig` from `config.json` and the image processor's file. Raises CheckpointError."""
+def vision_fields(config: Mapping[str, Any], text_hidden_size: int, files: ModelFiles) -> dict[str, Any]:
+    """Reads the fields of `VisionConfig` from `config.json` and the processors' files. Raises CheckpointError."""
+    processor = files.preprocessor
     vision = first(config, "vision_config", default={})
     if not isinstance(vision, Mapping):
         raise CheckpointError(f"config.json: vision_config must be an object, not {vision!r}")
@@ -174,19 +174,37 @@ def vision_fields(config: Mapping[str, Any], text_hidden_size: int, processor: M
             "patch_size": count(vision, "patch_size", 16),
             "image_size": count(vision, "image_size", 224),
             "insert_layer": _insert_layer(config),
-            "max_slice_nums": count(processor, "max_slice_nums", 9, file=_PROCESSOR),
-            "scale_resolution": count(processor, "scale_resolution", 448, file=_PROCESSOR),
-            "slice_mode": flag(processor, "slice_mode", True, file=_PROCESSOR),
+            "image": _slicing(processor, _PROCESSOR),
             "use_image_id": flag(processor, "use_image_id", True, file=_PROCESSOR),
-            "image_mean": per_channel(first(processor, "image_mean", default=(0.5, 0.5, 0.5)), "image_mean"),
-            "image_std": per_channel(first(processor, "image_std", default=(0.5, 0.5, 0.5)), "image_std"),
         }
+        if first(config, "video_token_id") is not None:
+            fields |= _video_fields(files.video_preprocessor)
     except CheckpointError:
         raise
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"vision_config: {error}") from None
-    _check(config, vision, processor, fields)
+    _check(config, vision)
+    _check_processor(config, processor, fields, _PROCESSOR)
+    if "video" in fields:
+        _check_processor(config, files.video_preprocessor, fields, _VIDEO_PROCESSOR)
     return fields
+
+
+def _slicing(processor: Mapping[str, Any], file: str) -> Slicing:
+    return Slicing(
+        max_slice_nums=count(processor, "max_slice_nums", 9, file=file),
+        scale_resolution=count(processor, "scale_resolution", 448, file=file),
+        slice_mode=flag(processor, "slice_mode", True, file=file),
+        mean=per_channel(first(processor, "image_mean", default=(0.5, 0.5, 0.5)), "image_mean"),
+        std=per_channel(first(processor, "image_std", default=(0.5, 0.5, 0.5)), "image_std"),
+    )
+
+
+def _video_fields(processor: Mapping[str, Any]) -> dict[str, Any]:
+    if (stacked := first(processor, "stack_frames", default=1)) != 1:
+        raise CheckpointError(f"{_VIDEO_PROCESSOR}: stack_frames is {stacked!r}; 1, one frame an image, is served")
+    frames = count(processor, "max_num_frames", 128, file=_VIDEO_PROCESSOR)
+    return {"video": _slicing(processor, _VIDEO_PROCESSOR), "max_video_frames": frames}
 
 
 def _insert_layer(config: Mapping[str, Any]) -> int | None:
@@ -202,9 +220,7 @@ def _insert_layer(config: Mapping[str, Any]) -> int | None:
     return index
 
 
-def _check(
-    config: Mapping[str, Any], vision: Mapping[str, Any], processor: Mapping[str, Any], fields: Mapping[str, Any]
-) -> None:
+def _check(config: Mapping[str, Any], vision: Mapping[str, Any]) -> None:
     """Raises CheckpointError if another setting in the files differs from what this code does."""
     square = [WINDOW, WINDOW]
     served: list[tuple[str, Mapping[str, Any], str, Any]] = [
@@ -218,8 +234,14 @@ def _check(
         given = first(section, name, default=value)
         if (list(given) if isinstance(given, tuple) else given) != value:
             raise CheckpointError(f"{file}: {name} is {given!r}; this model is served with {value!r}")
+
+
+def _check_processor(
+    config: Mapping[str, Any], processor: Mapping[str, Any], fields: Mapping[str, Any], file: str
+) -> None:
+    """Raises CheckpointError if a setting of an image or video processor differs from what this code does."""
     settings = {
         "downsample_mode": first(config, "downsample_mode", default="16x"), "patch_size": fields["patch_size"],
         "resample": BICUBIC, "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True,
     }  # fmt: skip
-    check_processor(processor, settings, _PROCESSOR)
+    check_processor(processor, settings, file)

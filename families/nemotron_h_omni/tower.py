@@ -61,8 +61,8 @@ class RadioTower:
         """`[gh * gw, D]` in the tower's dtype, row-major; new memory."""
         return interpolate_positions(self._table_1DSS, grid, self.dtype)
 
-    def as_floats(self, patches: Tensor) -> Tensor:
-        """Normalises uint8 patches; result in the tower's dtype."""
+    def as_floats(self, patches: Tensor, *, kind: str = IMAGE) -> Tensor:
+        """Normalises uint8 patches, those of images and of clips alike; result in the tower's dtype."""
         return as_floats(patches, self.sizes.patch_size, self.sizes.image_mean, self.sizes.image_std, self.dtype)
 
     def forward(self, batch: PackedBatch, *, kind: str = IMAGE) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from encoder.item import VIDEO, EncoderItem, Grid, num_image_tokens, retained_tokens
+from encoder.item import VIDEO, EncoderItem, Grid, ItemLayout, num_image_tokens, retained_tokens
 from encoder.media_limits import MAX_ASPECT, RGB
 from encoder.stopwatch import Stopwatch
 from families.nemotron_h_omni.prompt import frame_labels, video_text
@@ -68,9 +68,9 @@ class OmniVideoRule:
         """`frame_labels` of the clip's temporal patches."""
         return frame_labels(num_frames, self.together, fps=fps, indices=indices)
 
-    def text(self, labels: Sequence[str], rows: Sequence[int], *, start: str, token: str, end: str) -> str:
+    def text(self, item: ItemLayout, labels: Sequence[str], number: int, *, start: str, token: str, end: str) -> str:
         """See `video_text`."""
-        return video_text(labels, rows, start=start, token=token, end=end)
+        return video_text(labels, [1] * len(labels), start=start, token=token, end=end)
 
     def patchify(
         self, frames: Iterable[torch.Tensor], dtype: torch.dtype, *, num_frames: int | None = None,

@@ -70,14 +70,14 @@ class QwenTower:
         angles_TF = torch.cat([place_T[:, None].float() * self._frequencies for place_T in places], 1)
         return torch.cat((angles_TF.cos(), angles_TF.sin()), 1)
 
-    def as_floats(self, patches: Tensor) -> Tensor:
+    def as_floats(self, patches: Tensor, *, kind: str = IMAGE) -> Tensor:
         """Normalises uint8 patches like the released image or video processor; result in the tower's dtype."""
         sizes = self.sizes
         if patches.dtype != torch.uint8:
             return patches.to(self.dtype)
-        if patches.shape[1] == sizes.patch_widths[IMAGE]:
+        if kind == IMAGE:
             return normalised(patches, sizes.image.mean, sizes.image.std).to(self.dtype)
-        return normalised_frames(patches, sizes).to(self.dtype)
+        return normalised_frames(patches, sizes.video.mean, sizes.video.std).to(self.dtype)
 
     def forward(self, batch: PackedBatch, *, kind: str = IMAGE) -> Tensor:
         """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from encoder.item import BLOCK_MAJOR, VIDEO, EncoderItem, Grid, num_image_tokens
+from encoder.item import BLOCK_MAJOR, VIDEO, EncoderItem, Grid, ItemLayout, num_image_tokens
 from encoder.media_limits import RGB
 from encoder.stopwatch import Stopwatch
 from families.qwen3_5.image_rule import check_shape, check_tokens, cut_blocks
@@ -90,8 +90,7 @@ class QwenVideoRule:
             raise ValueError(f"a clip needs at least 1 frame, got {num_frames}")
         config, together, watch = self.config, self.together, watch or Stopwatch()
         grid, patches = (0, 0), torch.empty(0, 0, 0, 0, 0, dtype=torch.uint8)
-        index = -1
-        for index, frame_HWC in enumerate(_checked(frames, num_frames)):
+        for index, frame_HWC in enumerate(checked_frames(frames, num_frames)):
             if not index:
                 grid = self.grid(num_frames, frame_HWC.shape[0], frame_HWC.shape[1])
                 pairs = -(-num_frames // together)
@@ -104,14 +103,12 @@ class QwenVideoRule:
             with watch("patch"):
                 cut = cut_blocks(resized_HWC, config.patch_size, config.merge_size)
                 patches[index // together, :, :, index % together] = cut.view(-1, RGB, config.patch_size**2)
-        if index + 1 != num_frames:
-            raise ValueError(f"got only {index + 1} frames of a clip of {num_frames}")
-        last = index % together
+        last = (num_frames - 1) % together
         patches[-1, :, :, last + 1 :] = patches[-1, :, :, last : last + 1]
         flat = patches.view(-1, config.patch_widths[VIDEO])
         if not keep_bytes:
             with watch("patch"):
-                flat = normalised_frames(flat, config).to(dtype)
+                flat = normalised_frames(flat, config.video.mean, config.video.std).to(dtype)
         return EncoderItem(
             grid, flat, kind=VIDEO, num_sequences=len(patches), num_frames=num_frames, merge_size=config.merge_size,
             order=BLOCK_MAJOR,
@@ -128,18 +125,18 @@ class QwenVideoRule:
         pairs = range(0, len(moments), self.together)
         return [f"<{(moments[first] + moments[first + self.together - 1]) / 2:.1f} seconds>" for first in pairs]
 
-    def text(self, labels: Sequence[str], rows: Sequence[int], *, start: str, token: str, end: str) -> str:
-        """A clip's part of a prompt: for each pair its label, `start`, one `token` per row, and `end`."""
-        if len(labels) != len(rows):
-            raise ValueError(f"{len(labels)} labels for {len(rows)} temporal patches")
-        return "".join(label + start + token * count + end for label, count in zip(labels, rows))
+    def text(self, item: ItemLayout, labels: Sequence[str], number: int, *, start: str, token: str, end: str) -> str:
+        """For each pair its label, `start`, `token` and `end`."""
+        return "".join(label + start + token + end for label in labels)
 
 
-def _checked(frames: Iterable[torch.Tensor], num_frames: int) -> Iterator[torch.Tensor]:
-    """Yields the frames. Raises `ValueError` naming the first frame that does not fit those before it."""
+def checked_frames(frames: Iterable[torch.Tensor], num_frames: int) -> Iterator[torch.Tensor]:
+    """Yields the frames. Raises `ValueError` naming the first frame that does not fit those before it, or both counts
+    if there are too few."""
     import torch
 
     first: tuple[int, ...] = ()
+    index = -1
     for index, frame_HWC in enumerate(frames):
         shape = tuple(frame_HWC.shape)
         if len(shape) != 3 or shape[2] != RGB or frame_HWC.dtype != torch.uint8:
@@ -150,6 +147,8 @@ def _checked(frames: Iterable[torch.Tensor], num_frames: int) -> Iterator[torch.
         if index >= num_frames:
             raise ValueError(f"frame {index} is one too many for a clip of {num_frames} frames")
         yield frame_HWC
+    if index + 1 != num_frames:
+        raise ValueError(f"got only {index + 1} frames of a clip of {num_frames}")
 
 
 def resized_frame(num_frames: int, height: int, width: int, config: VisionConfig) -> tuple[int, int]:
@@ -211,10 +210,10 @@ def resize_frame(frame_HWC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor
     return resized[0].permute(1, 2, 0).contiguous()
 
 
-def normalised_frames(patches_TP: torch.Tensor, config: VisionConfig) -> torch.Tensor:
+def normalised_frames(patches_TP: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
     """Normalises uint8 patches of a clip to float32, rounding like torchvision, which differs from the rounding for
     images."""
     from encoder.preprocess import normalise
 
     planes = patches_TP.view(patches_TP.shape[0], RGB, -1).float()
-    return normalise(planes[..., None], config.video.mean, config.video.std)[..., 0].view(patches_TP.shape)
+    return normalise(planes[..., None], mean, std)[..., 0].view(patches_TP.shape)

@@ -191,17 +191,19 @@ def _in_order(
 def _words(media: Sequence[PreparedItem], assets: ModelAssets) -> list[Marked | None]:
     """The text that replaces the placeholder of each clip, and of each image of a model that cuts images into slices;
     None for other images."""
-    numbers = count()
-    return [_clip_words(item, assets) if item.labels else _image_words(item, next(numbers), assets) for item in media]
+    images, clips = count(), count()
+    return [
+        _clip_words(item, next(clips), assets) if item.labels else _image_words(item, next(images), assets)
+        for item in media
+    ]
 
 
-def _clip_words(item: PreparedItem, assets: ModelAssets) -> Marked:
+def _clip_words(item: PreparedItem, number: int, assets: ModelAssets) -> Marked:
     rule = None if assets.vision is None else assets.vision.video_rule
     assert rule is not None, "a clip of a model without a rule for them"
     start, end = assets.image_wrappers
-    ones = [1] * len(item.labels)
     token = assets.video_token or assets.image_token or ""
-    return Marked(rule.text(item.labels, ones, start=start, token=token, end=end))
+    return Marked(rule.text(item.layout, item.labels, number, start=start, token=token, end=end))
 
 
 def _image_words(item: PreparedItem, number: int, assets: ModelAssets) -> Marked | None:

@@ -42,10 +42,12 @@ def write_bytes(target: torch.Tensor, offset: int, data: bytes) -> int:
 def item_to_proto(item: ItemDescription) -> encoder_pb2.EncodeItem:
     """Converts everything except the ticket and the urgency, which the caller adds.
 
-    The message has no kind: an item with frames is a video, and its shape begins with its sequences.
+    The message has no kind: an item with frames is a video. Unless its frames are cut into slices, its shape begins
+    with its sequences.
     """
     rows, width = item.shape
-    shape = (item.num_sequences, rows // item.num_sequences, width) if item.num_frames else (rows, width)
+    equal = item.num_frames and not item.num_slices
+    shape = (item.num_sequences, rows // item.num_sequences, width) if equal else (rows, width)
     return encoder_pb2.EncodeItem(
         grid_rows=item.grid[0], grid_columns=item.grid[1], merge_size=item.merge_size, shape=shape, dtype=item.dtype,
         num_frames=item.num_frames, pruning_rate=item.pruning_rate,
@@ -71,9 +73,10 @@ def item_from_proto(message: encoder_pb2.EncodeItem, pixels: torch.Tensor) -> En
     rows, columns, *slice_grid = message.slices or (0, 0, 0, 0)
     if len(slice_grid) != 2:
         raise ValueError(f"slices are {list(message.slices)}; rows, columns and a grid would work")
-    if pixels.dim() != (3 if message.num_frames else 2):
+    sliced = rows * columns > 0
+    if pixels.dim() != (3 if message.num_frames and not sliced else 2):
         raise ValueError(f"pixels of shape {list(message.shape)} of an item of {message.num_frames} frames")
-    sequences = pixels.shape[0] if message.num_frames else 1 + rows * columns
+    sequences = pixels.shape[0] if pixels.dim() == 3 else max(message.num_frames, 1) * (1 + rows * columns)
     description = ItemDescription(
         (message.grid_rows, message.grid_columns), pixels.shape[-1], str(pixels.dtype).removeprefix("torch."),
         kind=VIDEO if message.num_frames else IMAGE, num_sequences=sequences, num_frames=message.num_frames,

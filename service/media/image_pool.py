@@ -185,9 +185,10 @@ class ImagePool:
         vision = self._vision
         if told != (kind, vision.patch_widths[kind], vision.merge_size, pruning, patch_order(vision)):
             raise Lost("nonsense")
-        sliced = found.num_slices > 0 and isinstance(vision.image_rule, SlicingRule)
-        whole = found.num_frames == 0 and (found.num_sequences == 1 or sliced)
-        several = 1 <= found.num_sequences <= found.num_frames
+        if found.num_slices and not isinstance(vision.image_rule, SlicingRule):
+            raise Lost("nonsense")
+        whole = found.num_frames == 0 and found.num_wholes == 1
+        several = 1 <= found.num_wholes <= found.num_frames
         if not (several if kind == VIDEO else whole) or found.dtype not in (self._dtype, "uint8"):
             raise Lost("nonsense")
         if not file.is_sealed(found.nbytes):

@@ -95,7 +95,7 @@ def video_rule(vision: VisionSpec) -> VideoRule:
     """The model's rule for videos. Raises ValueError for a model without one."""
     rule = vision.video_rule
     if rule is None:
-        raise ValueError("this model does not accept videos: its tower has no projection for temporal patches")
+        raise ValueError("this model does not accept videos")
     return rule
 
 

@@ -63,7 +63,7 @@ class PreparedItem:
     key: bytes = b""
     """Content key: a hash of tenant, model revision, preprocessing and content."""
     labels: tuple[str, ...] = ()
-    """For a clip: the text before each temporal patch."""
+    """For a clip: the text before each temporal patch or, if it has none, an empty string for each."""
     frames: int = 0
     """For a clip: the number of sampled frames."""
     start: int = 0
@@ -74,9 +74,8 @@ class PreparedItem:
 
     @property
     def runs(self) -> int:
-        """Number of runs of rows in the prompt: for a clip one for each temporal patch, for an image one, plus one for
-        each of its slices."""
-        return len(self.labels) or 1 + self.layout.num_slices
+        """Number of runs of rows in the prompt: one for each attention sequence."""
+        return self.layout.num_sequences
 
     @property
     def length(self) -> int:

@@ -51,14 +51,25 @@ def test_an_image_with_slices_has_sequences_of_two_grids() -> None:
     assert item.description.with_patches(patches) == item and item.description.nbytes == patches.nbytes
 
 
+def test_each_frame_of_a_clip_may_have_slices() -> None:
+    patches = torch.arange(5.0 * 2 * (2 * 4 + 2 * 4 * 2)).view(-1, 5)
+    item = EncoderItem((2, 4), patches, kind=VIDEO, num_frames=2, num_sequences=6, slices=(1, 2), slice_grid=(4, 2))
+    assert item.grids == ((2, 4), (4, 2), (4, 2)) * 2 and item.sequence_tokens == (2,) * 6 and item.tokens == 12
+    assert [part.grid for part in item.sequences] == list(item.grids) and item.num_wholes == 2
+    assert torch.equal(torch.cat([part.patches for part in item.sequences]), patches)
+    assert item.description.with_patches(patches) == item and item.description.nbytes == patches.nbytes
+
+
 @pytest.mark.parametrize(
     ("changes", "numbers"),
     [
-        ({"num_sequences": 6}, "6 sequences.* 6 slices has 7"),
+        ({"num_sequences": 6}, "6 sequences.* 6 slices there are 7"),
         ({"slice_grid": (0, 0)}, r"slices of \(0, 0\) patches"),
         ({"slices": (0, 3), "num_sequences": 1}, r"\(0, 3\) slices"),
         ({"pruning_rate": 0.5}, "pruning rate 0.5"),
         ({"num_frames": 7}, "7 frames"),
+        ({"num_frames": -1}, "-1 frames"),
+        ({"num_frames": 2, "num_sequences": 8}, "8 sequences, 2 frames"),
         ({"slice_grid": (4, 4)}, "2x4 needs 8 .* 1 sequences, and 16 for each of 6 slices of 4x4"),
     ],
 )

@@ -66,7 +66,7 @@ class SumTower:
     def positions(self, grid: Grid) -> Tensor:
         return torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).to(self.dtype)
 
-    def as_floats(self, patches: Tensor) -> Tensor:
+    def as_floats(self, patches: Tensor, *, kind: str) -> Tensor:
         return patches.to(self.dtype) / 255
 
     def forward(self, batch: PackedBatch, *, kind: str) -> Tensor:

@@ -13,6 +13,11 @@ def png(seed: int, size: tuple[int, int] | None = None) -> bytes:
     """A PNG of noise, 8 to 64 pixels a side."""
     rng = random.Random(seed)
     width, height = size or (rng.randint(8, 64), rng.randint(8, 64))
+    return encoded(Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height)))
+
+
+def encoded(image: Image.Image) -> bytes:
+    """The image as a PNG file."""
     buffer = io.BytesIO()
-    Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height)).save(buffer, "PNG")
+    image.save(buffer, "PNG")
     return buffer.getvalue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,19 @@ from transformers.models.minicpmv4_6.configuration_minicpmv4_6 import MiniCPMV4_
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.minicpmv4_6.modeling_minicpmv4_6 import MiniCPMV4_6ForConditionalGeneration
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
+from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
 
 from encoder.item import EncoderItem
 
-IMAGE = "<|image_pad|>"
+IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 SPECIALS = {
-    "image": IMAGE, "video": "<|video_pad|>", "image_start": "<image>", "image_end": "</image>",
+    "image": IMAGE, "video": VIDEO, "image_start": "<image>", "image_end": "</image>",
     "slice_start": "<slice>", "slice_end": "</slice>", "image_id_start": "<image_id>", "image_id_end": "</image_id>",
 }  # fmt: skip
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}"
     "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}" + IMAGE + "\n"
+    "{% elif part.type == 'video' %}" + VIDEO + "\n"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant{{ '\\n' }}"
 )
@@ -67,15 +70,38 @@ class TinyMiniCPM:
         """The downsampling mode: `16x`, or `4x` without the window merger."""
         return str(self.model.config.downsample_mode)
 
-    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
-        """The output of the released processor for a prompt with one image token per image."""
+    def inputs(self, text: str, images: list[Image.Image], videos: Sequence[Frames] = ()) -> dict[str, Any]:
+        """The output of the released processor for a prompt with one image token per image, and one video token per
+        video. Videos need `replace_torchvision`."""
         found: dict[str, Any] = {}
+        words: dict[str, list[str]] = {IMAGE: [], VIDEO: []}
         if images:
-            found, words = self.processor._process_images(images, return_tensors="pt", downsample_mode=self.mode)
-            if self.processor.default_use_image_id:
-                words = self.processor._prepend_local_ids([text], words, IMAGE)
-            (text,), _ = self.processor.get_text_with_replacements([text], words, [])
+            found, words[IMAGE] = self.processor._process_images(images, return_tensors="pt", downsample_mode=self.mode)
+        if videos:
+            made = self.video_inputs(videos)
+            found |= made
+            divisor = 4 if self.mode == "4x" else 16
+            words[VIDEO] = [
+                self.processor.replace_video_token(made, index, video_token_divisor=divisor)
+                for index in range(len(videos))
+            ]
+        if self.processor.default_use_image_id:
+            words = {
+                token: self.processor._prepend_local_ids([text], parts, token) if parts else []
+                for token, parts in words.items()
+            }
+        (text,), _ = self.processor.get_text_with_replacements([text], words[IMAGE], words[VIDEO])
         return {**found, **self.processor.tokenizer([text], return_tensors="pt")}
+
+    def video_inputs(self, videos: Sequence[Frames]) -> dict[str, Any]:
+        """Pixels and sizes from the released video processor, whose frames are sampled already."""
+        settings = self.processor.video_processor.settings
+        stacked = [torch.stack(frames).permute(0, 3, 1, 2) for frames in videos]
+        found = self.processor.video_processor._preprocess(
+            stacked, do_resize=True, resample=3, do_rescale=True, rescale_factor=1 / 255, do_normalize=True,
+            video_metadata=[None] * len(videos), return_tensors=None, **settings,
+        )  # fmt: skip
+        return dict(found) | {"grids_videos": found["grids_videos"].numpy()}
 
     @torch.no_grad()
     def rows(self, item: EncoderItem) -> torch.Tensor:
@@ -87,17 +113,25 @@ class TinyMiniCPM:
     @torch.no_grad()
     def logits(self, ids: list[int], inputs: dict[str, Any]) -> torch.Tensor:
         """`[len(ids), V]` of one whole forward pass."""
-        pixels = {name: inputs[name] for name in ("pixel_values", "target_sizes") if name in inputs}
+        names = [f"{name}{kind}" for name in ("pixel_values", "target_sizes") for kind in ("", "_videos")]
+        pixels = {name: inputs[name] for name in names if name in inputs}
         return self.model(input_ids=torch.tensor([ids]), **pixels, use_cache=False).logits[0].float()
 
 
-def released_processor(tokenizer: Tokenizer, numbers: dict[str, Any]) -> Any:
+Frames = list[torch.Tensor]
+"""The frames of a video, `[H, W, 3]` uint8 each."""
+
+
+def released_processor(tokenizer: Tokenizer, numbers: dict[str, Any], video: dict[str, Any]) -> Any:
     """transformers' own processor, built without its constructor, which needs a video processor and thereby
     torchvision."""
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     made: Any = object.__new__(MiniCPMV4_6Processor)
     made.tokenizer, made.image_processor = fast, MiniCPMV4_6ImageProcessorPil(**numbers)
     made.slice_mode, made.default_use_image_id = made.image_processor.slice_mode, made.image_processor.use_image_id
+    made.video_processor = object.__new__(MiniCPMV4_6VideoProcessor)
+    made.video_processor.settings = video | {name: tuple(video[name]) for name in ("image_mean", "image_std")}
+    made.video_slice_mode = video["slice_mode"]
     for name, token in SPECIALS.items():
         setattr(made, f"{name}_token", token)
         setattr(made, f"{name}_token_id", tokenizer.token_to_id(token))
@@ -139,15 +173,21 @@ def make_minicpm(path: Path, seed: int, **processor: Any) -> TinyMiniCPM:
         "max_slice_nums": rng.choice([2, 4, 9]), "slice_mode": rng.random() < 0.85,
         "use_image_id": rng.random() < 0.8, "image_mean": [0.5, 0.45, 0.4], "image_std": [0.5, 0.25, 0.3], **processor,
     }  # fmt: skip
+    video = {
+        "patch_size": patch, "scale_resolution": patch * 4 * rng.choice([1, 2]), "downsample_mode": mode,
+        "max_slice_nums": rng.choice([1, 2, 4]), "slice_mode": rng.random() < 0.7, "max_num_frames": 128,
+        "stack_frames": 1, "image_mean": [0.45, 0.5, 0.4], "image_std": [0.3, 0.5, 0.25],
+    }  # fmt: skip
     path.mkdir(parents=True, exist_ok=True)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items() if name not in tied}
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(config.to_dict() | {"dtype": "float32"}, default=str))
     (path / "preprocessor_config.json").write_text(json.dumps(numbers))
+    (path / "video_preprocessor_config.json").write_text(json.dumps(video))
     (path / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer.save(str(path / "tokenizer.json"))
-    return TinyMiniCPM(path, model, released_processor(tokenizer, numbers))
+    return TinyMiniCPM(path, model, released_processor(tokenizer, numbers, video))
 
 
 def random_image(rng: random.Random, most: int = 90) -> Image.Image:

@@ -109,8 +109,8 @@ def video_processor(config: QwenVision) -> Any:
     return made
 
 
-def video_pixels(config: QwenVision, frames: Sequence[Tensor], monkeypatch: Any) -> tuple[Tensor, list[int]]:
-    """Patches and (t, h, w) of a clip of `[H, W, 3]` uint8 frames, as the released processor makes them."""
+def replace_torchvision(monkeypatch: Any) -> None:
+    """Gives transformers' video processors torchvision's resize of uint8 images and its normalisation, in torch."""
     from transformers import image_processing_backends as backends
 
     def resize(image: Tensor, size: Sequence[int], **_: Any) -> Tensor:
@@ -124,6 +124,11 @@ def video_pixels(config: QwenVision, frames: Sequence[Tensor], monkeypatch: Any)
     names = SimpleNamespace(resize=resize, normalize=normalize, InterpolationMode=SimpleNamespace(LANCZOS="lanczos"))
     monkeypatch.setattr(backends, "tvF", names, raising=False)
     monkeypatch.setattr(backends, "pil_torch_interpolation_mapping", {3: "bicubic"}, raising=False)
+
+
+def video_pixels(config: QwenVision, frames: Sequence[Tensor], monkeypatch: Any) -> tuple[Tensor, list[int]]:
+    """Patches and (t, h, w) of a clip of `[H, W, 3]` uint8 frames, as the released processor makes them."""
+    replace_torchvision(monkeypatch)
     made = video_processor(config)
     found = made._preprocess(
         [torch.stack(list(frames)).permute(0, 3, 1, 2)], do_resize=True, size=made.size, resample=3, do_rescale=True,

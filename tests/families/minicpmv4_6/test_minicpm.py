@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from images import encoded
 from minicpm import IMAGE, TinyMiniCPM, make_minicpm, random_image
 from PIL import Image
 from running import RunningEncoder, RunningServer
@@ -21,7 +21,7 @@ import saccade
 from encoder.item import EncoderItem
 from encoder.runner import EncoderOptions, EncoderRunner
 from families import CheckpointError
-from families.minicpmv4_6.image_rule import best_slices
+from families.minicpmv4_6.slicing import best_slices
 from families.minicpmv4_6.vision import SlicingVision
 from service.answers.prompts import read, widen
 from service.commands.cli import ServerProcess
@@ -34,12 +34,6 @@ from service.model.modelconfig import load_config
 
 GREEDY = 32
 INFO = EngineInfo("tiny", "", 4096, 2, 4096, "float32")
-
-
-def encoded(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def pieces(images: list[Image.Image]) -> list[Image.Image | str]:
@@ -255,14 +249,6 @@ def test_the_window_merger_is_placed_by_the_top_level_alone(tmp_path: Path) -> N
     vision, released = load_config(tmp_path).vision, AutoConfig.from_pretrained(tmp_path)
     assert isinstance(vision, SlicingVision)
     assert vision.insert_layer == released.vision_config.insert_layer_id != config["vision_config"]["insert_layer_id"]
-
-
-def test_clips_are_refused_by_name(tmp_path: Path) -> None:
-    make_minicpm(tmp_path, 0)
-    frames = [encoded(random_image(random.Random(i))) for i in range(2)]
-    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=1, max_len=512, threads=1) as client:
-        with pytest.raises(saccade.errors.FailedPrecondition, match="takes no videos"):
-            client.generate("what?", videos=[frames], max_tokens=1)
 
 
 @pytest.mark.parametrize("height", [0, -1])

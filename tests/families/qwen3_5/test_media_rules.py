@@ -102,7 +102,7 @@ def test_bytes_become_the_same_numbers_in_the_tower() -> None:
     assert kept.patches.dtype == torch.uint8 and torch.equal(tower.as_floats(kept.patches), floats.patches)
     clip = config.video_rule.patchify([image, noise(50, 90, 1)], torch.float32)
     kept = config.video_rule.patchify([image, noise(50, 90, 1)], torch.float32, keep_bytes=True)
-    assert kept.patches.dtype == torch.uint8 and torch.equal(tower.as_floats(kept.patches), clip.patches)
+    assert kept.patches.dtype == torch.uint8 and torch.equal(tower.as_floats(kept.patches, kind=VIDEO), clip.patches)
 
 
 def test_every_byte_is_scaled_as_the_released_processors_scale_it() -> None:

@@ -1,0 +1,284 @@
+"""Videos: frames, pixels, prompts and answers against transformers in float32."""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from images import encoded
+from minicpm import IMAGE, VIDEO, Frames, TinyMiniCPM, make_minicpm, random_image
+from PIL import Image
+from qwen_vision import replace_torchvision
+from running import RunningEncoder, RunningServer
+from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
+from transformers.video_utils import VideoMetadata
+
+import saccade
+from encoder.media_limits import MAX_ASPECT
+from encoder.runner import EncoderOptions, EncoderRunner
+from families import CheckpointError
+from families.minicpmv4_6.slicing import Slicing
+from families.minicpmv4_6.vision import SlicingVision
+from service.answers.prompts import read, widen
+from service.commands.cli import ServerProcess
+from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
+from service.engine.types import EngineInfo
+from service.media.prepared import PreparedItem
+from service.model.assets import ModelAssets
+from service.model.checkpoint import Checkpoint
+from service.model.modelconfig import load_config
+
+GREEDY = 16
+INFO = EngineInfo("tiny", "", 4096, 2, 4096, "float32")
+Media = Image.Image | Frames
+
+
+@pytest.fixture(autouse=True)
+def torchvision_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_torchvision(monkeypatch)
+
+
+def random_video(rng: random.Random) -> Frames:
+    """One to four frames of one size."""
+    first = random_image(rng)
+    images = [first] + [random_image(rng).resize(first.size) for _ in range(rng.randrange(4))]
+    return [torch.from_numpy(np.array(image)) for image in images]
+
+
+def random_media(rng: random.Random) -> list[Media]:
+    """A video at least, and up to two other videos and images, in any order."""
+    media: list[Media] = [random_video(rng)]
+    media += [rng.choice([random_image, random_video])(rng) for _ in range(rng.randrange(3))]
+    rng.shuffle(media)
+    return media
+
+
+def rendered(media: list[Media]) -> str:
+    """One user message, as the checkpoint's template writes it."""
+    inner = "".join((VIDEO if isinstance(item, list) else IMAGE) + "\n0<1 " for item in media)
+    return f"<|im_start|>user\n{inner}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def part(item: Media) -> dict[str, Any]:
+    if isinstance(item, list):
+        return {"type": "video", "video": [encoded(Image.fromarray(frame.numpy())) for frame in item]}
+    return {"type": "image", "image": encoded(item)}
+
+
+def inputs_of(tiny: TinyMiniCPM, media: list[Media]) -> dict[str, Any]:
+    images = [item for item in media if not isinstance(item, list)]
+    return tiny.inputs(rendered(media), images, [item for item in media if isinstance(item, list)])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_logits_and_greedy_tokens(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    tiny = make_minicpm(tmp_path, seed)
+    media = random_media(rng)
+    content = [each for item in media for each in (part(item), {"type": "text", "text": "0<1 "})]
+    never = {tiny.model.config.image_token_id: -1e9, tiny.model.config.video_token_id: -1e9}
+    options: dict[str, Any] = {"max_chunk": rng.choice([None, 7])}
+    inputs = inputs_of(tiny, media)
+    ids = inputs["input_ids"][0].tolist()
+    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=4096, threads=1, **options) as client:
+        for _ in range(2):  # the second time from the caches
+            answer = client.generate(
+                [{"role": "user", "content": content}], max_tokens=GREEDY, temperature=0, ignore_eos=True, logprobs=5,
+                logit_bias=never,
+            )  # fmt: skip
+            assert answer.usage.prompt_tokens == len(ids)
+            assert answer.usage.video_tokens == ids.count(tiny.model.config.video_token_id)
+            assert answer.usage.video_frames == sum(len(item) for item in media if isinstance(item, list))
+            oracle = tiny.logits(ids + answer.token_ids[:-1], inputs)[len(ids) - 1 :]
+            expected, scale = torch.log_softmax(oracle, -1), max(float(oracle.abs().max()), 1.0)
+            oracle[:, list(never)] = -torch.inf
+            assert answer.token_ids == oracle.argmax(-1).tolist()
+            for place, entry in enumerate(answer.logprobs or ()):
+                for token, logprob in entry.top:
+                    assert abs(logprob - float(expected[place, token])) <= 1e-4 * scale
+
+
+def prepared(tiny: TinyMiniCPM, media: list[Media], *, keep_bytes: bool = False) -> list[PreparedItem]:
+    """Images before videos, as a request lists them."""
+    vision = vision_of(tiny)
+    images = [
+        vision.image_rule.patchify(torch.from_numpy(np.array(item)), torch.float32, keep_bytes=keep_bytes)
+        for item in media
+        if not isinstance(item, list)
+    ]
+    rule = vision.video_rule
+    assert rule is not None
+    videos = [
+        PreparedItem(
+            rule.patchify(item, torch.float32, keep_bytes=keep_bytes), field="videos", frames=len(item),
+            labels=tuple(rule.labels(len(item))),
+        )
+        for item in media
+        if isinstance(item, list)
+    ]  # fmt: skip
+    return [PreparedItem(image, field="images") for image in images] + videos
+
+
+def vision_of(tiny: TinyMiniCPM) -> SlicingVision:
+    vision = load_config(tiny.path).vision
+    assert isinstance(vision, SlicingVision)
+    return vision
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pixels_and_input_ids_are_the_released_processors(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(100 + seed)
+    tiny = make_minicpm(tmp_path, seed)
+    media = random_media(rng)
+    inputs = inputs_of(tiny, media)
+    items = prepared(tiny, media)
+    videos = [item for item in items if item.frames]
+    patch = tiny.model.config.vision_config.patch_size
+    grids = [grid for item in videos for grid in item.layout.grids]
+    assert grids == [tuple(size) for size in inputs["target_sizes_videos"].tolist()]
+    theirs = inputs["pixel_values_videos"][0].reshape(3, patch, -1, patch).permute(2, 0, 1, 3).flatten(1)
+    assert torch.equal(torch.cat([item.encoder_item.patches for item in videos]), theirs)
+    assets = ModelAssets(load_config(tmp_path), load_config(tmp_path).vision)
+    content = tuple(part for item in media for part in (None, "0<1 "))
+    in_order = [item for item in items if not item.frames], videos
+    chat_media = [in_order[isinstance(item, list)].pop(0) for item in media]
+    chat = ChatInput((Message("user", content),))
+    raw = RawInput(rendered(media))
+    each = TokensInput(tuple(tiny.processor.tokenizer(rendered(media))["input_ids"]))
+    wanted = inputs["input_ids"][0].tolist()
+    for form, given_media in ((chat, chat_media), (raw, items), (each, items)):
+        spec = GenerateSpec("", "", form)
+        prompt = widen(read(spec, given_media, assets), given_media, 0, assets, INFO)
+        assert prompt.ids == wanted
+    narrow = GenerateSpec("", "", TokensInput(prompt.narrow_ids))
+    assert widen(read(narrow, items, assets), items, 0, assets, INFO).ids == wanted
+
+
+@given(
+    total=st.integers(1, 20000), fps=st.sampled_from([0.5, 1.0, 12.5, 24.0, 23.976, 29.97, 30.0, 59.94, 1000.0]),
+    count=st.integers(1, 200), most=st.integers(1, 128),
+)  # fmt: skip
+@example(total=10, fps=10 / 3, count=64, most=128)
+def test_frames_are_the_released_processors(total: int, fps: float, count: int, most: int) -> None:
+    vision = SlicingVision(
+        hidden_size=4, num_layers=1, num_heads=1, intermediate_size=4, text_hidden_size=4, insert_layer=None,
+        video=Slicing(), max_video_frames=most,
+    )  # fmt: skip
+    rule = vision.video_rule
+    assert rule is not None
+    metadata = VideoMetadata(total_num_frames=total, fps=fps, duration=total / fps)
+    released = object.__new__(MiniCPMV4_6VideoProcessor)
+    wanted = released.sample_frames(metadata, max_num_frames=min(count, most), stack_frames=1)
+    assert rule.sample_file(total, count, lambda: fps) == [min(int(index), total - 1) for index in wanted]
+
+
+@given(
+    short=st.integers(1, 400), aspect=st.floats(1, MAX_ASPECT), turned=st.booleans(),
+    patch=st.sampled_from([2, 14, 16]), merge=st.sampled_from([2, 4]), resolution=st.sampled_from([16, 100, 448]), most=st.sampled_from([1, 2, 9, 16]),
+)  # fmt: skip
+@example(short=124, aspect=193.6, turned=False, patch=14, merge=4, resolution=448, most=9)
+def test_no_frame_has_more_pixels_than_the_bound(
+    short: int, aspect: float, turned: bool, patch: int, merge: int, resolution: int, most: int
+) -> None:
+    slicing = Slicing(max_slice_nums=most, scale_resolution=resolution)
+    sides = (short, int(short * aspect))
+    parts = slicing.parts(*(sides[::-1] if turned else sides), patch * merge)
+    assert sum(part.pixels for part in parts) <= slicing.most_pixels(patch * merge)
+
+
+@pytest.mark.parametrize("where", ["process", "host"])
+def test_sliced_videos_cross_between_processes(tmp_path: Path, where: str) -> None:
+    """Image workers, frontend, engine, and an encoder in a separate process or another server."""
+    make_minicpm(tmp_path, 7)
+    settings = tmp_path / "video_preprocessor_config.json"
+    changes = {"slice_mode": True, "max_slice_nums": 4}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | changes))
+    rng = random.Random(7)
+    frames = [encoded(random_image(rng).resize((80, 60))) for _ in range(3)]
+    common: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "videos": [frames]}
+    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1) as client:
+        expected = client.generate("what?", **common)
+        (layout,) = client.tokenize("what?", videos=[frames]).media
+        assert layout.slices != (0, 0)
+    with ExitStack() as stack:
+        if where == "process":
+            arguments = [str(tmp_path), "--max-len", "2048", "--threads", "1", "--dtype", "float32", "--no-warmup"]
+            arguments += ["--max-seqs", "2", "--image-workers", "1", "--encoder-process"]
+            server: ServerProcess | RunningServer = stack.enter_context(ServerProcess(arguments))
+        else:
+            encoder = stack.enter_context(RunningEncoder(str(tmp_path)))
+            elsewhere: dict[str, Any] = {"role": "decoder", "encoders": (encoder.address,)}
+            server = stack.enter_context(RunningServer(str(tmp_path), max_len=2048, max_seqs=2, **elsewhere))
+        remote = stack.enter_context(saccade.Client(server.address))
+        answer = remote.generate("what?", **common)
+    assert answer.token_ids == expected.token_ids and answer.usage.video_tokens == expected.usage.video_tokens > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_packed_or_alone_in_bytes_or_floats_the_rows_are_transformers(tmp_path: Path, seed: int) -> None:
+    tiny = make_minicpm(tmp_path, seed)
+    checkpoint, vision = Checkpoint(tmp_path), vision_of(tiny)
+    rng = random.Random(seed)
+    media: list[Media] = [random_image(rng), random_video(rng), random_video(rng)]
+    given_items = [item.encoder_item for item in prepared(tiny, media, keep_bytes=seed % 2 == 0)]
+    expected = [tiny.rows(item.encoder_item) for item in prepared(tiny, media)]
+    weights = list(checkpoint.vision_weights())
+    for graphs in ("off", "on"):
+        options = EncoderOptions(dtype=torch.float32, graphs=graphs, max_images=2)
+        runner = EncoderRunner(vision, options, weights)
+        out = [torch.empty(item.tokens, vision.row_width) for item in given_items]
+        assert runner.encode(given_items, out) == [item.sequence_tokens for item in given_items]
+        for item, found, rows in zip(given_items, out, expected, strict=True):
+            alone = torch.empty_like(found)
+            runner.encode([item], [alone])
+            scale = float(rows.abs().max())
+            assert float((found - rows).abs().max()) <= 1e-4 * scale
+            assert float((found - alone).abs().max()) <= 1e-5 * scale
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("video_preprocessor_config.json", {"stack_frames": 3}, "stack_frames is 3"),
+        ("video_preprocessor_config.json", {"downsample_mode": "8x"}, "downsample_mode is '8x'"),
+        ("video_preprocessor_config.json", {"patch_size": 7}, "patch_size is 7"),
+        ("video_preprocessor_config.json", {"max_num_frames": 0}, "max_num_frames must be a whole number"),
+        ("video_preprocessor_config.json", {"image_std": [0, 1, 1]}, "image_std"),
+        ("config.json", {"video_token_id": 10**6}, "video_token_id 1000000"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    tmp_path: Path, file: str, changes: dict[str, object], message: str
+) -> None:
+    make_minicpm(tmp_path, 0)
+    path = tmp_path / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(CheckpointError, match=message):
+        load_config(tmp_path)
+
+
+def test_images_and_videos_need_tokens_of_their_own(tmp_path: Path) -> None:
+    make_minicpm(tmp_path, 0)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"video_token_id": config["image_token_id"]}))
+    with pytest.raises(CheckpointError, match="image_token_id and video_token_id are both"):
+        load_config(tmp_path)
+
+
+def test_a_model_without_a_video_token_takes_none(tmp_path: Path) -> None:
+    make_minicpm(tmp_path, 0)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"video_token_id": None}))
+    frames = [encoded(random_image(random.Random(0))) for _ in range(2)]
+    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=1, max_len=512, threads=1) as client:
+        with pytest.raises(saccade.errors.FailedPrecondition, match="takes no videos"):
+            client.generate("what?", videos=[frames], max_tokens=1)
