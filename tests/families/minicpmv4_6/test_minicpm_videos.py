@@ -182,7 +182,8 @@ def test_frames_are_the_released_processors(total: int, fps: float, count: int, 
 
 @given(
     short=st.integers(1, 400), aspect=st.floats(1, MAX_ASPECT), turned=st.booleans(),
-    patch=st.sampled_from([2, 14, 16]), merge=st.sampled_from([2, 4]), resolution=st.sampled_from([16, 100, 448]), most=st.sampled_from([1, 2, 9, 16]),
+    patch=st.sampled_from([2, 14, 16]), merge=st.sampled_from([2, 4]), resolution=st.sampled_from([16, 100, 448]),
+    most=st.sampled_from([1, 2, 9, 16]),
 )  # fmt: skip
 @example(short=124, aspect=193.6, turned=False, patch=14, merge=4, resolution=448, most=9)
 def test_no_frame_has_more_pixels_than_the_bound(
