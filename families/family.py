@@ -110,10 +110,10 @@ class VisionSpec(TowerSpec, Protocol):
         """This spec for a context of at most `max_model_len` tokens and, where given, with another pruning rate. Raises
         ValueError unless the rate is at least 0 and below 1."""
 
-    def positions(self, length: int, blocks: Sequence[tuple[int, Grid]]) -> Positions | None:
-        """Positions of a prompt of `length` tokens; None if they are 0, 1, 2 and so on. `blocks`: the first row and the
-        patch grid of each attention sequence, ascending. Raises ValueError for blocks that overlap or lie outside the
-        prompt."""
+    def positions(self, ids: Sequence[int], blocks: Sequence[tuple[int, Grid]]) -> Positions | None:
+        """Positions of the prompt `ids`; None if they are 0, 1, 2 and so on. `blocks`: the first row and the patch grid
+        of each attention sequence, ascending. Raises ValueError for blocks that overlap, lie outside the prompt, or are
+        not surrounded by the tokens that the model needs there."""
 
     def describe_preprocessing(self) -> str:
         """One line with all settings that affect the pixels of a patch: two hosts may exchange patches if it is

@@ -1,10 +1,12 @@
-"""`config.json` and `preprocessor_config.json` -> `DecoderConfig` and `SlicingVision`.
+"""`config.json` and the processors' files -> `DecoderConfig` and `SlicingVision`.
 
 Reference: transformers, models/minicpmv4_6/configuration_minicpmv4_6.py. `text_config` has the fields of
-`qwen3_5_text`.
+`qwen3_5_text`, or of `qwen3_5_moe_text`.
 """
 
 from __future__ import annotations
+
+from typing import Any, Protocol
 
 from families.family import FamilyConfig, ModelFiles
 from families.fields import flag, section
@@ -13,18 +15,33 @@ from families.minicpmv4_6.vision import SlicingVision
 from families.minicpmv4_6.vision_config import vision_fields
 from families.qwen3_5.config import decoder_config
 
+TEXTS = {"qwen3_5_text": False, "qwen3_5_moe_text": True}
+"""Types of decoders, and whether they have experts."""
+
+
+class MakeVision(Protocol):
+    """Makes the vision part of a model; `vocabulary`: its size, for ids of tokens."""
+
+    def __call__(self, vocabulary: int, **fields: Any) -> SlicingVision: ...
+
 
 def read_config(files: ModelFiles) -> FamilyConfig:
     """Reads the configuration of a model directory. Raises CheckpointError naming the field at fault."""
+    # Image tokens take one position each, like text, so positions have one axis.
+    return family_config(files, lambda vocabulary, **fields: SlicingVision(**fields), axes=1)
+
+
+def family_config(files: ModelFiles, make_vision: MakeVision, *, axes: int) -> FamilyConfig:
+    """`read_config` for a model of `axes` axes of positions."""
     config = files.config
     text = section(config, "text_config")
-    if (kind := first(text, "model_type", default="qwen3_5_text")) != "qwen3_5_text":
-        raise CheckpointError(f"config.json: text_config.model_type is {kind!r}; 'qwen3_5_text' is served here")
+    kind = first(text, "model_type", default="qwen3_5_text")
+    if kind not in TEXTS:
+        raise CheckpointError(f"config.json: text_config.model_type is {kind!r}; served are {', '.join(TEXTS)}")
     tied = flag(config, "tie_word_embeddings", flag(text, "tie_word_embeddings"))
-    # Image tokens take one position each, like text, so positions have one axis.
-    decoder = decoder_config(text, tied=tied)
+    decoder = decoder_config(text, moe=TEXTS[kind], tied=tied, axes=axes)
     try:
-        vision = SlicingVision(**vision_fields(config, decoder.hidden_size, files))
+        vision = make_vision(decoder.vocab_size, **vision_fields(config, decoder.hidden_size, files))
     except CheckpointError:
         raise
     except ValueError as error:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from decoder.positions import Positions
 from encoder.item import Grid
 from families.minicpmv4_6.image_rule import SlicedImageRule
 from families.minicpmv4_6.slicing import Slicing
@@ -47,8 +48,9 @@ class SlicingVision(VisionConfig):
             )
         return replace(self, max_model_len=max_model_len)
 
-    def positions(self, length: int, blocks: Sequence[tuple[int, Grid]]) -> None:
+    def positions(self, ids: Sequence[int], blocks: Sequence[tuple[int, Grid]]) -> Positions | None:
         """None: image tokens take one position each, like text."""
+        return None
 
     def describe_preprocessing(self) -> str:
         videos = "" if self.video is None else f", videos {_described(self.video)}"

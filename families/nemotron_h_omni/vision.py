@@ -43,7 +43,7 @@ class RadioVision(VisionConfig):
         rate = self.video_pruning_rate if video_pruning_rate is None else video_pruning_rate
         return replace(self, max_model_len=length, video_pruning_rate=rate)
 
-    def positions(self, length: int, blocks: Sequence[tuple[int, Grid]]) -> Positions | None:
+    def positions(self, ids: Sequence[int], blocks: Sequence[tuple[int, Grid]]) -> Positions | None:
         return None
 
     def describe_preprocessing(self) -> str:

@@ -48,8 +48,8 @@ class QwenVision(VisionConfig):
             )
         return replace(self, max_model_len=max_model_len)
 
-    def positions(self, length: int, blocks: Sequence[tuple[int, Grid]]) -> Positions:
-        return prompt_positions(length, blocks, merge_size=self.merge_size)
+    def positions(self, ids: Sequence[int], blocks: Sequence[tuple[int, Grid]]) -> Positions:
+        return prompt_positions(len(ids), blocks, merge_size=self.merge_size)
 
     def describe_preprocessing(self) -> str:
         return (

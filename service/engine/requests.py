@@ -170,7 +170,7 @@ class Requests:
             leases = self._leases[name]
             prompt_ids, runs = _lay_out(request, leases)
             # equal for all samples
-            positions = made[0].positions if made else _positions(self._vision, request, leases, len(prompt_ids))
+            positions = made[0].positions if made else _positions(self._vision, request, leases, prompt_ids)
             if self._handoff is not None:
                 leases = [part for lease, own in zip(leases, runs) for part in self._handoff.split(lease, own)]
                 self._leases[name] = leases
@@ -295,13 +295,13 @@ def _lay_out(request: EngineRequest, leases: Sequence[Lease]) -> tuple[list[int]
 
 
 def _positions(
-    vision: VisionSpec | None, request: EngineRequest, leases: Sequence[Lease], length: int
+    vision: VisionSpec | None, request: EngineRequest, leases: Sequence[Lease], prompt_ids: Sequence[int]
 ) -> Positions | None:
-    """The positions that the model's family gives a prompt with images. Raises ValueError for images that overlap or
-    lie outside the prompt."""
+    """The positions that the model's family gives a prompt with images. Raises ValueError for images that overlap, lie
+    outside the prompt, or are not surrounded by the tokens that the model needs there."""
     if vision is None or not request.images:
         return None
-    return vision.positions(length, _blocks(request, leases))
+    return vision.positions(prompt_ids, _blocks(request, leases))
 
 
 def _blocks(request: EngineRequest, leases: Sequence[Lease]) -> list[tuple[int, Grid]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from images import encoded
 from PIL import Image
 from qwen_checkpoint import random_text
 from safetensors.torch import save_file
@@ -22,6 +23,9 @@ from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import Min
 from transformers.models.minicpmv4_6.modeling_minicpmv4_6 import MiniCPMV4_6ForConditionalGeneration
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
 from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
+from transformers.models.minicpmv4_7.configuration_minicpmv4_7 import MiniCPMV4_7Config
+from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import MiniCPMV4_7ForConditionalGeneration
+from transformers.models.minicpmv4_7.processing_minicpmv4_7 import MiniCPMV4_7Processor
 
 from encoder.item import EncoderItem
 
@@ -30,6 +34,7 @@ SPECIALS = {
     "image": IMAGE, "video": VIDEO, "image_start": "<image>", "image_end": "</image>",
     "slice_start": "<slice>", "slice_end": "</slice>", "image_id_start": "<image_id>", "image_id_end": "</image_id>",
 }  # fmt: skip
+MARKERS = {name: SPECIALS[name] for name in ("image_start", "image_end", "slice_start", "slice_end")} | {"newline": "Ċ"}
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}"
     "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}" + IMAGE + "\n"
@@ -114,19 +119,26 @@ class TinyMiniCPM:
     def logits(self, ids: list[int], inputs: dict[str, Any]) -> torch.Tensor:
         """`[len(ids), V]` of one whole forward pass."""
         names = [f"{name}{kind}" for name in ("pixel_values", "target_sizes") for kind in ("", "_videos")]
-        pixels = {name: inputs[name] for name in names if name in inputs}
-        return self.model(input_ids=torch.tensor([ids]), **pixels, use_cache=False).logits[0].float()
+        given = {name: inputs[name] for name in names if name in inputs}
+        whole, config = torch.tensor([ids]), self.model.config
+        if config.model_type == "minicpmv4_7" and given:
+            kinds = (whole == config.image_token_id).long() + 2 * (whole == config.video_token_id).long()
+            given["mm_token_type_ids"] = kinds
+        return self.model(input_ids=whole, **given, use_cache=False).logits[0].float()
 
 
 Frames = list[torch.Tensor]
 """The frames of a video, `[H, W, 3]` uint8 each."""
+Media = Image.Image | Frames
 
 
-def released_processor(tokenizer: Tokenizer, numbers: dict[str, Any], video: dict[str, Any]) -> Any:
+def released_processor(
+    tokenizer: Tokenizer, numbers: dict[str, Any], video: dict[str, Any], kind: type[Any] = MiniCPMV4_6Processor
+) -> Any:
     """transformers' own processor, built without its constructor, which needs a video processor and thereby
     torchvision."""
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    made: Any = object.__new__(MiniCPMV4_6Processor)
+    made: Any = object.__new__(kind)
     made.tokenizer, made.image_processor = fast, MiniCPMV4_6ImageProcessorPil(**numbers)
     made.slice_mode, made.default_use_image_id = made.image_processor.slice_mode, made.image_processor.use_image_id
     made.video_processor = object.__new__(MiniCPMV4_6VideoProcessor)
@@ -138,15 +150,15 @@ def released_processor(tokenizer: Tokenizer, numbers: dict[str, Any], video: dic
     return made
 
 
-def make_minicpm(path: Path, seed: int, **processor: Any) -> TinyMiniCPM:
-    """Writes a random tiny model. `processor`: fields of `preprocessor_config.json` that are fixed instead of
-    random."""
+def make_minicpm(path: Path, seed: int, *, canvas: bool = False, moe: bool = False, **processor: Any) -> TinyMiniCPM:
+    """Writes a random tiny model. `canvas`: MiniCPM-V 4.7 instead of 4.6; `moe`: experts in the decoder; `processor`:
+    fields of `preprocessor_config.json` that are fixed instead of random."""
     rng = random.Random(seed)
     tokenizer = byte_tokenizer()
     heads, layers, mode = rng.choice([1, 2, 4]), rng.randint(1, 3), rng.choice(["16x", "16x", "16x", "4x"])
     patch = rng.choice([2, 4])
     text = random_text(
-        rng, moe=False, vocab_size=tokenizer.get_vocab_size(), eos_token_id=tokenizer.token_to_id("<|im_end|>")
+        rng, moe=moe, vocab_size=tokenizer.get_vocab_size(), eos_token_id=tokenizer.token_to_id("<|im_end|>")
     )
     text["max_position_embeddings"] = 4096
     vision = {
@@ -155,12 +167,18 @@ def make_minicpm(path: Path, seed: int, **processor: Any) -> TinyMiniCPM:
         "image_size": patch * rng.choice([5, 8]),
     }  # fmt: skip
     torch.manual_seed(seed)
-    config = MiniCPMV4_6Config(
-        text_config={"model_type": "qwen3_5_text", **text}, vision_config=vision, downsample_mode=mode,
-        insert_layer_id=rng.randrange(layers), tie_word_embeddings=rng.random() < 0.5,
-        image_token_id=tokenizer.token_to_id(IMAGE), video_token_id=tokenizer.token_to_id(SPECIALS["video"]),
+    make_config, make_model, make_processor = (
+        (MiniCPMV4_7Config, MiniCPMV4_7ForConditionalGeneration, MiniCPMV4_7Processor) if canvas
+        else (MiniCPMV4_6Config, MiniCPMV4_6ForConditionalGeneration, MiniCPMV4_6Processor)
     )  # fmt: skip
-    model = MiniCPMV4_6ForConditionalGeneration(config).float().eval()
+    ids = {f"{name}_id": tokenizer.token_to_id(token) for name, token in MARKERS.items()} if canvas else {}
+    config = make_config(
+        text_config={"model_type": "qwen3_5_moe_text" if moe else "qwen3_5_text", **text},
+        vision_config=vision, downsample_mode=mode,
+        insert_layer_id=rng.randrange(layers), tie_word_embeddings=rng.random() < 0.5,
+        image_token_id=tokenizer.token_to_id(IMAGE), video_token_id=tokenizer.token_to_id(VIDEO), **ids,
+    )  # fmt: skip
+    model = make_model(config).float().eval()
     randomise(model, seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -187,7 +205,7 @@ def make_minicpm(path: Path, seed: int, **processor: Any) -> TinyMiniCPM:
     (path / "video_preprocessor_config.json").write_text(json.dumps(video))
     (path / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer.save(str(path / "tokenizer.json"))
-    return TinyMiniCPM(path, model, released_processor(tokenizer, numbers, video))
+    return TinyMiniCPM(path, model, released_processor(tokenizer, numbers, video, make_processor))
 
 
 def random_image(rng: random.Random, most: int = 90) -> Image.Image:
@@ -195,3 +213,37 @@ def random_image(rng: random.Random, most: int = 90) -> Image.Image:
     height, width = rng.randint(3, most), rng.randint(3, most)
     noise = np.random.default_rng(rng.randrange(2**32)).integers(0, 256, (height // 3 + 1, width // 3 + 1, 3), np.uint8)
     return Image.fromarray(noise).resize((width, height), Image.Resampling.BILINEAR)
+
+
+def random_video(rng: random.Random) -> Frames:
+    """One to four frames of one size."""
+    first = random_image(rng)
+    images = [first] + [random_image(rng).resize(first.size) for _ in range(rng.randrange(4))]
+    return [torch.from_numpy(np.array(image)) for image in images]
+
+
+def random_media(rng: random.Random) -> list[Media]:
+    """A video at least, and up to two other videos and images, in any order."""
+    media: list[Media] = [random_video(rng)]
+    media += [rng.choice([random_image, random_video])(rng) for _ in range(rng.randrange(3))]
+    rng.shuffle(media)
+    return media
+
+
+def rendered(media: list[Media], text: str = "0<1 ") -> str:
+    """One user message with `text` after each item, as the checkpoint's template writes it."""
+    inner = "".join((VIDEO if isinstance(item, list) else IMAGE) + "\n" + text for item in media)
+    return f"<|im_start|>user\n{inner}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def part(item: Media) -> dict[str, Any]:
+    """The item as part of a message, with files."""
+    if isinstance(item, list):
+        return {"type": "video", "video": [encoded(Image.fromarray(frame.numpy())) for frame in item]}
+    return {"type": "image", "image": encoded(item)}
+
+
+def inputs_of(tiny: TinyMiniCPM, media: list[Media], text: str = "0<1 ") -> dict[str, Any]:
+    """The released processor's output for `rendered(media, text)`."""
+    images = [item for item in media if not isinstance(item, list)]
+    return tiny.inputs(rendered(media, text), images, [item for item in media if isinstance(item, list)])

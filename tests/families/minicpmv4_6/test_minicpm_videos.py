@@ -14,8 +14,17 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from images import encoded
-from minicpm import IMAGE, VIDEO, Frames, TinyMiniCPM, make_minicpm, random_image
-from PIL import Image
+from minicpm import (
+    Media,
+    TinyMiniCPM,
+    inputs_of,
+    make_minicpm,
+    part,
+    random_image,
+    random_media,
+    random_video,
+    rendered,
+)
 from qwen_vision import replace_torchvision
 from running import RunningEncoder, RunningServer
 from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
@@ -38,44 +47,11 @@ from service.model.modelconfig import load_config
 
 GREEDY = 16
 INFO = EngineInfo("tiny", "", 4096, 2, 4096, "float32")
-Media = Image.Image | Frames
 
 
 @pytest.fixture(autouse=True)
 def torchvision_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_torchvision(monkeypatch)
-
-
-def random_video(rng: random.Random) -> Frames:
-    """One to four frames of one size."""
-    first = random_image(rng)
-    images = [first] + [random_image(rng).resize(first.size) for _ in range(rng.randrange(4))]
-    return [torch.from_numpy(np.array(image)) for image in images]
-
-
-def random_media(rng: random.Random) -> list[Media]:
-    """A video at least, and up to two other videos and images, in any order."""
-    media: list[Media] = [random_video(rng)]
-    media += [rng.choice([random_image, random_video])(rng) for _ in range(rng.randrange(3))]
-    rng.shuffle(media)
-    return media
-
-
-def rendered(media: list[Media]) -> str:
-    """One user message, as the checkpoint's template writes it."""
-    inner = "".join((VIDEO if isinstance(item, list) else IMAGE) + "\n0<1 " for item in media)
-    return f"<|im_start|>user\n{inner}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def part(item: Media) -> dict[str, Any]:
-    if isinstance(item, list):
-        return {"type": "video", "video": [encoded(Image.fromarray(frame.numpy())) for frame in item]}
-    return {"type": "image", "image": encoded(item)}
-
-
-def inputs_of(tiny: TinyMiniCPM, media: list[Media]) -> dict[str, Any]:
-    images = [item for item in media if not isinstance(item, list)]
-    return tiny.inputs(rendered(media), images, [item for item in media if isinstance(item, list)])
 
 
 @pytest.mark.parametrize("seed", range(12))

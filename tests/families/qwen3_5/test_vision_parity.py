@@ -217,7 +217,7 @@ def test_positions_survive_whatever_happens_to_a_request(
     def wanted(name: str, more: list[int]) -> DecoderRequest:
         ids = asked.widened + more
         return DecoderRequest(
-            name, ids, greedy_params(GREEDY, logprobs=3), positions=vision.positions(len(ids), blocks),
+            name, ids, greedy_params(GREEDY, logprobs=3), positions=vision.positions(ids, blocks),
             spans=tuple(image(start, part) for start, (_, part) in zip(starts, sequences, strict=True)),
         )  # fmt: skip
 
