@@ -1,4 +1,4 @@
-"""Runs a `ViT` on a CPU in compiled code: one call per layer, one before and one after the layers.
+"""Runs a vision tower on a CPU in compiled code: one call per layer, one before and one after the layers.
 
 The same maths as `encoder.vit`. Between operations a row is float32 (the residual stream) or the operand of a product
 (in the tower's dtype). The order of the arithmetic of each row depends only on its own sequence, so the results for an
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from encoder.pieces import Pieces
 from encoder.tower import PackedBatch, rotation_width
-from encoder.vit import Norm, ViT, ViTSizes
+from encoder.vit import Block, Norm, ViT, ViTSizes
 from kernels.linear import Linear, Packed
 from kernels.native import Activation, Kind, NativeUnavailable, library
 from kernels.native.tower import Code, Of, Place, Store, Tower, TowerOp, TowerStep
@@ -78,106 +78,64 @@ def scratch_sizes(rows: int, sizes: ViTSizes, dtype: torch.dtype) -> tuple[int, 
     return rows * sizes.hidden_size * dtype.itemsize, max(embedded, max(wide) * dtype.itemsize)
 
 
-class NativeViT:
-    """The compiled operations of one tower and their scratch memory. For one thread at a time."""
+class CompiledTower:
+    """The compiled operations of one tower and their scratch memory. For one thread at a time.
 
-    def __init__(self, vit: ViT, max_rows: int) -> None:
+    A subclass adds the operations, calls `build`, and runs them.
+    """
+
+    def __init__(self, sizes: ViTSizes, dtype: torch.dtype, max_rows: int) -> None:
         """`max_rows`: tower rows to allocate scratch memory for; a larger launch enlarges it permanently."""
-        self._sizes, self._dtype = vit.sizes, vit.dtype
-        self._rotates = rotation_width(vit.sizes) > 0
-        self._library = library()
+        self.sizes, self.dtype = sizes, dtype
+        self.rotates = rotation_width(sizes) > 0
         self.on_operation: Callable[[TowerOp, TowerStep, float], None] | None = None
         """For measurements: if set, operations run one at a time, and this is called with each operation, its launch
         and its seconds."""
+        self._library = library()
         self._kept: list[object] = []
         """Objects that the operations point to."""
-        self._kind = Kind.BF16 if vit.dtype == torch.bfloat16 else Kind.F32
-        self._store = Store.BFLOAT16 if vit.dtype == torch.bfloat16 else Store.FLOAT32
-        ops: list[TowerOp] = []
-
-        def stretch(*parts: TowerOp) -> range:
-            ops.extend(parts)
-            return range(len(ops) - len(parts), len(ops))
-
-        self._embed = {
-            kind: stretch(
-                self._linear(projection, Place.PIXELS, Place.WIDE, of=Of.PATCHES, store=Store.FLOAT32),
-                TowerOp(Code.EMBED),
-            )
-            for kind, projection in vit.projections.items()
-        }
-        self._layers = [
-            stretch(
-                self._norm(block.norm1),
-                self._linear(block.qkv, Place.NORMED, Place.WIDE),
-                *(TowerOp(Code.ROTATE),) * self._rotates,
-                TowerOp(Code.ATTENTION),
-                self._linear(block.out, Place.NORMED, Place.STREAM, store=Store.ADD),
-                self._norm(block.norm2),
-                *self._mlp(block.up, block.down),
-            )
-            for block in vit.blocks
-        ]
-        token = TowerOp(Code.TOKEN, Of.TOKENS) if vit.final_norm is None else self._norm(vit.final_norm, Code.TOKEN)
-        token.of = Of.TOKENS
-        between = ACTIVATIONS[vit.projector_act]
-        self._project = stretch(
-            token,
-            self._linear(vit.linear_1, Place.NORMED, Place.WIDE, of=Of.TOKENS, activation=between),
-            self._linear(vit.linear_2, Place.WIDE, Place.OUT, of=Of.TOKENS),
-        )
-        self._ops = (TowerOp * len(ops))(*ops)
-        sizes = vit.sizes
-        merged = sizes.patches_per_token
-        self._native = Tower(
-            len(ops), ctypes.addressof(self._ops), 1, self._kind, sizes.hidden_size, sizes.num_heads, merged,
-            max(sizes.hidden_size * merged, 2 * sizes.intermediate_size), vit.table_KD.shape[0],
-            self._floats(vit.table_KD), None if vit.projector_norm is None else self._floats(vit.projector_norm),
-            sizes.projector_eps, (sizes.hidden_size // sizes.num_heads) ** -0.5,
-        )  # fmt: skip
+        self._kind = Kind.BF16 if dtype == torch.bfloat16 else Kind.F32
+        self._store = Store.BFLOAT16 if dtype == torch.bfloat16 else Store.FLOAT32
+        self._added: list[TowerOp] = []
         self._reserve(max_rows)
 
-    def _reserve(self, rows: int) -> None:
-        """Allocates scratch memory; pages that no launch has written yet take no physical memory."""
-        held = scratch_sizes(rows, self._sizes, self._dtype)
-        self._normed, self._wide = (torch.empty(size, dtype=torch.uint8) for size in held)
-        self._max_rows = rows
+    def build(self, table_KD: Tensor, projector_norm: Tensor | None = None) -> None:
+        """Makes the added operations ready to run. `table_KD`: prefix tokens, and a row of zeros for padding;
+        `projector_norm`: weight of the RMS norm of joined rows."""
+        sizes, merged = self.sizes, self.sizes.patches_per_token
+        self._ops = (TowerOp * len(self._added))(*self._added)
+        self._native = Tower(
+            len(self._ops), ctypes.addressof(self._ops), 1, self._kind, sizes.hidden_size, sizes.num_heads, merged,
+            max(sizes.hidden_size * merged, 2 * sizes.intermediate_size), table_KD.shape[0], self._floats(table_KD),
+            None if projector_norm is None else self._floats(projector_norm), sizes.projector_eps,
+            (sizes.hidden_size // sizes.num_heads) ** -0.5,
+        )  # fmt: skip
 
     @property
     def bytes(self) -> int:
         """Bytes of scratch memory."""
         return self._normed.nbytes + self._wide.nbytes
 
-    def pieces(self, batch: PackedBatch, *, kind: str) -> Pieces[Tensor]:
-        """Like `ViT.pieces`. Raises `ValueError` with the offsets if `cu_seqlens` does not cover all rows.
-
-        The residual stream and the result are new memory; the scratch memory is shared with other launches between two
-        pieces.
-        """
-        rows, tokens = batch.source_R.shape[0], batch.token_rows_NM.shape[0]
+    def begin(self, batch: PackedBatch, x_RD: Tensor, bounds: Tensor, out: Tensor) -> TowerStep:
+        """A launch on new rows `x_RD`, which the tower's embedding fills. The caller keeps all tensors. Raises
+        `ValueError` with the offsets if `bounds`, int32, does not cover all rows."""
+        rows = len(x_RD)
         if rows > self._max_rows:
             self._reserve(rows)
-        x_RD = torch.empty(rows, self._sizes.hidden_size)
-        out = torch.empty(tokens, self._sizes.row_width, dtype=self._dtype)
-        check_offsets(batch.cu_seqlens.tolist(), rows, rows)
-        bounds = batch.cu_seqlens.contiguous()
-        patches, positions = batch.patches_TP.contiguous(), batch.positions_TD.contiguous()
-        assert patches.dtype == positions.dtype == self._dtype, (patches.dtype, positions.dtype, self._dtype)
-        rotations = None if batch.rotations_TF is None else batch.rotations_TF.contiguous()
-        assert (rotations is not None) == self._rotates and (rotations is None or rotations.dtype == torch.float32)
-        step = TowerStep(
-            rows, patches.shape[0], tokens, x_RD.data_ptr(), patches.data_ptr(), positions.data_ptr(),
+        check_offsets(bounds.tolist(), rows, rows)
+        patches, positions, rotations = batch.patches_TP, batch.positions_TD, batch.rotations_TF
+        assert patches.dtype == positions.dtype == self.dtype, (patches.dtype, positions.dtype, self.dtype)
+        assert patches.is_contiguous() and positions.is_contiguous() and bounds.is_contiguous()
+        assert (rotations is not None) == self.rotates
+        assert rotations is None or (rotations.dtype == torch.float32 and rotations.is_contiguous())
+        return TowerStep(
+            rows, patches.shape[0], len(out), x_RD.data_ptr(), patches.data_ptr(), positions.data_ptr(),
             batch.source_R.data_ptr(), batch.token_rows_NM.data_ptr(), bounds.shape[0] - 1, bounds.data_ptr(),
             None if rotations is None else rotations.data_ptr(), None, None, out.data_ptr(),
         )  # fmt: skip
-        self._run(self._embed[kind], step)
-        for layer in self._layers:
-            self._run(layer, step)
-            yield
-        self._run(self._project, step)
-        return out
 
-    def _run(self, ops: range, step: TowerStep) -> None:
+    def run(self, ops: range, step: TowerStep) -> None:
+        """Runs operations. The scratch memory is shared with other launches between two calls."""
         step.normed, step.wide = self._normed.data_ptr(), self._wide.data_ptr()
         self._native.threads = torch.get_num_threads()
         run, tower, launch = self._library.saccade_tower, ctypes.byref(self._native), ctypes.byref(step)
@@ -189,9 +147,39 @@ class NativeViT:
             run(tower, launch, index, index + 1)
             self.on_operation(self._ops[index], step, time.perf_counter() - started)
 
+    def set_operands(self, rows_RK: Tensor) -> None:
+        """Writes the rows that the next product reads from `Place.NORMED`."""
+        size = rows_RK.numel() * self.dtype.itemsize
+        self._normed[:size].view(self.dtype).view(rows_RK.shape).copy_(rows_RK)
+
     # -- operations -----------------------------------------------------------------------------------------------
 
-    def _linear(
+    def add(self, *ops: TowerOp) -> range:
+        """Adds operations; returns their indices, for `run`."""
+        self._added.extend(ops)
+        return range(len(self._added) - len(ops), len(self._added))
+
+    def embed(self, projection: Linear) -> range:
+        """Patches to rows of the residual stream."""
+        product = self.linear(projection, Place.PIXELS, Place.WIDE, of=Of.PATCHES, store=Store.FLOAT32)
+        return self.add(product, TowerOp(Code.EMBED))
+
+    def block(self, block: Block) -> range:
+        """Attention and MLP, added to the residual stream."""
+        attention = self.attention(block.norm1, block.qkv, block.out)
+        return self.add(*attention, self.norm(block.norm2), *self._mlp(block.up, block.down))
+
+    def attention(self, norm: Norm, qkv: Linear, out: Linear) -> list[TowerOp]:
+        """Attention, added to the residual stream."""
+        return [
+            self.norm(norm),
+            self.linear(qkv, Place.NORMED, Place.WIDE),
+            *(TowerOp(Code.ROTATE),) * self.rotates,
+            TowerOp(Code.ATTENTION),
+            self.linear(out, Place.NORMED, Place.STREAM, store=Store.ADD),
+        ]
+
+    def linear(
         self, linear: Linear, source: Place, target: Place, *, of: Of = Of.ROWS, ld: int | None = None,
         store: Store | None = None, activation: Activation = Activation.NONE,
     ) -> TowerOp:  # fmt: skip
@@ -204,19 +192,74 @@ class NativeViT:
         store = self._store if store is None else store
         return TowerOp(Code.LINEAR, of, packed.descriptor, source, ld or packed.k, target, packed.n, store, activation)
 
+    def norm(self, norm: Norm, code: Code = Code.NORM) -> TowerOp:
+        """A layer norm of each row."""
+        return TowerOp(code, norm=self._floats(norm.weight), bias=self._floats(norm.bias), eps=norm.eps)
+
     def _mlp(self, up: Linear, down: Linear) -> list[TowerOp]:
-        if self._sizes.use_swiglu_ffn:
+        if self.sizes.use_swiglu_ffn:
             both = up.out_features
             gate = TowerOp(Code.GATE, ld_source=both, activation=Activation.SILU)
-            first = self._linear(up, Place.NORMED, Place.WIDE)
-            return [first, gate, self._linear(down, Place.WIDE, Place.STREAM, ld=both, store=Store.ADD)]
-        first = self._linear(up, Place.NORMED, Place.WIDE, activation=ACTIVATIONS[self._sizes.hidden_act])
-        return [first, self._linear(down, Place.WIDE, Place.STREAM, store=Store.ADD)]
-
-    def _norm(self, norm: Norm, code: Code = Code.NORM) -> TowerOp:
-        return TowerOp(code, norm=self._floats(norm.weight), bias=self._floats(norm.bias), eps=norm.eps)
+            first = self.linear(up, Place.NORMED, Place.WIDE)
+            return [first, gate, self.linear(down, Place.WIDE, Place.STREAM, ld=both, store=Store.ADD)]
+        first = self.linear(up, Place.NORMED, Place.WIDE, activation=ACTIVATIONS[self.sizes.hidden_act])
+        return [first, self.linear(down, Place.WIDE, Place.STREAM, store=Store.ADD)]
 
     def _floats(self, tensor: Tensor) -> int:
         kept = tensor.float().contiguous()
         self._kept.append(kept)
         return kept.data_ptr()
+
+    def _reserve(self, rows: int) -> None:
+        """Allocates scratch memory; pages that no launch has written yet take no physical memory."""
+        held = scratch_sizes(rows, self.sizes, self.dtype)
+        self._normed, self._wide = (torch.empty(size, dtype=torch.uint8) for size in held)
+        self._max_rows = rows
+
+
+class NativeViT(CompiledTower):
+    """Runs a `ViT`."""
+
+    def __init__(self, vit: ViT, max_rows: int) -> None:
+        """`max_rows`: as for `CompiledTower`."""
+        super().__init__(vit.sizes, vit.dtype, max_rows)
+        self._embed = {kind: self.embed(projection) for kind, projection in vit.projections.items()}
+        self._layers = [self.block(block) for block in vit.blocks]
+        token = TowerOp(Code.TOKEN, Of.TOKENS) if vit.final_norm is None else self.norm(vit.final_norm, Code.TOKEN)
+        token.of = Of.TOKENS
+        between = ACTIVATIONS[vit.projector_act]
+        self._project = self.add(
+            token,
+            self.linear(vit.linear_1, Place.NORMED, Place.WIDE, of=Of.TOKENS, activation=between),
+            self.linear(vit.linear_2, Place.WIDE, Place.OUT, of=Of.TOKENS),
+        )
+        self.build(vit.table_KD, vit.projector_norm)
+
+    def pieces(self, batch: PackedBatch, *, kind: str) -> Pieces[Tensor]:
+        """Like `ViT.pieces`. Raises `ValueError` with the offsets if `cu_seqlens` does not cover all rows.
+
+        The residual stream and the result are new memory.
+        """
+        x_RD = torch.empty(batch.source_R.shape[0], self.sizes.hidden_size)
+        out = torch.empty(batch.token_rows_NM.shape[0], self.sizes.row_width, dtype=self.dtype)
+        batch = contiguous(batch)
+        step = self.begin(batch, x_RD, batch.cu_seqlens, out)
+        self.run(self._embed[kind], step)
+        for layer in self._layers:
+            self.run(layer, step)
+            yield
+        self.run(self._project, step)
+        return out
+
+
+def contiguous(batch: PackedBatch) -> PackedBatch:
+    """The batch with contiguous tensors."""
+    return PackedBatch(
+        patches_TP=batch.patches_TP.contiguous(),
+        positions_TD=batch.positions_TD.contiguous(),
+        source_R=batch.source_R.contiguous(),
+        cu_seqlens=batch.cu_seqlens.contiguous(),
+        token_rows_NM=batch.token_rows_NM.contiguous(),
+        max_seqlen=batch.max_seqlen,
+        rotations_TF=None if batch.rotations_TF is None else batch.rotations_TF.contiguous(),
+    )
