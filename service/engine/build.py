@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from decoder.arena import device_memory
+from decoder.checkpoints import resolve_state_block
 from decoder.config import DecoderOptions
 from decoder.mtp import check_mtp
 from decoder.runner import DecoderRunner
@@ -386,18 +387,24 @@ def check_state_dtype(options: EngineOptions, checkpoint: Checkpoint) -> None:
 
 
 def check_state_block(options: EngineOptions, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError if no request is long enough for a state to be kept, and warns if the option has no effect."""
-    block, mode, longest = options.state_block, options.state_cache, resolve_max_len(options, checkpoint)
-    if block is None:
+    """Raises ConfigError if no request is long enough to use a state of `state_cache` align or all, and warns if
+    `state_block` has no effect."""
+    config, mode, given = checkpoint.config.decoder, options.state_cache, options.state_block
+    if mode not in ("align", "all") or not config.slots:
+        if given is not None:
+            why = f"with state_cache {mode}; align and all use it" if config.slots else "without recurrent layers"
+            log.warning("state_block %d has no effect %s", given, why)
         return
-    if mode not in ("align", "all"):
-        log.warning("state_block %d has no effect with state_cache %s; align and all use it", block, mode)
-    elif block > longest:
-        page = DecoderOptions.page_size
-        fitting = f"; at most {longest // page * page} would work" if longest >= page else ""
+    page, max_len = DecoderOptions.page_size, resolve_max_len(options, checkpoint)
+    block = resolve_state_block(given, page, config.scan_chunk or page)
+    longest = max_len - 2  # after the state, a request has a token that is computed, and one of its answer
+    if block > longest:
+        most = longest // page * page
+        way = f"state_block of at most {most}" if most > 0 else "state_cache auto"
         raise ConfigError(
-            f"state_block: no request reaches token {block}, the first at which state_cache {mode} would keep a state: "
-            f"max_len is {longest}{fitting}"
+            f"{'state_cache' if given is None else 'state_block'}: a request that can use a state at token {block}, "
+            f"the first that state_cache {mode} keeps, has at least {block + 2} tokens, but max_len is {max_len}; "
+            f"{way} would work"
         )
 
 

@@ -15,6 +15,7 @@ from quantised_checkpoint import quantise_files
 from quantised_files import FORMATS
 from tiny_checkpoint import make_checkpoint
 
+import saccade
 from decoder.arena import Arena
 from decoder.config import DecoderOptions
 from encoder.plan import describe
@@ -117,14 +118,25 @@ def test_states_in_bfloat16_are_refused_where_they_would_do_nothing_or_cannot_be
         plan(EngineOptions(model=path, state_dtype="bfloat16", device="cuda"))
 
 
-def test_a_grid_of_states_that_no_request_reaches_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = str(make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M"}).path)
-    options = EngineOptions(model=path, device="cpu", max_len=99, state_cache="align", state_block=112)
+def test_a_grid_of_states_that_no_request_can_use_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The bound that the error names is exact: at it a prompt finds a state, one token below `max_len` would not do."""
+    shape = {"pattern": "M", "chunk_size": 16, "vocab_size": 99}
+    path = str(make_checkpoint(tmp_path / "mamba", 3, vision=False, text=shape).path)
+    options = EngineOptions(model=path, device="cpu", max_len=97, state_cache="align", state_block=96)
+    shown = "state_block: .* token 96, .* at least 98 tokens, but max_len is 97; state_block of at most 80 would work"
     for run in (plan, build_engine):
-        with pytest.raises(ConfigError, match="state_block: .* token 112, .* max_len is 99; at most 96 would work"):
+        with pytest.raises(ConfigError, match=shown):
             run(options)
-    assert plan(replace(options, state_block=96))
-    assert plan(replace(options, state_cache="auto")) and "state_block 112 has no effect with" in caplog.text
+    assert plan(replace(options, state_block=80)) and plan(replace(options, max_len=98))
+    with saccade.LocalClient(path, device="cpu", max_len=98, state_cache="align", state_block=96) as client:
+        found = [client.generate([7] * 97, max_tokens=1).usage.cached_tokens for _ in range(2)]
+    assert found == [0, 96]
+    with pytest.raises(ConfigError, match="state_cache: .* token 16, .* max_len is 17; state_cache auto would work"):
+        plan(replace(options, max_len=17, state_block=None))
+    assert plan(replace(options, max_len=18, state_block=None))
+    assert plan(replace(options, state_cache="auto")) and "state_block 96 has no effect with state_cache" in caplog.text
+    path = str(make_checkpoint(tmp_path / "attention", 3, vision=False, text={"pattern": "*"}).path)
+    assert plan(replace(options, model=path)) and "state_block 96 has no effect without recurrent" in caplog.text
 
 
 @pytest.mark.parametrize("form", FORMATS)
