@@ -261,6 +261,10 @@ class DecoderOptions:
         )
         require(self.dtype.is_floating_point, f"dtype must be a floating type, not {self.dtype}")
         self._check_state_dtype()
+        require(
+            self.native != "on" or not self.not_compiled,
+            f"native: 'on' is not possible: {self.not_compiled}; 'auto' would work",
+        )
 
     @property
     def _next_block(self) -> int:
@@ -277,6 +281,15 @@ class DecoderOptions:
             f"state_dtype bfloat16 needs a CPU, and the device is {self.device}: prompts are computed there in chunks, "
             "which have no states to round after every token; float32 would work",
         )
+
+    @property
+    def not_compiled(self) -> str:
+        """Why the decoder runs without compiled code with these options, whatever the model; empty if it may not."""
+        if self.device != "cpu":
+            return f"the decoder is on {self.device}"
+        if self.graphs_on and self.state_dtype != _float32():
+            return "with graphs, states in bfloat16 are computed by torch operations, which round them at other tokens"
+        return ""
 
     @property
     def graphs_on(self) -> bool:

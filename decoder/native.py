@@ -346,10 +346,8 @@ def native_step(trunk: Trunk) -> NativeStep | None:
     if trunk.options.native == "off":
         return None
     try:
-        if trunk.options.graphs_on and trunk.options.state_dtype != torch.float32:
-            raise NativeUnavailable(
-                "with graphs, states in bfloat16 are computed by torch operations, which round them at other tokens"
-            )
+        if trunk.options.not_compiled:
+            raise NativeUnavailable(trunk.options.not_compiled)
         return NativeStep(trunk)
     except NativeUnavailable as reason:
         if trunk.options.native == "on":

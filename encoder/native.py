@@ -46,26 +46,29 @@ def runs_compiled(sizes: ViTSizes, dtype: torch.dtype, device: torch.device, mod
     if mode == "off":
         return False
     try:
-        _check(sizes, dtype, device)
+        if reason := not_compiled(sizes, dtype, device):
+            raise NativeUnavailable(reason)
         library()
-    except NativeUnavailable as reason:
+    except NativeUnavailable as error:
         if mode == "on":
-            raise ValueError(f"native: 'on' is not possible: {reason}; 'auto' would work") from None
-        log.info("the encoder runs operation by operation: %s", reason)
+            raise ValueError(f"native: 'on' is not possible: {error}; 'auto' would work") from None
+        log.info("the encoder runs operation by operation: %s", error)
         return False
     return True
 
 
-def _check(sizes: ViTSizes, dtype: torch.dtype, device: torch.device) -> None:
+def not_compiled(sizes: ViTSizes, dtype: torch.dtype, device: torch.device) -> str:
+    """Why there is no compiled code for such a tower; empty if there is, on a machine that can run it."""
     if device.type != "cpu":
-        raise NativeUnavailable(f"the encoder is on {device}")
+        return f"the encoder is on {device}"
     if dtype not in (torch.bfloat16, torch.float32):
-        raise NativeUnavailable(f"the dtype is {dtype}")
+        return f"the dtype is {dtype}"
     widths = {name: getattr(sizes, name) for name in ("hidden_size", "intermediate_size", "projector_hidden_size")}
     widths |= {f"the width of {kind} patches": width for kind, width in sizes.patch_widths.items()}
     for name, width in widths.items():
         if dtype == torch.bfloat16 and width % 2:
-            raise NativeUnavailable(f"{name} {width} is odd, and bfloat16 is multiplied in pairs")
+            return f"{name} {width} is odd, and bfloat16 is multiplied in pairs"
+    return ""
 
 
 def scratch_sizes(rows: int, sizes: ViTSizes, dtype: torch.dtype) -> tuple[int, int]:

@@ -98,6 +98,9 @@ class VideoRule(Protocol):
 class VisionSpec(TowerSpec, Protocol):
     """A family's vision part: the tower's sizes, how to build the tower, and the rules that make its input."""
 
+    def not_compiled(self, dtype: torch.dtype, device: torch.device) -> str:
+        """Why the tower has no compiled code for this dtype and device; empty if it has."""
+
     @property
     def image_rule(self) -> ImageRule:
         """Converts images to patches."""

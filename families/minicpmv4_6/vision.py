@@ -30,8 +30,11 @@ class SlicingVision(VisionConfig):
         from families.minicpmv4_6.tower import MergingTower  # imported here: grids and token counts need no torch
 
         if native == "on":
-            raise ValueError("native: this model's tower has no compiled code; auto and off would work")
+            raise ValueError(f"native: 'on' is not possible: {self.not_compiled(dtype, device)}; 'auto' would work")
         return MergingTower(self, weights, dtype=dtype, device=device)
+
+    def not_compiled(self, dtype: torch.dtype, device: torch.device) -> str:
+        return "this model's tower has no compiled code"
 
     @property
     def image_rule(self) -> SlicedImageRule:

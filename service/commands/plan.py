@@ -117,6 +117,8 @@ def check_images(options: EngineOptions, checkpoint: Checkpoint) -> None:
     check_handoff(options, vision, dtype)
     if options.role != "decoder":
         check_encoder_step(options, checkpoint, vision)
+        if options.native == "on" and (why := vision.not_compiled(dtype, torch.device(resolve_device(options)))):
+            raise ConfigError(f"native: 'on' is not possible: {why}; 'auto' would work")
     if options.encoder_process:
         check_segment(options, vision, dtype)
 
