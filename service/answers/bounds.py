@@ -75,20 +75,23 @@ def check_size(spec: GenerateSpec, limits: FrontendLimits, max_len: int, longest
     A message, and a part of one, counts as at least one token, and no token stands for more than `longest_token`
     characters. Raises InvalidArgument."""
     videos = sum(isinstance(source, Video) for source in spec.media)
-    counts = [("continued_token_ids", len(spec.continued), max_len, "tokens")]
+    room = max_len - 1  # at least one token is the answer's
+    counts = [("continued_token_ids", len(spec.continued), room - 1, "tokens")]  # and one is the prompt's
     match spec.input:
         case ChatInput(messages):
-            counts.append(("chat.messages", len(messages), max_len, "messages"))
-            counts.append(("chat.messages", sum(len(message.parts) for message in messages), max_len, "parts"))
+            counts.append(("chat.messages", len(messages), room, "messages"))
+            counts.append(("chat.messages", sum(len(message.parts) for message in messages), room, "parts"))
         case TokensInput(ids):
             # A pruned video may keep fewer rows than it has ids.
-            counts.append(("tokens.ids", len(ids), max_len + videos * limits.media.video_frames, "tokens"))
-    counts.append(("input", characters(spec), max_len * longest_token, "characters"))
+            counts.append(("tokens.ids", len(ids), room + videos * limits.media.video_frames, "tokens"))
+    counts.append(("input", characters(spec), room * longest_token, "characters"))
     for name, count, most, what in counts:
         if count > most:
+            beside = "the prompt and the answer" if name == "continued_token_ids" else "the answer"
             raise too_long(
-                f"{name}: {count} {what}; a context of {max_len} tokens holds at most {most}", name, most, count
-            )
+                f"{name}: {count} {what}; a context of {max_len} tokens holds at most {most} besides {beside}",
+                name, most, count,
+            )  # fmt: skip
 
 
 def too_long(message: str, name: str, limit: int, got: int) -> errors.InvalidArgument:

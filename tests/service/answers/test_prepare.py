@@ -396,15 +396,16 @@ def test_long_videos_leave_room_for_images(assets: ModelAssets, workers: int) ->
 
 def sizes(assets: ModelAssets, max_len: int) -> list[tuple[Any, dict[str, Any], str]]:
     assert assets.tokenizer is not None
-    most = max_len * assets.tokenizer.longest
+    room = max_len - 1  # beside one token of the answer
+    most = room * assets.tokenizer.longest
     empty = Message("user", ())
     return [
-        (ChatInput((empty,) * (max_len + 1)), {}, f"{max_len + 1} messages"),
-        (ChatInput((Message("user", ("",) * (max_len + 1)),)), {}, f"{max_len + 1} parts"),
+        (ChatInput((empty,) * (room + 1)), {}, f"{room + 1} messages; .* of {max_len} tokens holds at most {room}"),
+        (ChatInput((Message("user", ("",) * (room + 1)),)), {}, f"{room + 1} parts"),
         (ChatInput((Message("user", ("a" * (most + 1),)),)), {}, f"{most + 1} characters"),
         (RawInput("a" * (most + 1)), {}, f"{most + 1} characters"),
-        (TokensInput((7,) * (max_len + 1)), {}, f"{max_len + 1} tokens"),
-        (RawInput("a"), {"continued": (7,) * (max_len + 1)}, f"{max_len + 1} tokens"),
+        (TokensInput((7,) * (room + 1)), {}, f"{room + 1} tokens; .* of {max_len} tokens holds at most {room} besides"),
+        (RawInput("a"), {"continued": (7,) * room}, f"{room} tokens; .* at most {room - 1} besides the prompt and the"),
     ]
 
 
@@ -428,11 +429,11 @@ def test_what_just_fits_is_not_refused_by_its_count(assets: ModelAssets) -> None
 
     assert assets.tokenizer is not None
     for given in (
-        ChatInput((Message("user", ()),) * 50), RawInput("a" * 50 * assets.tokenizer.longest), TokensInput((7,) * 50)
+        ChatInput((Message("user", ()),) * 49), RawInput("a" * 49 * assets.tokenizer.longest), TokensInput((7,) * 49)
     ):  # fmt: skip
-        check_size(spec(input=given, continued=(1,) * 50), FrontendLimits(), 50, assets.tokenizer.longest)
+        check_size(spec(input=given, continued=(1,) * 48), FrontendLimits(), 50, assets.tokenizer.longest)
     videos = (Video(b"", "v"), Video(b"", "v"))
-    check_size(spec(*videos, input=TokensInput((7,) * (50 + 64))), FrontendLimits(), 50, 1)
+    check_size(spec(*videos, input=TokensInput((7,) * (49 + 64))), FrontendLimits(), 50, 1)
     check_size(GenerateSpec("", "", ImageInput()), FrontendLimits(), 50, 1)
 
 

@@ -113,9 +113,13 @@ def test_prompt_and_answer_share_the_context(assets: ModelAssets) -> None:
     wide = [7, 8, *[assets.image_token_id] * 4, 9]
     assert widen(ids, [prepared()], 2, assets, info(max_len=10)).ids == wide
     for continued, most in ((3, 10), (2, 9)):
-        with pytest.raises(errors.InvalidArgument, match="takes 7 tokens") as refused:
+        shown = f"takes 7 tokens, images included, and continued_token_ids {continued}; the context holds {most}"
+        with pytest.raises(errors.InvalidArgument, match=shown) as refused:
             widen(ids, [prepared()], continued, assets, info(max_len=most))
         assert refused.value.reason == "CONTEXT_LENGTH_EXCEEDED"
+        assert refused.value.metadata == {"limit": str(most), "got": str(7 + continued)}
+    with pytest.raises(errors.InvalidArgument, match="takes 7 tokens, images included; the context holds 7"):
+        widen(ids, [prepared()], 0, assets, info(max_len=7))
     widen(ids, [prepared()], 0, assets, info(max_image_tokens=4))
     with pytest.raises(errors.InvalidArgument, match="takes 4 tokens; the server's handoff holds 3"):
         widen(ids, [prepared()], 0, assets, info(max_image_tokens=3))
