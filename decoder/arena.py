@@ -124,9 +124,13 @@ def resolve_blocks(layout: ArenaLayout, options: DecoderOptions, reserved: int =
     """
     needed = layout.blocks_for(1, options.max_len)
     if options.memory_bytes is None:
-        share = max(0, int(device_memory(options.device) * options.memory_share) - reserved)
+        memory = device_memory(options.device)
+        share = max(0, int(memory * options.memory_share) - reserved)
         blocks = min(layout.blocks_for(options.max_seqs, options.max_len), max(1, share // layout.block_bytes))
-        source = f"{options.memory_share:.0%} of the device's memory, less {reserved} bytes for graphs ({share} bytes)"
+        less = f", less {reserved} bytes for graphs," if reserved else ""
+        source = (
+            f"memory_share {options.memory_share:g} of the {memory} bytes of {options.device}{less} ({share} bytes)"
+        )
     else:
         _check_memory(options.memory_bytes, options.device)
         blocks = options.memory_bytes // layout.block_bytes

@@ -94,7 +94,7 @@ def resolve_budgets(
         budgets = sorted(set(token_budgets))
         _check_budgets(budgets)
         if budgets[-1] > hi:
-            raise ValueError(f"token budget {budgets[-1]} is above the {hi} tokens that one step may hold")
+            raise ValueError(f"token_budgets holds {budgets[-1]}, above the {hi} tokens that one step may hold")
     else:
         floor = lo if max_images is None else max(lo, max_images)
         if floor > hi:

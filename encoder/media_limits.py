@@ -78,7 +78,7 @@ class ImageLimits:
             raise ImageError(f"{what}, a side longer than the {self.max_side} that are allowed", too_large=True)
         if max(width, height) > self.max_aspect * min(width, height):
             aspect = max(width, height) / min(width, height)
-            raise ImageError(f"{what}, an aspect of {aspect:.0f} to 1, more than the {self.max_aspect:g} allowed")
+            raise ImageError(f"{what}, an aspect of {aspect:g} to 1, more than the {self.max_aspect:g} allowed")
 
 
 @dataclass(frozen=True)

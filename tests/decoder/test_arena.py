@@ -125,6 +125,13 @@ def test_memory_that_is_too_small_names_what_would_do() -> None:
     make(memory_bytes=needed * layout.block_bytes, native="off")
 
 
+def test_a_share_that_is_too_small_is_named_with_the_memory_of_which_it_is_one() -> None:
+    memory = machine_memory()
+    shown = rf"^memory_share 1e-06 of the {memory} bytes of cpu \({memory // 10**6} bytes\) is \d+ superblocks"
+    with pytest.raises(ValueError, match=shown):
+        make(max_len=10**6, memory_share=1e-6)
+
+
 def test_memory_that_the_machine_lacks_is_refused_with_both_numbers() -> None:
     memory = machine_memory()
     with pytest.raises(

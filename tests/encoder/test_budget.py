@@ -58,7 +58,11 @@ def test_duplicates_merge() -> None:
         pytest.param(
             {"lo": 64, "hi": 8192, "token_budgets": [4, 1024], "max_images": 8}, ("8", "4"), id="images-over-min"
         ),
-        pytest.param({"lo": 64, "hi": 8192, "token_budgets": [512, 13824]}, ("13824", "8192"), id="budget-above-hi"),
+        pytest.param(
+            {"lo": 64, "hi": 8192, "token_budgets": [512, 13824]},
+            ("token_budgets", "13824", "8192"),
+            id="budget-above-hi",
+        ),
         pytest.param({"lo": 64, "hi": 8192, "token_budgets": [0, 512]}, ("0", "512"), id="zero-budget"),
         pytest.param({"lo": 64, "hi": 8192, "token_budgets": [-5, 512]}, ("-5",), id="negative-budget"),
         pytest.param({"lo": 64, "hi": 8192, "token_budgets": []}, ("none",), id="no-budget"),

@@ -147,7 +147,7 @@ def test_frames_go_straight_into_patches() -> None:
         (VideoLimits(max_pixels=200), "20x12 pixels, 240 in all, more than the 200"),
         (VideoLimits(max_total_pixels=1600), "1680 pixels in all, more than the 1600"),
         (VideoLimits(max_side=15), "20x12 pixels, a side longer than the 15"),
-        (VideoLimits(max_aspect=1.5), "aspect of 2 to 1, more than the 1.5"),
+        (VideoLimits(max_aspect=1.5), "aspect of 1.66667 to 1, more than the 1.5"),
     ],
 )
 @pytest.mark.parametrize("kind", FORMATS)
