@@ -142,7 +142,7 @@ def measure_mixes(path: Path, count: int, rounds: int, rates: list[float]) -> li
         images = random_images(mix, count, config)
         out = destinations(images, config)
         histogram = Counter(image.tokens for image in images)
-        doublings = resolve_budgets(config.min_image_tokens, config.max_image_tokens)
+        doublings = resolve_budgets(config.least_budget, config.max_image_tokens)
         tuned = packed_ladder(
             histogram,
             len(doublings.token_budgets),

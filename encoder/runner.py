@@ -79,7 +79,7 @@ class EncoderOptions:
     def budgets(self, spec: TowerSpec) -> EncoderBudgets:
         """The resolved budgets. Raises `ValueError` naming both numbers if they contradict each other."""
         hi = self.max_tokens_per_step or spec.max_image_tokens
-        lo = spec.min_image_tokens
+        lo = spec.least_budget
         return resolve_budgets(lo, hi, token_budgets=self.token_budgets, max_images=self.max_images)
 
 

@@ -76,7 +76,11 @@ class TowerSizes(Protocol):
 
     @property
     def min_image_tokens(self) -> int:
-        """Tokens of the smallest image; the default `lo` of the budgets."""
+        """Tokens of the smallest image."""
+
+    @property
+    def least_budget(self) -> int:
+        """The default `lo` of the budgets, at most the tokens of the smallest image."""
 
     @property
     def max_image_tokens(self) -> int:

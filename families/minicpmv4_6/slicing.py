@@ -10,6 +10,9 @@ from typing import NamedTuple
 from encoder.item import Grid
 from encoder.media_limits import MAX_ASPECT, RGB
 
+LARGEST_SIDE = 2**14
+"""Largest `scale_resolution` that is served."""
+
 
 class Part(NamedTuple):
     """The whole image, or its slices."""
@@ -65,6 +68,19 @@ class Slicing:
             each = to_multiple(height, rows) / rows, to_multiple(width, columns) / columns
             parts.append(Part(*self._resized(*each, factor, may_grow=True), (rows, columns)))
         return parts
+
+    def least_tokens(self, factor: int) -> int:
+        """Tokens of the smallest image: one without slices, and of the aspect at which rounding takes most away.
+
+        Such an image is resized to sides h and h * aspect, rounded down, where h is `scale_resolution` / sqrt(aspect),
+        rounded down; so the least width for each h is that of the aspect at which h + 1 begins."""
+        side, flattest = self.scale_resolution, math.sqrt(MAX_ASPECT)
+
+        def tokens(length: int) -> int:
+            return max(round(length / factor), 1)
+
+        heights = range(int(side / flattest), int(side * flattest) + 1)
+        return min(tokens(height) * tokens(height * side**2 // (height + 1) ** 2) for height in heights)
 
     def most_pixels(self, factor: int) -> int:
         """Upper bound of the pixels of all parts of an image with an aspect of at most `MAX_ASPECT`."""

@@ -13,7 +13,7 @@ from encoder.vit_sizes import VitSizes
 from families.family import ModelFiles
 from families.fields import BICUBIC, MOST_LAYERS, check_processor, count, flag, number, per_channel
 from families.files import CheckpointError, first
-from families.minicpmv4_6.slicing import Slicing
+from families.minicpmv4_6.slicing import LARGEST_SIDE, Slicing
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu")
 WINDOW = 2
@@ -97,10 +97,15 @@ class VisionConfig(VitSizes):
         """Rows, and columns, of the stored position table."""
         return self.image_size // self.patch_size
 
-    @property
+    @cached_property
     def min_image_tokens(self) -> int:
-        """`lo` of the encoder's token budgets: half of the tokens of a `scale_resolution` square."""
-        return max((self.image.scale_resolution // self.factor) ** 2 // 2, 1)
+        """Tokens of the smallest image."""
+        return self.image.least_tokens(self.factor)
+
+    @property
+    def least_budget(self) -> int:
+        """Half of the tokens of a `scale_resolution` square, so that the ladder of budgets has those of the square."""
+        return max(min((self.image.scale_resolution // self.factor) ** 2 // 2, self.min_image_tokens), 1)
 
     @property
     def max_image_tokens(self) -> int:
@@ -193,7 +198,7 @@ def vision_fields(config: Mapping[str, Any], text_hidden_size: int, files: Model
 def _slicing(processor: Mapping[str, Any], file: str) -> Slicing:
     return Slicing(
         max_slice_nums=count(processor, "max_slice_nums", 9, file=file),
-        scale_resolution=count(processor, "scale_resolution", 448, file=file),
+        scale_resolution=count(processor, "scale_resolution", 448, most=LARGEST_SIDE, file=file),
         slice_mode=flag(processor, "slice_mode", True, file=file),
         mean=per_channel(first(processor, "image_mean", default=(0.5, 0.5, 0.5)), "image_mean"),
         std=per_channel(first(processor, "image_std", default=(0.5, 0.5, 0.5)), "image_std"),

@@ -133,8 +133,13 @@ class VisionConfig(VitSizes):
 
     @property
     def min_image_tokens(self) -> int:
-        """`lo` of the encoder's token budgets, in image tokens."""
+        """Tokens of the smallest image."""
         return max(self.min_num_patches // self.patches_per_token, 1)
+
+    @property
+    def least_budget(self) -> int:
+        """The default `lo` of the encoder's token budgets."""
+        return self.min_image_tokens
 
     @property
     def max_image_tokens(self) -> int:

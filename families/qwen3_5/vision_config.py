@@ -157,8 +157,13 @@ class VisionConfig(VitSizes):
 
     @property
     def min_image_tokens(self) -> int:
-        """`lo` of the encoder's token budgets, in image tokens."""
+        """Tokens of the smallest image."""
         return min(max(self.image.min_pixels // self.factor**2, 1), self.max_image_tokens)
+
+    @property
+    def least_budget(self) -> int:
+        """The default `lo` of the encoder's token budgets."""
+        return self.min_image_tokens
 
     @property
     def max_image_tokens(self) -> int:

@@ -31,6 +31,7 @@ class SumSpec:
     row_width: int = 7
     activation_width: int = 7
     min_image_tokens: int = 2
+    least_budget: int = 2
     max_image_tokens: int = 32
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -258,3 +259,31 @@ def test_sizes_that_no_image_has(tmp_path: Path, height: int) -> None:
     assert vision is not None
     with pytest.raises(ValueError, match="at least one pixel"):
         vision.image_rule.grid(height, 5)
+
+
+@pytest.mark.parametrize("seed", [3, 5, 6, 7])
+def test_the_smallest_image_is_the_one_that_the_rule_makes(tmp_path: Path, seed: int) -> None:
+    """Of all sizes up to 64 pixels, and of flat ones: no image has fewer tokens than the configuration says, and one of
+    these has just as many. A handoff of as many rows as errors ask for answers it."""
+    model = str(make_minicpm(tmp_path, seed).path)
+    vision = load_config(Path(model)).vision
+    assert isinstance(vision, SlicingVision)
+    sides = [*range(1, 65), 100, 141, 200]
+    sizes = [(h, w) for h in sides for w in sides if max(h, w) <= 200 * min(h, w)]
+    tokens = {size: tokens_of(vision, *size) for size in sizes}
+    height, width = min(sizes, key=lambda size: tokens[size])
+    assert tokens[height, width] == vision.min_image_tokens >= vision.least_budget
+    options: dict[str, Any] = {"threads": 1, "max_seqs": 1}
+    with pytest.raises(saccade.errors.InvalidArgument, match="handoff_bytes: 1 holds 0 image tokens") as refused:
+        saccade.LocalClient(model, handoff_bytes=1, **options)
+    least = int(re.findall(r"at least (\d+) would work", str(refused.value))[0])
+    with saccade.LocalClient(model, handoff_bytes=least, **options) as client:
+        file = encoded(Image.new("RGB", (width, height)))
+        assert client.generate("?", images=[file], max_tokens=1).usage.image_tokens == vision.min_image_tokens
+
+
+def tokens_of(vision: SlicingVision, height: int, width: int) -> int:
+    rule = vision.image_rule
+    (rows, columns), whole = rule.slices(height, width), rule.whole(height, width)
+    each = rule.slice_size(height, width) if rows else (0, 0)
+    return (whole[0] * whole[1] + rows * columns * each[0] * each[1]) // vision.factor**2
