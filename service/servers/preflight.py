@@ -45,6 +45,7 @@ def check_options(options: ServerOptions) -> None:
 
         check_messages(options)
     else:
+        check_largest_message(options)
         make_fetcher(options, frontend_limits(options).media)
         check_batches(options)
         _check_folders(options)
@@ -84,6 +85,17 @@ def check_frontends(options: ServerOptions) -> None:
             )
     if options.api_keys is not None:
         watch_keys(options.api_keys, options.frontends)
+
+
+def check_largest_message(options: ServerOptions) -> None:
+    """Raises ConfigError if a frontend could never hold a message of the largest size that it accepts."""
+    share = options.max_inflight_bytes // options.frontends
+    if share < options.max_message_bytes:
+        each = f", {share} for each of {options.frontends} frontends," if options.frontends > 1 else ""
+        raise ConfigError(
+            f"max_inflight_bytes: {options.max_inflight_bytes} bytes{each} hold no message of max_message_bytes "
+            f"({options.max_message_bytes}); at least {options.max_message_bytes * options.frontends} would work"
+        )
 
 
 def check_batches(options: ServerOptions) -> None:

@@ -7,13 +7,14 @@ import contextlib
 import random
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from certificates import Authority
 
 from service.commands.cli import main
-from service.common.config import ServerOptions
+from service.common.config import ConfigError, ServerOptions
 from service.servers.preflight import check_options
 
 KEY = '[[key]]\nname = "a"\nsha256 = "{digest}"\n'
@@ -107,6 +108,7 @@ SERVER = "--tls-cert {0}/one/server.pem --tls-key {0}/one/server.key "
         ("--http-host 192.0.2.1 --http-port 1234 --insecure", "http_host: cannot listen on 192.0.2.1:1234"),
         ("--role encoder --max-message-bytes 1Mi", "max_message_bytes: 1048576 is too small for the messages between"),
         ("--max-message-bytes 2Gi", "max_message_bytes: 2147483648 is above the maximum of 2147483647"),
+        ("--max-message-bytes 9999 --max-inflight-bytes 9998", "max_inflight_bytes: 9998 bytes hold no message of"),
         ("--max-connection-age 1e8", "max_connection_age: "),
         ("--max-connection-age 5 --max-connection-age-grace 1e8", "max_connection_age_grace: "),
         ("--max-connection-streams 9999999999", "max_connection_streams: "),
@@ -150,6 +152,16 @@ def test_without_a_mistake_the_model_is_what_is_missing(
 ) -> None:
     words = (SERVER + "--tls-client-ca {0}/two/ca.pem --api-keys {0}/keys.toml").format(folder).split()
     assert "no-model" in said(capsys, tmp_path, *words)
+
+
+def test_each_frontend_can_hold_the_largest_message() -> None:
+    options = ServerOptions(port=0, frontends=2, max_message_bytes=5000, max_inflight_bytes=9999)
+    with pytest.raises(
+        ConfigError, match=r"9999 bytes, 4999 for each of 2 frontends, .* \(5000\); at least 10000 would"
+    ):
+        check_options(options)
+    check_options(replace(options, max_inflight_bytes=10000))
+    check_options(replace(options, max_inflight_bytes=5000, frontends=1))
 
 
 def test_what_was_checked_can_be_used(folder: Path, tmp_path: Path) -> None:
