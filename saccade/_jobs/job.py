@@ -211,7 +211,7 @@ class BatchJob:
         else:
             prompt = result.usage.prompt_tokens
             completion = sum(sample.usage.completion_tokens for sample in result.samples)
-        line = output_line(row_id, row.custom_id, result)
+        line = output_line(row_id, row.custom_id, result, row.fields)
         self._journal.append(line, Written(row_id, row.custom_id, row.position, status, prompt, completion))
         self._tokens += completion
         summary = self.summary

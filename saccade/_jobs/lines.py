@@ -6,17 +6,18 @@ import json
 from typing import Any
 
 from saccade._openai.answers import completion
-from saccade._openai.errors import is_transient, status_code
+from saccade._openai.errors import in_words, is_transient, status_code
+from saccade._openai.fields import CHAT, Rules
 from saccade.errors import SaccadeError
 from saccade.types import Generation
 
 __all__ = ["is_transient", "output_line", "status_code"]
 
 
-def output_line(row_id: str, custom_id: str, result: Generation | SaccadeError) -> bytes:
-    """The line for one answer or error, with its newline."""
+def output_line(row_id: str, custom_id: str, result: Generation | SaccadeError, fields: Rules = CHAT) -> bytes:
+    """The line for one answer or error, with its newline. `fields`: rules for the names of the row's fields."""
     if isinstance(result, SaccadeError):
-        error = {"code": result.reason or type(result).__name__, "message": result.message}
+        error = {"code": result.reason or type(result).__name__, "message": in_words(result, fields)}
         response: dict[str, Any] = {
             "status_code": status_code(result),
             "request_id": result.request_id,

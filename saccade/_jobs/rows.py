@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from saccade._openai.documents import load_object
+from saccade._openai.errors import in_words
+from saccade._openai.fields import Rules, chat_rules
 from saccade.errors import FailedPrecondition, InvalidArgument
 from saccade.v1 import inference_pb2, types_pb2
 
@@ -46,6 +48,8 @@ class Row:
     digest: bytes
     """Hash of the row and of the files that it refers to, which identifies its answer."""
     body: Mapping[str, Any]
+    fields: Rules
+    """How errors name the body's fields."""
 
 
 class ImageFolder:
@@ -152,8 +156,12 @@ def parse_line(line: bytes, position: int, folder: ImageFolder, *, strict: bool 
             content.add(b"unreadable")
         return b""
 
-    _build(body, look)
-    return Row(position, custom_id, line_digest, content.digest(), body)
+    fields = chat_rules(body)
+    try:
+        _build(body, look)
+    except InvalidArgument as error:
+        raise InvalidArgument(in_words(error, fields), reason=error.reason) from error
+    return Row(position, custom_id, line_digest, content.digest(), body, fields)
 
 
 def parse_again(line: bytes, position: int, line_digest: bytes, digest: bytes) -> Row:
@@ -161,7 +169,7 @@ def parse_again(line: bytes, position: int, line_digest: bytes, digest: bytes) -
     row = load_object(line)
     if hashlib.sha256(_canonical(row)).digest() != line_digest:
         raise InvalidArgument("the line has changed")
-    return Row(position, row["custom_id"], line_digest, digest, row["body"])
+    return Row(position, row["custom_id"], line_digest, digest, row["body"], chat_rules(row["body"]))
 
 
 def request_from(row: Row, folder: ImageFolder, *, priority: int, model: bool = True) -> inference_pb2.GenerateRequest:

@@ -49,8 +49,9 @@ def error_type(status: int) -> str:
     return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
-def _in_words(error: SaccadeError, field: str, rules: Rules) -> str:
-    """The error's message with the request's own names of fields. `field`: the one at fault."""
+def in_words(error: SaccadeError, rules: Rules) -> str:
+    """The error's message with the request's own names of fields."""
+    field = field_named(error.field, rules)
     bare, message = error.field.removeprefix("sampling."), error.message
     counted = bare in ("images", "videos")  # in all messages, so the field at fault is not what the message is about
     if bare and not counted and re.match(rf"{re.escape(bare)}(?![\w.\[])", message):
@@ -65,7 +66,7 @@ def error_object(error: SaccadeError, status: int, rules: Rules = CHAT) -> dict[
     named = _FIELD.match(error.message)
     field = field_named(error.field or (named[1] if named else ""), rules)
     return {
-        "message": _in_words(error, field, rules),
+        "message": in_words(error, rules),
         "type": error_type(status),
         "param": field if field and status < 500 else None,
         "code": error.reason or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper(),

@@ -6,7 +6,8 @@ Rules are pairs of a regular expression and a replacement, applied in order; a p
 from __future__ import annotations
 
 import re
-from typing import TypeAlias
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 Rules: TypeAlias = tuple[tuple[str, str], ...]
 
@@ -45,6 +46,12 @@ MESSAGES: Rules = (
 """Of Anthropic's messages. Which of them is at fault is not told: a result of a tool is a message of its own here."""
 BATCH: Rules = (*_ALL, (r"^(?:input_name|size_bytes|chunk)$", "input_file_id"))
 DETOKENIZE: Rules = (("^token_ids", "tokens"),)
+
+
+def chat_rules(body: Mapping[str, Any]) -> Rules:
+    """The rules for a chat completion: two fields of gRPC messages have other names in it."""
+    longest = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    return (*CHAT, ("^max_tokens$", longest), ("^logprobs$", "top_logprobs"))
 
 
 def prompt_rules(name: str) -> Rules:

@@ -8,7 +8,7 @@ from typing import Any
 from saccade._core.results import media_from
 from saccade._openai.answers import completion, extension, logprobs_object, media_objects, usage_object
 from saccade._openai.chat import chat_request
-from saccade._openai.fields import CHAT, Rules
+from saccade._openai.fields import chat_rules
 from saccade._openai.problems import validated
 from saccade._openai.schema import ChatCompletion, ImageUrlPart
 from saccade.errors import InvalidArgument
@@ -30,7 +30,7 @@ def no_paths(source: str | types_pb2.Image, name: str) -> types_pb2.Image:
 async def chat_completions(call: HttpCall) -> None:
     """Answers a chat completion request, as a whole or as a stream of events."""
     body = validated(ChatCompletion, await call.json())
-    call.fields = _fields(body)
+    call.fields = chat_rules({"max_completion_tokens": body.max_completion_tokens})
     request = await beside(call.held, build_chat, call, body)
     caller = call.caller()
     if ignored := _ignored(body):
@@ -40,12 +40,6 @@ async def chat_completions(call: HttpCall) -> None:
     else:
         answer = await whole_answer(call, caller, request)
         await call.respond({**completion(answer), "saccade": extension(answer)})
-
-
-def _fields(body: ChatCompletion) -> Rules:
-    """How errors name the request's fields: two fields of gRPC messages have other names here."""
-    longest = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    return (*CHAT, ("^max_tokens$", longest), ("^logprobs$", "top_logprobs"))
 
 
 def _ignored(body: ChatCompletion) -> list[str]:

@@ -315,6 +315,23 @@ def test_output_lines() -> None:
     assert row["response"]["status_code"] == 503 and row["response"]["body"]["error"]["type"] == "Overloaded"
 
 
+def test_errors_name_the_fields_of_the_row() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 101}
+    with pytest.raises(errors.InvalidArgument, match="^top_logprobs is 101; it must be from 0 to 100$"):
+        parse_line(json.dumps({"custom_id": "a", "body": body}).encode(), 0, HERE)
+    said = {
+        "sampling.max_tokens": ("max_tokens 600 and a prompt of 20", "max_completion_tokens 600 and a prompt of 20"),
+        "chat.messages[0].parts[1].image": (
+            "chat.messages[0].parts[1].image: the image has 9 bytes", "messages[0].content[1]: the image has 9 bytes"
+        ),
+    }  # fmt: skip
+    body = {"messages": body["messages"], "max_completion_tokens": 600}
+    row = parse_line(json.dumps({"custom_id": "a", "body": body}).encode(), 0, HERE)
+    for field, (sent, shown) in said.items():
+        line = json.loads(output_line("id", "a", errors.InvalidArgument(sent, field=field), row.fields))
+        assert line["error"]["message"] == line["response"]["body"]["error"]["message"] == shown
+
+
 def test_each_error_has_a_status() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.SaccadeError)]
     codes = {kind.__name__: status_code(kind("x")) for kind in kinds}
