@@ -160,6 +160,12 @@ def test_the_smallest_image_has_a_bound(nemotron: Path, tmp_path: Path) -> None:
     refused(nemotron, tmp_path, ("min_num_patches",), 2**20, match=match, file="preprocessor_config.json")
 
 
+def test_the_resolution_of_slices_has_a_bound(minicpm: Path, tmp_path: Path) -> None:
+    """The smallest image is found by trying the sides that an image may be resized to."""
+    match = "scale_resolution is 16385; at most 16384 is served"
+    refused(minicpm, tmp_path, ("scale_resolution",), 2**14 + 1, match=match, file="preprocessor_config.json")
+
+
 def test_the_largest_image_is_no_larger_than_the_context(minicpm: Path, tmp_path: Path) -> None:
     """The encoder's buffers are allocated for it."""
     changed(minicpm, tmp_path, "preprocessor_config.json", ("max_slice_nums",), HUGE)
