@@ -283,7 +283,5 @@ def test_the_smallest_image_is_the_one_that_the_rule_makes(tmp_path: Path, seed:
 
 
 def tokens_of(vision: SlicingVision, height: int, width: int) -> int:
-    rule = vision.image_rule
-    (rows, columns), whole = rule.slices(height, width), rule.whole(height, width)
-    each = rule.slice_size(height, width) if rows else (0, 0)
-    return (whole[0] * whole[1] + rows * columns * each[0] * each[1]) // vision.factor**2
+    parts = vision.image.parts(height, width, vision.factor)
+    return sum(part.pixels for part in parts) // vision.factor**2
