@@ -14,6 +14,7 @@ from service.answers.tool_calls import CallSplit, silent_markers, tool_use
 from service.common.types import (
     ChatInput,
     Delta,
+    Event,
     Finished,
     FinishReason,
     GenerateSpec,
@@ -30,6 +31,13 @@ def needed_at_end(spec: GenerateSpec) -> bool:
     """Whether an answer's tokens are needed only at its end. They are needed earlier if the caller streams them, or if
     the frontend looks in the text for a stop string or the end of a tool call, where it has to stop the engine."""
     return spec.whole and not spec.stop and tool_use(spec) is None
+
+
+def without_prompt(spec: GenerateSpec, info: EngineInfo) -> list[Event]:
+    """The answer to a request that was cancelled before it had a prompt."""
+    nothing = Usage(0, 0, 0, 0, 0.0, 0.0)
+    started = Started(spec.request_id, 0, 0, info.model, info.revision, 0)
+    return [started, *(Finished(index, "aborted", nothing) for index in range(spec.n))]
 
 
 class Answer:

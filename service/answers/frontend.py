@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
 
 from decoder.sampling import SamplingParams
-from service.answers.answer import Answer, needed_at_end
+from service.answers.answer import Answer, needed_at_end, without_prompt
 from service.answers.bounds import FrontendLimits
 from service.answers.mailbox import Mailbox, Mailboxes
 from service.answers.prepare import Preparation, Resolver, no_references
@@ -52,15 +52,16 @@ class _Call:
     def __init__(self, pace: Callable[[], float]) -> None:
         self.mail = Mailbox(pace)
         self.names: list[str] = []
-        self.cancelled = False
+        self.cancelled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(self, names: list[str]) -> None:
         self.names = names
-        if self.cancelled:
+        if self.cancelled.done():
             self.cancel()
 
     def cancel(self) -> None:
-        self.cancelled = True
+        if not self.cancelled.done():
+            self.cancelled.set_result(None)
         for name in self.names:
             self.mail.put(EngineEvent(name, finish_reason="aborted"))
 
@@ -117,8 +118,8 @@ class Frontend:
 
     async def tokenize(self, spec: GenerateSpec, *, salt: bytes = b"") -> Tokenized:
         """The prompt that `stream` would generate from. Raises StatusError."""
-        with self._admitted(spec, salt):
-            async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, _):
+        with self._admitted(spec, salt) as call:
+            async with self._preparation.prompt(spec, salt, self.resolve, call.cancelled) as (prompt, _):
                 return Tokenized(
                     prompt.narrow_ids, len(prompt.ids), prompt.tokens_per_image, prompt.tokens_per_video, prompt.media
                 )  # fmt: skip
@@ -134,7 +135,14 @@ class Frontend:
         """
         with self._admitted(spec, salt) as call:
             arrived, spec = time.monotonic(), with_tools(spec, self.assets)
-            async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, pixels):
+            async with AsyncExitStack() as ends:
+                preparing = self._preparation.prompt(spec, salt, self.resolve, call.cancelled)
+                try:
+                    prompt, pixels = await ends.enter_async_context(preparing)
+                except errors.Cancelled:
+                    for event in without_prompt(spec, self.engine.info):
+                        yield event
+                    return
                 params = await self._sampling(spec, len(prompt.ids))
                 # aclosing, so that the engine learns of the end before the memory is released.
                 async with aclosing(self._run(spec, prompt, params, salt, arrived, call, timeout)) as events:
@@ -146,7 +154,7 @@ class Frontend:
     async def embed(self, spec: GenerateSpec, *, salt: bytes = b"") -> Embedded:
         """Hidden states of the prompt, or the embedding of the image if the input is an image. Raises StatusError."""
         with self._admitted(spec, salt) as call:
-            async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, _):
+            async with self._preparation.prompt(spec, salt, self.resolve, call.cancelled) as (prompt, _):
                 of_image = isinstance(spec.input, ImageInput)
                 params = await self._sampling(spec, len(prompt.ids))
                 request = EngineRequest(

@@ -117,6 +117,12 @@ async def _end(jobs: Sequence[asyncio.Task[Any]]) -> None:
         raise cancelled
 
 
+def _drop(making: asyncio.Task[tuple[Prompt, Grant]]) -> None:
+    """Releases the memory of a prompt for which nobody waits any more."""
+    if not making.cancelled() and making.exception() is None:
+        making.result()[1].release()
+
+
 class Preparer:
     """Turns the media of requests into prepared items. Thread-safe."""
 
@@ -286,18 +292,41 @@ class Preparation:
         return asyncio.get_running_loop().run_in_executor(self._text, functools.partial(function, *arguments))
 
     @asynccontextmanager
-    async def prompt(self, spec: GenerateSpec, salt: bytes, resolve: Resolver) -> AsyncIterator[tuple[Prompt, Grant]]:
+    async def prompt(
+        self, spec: GenerateSpec, salt: bytes, resolve: Resolver, cancelled: asyncio.Future[None]
+    ) -> AsyncIterator[tuple[Prompt, Grant]]:
         """Yields the request's prompt, and a grant for the memory of its pixels, which is released at the end of the
-        context at the latest. Raises StatusError."""
+        context at the latest. Raises StatusError, and Cancelled as soon as `cancelled` is done; files whose decoding
+        has begun then keep their memory until its end."""
         self._check(spec)
+        making = asyncio.create_task(self._granted(spec, salt, resolve))
+        either: set[asyncio.Future[Any]] = {making, cancelled}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            making.add_done_callback(_drop)
+            await _end([making])
+            raise
+        if not making.done():
+            making.add_done_callback(_drop)
+            making.cancel()
+            raise errors.Cancelled("the request was cancelled")
+        prompt, grant = making.result()
+        try:
+            yield prompt, grant
+        finally:
+            grant.release()
+
+    async def _granted(self, spec: GenerateSpec, salt: bytes, resolve: Resolver) -> tuple[Prompt, Grant]:
         expected = 0 if self._preparer is None else sum(map(self._preparer.most_bytes, spec.media))
         grant = await self._gate.acquire(expected)
         try:
             prompt = await self._make(spec, salt, resolve)
-            grant.shrink(prompt.pixel_bytes)
-            yield prompt, grant
-        finally:
+        except BaseException:
             grant.release()
+            raise
+        grant.shrink(prompt.pixel_bytes)
+        return prompt, grant
 
     def _check(self, spec: GenerateSpec) -> None:
         """Checks that need no decoding. Raises StatusError."""

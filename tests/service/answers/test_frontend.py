@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from service.answers.coalesce import coalesce
 from service.answers.frontend import Frontend
 from service.common import errors
 from service.common.config import ServerOptions
-from service.common.types import Delta, Event, Finished, GenerateSpec, RawInput, Started, TokensInput, Usage
+from service.common.types import Delta, Event, Finished, GenerateSpec, Image, RawInput, Started, TokensInput, Usage
 from service.engine.types import EngineEvent, EngineRequest
 from service.media.patches import local_processor
 from service.model.assets import ModelAssets
@@ -106,24 +105,31 @@ def test_only_a_tenant_s_own_request_is_cancelled(assets: ModelAssets) -> None:
     with_frontend(assets, body)
 
 
-def test_a_cancellation_before_the_engine_has_the_request_is_not_lost(assets: ModelAssets) -> None:
+def test_a_request_whose_files_are_fetched_is_cancelled_at_once(assets: ModelAssets) -> None:
     async def body(frontend: Frontend, engine: Told) -> None:
-        asking, go_on = asyncio.Event(), asyncio.Event()
+        asking = asyncio.Event()
 
-        async def slow(given: GenerateSpec, salt: bytes) -> GenerateSpec:
+        async def never(given: GenerateSpec, salt: bytes) -> GenerateSpec:
             asking.set()
-            await go_on.wait()
-            return replace(given, media=())
+            await asyncio.Event().wait()
+            return given
 
-        from service.common.types import Image
-
-        frontend.resolve = slow
+        frontend.resolve = never
         given = spec(media=(Image(b"", "f", media_id="0"),), n=3)
         task = asyncio.create_task(collect(frontend.stream(given)))
         await asking.wait()
         assert frontend.cancel("r")
-        go_on.set()
-        assert [end.reason for end in ends(await task)] == ["aborted"] * 3
+        assert [end.reason for end in ends(await task)] == ["aborted"] * 3 and not engine.requests
+
+    with_frontend(assets, body)
+
+
+def test_a_cancellation_before_the_engine_s_first_event_is_not_lost(assets: ModelAssets) -> None:
+    async def body(frontend: Frontend, engine: Told) -> None:
+        events = frontend.stream(spec(n=3))
+        assert isinstance(await anext(events), Started)
+        assert frontend.cancel("r")
+        assert [end.reason for end in ends(await collect(events))] == ["aborted"] * 3
 
     with_frontend(assets, body)
 

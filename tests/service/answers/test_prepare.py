@@ -222,7 +222,7 @@ def test_a_bad_image_ends_its_call_when_the_others_are_over(assets: ModelAssets)
         sources = (image(b"slow 0", 0), image(b"bad", 1), *(image(b"slow %d" % i, i) for i in range(2, 8)))
         call = asyncio.create_task(ask(frontend, spec(*sources)))
         await begun(decoder)
-        while len(asyncio.all_tasks()) > 4:  # this one, the call's, and those of files whose decoding has started
+        while len(asyncio.all_tasks()) > 5:  # this one, the call's two, and those of files whose decoding has started
             await asyncio.sleep(0.001)
         assert not call.done() and frontend.live == 1 and frontend.stats()["held_bytes"] > 0
         decoder.go_on.set()
@@ -270,6 +270,32 @@ def test_a_call_that_is_cancelled_keeps_its_room_until_its_images_are_over(asset
         decoder.go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await call
+
+    with_frontend(assets, body)
+
+
+@pytest.mark.parametrize("kind", ["stream", "embed", "tokenize"])
+@pytest.mark.parametrize("source", [image(), Video(b"long", "v")], ids=["image", "video"])
+def test_a_request_that_is_cancelled_ends_at_once_and_its_file_keeps_its_room(
+    assets: ModelAssets, source: MediaSource, kind: str
+) -> None:
+    """While the process that decodes the file goes on with it."""
+
+    async def body(frontend: Frontend, decoder: Controlled) -> None:
+        given = spec(source)
+        call = asyncio.create_task(ask(frontend, given) if kind == "stream" else getattr(frontend, kind)(given))
+        await begun(decoder)
+        assert frontend.cancel("r")
+        if kind == "stream":
+            assert [event.reason for event in await call if isinstance(event, Finished)] == ["aborted"]
+        else:
+            with pytest.raises(errors.Cancelled, match="the request was cancelled"):
+                await call
+        assert frontend.live == 0 and frontend.stats()["held_bytes"] > 0
+        decoder.go_on.set()
+        while frontend.stats()["held_bytes"]:
+            await asyncio.sleep(0.001)
+        await ask(frontend, given)
 
     with_frontend(assets, body)
 
