@@ -101,8 +101,9 @@ class Calls:
         default applies. Raises StatusError."""
         info, generation = current_call(), _Generation()
         record = CallInfo(
-            info.method, info.tenant, info.trace, request_bytes=info.request_bytes, request_id=spec.request_id
-        )
+            info.method, info.tenant, info.trace, request_bytes=info.request_bytes, request_id=spec.request_id,
+            late=info.late,
+        )  # fmt: skip
         info.generations += 1
         try:
             limit = self._admit(timeout)
@@ -126,7 +127,7 @@ class Calls:
                         yield event
         except (asyncio.CancelledError, GeneratorExit):
             if not self._complete(spec, generation):
-                record.code = errors.Code.CANCELLED.name
+                record.cancel()
             raise
         except Exception as error:
             status = errors.to_status(error)

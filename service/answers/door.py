@@ -78,7 +78,7 @@ class Door:
                 info.hold_bytes = held
                 yield Admitted(info, held, self.limits, self._budget.limit)
         except (asyncio.CancelledError, GeneratorExit):
-            info.code = errors.Code.CANCELLED.name
+            info.cancel()
             raise
         except errors.StatusError as error:
             note(info, error)

@@ -42,6 +42,7 @@ class DoorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def unary(source: Any, context: Any) -> Any:
             try:
                 with self._door.admit(method, headers) as call:
+                    call.info.expires(context.time_remaining())
                     return await _Messages(handler, call).unary(source, context)
             except errors.StatusError as error:
                 await abort(context, error)
@@ -49,6 +50,7 @@ class DoorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def stream(source: Any, context: Any) -> None:
             try:
                 with self._door.admit(method, headers) as call:
+                    call.info.expires(context.time_remaining())
                     await _Messages(handler, call).stream(source, context)
             except errors.StatusError as error:
                 await abort(context, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -10,6 +11,10 @@ from dataclasses import dataclass, field
 from service.common import errors
 from service.common.auth import Tenant
 from service.telemetry.tracing import TraceContext
+
+ROUNDING, TRANSIT = 0.01, 0.05
+"""A client's timer ends before the server's: gRPC rounds the time that it sends up, by at most this part, and it counts
+from when the server reads it, which may be so many seconds later."""
 
 
 @dataclass
@@ -28,12 +33,27 @@ class CallInfo:
     reason: str = ""
     generations: int = 0
     """Generations of this call that have written their own line to the access log."""
+    late: float = math.inf
+    """From when on a cancellation is taken for the end of the client's time, by `time.monotonic`."""
     hold_bytes: Callable[[int], None] = lambda size: None
     """Counts bytes that the call holds until its end in addition to its messages. Raises Unavailable if the server's
     limit would be exceeded."""
 
     def fail(self, error: errors.StatusError) -> None:
         self.code, self.reason = error.code.name, error.reason
+
+    def expires(self, seconds: float | None) -> None:
+        """`seconds`: until the client's deadline, as gRPC tells it; None: the client has none."""
+        if seconds is not None:
+            self.late = time.monotonic() + seconds * (1 - ROUNDING) - TRANSIT
+
+    def cancel(self) -> None:
+        """Records that the call has been cancelled. If the client's time is over, that is the reason: its library or
+        gRPC has cancelled the call before a timer here ended it."""
+        if time.monotonic() < self.late:
+            self.code = errors.Code.CANCELLED.name
+        else:
+            self.fail(errors.DeadlineExceeded("the deadline has passed"))
 
 
 _current: ContextVar[CallInfo | None] = ContextVar("saccade_call", default=None)

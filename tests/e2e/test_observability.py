@@ -143,6 +143,27 @@ def test_one_line_for_each_request(observed: RunningServer, stubs: Stubs, caplog
     assert "words of a prompt" not in caplog.text
 
 
+def test_a_deadline_is_logged_as_one_even_if_the_client_is_faster(
+    observed: RunningServer, stubs: Stubs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server's timer, gRPC's, or the client's, which is the first for times that gRPC rounds up."""
+    before = scrape(observed)
+    with caplog.at_level(logging.INFO, "service.access"):
+        calls = [
+            stubs.inference.Generate.future(ask(max_tokens=99_000, request_id=f"late-{number}"), timeout=seconds)
+            for number, seconds in enumerate(
+                [0.1 + 0.03 * i for i in range(16)] + [1.001 + 0.01 * i for i in range(16)]
+            )
+        ]
+        for call in calls:
+            assert call.exception().code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        logged = lines(observed, caplog)
+    assert len(logged) == 32 and {(line["code"], line["reason"]) for line in logged} == {("DEADLINE_EXCEEDED",) * 2}
+    after = scrape(observed)
+    counted = {name for name in after if name.startswith("saccade_calls_total") and after[name] > before.get(name, 0)}
+    assert {name.partition('"')[2].partition('"')[0] for name in counted} == {"DEADLINE_EXCEEDED"}
+
+
 def test_the_plain_form_has_the_same_values(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "service.access"), connect(server.address) as stubs:
         stubs.inference.Generate(ask(max_tokens=3, request_id='odd "name"'))

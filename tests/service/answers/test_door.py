@@ -140,11 +140,16 @@ def test_every_exception_is_a_status(entrance: Entrance, error: Exception, code:
     assert entrance.calls(code) == 1 and entrance.budget.used == 0 and len(entrance.lines) == 1
 
 
-def test_a_call_that_is_cancelled(entrance: Entrance) -> None:
+@pytest.mark.parametrize(
+    ("left", "code"),
+    [(None, "CANCELLED"), (50.0, "CANCELLED"), (0.3, "CANCELLED"), (0.0, "DEADLINE_EXCEEDED")],
+)
+def test_a_call_that_is_cancelled(entrance: Entrance, left: float | None, code: str) -> None:
     with pytest.raises(asyncio.CancelledError), entrance.door.admit(GENERATE, ONE) as call:
+        call.info.expires(left)
         call.received(100)
         raise asyncio.CancelledError
-    assert entrance.calls("CANCELLED") == 1 and entrance.budget.used == 0
+    assert entrance.calls(code) == 1 and entrance.budget.used == 0
 
 
 def test_a_message_that_is_long_in_coming_counts_as_the_largest(
