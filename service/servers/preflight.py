@@ -154,14 +154,15 @@ def _check_ports(options: ServerOptions) -> None:
                 if not _several(options):  # else `frontends.reserved_port` reports it
                     raise cannot_listen("host", "port", options.host, options.port, error) from None
         for port in _metrics_ports(options):
-            try:
-                _hold(held, options.metrics_host, port)
-            except OSError as error:
-                raise cannot_listen("metrics_host", "metrics_port", options.metrics_host, port, error) from None
+            with contextlib.ExitStack() as apart:
+                try:
+                    _hold(held if port else apart, options.metrics_host, port)
+                except OSError as error:
+                    raise cannot_listen("metrics_host", "metrics_port", options.metrics_host, port, error) from None
 
 
 def _metrics_ports(options: ServerOptions) -> range:
-    """The ports of the Prometheus endpoints, one for each frontend; empty without endpoints or for any free ports.
+    """The ports of the Prometheus endpoints, one for each frontend; 0 for any free ones, empty without endpoints.
     Raises ConfigError if there are not enough ports, or if prometheus-client is not installed."""
     first = options.metrics_port
     if first is None:
@@ -173,7 +174,7 @@ def _metrics_ports(options: ServerOptions) -> range:
             f"metrics_port: {options.frontends} frontends need as many ports, {first} to {last}, but the last port is "
             f"{LAST_PORT}; at most {LAST_PORT - options.frontends + 1} would work"
         )
-    return range(first, last + 1) if first else range(0)
+    return range(first, last + 1) if first else range(1)
 
 
 def _hold(held: contextlib.ExitStack, host: str, port: int) -> None:

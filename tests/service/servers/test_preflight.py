@@ -103,6 +103,8 @@ SERVER = "--tls-cert {0}/one/server.pem --tls-key {0}/one/server.key "
         ("--metrics-port 65535 --frontends 2", "metrics_port: 2 frontends need as many ports, 65535 to 65536"),
         ("--frontends 2 --batch-dir {0}", "batch_dir: batches need a server with one frontend"),
         ("--metrics-host 192.0.2.1 --metrics-port 1234", "metrics_host: cannot listen on 192.0.2.1:1234"),
+        ("--metrics-host 192.0.2.1 --metrics-port 0", "metrics_host: cannot listen on 192.0.2.1:0"),
+        ("--frontends 2 --metrics-host no.such.invalid --metrics-port 0", "metrics_host: cannot listen on no.such"),
         ("--metrics-host no.such.invalid --metrics-port 1234", "metrics_host: cannot listen on no.such.invalid:1234"),
         ("--host 192.0.2.1 --insecure", "host: cannot listen on 192.0.2.1:0"),
         ("--http-host 192.0.2.1 --http-port 1234 --insecure", "http_host: cannot listen on 192.0.2.1:1234"),
