@@ -123,6 +123,7 @@ class EncoderServer:
         )  # fmt: skip
         self._servicer: EncoderServicer | None = None
         self._server: grpc.aio.Server | None = None
+        self._server_end: asyncio.Future[None] | None = None
         self._ends = contextlib.ExitStack()
         self._set_health: SetHealth = lambda serving, live=None: None
         self.port = self.metrics_port = 0
@@ -162,8 +163,11 @@ class EncoderServer:
                 async with asyncio.timeout(self.options.grace if grace is None else grace):
                     await self._servicer.idle.wait()
         if self._server is not None:
-            await self._server.stop(grace=0)
+            # Once and to its end: gRPC may hang if its stop is cancelled and called again.
+            self._server_end = asyncio.ensure_future(self._server.stop(grace=0))
             self._server = None
+        if self._server_end is not None:
+            await asyncio.shield(self._server_end)
         await asyncio.to_thread(self._thread.close)
         if self._sizes is not None:
             await self._sizes.record(self._thread.encoder.histogram())

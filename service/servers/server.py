@@ -114,6 +114,7 @@ class Server:
         self._draining = False
         self._warming = True
         self._server: grpc.aio.Server | None = None
+        self._server_end: asyncio.Future[None] | None = None
         self._sweeper: asyncio.Task[None] | None = None
         self._set_health: SetHealth = lambda serving, live=None: None
         self.port = 0
@@ -300,8 +301,11 @@ class Server:
                 why = str(error) or f"the engine has not answered within {SIZES_SECONDS:g} s"
                 log.error("sizes_file: %s is not written: %s", self.options.sizes_file, why)
         if self._server is not None:
-            await self._server.stop(grace=1.0 if self.frontend.idle.is_set() else 0)
+            # Once and to its end: gRPC may hang if its stop is cancelled and called again.
+            self._server_end = asyncio.ensure_future(self._server.stop(grace=1.0 if self.frontend.idle.is_set() else 0))
             self._server = None
+        if self._server_end is not None:
+            await asyncio.shield(self._server_end)
         await asyncio.get_running_loop().run_in_executor(None, self.frontend.close)
         await self._until_batches_end()  # without image workers, no row waits for one any more
         if self._sweeper is not None:

@@ -13,11 +13,14 @@ import grpc
 import pytest
 from fake_engine import FakeEngine
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rpc import ask, connect
 from running import RunningServer
 from served import VOCAB, make_served
 from waiting import until
 
+from saccade.v1 import inference_pb2
 from service.common.config import ConfigError, ServerOptions
+from service.engine.types import EngineRequest
 from service.servers.exposure import channel_options
 from service.servers.frontends import share
 from service.servers.health import LIVENESS
@@ -65,6 +68,37 @@ def test_an_engine_that_comes_back_does_not_end_a_drain(running: RunningServer) 
     assert states(running) == of(NOT_SERVING, SERVING)
     running.server.engine_changed(True)
     assert states(running) == of(NOT_SERVING, SERVING)
+
+
+class Silent(FakeEngine):
+    """An engine that takes requests and never answers them."""
+
+    def submit(self, request: EngineRequest) -> None:
+        pass
+
+    def abort(self, request_id: str) -> None:
+        pass
+
+
+def test_a_stop_can_be_cancelled_at_any_point_and_called_again(tmp_path: Path) -> None:
+    """As by a second signal, here while a call runs."""
+    model = str(make_served(tmp_path / "model", vision=False).path)
+
+    async def twice(running: RunningServer, steps: int) -> None:
+        first = asyncio.create_task(running.server.stop(grace=0))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait({first})
+        await running.server.stop(grace=0)
+
+    for steps in range(60):
+        running = RunningServer(model, engine=Silent(vocabulary=VOCAB))
+        with connect(running.address) as stubs:
+            call = stubs.inference.StreamGenerate(inference_pb2.StreamGenerateRequest(request=ask()))
+            assert next(call).HasField("started")
+            running.run(twice(running, steps))
+        running.close()
 
 
 def test_a_file_that_cannot_be_deleted_does_not_keep_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
