@@ -23,6 +23,7 @@ from service.http.tls import tls_context
 log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 8000
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run(options: HttpFrontOptions) -> int:
@@ -42,15 +43,15 @@ def run(options: HttpFrontOptions) -> int:
 
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     asyncio.run(serve())
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # Python removes other handlers before its own end
     return 0
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn with the limits of `options`, and without its own configuration of logging."""
 
-    def __init__(
-        self, options: HttpFrontOptions, stopped_by: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)
-    ) -> None:
+    def __init__(self, options: HttpFrontOptions, stopped_by: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
         self.options, self._stopped_by = options, stopped_by
         context = tls_context(options)
         self.app = make_app(options)
@@ -76,11 +77,10 @@ class HttpServer(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        loop = asyncio.get_running_loop()
         for number in self._stopped_by:
-            loop.add_signal_handler(number, self._told)
+            signal.signal(number, self._told)  # not by the loop, which would remove it when it is closed
         yield
 
-    def _told(self) -> None:
+    def _told(self, *_: object) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True

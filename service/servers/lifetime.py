@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 from service.common.config import ServerOptions
 from service.common.errors import EngineDied
@@ -16,6 +17,8 @@ from service.servers.http_process import LAST_SECONDS, HttpProcess
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stoppable(Protocol):
@@ -28,10 +31,24 @@ class Stoppable(Protocol):
 
 def stop_signals(*numbers: signal.Signals) -> asyncio.Event:
     """An event that these signals set, by default SIGTERM and SIGINT."""
-    stopping = asyncio.Event()
-    for number in numbers or (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def told(*_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(stopping.set)
+
+    for number in numbers or STOP_SIGNALS:
+        # Not the loop's own handlers: when it is closed, the signals would again end the process.
+        signal.signal(number, told)
     return stopping
+
+
+def run_to_end(serve: Coroutine[Any, Any, int]) -> int:
+    """Runs a server. Further signals cannot change the exit code, which is the result."""
+    code = asyncio.run(serve)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # Python removes other handlers before its own end
+    return code
 
 
 async def unless_stopped(load: Callable[[Loading], T], stopping: asyncio.Event) -> T | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 
@@ -14,7 +13,7 @@ from service.model.assets import ModelAssets
 from service.model.hub import fetched
 from service.servers.frontends import serve_frontends
 from service.servers.http_process import http_beside
-from service.servers.lifetime import stop_signals, unless_stopped, until_stopped
+from service.servers.lifetime import run_to_end, stop_signals, unless_stopped, until_stopped
 from service.servers.limits import load_assets, make_image_pool
 from service.servers.preflight import check_options
 from service.servers.server import Server
@@ -75,7 +74,7 @@ def run(options: ServerOptions) -> int:
         # Imported here because it imports torch, which a frontend does not need.
         from service.servers.encoder_server import serve_encoder
 
-        return asyncio.run(serve_encoder(options))
+        return run_to_end(serve_encoder(options))
     if options.frontends > 1:
-        return asyncio.run(serve_frontends(options))
-    return asyncio.run(serve(options))
+        return run_to_end(serve_frontends(options))
+    return run_to_end(serve(options))

@@ -253,6 +253,15 @@ def test_a_second_sigterm_stops_now(text_model: Path) -> None:
         assert server.stop() == 0
 
 
+def test_signals_until_the_end_do_not_change_the_exit_code(text_model: Path) -> None:
+    with ServerProcess([str(text_model), *PLAIN, "--no-warmup"]) as server:
+        while server._process.poll() is None:
+            os.kill(server.pid, signal.SIGTERM)
+            os.kill(server.pid, signal.SIGINT)
+            time.sleep(0.001)
+        assert server.stop() == 0
+
+
 def test_sigterm_does_not_wait_until_a_new_engine_has_loaded_its_model(text_model: Path) -> None:
     with ServerProcess([str(text_model), *PLAIN, "--no-warmup"]) as server:
         (engine,) = children(server.pid, "service.servers.engine_process")

@@ -105,6 +105,16 @@ def test_a_signal_to_all_processes_is_left_to_the_first(model: Path) -> None:
         assert server.stop() == 0
 
 
+def test_signals_until_the_end_do_not_change_the_exit_code_of_the_http_server_alone() -> None:
+    command = [sys.executable, "-m", "service", "http", "--servers", "127.0.0.1:1", "--http-port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stdout.readline().startswith("saccade http ready on ")
+        while server.poll() is None:
+            server.send_signal(signal.SIGTERM)
+            time.sleep(0.001)
+    assert server.returncode == 0
+
+
 def test_a_long_tmpdir_does_not_make_the_socket_s_path_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
