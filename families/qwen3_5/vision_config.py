@@ -11,7 +11,7 @@ from typing import Any
 from encoder.item import BLOCK_MAJOR, IMAGE, VIDEO
 from encoder.media_limits import RGB
 from encoder.vit_sizes import VitSizes
-from families.fields import BICUBIC, MOST_LAYERS, check_processor, count, flag, number, per_channel, section
+from families.fields import BICUBIC, MOST_LAYERS, check_processor, count, flag, number, per_channel, rope_parameters
 from families.files import CheckpointError, first
 
 MAX_ASPECT = 200
@@ -220,8 +220,8 @@ def vision_fields(
         raise CheckpointError(f"vision_config.deepstack_visual_indexes is {indexes}; only an empty list is served")
     if (channels := first(vision, "in_channels", default=RGB)) != RGB:
         raise CheckpointError(f"vision_config.in_channels is {channels}; {RGB} is served")
-    rope = section(vision, "rope_parameters")
-    if (rope_type := first(rope, "rope_type", default="axial")) not in ("axial", "default"):
+    rope = rope_parameters(vision)
+    if (rope_type := first(rope, "rope_type", "type", default="axial")) not in ("axial", "default"):
         raise CheckpointError(f"vision_config.rope_parameters.rope_type {rope_type!r} is not served; 'axial' is")
     try:
         width = count(vision, "out_hidden_size", text_hidden_size)
@@ -240,7 +240,7 @@ def vision_fields(
             "temporal_patch_size": count(vision, "temporal_patch_size", 2),
             "merge_size": count(vision, "spatial_merge_size", 2),
             "num_positions": count(vision, "num_position_embeddings", 2304),
-            "rope_theta": number(rope, "rope_theta", 10000.0),
+            "rope_theta": number(rope, "rope_theta", number(vision, "rope_theta", 10000.0)),
         }
         served = {name: fields[name] for name in ("patch_size", "temporal_patch_size", "merge_size")} | {
             "resample": BICUBIC, "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from published_qwen import PUBLISHED, published
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from decoder.arena import ArenaLayout
@@ -139,6 +140,25 @@ def test_settings_of_clips_are_found_where_transformers_finds_them(
     assert found["size"] == {"shortest_edge": vision.video.min_pixels, "longest_edge": vision.video.max_pixels}
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 500.0},
+        {"rope_theta": 500.0, "rope_parameters": {"rope_type": "axial", "rope_theta": 70.0}},
+        {"rope_scaling": {"type": "axial", "rope_theta": 70.0}},
+        {"rope_scaling": {"rope_theta": 70.0}, "rope_parameters": {"rope_theta": 500.0}},
+    ],
+    ids=str,
+)
+def test_the_tower_s_rotations_are_read_from_every_field_that_transformers_reads(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    config = change(published("0.8B"), "vision_config", fields)
+    vision = load(tmp_path, config).vision
+    wanted = Qwen3_5VisionConfig.from_dict(config["vision_config"]).rope_parameters
+    assert isinstance(vision, QwenVision) and vision.rope_theta == wanted["rope_theta"]
+
+
 @pytest.mark.parametrize(("name", "kind"), [("4B", "qwen3_5_text"), ("35B-A3B", "qwen3_5_moe_text")])
 def test_text_only_files_hold_their_fields_at_the_top(tmp_path: Path, name: str, kind: str) -> None:
     whole = published(name)
@@ -201,6 +221,7 @@ def test_text_only_files_hold_their_fields_at_the_top(tmp_path: Path, name: str,
         ("", {"video_token_id": 248056}, "image_token_id and video_token_id are both 248056"),
         ("text_config", {"model_type": "qwen3_next"}, "text_config.model_type is 'qwen3_next'"),
         ("vision_config", {"model_type": "siglip"}, "vision_config.model_type is 'siglip'"),
+        ("vision_config", {"rope_scaling": {"type": "yarn"}}, "rope_type 'yarn' is not served; 'axial' is"),
         ("", {"text_config": []}, r"text_config must be an object, not \[\]"),
     ],
 )
