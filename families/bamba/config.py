@@ -21,6 +21,7 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
     vocab, hidden, inner = (fields.count(text, name) for name in names)
     layers = fields.count(text, "num_hidden_layers", most=fields.MOST_LAYERS)
     fields.only(text, "hidden_act", "silu")
+    fields.only(text, "is_causal", True)
     eps = fields.number(text, "rms_norm_eps", 1e-5)
     rotated = fields.number(fields.rope_parameters(text), "partial_rotary_factor", ROTATED)
     kinds: dict[str, MixerSpec] = {

@@ -18,6 +18,7 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
     vocab, hidden, shared = (fields.count(text, name) for name in names)
     layers = fields.count(text, "num_hidden_layers", most=fields.MOST_LAYERS)
     fields.only(text, "hidden_act", "silu")
+    fields.only(text, "is_causal", True)
     eps = fields.number(text, "rms_norm_eps", 1e-6)
     rotary = _rotary(text)
     scale = fields.number(text, "attention_multiplier", 1.0)

@@ -15,7 +15,7 @@ from decoder.config import DecoderConfig
 from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
 from decoder.layers.spec import Layer, MixerSpec
 from families.family import FamilyConfig, ModelFiles
-from families.fields import check_types, count, time_steps
+from families.fields import check_types, count, only, time_steps
 from families.files import CheckpointError, first
 
 LAYER_KINDS = "M*-E"
@@ -211,6 +211,7 @@ def decoder_config(text: Mapping[str, Any]) -> NemotronHConfig:
         expected = "relu2" if name.startswith("mlp") else "silu"
         if text.get(name, expected) != expected:
             raise CheckpointError(f"config.json: {name} is {text[name]!r}; this family is served with {expected!r}")
+    only(text, "is_causal", True)
     if text.get("sliding_window") is not None:
         raise CheckpointError("config.json: sliding_window is set; sliding-window attention is not served")
     missing = sorted(

@@ -64,6 +64,7 @@ def _decoder_config(text: Mapping[str, Any], moe: bool, tied: bool, axes: int) -
     vocab, hidden = (fields.count(text, name) for name in ("vocab_size", "hidden_size"))
     layers = fields.count(text, "num_hidden_layers", most=fields.MOST_LAYERS)
     fields.only(text, "hidden_act", "silu")
+    fields.only(text, "is_causal", True)
     fields.only(text, "attn_output_gate", True)
     fields.only(text, "use_sliding_window", False)
     if first(text, "output_gate_type", default="swish") not in ("swish", "silu"):

@@ -29,6 +29,7 @@ NEMOTRON = [
     *((("text_config", name), value) for name in ("use_conv_bias", "norm_topk_prob") for value in ("x", 1, [], {})),
     *((("text_config", name), value) for name in ("layer_norm_epsilon",) for value in ("x", True, [], math.nan)),
     *((("text_config", "max_position_embeddings"), value) for value in (-1, 0)),
+    (("text_config", "is_causal"), False),
     *((("text_config", name), value) for name in ("layers_block_type", "mtp_layers_block_type")
       for value in (3, "x", {}, [[]], [None])),
     *((("text_config", "time_step_limit"), value) for value in (3, "ab", [], [1], [2, 1], ["0", 1], [math.nan, 1])),
