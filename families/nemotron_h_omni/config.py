@@ -157,6 +157,6 @@ def _prefix_tokens(vision: Mapping[str, Any], args: Mapping[str, Any]) -> tuple[
     elif args.get("cpe_num_registers"):
         registers = int(args["cpe_num_registers"])
     return (
-        count(vision, "num_cls_tokens", cls_tokens),
+        _or_zero(vision, "num_cls_tokens", cls_tokens),
         _or_zero(vision, "num_registers", registers),
     )

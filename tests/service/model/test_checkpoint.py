@@ -346,6 +346,17 @@ def test_vision_args_of_released_files(tmp_path: Path) -> None:
     assert (vision.min_num_patches, vision.max_num_patches) == (64, 512)
 
 
+@pytest.mark.parametrize(("classes", "registers"), [(0, 0), (0, 2), (2, 0)])
+def test_a_tower_may_have_no_class_tokens_and_no_registers(tmp_path: Path, classes: int, registers: int) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    vision = config["vision_config"] | {"num_cls_tokens": classes, "num_registers": registers}
+    edit_config(tmp_path, {"vision_config": vision})
+    found = load_config(tmp_path).vision
+    assert found is not None and found.num_prefix_tokens == classes + registers
+    assert AutoConfig.from_pretrained(tmp_path).vision_config.num_summary_tokens == classes + registers
+
+
 @pytest.mark.parametrize("place", ["preprocessor_config.json", "video_preprocessor_config.json", "section"])
 def test_settings_of_clips_are_found_where_transformers_finds_them(tmp_path: Path, place: str) -> None:
     make_checkpoint(tmp_path, 3, text={"pattern": "M"})
