@@ -180,15 +180,18 @@ def mamba2(text: Mapping[str, Any], hidden_size: int, norm_eps: float) -> Mamba2
 
 
 def attention(
-    text: Mapping[str, Any], hidden_size: int, *, rotated: float = 0.0, scale: float | None = None
-) -> Attention:
-    """Reads the usual attention fields. `rotated`: share of each head that takes rotary positions."""
+    text: Mapping[str, Any], hidden_size: int, *, rotated: float = 0.0, scale: float | None = None,
+    kv_heads: int | None = None,
+) -> Attention:  # fmt: skip
+    """Reads the usual attention fields. `rotated`: share of each head that takes rotary positions; `kv_heads`: key and
+    value heads of files without the field, where null means as many as query heads; None: as null."""
     heads = count(text, "num_attention_heads", 32)
+    absent = heads if kv_heads is None or "num_key_value_heads" in text else kv_heads
     width = count(text, "head_dim", hidden_size // heads)
     return Attention(
         hidden_size=hidden_size,
         num_attention_heads=heads,
-        num_key_value_heads=count(text, "num_key_value_heads", heads),
+        num_key_value_heads=count(text, "num_key_value_heads", absent),
         head_dim=width,
         attention_bias=flag(text, "attention_bias"),
         scale=scale,

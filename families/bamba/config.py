@@ -13,6 +13,8 @@ from families.files import CheckpointError, first
 
 ROTATED = 0.5
 """Default share of each head that has rotary positions: that of all published models."""
+KV_HEADS = 8
+"""Key and value heads of files without the field."""
 
 
 def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
@@ -26,7 +28,7 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
     rotated = fields.number(fields.rope_parameters(text), "partial_rotary_factor", ROTATED)
     kinds: dict[str, MixerSpec] = {
         "mamba": fields.mamba2(text, hidden, eps),
-        "attention": fields.attention(text, hidden, rotated=rotated),
+        "attention": fields.attention(text, hidden, rotated=rotated, kv_heads=KV_HEADS),
     }
     mlp = Mlp(hidden, inner, "silu", gated=True, mlp_bias=fields.flag(text, "mlp_bias"))
     attention_layers = _attention_layers(text, layers)

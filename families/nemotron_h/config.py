@@ -19,6 +19,8 @@ from families.fields import check_types, count, only, time_steps
 from families.files import CheckpointError, first
 
 LAYER_KINDS = "M*-E"
+KV_HEADS = 8
+"""Key and value heads of files without the field; null means as many as query heads."""
 _LAYER_LETTERS = {
     "linear_attention": "M",
     "mamba": "M",
@@ -204,8 +206,8 @@ def decoder_config(text: Mapping[str, Any]) -> NemotronHConfig:
     values |= {name: text[name] for name in known if text.get(name) is not None}
     if (pattern := mtp_pattern(text)) is not None:
         values["mtp_pattern"] = pattern
-    if text.get("num_key_value_heads") is None and "num_attention_heads" in values:
-        values["num_key_value_heads"] = values["num_attention_heads"]
+    if "num_key_value_heads" not in text:
+        values["num_key_value_heads"] = KV_HEADS
     values["time_step_limit"] = time_steps(values)
     for name in ("mlp_hidden_act", "mamba_hidden_act"):
         expected = "relu2" if name.startswith("mlp") else "silu"

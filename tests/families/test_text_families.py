@@ -13,8 +13,10 @@ from speculation import pairwise
 from text_families import FAMILIES, make_text_checkpoint
 from tiny_checkpoint import VOCAB
 from tiny_decoder import greedy_params, request, run, tokens
+from transformers import AutoConfig
 
 from decoder.config import DecoderOptions
+from decoder.layers.descriptions import Attention
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.recurrence_operations import MAX_TAPS
 from decoder.runner import DecoderRunner
@@ -124,6 +126,31 @@ def test_experts_of_granite_are_read_back_from_compressed_tensors(tmp_path: Path
         else:
             assert torch.equal(weight, plain[name]), name
     assert experts > 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "bamba", "intermediate_size": 8, "attn_layer_indices": [0]},
+        {"model_type": "granitemoehybrid", "intermediate_size": 8, "shared_intermediate_size": 8,
+         "layer_types": ["full_attention"]},
+        {"model_type": "nemotron_h", "layers_block_type": ["full_attention"]},
+    ],
+    ids=lambda config: config["model_type"],
+)  # fmt: skip
+def test_key_and_value_heads_of_files_without_the_field(tmp_path: Path, config: dict[str, Any]) -> None:
+    """transformers' number if the field is absent, and as many as query heads if it is null."""
+    file, whole = tmp_path / "config.json", {**config, "hidden_size": 256, "vocab_size": 8, "num_hidden_layers": 1}
+
+    def heads() -> int:
+        mixer = load_config(tmp_path).decoder.mixers[0]
+        assert isinstance(mixer, Attention)
+        return mixer.kv_heads
+
+    file.write_text(json.dumps(whole))
+    assert heads() == AutoConfig.from_pretrained(tmp_path).num_key_value_heads
+    file.write_text(json.dumps(whole | {"num_key_value_heads": None}))
+    assert heads() == 32
 
 
 @pytest.mark.parametrize(
