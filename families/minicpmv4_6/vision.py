@@ -29,12 +29,12 @@ class SlicingVision(VisionConfig):
     ) -> MergingTower:  # fmt: skip
         from families.minicpmv4_6.tower import MergingTower  # imported here: grids and token counts need no torch
 
-        if native == "on":
-            raise ValueError(f"native: 'on' is not possible: {self.not_compiled(dtype, device)}; 'auto' would work")
-        return MergingTower(self, weights, dtype=dtype, device=device)
+        return MergingTower(self, weights, dtype=dtype, device=device, native=native, max_rows=max_rows)
 
     def not_compiled(self, dtype: torch.dtype, device: torch.device) -> str:
-        return "this model's tower has no compiled code"
+        from encoder.native import not_compiled
+
+        return not_compiled(self, dtype, device)
 
     @property
     def image_rule(self) -> SlicedImageRule:

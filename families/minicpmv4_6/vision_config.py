@@ -83,6 +83,20 @@ class VisionConfig(VitSizes):
         return 0
 
     @property
+    def use_swiglu_ffn(self) -> bool:
+        """False: the MLP is not gated."""
+        return False
+
+    @property
+    def projector_hidden_size(self) -> int:
+        """Width of joined rows, and between the linear layers that project them."""
+        return WINDOW**2 * self.hidden_size
+
+    @property
+    def projector_eps(self) -> float:
+        return MERGER_EPS
+
+    @property
     def merge_size(self) -> int:
         """Patches per image token along each side."""
         return WINDOW if self.insert_layer is None else WINDOW**2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from compiled import needs_compiled
-from minicpm import make_minicpm
 from quantised_checkpoint import quantise_files
 from quantised_files import FORMATS
+from qwen_checkpoint import make_qwen
+from qwen_vision import random_tower
 from tiny_checkpoint import make_checkpoint
 
 import saccade
@@ -308,11 +310,12 @@ def test_the_instruction_set_is_in_the_plan_and_one_that_the_processor_lacks_is_
 
 @needs_compiled
 def test_compiled_code_that_a_model_or_options_rule_out_is_an_error_of_the_plan_too(tmp_path: Path) -> None:
-    sliced = str(make_minicpm(tmp_path / "minicpm", 3).path)
+    tower = random_tower(random.Random(3)) | {"intermediate_size": 33}
+    odd = str(make_qwen(tmp_path / "qwen", 3, vision=tower).path)
     plain = str(make_checkpoint(tmp_path / "omni", 3, text={"pattern": "M*"}).path)
     options = EngineOptions(model=plain, device="cpu", native="on", threads=1)
     refused = {
-        "this model's tower has no compiled code": replace(options, model=sliced),
+        "intermediate_size 33 is odd": replace(options, model=odd, dtype="bfloat16"),
         "with graphs, states in bfloat16 are computed by torch": replace(options, graphs="on", state_dtype="bfloat16"),
     }
     for why, given in refused.items():
@@ -320,7 +323,9 @@ def test_compiled_code_that_a_model_or_options_rule_out_is_an_error_of_the_plan_
             with pytest.raises(ValueError, match=f"native: 'on' is not possible: {why}.*; 'auto' would work"):
                 run(given)
         assert plan(replace(given, native="auto"))
-    assert plan(options) and plan(replace(options, model=sliced, role="decoder", encoders=("localhost:1",)))
+    assert plan(options) and plan(
+        replace(options, model=odd, dtype="bfloat16", role="decoder", encoders=("localhost:1",))
+    )
 
 
 def test_without_attention_no_context_is_too_long_to_keep(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""The tower in compiled code compared with the same tower computed operation by operation."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiled import needs_compiled
+from minicpm import make_minicpm, random_image, random_video
+
+from encoder.item import EncoderItem
+from encoder.native import scratch_sizes
+from encoder.runner import EncoderOptions, EncoderRunner
+from families.minicpmv4_6.vision import SlicingVision
+from kernels.linear import Quantised, quantise
+from service.model.checkpoint import Checkpoint
+
+pytestmark = needs_compiled
+torch.set_num_threads(1)
+SEEDS = [0, 1, 2, 3, 5, 8]
+"""Models with and without a window merger, of several widths."""
+
+
+class Tiny:
+    """A random model's tower, and items of it."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        self.mode = make_minicpm(path, seed, slice_mode=True).mode
+        checkpoint, rng = Checkpoint(path), random.Random(seed)
+        vision = checkpoint.config.vision
+        assert isinstance(vision, SlicingVision) and vision.video_rule is not None
+        self.vision, self.weights = vision, list(checkpoint.vision_weights())
+        images = [torch.frombuffer(bytearray(i.tobytes()), dtype=torch.uint8).view(i.height, i.width, 3)
+                  for i in (random_image(rng) for _ in range(5))]  # fmt: skip
+        self.items = [vision.image_rule.patchify(image, torch.float32, keep_bytes=True) for image in images]
+        self.items += [vision.video_rule.patchify(random_video(rng), torch.float32, keep_bytes=True)]
+
+    def runner(self, dtype: torch.dtype, *, weights: Any = None, **options: Any) -> EncoderRunner:
+        given: dict[str, Any] = {"graphs": "off", "native": "on", **options}
+        return EncoderRunner(self.vision, EncoderOptions(dtype=dtype, **given), weights or self.weights)
+
+
+def encode(runner: EncoderRunner, items: list[EncoderItem]) -> list[torch.Tensor]:
+    out = [torch.full((i.tokens, runner.spec.row_width), math.nan, dtype=runner.options.dtype) for i in items]
+    runner.encode(items, out)
+    return out
+
+
+def rms(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    return float((torch.cat(found).double() - torch.cat(exact).double()).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_compiled_towers_equal_the_operations(tmp_path: Path, seed: int) -> None:
+    tiny = Tiny(tmp_path, seed)
+    fast, slow = (encode(tiny.runner(torch.float32, native=mode), tiny.items) for mode in ("on", "off"))
+    for found, wanted in zip(fast, slow, strict=True):
+        assert float((found - wanted).abs().max()) <= 2e-5 * float(wanted.abs().max())
+    rounded, plain = (encode(tiny.runner(torch.bfloat16, native=mode), tiny.items) for mode in ("on", "off"))
+    assert rms(rounded, slow) <= 1.2 * rms(plain, slow)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("seed", [1, 2, 5])
+def test_an_image_gets_the_same_bits_in_any_company(tmp_path: Path, seed: int, dtype: torch.dtype) -> None:
+    """Alone, packed with others in any order, in a graph's padding, with any number of threads, interrupted between
+    layers."""
+    tiny = Tiny(tmp_path, seed)
+    runner = tiny.runner(dtype)
+    alone = [encode(runner, [item])[0] for item in tiny.items]
+    largest = max(tokens for item in tiny.items for tokens in item.sequence_tokens)
+    padded = tiny.runner(dtype, graphs="on", graph_kinds=None, token_budgets=(largest, 3 * largest))
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            turned = encode(runner, tiny.items[::-1])[::-1]
+            for packed in (encode(runner, tiny.items), turned, encode(padded, tiny.items)):
+                for rows, expected in zip(packed, alone, strict=True):
+                    assert torch.equal(rows, expected)
+    finally:
+        torch.set_num_threads(1)
+    assert any(name.startswith("replays") for name in padded.stats())
+    job_out = [torch.empty_like(rows) for rows in alone]
+    job = runner.begin(tiny.items, job_out)
+    while job.step(0.0):
+        pass
+    assert all(torch.equal(rows, expected) for rows, expected in zip(job_out, alone, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "nvfp4", "int8"])
+@pytest.mark.parametrize("native", ["on", "off"])
+def test_quantised_towers_give_the_rows_of_their_expanded_weights(tmp_path: Path, kind: str, native: str) -> None:
+    tiny = Tiny(tmp_path, 7)
+    stored: dict[str, Any] = {
+        name: quantise(weight, kind) if "mlp.fc" in name and weight.dim() == 2 else weight
+        for name, weight in tiny.weights
+        if isinstance(weight, torch.Tensor)
+    }
+    assert any(isinstance(weight, Quantised) for weight in stored.values())
+    expanded = {name: w.dequantise() if isinstance(w, Quantised) else w for name, w in stored.items()}
+    found, exact = (
+        encode(tiny.runner(torch.float32, weights=list(each.items()), native=native), tiny.items)
+        for each in (stored, expanded)
+    )
+    assert rms(found, exact) < 1e-5 * float(torch.cat(exact).square().mean().sqrt())
+
+
+def test_scratch_is_what_the_plan_says(tmp_path: Path) -> None:
+    tiny = Tiny(tmp_path, 0)
+    plan = tiny.runner(torch.bfloat16).plan()
+    assert plan["scratch_bytes"] == sum(scratch_sizes(plan["rows"][-1], tiny.vision, torch.bfloat16))  # type: ignore[index]
+
+
+def test_models_of_both_modes_are_tried(tmp_path: Path) -> None:
+    assert {Tiny(tmp_path / str(seed), seed).mode for seed in SEEDS} == {"16x", "4x"}
