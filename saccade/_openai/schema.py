@@ -251,7 +251,7 @@ class Sampling(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
+    repetition_penalty: float | None = Field(None, ge=0.001, le=1000)
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = Field(None, ge=0, lt=2**64)
