@@ -26,11 +26,9 @@ from service.engine.build import (
     check_activations,
     check_decoders,
     check_drafting,
-    check_encoder_step,
-    check_handoff,
+    check_images,
     check_instruction_set,
     check_role,
-    check_segment,
     check_state_block,
     check_state_dtype,
     decoder_options,
@@ -106,21 +104,6 @@ def plan(options: ServerOptions) -> list[Table]:
     if checkpoint.config.vision is not None and options.role == "all":
         tables.append(encoder_table(options, checkpoint))
     return tables
-
-
-def check_images(options: EngineOptions, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for options with which the server could not process the images it accepts."""
-    vision = resolve_vision(options, checkpoint)
-    if vision is None:
-        return
-    dtype = resolve_dtype(options, checkpoint)
-    check_handoff(options, vision, dtype)
-    if options.role != "decoder":
-        check_encoder_step(options, checkpoint, vision)
-        if options.native == "on" and (why := vision.not_compiled(dtype, torch.device(resolve_device(options)))):
-            raise ConfigError(f"native: 'on' is not possible: {why}; 'auto' would work")
-    if options.encoder_process:
-        check_segment(options, vision, dtype)
 
 
 def instructions(options: EngineOptions) -> str:

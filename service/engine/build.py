@@ -124,6 +124,27 @@ def encoder_options(options: EngineOptions, checkpoint: Checkpoint) -> EncoderOp
     )
 
 
+def check_images(options: EngineOptions, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for options with which the server could not process the images that it accepts, and warns if
+    there can be none."""
+    vision = resolve_vision(options, checkpoint)
+    if vision is None:
+        return
+    dtype, max_len = resolve_dtype(options, checkpoint), resolve_max_len(options, checkpoint)
+    check_handoff(options, vision, dtype)
+    if options.role != "decoder":
+        check_encoder_step(options, checkpoint, vision)
+        if options.native == "on" and (why := vision.not_compiled(dtype, torch.device(resolve_device(options)))):
+            raise ConfigError(f"native: 'on' is not possible: {why}; 'auto' would work")
+    if options.encoder_process:
+        check_segment(options, vision, dtype)
+    if max_len <= vision.min_image_tokens:
+        log.warning(
+            "no image fits a context of %d tokens: the smallest takes %d, and an answer at least 1; text is served",
+            max_len, vision.min_image_tokens,
+        )  # fmt: skip
+
+
 def check_handoff(options: EngineOptions, vision: VisionSpec, dtype: torch.dtype) -> None:
     """Raises ConfigError if not even the smallest image fits the handoff."""
     row = vision.row_width * dtype.itemsize
@@ -198,6 +219,7 @@ def build_engine(options: EngineOptions) -> Engine:
     check_state_dtype(options, checkpoint)
     check_state_block(options, checkpoint)
     check_drafting(options, checkpoint)
+    check_images(options, checkpoint)
     dtype = resolve_dtype(options, checkpoint)
     _report_loss(options, checkpoint)
     vision = resolve_vision(options, checkpoint)
@@ -208,7 +230,6 @@ def build_engine(options: EngineOptions) -> Engine:
     handoff: Handoff | None = None
     encoding: Encoding | None = None
     if vision is not None:
-        check_handoff(options, vision, dtype)
         handoff = Handoff(options.handoff_bytes, vision.row_width, dtype, decoder.options.device)
         if options.role == "decoder":
             encoding = connect_encoders(options, checkpoint, vision, handoff)
@@ -256,7 +277,6 @@ def local_encoder(
 
 
 def _encoder_runner(options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec) -> EncoderRunner:
-    check_encoder_step(options, checkpoint, vision)
     with weights_progress("encoder") as progress:
         return EncoderRunner(vision, encoder_options(options, checkpoint), checkpoint.vision_weights(progress))
 
@@ -416,11 +436,11 @@ def build_encoder(
     use_processor(options)
     checkpoint = checkpoint or open_checkpoint(options.model, options.revision)
     check_role(options, checkpoint)
+    check_images(options, checkpoint)
     dtype = resolve_dtype(options, checkpoint)
     vision = resolve_vision(options, checkpoint)
     assert vision is not None
     _report_loss(options, checkpoint)
-    check_handoff(options, vision, dtype)
     # Rows are sent over the network, so they are kept in host memory.
     handoff = Handoff(options.handoff_bytes, vision.row_width, dtype)
     return local_encoder(options, checkpoint, vision, handoff), handoff, partner_of(checkpoint, vision, dtype)

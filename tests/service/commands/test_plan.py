@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from compiled import needs_compiled
+from minicpm import make_minicpm
 from quantised_checkpoint import quantise_files
 from quantised_files import FORMATS
 from qwen_checkpoint import make_qwen
@@ -326,6 +327,20 @@ def test_compiled_code_that_a_model_or_options_rule_out_is_an_error_of_the_plan_
     assert plan(options) and plan(
         replace(options, model=odd, dtype="bfloat16", role="decoder", encoders=("localhost:1",))
     )
+
+
+def test_a_context_that_holds_no_image_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_minicpm(tmp_path, 3)
+    vision = open_checkpoint(str(tmp_path), None, outline=True).config.vision
+    assert vision is not None and vision.min_image_tokens > 2
+    options = EngineOptions(model=str(tmp_path), device="cpu", threads=1, max_len=vision.min_image_tokens + 1)
+    for run in (plan, build_engine):
+        run(options)
+        assert "no image fits" not in caplog.text
+        run(replace(options, max_len=vision.min_image_tokens))
+        least = vision.min_image_tokens
+        assert f"no image fits a context of {least} tokens: the smallest takes {least}, and an answer" in caplog.text
+        caplog.clear()
 
 
 def test_without_attention_no_context_is_too_long_to_keep(tmp_path: Path) -> None:
