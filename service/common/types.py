@@ -214,7 +214,7 @@ class MediaLayout:
     tokens: int
     """Tokens in the prompt."""
     slices: tuple[int, int] = (0, 0)
-    """Rows and columns of slices, whose tokens follow those of the whole image."""
+    """Rows and columns of slices of the image, or of each frame; their tokens follow those of the whole one."""
     slice_grid: tuple[int, int] = (0, 0)
     """Rows and columns of patches of a slice."""
     frames: int = 0
