@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import torch
 
 from kernels import host_memory
@@ -25,7 +26,14 @@ def pytest_configure() -> None:
     # Weights share a mapping, and buffers have mappings of whole pages: an access beyond their ends would be valid. The
     # sanitizer's own C allocator puts inaccessible bytes between all pieces of memory.
     host_memory._mappings.take = _zeros
-    host_memory.private_mapping = lambda nbytes: _zeros(nbytes).numpy()
+    host_memory.private_mapping = lambda nbytes: _zeros(nbytes).numpy().view(_Bytes)
+
+
+class _Bytes(np.ndarray):
+    """Used in the place of a mapping."""
+
+    def close(self) -> None:
+        """Nothing: the memory is freed with the array."""
 
 
 def _zeros(nbytes: int) -> torch.Tensor:
