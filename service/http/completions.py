@@ -30,8 +30,9 @@ async def completions(call: HttpCall) -> None:
     caller, prompts = call.caller(), prompt_list(body.prompt)
     if body.stream:
         request = _request(call, body, prompts[0], call.request_id)
-        echo = "" if not body.echo else (await _prompt_tokens(caller, request, prompts[0]))[0]
-        await stream_events(call, caller, request, CompletionEvents(call, body, echo))
+        async with caller.as_one(bool(body.echo)):
+            echo = "" if not body.echo else (await _prompt_tokens(caller, request, prompts[0]))[0]
+            await stream_events(call, caller, request, CompletionEvents(call, body, echo))
         return
 
     async def generate(index: int) -> tuple[Generation, tuple[str, list[bytes]]]:
@@ -41,7 +42,7 @@ async def completions(call: HttpCall) -> None:
         echo = await _prompt_tokens(caller, request, prompts[index]) if body.echo else ("", [])
         return generation_from(response, request.sampling.HasField("logprobs")), echo
 
-    async with call.connected():
+    async with call.connected(), caller.as_one(len(prompts) > 1 or bool(body.echo)):
         answered = await all_of(generate, range(len(prompts)))
     answers = [answer for answer, _ in answered]
     choices = [

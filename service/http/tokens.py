@@ -34,7 +34,7 @@ async def embeddings(call: HttpCall) -> None:
             request.prompt.add_special_tokens = body.add_special_tokens is not False
         return embedding_from(await caller.call("inference", "Embed", request))
 
-    async with call.connected():
+    async with call.connected(), caller.as_one(len(prompts) > 1):
         found = await all_of(one, range(len(prompts)))
     tokens = sum(embedding.prompt_tokens for embedding in found)
     await call.respond({
@@ -59,7 +59,7 @@ async def tokenize(call: HttpCall) -> None:
     call.fields = CHAT if body.prompt is None else prompt_rules("prompt")
     caller = call.caller()
     request = await beside(call.held, _tokenize_request, body)
-    async with call.connected():
+    async with call.connected(), caller.as_one(bool(body.return_token_strs)):
         told = await caller.call("inference", "Tokenize", request)
         strings = None
         if body.return_token_strs:

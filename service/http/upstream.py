@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
+
+import grpc
 
 from saccade._async.driver import run
 from saccade._core.affinity import prompt_key
@@ -20,6 +24,9 @@ from saccade.errors import Overloaded, SaccadeError, Unavailable
 from saccade.types import Delta
 from saccade.v1 import inference_pb2
 from service.common.config import HttpFrontOptions
+from service.common.http_requests import ACCEPTED, HOLD
+
+log = logging.getLogger(__name__)
 
 Connection = AsyncConnection | AsyncLocalConnection
 Metadata = tuple[tuple[str, str], ...]
@@ -29,6 +36,8 @@ CONCURRENT = 16
 """Calls of one request that run at a time."""
 RESUMES = 8
 """Attempts to continue an interrupted answer, counted from its last piece."""
+HOLD_SECONDS = 1.0
+"""Seconds that a server may take to accept a request of several calls, which then begin anyway."""
 
 
 class Upstream:
@@ -42,21 +51,26 @@ class Upstream:
         self._turn = itertools.count()
         self.addresses: tuple[str, ...] = options.servers
         self.connections: list[Connection]
+        self.holders: list[AsyncConnection] = []
+        """Connections through the private sockets of this `saccade serve`, for calls that hold requests open. They are
+        separate: if all calls of a connection were such calls, the requests' own calls would wait for them forever."""
         if engine is not None:
             self.addresses, self.connections = ("this process",), [engine]
             return
         tls = None
         if options.servers_ca is not None:
             tls = TLSConfig(ca=options.servers_ca, certificate=options.servers_cert, key=options.servers_cert_key)
-        self.connections = [
-            AsyncConnection(
+
+        def connect(address: str) -> AsyncConnection:
+            return AsyncConnection(
                 make_settings(
                     address, api_key="", tls=tls, timeout=None, max_retries=0,
                     channel_options={"grpc.max_receive_message_length": -1},
                 )
-            )
-            for address in options.servers
-        ]  # fmt: skip
+            )  # fmt: skip
+
+        self.connections = [connect(address) for address in options.servers]
+        self.holders = [connect(address) for address in options.servers if address.startswith("unix:")]
 
     def order(self, message: Any) -> list[Connection]:
         """The servers in the order in which a call tries them. Prompts with the same key have the same order, so that
@@ -74,7 +88,7 @@ class Upstream:
         return [connection for _, connection in ranked]
 
     async def close(self) -> None:
-        for connection in self.connections:
+        for connection in (*self.connections, *self.holders):
             await connection.close()
 
 
@@ -84,6 +98,20 @@ class Caller:
     def __init__(self, upstream: Upstream, metadata: Metadata, timeout: float) -> None:
         self.upstream, self.metadata = upstream, metadata
         self.deadline = Deadline(timeout)
+
+    @contextlib.asynccontextmanager
+    async def as_one(self, several: bool) -> AsyncIterator[None]:
+        """If the calls within this context are `several`, this `saccade serve` accepts or rejects them together when it
+        drains, and waits for the end of the context. Other servers decide about each call by itself."""
+        holders = self.upstream.holders if several else []
+        holds = [holder.grpc_channel().unary_stream(HOLD)(b"", timeout=self.deadline.left()) for holder in holders]
+        try:
+            if any(await asyncio.gather(*(_is_accepted(hold) for hold in holds))):
+                self.metadata = (*self.metadata, (ACCEPTED, "1"))
+            yield
+        finally:
+            for hold in holds:
+                hold.cancel()
 
     async def call(self, service: str, method: str, message: Any, *, on: Connection | None = None) -> Any:
         """The answer of a unary call, from the first server that accepts it. Raises SaccadeError."""
@@ -115,6 +143,18 @@ class Caller:
     def stream(self, request: inference_pb2.GenerateRequest) -> Answer:
         """A streamed answer, from the first server that accepts the request."""
         return Answer(request, _Authorized(self.upstream.order(request), self.metadata), self.deadline)
+
+
+async def _is_accepted(hold: Any) -> bool:
+    """Whether a server holds a request open. If it does not, it says why when it rejects the request's calls."""
+    try:
+        async with asyncio.timeout(HOLD_SECONDS):
+            return await hold.read() is not grpc.aio.EOF
+    except grpc.RpcError:
+        return False
+    except TimeoutError:
+        log.warning("a drain may end a request: the server has not accepted it within %g s", HOLD_SECONDS)
+        return False
 
 
 async def all_of(make: Callable[[T], Awaitable[R]], items: Sequence[T]) -> list[R]:

@@ -19,10 +19,13 @@ from google.protobuf.message import DecodeError
 from service.answers.door import Admitted, Door
 from service.answers.weigh import LIGHT, weigh
 from service.common import errors
+from service.common.http_requests import HOLD
+from service.rpc.http_requests import is_accepted
 from service.rpc.statuses import abort
 
-# Probes have no key, and must work while everything else is rejected.
-OPEN_SERVICES = ("/grpc.health.v1.Health/",)
+# Probes have no key, and must work while everything else is rejected. The HTTP process holds requests open before it
+# passes on their keys.
+OPEN_SERVICES = ("/grpc.health.v1.Health/", HOLD)
 
 
 class DoorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -43,6 +46,7 @@ class DoorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             try:
                 with self._door.admit(method, headers) as call:
                     call.info.expires(context.time_remaining())
+                    call.info.accepted = is_accepted(headers, context)
                     return await _Messages(handler, call).unary(source, context)
             except errors.StatusError as error:
                 await abort(context, error)
@@ -51,6 +55,7 @@ class DoorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             try:
                 with self._door.admit(method, headers) as call:
                     call.info.expires(context.time_remaining())
+                    call.info.accepted = is_accepted(headers, context)
                     await _Messages(handler, call).stream(source, context)
             except errors.StatusError as error:
                 await abort(context, error)

@@ -47,6 +47,7 @@ from service.media.media import Spool
 from service.model.assets import ModelAssets
 from service.rpc.admin import AdminServicer
 from service.rpc.batch_servicer import BatchServicer
+from service.rpc.http_requests import HttpRequests
 from service.rpc.interceptor import DoorInterceptor
 from service.rpc.kserve import KServeServicer
 from service.rpc.kserve_messages import SERVICE
@@ -58,6 +59,7 @@ from service.servers.health import SetHealth, add_standard_services
 from service.servers.limits import byte_budget, door_limits, frontend_limits, make_image_pool
 from service.servers.preflight import check_batches, gateway
 from service.telemetry.access_log import AccessLog
+from service.telemetry.call_context import current_call
 from service.telemetry.metrics import make_metrics
 from service.telemetry.sizes import SizesFile, check_sizes_file
 from service.telemetry.tracing import Spans
@@ -113,6 +115,7 @@ class Server:
         self._batches_end: asyncio.Future[None] | None = None
         self._draining = False
         self._warming = True
+        self.http_requests = HttpRequests(lambda: errors.draining() if self._draining else None)
         self._server: grpc.aio.Server | None = None
         self._server_end: asyncio.Future[None] | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -153,7 +156,7 @@ class Server:
 
     def _refusal(self) -> errors.StatusError | None:
         """The error for new calls if they are not accepted now; None if they are."""
-        if self._draining:
+        if self._draining and not current_call().accepted:
             return errors.draining()
         if self._warming:
             return errors.Unavailable("the server is warming up", reason="WARMING", retry_after=1.0)
@@ -188,6 +191,8 @@ class Server:
             ready=lambda: self.frontend.engine.alive and self._refusal() is None,
         )  # fmt: skip
         server.add_generic_rpc_handlers((triton.handler(),))
+        if self.private_socket is not None:
+            server.add_generic_rpc_handlers((self.http_requests.handler(),))
         others = [SERVICE]
         if self.options.vllm_engine:
             others.append(self._add_gateway_service(server))
@@ -291,6 +296,7 @@ class Server:
             # The port stays open meanwhile, so that new calls fail with DRAINING instead of CANCELLED.
             async with asyncio.timeout(self.options.grace if grace is None else grace):
                 await self._until_batches_end()
+                await self.http_requests.idle.wait()
                 await self.frontend.idle.wait()
         if self._sizes is not None and self.frontend.engine.alive:
             try:
@@ -302,7 +308,8 @@ class Server:
                 log.error("sizes_file: %s is not written: %s", self.options.sizes_file, why)
         if self._server is not None:
             # Once and to its end: gRPC may hang if its stop is cancelled and called again.
-            self._server_end = asyncio.ensure_future(self._server.stop(grace=1.0 if self.frontend.idle.is_set() else 0))
+            idle = self.http_requests.idle.is_set() and self.frontend.idle.is_set()
+            self._server_end = asyncio.ensure_future(self._server.stop(grace=1.0 if idle else 0))
             self._server = None
         if self._server_end is not None:
             await asyncio.shield(self._server_end)

@@ -33,6 +33,8 @@ class CallInfo:
     reason: str = ""
     generations: int = 0
     """Generations of this call that have written their own line to the access log."""
+    accepted: bool = False
+    """Part of an HTTP request that has been accepted, so that a drain does not reject this call."""
     late: float = math.inf
     """From when on a cancellation is taken for the end of the client's time, by `time.monotonic`."""
     hold_bytes: Callable[[int], None] = lambda size: None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -9,23 +10,36 @@ import subprocess
 import sys
 import tempfile
 import time
+from base64 import b64encode
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPResponse
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 from images import png
 from keys import KEYS, key_file
-from running import children
-from running_http import request_of
+from running import RunningServer, children
+from running_http import RunningHttp, request_of
 
 import saccade
 from benchmarks import machine
+from saccade.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from service.commands.cli import ServerProcess
 from service.common.config import ConfigError, ServerOptions
+from service.common.http_requests import ACCEPTED, HOLD
 from service.servers.http_process import HttpProcess, socket_folder
 
 ASK = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+PRIVATE = f"/tmp/saccade-test-{os.getpid()}.sock"
+"""A private socket; the path of `tmp_path` may be too long."""
+
+
+def live_requests(server: ServerProcess) -> int:
+    """Requests in all frontend processes."""
+    servers = httpx.get(f"{server.http_url}/status").json()["servers"]
+    return sum(entry["loads"]["live_requests"] for entry in servers)
 
 
 def test_it_is_replaced_passes_keys_on_and_ends_with_the_server(model: Path, tmp_path: Path) -> None:
@@ -87,6 +101,123 @@ def test_new_requests_are_told_of_a_drain_and_the_others_get_all_of_their_answer
             answer.begin()
             assert answer.status == 200 and len(answer.read()) > 2**22
         assert server.stop() == 0
+
+
+@pytest.mark.parametrize("frontends", [1, 2])
+def test_a_request_of_several_calls_is_accepted_as_a_whole(model: Path, frontends: int) -> None:
+    """More prompts than calls that run at a time, and with `echo` further calls after each: some of its calls begin
+    only after a drain has begun."""
+    arguments = [str(model), "--http-port", "0", "--admin", "--max-seqs", "40", "--max-len", "2000", "--no-warmup"]
+    arguments += ["--frontends", str(frontends), "--threads", "1", "--log-level", "error", "--image-workers", "1"]
+    with ServerProcess([*arguments, "--grace", "100"]) as server, ThreadPoolExecutor() as pool:
+        several = {"max_tokens": 1500, "ignore_eos": True, "echo": True}
+
+        def complete(stream: bool) -> httpx.Response:
+            asked = {**several, "prompt": "x" if stream else ["x"] * 20, "stream": stream}
+            return httpx.post(f"{server.http_url}/v1/completions", json=asked, timeout=100)
+
+        whole, streamed = pool.submit(complete, False), pool.submit(complete, True)
+        while live_requests(server) < 17:
+            pass
+        if frontends == 1:
+            os.kill(server.pid, signal.SIGTERM)
+        else:
+            with grpc.insecure_channel(server.address) as channel:
+                admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest())
+        while httpx.get(f"{server.http_url}/ready").status_code == 200:
+            pass
+        for prompts in ("x", ["x"] * 20):
+            refused = httpx.post(f"{server.http_url}/v1/completions", json={**several, "prompt": prompts}, timeout=60)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "DRAINING"
+            assert int(refused.headers["retry-after"]) >= 1
+        assert not whole.done()
+        assert whole.result().status_code == 200, whole.result().text
+        assert [choice["finish_reason"] for choice in whole.result().json()["choices"]] == ["length"] * 20
+        assert whole.result().json()["usage"]["completion_tokens"] == 20 * 1500
+        assert streamed.result().text.endswith("data: [DONE]\n\n")
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "document", "part"),
+    [
+        ("v1/completions", {"prompt": "x", "echo": True, "stream": True}, "data: [DONE]"),
+        ("v1/completions", {"prompt": ["x", "y"]}, "choices"),
+        ("v1/embeddings", {"input": ["x", "y"]}, "embedding"),
+        ("tokenize", {"prompt": "x", "return_token_strs": True}, "token_strs"),
+    ],
+)
+def test_all_calls_of_an_accepted_request_may_begin_after_the_drain(
+    model: Path, path: str, document: dict[str, object], part: str
+) -> None:
+    """Also where one call at a time is allowed on a connection."""
+    with RunningServer(str(model), private_socket=PRIVATE, max_connection_streams=1) as running:
+        server = running.server
+
+        async def drain_when_one_is_held() -> None:
+            while server.http_requests.idle.is_set():
+                await asyncio.sleep(0)
+            server.drain()
+
+        with RunningHttp([f"unix:{PRIVATE}"]) as http:
+            drained = asyncio.run_coroutine_threadsafe(drain_when_one_is_held(), running.loop)
+            answer = httpx.post(f"{http.url}/{path}", json=document, timeout=60)
+            drained.result()
+            assert answer.status_code == 200 and part in answer.text, answer.text
+            refused = httpx.post(f"{http.url}/{path}", json=document, timeout=60)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "DRAINING"
+
+
+async def drain(running: RunningServer) -> None:
+    """On the server's loop."""
+    running.server.drain()
+
+
+def test_callers_of_the_public_port_can_neither_hold_requests_open_nor_say_that_theirs_are_accepted(
+    model: Path,
+) -> None:
+    with RunningServer(str(model), private_socket=PRIVATE) as running:
+        running.run(drain(running))
+        with grpc.insecure_channel(running.address) as channel:
+            with pytest.raises(grpc.RpcError) as denied:
+                next(channel.unary_stream(HOLD)(b""))
+            assert denied.value.code() == grpc.StatusCode.PERMISSION_DENIED
+            asked = inference_pb2.TokenizeRequest(prompt=inference_pb2.PromptInput(text="x"))
+            with pytest.raises(grpc.RpcError) as denied:
+                inference_pb2_grpc.InferenceServiceStub(channel).Tokenize(asked, metadata=((ACCEPTED, "1"),))
+            assert "shutting down" in denied.value.details()
+
+
+def test_tokenize_gives_the_tokens_of_a_prompt_that_it_accepted_before_a_drain(model: Path) -> None:
+    arguments = [str(model), "--http-port", "0", "--admin", "--max-seqs", "4", "--max-len", "200", "--no-warmup"]
+    arguments += ["--threads", "1", "--log-level", "error", "--image-workers", "1", "--grace", "100"]
+    with ServerProcess(arguments) as server, ThreadPoolExecutor() as pool:
+        (worker,) = children(server.pid, "service.media.image_worker")
+        os.kill(worker, signal.SIGSTOP)
+        image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(png(3)).decode()}"}}
+        asked = {"messages": [{"role": "user", "content": [image]}], "return_token_strs": True}
+        answer = pool.submit(httpx.post, f"{server.http_url}/tokenize", json=asked, timeout=100)
+        while live_requests(server) < 1:
+            pass
+        os.kill(server.pid, signal.SIGTERM)
+        while httpx.get(f"{server.http_url}/ready").status_code == 200:
+            pass
+        os.kill(worker, signal.SIGCONT)
+        assert answer.result().status_code == 200, answer.result().text
+        assert len(answer.result().json()["token_strs"]) == len(answer.result().json()["tokens"])
+        assert server.stop() == 0
+
+
+def test_a_request_of_several_calls_has_no_more_time_than_others(model: Path) -> None:
+    arguments = [str(model), "--http-port", "0", "--admin", "--max-seqs", "20", "--max-len", "9000", "--no-warmup"]
+    arguments += ["--threads", "1", "--log-level", "error", "--image-workers", "1", "--grace", "0.5"]
+    with ServerProcess(arguments) as server, ThreadPoolExecutor() as pool:
+        asked = {"prompt": ["x"] * 20, "max_tokens": 8900, "ignore_eos": True}
+        answer = pool.submit(httpx.post, f"{server.http_url}/v1/completions", json=asked, timeout=100)
+        while live_requests(server) < 16:
+            pass
+        assert server.stop() == 0
+        assert answer.result().status_code == 503
 
 
 def test_a_signal_to_all_processes_is_left_to_the_first(model: Path) -> None:

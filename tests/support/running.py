@@ -77,8 +77,9 @@ class RunningServer:
     Images are prepared in this process unless `image_workers`, a number of processes, is among the options."""
 
     def __init__(
-        self, model: str, *, engine: EngineHandle | None = None, engine_process: bool = False, **options: Any
-    ) -> None:
+        self, model: str, *, engine: EngineHandle | None = None, engine_process: bool = False,
+        private_socket: str | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         values = {
             "dtype": "float32",
             "threads": 1,
@@ -90,6 +91,7 @@ class RunningServer:
         make_engine = EngineProcess if engine_process else EngineHere
         self.engine: EngineHandle = engine or make_engine(self.options)
         self._images_here = "image_workers" not in options
+        self._private_socket = private_socket
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="test-server", daemon=True)
         self._thread.start()
@@ -99,6 +101,7 @@ class RunningServer:
         assets = load_assets(self.options)
         pool = images_here(self.options, self.engine, assets) if self._images_here else None
         server = Server(self.options, self.engine, assets, image_pool=pool)
+        server.private_socket = self._private_socket
         await server.start()
         return server
 
