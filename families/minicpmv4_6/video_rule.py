@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from encoder.item import VIDEO, EncoderItem, ItemLayout
 from encoder.media_limits import RGB
 from encoder.stopwatch import Stopwatch
+from families.frames import checked_frames
 from families.minicpmv4_6.image_rule import (
     check_tokens,
     cut_part,
@@ -25,7 +26,7 @@ from families.minicpmv4_6.image_rule import (
 )
 from families.minicpmv4_6.slicing import Part, Slicing
 from families.minicpmv4_6.vision_config import VisionConfig
-from families.qwen3_5.video_rule import UNKNOWN_FPS, checked_frames, normalised_frames, resize_frame
+from families.qwen3_5.video_rule import UNKNOWN_FPS, normalised_frames, resize_frame
 
 if TYPE_CHECKING:
     import torch
@@ -89,15 +90,11 @@ class SlicedVideoRule:
         """
         import torch  # imported here: token counts need no torch
 
-        if num_frames is None:
-            frames = list(frames)
-            num_frames = len(frames)
-        if num_frames < 1:
-            raise ValueError(f"a clip needs at least 1 frame, got {num_frames}")
+        num_frames, frames = checked_frames(frames, num_frames)
         config, watch = self.config, watch or Stopwatch()
         parts: list[Part] = []
         patches_FTP = torch.empty(0, 0, 0, dtype=torch.uint8)
-        for index, frame_HWC in enumerate(checked_frames(frames, num_frames)):
+        for index, frame_HWC in enumerate(frames):
             if not index:
                 parts = self._parts(frame_HWC.shape[0], frame_HWC.shape[1])
                 check_tokens(config, parts, frames=num_frames)

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from encoder.item import VIDEO, EncoderItem, Grid, ItemLayout, num_image_tokens, retained_tokens
-from encoder.media_limits import MAX_ASPECT, RGB
+from encoder.media_limits import MAX_ASPECT
 from encoder.stopwatch import Stopwatch
+from families.frames import checked_frames
 from families.nemotron_h_omni.prompt import frame_labels, video_text
 from families.nemotron_h_omni.vision_config import VisionConfig
 
@@ -88,30 +89,18 @@ class OmniVideoRule:
         from encoder.preprocess import cut_patches, normalise, resize_pixels
 
         config, together = self.config, self.together
-        if num_frames is None:
-            frames = list(frames)
-            num_frames = len(frames)
-        if num_frames < 1:
-            raise ValueError(f"a clip needs at least 1 frame, got {num_frames}")
+        num_frames, frames = checked_frames(frames, num_frames)
         watch = watch or Stopwatch()
         grid, patches, size, kept, cut_only = (0, 0), torch.empty(0), (0, 0), dtype, False
-        first: tuple[int, ...] = ()
-        index = -1
         for index, frame_HWC in enumerate(frames):
-            shape = tuple(frame_HWC.shape)
-            if len(shape) != 3 or shape[2] != RGB or frame_HWC.dtype != torch.uint8:
-                raise ValueError(f"frame {index}: expected [H, W, 3] uint8 pixels, got {shape} {frame_HWC.dtype}")
             if not index:
-                first, grid = shape, video_grid(shape[0], shape[1], config)
+                height, width = frame_HWC.shape[:2]
+                grid = video_grid(height, width, config)
                 groups = -(-num_frames // together)
                 size = (grid[0] * config.patch_size, grid[1] * config.patch_size)
-                cut_only = keep_bytes and size == shape[:2]
+                cut_only = keep_bytes and size == (height, width)
                 kept = torch.uint8 if cut_only else dtype
                 patches = torch.empty(groups, grid[0] * grid[1], together, config.patch_dim, dtype=kept)
-            if shape != first:
-                raise ValueError(f"frame {index} has {shape[0]}x{shape[1]} pixels, the first {first[0]}x{first[1]}")
-            if index >= num_frames:
-                raise ValueError(f"frame {index} is one too many for a clip of {num_frames} frames")
             pixels_CHW = frame_HWC.permute(2, 0, 1)
             if not cut_only:
                 with watch("resize"):
@@ -121,9 +110,7 @@ class OmniVideoRule:
                     pixels_CHW = normalise(pixels_CHW, config.image_mean, config.image_std)
                 cut = cut_patches(pixels_CHW, config.patch_size, kept)
                 patches[index // together, :, index % together] = cut
-        if index + 1 != num_frames:
-            raise ValueError(f"got only {index + 1} frames of a clip of {num_frames}")
-        last = index % together
+        last = (num_frames - 1) % together
         patches[-1, :, last + 1 :] = patches[-1, :, last : last + 1]
         return EncoderItem(
             grid, patches.view(-1, together * config.patch_dim), kind=VIDEO, num_sequences=len(patches),

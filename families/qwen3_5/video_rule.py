@@ -8,13 +8,14 @@ frames, channel by channel. An odd last frame is repeated. Each pair is one atte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from encoder.item import BLOCK_MAJOR, VIDEO, EncoderItem, Grid, ItemLayout, num_image_tokens
 from encoder.media_limits import RGB
 from encoder.stopwatch import Stopwatch
+from families.frames import checked_frames
 from families.qwen3_5.image_rule import check_shape, check_tokens, cut_blocks
 from families.qwen3_5.vision_config import MAX_ASPECT, VisionConfig
 
@@ -83,14 +84,10 @@ class QwenVideoRule:
         """
         import torch  # imported here: grids and token counts need no torch
 
-        if num_frames is None:
-            frames = list(frames)
-            num_frames = len(frames)
-        if num_frames < 1:
-            raise ValueError(f"a clip needs at least 1 frame, got {num_frames}")
+        num_frames, frames = checked_frames(frames, num_frames)
         config, together, watch = self.config, self.together, watch or Stopwatch()
         grid, patches = (0, 0), torch.empty(0, 0, 0, 0, 0, dtype=torch.uint8)
-        for index, frame_HWC in enumerate(checked_frames(frames, num_frames)):
+        for index, frame_HWC in enumerate(frames):
             if not index:
                 grid = self.grid(num_frames, frame_HWC.shape[0], frame_HWC.shape[1])
                 pairs = -(-num_frames // together)
@@ -128,27 +125,6 @@ class QwenVideoRule:
     def text(self, item: ItemLayout, labels: Sequence[str], number: int, *, start: str, token: str, end: str) -> str:
         """For each pair its label, `start`, `token` and `end`."""
         return "".join(label + start + token + end for label in labels)
-
-
-def checked_frames(frames: Iterable[torch.Tensor], num_frames: int) -> Iterator[torch.Tensor]:
-    """Yields the frames. Raises `ValueError` naming the first frame that does not fit those before it, or both counts
-    if there are too few."""
-    import torch
-
-    first: tuple[int, ...] = ()
-    index = -1
-    for index, frame_HWC in enumerate(frames):
-        shape = tuple(frame_HWC.shape)
-        if len(shape) != 3 or shape[2] != RGB or frame_HWC.dtype != torch.uint8:
-            raise ValueError(f"frame {index}: expected [H, W, 3] uint8 pixels, got {shape} {frame_HWC.dtype}")
-        first = first or shape
-        if shape != first:
-            raise ValueError(f"frame {index} has {shape[0]}x{shape[1]} pixels, the first {first[0]}x{first[1]}")
-        if index >= num_frames:
-            raise ValueError(f"frame {index} is one too many for a clip of {num_frames} frames")
-        yield frame_HWC
-    if index + 1 != num_frames:
-        raise ValueError(f"got only {index + 1} frames of a clip of {num_frames}")
 
 
 def resized_frame(num_frames: int, height: int, width: int, config: VisionConfig) -> tuple[int, int]:
