@@ -131,15 +131,23 @@ class BatchStore:
     # -- uploads -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def upload(self, tenant: str, size: int) -> Iterator[BatchUpload]:
-        """Reserves `size` bytes for an input. An upload that is not committed is deleted. Raises InvalidArgument or
+    def upload(self, tenant: str, size: int, request_id: str = "") -> Iterator[BatchUpload]:
+        """Reserves `size` bytes for an input. An upload that is not committed is deleted. The input of a batch that the
+        same request has created needs no space: it is compared and not stored again. Raises InvalidArgument or
         ResourceExhausted."""
         if size < 1:
             raise errors.InvalidArgument(f"size_bytes is {size}; it must be at least 1", field="header.size_bytes")
         self.sweep()
         with self._lock:
-            self._check_room(tenant, size)
-            self._reserved[tenant] = self._reserved.get(tenant, 0) + size
+            known = _of_request(self._records, tenant, request_id)
+            repeated = known is not None and known.input_bytes == size
+            if not repeated:
+                self._check_room(tenant, size)
+                self._reserved[tenant] = self._reserved.get(tenant, 0) + size
+        if repeated:
+            with contextlib.closing(BatchUpload(self, None, tenant, size)) as upload:
+                yield upload
+            return
         folder = self._incoming / secrets.token_hex(16)
         try:
             with _disk():
@@ -161,19 +169,23 @@ class BatchStore:
         if used + size > self._tenant_capacity:
             raise _full(f"your batches fill {used} of {self._tenant_capacity} bytes, and this one has {size}")
 
-    def _keep(self, folder: Path, record: BatchRecord) -> BatchRecord:
+    def _keep(self, folder: Path | None, record: BatchRecord) -> BatchRecord:
         """Turns the upload's folder into the batch, unless the same request has created one before."""
         with _disk():
-            _write_whole(folder / "batch.json", record)
+            if folder is not None:
+                _write_whole(folder / "batch.json", record)
             with self._lock:
-                for other in self._records.values():
-                    if (other.tenant, other.request_id) == (record.tenant, record.request_id):
-                        if other.digest != record.digest:
-                            raise errors.AlreadyExists(
-                                f"request id {record.request_id!r} was used before for a batch with another input",
-                                field="header.request_id",
-                            )
-                        return other
+                if (other := _of_request(self._records, record.tenant, record.request_id)) is not None:
+                    if other.digest != record.digest:
+                        raise errors.AlreadyExists(
+                            f"request id {record.request_id!r} was used before for a batch with another input",
+                            field="header.request_id",
+                        )
+                    return other
+                if folder is None:
+                    raise errors.Unavailable(
+                        f"the batch of request id {record.request_id!r} was deleted while its input was sent again"
+                    )
                 os.rename(folder, self.folder(record.batch_id))
                 self._records[record.batch_id] = record
             _sync_folder(self._directory)
@@ -283,11 +295,11 @@ class BatchStore:
 
 
 class BatchUpload:
-    """One input that is being uploaded."""
+    """One input that is being uploaded to a folder; None: it is that of a batch that exists."""
 
-    def __init__(self, store: BatchStore, folder: Path, tenant: str, size: int) -> None:
+    def __init__(self, store: BatchStore, folder: Path | None, tenant: str, size: int) -> None:
         self._store, self._folder, self._tenant = store, folder, tenant
-        self._file = ArrivingFile(folder / "input.jsonl", size, _disk)
+        self._file = ArrivingFile(None if folder is None else folder / "input.jsonl", size, _disk)
         self.write, self.close = self._file.write, self._file.close
 
     def commit(
@@ -307,6 +319,11 @@ class BatchUpload:
             metadata=told, input_name=input_name,
         )  # fmt: skip
         return self._store._keep(self._folder, record)
+
+
+def _of_request(records: Mapping[str, BatchRecord], tenant: str, request_id: str) -> BatchRecord | None:
+    """The batch that a request has created."""
+    return next((r for r in records.values() if (r.tenant, r.request_id) == (tenant, request_id)), None)
 
 
 def _write_whole(path: Path, record: BatchRecord) -> None:

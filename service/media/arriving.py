@@ -35,16 +35,16 @@ def disk_trouble(what: str, full: Callable[[str], errors.StatusError]) -> Iterat
 
 
 class ArrivingFile:
-    """Writes a file of `size` bytes to `path`, which must not exist. `disk`: a context that converts disk errors, such
-    as `disk_trouble`."""
+    """Writes a file of `size` bytes to `path`, which must not exist; None: the file is only hashed. `disk`: a context
+    that converts disk errors, such as `disk_trouble`."""
 
-    def __init__(self, path: Path, size: int, disk: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, path: Path | None, size: int, disk: Callable[[], AbstractContextManager[None]]) -> None:
         self.size = size
         self.hash = hashlib.sha256()
         self._disk = disk
         self._written = 0
         with disk():
-            self._file = path.open("xb")
+            self._file = path.open("xb") if path is not None else None
 
     def write(self, chunk: bytes) -> None:
         """Writes a chunk. Raises InvalidArgument beyond the announced size, and the error of `disk` on a full disk."""
@@ -56,8 +56,9 @@ class ArrivingFile:
         if self._written > self.size:
             raise errors.InvalidArgument(f"the file is longer than the {self.size} bytes announced", field="chunk")
         self.hash.update(chunk)
-        with self._disk():
-            self._file.write(chunk)
+        if self._file is not None:
+            with self._disk():
+                self._file.write(chunk)
 
     def end(self, *, sync: bool = False) -> None:
         """Completes the file; with `sync`, it is on the disk when this returns. Raises InvalidArgument for a file that
@@ -66,6 +67,8 @@ class ArrivingFile:
             raise errors.InvalidArgument(
                 f"the file has {self._written} of the {self.size} bytes announced", field="chunk"
             )
+        if self._file is None:
+            return
         with self._disk():
             self._file.flush()
             if sync:
@@ -73,8 +76,9 @@ class ArrivingFile:
 
     def close(self) -> None:
         """Closes the file. Buffered data that does not fit on a full disk is dropped."""
-        with contextlib.suppress(OSError):
-            self._file.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
 
 
 async def header_of(requests: AsyncIterator[Any], what: str) -> Any:

@@ -45,7 +45,7 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
                 f"max_errors is {max_errors}; it cannot be negative", field="header.max_errors"
             )
         _check_labels(header)
-        async with in_thread(self._store.upload(_tenant(), header.size_bytes)) as upload:
+        async with in_thread(self._store.upload(_tenant(), header.size_bytes, header.request_id)) as upload:
             await receive(requests, upload.write)
             self._batches.check_open()
             committing = asyncio.to_thread(

@@ -186,6 +186,9 @@ def test_cancelled_too_many_errors_and_no_room(text_model: Path, tmp_path: Path)
         with pytest.raises(errors.RateLimited, match="200000") as full:
             client.batches.create(b" " * 200_001)
         assert full.value.reason == "BATCH_SPOOL_FULL"
+        blank = client.batches.create(b" " * 150_000, request_id="again")
+        assert client.batches.create(b" " * 150_000, request_id="again").batch_id == blank.batch_id
+        client.batches.delete(client.batches.wait(blank.batch_id).batch_id)
         rows = [row(i, tokens=150, ignore_eos=True, logprobs=True) for i in range(60)]
         overflowing = client.batches.wait(client.batches.create(lines(rows)).batch_id)
         assert (overflowing.state, overflowing.reason) == ("failed", "BATCH_SPOOL_FULL")

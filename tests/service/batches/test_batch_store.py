@@ -185,3 +185,26 @@ def test_one_request_id_of_two_tenants_makes_two_batches(tmp_path: Path) -> None
             store.get(tenant, batch_id)
     store.check_integrity()
     assert len(store.page("a", 10, "")[0]) == 4 and len(store.page("b", 10, "")[0]) == 1
+
+
+def test_a_repeated_request_needs_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_store, "MAX_BATCHES", 1)
+    store = BatchStore(tmp_path, 100, 9.0)
+    first = make(store, "a", bytes(90), "r")
+    with store.upload("a", 90, "r") as upload:
+        upload.write(bytes(90))
+        assert store.used_bytes == 90 and not list((tmp_path / "incoming").iterdir())
+        assert upload.commit("r") == first
+    with store.upload("a", 90, "r") as upload:
+        upload.write(b"x" * 90)
+        with pytest.raises(errors.AlreadyExists):
+            upload.commit("r")
+    with store.upload("a", 90, "r") as upload:
+        with pytest.raises(errors.InvalidArgument, match="0 of the 90 bytes"):
+            upload.commit("r")
+        upload.write(bytes(90))
+        store.delete(first)
+        with pytest.raises(errors.Unavailable):
+            upload.commit("r")
+    store.check_integrity()
+    assert store.used_bytes == 0
