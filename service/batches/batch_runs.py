@@ -11,7 +11,7 @@ from saccade._async.jobs import run_job
 from saccade._core.retrying import Deadline, retry_delay
 from saccade._jobs.job import BatchJob, BatchOptions, BatchSummary
 from saccade._jobs.rows import ImageFolder
-from saccade.errors import DeadlineExceeded, InvalidArgument, error_from_service
+from saccade.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, error_from_service
 from saccade.types import Model
 from saccade.v1 import inference_pb2, types_pb2
 from service.answers import convert
@@ -108,8 +108,20 @@ async def run_batch(
     """Answers the rows that have no answer yet. Raises SaccadeError. `on_start` and `on_row`, which is called after
     each row, are called from another thread."""
 
+    def check_errors(summary: BatchSummary) -> None:
+        """Unlike a job, which counts the errors of its run, a batch counts all, also those before a restart."""
+        if record.max_errors is not None and summary.failed > record.max_errors:
+            raise FailedPrecondition(
+                f"{summary.failed} rows have failed, more than max_errors = {record.max_errors}", reason="BATCH_ERRORS"
+            )
+
+    def start(summary: BatchSummary) -> None:
+        on_start(summary)
+        check_errors(summary)
+
     def progress(summary: BatchSummary, tokens: int, failed: bool) -> None:
         on_row(summary)
+        check_errors(summary)
         try:
             store.check_output(record)
         except errors.StatusError as error:
@@ -117,7 +129,6 @@ async def run_batch(
 
     where = store.folder(record.batch_id)
     options = BatchOptions(
-        concurrency=concurrency, ordered=record.ordered, max_errors=record.max_errors, on_start=on_start,
-        on_progress=progress,
+        concurrency=concurrency, ordered=record.ordered, on_start=start, on_progress=progress
     )  # fmt: skip
     return await run_job(client, BatchJob(where / "input.jsonl", where / "output.jsonl", options, folder))

@@ -248,6 +248,21 @@ def test_live_calls_go_first_and_a_stop_leaves_the_rest_to_the_next_start(text_m
         (tmp_path / "out").unlink()
 
 
+def test_max_errors_counts_the_rows_before_a_restart(text_model: Path, tmp_path: Path) -> None:
+    failing = [row(i, tokens=9999) for i in (0, 1, 98, 99)]
+    rows = failing[:2] + [row(i, tokens=300, ignore_eos=True) for i in range(2, 40)] + failing[2:]
+    options: dict[str, Any] = {**LIMITS, "batch_dir": str(tmp_path / "batches"), "batch_concurrency": 2}
+    with RunningServer(str(text_model), **options) as server, saccade.Client(server.address) as client:
+        batch = client.batches.create(lines(rows), max_errors=2)
+        for now in client.batches.watch(batch.batch_id):
+            if now.completed and now.failed == 2:
+                break
+    with RunningServer(str(text_model), **options) as server, saccade.Client(server.address) as client:
+        over = client.batches.wait(batch.batch_id)
+        assert (over.state, over.reason, over.failed) == ("failed", "BATCH_ERRORS", 3)
+        assert over.message == "3 rows have failed, more than max_errors = 2"
+
+
 def test_tenants_do_not_see_each_other_and_take_turns(model: Path, tmp_path: Path) -> None:
     keys = {name: f"sk-{name}" for name in "abc"}
     write_keys(tmp_path / "keys.toml", keys)
