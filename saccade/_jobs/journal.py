@@ -377,6 +377,21 @@ class Journal:
                 self._db.close()
 
 
+def recount(output: Path) -> dict[str, int]:
+    """The totals of an output without a journal; an incomplete last line is cut off. See `Journal.totals`."""
+    totals = dict.fromkeys(("rows", "failed", "prompt_tokens", "completion_tokens"), 0)
+    with open(output, "r+b") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                file.truncate(file.tell() - len(line))
+                break
+            with suppress(ValueError):  # the zeros that a power failure leaves
+                _, _, status, *tokens = _parsed(line)
+                for name, count in zip(totals, (1, int(status != 200), *tokens), strict=True):
+                    totals[name] += count
+    return totals
+
+
 def _check_in_place(output: Path, descriptor: int) -> None:
     """Raises FailedPrecondition if the output's name no longer refers to the open file: what is written to it would be
     lost when it is closed."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from saccade._async.jobs import run_job
 from saccade._core.retrying import Deadline, retry_delay
 from saccade._jobs.job import BatchJob, BatchOptions, BatchSummary
+from saccade._jobs.journal import recount
 from saccade._jobs.rows import ImageFolder
 from saccade.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, error_from_service
 from saccade.types import Model
@@ -101,6 +102,17 @@ class Inside:
             return builder.response()
 
 
+def counts_of_files(store: BatchStore, record: BatchRecord) -> dict[str, int]:
+    """The counts of a batch that has answers of an earlier run, and whose job has not read them: it ended soon after a
+    restart. An incomplete last line, which a crash may leave, is cut off."""
+    where = store.folder(record.batch_id)
+    counted = recount(where / "output.jsonl")
+    rows, failed = counted.pop("rows"), counted.pop("failed")
+    with open(where / "input.jsonl", "rb") as file:
+        total = sum(not line.isspace() for line in file)
+    return {"total": total, "completed": rows - failed, "failed": failed, **counted}
+
+
 async def run_batch(
     store: BatchStore, record: BatchRecord, client: Inside, folder: ImageFolder, *, concurrency: int,
     on_start: Callable[[BatchSummary], None], on_row: Callable[[BatchSummary], None],
@@ -128,7 +140,5 @@ async def run_batch(
             raise error_from_service(error, "") from error
 
     where = store.folder(record.batch_id)
-    options = BatchOptions(
-        concurrency=concurrency, ordered=record.ordered, on_start=start, on_progress=progress
-    )  # fmt: skip
+    options = BatchOptions(concurrency=concurrency, ordered=record.ordered, on_start=start, on_progress=progress)
     return await run_job(client, BatchJob(where / "input.jsonl", where / "output.jsonl", options, folder))

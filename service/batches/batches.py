@@ -21,7 +21,7 @@ from saccade._jobs.rows import ImageFolder
 from saccade.errors import SaccadeError
 from saccade.types import Model
 from service.answers.calls import Calls
-from service.batches.batch_runs import Inside, run_batch
+from service.batches.batch_runs import Inside, counts_of_files, run_batch
 from service.batches.batch_store import BatchRecord, BatchStore
 from service.common import errors
 from service.common.auth import Tenant
@@ -220,6 +220,9 @@ class Batches:
 
     async def _end(self, record: BatchRecord, state: str, **values: Any) -> None:
         size = await asyncio.to_thread(self.store.output_size, record.batch_id)
+        if size and not record.total:
+            values |= await asyncio.to_thread(counts_of_files, self.store, record)
+            size = await asyncio.to_thread(self.store.output_size, record.batch_id)
         await self._save(replace(record, state=state, ended=time.time(), output_bytes=size, **values))
 
     async def _save(self, record: BatchRecord) -> None:

@@ -154,7 +154,7 @@ def _object(batch: Batch) -> dict[str, Any]:
         for text in batch.problems or ((batch.message,) if batch.state == "failed" else ())
     ]
 
-    # A batch that was cancelled soon after a restart has output, but has not counted its rows.
+    # A server of an earlier release has not counted the rows of a batch that was cancelled soon after a restart.
     answered = batch.output_bytes and (batch.completed or not batch.failed)
 
     def ended(name: str) -> int | None:

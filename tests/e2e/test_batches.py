@@ -308,6 +308,34 @@ def test_a_rows_timeout_includes_its_waiting(text_model: Path, tmp_path: Path) -
         assert "within the batch_row_timeout of 5 seconds" in found[str(i)]["body"]["error"]["message"]
 
 
+def test_a_batch_that_ends_before_it_resumes_counts_its_answers(text_model: Path, tmp_path: Path) -> None:
+    write_keys(tmp_path / "keys.toml", {"a": "sk-a", "b": "sk-b"})
+    options: dict[str, Any] = {
+        **LIMITS, "batch_dir": str(tmp_path / "batches"), "api_keys": str(tmp_path / "keys.toml"),
+        "batch_concurrency": 2,
+    }  # fmt: skip
+    rows = [row(i, tokens=9999 if i == 1 else 300, ignore_eos=True) for i in range(40)]
+    with RunningServer(str(text_model), **options) as server:
+        with saccade.Client(server.address, api_key="sk-a") as client:
+            batch = client.batches.create(lines(rows) + b"\n \n")
+            for now in client.batches.watch(batch.batch_id):
+                if now.completed > 2:
+                    break
+    output = tmp_path / "batches" / batch.batch_id / "output.jsonl"
+    whole = [json.loads(line) for line in output.read_bytes().splitlines()]
+    size = output.stat().st_size
+    with output.open("ab") as file:
+        file.write(b'{"id": "batch_req_')  # what a crash leaves
+    write_keys(tmp_path / "keys.toml", {"b": "sk-b"})
+    with RunningServer(str(text_model), **options) as server:
+        assert server.run(_over(server, "a", batch.batch_id)) == ("failed", "KEY_REVOKED")
+        assert server.server.batches is not None
+        over = server.server.batches.store.record(batch.batch_id)
+    assert (over.total, over.completed, over.failed) == (40, len(whole) - 1, 1) and over.completed > 2
+    assert over.completion_tokens == over.completed * 300
+    assert over.output_bytes == output.stat().st_size == size
+
+
 async def _over(server: RunningServer, tenant: str, batch_id: str) -> tuple[str, str]:
     assert server.server.batches is not None
     async for record in server.server.batches.watch(tenant, batch_id):
