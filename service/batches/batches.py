@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
@@ -167,7 +168,7 @@ class Batches:
             if record.batch_id in self._cancelled:
                 await self._end(self.store.get(record.tenant, record.batch_id), "cancelled")
         except BatchInvalid as error:
-            message = error.message.removeprefix(f"{self.store.folder(record.batch_id) / 'input.jsonl'}: ")
+            message = self._without_folder(record, error.message).removeprefix("input.jsonl: ")
             await self._end(record, "failed", reason=error.reason, message=message, problems=tuple(error.problems))
         except SaccadeError as error:
             await self._fail(record, error.reason or type(error).__name__, error.message)
@@ -215,8 +216,13 @@ class Batches:
             self._changed(batch_id)
 
     async def _fail(self, record: BatchRecord, reason: str, message: str) -> None:
+        message = self._without_folder(record, message)
         record = self.store.get(record.tenant, record.batch_id)
         await self._end(record, "failed", reason=reason, message=message)
+
+    def _without_folder(self, record: BatchRecord, message: str) -> str:
+        """An error of the batch's job without the folder of its files, which is not the caller's concern."""
+        return message.replace(f"{self.store.folder(record.batch_id)}{os.sep}", "")
 
     async def _end(self, record: BatchRecord, state: str, **values: Any) -> None:
         size = await asyncio.to_thread(self.store.output_size, record.batch_id)

@@ -199,6 +199,18 @@ def test_cancelled_too_many_errors_and_no_room(text_model: Path, tmp_path: Path)
         RunningServer(str(text_model), engine=server.engine, max_queue=4, batch_concurrency=4)
 
 
+def test_an_error_does_not_name_the_folders_of_the_server(text_model: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**LIMITS, "batch_dir": str(tmp_path), "batch_concurrency": 2}
+    with RunningServer(str(text_model), **options) as server, saccade.Client(server.address) as client:
+        batch = client.batches.create(lines([row(i, tokens=300, ignore_eos=True) for i in range(40)]))
+        for now in client.batches.watch(batch.batch_id):
+            if now.completed:
+                break
+        (tmp_path / batch.batch_id / "output.jsonl").unlink()
+        message = "'output.jsonl' has been deleted or replaced while it was written"
+        assert client.batches.wait(batch.batch_id).message == message
+
+
 def test_batches_that_are_cancelled_before_their_turn_never_run(server: RunningServer) -> None:
     batches = server.server.batches
     assert batches is not None
