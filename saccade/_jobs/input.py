@@ -15,6 +15,8 @@ from saccade.errors import FailedPrecondition, InvalidArgument
 from saccade.types import Model
 
 MAX_PROBLEMS = 20
+MAX_PROBLEM = 1000
+"""Longest description of a problem in characters: a message may contain a key or a value of the line."""
 _MAX_MODELS = 20
 
 
@@ -60,7 +62,7 @@ class BatchInput:
                             raise InvalidArgument(f"longer than {MAX_LINE_BYTES} bytes")
                         self._take(number, offset, line)
                     except InvalidArgument as error:
-                        problems.append(f"line {number}: {error.message}")
+                        problems.append(f"line {number}: {_shortened(error.message)}")
                         if len(problems) == MAX_PROBLEMS:
                             problems.append("there may be more: later lines were not checked")
                             break
@@ -138,6 +140,10 @@ class BatchInvalid(InvalidArgument):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.problems), self.__dict__
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_PROBLEM else f"{text[:MAX_PROBLEM]}... ({len(text)} characters)"
 
 
 @contextmanager

@@ -157,8 +157,10 @@ class BatchJob:
         assert self._input is not None
         others = sorted(self._input.models - {"", model.name})
         if others and not self.options.any_model:
+            from saccade._openai.problems import short  # it needs Pydantic: see `saccade._jobs.rows`
+
             raise InvalidArgument(
-                f"model: rows name {', '.join(map(repr, others[:5]))}, but {model.name!r} is served; set any_model to "
+                f"model: rows name {', '.join(map(short, others[:5]))}, but {model.name!r} is served; set any_model to "
                 "answer them anyway",
                 reason="BATCH_MODEL",
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.v1 import batch_pb2, batch_pb2_grpc
+from service.answers.convert import MAX_REQUEST_ID
 from service.batches.batch_store import BatchRecord, BatchStore
 from service.batches.batches import Batches
 from service.common import errors
@@ -109,14 +110,14 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
 
 
 def _check_labels(header: batch_pb2.BatchHeader) -> None:
-    """Raises InvalidArgument if the caller's metadata or name of the file is too long."""
+    """Raises InvalidArgument if the caller's metadata, name of the file or request id is too long."""
     if len(header.metadata) > MAX_METADATA:
         raise errors.InvalidArgument(
             f"metadata has {len(header.metadata)} pairs; at most {MAX_METADATA} are allowed", field="header.metadata"
         )
     lengths = [
         ("metadata: a key", MAX_KEY, header.metadata), ("metadata: a value", MAX_VALUE, header.metadata.values()),
-        ("input_name", MAX_NAME, [header.input_name]),
+        ("input_name", MAX_NAME, [header.input_name]), ("request_id", MAX_REQUEST_ID, [header.request_id]),
     ]  # fmt: skip
     for name, most, texts in lengths:
         if (longest := max(map(len, texts), default=0)) > most:

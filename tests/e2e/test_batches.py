@@ -151,7 +151,13 @@ def test_a_wrong_file_is_refused_with_its_lines(client: saccade.Client) -> None:
     assert (other.state, other.reason) == ("failed", "BATCH_MODEL")
     empty = client.batches.wait(client.batches.create(b"\n\n").batch_id)
     assert (empty.reason, empty.message) == ("BATCH_INVALID", "no requests in it")  # no path on the server
-    for batch_id in (batch.batch_id, other.batch_id, empty.batch_id):
+    long = b'{"custom_id": "a", "body": {}, "%s": 1}' % (b"k" * 10_000)
+    large = client.batches.wait(client.batches.create(long + b"\n" + lines([row(0)])).batch_id)
+    assert large.problems[0].startswith("line 1: unknown keys kkk") and large.problems[0].endswith("(10053 characters)")
+    named = client.batches.wait(client.batches.create(lines([row(0, model="m" * 10_000)])).batch_id)
+    assert named.reason == "BATCH_MODEL"
+    assert len(large.problems[0]) < 1100 and len(large.message) < 1100 and len(named.message) < 1100
+    for batch_id in (batch.batch_id, other.batch_id, empty.batch_id, large.batch_id, named.batch_id):
         client.batches.delete(batch_id)
 
 
@@ -465,6 +471,11 @@ def test_numbers_of_batches_that_make_no_sense(server: RunningServer) -> None:
         wrong = [
             (stubs.batch.ListBatches, batch_pb2.ListBatchesRequest(page_size=-1), "page_size is -1"),
             (stubs.batch.CreateBatch, iter([batch_pb2.CreateBatchRequest(header=header)]), "max_errors is -1"),
+            (
+                stubs.batch.CreateBatch,
+                iter([batch_pb2.CreateBatchRequest(header=batch_pb2.BatchHeader(size_bytes=5, request_id="r" * 129))]),
+                "request_id has 129 characters; at most 128",
+            ),
         ]
         for call, request, words in wrong:
             with pytest.raises(grpc.RpcError, match=words) as caught:
