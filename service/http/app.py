@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -24,6 +25,7 @@ from service.http import batches, chat, completions, files, messages, metrics, m
 from service.http.call import Endpoint, Front, Handler, Receive, Scope, Send, request_id_of
 from service.http.messages import error_form_of
 
+SWEEP_SECONDS = 60.0
 PLAYGROUND = Path(__file__).resolve().parent / "playground"
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -78,7 +80,9 @@ def make_app(options: HttpFrontOptions, engine: AsyncLocalConnection | None = No
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        sweeper = asyncio.create_task(_sweep(front))
         yield
+        sweeper.cancel()
         await front.upstream.close()
         front.files.close()
 
@@ -100,6 +104,13 @@ def make_app(options: HttpFrontOptions, engine: AsyncLocalConnection | None = No
     )
     app.state.front = front
     return app
+
+
+async def _sweep(front: Front) -> None:
+    """Deletes expired files periodically, even if nobody asks for one."""
+    while True:
+        await asyncio.sleep(SWEEP_SECONDS)
+        front.files.sweep()
 
 
 async def _refusal(request: Request, error: Exception) -> Response:

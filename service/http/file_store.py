@@ -107,7 +107,8 @@ class FileStore:
         self._files[stored.file_id] = stored
 
     def get(self, file_id: str, owner: bytes) -> StoredFile:
-        """The file with this id. Raises NotFound, also for files of other keys."""
+        """The file with this id. Raises NotFound, also for files of other keys and expired ones."""
+        self.sweep()
         stored = self._files.get(file_id)
         if stored is None or stored.owner != owner:
             raise NotFound(f"there is no file {file_id[:100]!r}", reason="FILE_NOT_FOUND")
@@ -115,6 +116,7 @@ class FileStore:
 
     def owned(self, owner: bytes) -> list[StoredFile]:
         """The files of a key, newest first."""
+        self.sweep()
         return [stored for stored in reversed(self._files.values()) if stored.owner == owner]
 
     def delete(self, stored: StoredFile) -> None:
@@ -123,10 +125,13 @@ class FileStore:
         self.used -= stored.size
 
     def sweep(self) -> None:
-        """Deletes expired files."""
+        """Deletes expired files. One that cannot be deleted is logged, and deleted at the next start."""
         now = time.time()
         for stored in [stored for stored in self._files.values() if stored.expires < now]:
-            self.delete(stored)
+            try:
+                self.delete(stored)
+            except OSError as error:
+                log.error("the expired file %s cannot be deleted: %s", stored.path, error.strerror)
 
     def close(self) -> None:
         self._lock.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -16,9 +17,11 @@ import openai
 import pytest
 from running import RunningServer
 from running_http import RunningHttp
+from waiting import until
 
-from saccade.errors import RateLimited
+from saccade.errors import NotFound, RateLimited
 from service.common.config import ConfigError
+from service.http import app
 from service.http.file_store import FileStore, StoredFile, owner_of, stored_file
 
 BODY = {"messages": [{"role": "user", "content": "what is it?"}], "max_tokens": 3, "temperature": 0}
@@ -219,6 +222,37 @@ def test_files_count_and_expire_after_a_restart(tmp_path: Path) -> None:
     with pytest.raises(RateLimited, match="10 of 10 bytes"):
         store.reserve(1)
     store.close()
+
+
+def expire(store: FileStore, file_id: str) -> Path:
+    """Ages a file by 25 hours; returns its path."""
+    stored = store._files[file_id]
+    store._files[file_id] = replace(stored, created=stored.created - 25 * 3600)
+    return stored.path
+
+
+def test_an_expired_file_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = FileStore(10, str(tmp_path))
+    for ask in (lambda: store.owned(b"owner") == [], lambda: store.get("file-x", b"owner")):
+        path = expire(store, written(store).file_id)
+        with contextlib.suppress(NotFound):
+            assert ask()
+        assert not path.exists() and store.used == 0
+    path = expire(store, written(store).file_id)
+    path.unlink()
+    path.mkdir()  # it cannot be unlinked
+    assert store.owned(b"owner") == [] and "cannot be deleted" in caplog.text
+    store.close()
+
+
+def test_expired_files_are_deleted_though_nobody_asks(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "SWEEP_SECONDS", 0.01)
+    with RunningHttp([server.address], http_file_dir=str(tmp_path)) as http, client_of(http) as client:
+        file = client.files.create(file=("in.jsonl", ROW), purpose="batch")
+        path = expire(http.front.files, file.id)
+        until(lambda: not path.exists())
 
 
 @pytest.mark.parametrize(
