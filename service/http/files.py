@@ -50,7 +50,7 @@ async def upload(call: HttpCall) -> None:
             if purpose != "batch":
                 raise InvalidArgument(f"purpose: expected batch, got {str(purpose)[:60]!r}")
             path, size = store.new_path(), file.size or 0
-            store.reserve(size)
+            limited.pass_on(size)
             stored = stored_file(path, owner, (file.filename or "batch.jsonl")[:255], size)
             try:
                 await asyncio.to_thread(_keep, file, stored)
@@ -99,6 +99,11 @@ class _LimitedBody:
         self._call.front.files.reserve(size)
         self._size += size
         return message
+
+    def pass_on(self, size: int) -> None:
+        """Keeps `size` of the reserved bytes for the file itself, which the caller then releases. Reserved anew, a
+        file could take at most half of the store."""
+        self._size -= size
 
     def release(self) -> None:
         self._call.front.files.used -= self._size

@@ -224,6 +224,21 @@ def test_files_count_and_expire_after_a_restart(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_file_may_fill_the_store(server: RunningServer, tmp_path: Path) -> None:
+    with RunningHttp([server.address], http_file_bytes=3_000_000, http_file_dir=str(tmp_path)) as http:
+        with client_of(http) as client:
+            file = client.files.create(file=("in.jsonl", b"x" * 2_999_000), purpose="batch")
+            assert http.front.files.used == 2_999_000
+            with pytest.raises(openai.RateLimitError, match="of 3000000 bytes"):
+                client.files.create(file=("in.jsonl", b"x" * 2_000), purpose="batch")
+            client.files.delete(file.id)
+            with pytest.raises(openai.APIStatusError, match="more than 3000000 bytes"):
+                client.files.create(file=("in.jsonl", b"x" * 3_000_000), purpose="batch")
+            with pytest.raises(openai.BadRequestError, match="purpose"):
+                client.files.create(file=("in.jsonl", b"x" * 2_000_000), purpose="assistants")
+        assert http.front.files.used == 0
+
+
 def expire(store: FileStore, file_id: str) -> Path:
     """Ages a file by 25 hours; returns its path."""
     stored = store._files[file_id]
