@@ -15,6 +15,7 @@ from typing import Any
 
 from saccade._jobs.input import BatchInput, BatchInvalid
 from saccade._jobs.job import BatchJob, BatchOptions, BatchSummary
+from saccade._jobs.journal import check_apart, real_output
 from saccade._jobs.rows import ImageFolder
 from saccade._sync.client import Client
 from saccade._sync.jobs import run_job
@@ -162,11 +163,13 @@ class _Target:
         AlreadyExists: the output contains something else.
         BatchInvalid: the output contains something else, and the input has invalid lines.
         FailedPrecondition: the output cannot be written.
+        InvalidArgument: the input would be overwritten.
     """
 
     def __init__(self, source: Path, output: Path, fingerprint: str, overwrite: bool) -> None:
-        self._output, self._fingerprint = output, fingerprint
-        self._mark = output.with_name(output.name + ".batch")
+        self._output, self._fingerprint = real_output(output), fingerprint
+        self._mark = self._output.with_name(self._output.name + ".batch")
+        check_apart(source, (self._output, self._mark))
         self._held = None if overwrite else self._marked()
         if output.exists() and self._held is None and not overwrite:
             BatchInput(source, ImageFolder(None)).close()
@@ -174,7 +177,7 @@ class _Target:
                 f"{str(output)!r} exists and is not this job's output; name another one, or use --overwrite",
                 reason="BATCH_OUTPUT_FOREIGN",
             )
-        if not os.access(output if output.exists() else output.absolute().parent, os.W_OK):
+        if not os.access(self._output if output.exists() else self._output.parent, os.W_OK):
             raise FailedPrecondition(f"cannot write {str(output)!r}")
 
     def _marked(self) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 from saccade import errors
 from saccade._core.ranges import check_flag, check_integer, check_path, check_seconds
 from saccade._jobs.input import BatchInput
-from saccade._jobs.journal import Journal, Written, helper_files, real_output
+from saccade._jobs.journal import Journal, Written, check_apart, helper_files, real_output
 from saccade._jobs.lines import output_line, status_code
 from saccade._jobs.rows import BATCH_PRIORITY, ImageFolder, Row, request_from
 from saccade._map.window import Prepared, check_concurrency
@@ -147,9 +147,7 @@ class BatchJob:
         if self._input is not None:
             return
         output = real_output(self._output)
-        for file in (output, *helper_files(output)):
-            if file.exists() and self._source.exists() and file.samefile(self._source):
-                raise InvalidArgument(f"the output would overwrite the input {str(self._source)!r}")
+        check_apart(self._source, (output, *helper_files(output)))
         self._input = BatchInput(self._source, self._folder, strict=self.options.strict)
 
     def open(self, model: Model) -> None:

@@ -14,14 +14,14 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from saccade._jobs.lines import is_transient
-from saccade.errors import AlreadyExists, FailedPrecondition
+from saccade.errors import AlreadyExists, FailedPrecondition, InvalidArgument
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS rows (
@@ -77,6 +77,13 @@ def real_output(output: Path) -> Path:
 def helper_files(output: Path) -> list[Path]:
     """Files that a job keeps next to its output, and overwrites."""
     return [output.with_name(output.name + suffix) for suffix in (".journal", ".journal-wal", ".journal-shm", ".tmp")]
+
+
+def check_apart(source: Path, written: Sequence[Path]) -> None:
+    """Raises InvalidArgument if one of the files that a job writes is its input."""
+    for file in written:
+        if file.exists() and source.exists() and file.samefile(source):
+            raise InvalidArgument(f"the output would overwrite the input {str(source)!r}")
 
 
 Identify = Callable[[str], tuple[int, str] | None]

@@ -136,6 +136,36 @@ def test_the_commands_mark_that_cannot_be_written_is_named(
     assert f"cannot write '{mark}': Is a directory" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("in.batch", "would overwrite the input"), ("in", "would overwrite the input"), (".", "it is a folder"),
+        ("/dev/null", "not a plain file"), ("none/out", "there is no folder"),
+    ],
+)  # fmt: skip
+def test_the_command_writes_only_over_its_output(
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], output: str, words: str
+) -> None:
+    """`.batch` is the suffix of the file with the batch's id."""
+    source = tmp_path / "in.batch"
+    source.write_bytes(lines([row(1)]))
+    files = [str(source), str(tmp_path / output)]
+    command = ["batch", *files, "--server-side", "--server", server.address, "--quiet"]
+    for more in ([], ["--overwrite"]):
+        assert cli.main([*command, *more]) == 2
+        assert words in capsys.readouterr().err
+        assert source.read_bytes() == lines([row(1)]) and [*tmp_path.iterdir()] == [source]
+
+
+def test_the_commands_output_may_be_a_link(server: RunningServer, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(lines([row(1)]))
+    (tmp_path / "link").symlink_to(tmp_path / "out.jsonl")
+    command = ["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "link"), "--server-side", "--quiet"]
+    for more in ([], ["--overwrite"]):
+        assert cli.main([*command, "--server", server.address, *more]) == 0
+        assert (tmp_path / "link").is_symlink() and list(answers(tmp_path / "out.jsonl")) == ["1"]
+
+
 def test_a_wrong_file_is_refused_with_its_lines(client: saccade.Client) -> None:
     wrong = lines(
         [row(0), row(0), row(2, source="a.png"), row(3, source="media:" + "0" * 64), row(4, temperature=-1),
