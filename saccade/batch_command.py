@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade._jobs.input import BatchInput, BatchInvalid
-from saccade._jobs.job import BatchJob, BatchOptions, BatchSummary
+from saccade._jobs.job import CONCURRENCY, BatchJob, BatchOptions, BatchSummary
 from saccade._jobs.journal import check_apart, real_output
 from saccade._jobs.rows import ImageFolder
 from saccade._sync.client import Client
@@ -24,6 +24,13 @@ from saccade.connection_options import tls_settings
 from saccade.errors import AlreadyExists, FailedPrecondition, InvalidArgument, SaccadeError
 from saccade.progress import Progress
 from saccade.types import Batch
+
+_ONLY_HERE = {
+    "concurrency": "the server's --batch-concurrency limits the rows in progress",
+    "timeout": "the server's --batch-row-timeout limits a row",
+    "any_model": "the server answers only rows that name its model or none",
+}
+"""Options that a batch on the server does not have, and why."""
 
 
 class _Shown:
@@ -80,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
             options.input,
             options.output,
             BatchOptions(
-                concurrency=options.concurrency,
+                concurrency=CONCURRENCY if options.concurrency is None else options.concurrency,
                 ordered=options.ordered,
                 max_errors=options.max_errors,
                 overwrite=options.overwrite,
@@ -123,6 +130,9 @@ def _run_server_side(options: argparse.Namespace) -> int:
     try:
         if options.model is not None:
             raise InvalidArgument("--model: it loads a model here, and --server-side needs a server; give only one")
+        for name, why in _ONLY_HERE.items():
+            if getattr(options, name) not in (None, False):
+                raise InvalidArgument(f"--{name.replace('_', '-')} is not for --server-side: {why}")
         fingerprint = _fingerprint(options)
         target = _Target(Path(options.input), Path(options.output), fingerprint, options.overwrite)
         with _server(options) as client:

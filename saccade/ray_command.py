@@ -130,7 +130,7 @@ def _job(options: argparse.Namespace) -> Any:
     )
     chosen = {
         name: getattr(options, name)
-        for name in ("num_cpus", "num_gpus", "rows_per_task", "rows_per_file", "format")
+        for name in ("num_cpus", "num_gpus", "rows_per_task", "rows_per_file", "format", "concurrency")
         if getattr(options, name) is not None
     }
     return RayJob(
@@ -141,7 +141,6 @@ def _job(options: argparse.Namespace) -> Any:
         model=options.model,
         client={} if options.model else client,
         actors=_actors(options.actors or "1"),
-        concurrency=options.concurrency,
         progress=not options.quiet,
         **chosen,
     )

@@ -30,11 +30,15 @@ _KEY_REFUSED = frozenset({"", "PERMISSION_DENIED", "KEY_REVOKED"})
 """Reasons of PERMISSION_DENIED that concern the API key. Others, such as MEDIA_HOST_DENIED, concern one row."""
 
 
+CONCURRENCY = 32
+"""Requests that a job has in progress by default."""
+
+
 @dataclass(frozen=True)
 class BatchOptions:
     """Options of a batch."""
 
-    concurrency: int = 32
+    concurrency: int = CONCURRENCY
     """Requests in progress at a time."""
     ordered: bool = False
     """Write the answers in the order of the requests instead of as they complete."""

@@ -157,6 +157,15 @@ def test_the_command_writes_only_over_its_output(
         assert source.read_bytes() == lines([row(1)]) and [*tmp_path.iterdir()] == [source]
 
 
+@pytest.mark.parametrize("option", ["--concurrency=32", "--timeout=0.001", "--any-model"])
+def test_the_command_refuses_options_that_the_server_would_ignore(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    (tmp_path / "in.jsonl").write_bytes(lines([row(1)]))
+    assert cli.main(["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out"), "--server-side", option]) == 2
+    assert f"{option.partition('=')[0]} is not for --server-side" in capsys.readouterr().err
+
+
 def test_the_commands_output_may_be_a_link(server: RunningServer, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(lines([row(1)]))
     (tmp_path / "link").symlink_to(tmp_path / "out.jsonl")
