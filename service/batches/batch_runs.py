@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from saccade._async.jobs import run_job
 from saccade._core.retrying import Deadline, retry_delay
@@ -24,6 +26,7 @@ from service.common.limits import ByteBudget
 from service.media.media import Spool, tenant_folder
 from service.telemetry.call_context import CallInfo, set_current_call
 
+_MEDIA = re.compile(rb'"media:([0-9a-f]{64})"')
 METHOD = "/saccade.v1.BatchService/Row"
 """The method name of a row's call in metrics and logs."""
 
@@ -43,6 +46,14 @@ class Uploaded(ImageFolder):
                 self._spool.renew(self._tenant, image.media_id)
             except errors.NotFound as error:
                 raise InvalidArgument(f"{where}: {error}", reason=error.reason) from None
+
+    def keep(self, source: Path) -> None:
+        """Renews the expiry of the media that an input names, as far as they are there. Reads the whole file."""
+        with open(source, "rb") as file:
+            for line in file:
+                for media_id in set(_MEDIA.findall(line)):
+                    with contextlib.suppress(errors.NotFound):
+                        self._spool.renew(self._tenant, media_id.decode())
 
 
 @dataclass(frozen=True)

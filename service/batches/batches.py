@@ -14,16 +14,17 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from saccade._jobs.input import BatchInvalid
 from saccade._jobs.job import BatchSummary
-from saccade._jobs.rows import ImageFolder
 from saccade.errors import SaccadeError
 from saccade.types import Model
 from service.answers.calls import Calls
-from service.batches.batch_runs import Inside, counts_of_files, run_batch
+from service.batches.batch_runs import Inside, Uploaded, counts_of_files, run_batch
 from service.batches.batch_store import BatchRecord, BatchStore
+from service.batches.kept_media import KeptMedia
 from service.common import errors
 from service.common.auth import Tenant
 from service.common.limits import ByteBudget
@@ -44,6 +45,8 @@ class BatchLimits:
     """Batches that run at a time."""
     row_timeout: float
     """Seconds that a row may take, all attempts together."""
+    media_ttl: float
+    """Seconds after which uploaded media expire unless they are renewed."""
 
 
 class Batches:
@@ -51,7 +54,7 @@ class Batches:
 
     def __init__(
         self, store: BatchStore, calls: Calls, model: Model, limits: BatchLimits, *,
-        budget: ByteBudget, tenant: Callable[[str], Tenant | None], folder: Callable[[Tenant], ImageFolder],
+        budget: ByteBudget, tenant: Callable[[str], Tenant | None], folder: Callable[[Tenant], Uploaded],
     ) -> None:  # fmt: skip
         """`budget`: limits the bytes that rows hold while they run. `tenant`: finds a tenant by name; None if no key
         has this name and the scope `batch` any more. `folder`: resolves the images that a tenant's rows may refer
@@ -63,18 +66,21 @@ class Batches:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: set[str] = set()
         self._changes: dict[str, asyncio.Event] = {}
+        self._keeper: asyncio.Task[None] | None = None
+        self._media = KeptMedia(store, limits.media_ttl, tenant, folder)
         self._stopped = False
 
     def start(self) -> None:
         """Continues the batches that an earlier run has left."""
         if waiting := self.store.unfinished():
             log.info("continuing %d batches of an earlier run", len(waiting))
+        self._keeper = asyncio.create_task(self._media.run())
         self._pump()
 
     async def stop(self) -> None:
         """Stops all work; unfinished batches continue when the server starts again. Idempotent."""
         self._stopped = True
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *([self._keeper] if self._keeper is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -88,6 +94,7 @@ class Batches:
 
     def created(self) -> None:
         """To be called when there may be a new batch in the store."""
+        self._media.created()
         self._pump()
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
@@ -168,7 +175,8 @@ class Batches:
             if record.batch_id in self._cancelled:
                 await self._end(self.store.get(record.tenant, record.batch_id), "cancelled")
         except BatchInvalid as error:
-            message = self._without_folder(record, error.message).removeprefix("input.jsonl: ")
+            folder = self.store.folder(record.batch_id)
+            message = _without(folder, error.message).removeprefix("input.jsonl: ")
             await self._end(record, "failed", reason=error.reason, message=message, problems=tuple(error.problems))
         except SaccadeError as error:
             await self._fail(record, error.reason or type(error).__name__, error.message)
@@ -216,13 +224,9 @@ class Batches:
             self._changed(batch_id)
 
     async def _fail(self, record: BatchRecord, reason: str, message: str) -> None:
-        message = self._without_folder(record, message)
+        message = _without(self.store.folder(record.batch_id), message)
         record = self.store.get(record.tenant, record.batch_id)
         await self._end(record, "failed", reason=reason, message=message)
-
-    def _without_folder(self, record: BatchRecord, message: str) -> str:
-        """An error of the batch's job without the folder of its files, which is not the caller's concern."""
-        return message.replace(f"{self.store.folder(record.batch_id)}{os.sep}", "")
 
     async def _end(self, record: BatchRecord, state: str, **values: Any) -> None:
         size = await asyncio.to_thread(self.store.output_size, record.batch_id)
@@ -234,6 +238,11 @@ class Batches:
     async def _save(self, record: BatchRecord) -> None:
         await asyncio.to_thread(self.store.save, record)
         self._changed(record.batch_id)
+
+
+def _without(folder: Path, message: str) -> str:
+    """An error of a batch's job without the folder of its files, which is not the caller's concern."""
+    return message.replace(f"{folder}{os.sep}", "")
 
 
 def _counts(summary: BatchSummary) -> dict[str, Any]:

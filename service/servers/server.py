@@ -265,6 +265,7 @@ class Server:
                     options.batch_concurrency or min(16, max(1, options.max_queue // 2)),
                     options.batch_jobs,
                     options.batch_row_timeout,
+                    options.media_ttl,
                 ),
                 budget=self.budget,
                 tenant=lambda name: self._guard.named(name, "batch"),

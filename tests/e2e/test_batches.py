@@ -423,6 +423,19 @@ def test_an_upload_that_pauses_gives_its_room_back(text_model: Path) -> None:
         store.check_integrity()
 
 
+def test_media_do_not_expire_before_their_row(model: Path, tmp_path: Path) -> None:
+    """Those of a batch that runs, and of one that waits for its turn."""
+    options: dict[str, Any] = {**LIMITS, "media_ttl": 1.0, "batch_concurrency": 1}
+    with RunningServer(str(model), **options) as server, saccade.Client(server.address) as client:
+        used, waiting = (client.media.upload(png(i)) for i in range(2))
+        long = [row(i, tokens=350, ignore_eos=True) for i in range(60)] + [row(60, source=f"media:{used.media_id}")]
+        first = client.batches.create(lines(long))
+        second = client.batches.create(lines([row(0, source=f"media:{waiting.media_id}")]))
+        last = client.batches.wait(first.batch_id)
+        assert (last.state, last.completed, last.failed) == ("completed", 61, 0)
+        assert client.batches.wait(second.batch_id).completed == 1
+
+
 @pytest.mark.parametrize("option", ["batch_dir", "media_dir"])
 def test_two_servers_do_not_share_a_folder(text_model: Path, tmp_path: Path, option: str) -> None:
     with RunningServer(str(text_model), **{option: str(tmp_path)}, **LIMITS) as server:
