@@ -225,11 +225,7 @@ class BatchJob:
         summary.completion_tokens += completion
         if self.options.on_progress is not None:
             self.options.on_progress(summary, completion, failed)
-        limit = self.options.max_errors
-        if limit is not None and self._errors.total() > limit:
-            raise FailedPrecondition(
-                f"{self._errors.total()} rows have failed, more than max_errors = {limit}", reason="BATCH_ERRORS"
-            )
+        check_errors(self._errors.total(), self.options.max_errors)
 
     def _stop_if_hopeless(self, result: Generation | SaccadeError) -> None:
         """Raises an error if the following rows would fail in the same way; this row is left for the next run."""
@@ -272,3 +268,9 @@ class BatchJob:
             self._journal = None
         if self._input is not None:
             self._input.close()
+
+
+def check_errors(failed: int, limit: int | None) -> None:
+    """Raises FailedPrecondition if more rows than the limit have failed."""
+    if limit is not None and failed > limit:
+        raise FailedPrecondition(f"{failed} rows have failed, more than max_errors = {limit}", reason="BATCH_ERRORS")

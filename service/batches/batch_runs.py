@@ -11,10 +11,10 @@ from pathlib import Path
 
 from saccade._async.jobs import run_job
 from saccade._core.retrying import Deadline, retry_delay
-from saccade._jobs.job import BatchJob, BatchOptions, BatchSummary
+from saccade._jobs.job import BatchJob, BatchOptions, BatchSummary, check_errors
 from saccade._jobs.journal import recount
 from saccade._jobs.rows import ImageFolder
-from saccade.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, error_from_service
+from saccade.errors import DeadlineExceeded, InvalidArgument, error_from_service
 from saccade.types import Model
 from saccade.v1 import inference_pb2, types_pb2
 from service.answers import convert
@@ -129,22 +129,16 @@ async def run_batch(
     on_start: Callable[[BatchSummary], None], on_row: Callable[[BatchSummary], None],
 ) -> BatchSummary:  # fmt: skip
     """Answers the rows that have no answer yet. Raises SaccadeError. `on_start` and `on_row`, which is called after
-    each row, are called from another thread."""
-
-    def check_errors(summary: BatchSummary) -> None:
-        """Unlike a job, which counts the errors of its run, a batch counts all, also those before a restart."""
-        if record.max_errors is not None and summary.failed > record.max_errors:
-            raise FailedPrecondition(
-                f"{summary.failed} rows have failed, more than max_errors = {record.max_errors}", reason="BATCH_ERRORS"
-            )
+    each row, are called from another thread. `max_errors` counts all failed rows, also those before a restart, which a
+    job does not count."""
 
     def start(summary: BatchSummary) -> None:
         on_start(summary)
-        check_errors(summary)
+        check_errors(summary.failed, record.max_errors)
 
     def progress(summary: BatchSummary, tokens: int, failed: bool) -> None:
         on_row(summary)
-        check_errors(summary)
+        check_errors(summary.failed, record.max_errors)
         try:
             store.check_output(record)
         except errors.StatusError as error:
