@@ -168,13 +168,19 @@ async def get_file(call: HttpCall) -> None:
 
 
 async def delete_file(call: HttpCall) -> None:
-    """Deletes an uploaded file; for an output of a batch, deletes the batch."""
+    """Deletes an uploaded file; for the output of a batch, deletes the batch. Its error file alone cannot be deleted:
+    the answers, which the caller may still need, would be deleted too."""
     file_id = path_values(call.scope)["file_id"]
     found = await _find(call)
     if isinstance(found, StoredFile):
         call.front.files.delete(found)
     else:
         batch, connection = found
+        if _of_errors(call):
+            raise InvalidArgument(
+                f"{file_id}: the error file is deleted together with the answers of {batch.batch_id}; to delete both, "
+                f"delete file-output-{batch.batch_id}"
+            )
         request = batch_pb2.DeleteBatchRequest(batch_id=batch.batch_id)
         await call.caller().call("batch", "DeleteBatch", request, on=connection)
     await call.respond({"id": file_id, "object": "file", "deleted": True})

@@ -133,6 +133,27 @@ def test_a_batch_of_a_file_that_is_deleted_meanwhile(http: RunningHttp) -> None:
         client.files.delete(gone.id)
 
 
+def test_an_error_file_is_not_deleted_with_the_answers(http: RunningHttp) -> None:
+    long = [{"role": "user", "content": "x" * 5000}]
+    wrong = json.dumps({**json.loads(ROW), "custom_id": "b", "body": {**BODY, "messages": long}}).encode()
+    with client_of(http) as client:
+        file = client.files.create(file=("in.jsonl", ROW + b"\n" + wrong), purpose="batch")
+        made = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )  # fmt: skip
+        while (batch := client.batches.retrieve(made.id)).status != "completed":
+            pass
+        assert batch.error_file_id and batch.output_file_id
+        with pytest.raises(openai.BadRequestError, match=f"to delete both, delete {batch.output_file_id}"):
+            client.files.delete(batch.error_file_id)
+        assert b'"b"' in client.files.content(batch.error_file_id).content
+        assert b'"a"' in client.files.content(batch.output_file_id).content
+        assert client.files.delete(batch.output_file_id).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.files.content(batch.error_file_id)
+        client.files.delete(file.id)
+
+
 def test_files_are_listed_in_pages(http: RunningHttp) -> None:
     with client_of(http, "pages") as client:
         ids = [client.files.create(file=(f"{i}.jsonl", ROW), purpose="batch").id for i in range(3)]
