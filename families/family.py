@@ -68,9 +68,9 @@ class VideoRule(Protocol):
         positive."""
 
     def sample_file(self, total: int, count: int, fps: Callable[[], float | None]) -> list[int]:
-        """Indices of at most `count` of the `total` frames of a file, ascending, at the model's sampling rate. `fps`:
-        returns the file's frame rate, or None if unknown; it is only called if needed, since it may have to read the
-        file."""
+        """Indices of at most `count` of the `total` frames of a file, ascending, at the model's sampling rate. A frame
+        that is shown for long may come several times. `fps`: returns the file's frame rate, or None if unknown; it is
+        only called if needed, since it may have to read the file."""
 
     def tokens(self, num_frames: int, height: int, width: int) -> int:
         """Rows that a clip will give the decoder; needs no decoded frame."""

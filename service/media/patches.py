@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -79,8 +80,8 @@ class Patcher:
             clip = self._decoder.clip(data)
         indices = video_rule(self._vision).sample_file(clip.num_frames, frames, lambda: clip.fps)
         # Closes the generators, so that the decoder's resources are released now and not by the garbage collector.
-        with closing(clip.frames(indices)) as tensors:
-            item = self._item(tensors, len(indices), watch)
+        with closing(clip.frames(list(dict.fromkeys(indices)))) as tensors:
+            item = self._item(_repeated(tensors, indices), len(indices), watch)
         return PreparedVideo(item, clip.num_frames, clip.fps)
 
     def frames(self, files: Sequence[Frame], watch: Stopwatch) -> PreparedItem:
@@ -109,6 +110,13 @@ class Patcher:
 def local_processor(limits: MediaLimits, vision: VisionSpec | None, dtype: str) -> ImageProcessor | None:
     """An `ImageProcessor` in this process; None for a model without images."""
     return None if vision is None else Patcher(LocalDecoder(limits), vision, dtype, limits)
+
+
+def _repeated(frames: Iterator[torch.Tensor], indices: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Yields a frame for each of the ascending `indices`. `frames`: those of the different indices."""
+    for frame, (_, same) in zip(frames, groupby(indices), strict=True):
+        for _ in same:
+            yield frame
 
 
 def _timed(frames: Iterator[torch.Tensor], watch: Stopwatch) -> Iterator[torch.Tensor]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,10 @@ from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPM
 from transformers.video_utils import VideoMetadata
 
 import saccade
+from encoder.frames import open_video
 from encoder.media_limits import MAX_ASPECT
 from encoder.runner import EncoderOptions, EncoderRunner
+from encoder.stopwatch import Stopwatch
 from families import CheckpointError
 from families.minicpmv4_6.slicing import Slicing
 from families.minicpmv4_6.vision import SlicingVision
@@ -40,6 +44,9 @@ from service.answers.prompts import read, widen
 from service.commands.cli import ServerProcess
 from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
 from service.engine.types import EngineInfo
+from service.media.image_pool import ImagePool
+from service.media.images import MediaLimits
+from service.media.patches import LocalDecoder, Patcher
 from service.media.prepared import PreparedItem
 from service.model.assets import ModelAssets
 from service.model.checkpoint import Checkpoint
@@ -154,6 +161,28 @@ def test_frames_are_the_released_processors(total: int, fps: float, count: int, 
     released = object.__new__(MiniCPMV4_6VideoProcessor)
     wanted = released.sample_frames(metadata, max_num_frames=min(count, most), stack_frames=1)
     assert rule.sample_file(total, count, lambda: fps) == [min(int(index), total - 1) for index in wanted]
+
+
+@pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP"])
+def test_a_frame_that_is_shown_for_long_is_sampled_several_times(tmp_path: Path, form: str) -> None:
+    tiny = make_minicpm(tmp_path, 7)
+    images = [random_image(random.Random(seed)).resize((80, 60)) for seed in range(3)]
+    buffer = io.BytesIO()
+    options: dict[str, Any] = {"lossless": True} if form == "WEBP" else {}
+    images[0].save(buffer, form, save_all=True, append_images=images[1:], duration=2000, loop=0, **options)
+    clip, limits, vision = buffer.getvalue(), MediaLimits(), vision_of(tiny)
+    frames = list(open_video(clip).frames([0, 1, 2]))
+    rule = vision.video_rule
+    assert rule is not None
+    indices = rule.sample_file(3, 8, lambda: 0.5)
+    assert indices == [0, 0, 1, 1, 2, 2]
+    expected = rule.patchify([frames[index] for index in indices], torch.float32, keep_bytes=True)
+    local = Patcher(LocalDecoder(limits), vision, "float32", limits)
+    assert torch.equal(local.video(clip, 8, Stopwatch()).item.encoder_item.patches, expected.patches)
+    with closing(ImagePool(limits, 1, image_seconds=60, video_seconds=60, vision=vision)) as pool:
+        item = pool.video(clip, 8, Stopwatch()).item
+        assert item.layout == expected.description and item.file is not None
+        assert torch.equal(replace(item, file=None).opened(item.file.take()).encoder_item.patches, expected.patches)
 
 
 @given(
