@@ -36,7 +36,7 @@ def family_config(files: ModelFiles, make_vision: MakeVision, *, axes: int) -> F
     config = files.config
     text = section(config, "text_config")
     kind = first(text, "model_type", default="qwen3_5_text")
-    if kind not in TEXTS:
+    if not isinstance(kind, str) or kind not in TEXTS:
         raise CheckpointError(f"config.json: text_config.model_type is {kind!r}; served are {', '.join(TEXTS)}")
     tied = flag(config, "tie_word_embeddings", flag(text, "tie_word_embeddings"))
     decoder = decoder_config(text, moe=TEXTS[kind], tied=tied, axes=axes)

@@ -194,7 +194,7 @@ def vision_fields(config: Mapping[str, Any], text_hidden_size: int, files: Model
             "image_size": count(vision, "image_size", 224),
             "insert_layer": _insert_layer(config),
             "image": _slicing(processor, _PROCESSOR),
-            "use_image_id": flag(processor, "use_image_id", True, file=_PROCESSOR),
+            "use_image_id": _switch(processor, "use_image_id", _PROCESSOR),
         }
         if first(config, "video_token_id") is not None:
             fields |= _video_fields(files.video_preprocessor)
@@ -210,13 +210,23 @@ def vision_fields(config: Mapping[str, Any], text_hidden_size: int, files: Model
 
 
 def _slicing(processor: Mapping[str, Any], file: str) -> Slicing:
-    return Slicing(
-        max_slice_nums=count(processor, "max_slice_nums", 9, file=file),
-        scale_resolution=count(processor, "scale_resolution", 448, most=LARGEST_SIDE, file=file),
-        slice_mode=flag(processor, "slice_mode", True, file=file),
-        mean=per_channel(first(processor, "image_mean", default=(0.5, 0.5, 0.5)), "image_mean"),
-        std=per_channel(first(processor, "image_std", default=(0.5, 0.5, 0.5)), "image_std"),
-    )
+    try:
+        return Slicing(
+            max_slice_nums=count(processor, "max_slice_nums", 9, file=file),
+            scale_resolution=count(processor, "scale_resolution", 448, most=LARGEST_SIDE, file=file),
+            slice_mode=_switch(processor, "slice_mode", file),
+            mean=per_channel(first(processor, "image_mean", default=(0.5, 0.5, 0.5)), "image_mean"),
+            std=per_channel(first(processor, "image_std", default=(0.5, 0.5, 0.5)), "image_std"),
+        )
+    except CheckpointError:
+        raise
+    except (ValueError, OverflowError) as error:
+        raise CheckpointError(f"{file}: {error}") from None
+
+
+def _switch(processor: Mapping[str, Any], name: str, file: str) -> bool:
+    """A flag that is on by default, and off if it is null, as in transformers."""
+    return flag(processor, name, name not in processor, file=file)
 
 
 def _video_fields(processor: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,5 +272,6 @@ def _check_processor(
     settings = {
         "downsample_mode": first(config, "downsample_mode", default="16x"), "patch_size": fields["patch_size"],
         "resample": BICUBIC, "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True,
+        "do_sample_frames": True,
     }  # fmt: skip
     check_processor(processor, settings, file)

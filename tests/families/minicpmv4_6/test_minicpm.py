@@ -17,6 +17,7 @@ from minicpm import IMAGE, TinyMiniCPM, make_minicpm, random_image
 from PIL import Image
 from running import RunningEncoder, RunningServer
 from transformers import AutoConfig
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 
 import saccade
 from encoder.item import EncoderItem
@@ -218,6 +219,11 @@ def test_bytes_become_the_same_numbers(tmp_path: Path) -> None:
         ("config.json", {"insert_layer_id": 9}, "insert_layer_id 9 must be at least 0 and below"),
         ("config.json", {"merge_kernel_size": [4, 4]}, "merge_kernel_size"),
         ("config.json", {"text_config": {"model_type": "qwen3"}}, "text_config.model_type is 'qwen3'"),
+        (
+            "config.json",
+            {"text_config": {"model_type": ["qwen3_5_text"]}},
+            r"text_config.model_type is \['qwen3_5_text'\]",
+        ),
         ("config.json", {"image_token_id": 10**6}, "image_token_id 1000000"),
         ("config.json", {"vision_config": {"hidden_size": 4.5}}, "hidden_size must be a whole number of at least 1"),
         ("preprocessor_config.json", {"scale_resolution": float("inf")}, "scale_resolution must be a whole number"),
@@ -225,7 +231,7 @@ def test_bytes_become_the_same_numbers(tmp_path: Path) -> None:
         ("preprocessor_config.json", {"patch_size": 7}, "patch_size is 7"),
         ("preprocessor_config.json", {"resample": 2}, "resample is 2"),
         ("preprocessor_config.json", {"max_slice_nums": 0}, "max_slice_nums must be a whole number"),
-        ("preprocessor_config.json", {"image_std": [0, 1, 1]}, "image_std"),
+        ("preprocessor_config.json", {"image_std": [0, 1, 1]}, "^preprocessor_config.json: .*image_std"),
         ("preprocessor_config.json", {"image_std": [float("nan"), 1, 1]}, "image_std must be three finite numbers"),
         ("preprocessor_config.json", {"image_mean": ["x", 1, 1]}, "image_mean must be three finite numbers, not .'x'"),
     ],
@@ -238,6 +244,22 @@ def test_what_is_not_served_is_refused_by_name(
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(CheckpointError, match=message):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["preprocessor_config.json", "video_preprocessor_config.json"])
+def test_a_switch_that_is_null_is_off_as_in_transformers(tmp_path: Path, file: str) -> None:
+    names = ("slice_mode", "use_image_id")
+    make_minicpm(tmp_path, 0)
+    path = tmp_path / file
+    settings = {name: value for name, value in json.loads(path.read_text()).items() if name not in names}
+    for changes, on in (({}, True), (dict.fromkeys(names), False)):
+        path.write_text(json.dumps(settings | changes))
+        vision = load_config(tmp_path).vision
+        assert isinstance(vision, SlicingVision) and vision.video is not None
+        slicing = vision.image if file == "preprocessor_config.json" else vision.video
+        assert slicing.slice_mode is on is bool(MiniCPMV4_6ImageProcessorPil(**settings, **changes).slice_mode)
+        if file == "preprocessor_config.json":
+            assert vision.use_image_id is on
 
 
 def test_the_window_merger_is_placed_by_the_top_level_alone(tmp_path: Path) -> None:

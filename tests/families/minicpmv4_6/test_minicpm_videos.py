@@ -257,7 +257,9 @@ def test_packed_or_alone_in_bytes_or_floats_the_rows_are_transformers(tmp_path: 
         ("video_preprocessor_config.json", {"downsample_mode": "8x"}, "downsample_mode is '8x'"),
         ("video_preprocessor_config.json", {"patch_size": 7}, "patch_size is 7"),
         ("video_preprocessor_config.json", {"max_num_frames": 0}, "max_num_frames must be a whole number"),
-        ("video_preprocessor_config.json", {"image_std": [0, 1, 1]}, "image_std"),
+        ("video_preprocessor_config.json", {"image_std": [0, 1, 1]}, "^video_preprocessor_config.json: .*image_std"),
+        ("video_preprocessor_config.json", {"image_mean": "x"}, "^video_preprocessor_config.json: image_mean"),
+        ("video_preprocessor_config.json", {"do_sample_frames": False}, "do_sample_frames is False"),
         ("config.json", {"video_token_id": 10**6}, "video_token_id 1000000"),
     ],
 )
