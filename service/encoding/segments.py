@@ -97,7 +97,9 @@ class SegmentPool:
         reached. Raises ValueError for a size above the limit, OSError if the machine has no memory."""
         wanted = rounded(size)
         if wanted > self.capacity_bytes:
-            raise ValueError(f"{size} bytes, but all segments together may have {self.capacity_bytes}")
+            raise ValueError(
+                f"{size} bytes in a segment of {wanted}, but all segments together may have {self.capacity_bytes}"
+            )
         for segment in self._free:
             if wanted <= segment.size <= 2 * wanted:
                 self._free.remove(segment)

@@ -80,8 +80,14 @@ def test_the_bound_holds_for_all_together(pool: SegmentPool) -> None:
     assert pool.closed == [small[0].number, small[1].number] and pool.bytes == 1024 * KIB
     pool.give_back(taken)
     assert take(pool, 512 * KIB) is taken
-    with pytest.raises(ValueError, match=rf"{1024 * KIB + 1} bytes, but all .* have {1024 * KIB}"):
+    with pytest.raises(ValueError, match=rf"{1024 * KIB + 1} bytes in a segment of {2048 * KIB}, but all"):
         pool.take(1024 * KIB + 1)
+
+
+def test_the_error_has_the_segment_that_would_be_too_large() -> None:
+    """Segments are powers of two, so that one may be too large for what its image alone would leave room for."""
+    with pytest.raises(ValueError, match=f"{150 * KIB} bytes in a segment of {256 * KIB}, but all .* {192 * KIB}$"):
+        SegmentPool(192 * KIB).take(150 * KIB)
 
 
 def test_the_oldest_free_segments_make_room(pool: SegmentPool) -> None:
