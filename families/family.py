@@ -48,7 +48,16 @@ class ImageRule(Protocol):
 
 
 @runtime_checkable
-class SlicingRule(Protocol):
+class CutsSlices(Protocol):
+    """Further property of an image or video rule that may cut an image or frame into slices."""
+
+    @property
+    def most_slices(self) -> int:
+        """Largest number of slices of an image or frame."""
+
+
+@runtime_checkable
+class SlicingRule(CutsSlices, Protocol):
     """Further method of an image rule that may cut an image into slices."""
 
     def text(self, item: ItemLayout, number: int, *, token: str) -> str:

@@ -27,6 +27,10 @@ class SlicedImageRule:
 
     config: VisionConfig
 
+    @property
+    def most_slices(self) -> int:
+        return self.config.image.most_slices
+
     def grid(self, height: int, width: int) -> Grid:
         """The patch grid of the whole image (without slices) for an image of `height` x `width` pixels."""
         return part_grid(self.config.image.parts(height, width, self.config.factor)[0], self.config)

@@ -50,6 +50,10 @@ class SlicedVideoRule:
         assert self.config.video is not None, "a model without videos"
         return self.config.video
 
+    @property
+    def most_slices(self) -> int:
+        return self.slicing.most_slices
+
     def sample(self, total: int, count: int) -> list[int]:
         """Evenly spaced frames from the first to the last; all if there are no more than `count`."""
         if total < 1 or count < 1:

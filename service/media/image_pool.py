@@ -24,7 +24,7 @@ from encoder.item import IMAGE, ROW_MAJOR, VIDEO, Grid, ItemDescription
 from encoder.media_limits import ImageError, ImageHeader, VideoError
 from encoder.stopwatch import Stopwatch
 from encoder.tower import patch_order
-from families import SlicingRule, VisionSpec
+from families import CutsSlices, VisionSpec
 from service.common import errors
 from service.media.images import Frame, MediaLimits, PreparedVideo, most_bytes, video_rule
 from service.media.prepared import PreparedItem
@@ -185,7 +185,9 @@ class ImagePool:
         vision = self._vision
         if told != (kind, vision.patch_widths[kind], vision.merge_size, pruning, patch_order(vision)):
             raise Lost("nonsense")
-        if found.num_slices and not isinstance(vision.image_rule, SlicingRule):
+        # The prompt gets words for each slice, so their number must be one that the model's rule makes.
+        rule = video_rule(vision) if kind == VIDEO else vision.image_rule
+        if found.num_slices > (rule.most_slices if isinstance(rule, CutsSlices) else 0):
             raise Lost("nonsense")
         whole = found.num_frames == 0 and found.num_wholes == 1
         several = 1 <= found.num_wholes <= found.num_frames

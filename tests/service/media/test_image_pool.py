@@ -30,6 +30,8 @@ from encoder.media_limits import FORMATS, ImageError, ImageLimits, VideoError, V
 from encoder.stopwatch import Stopwatch
 from encoder.tower import patch_order
 from families import VisionSpec
+from families.minicpmv4_6.slicing import Slicing
+from families.minicpmv4_6.vision import SlicingVision
 from families.qwen3_5.vision import QwenVision
 from service.common import errors
 from service.common.config import ServerOptions
@@ -239,6 +241,33 @@ def test_what_a_worker_says_is_not_believed(said: bytes, file: Callable[[], int 
         image(pool, b"an image")
     assert pool.stats()["workers_lost_nonsense"] == 1
     pool.close()
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+@pytest.mark.parametrize(("most", "cut"), [(4, (1, 5)), (4, (10**4, 10**4)), (1, (1, 1)), (4, (2, 2))])
+def test_more_slices_than_the_model_makes_are_not_believed(kind: str, most: int, cut: tuple[int, int]) -> None:
+    """A file without content takes no memory, however large it is, but the words of its slices would."""
+    video = Slicing(max_slice_nums=most)
+    vision = SlicingVision(8, 1, 1, 8, 8, insert_layer=None, image=video, video=video)
+    pool = ImagePool(LIMITS, 1, image_seconds=30, video_seconds=30, vision=vision)
+    sequences, width = 1 + cut[0] * cut[1], vision.patch_widths[kind]
+    item = {
+        **ITEM, "kind": kind, "num_frames": int(kind == "video"), "num_sequences": sequences, "slices": cut,
+        "slice_grid": (4, 4), "width": width, "order": patch_order(vision),
+    }  # fmt: skip
+    said = json.dumps({"item": item, "seconds": SECONDS, "total": 1, "fps": 2.0}).encode()
+    make = {"image": lambda: pool.image(b"x", Stopwatch()), "video": lambda: pool.video(b"x", 8, Stopwatch()).item}[
+        kind
+    ]
+    try:
+        with lying(pool, said, memory_file(16 * sequences * width * 4)):
+            if cut[0] * cut[1] <= most > 1:
+                assert make().layout.slices == cut
+            else:
+                with pytest.raises(ImageError, match="the decoder returned an invalid result"):
+                    make()
+    finally:
+        pool.close()
 
 
 def test_another_takes_the_place_of_one_that_lies() -> None:
