@@ -168,15 +168,15 @@ async def get_file(call: HttpCall) -> None:
 
 
 async def delete_file(call: HttpCall) -> None:
-    """Deletes an uploaded file; for the output of a batch, deletes the batch. Its error file alone cannot be deleted:
-    the answers, which the caller may still need, would be deleted too."""
+    """Deletes an uploaded file; for the output of a batch, deletes the batch. The error file of a batch with
+    answers cannot be deleted alone: the answers, which the caller may still need, would be deleted too."""
     file_id = path_values(call.scope)["file_id"]
     found = await _find(call)
     if isinstance(found, StoredFile):
         call.front.files.delete(found)
     else:
         batch, connection = found
-        if _of_errors(call):
+        if _of_errors(call) and batch.completed:
             raise InvalidArgument(
                 f"{file_id}: the error file is deleted together with the answers of {batch.batch_id}; to delete both, "
                 f"delete file-output-{batch.batch_id}"
