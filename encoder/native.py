@@ -120,8 +120,8 @@ class CompiledTower:
         return self._normed.nbytes + self._wide.nbytes
 
     def begin(self, batch: PackedBatch, x_RD: Tensor, bounds: Tensor, out: Tensor) -> TowerStep:
-        """A launch on new rows `x_RD`, which the tower's embedding fills. The caller keeps all tensors. Raises
-        `ValueError` with the offsets if `bounds`, int32, does not cover all rows."""
+        """A launch on the residual stream `x_RD`, float32, which operations change in place. The caller keeps all
+        tensors. Raises `ValueError` with the offsets if `bounds`, int32, does not cover all rows."""
         rows = len(x_RD)
         if rows > self._max_rows:
             self._reserve(rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from compiled import needs_compiled
 from tiny_encoder import TinyTower, random_image, relative_error, tiny_tower
+from towers import assert_same_bits_in_any_company, encode, rms
 
 from encoder.item import EncoderItem
 from encoder.native import ACTIVATIONS as COMPILED_ACTIVATIONS
@@ -32,19 +32,9 @@ def make(tiny: TinyTower, dtype: torch.dtype = torch.bfloat16, **options: Any) -
     return EncoderRunner(tiny.config, EncoderOptions(dtype=dtype, **given), tiny.weights.items())
 
 
-def encode(runner: EncoderRunner, images: list[EncoderItem]) -> list[torch.Tensor]:
-    out = [torch.full((i.tokens, runner.spec.row_width), math.nan, dtype=runner.options.dtype) for i in images]
-    runner.encode(images, out)
-    return out
-
-
 def sample_items(config: RadioVision, dtype: torch.dtype, grids: list[tuple[int, int]] = GRIDS) -> list[EncoderItem]:
     made = [random_image(config, *grid, seed=seed) for seed, grid in enumerate(grids)]
     return [EncoderItem(image.grid, image.patches.to(dtype)) for image in made]
-
-
-def rms(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    return float((torch.cat(found).double() - torch.cat(exact).double()).square().mean().sqrt())
 
 
 def random_changes(seed: int) -> dict[str, Any]:
@@ -94,17 +84,7 @@ def test_every_activation(activation: str) -> None:
 def test_an_image_gets_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     tiny = tiny_tower(7, final_layernorm=True, hidden_size=192)
     images = sample_items(tiny.config, dtype)
-    runner = make(tiny, dtype)
-    alone = [encode(runner, [image])[0] for image in images]
-    padded = make(tiny, dtype, graphs="on")
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            for packed in (encode(runner, images), encode(runner, images[::-1])[::-1], encode(padded, images)):
-                for rows, expected in zip(packed, alone, strict=True):
-                    assert torch.equal(rows, expected)
-    finally:
-        torch.set_num_threads(1)
+    assert_same_bits_in_any_company(make(tiny, dtype), make(tiny, dtype, graphs="on"), images)
 
 
 def test_launches_between_two_layers_change_nothing() -> None:

@@ -27,6 +27,7 @@ from transformers.models.minicpmv4_7.configuration_minicpmv4_7 import MiniCPMV4_
 from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import MiniCPMV4_7ForConditionalGeneration
 from transformers.models.minicpmv4_7.processing_minicpmv4_7 import MiniCPMV4_7Processor
 
+import saccade
 from encoder.item import EncoderItem
 
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
@@ -247,3 +248,13 @@ def inputs_of(tiny: TinyMiniCPM, media: list[Media], text: str = "0<1 ") -> dict
     """The released processor's output for `rendered(media, text)`."""
     images = [item for item in media if not isinstance(item, list)]
     return tiny.inputs(rendered(media, text), images, [item for item in media if isinstance(item, list)])
+
+
+def assert_greedy(answer: saccade.Generation, logits: torch.Tensor, never: Sequence[int]) -> None:
+    """`logits`: transformers', `[tokens of the answer, V]`; `never`: tokens that could not be drawn."""
+    expected, scale = torch.log_softmax(logits, -1), max(float(logits.abs().max()), 1.0)
+    logits[:, list(never)] = -torch.inf
+    assert answer.token_ids == logits.argmax(-1).tolist()
+    for place, entry in enumerate(answer.logprobs or ()):
+        for token, logprob in entry.top:
+            assert abs(logprob - float(expected[place, token])) <= 1e-4 * scale

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from images import encoded
-from minicpm import IMAGE, TinyMiniCPM, make_minicpm, random_image
+from minicpm import IMAGE, TinyMiniCPM, assert_greedy, make_minicpm, random_image
 from PIL import Image
 from running import RunningEncoder, RunningServer
 from transformers import AutoConfig
@@ -81,13 +81,8 @@ def test_logits_and_greedy_tokens(tmp_path: Path, seed: int) -> None:
             ids = inputs["input_ids"][0].tolist()
             assert answer.usage.prompt_tokens == len(ids)
             assert answer.usage.image_tokens == ids.count(image_token)
-            oracle = tiny.logits(ids + answer.token_ids[:-1], inputs)[len(ids) - 1 :]
-            expected, scale = torch.log_softmax(oracle, -1), max(float(oracle.abs().max()), 1.0)
-            oracle[:, image_token] = -torch.inf
-            assert answer.token_ids == oracle.argmax(-1).tolist()
-            for place, entry in enumerate(answer.logprobs or ()):
-                for token, logprob in entry.top:
-                    assert abs(logprob - float(expected[place, token])) <= 1e-4 * scale
+            logits = tiny.logits(ids + answer.token_ids[:-1], inputs)[len(ids) - 1 :]
+            assert_greedy(answer, logits, [image_token])
     attends = "full_attention" in tiny.model.config.text_config.layer_types  # prefixes of others are not kept
     assert answer.usage.cached_tokens > 0 or not images or not attends
 
@@ -156,11 +151,16 @@ def items(tiny: TinyMiniCPM, seed: int) -> list[EncoderItem]:
 def test_slices_cross_between_processes(tmp_path: Path, where: str) -> None:
     """Image workers, frontend, engine, and an encoder in a separate process or another server."""
     make_minicpm(tmp_path, 7, slice_mode=True, max_slice_nums=9)
+    settings = tmp_path / "video_preprocessor_config.json"
+    changes = {"slice_mode": True, "max_slice_nums": 4}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | changes))
     rng = random.Random(7)
     images = [encoded(random_image(rng)) for _ in range(3)]
-    common = {"max_tokens": 8, "temperature": 0.0, "images": images}
+    frames = [encoded(random_image(rng).resize((80, 60))) for _ in range(3)]
+    common: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "images": images, "videos": [frames]}
     with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1) as client:
         expected = client.generate("what?", **common)
+        assert client.tokenize("what?", videos=[frames]).media[0].slices != (0, 0)
     with ExitStack() as stack:
         if where == "process":
             arguments = [str(tmp_path), "--max-len", "2048", "--threads", "1", "--dtype", "float32", "--no-warmup"]
@@ -172,7 +172,9 @@ def test_slices_cross_between_processes(tmp_path: Path, where: str) -> None:
             server = stack.enter_context(RunningServer(str(tmp_path), max_len=2048, max_seqs=2, **elsewhere))
         remote = stack.enter_context(saccade.Client(server.address))
         answer = remote.generate("what?", **common)
-    assert answer.token_ids == expected.token_ids and answer.usage.image_tokens == expected.usage.image_tokens
+    assert answer.token_ids == expected.token_ids
+    for name in ("image_tokens", "video_tokens"):
+        assert getattr(answer.usage, name) == getattr(expected.usage, name) > 0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -234,6 +236,14 @@ def test_bytes_become_the_same_numbers(tmp_path: Path) -> None:
         ("preprocessor_config.json", {"image_std": [0, 1, 1]}, "^preprocessor_config.json: .*image_std"),
         ("preprocessor_config.json", {"image_std": [float("nan"), 1, 1]}, "image_std must be three finite numbers"),
         ("preprocessor_config.json", {"image_mean": ["x", 1, 1]}, "image_mean must be three finite numbers, not .'x'"),
+        ("video_preprocessor_config.json", {"stack_frames": 3}, "stack_frames is 3"),
+        ("video_preprocessor_config.json", {"downsample_mode": "8x"}, "downsample_mode is '8x'"),
+        ("video_preprocessor_config.json", {"patch_size": 7}, "patch_size is 7"),
+        ("video_preprocessor_config.json", {"max_num_frames": 0}, "max_num_frames must be a whole number"),
+        ("video_preprocessor_config.json", {"image_std": [0, 1, 1]}, "^video_preprocessor_config.json: .*image_std"),
+        ("video_preprocessor_config.json", {"image_mean": "x"}, "^video_preprocessor_config.json: image_mean"),
+        ("video_preprocessor_config.json", {"do_sample_frames": False}, "do_sample_frames is False"),
+        ("config.json", {"video_token_id": 10**6}, "video_token_id 1000000"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(

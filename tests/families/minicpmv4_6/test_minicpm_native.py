@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 import torch
 from compiled import needs_compiled
 from minicpm import make_minicpm, random_image, random_video
+from towers import assert_same_bits_in_any_company, encode, rms
 
-from encoder.item import EncoderItem
 from encoder.native import scratch_sizes
 from encoder.runner import EncoderOptions, EncoderRunner
 from families.minicpmv4_6.vision import SlicingVision
@@ -44,16 +43,6 @@ class Tiny:
         return EncoderRunner(self.vision, EncoderOptions(dtype=dtype, **given), weights or self.weights)
 
 
-def encode(runner: EncoderRunner, items: list[EncoderItem]) -> list[torch.Tensor]:
-    out = [torch.full((i.tokens, runner.spec.row_width), math.nan, dtype=runner.options.dtype) for i in items]
-    runner.encode(items, out)
-    return out
-
-
-def rms(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    return float((torch.cat(found).double() - torch.cat(exact).double()).square().mean().sqrt())
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_compiled_towers_equal_the_operations(tmp_path: Path, seed: int) -> None:
     tiny = Tiny(tmp_path, seed)
@@ -67,28 +56,10 @@ def test_compiled_towers_equal_the_operations(tmp_path: Path, seed: int) -> None
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("seed", [1, 2, 5])
 def test_an_image_gets_the_same_bits_in_any_company(tmp_path: Path, seed: int, dtype: torch.dtype) -> None:
-    """Alone, packed with others in any order, in a graph's padding, with any number of threads, interrupted between
-    layers."""
     tiny = Tiny(tmp_path, seed)
-    runner = tiny.runner(dtype)
-    alone = [encode(runner, [item])[0] for item in tiny.items]
     largest = max(tokens for item in tiny.items for tokens in item.sequence_tokens)
     padded = tiny.runner(dtype, graphs="on", graph_kinds=None, token_budgets=(largest, 3 * largest))
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            turned = encode(runner, tiny.items[::-1])[::-1]
-            for packed in (encode(runner, tiny.items), turned, encode(padded, tiny.items)):
-                for rows, expected in zip(packed, alone, strict=True):
-                    assert torch.equal(rows, expected)
-    finally:
-        torch.set_num_threads(1)
-    assert any(name.startswith("replays") for name in padded.stats())
-    job_out = [torch.empty_like(rows) for rows in alone]
-    job = runner.begin(tiny.items, job_out)
-    while job.step(0.0):
-        pass
-    assert all(torch.equal(rows, expected) for rows, expected in zip(job_out, alone, strict=True))
+    assert_same_bits_in_any_company(tiny.runner(dtype), padded, tiny.items)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "nvfp4", "int8"])

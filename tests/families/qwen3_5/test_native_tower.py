@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from compiled import needs_compiled
 from qwen_vision import TinyQwen, random_grids, random_item, tiny_qwen
+from towers import assert_same_bits_in_any_company, encode, rms
 
 from encoder.item import EncoderItem
 from encoder.native import scratch_sizes
@@ -32,21 +32,11 @@ def make(tiny: TinyQwen, dtype: torch.dtype, **options: Any) -> EncoderRunner:
     return EncoderRunner(tiny.config, EncoderOptions(dtype=dtype, **given), tiny.weights.items())
 
 
-def encode(runner: EncoderRunner, items: list[EncoderItem]) -> list[torch.Tensor]:
-    out = [torch.full((i.tokens, runner.spec.row_width), math.nan, dtype=runner.options.dtype) for i in items]
-    runner.encode(items, out)
-    return out
-
-
 def mixed(tiny: TinyQwen, seed: int = 0) -> list[EncoderItem]:
     grids = random_grids(random.Random(seed), 6, 8, tiny.config.merge_size)
     items = [random_item(tiny.config, grid, place, pairs=place % 3) for place, grid in enumerate(grids)]
     items += [random_item(tiny.config, (tiny.config.merge_size * 12, tiny.config.merge_size * 15), 9)]
     return items
-
-
-def rms(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    return float((torch.cat(found).double() - torch.cat(exact).double()).square().mean().sqrt())
 
 
 @pytest.mark.parametrize("changes", SIZES, ids=str)
@@ -62,27 +52,9 @@ def test_compiled_towers_equal_the_operations(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_an_image_gets_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
-    """Alone, packed with others in any order, in a graph's padding, with any number of threads, interrupted between
-    layers."""
     tiny = tiny_qwen(7, **SIZES[1])
-    items = mixed(tiny, 2)
-    runner = make(tiny, dtype)
-    alone = [encode(runner, [item])[0] for item in items]
     padded = make(tiny, dtype, graphs="on", graph_kinds=None, token_budgets=(64, 192))
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            for packed in (encode(runner, items), encode(runner, items[::-1])[::-1], encode(padded, items)):
-                for rows, expected in zip(packed, alone, strict=True):
-                    assert torch.equal(rows, expected)
-    finally:
-        torch.set_num_threads(1)
-    assert any(name.startswith("replays") for name in padded.stats())
-    job_out = [torch.empty_like(rows) for rows in alone]
-    job = runner.begin(items, job_out)
-    while job.step(0.0):
-        pass
-    assert all(torch.equal(rows, expected) for rows, expected in zip(job_out, alone, strict=True))
+    assert_same_bits_in_any_company(make(tiny, dtype), padded, mixed(tiny, 2))
 
 
 def test_bytes_become_rows_as_floats_do() -> None:
