@@ -22,21 +22,9 @@ from kernels.native.instruction_sets import NativeUnavailable, choose, processor
 from kernels.native.library import origin
 from service.common.config import ConfigError, EngineOptions, ServerOptions
 from service.common.roles import warn_of_unused
-from service.engine.build import (
-    check_activations,
-    check_decoders,
-    check_drafting,
-    check_images,
-    check_instruction_set,
-    check_role,
-    check_state_block,
-    check_state_dtype,
-    decoder_options,
-    dtype_loss,
-    encoder_options,
-    resolve_device,
-    resolve_dtype,
-)
+from service.engine.build import check_decoders, dtype_loss
+from service.engine.checks import check_images, check_instruction_set, check_model, check_role
+from service.engine.runner_options import decoder_options, encoder_options, resolve_device, resolve_dtype
 from service.model.checkpoint import Checkpoint, open_checkpoint
 from service.model.hub import fetched
 from service.model.quantise import quantised_name
@@ -85,16 +73,12 @@ def plan(options: ServerOptions) -> list[Table]:
     options = fetched(options, weights=False)
     check_instruction_set(options)
     checkpoint = open_checkpoint(options.model, options.revision, outline=True)
-    check_role(options, checkpoint)
     if options.role == "encoder":
+        check_role(options, checkpoint)
         check_images(options, checkpoint)
         check_decoders(options, checkpoint)
         return [memory_table(options, checkpoint), encoder_table(options, checkpoint)]
-    check_activations(options, checkpoint)
-    check_state_dtype(options, checkpoint)
-    check_state_block(options, checkpoint)
-    check_drafting(options, checkpoint)
-    check_images(options, checkpoint)
+    check_model(options, checkpoint)
     tables = [
         memory_table(options, checkpoint),
         concurrency_table(options, checkpoint),

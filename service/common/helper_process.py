@@ -28,6 +28,8 @@ POLLS = 10
 one part has expired when they resume, and the helper has the remaining ones to answer."""
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Stop a server."""
 STOP_HELPER = signal.SIGUSR1
 """Stops a helper that lets its running calls end."""
 
@@ -36,11 +38,12 @@ class HelperFailed(RuntimeError):
     """A helper has ended, or was killed, before it was ready."""
 
 
-def ignore_group_signals() -> None:
-    """Ignores the signals that stop a server, which may reach all of its processes: Ctrl-C in a terminal, SIGTERM by
-    systemd or `timeout`. The process that started the helper decides when it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def ignore_stop_signals() -> None:
+    """Ignores `STOP_SIGNALS`. In a helper, since they may reach all processes of a server (Ctrl-C in a terminal,
+    SIGTERM by systemd or `timeout`), and the process that started the helper decides when it ends. In a server that
+    has stopped, since Python removes other handlers before its own end."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def start_helper(module: str, descriptors: Sequence[int] = ()) -> tuple[subprocess.Popen[bytes], Connection]:

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from families import CheckpointError
-from service.common.helper_process import ignore_group_signals
+from service.common.helper_process import ignore_stop_signals
 from service.common.process_limits import allow_seconds, confine
 from service.common.types import TextFormat
 from service.engine.grammars import COMPILE_SECONDS, Grammars
@@ -54,7 +54,7 @@ def _until_the_end(connection: Connection) -> None:
 
 
 def main(descriptor: int) -> None:
-    ignore_group_signals()  # the engine decides when this process stops.
+    ignore_stop_signals()  # the engine decides when this process stops.
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_until_the_end, args=(Connection(descriptor),))
     thread.start()

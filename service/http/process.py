@@ -16,7 +16,7 @@ import threading
 from multiprocessing.connection import Connection
 
 from service.common.config import HttpFrontOptions
-from service.common.helper_process import STOP_HELPER, ignore_group_signals
+from service.common.helper_process import STOP_HELPER, ignore_stop_signals
 from service.http.call import Front
 from service.http.run import HttpServer
 
@@ -62,7 +62,7 @@ def main(descriptor: int) -> int:
 
 
 if __name__ == "__main__":
-    ignore_group_signals()  # the parent sends STOP_HELPER
+    ignore_stop_signals()  # the parent sends STOP_HELPER
     code = main(int(sys.argv[1]))
     sys.stderr.flush()
     os._exit(code)  # not exit(): the thread may still be blocked on the connection

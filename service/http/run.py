@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import uvicorn
 
 from service.common.config import HttpFrontOptions
+from service.common.helper_process import STOP_SIGNALS, ignore_stop_signals
 from service.http.app import make_app
 from service.http.hosts import HostCheck
 from service.http.listen import bind, check_exposure, url_of
@@ -23,7 +24,6 @@ from service.http.tls import tls_context
 log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 8000
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run(options: HttpFrontOptions) -> int:
@@ -43,8 +43,7 @@ def run(options: HttpFrontOptions) -> int:
 
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     asyncio.run(serve())
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # Python removes other handlers before its own end
+    ignore_stop_signals()
     return 0
 
 

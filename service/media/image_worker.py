@@ -42,7 +42,7 @@ from encoder.item import ItemDescription
 from encoder.media_limits import FORMATS, ImageError, ImageLimits, VideoError, VideoLimits
 from encoder.stopwatch import Stopwatch
 from kernels.host_memory import keep_freed_memory
-from service.common.helper_process import ignore_group_signals, lasting_objects
+from service.common.helper_process import ignore_stop_signals, lasting_objects
 from service.common.process_limits import allow_seconds, confine, end_with_parent
 from service.media.images import LENGTH, Frame, MediaLimits, framed
 from service.media.prepared import PreparedItem
@@ -228,7 +228,7 @@ def _receive_with_descriptor(connection: socket.socket) -> tuple[dict[str, Any],
 
 
 def main(descriptor: int) -> int:
-    ignore_group_signals()  # the server decides when these processes stop.
+    ignore_stop_signals()  # the server decides when these processes stop.
     with socket.socket(fileno=descriptor) as connection:
         try:
             _ForkServer(connection).run()

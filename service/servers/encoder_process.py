@@ -19,7 +19,7 @@ from encoder.item import ItemDescription
 from kernels.host_memory import keep_freed_memory, release_program_pages
 from service.common.channel import receive_descriptor
 from service.common.config import EngineOptions
-from service.common.helper_process import ignore_group_signals
+from service.common.helper_process import ignore_stop_signals
 from service.encoding.encoder import LocalEncoder
 from service.encoding.entries import Work
 from service.encoding.process_link import PlacedRows
@@ -105,7 +105,7 @@ class SegmentWork:
 
 def main(descriptor: int) -> int:
     connection: Connection = Connection(descriptor)
-    ignore_group_signals()  # the decoder process decides when this process stops.
+    ignore_stop_signals()  # the decoder process decides when this process stops.
     options, log_level = connection.recv()
     logging.basicConfig(level=log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     keep_freed_memory()

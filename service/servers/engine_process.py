@@ -23,13 +23,13 @@ from kernels.host_memory import keep_freed_memory, release_program_pages
 from service.common.channel import receive_descriptor
 from service.common.config import EngineOptions
 from service.common.errors import EngineDied
-from service.common.helper_process import ignore_group_signals, lasting_objects
+from service.common.helper_process import ignore_stop_signals, lasting_objects
 from service.engine import wire
 
 
 def main(descriptor: int) -> int:
     connection: Connection = Connection(descriptor)
-    ignore_group_signals()  # the frontend decides when this process stops.
+    ignore_stop_signals()  # the frontend decides when this process stops.
     options, log_level = connection.recv()
     logging.basicConfig(level=log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     keep_freed_memory()

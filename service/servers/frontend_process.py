@@ -23,7 +23,7 @@ from typing import Any
 
 from kernels.host_memory import release_program_pages
 from service.common.config import ServerOptions
-from service.common.helper_process import STOP_HELPER, ignore_group_signals, log_level
+from service.common.helper_process import STOP_HELPER, ignore_stop_signals, log_level
 from service.engine.engine_client import EngineLink
 from service.engine.types import EngineInfo
 from service.media.media import SharedSpool, Spool
@@ -162,7 +162,7 @@ def main(descriptor: int) -> int:
 
 
 if __name__ == "__main__":
-    ignore_group_signals()  # the hub sends STOP_HELPER
+    ignore_stop_signals()  # the hub sends STOP_HELPER
     code = main(int(sys.argv[1]))
     sys.stderr.flush()
     os._exit(code)  # not exit(): the link's reader thread may still be blocked on the hub

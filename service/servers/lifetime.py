@@ -11,14 +11,13 @@ from typing import Any, Protocol, TypeVar
 
 from service.common.config import ServerOptions
 from service.common.errors import EngineDied
+from service.common.helper_process import STOP_SIGNALS, ignore_stop_signals
 from service.engine.engine_client import Loading
 from service.servers.exposure import address_of
 from service.servers.http_process import LAST_SECONDS, HttpProcess
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stoppable(Protocol):
@@ -46,8 +45,7 @@ def stop_signals(*numbers: signal.Signals) -> asyncio.Event:
 def run_to_end(serve: Coroutine[Any, Any, int]) -> int:
     """Runs a server. Further signals cannot change the exit code, which is the result."""
     code = asyncio.run(serve)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # Python removes other handlers before its own end
+    ignore_stop_signals()
     return code
 
 

@@ -30,7 +30,8 @@ from kernels.native.instruction_sets import SETS, processor_features, supported
 from kernels.native.structs import Kind
 from service.commands.plan import plan, size, weight_bytes
 from service.common.config import ConfigError, EngineOptions, ServerOptions
-from service.engine.build import build_encoder, build_engine, decoder_options, encoder_options
+from service.engine.build import build_encoder, build_engine
+from service.engine.runner_options import decoder_options, encoder_options
 from service.model.checkpoint import open_checkpoint
 from service.model.quantise import quantise_checkpoint
 from service.model.resolve import resolve_vision

@@ -14,7 +14,8 @@ from tiny_checkpoint import make_checkpoint
 from decoder.config import DecoderOptions
 from service.commands.plan import plan
 from service.common.config import ConfigError, EngineOptions
-from service.engine.build import build_encoder, build_engine, decoder_options, resolve_device, resolve_step_tokens
+from service.engine.build import build_encoder, build_engine
+from service.engine.runner_options import decoder_options, resolve_device, resolve_step_tokens
 from service.model.checkpoint import open_checkpoint
 
 FIXED = {"page_size"}
