@@ -158,10 +158,23 @@ class Target(NamedTuple):
     place: int = 0
     """Index of the part, or of the entry of the stack."""
     parts: int = 1
+    ranges: tuple[tuple[int, int], ...] = ()
+    """(first, end) of neighbouring parts, in place of the one at `place`: those of the first range in every group, then
+    those of the second, and so on."""
     groups: int = 1
     """Number of equal groups of rows, each of which contains all parts: for example one group per head."""
     offset: float = 0.0
     """Added to every element in float32, for norms that store their weight minus 1. Not for quantised matrices."""
+
+    @property
+    def taken(self) -> tuple[tuple[int, int], ...]:
+        """(first, end) of the parts that are taken of each group."""
+        return self.ranges or ((self.place, self.place + 1),)
+
+    @property
+    def num_taken(self) -> int:
+        """Number of the parts that are taken of each group."""
+        return sum(end - first for first, end in self.taken)
 
 
 @dataclass(frozen=True)

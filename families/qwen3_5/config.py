@@ -5,7 +5,7 @@ Vision-language models have the decoder's fields in `text_config`, text-only mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from decoder.config import DecoderConfig
@@ -45,19 +45,30 @@ def read_config(files: ModelFiles, *, moe: bool) -> FamilyConfig:
     return FamilyConfig(text, decoder, read_vision(vision, decoder.hidden_size, files), *tokens)
 
 
-def decoder_config(text: Mapping[str, Any], *, moe: bool = False, tied: bool = False, axes: int = 1) -> DecoderConfig:
-    """Reads the decoder's fields. `moe`: experts instead of MLPs; `axes`: number of axes of positions, 3 for models
-    with images, whose tokens have a row and a column. Raises CheckpointError."""
+def decoder_config(
+    text: Mapping[str, Any],
+    *,
+    moe: bool = False,
+    tied: bool = False,
+    axes: int = 1,
+    dense: Collection[int] | None = None,
+) -> DecoderConfig:
+    """Reads the decoder's fields. `moe`: experts instead of MLPs, except in the published layers `dense`; None: files
+    may not ask for any. `axes`: number of axes of positions, 3 for models with images, whose tokens have a row and a
+    column. Raises CheckpointError."""
     try:
-        return _decoder_config(text, moe, tied, axes)
+        if moe and dense is None:
+            fields.only(text, "decoder_sparse_step", 1)
+            fields.only(text, "mlp_only_layers", [])
+        return _decoder_config(text, moe, tied, axes, dense or ())
     except CheckpointError:
         raise
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"config.json: {error}") from None
 
 
-def _decoder_config(text: Mapping[str, Any], moe: bool, tied: bool, axes: int) -> DecoderConfig:
-    inner = () if moe else ("intermediate_size",)
+def _decoder_config(text: Mapping[str, Any], moe: bool, tied: bool, axes: int, dense: Collection[int]) -> DecoderConfig:
+    inner = ("intermediate_size",) if dense or not moe else ()
     fields.required(
         text, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", *inner
     )
@@ -74,8 +85,9 @@ def _decoder_config(text: Mapping[str, Any], moe: bool, tied: bool, axes: int) -
     mixers: dict[str, MixerSpec] = {"mamba": _gated_delta(text, hidden, eps), "attention": attention}
     feed_forward = _experts(text, hidden) if moe else _mlp(text, hidden)
     found = []
-    for kind in _layer_kinds(text, layers):
-        found += [Layer((("mixer", mixers[kind]),)), Layer((("mixer", feed_forward),))]
+    for index, kind in enumerate(_layer_kinds(text, layers)):
+        follows = _mlp(text, hidden) if index in dense else feed_forward
+        found += [Layer((("mixer", mixers[kind]),)), Layer((("mixer", follows),))]
     return DecoderConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -162,8 +174,6 @@ def _mlp(text: Mapping[str, Any], hidden: int) -> Mlp:
 
 def _experts(text: Mapping[str, Any], hidden: int) -> Experts:
     fields.only(text, "norm_topk_prob", True)
-    fields.only(text, "decoder_sparse_step", 1)
-    fields.only(text, "mlp_only_layers", [])
     return Experts(
         hidden_size=hidden,
         n_routed_experts=fields.count(text, "num_experts", 256),

@@ -103,12 +103,14 @@ class Quantised:
         """Rows of a weight `[n, k]`: copies for an int64 `index` of any length, views for a slice."""
         return self._each(lambda tensor, has_rows: tensor[index] if has_rows else tensor)
 
-    def row_part(self, place: int, parts: int, groups: int = 1) -> Quantised:
-        """Part `place` of `parts` equal parts of the rows, or of each of `groups` equal groups of rows; a view if
-        possible."""
+    def row_part(self, place: int, parts: int, groups: int = 1, count: int = 1) -> Quantised:
+        """Part `place` of `parts` equal parts of the rows, or of each of `groups` equal groups of rows, and the next
+        `count - 1` parts; a view if possible."""
         row = self.values.dim() - 2
-        of = place, parts, groups
-        return self._each(lambda tensor, has_rows: row_part(tensor, *of, row - tensor.dim()) if has_rows else tensor)
+        of = place, parts, groups, count
+        return self._each(
+            lambda tensor, has_rows: row_part(tensor, *of, dim=row - tensor.dim()) if has_rows else tensor
+        )
 
     def in_shape(self, rows: Sequence[int]) -> Quantised:
         """Reshapes a weight `[n, k]`, which has no input order, to `[*rows, k]`."""
@@ -193,14 +195,11 @@ def check_groups(weight: Quantised) -> None:
 AnyWeight = Tensor | Quantised
 
 
-def row_part(tensor: Tensor, place: int, parts: int, groups: int, dim: int) -> Tensor:
-    """Along a negative `dim`: part `place` of `parts` equal parts of each of `groups` equal groups, group after group.
-    Aliases the tensor if there is one group.
-    """
-    if groups == 1:
-        return tensor.chunk(parts, dim)[place]
-    split = tensor.unflatten(dim, (groups, parts, -1)).select(dim - 1, place)
-    return split.flatten(dim - 1, dim)
+def row_part(tensor: Tensor, place: int, parts: int, groups: int = 1, count: int = 1, *, dim: int) -> Tensor:
+    """Along a negative `dim`: part `place` of `parts` equal parts of each of `groups` equal groups, and the next
+    `count - 1` parts, group after group. Aliases the tensor if there is one group."""
+    split = tensor.unflatten(dim, (groups, parts, -1)).narrow(dim - 1, place, count)
+    return split.flatten(dim - 2, dim)
 
 
 def quantised_bytes(shape: Sequence[int], form: str) -> int:

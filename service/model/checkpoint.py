@@ -205,7 +205,8 @@ class Checkpoint:
         source = self._sources[name]
         stored = [self.weights[each] for each in source.names]
         total = sum(math.prod(w.shape) * item if w.scheme == "plain" else w.nbytes for w in stored)
-        return total // (source.target.parts if source.target.how == "part" else 1)
+        target = source.target
+        return total * target.num_taken // target.parts if target.how == "part" else total
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -271,13 +272,17 @@ def open_checkpoint(model: str, revision: str | None = None, *, outline: bool = 
 
 def _made(tensor: torch.Tensor | Quantised, target: Target) -> torch.Tensor | Quantised:
     """The target tensor made from a stored tensor; aliases it if possible."""
-    from kernels.linear import Quantised, row_part
+    from kernels.linear import Quantised, concatenate, row_part
 
     if target.how == "part":
-        of = target.place, target.parts, target.groups
-        if isinstance(tensor, Quantised):
-            return tensor.row_part(*of)
-        tensor = row_part(tensor, *of, max(-2, -tensor.dim()))
+        parts: list[torch.Tensor | Quantised] = []
+        for first, end in target.taken:
+            of = first, target.parts, target.groups, end - first
+            if isinstance(tensor, Quantised):
+                parts.append(tensor.row_part(*of))
+            else:
+                parts.append(row_part(tensor, *of, dim=max(-2, -tensor.dim())))
+        tensor = parts[0] if len(parts) == 1 else concatenate(parts)
     if target.offset:
         assert not isinstance(tensor, Quantised), f"{target.name} is quantised, and {target.offset} to be added"
         tensor = tensor.float() + target.offset

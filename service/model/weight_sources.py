@@ -89,7 +89,7 @@ def shape_of(source: Source, stored: Mapping[str, StoredWeight]) -> tuple[int, .
             return ()
         at = max(0, len(first) - 2)
         rows = first[at]
-        found = (*first[:at], rows // target.parts, *first[at + 1 :])
+        found = (*first[:at], rows // target.parts * target.num_taken, *first[at + 1 :])
         return found if rows % (target.parts * target.groups) == 0 else ()
     if target.how == "stack":
         same = all(stored[name].shape == first for name in source.names)

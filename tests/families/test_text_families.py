@@ -16,7 +16,7 @@ from tiny_decoder import greedy_params, request, run, tokens
 from transformers import AutoConfig
 
 from decoder.config import DecoderOptions
-from decoder.layers.descriptions import Attention
+from decoder.layers.descriptions import Attention, Experts, Mlp
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.recurrence_operations import MAX_TAPS
 from decoder.runner import DecoderRunner
@@ -153,6 +153,23 @@ def test_key_and_value_heads_of_files_without_the_field(tmp_path: Path, config: 
     assert heads() == 32
 
 
+def test_which_layers_of_qwen_next_have_experts(tmp_path: Path) -> None:
+    """Every second layer, the others and those of a list have MLPs; so does no multi-token prediction head."""
+    fields = {
+        "model_type": "qwen3_next", "vocab_size": 8, "hidden_size": 64, "num_hidden_layers": 6,
+        "num_attention_heads": 2, "intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2,
+        "decoder_sparse_step": 2, "mlp_only_layers": [3], "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    decoder = load_config(tmp_path).decoder
+    kinds = [type(layer.mixers[0][1]) for layer in decoder.layers[1::2]]
+    assert kinds == [Mlp, Experts, Mlp, Mlp, Mlp, Experts]
+    assert [type(spec) for spec in decoder.mtp] == [Attention, Experts]
+    small = json.dumps(fields | {"num_experts": 0})
+    (tmp_path / "config.json").write_text(small)
+    assert {type(layer.mixers[0][1]) for layer in load_config(tmp_path).decoder.layers[1::2]} == {Mlp}
+
+
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
@@ -173,6 +190,13 @@ def test_key_and_value_heads_of_files_without_the_field(tmp_path: Path, config: 
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "'alibi'"),
         ("granitemoehybrid", {"logits_scaling": 0}, "logits_scaling must be a number above 0, not 0"),
         ("granitemoehybrid", {"num_local_experts": 2, "num_experts_per_tok": 3}, "3 is above the 2 experts"),
+        ("qwen3_next", {"mlp_only_layers": [0.5]}, r"mlp_only_layers must be a list of whole numbers, not \[0.5\]"),
+        ("qwen3_next", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a whole number of at least 1, not 0"),
+        ("qwen3_next", {"num_experts": 8, "norm_topk_prob": False}, "norm_topk_prob is False"),
+        ("qwen3_next", {"num_experts": "8"}, "num_experts must be a whole number of at least 1, not '8'"),
+        ("qwen3_next", {"num_hidden_layers": None}, "lacks num_hidden_layers"),
+        ("qwen3_next", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; 0 and 1 are served"),
+        ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ],
 )
 def test_configurations_that_are_refused(tmp_path: Path, family: str, change: dict[str, Any], message: str) -> None:

@@ -185,8 +185,10 @@ def test_a_part_of_each_group_of_rows_is_taken_as_of_the_plain_weight(kind: str,
     whole = quantise(weight, kind).dequantise()
     expected = whole.view(3, 2, 5, 130)[:, place].reshape(15, 130)
     assert torch.equal(quantise(weight, kind).row_part(place, 2, 3).dequantise(), expected)
-    assert torch.equal(row_part(weight, place, 2, 3, -2), weight.view(3, 2, 5, 130)[:, place].reshape(15, 130))
-    assert torch.equal(row_part(weight[:, 0], place, 2, 3, -1), weight[:, 0].view(3, 2, 5)[:, place].reshape(15))
+    assert torch.equal(row_part(weight, place, 2, 3, dim=-2), weight.view(3, 2, 5, 130)[:, place].reshape(15, 130))
+    assert torch.equal(row_part(weight[:, 0], place, 2, 3, dim=-1), weight[:, 0].view(3, 2, 5)[:, place].reshape(15))
+    two = whole.view(3, 5, 2, 130)[:, place + 1 : place + 3].reshape(12, 130)
+    assert torch.equal(quantise(weight, kind).row_part(place + 1, 5, 3, 2).dequantise(), two)
 
 
 def test_what_cannot_be_quantised_is_refused() -> None:

@@ -35,6 +35,19 @@ def bamba() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def qwen_next() -> dict[str, Any]:
+    """Qwen3-Next-80B-A3B, also Qwen3-Coder-Next."""
+    return {
+        "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120,
+        "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "num_experts": 512,
+        "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "partial_rotary_factor": 0.25, "rope_theta": 1e7, "max_position_embeddings": 262144,
+        "tie_word_embeddings": False, "dtype": "bfloat16", "eos_token_id": 151645,
+    }  # fmt: skip
+
+
 def nemotron(pattern: str, **fields: Any) -> dict[str, Any]:
     """A NemotronH decoder with this layer pattern."""
     return {
@@ -71,6 +84,7 @@ def models() -> dict[str, dict[str, Any]]:
     """By the name used in docs/models.md."""
     qwen = {f"Qwen3.5-{name}": published(name) for name in PUBLISHED}
     others = {"Nemotron-Nano-9B-v2": NANO_9B, "Nemotron-3-Nano-30B-A3B": NANO_30B, "Bamba-9B": bamba()}
+    others["Qwen3-Next-80B-A3B"] = qwen_next()
     return {**qwen, "MiniCPM-V-4.6": minicpm(), "Nemotron-3-Nano-Omni-30B-A3B": omni(), **others}
 
 
@@ -80,5 +94,6 @@ HUB_IDS = {
     "Nemotron-Nano-9B-v2": "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
     "Nemotron-3-Nano-30B-A3B": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     "Bamba-9B": "ibm-ai-platform/Bamba-9B",
+    "Qwen3-Next-80B-A3B": "Qwen/Qwen3-Next-80B-A3B-Instruct",
 }
 """Their names on the Hugging Face hub, if known."""

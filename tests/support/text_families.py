@@ -8,11 +8,18 @@ from typing import Any
 
 import torch
 from tiny_checkpoint import VOCAB, TinyCheckpoint, randomise
-from transformers import BambaConfig, BambaForCausalLM, GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 
 def _shared(rng: random.Random, layers: int) -> dict[str, Any]:
-    """Configuration fields that both families have."""
+    """Configuration fields that Bamba and Granite have."""
     kv = rng.choice([1, 2])
     heads = kv * rng.choice([1, 2, 4])
     mamba_heads, groups = rng.choice([(2, 1), (4, 1), (4, 2), (8, 2)])
@@ -69,7 +76,39 @@ def granite(rng: random.Random) -> Any:
     return GraniteMoeHybridForCausalLM(config)
 
 
-FAMILIES = {"bamba": bamba, "granitemoehybrid": granite}
+def qwen_next(rng: random.Random) -> Any:
+    layers, kv, experts = rng.randint(1, 4), rng.choice([1, 2]), rng.choice([0, 4, 6])
+    key_heads = rng.choice([1, 2])
+    config = Qwen3NextConfig(
+        vocab_size=VOCAB,
+        hidden_size=rng.choice([32, 48]),
+        num_hidden_layers=layers,
+        num_attention_heads=kv * rng.choice([1, 2, 4]),
+        num_key_value_heads=kv,
+        head_dim=rng.choice([16, 32]),
+        intermediate_size=rng.choice([24, 40]),
+        linear_conv_kernel_dim=rng.choice([2, 4]),
+        linear_key_head_dim=rng.choice([8, 16]),
+        linear_value_head_dim=rng.choice([8, 12, 16]),
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=key_heads * rng.choice([1, 2, 3]),
+        layer_types=[rng.choice(["linear_attention", "full_attention"]) for _ in range(layers)],
+        num_experts=experts,
+        num_experts_per_tok=rng.choice([1, 2]),
+        moe_intermediate_size=rng.choice([8, 24]),
+        shared_expert_intermediate_size=rng.choice([8, 24]),
+        decoder_sparse_step=rng.choice([1, 1, 2]),
+        mlp_only_layers=rng.choice([[], [0], [1, 2]]),
+        attention_bias=rng.random() < 0.3,
+        rms_norm_eps=rng.choice([1e-5, 1e-6]),
+        tie_word_embeddings=rng.random() < 0.3,
+        max_position_embeddings=512,
+        eos_token_id=2,
+    )
+    return Qwen3NextForCausalLM(config)
+
+
+FAMILIES = {"bamba": bamba, "granitemoehybrid": granite, "qwen3_next": qwen_next}
 
 
 def make_text_checkpoint(path: Path, family: str, seed: int) -> TinyCheckpoint:
