@@ -67,6 +67,8 @@ def test_tokens_and_logprobs_with_any_options(tmp_path: Path, family: str, seed:
     checkpoint = Checkpoint(tmp_path)
     chosen: dict[str, Any] = dict(OPTIONS[seed % len(OPTIONS)])
     preempt_every = chosen.pop("preempt_every")
+    if checkpoint.config.decoder.mtp and chosen["speculative"] != "none":
+        chosen["speculative"] = "mtp"
     block = {"state_block": 8} if chosen["state_cache"] in ("align", "all") else {}
     options = DecoderOptions(
         max_seqs=3,

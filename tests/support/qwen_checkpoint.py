@@ -87,7 +87,7 @@ def make_qwen(
         model.tie_weights()
     weights = _named(model, naming, one_by_one)
     if mtp:
-        weights |= _mtp_weights(model, seed, moe, one_by_one)
+        weights |= mtp_weights(model, seed, moe, one_by_one)
     path.mkdir(parents=True, exist_ok=True)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_dict()
@@ -140,7 +140,7 @@ def _experts(name: str, tensor: torch.Tensor, one_by_one: bool) -> dict[str, tor
     return {f"{head}.{e}.{part}.weight": of[e] for part, of in parts.items() for e in range(of.shape[0])}
 
 
-def _mtp_weights(model: Any, seed: int, moe: bool, one_by_one: bool) -> dict[str, torch.Tensor]:
+def mtp_weights(model: Any, seed: int, moe: bool, one_by_one: bool) -> dict[str, torch.Tensor]:
     """Weights of a random prediction head, whose layer has the shapes of a full-attention layer."""
     config = model.config.get_text_config()
     layer = type(model)(one_layer(model.config)).state_dict()
@@ -163,4 +163,5 @@ def one_layer(config: Any) -> Any:
     copy = type(config).from_dict(config.to_dict())
     text = copy.get_text_config()
     text.num_hidden_layers, text.layer_types, text.attention_bias = 1, ["full_attention"], False
+    text.decoder_sparse_step, text.mlp_only_layers = 1, []
     return copy

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from qwen_checkpoint import mtp_weights
+from safetensors.torch import load_file, save_file
 from tiny_checkpoint import VOCAB, TinyCheckpoint, randomise
 from transformers import (
     BambaConfig,
@@ -104,6 +106,7 @@ def qwen_next(rng: random.Random) -> Any:
         tie_word_embeddings=rng.random() < 0.3,
         max_position_embeddings=512,
         eos_token_id=2,
+        num_nextn_predict_layers=rng.choice([0, 1]),
     )
     return Qwen3NextForCausalLM(config)
 
@@ -117,4 +120,8 @@ def make_text_checkpoint(path: Path, family: str, seed: int) -> TinyCheckpoint:
     model = FAMILIES[family](random.Random(seed)).float().eval()
     randomise(model, seed)
     model.save_pretrained(path)
+    if getattr(model.config, "num_nextn_predict_layers", 0):
+        file, experts = path / "model.safetensors", model.config.num_experts > 0
+        head = mtp_weights(model, seed, moe=experts, one_by_one=True)
+        save_file({**load_file(file), **head}, file, metadata={"format": "pt"})
     return TinyCheckpoint(path, model, False)
