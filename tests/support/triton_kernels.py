@@ -108,6 +108,8 @@ def _mend() -> None:
     def get_np_dtype(of: Any) -> Any:
         return np_types(of) if type(of) is tl.dtype else np_type(of) if of.scalar.is_ptr() else np_types(of.scalar)
 
+    # Sums and products of integers were computed four times over for an assertion that only a debug build makes.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     # Types and shapes are values, and most of the interpreter's time went into making equal ones and comparing them.
     semantic.TritonSemantic.broadcast_impl_value = broadcast_impl_value
     tl.tensor.__init__, tl.core.block_type.__init__ = tensor_init, block_type_init
