@@ -46,7 +46,6 @@ def watched(loop: asyncio.AbstractEventLoop) -> Iterator[Pauses]:
         if seconds > pauses.longest:
             pauses.longest, pauses.what = seconds, described
 
-    gc.collect()
     gc.freeze()
     asyncio.Handle._run = run  # type: ignore[attr-defined]
     try:
