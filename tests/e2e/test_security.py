@@ -216,8 +216,10 @@ def test_clients_with_certificates(model: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_a_client_is_told_if_tls_may_be_the_reason(
-    model: Path, tmp_path: Path, server: RunningServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+    model: Path, guarded: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("saccade.cli.ASK_RETRIES", 0)
     authority, clients, other = (Authority.create(tmp_path / name) for name in ("server", "clients", "other"))
     certificate, key = authority.issue("server")
     options = {"tls_cert": str(certificate), "tls_key": str(key), "tls_client_ca": str(clients.certificate)}
@@ -227,7 +229,7 @@ def test_a_client_is_told_if_tls_may_be_the_reason(
             (running.address, None, expects),
             (running.address, authority, expects),
             (running.address, other, "not signed by a trusted CA"),
-            (server.address, authority, unused),
+            (guarded.address, authority, unused),
             ("127.0.0.1:1", None, "Connection refused"),
         ]
         for address, trusted, words in cases:
