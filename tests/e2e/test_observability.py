@@ -164,8 +164,12 @@ def test_a_deadline_is_logged_as_one_even_if_the_client_is_faster(
     assert {name.partition('"')[2].partition('"')[0] for name in counted} == {"DEADLINE_EXCEEDED"}
 
 
-def test_the_plain_form_has_the_same_values(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "service.access"), connect(server.address) as stubs:
+def test_the_plain_form_has_the_same_values(text_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        RunningServer(str(text_model), max_seqs=4, max_len=600) as server,
+        caplog.at_level(logging.INFO, "service.access"),
+        connect(server.address) as stubs,
+    ):
         stubs.inference.Generate(ask(max_tokens=3, request_id='odd "name"'))
         server.drained()
         (line,) = [r.getMessage() for r in caplog.records if r.name == "service.access"]
