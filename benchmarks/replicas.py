@@ -82,9 +82,9 @@ def ask_all(name: str, address: str, images: int, options: dict[str, Any], after
     return Hits(name, cached / prompt, time.perf_counter() - started, answers)
 
 
-def flush(server: ServerProcess) -> None:
+def flush(address: str) -> None:
     """Empties a server's caches."""
-    with grpc.insecure_channel(server.address) as channel:
+    with grpc.insecure_channel(address) as channel:
         admin_pb2_grpc.AdminServiceStub(channel).FlushCache(admin_pb2.FlushCacheRequest())
 
 
@@ -95,26 +95,35 @@ def measure(arguments: Sequence[str], images: int, replicas: int) -> list[Hits]:
     Args:
         arguments: those of `saccade serve`.
     """
-    found = []
     with ExitStack() as ends:
         servers = [ends.enter_context(ServerProcess([*arguments, "--admin"])) for _ in range(replicas)]
-        one, several = servers[0].address, ",".join(server.address for server in servers)
+        return compare([server.address for server in servers], images, servers[0].pid)
 
-        def strike(done: int) -> None:
-            if done == images * QUESTIONS // 2:
-                os.kill(servers[0].pid, signal.SIGKILL)
 
-        runs: list[tuple[str, str, dict[str, Any], Callable[[int], None]]] = [
-            ("one replica", one, {}, lambda done: None),
-            ("in turns", several, {}, lambda done: None),
-            ("affinity", several, {"affinity": "auto"}, lambda done: None),
-            ("affinity, one killed", several, {"affinity": "auto"}, strike),
-        ]
-        for name, address, options, after in runs:
-            found.append(ask_all(name, address, images, options, after))
-            for server in servers:
-                if "killed" not in name:
-                    flush(server)
+def compare(addresses: Sequence[str], images: int, first: int) -> list[Hits]:
+    """The runs of `measure`, with running replicas.
+
+    Args:
+        first: process id of the first replica, which is killed.
+    """
+    found = []
+
+    def strike(done: int) -> None:
+        if done == images * QUESTIONS // 2:
+            os.kill(first, signal.SIGKILL)
+
+    one, several = addresses[0], ",".join(addresses)
+    runs: list[tuple[str, str, dict[str, Any], Callable[[int], None]]] = [
+        ("one replica", one, {}, lambda done: None),
+        ("in turns", several, {}, lambda done: None),
+        ("affinity", several, {"affinity": "auto"}, lambda done: None),
+        ("affinity, one killed", several, {"affinity": "auto"}, strike),
+    ]
+    for name, address, options, after in runs:
+        found.append(ask_all(name, address, images, options, after))
+        for each in addresses:
+            if "killed" not in name:
+                flush(each)
     return found
 
 
