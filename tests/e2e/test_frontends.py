@@ -27,6 +27,8 @@ from images import png
 from resident import file_bytes, file_bytes_after_import
 from rpc import ask, connect
 from running import RunningServer, children
+from served import IMAGE_TOKEN
+from waiting import until
 
 import saccade
 import service.servers.frontends
@@ -49,7 +51,7 @@ ARGUMENTS = [
 def arguments(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = str(tmp_path_factory.mktemp("media"))
     media = ["--media-dir", folder]
-    return [str(model), *ARGUMENTS, "--frontends", str(FRONTENDS), "--admin", "--hang-timeout", "5", *media]
+    return [str(model), *ARGUMENTS, "--frontends", str(FRONTENDS), "--admin", *media]
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +80,13 @@ def owners(pids: list[int], port: int) -> dict[int, int]:
     return held
 
 
-def test_all_frontends_answer_as_one(frontends: ServerProcess, server: RunningServer) -> None:
+def test_all_frontends_answer_as_one(frontends: ServerProcess, model: Path) -> None:
     port = int(frontends.address.rpartition(":")[2])
     many = clients(frontends.address, 24)
-    requests = long_requests(24)
-    with saccade.Client(server.address) as single, ThreadPoolExecutor(24) as pool:
-        wanted = [open_stream(single, request).final() for request in requests]
+    requests = [request | {"max_tokens": 40} for request in long_requests(24, IMAGE_TOKEN)]
+    with ThreadPoolExecutor(24) as pool:
+        with RunningServer(str(model), max_seqs=4, max_len=600) as one, saccade.Client(one.address) as single:
+            wanted = [open_stream(single, request).final() for request in requests]
         pairs = list(zip(many, requests, strict=True))
         check_same(list(pool.map(lambda pair: open_stream(*pair).final(), pairs)), wanted)
     held = owners(children(frontends.pid, "service.servers.frontend_process"), port)
@@ -147,12 +150,12 @@ def test_the_engine_does_not_keep_what_only_its_imports_read(frontends: ServerPr
 
 
 def test_a_killed_frontend_is_replaced_and_an_engine_too(frontends: ServerProcess) -> None:
-    requests = long_requests(12)
-    many = clients(frontends.address, 12, max_retries=60)
+    requests = long_requests(8, IMAGE_TOKEN)
+    many = clients(frontends.address, 8, max_retries=60)
     wanted = [open_stream(many[0], request).final() for request in requests]
     for victim in ("service.servers.frontend_process", "service.servers.engine_process"):
         before = children(frontends.pid, victim)
-        begun = threading.Barrier(13)
+        begun = threading.Barrier(9)
 
         def read(pair: Any, begun: threading.Barrier = begun) -> saccade.Generation:
             stream = open_stream(*pair)
@@ -161,7 +164,7 @@ def test_a_killed_frontend_is_replaced_and_an_engine_too(frontends: ServerProces
             answer: saccade.Generation = stream.final()
             return answer
 
-        with ThreadPoolExecutor(12) as pool:
+        with ThreadPoolExecutor(8) as pool:
             futures = [pool.submit(read, pair) for pair in zip(many, requests, strict=True)]
             begun.wait(120)
             os.kill(before[0], signal.SIGKILL)
@@ -174,17 +177,6 @@ def test_a_killed_frontend_is_replaced_and_an_engine_too(frontends: ServerProces
             time.sleep(0.001)
     for client in many:
         client.close()
-
-
-def test_a_frontend_that_hangs_is_replaced(frontends: ServerProcess) -> None:
-    # One that was still starting when the engine was killed, in the test before, is replaced after a pause.
-    while len(running := children(frontends.pid, "service.servers.frontend_process")) < FRONTENDS:
-        time.sleep(0.01)
-    first, second = running
-    os.kill(first, signal.SIGSTOP)
-    while first in (now := children(frontends.pid, "service.servers.frontend_process")) or len(now) < FRONTENDS:
-        time.sleep(0.01)
-    assert second in now, "the other one, which had always answered, lives on"
 
 
 STOPS_ITSELF = """
@@ -201,10 +193,11 @@ def test_a_frontend_that_does_not_get_ready_is_killed(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(STOPS_ITSELF)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(service.servers.frontends, "BEAT_SECONDS", 0.1)
     options = ServerOptions(model=str(text_model), max_seqs=2, max_len=600, frontends=1)
     with reserved_port(options) as port:
         hub = Hub(options, port)
-        hub._options = replace(options, load_timeout=0.5)  # the engine has had the default
+        hub._options = replace(options, load_timeout=0.2)  # the engine has had the default
         try:
             with pytest.raises(ConfigError, match="frontend 0 ended with code -9 while starting"):
                 hub.start()
@@ -212,12 +205,17 @@ def test_a_frontend_that_does_not_get_ready_is_killed(
             asyncio.run(hub.stop())
 
 
-def test_a_frontend_that_does_not_end_is_killed(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by the second of two calls, while the thread of the first one, which was cancelled, still waits for it."""
+def test_frontends_that_hang_are_replaced_also_during_a_drain_and_killed_at_the_end(
+    text_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end also by the second of two calls, while the thread of the first one, which was cancelled, still waits
+    for them."""
     monkeypatch.setattr(service.servers.frontends, "END_SECONDS", 0.5)
+    monkeypatch.setattr(service.servers.frontends, "BEAT_SECONDS", 0.1)
     options = ServerOptions(
-        model=str(text_model), max_seqs=2, max_len=600, frontends=2, warmup=False, image_workers=1, log_level="error"
-    )
+        model=str(text_model), max_seqs=2, max_len=600, frontends=2, admin=True, warmup=False, image_workers=1,
+        log_level="error",
+    )  # fmt: skip
 
     async def stop_twice(hub: Hub) -> None:
         first = asyncio.create_task(hub.stop(grace=600.0))
@@ -228,10 +226,33 @@ def test_a_frontend_that_does_not_end_is_killed(text_model: Path, monkeypatch: p
         async with asyncio.timeout(60):
             await hub.stop(grace=0.0)
 
+    def others_of(gone: list[Any]) -> list[Any]:
+        """The frontends, which serve, once none of `gone` is among them."""
+        until(lambda: not set(hub._frontends.values()) & set(gone))
+        for frontend in (now := list(hub._frontends.values())):
+            frontend.serving.result(60)
+        return now
+
     with reserved_port(options) as port:
         hub = Hub(options, port)
         try:
             hub.start()
+            first, second = hub._frontends.values()
+            hub._options = replace(options, hang_timeout=2.0)  # the engine has had the default
+            os.kill(first.process.pid, signal.SIGSTOP)
+            before = others_of([first])
+            assert first.process.returncode == -signal.SIGKILL
+            assert second in before and second.process.poll() is None, "it had always answered"
+            hub._options = options
+            with connect(f"127.0.0.1:{port}") as stubs:
+                stubs.admin.Drain(admin_pb2.DrainRequest())
+            for frontend in before:
+                frontend.process.kill()
+            others_of(before)
+            for client in clients(f"127.0.0.1:{port}", 8, max_retries=0):
+                with client, pytest.raises(errors.Overloaded) as refused:
+                    client.generate("x", max_tokens=1)
+                assert refused.value.reason == "DRAINING"
             for frontend in hub._frontends.values():
                 os.kill(frontend.process.pid, signal.SIGSTOP)
             asyncio.run(stop_twice(hub))
@@ -239,32 +260,6 @@ def test_a_frontend_that_does_not_end_is_killed(text_model: Path, monkeypatch: p
         finally:
             for frontend in hub._frontends.values():
                 frontend.process.kill()
-            asyncio.run(hub.stop())
-
-
-def test_a_frontend_that_is_replaced_during_a_drain_rejects_calls(text_model: Path) -> None:
-    options = ServerOptions(
-        model=str(text_model), max_seqs=2, max_len=600, frontends=2, admin=True, warmup=False, image_workers=1,
-        log_level="error",
-    )  # fmt: skip
-    with reserved_port(options) as port:
-        hub = Hub(options, port)
-        try:
-            hub.start()
-            before = list(hub._frontends.values())
-            with connect(f"127.0.0.1:{port}") as stubs:
-                stubs.admin.Drain(admin_pb2.DrainRequest())
-            for frontend in before:
-                frontend.process.kill()
-            while any(frontend in before for frontend in list(hub._frontends.values())):
-                time.sleep(0.01)
-            for frontend in list(hub._frontends.values()):
-                frontend.serving.result(60)
-            for client in clients(f"127.0.0.1:{port}", 8, max_retries=0):
-                with client, pytest.raises(errors.Overloaded) as refused:
-                    client.generate("x", max_tokens=1)
-                assert refused.value.reason == "DRAINING"
-        finally:
             asyncio.run(hub.stop())
 
 
@@ -287,14 +282,18 @@ file."""
 
 @pytest.mark.parametrize("frontends", [1, 2])
 def test_a_log_level_reaches_all_processes(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frontends: int
+    model: Path, text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frontends: int
 ) -> None:
-    """Those that are replaced later, too; the encoder's with its next image."""
+    """Those that are replaced later, too; the encoder's, which only the server with two frontends has, with its next
+    image."""
     (tmp_path / "sitecustomize.py").write_text(TELL_LEVEL)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    options = ["--admin", "--encoder-process", "--http-port", "0", "--frontends", str(frontends)]
+    options = ["--admin", "--http-port", "0", "--frontends", str(frontends)]
+    if images := frontends > 1:
+        options.append("--encoder-process")
+    path = str(model if images else text_model)
 
-    with ServerProcess([str(model), *ARGUMENTS, *options]) as server, saccade.Client(server.address) as client:
+    with ServerProcess([path, *ARGUMENTS, *options]) as server, saccade.Client(server.address) as client:
 
         def processes() -> list[int]:
             engines = children(server.pid, "service.servers.engine_process")
@@ -304,7 +303,7 @@ def test_a_log_level_reaches_all_processes(
 
         def wait_for(level: str) -> None:
             for number in range(200):
-                client.generate("x", images=[png(number)], max_tokens=1)
+                client.generate("x", images=[png(number)] if images else [], max_tokens=1)
                 pids = processes()
                 files = [tmp_path / str(pid) for pid in pids]
                 for file in files:
@@ -317,9 +316,9 @@ def test_a_log_level_reaches_all_processes(
                 levels = {file.read_text() for file in files if file.exists()}
                 if levels == {level} and len(pids) == count and all(file.exists() for file in files):
                     return
-            pytest.fail(f"after 200 images the log levels are {levels}")
+            pytest.fail(f"after 200 requests the log levels are {levels}")
 
-        count = 4 if frontends == 1 else 6
+        count = 3 if frontends == 1 else 6
         assert len(processes()) == count
         with connect(server.address) as stubs:
             answer = stubs.admin.UpdateLogLevel(admin_pb2.UpdateLogLevelRequest(level="warning"))
