@@ -9,21 +9,30 @@ from typing import Any
 import faults
 import pytest
 from running import RunningServer
-from served import IMAGE_TOKEN
+
+from service.commands.cli import ServerProcess
+
+
+def batch_killed_and_more(model: str, folder: Path) -> Any:
+    """All that can happen to one server, whose start takes longer than what happens to it."""
+
+    def then(server: ServerProcess) -> None:
+        faults.fill_disk(server, folder, 2)
+        faults.stop_under_load(server, 6)
+
+    return faults.batch_killed(model, folder, 200, 1, then=then)
+
 
 FAULTS: dict[str, Callable[[str, Path], Any]] = {
-    "engine killed": lambda model, folder: faults.engine_killed(model, 8, image_token=IMAGE_TOKEN),
     "frontend killed": lambda model, folder: faults.frontend_killed(model, 3),
-    "sigterm": lambda model, folder: faults.sigterm_under_load(model, 6),
     "slow readers": lambda model, folder: faults.slow_readers(model, 3),
-    "disk full": lambda model, folder: faults.disk_full(model, folder, 2),
     "clock jump": lambda model, folder: faults.clock_jump(model, folder, 2),
     "certificate rotated": lambda model, folder: faults.certificate_rotated(model, folder, 2),
-    "batch killed": lambda model, folder: faults.batch_killed(model, folder, 200, 1),
+    "batch killed, disk full, sigterm": batch_killed_and_more,
 }
+"""test_frontends.py and test_life.py kill engines under streams."""
 
-
-WITHOUT_IMAGES = {"sigterm", "slow readers", "clock jump", "certificate rotated"}
+WITHOUT_IMAGES = {"slow readers", "clock jump", "certificate rotated"}
 """Faults whose requests contain only text: a server whose model takes no images starts in half of the time."""
 
 

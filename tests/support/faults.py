@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from fuzz import fill
 from images import png
 from rpc import ask, connect, reason
 from running import RunningServer, children
+from waiting import ended
 
 import saccade
 import saccade.errors
@@ -115,39 +115,41 @@ def engine_killed(model: str, streams: int, *, image_token: int | None = None) -
 
 
 def frontend_killed(model: str, streams: int) -> Numbers:
-    """kill -9 of the whole server under streams, which the client resumes on the next server at the same address."""
-    arguments = [model, *PLAIN, "--max-seqs", str(streams)]
+    """kill -9 of the whole server under streams, which the client resumes on the next server at the same address. The
+    next one is in this process."""
     requests = long_requests(streams)
-    started: list[ServerProcess] = []
-    with ServerProcess(arguments) as first, saccade.Client(first.address, max_retries=60) as client:
+    with contextlib.ExitStack() as ends:
+        first = ends.enter_context(ServerProcess([model, *PLAIN, "--max-seqs", str(streams)]))
+        client = ends.enter_context(saccade.Client(first.address, max_retries=60))
         wanted = [open_stream(client, request).final() for request in requests]
         engines = children(first.pid, "service.servers.engine_process")
 
         def strike() -> None:
             os.kill(first.pid, signal.SIGKILL)
             first.stop()
-            started.append(ServerProcess(arguments, port=int(first.address.rpartition(":")[2])))
+            port = int(first.address.rpartition(":")[2])
+            ends.enter_context(RunningServer(model, port=port, max_seqs=streams, max_len=600))
 
-        found = streams_over(client, requests, strike)
-        check_same(found, wanted)
-    with started[0] as second:
+        check_same(streams_over(client, requests, strike), wanted)
         for engine in engines:
-            while Path(f"/proc/{engine}").exists():  # the engine process ends by itself once its frontend has ended
-                time.sleep(0.01)
-        assert second.stop() == 0
+            ended(engine)  # by itself once its frontend has ended
     return {"streams": streams, "engines_left": 0}
 
 
 def sigterm_under_load(model: str, clients: int) -> Numbers:
-    """SIGTERM under load: answers in progress are finished, and later calls get an error that says that the server is
-    stopping."""
+    """SIGTERM under load: answers in progress are finished."""
     with ServerProcess([model, *PLAIN, "--max-seqs", str(clients), "--grace", "120"]) as server:
-        with saccade.Client(server.address, max_retries=0) as client:
-            requests = [{"prompt": f"{i}", "max_tokens": 300, "ignore_eos": True, "seed": i} for i in range(clients)]
-            found = streams_over(client, requests, lambda: os.kill(server.pid, signal.SIGTERM))
-            assert all(answer.usage.completion_tokens == 300 for answer in found)
-        assert server.stop() == 0
+        stop_under_load(server, clients)
     return {"clients": clients}
+
+
+def stop_under_load(server: ServerProcess, clients: int) -> None:
+    """SIGTERM for a server with `clients` streams. It must be able to decode them at the same time."""
+    with saccade.Client(server.address, max_retries=0) as client:
+        requests = [{"prompt": f"{i}", "max_tokens": 300, "ignore_eos": True, "seed": i} for i in range(clients)]
+        found = streams_over(client, requests, lambda: os.kill(server.pid, signal.SIGTERM))
+        assert all(answer.usage.completion_tokens == 300 for answer in found)
+    assert server.stop() == 0
 
 
 # -- clients that behave badly -----------------------------------------------------------------------------------------
@@ -305,10 +307,18 @@ def random_requests(server: RunningServer, count: int, seed: int) -> Numbers:
 def disk_full(model: str, folder: Path, uploads: int) -> Numbers:
     """No file of the server can grow beyond 100 kB: uploads and batches get an explanatory error, and answers
     continue."""
+    places = ["--media-dir", str(folder / "media"), "--batch-dir", str(folder / "batches")]
+    with ServerProcess([model, *PLAIN, *places]) as server:
+        fill_disk(server, folder, uploads)
+        assert server.stop() == 0
+    return {"refused": 2 * uploads}
+
+
+def fill_disk(server: ServerProcess, folder: Path, uploads: int) -> None:
+    """`disk_full` for a server that has its uploads and its batches in `folder`."""
     data = png(1, (300, 300))
     assert len(data) > 200_000
-    places = ["--media-dir", str(folder / "media"), "--batch-dir", str(folder / "batches")]
-    with ServerProcess([model, *PLAIN, *places]) as server, saccade.Client(server.address, max_retries=0) as client:
+    with saccade.Client(server.address, max_retries=0) as client:
         before = client.generate("x", max_tokens=5, temperature=0)
         limits = resource.prlimit(server.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (100_000, limits[1]))
@@ -326,11 +336,9 @@ def disk_full(model: str, folder: Path, uploads: int) -> Numbers:
             small = client.with_options(upload_above=1000)
             assert small.generate("x", images=[png(2, (120, 120))], max_tokens=1).usage.image_tokens
         assert client.generate("x", max_tokens=5, temperature=0) == before
+        assert not any(list((folder / place / "incoming").iterdir()) for place in ("media", "batches"))
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, limits)
         assert client.media.upload(data).size_bytes == len(data)
-        assert server.stop() == 0
-    assert not list((folder / "media" / "incoming").iterdir()) and not list((folder / "batches" / "incoming").iterdir())
-    return {"refused": 2 * uploads}
 
 
 # A server whose wall clock differs from the real one by the number in a file, which is read at each call.
@@ -397,9 +405,7 @@ def certificate_rotated(model: str, folder: Path, rotations: int) -> Numbers:
     install("first")
     over, calls, called = threading.Event(), Counter[str](), threading.Condition()
     tls = saccade.TLSConfig(ca=authority.certificate)
-    with RunningServer(
-        model, engine_process=True, max_seqs=4, max_len=300, tls_cert=str(certificate), tls_key=str(key)
-    ) as server:
+    with RunningServer(model, max_seqs=4, max_len=300, tls_cert=str(certificate), tls_key=str(key)) as server:
 
         def visit() -> None:
             while not over.is_set():
@@ -452,12 +458,17 @@ def _peak(pid: int) -> int:
     return int(line.split()[1]) * 1024
 
 
-def batch_killed(model: str, folder: Path, rows: int, kills: int, *, tear: bool = True) -> Numbers:
-    """A batch whose server is killed repeatedly and whose journal is damaged in between: each row is answered once."""
+def batch_killed(
+    model: str, folder: Path, rows: int, kills: int, *, tear: bool = True,
+    then: Callable[[ServerProcess], object] = lambda server: None,
+) -> Numbers:  # fmt: skip
+    """A batch whose server is killed repeatedly and whose journal is damaged in between: each row is answered once.
+    `then` is called with the last server, which has its files in `folder` and decodes 16 requests at the same time."""
     source = folder / "in.jsonl"
     with source.open("wb") as file:
         file.writelines(batch_rows(rows))
-    arguments = [model, *PLAIN, "--batch-dir", str(folder / "batches"), "--batch-concurrency", "16"]
+    places = ["--media-dir", str(folder / "media"), "--batch-dir", str(folder / "batches")]
+    arguments = [model, *PLAIN, *places, "--batch-concurrency", "16", "--max-seqs", "16", "--grace", "120"]
     rng, batch_id, peaks = random.Random(rows), "", []
     for kill in range(kills + 1):
         with ServerProcess(arguments) as server, saccade.Client(server.address) as client:
@@ -474,6 +485,7 @@ def batch_killed(model: str, folder: Path, rows: int, kills: int, *, tear: bool 
                 peaks.append(_peak(server.pid))
                 found = [json.loads(line) for line in output.open("rb")]
                 _check_answers(found, rows, client)
+                then(server)
                 assert server.stop() == 0
                 continue
         if tear:

@@ -72,13 +72,14 @@ def images_here(options: ServerOptions, engine: EngineHandle, assets: ModelAsset
 
 
 class RunningServer:
-    """Listens on a free port of the loopback interface. A context manager; leaving it checks that nothing leaked.
+    """Listens on the loopback interface, on a free port unless one is given. A context manager; leaving it checks that
+    nothing leaked.
 
     Images are prepared in this process unless `image_workers`, a number of processes, is among the options."""
 
     def __init__(
         self, model: str, *, engine: EngineHandle | None = None, engine_process: bool = False,
-        private_socket: str | None = None, **options: Any,
+        private_socket: str | None = None, port: int = 0, **options: Any,
     ) -> None:  # fmt: skip
         values = {
             "dtype": "float32",
@@ -87,7 +88,7 @@ class RunningServer:
             "warmup": False,
             "image_workers": 1,
         } | options
-        self.options = ServerOptions(model=model, port=0, **values)
+        self.options = ServerOptions(model=model, port=port, **values)
         make_engine = EngineProcess if engine_process else EngineHere
         self.engine: EngineHandle = engine or make_engine(self.options)
         self._images_here = "image_workers" not in options
