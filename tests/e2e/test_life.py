@@ -296,7 +296,7 @@ def test_connections_have_an_age_and_running_calls_outlive_it(text_model: Path) 
 
 
 def test_a_second_sigterm_stops_now_and_further_signals_do_not_change_the_exit_code(text_model: Path) -> None:
-    with ServerProcess([str(text_model), *PLAIN, "--no-warmup", "--max-len", "100000"]) as server:
+    with ServerProcess([str(text_model), *PLAIN, "--no-warmup", "--max-len", "100000", "--grace", "300"]) as server:
 
         def send_signals() -> None:
             while server._process.poll() is None:
