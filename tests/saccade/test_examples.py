@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from fake_server import Script
 from PIL import Image
 
 import saccade
+from saccade import cli
 from service.commands.cli import ServerProcess
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -93,12 +95,21 @@ def test_an_example_without_arguments_asks_about_shipped_images(name: str, demo:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() and "failed" not in done.stdout
+    arguments, expected = REAL.get(name, (None, ""))
+    assert arguments != [] or done.stdout.startswith(expected)
     assert f"python examples/{name} [" in (EXAMPLES / name).read_text("utf-8").partition("\n")[0]
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_example_with_the_embedded_model(name: str, demo: str) -> None:
+@pytest.mark.parametrize("name", [name for name, (arguments, _) in REAL.items() if arguments])
+def test_example_with_the_embedded_model(
+    name: str, demo: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments, expected = REAL[name]
+    if name == "local.py":  # in this process, which has imported torch; another has run it without arguments
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        assert capsys.readouterr().out.startswith(expected)
+        return
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *map(str, arguments)], capture_output=True, text=True,
         env={**os.environ, "SACCADE_SERVER": demo, "PYTHONPATH": str(EXAMPLES.parent)},
@@ -120,43 +131,47 @@ def test_the_example_with_a_video(demo: str, tmp_path: Path) -> None:
         assert re.fullmatch(rf"\({count} frames, \d+ tokens\)", done.stdout.splitlines()[-1])
 
 
-def test_the_command_hands_a_batch_over(demo: str, tmp_path: Path) -> None:
+def test_the_command_hands_a_batch_over(
+    demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     body = {"messages": [{"role": "user", "content": "What is it?"}], "max_tokens": 3}
     rows = [json.dumps({"custom_id": str(i), "body": body}) for i in range(5)]
     (tmp_path / "in.jsonl").write_text("\n".join(rows))
-    command = [sys.executable, "-m", "saccade", "batch", "in.jsonl", "out.jsonl", "--server-side", "--server", demo]
+    command = ["batch", "in.jsonl", "out.jsonl", "--server-side", "--server", demo]
 
-    def run(*more: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
-        return subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    def run(*more: str) -> tuple[int, str, str]:
+        """The status, standard output and standard error."""
+        status = cli.main([*command, *more])
+        return (status, *capsys.readouterr())
 
     first = run()
-    assert first.returncode == 0, first.stderr
+    assert first[0] == 0, first
     written = (tmp_path / "out.jsonl").read_bytes()
     assert len(written.splitlines()) == 5
     again = run()
-    assert again.returncode == 0, again.stderr
-    assert (tmp_path / "out.jsonl").read_bytes() == written and again.stdout == first.stdout
+    assert again[0] == 0, again
+    assert (tmp_path / "out.jsonl").read_bytes() == written and again[1] == first[1]
     (tmp_path / "out.jsonl").write_bytes(written[:-20])  # a download that was cut off
-    assert run().returncode == 0 and (tmp_path / "out.jsonl").read_bytes() == written
+    assert run()[0] == 0 and (tmp_path / "out.jsonl").read_bytes() == written
     other = run("--ordered")
-    assert other.returncode == 2 and "--overwrite" in other.stderr, "another batch, and the output is there"
+    assert other[0] == 2 and "--overwrite" in other[2], "another batch, and the output is there"
     with saccade.Client(demo) as client:
         assert len(client.batches.list()) == 1, "nothing was handed over for it"
     (tmp_path / "out.jsonl.batch").unlink()
     other = run()
-    assert other.returncode == 2 and "--overwrite" in other.stderr and "resume=" not in other.stderr
+    assert other[0] == 2 and "--overwrite" in other[2] and "resume=" not in other[2]
     again = run("--overwrite")
-    assert json.loads(again.stdout)["batch_id"] == json.loads(first.stdout)["batch_id"]
+    assert json.loads(again[1])["batch_id"] == json.loads(first[1])["batch_id"]
     assert (tmp_path / "out.jsonl").read_bytes() == written
     with saccade.Client(demo) as client:
-        client.batches.delete(json.loads(first.stdout)["batch_id"])
+        client.batches.delete(json.loads(first[1])["batch_id"])
     (tmp_path / "out.jsonl").write_bytes(b"what an earlier batch of the same name has left")
     once_more = run()
-    assert once_more.returncode == 0 and len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 5
+    assert once_more[0] == 0 and len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 5
     (tmp_path / "in.jsonl").write_text(rows[0] + "\nnothing")
     wrong = run()
-    assert wrong.returncode == 2 and "in.jsonl: line 2: not JSON" in wrong.stderr
+    assert wrong[0] == 2 and "in.jsonl: line 2: not JSON" in wrong[2]
 
 
 def test_each_example_has_a_case() -> None:
