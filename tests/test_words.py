@@ -53,14 +53,18 @@ def glossary(table: int) -> list[str]:
     return [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("| ")][2:]
 
 
+ANY = "|".join((*FORMS.values(), *FORMER_MEANINGS.values()))
+BOUNDED = re.compile(rf"(?<![a-z])(?:{ANY})(?![a-z])", re.IGNORECASE)
+WITHIN = re.compile(ANY)
+"""A retired word in lower case, also within another word: searching for this is many times as fast."""
+
+
 def found(text: str) -> Iterator[tuple[int, str]]:
     """(line, retired word) of a text. A word is bounded by anything but letters, so `in_picture_now` holds one."""
-    pattern = re.compile(
-        "|".join(rf"(?<![a-z])(?:{form})(?![a-z])" for form in (*FORMS.values(), *FORMER_MEANINGS.values())),
-        re.IGNORECASE,
-    )
+    if not WITHIN.search(QUOTED.sub("", text).lower()):
+        return
     for number, line in enumerate(text.splitlines(), 1):
-        for match in pattern.finditer(QUOTED.sub("", line)):
+        for match in BOUNDED.finditer(QUOTED.sub("", line)):
             yield number, match[0]
 
 
