@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +40,10 @@ GENERATED = sorted(
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
-    subprocess.run([sys.executable, str(DOCS / "generate.py"), str(folder)], check=True, capture_output=True)
+    with pytest.MonkeyPatch.context() as program:
+        program.setattr(sys, "path", [*sys.path])
+        program.setattr(sys, "argv", ["generate.py", str(folder)])
+        runpy.run_path(str(DOCS / "generate.py"), run_name="__main__")
     return folder
 
 

@@ -55,28 +55,32 @@ import service.engine.grammar_sources as sources
 sources.check_sizes = sources.check_numbers = lambda format: None
 """
 """`sitecustomize` of a process that compiles what is refused before."""
+HURRIED = UNCHECKED + "import service.engine.grammars; service.engine.grammars.COMPILE_SECONDS = 0.0\n"
+"""The kernel's limit is a whole number of seconds and up to two more."""
 
 
 @pytest.mark.parametrize(
-    ("format", "words"),
+    ("format", "words", "program"),
     [
-        (TextFormat("regex", "x*" * 65_000), "more than the 512 MiB of memory that are allowed"),
-        (TextFormat("json_schema", '{"const": -9223372036854775808}'), "more than the 512 MiB of stack"),
+        (TextFormat("regex", "x*" * 65_000), "more than the 512 MiB of memory that are allowed", UNCHECKED),
+        (TextFormat("json_schema", '{"const": -9223372036854775808}'), "more than the 512 MiB of stack", UNCHECKED),
         (
             TextFormat("json_schema", '{"anyOf": [{"type": "integer", "multipleOf": 65537}, {"multipleOf": 65539}]}'),
             "more than the 3 s of processor time that are allowed",
+            HURRIED,
         ),
     ],
     ids=["memory", "stack", "time"],
 )
 def test_a_format_that_ends_the_process_is_refused(
-    trials: Trials, format: TextFormat, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trials: Trials, format: TextFormat, words: str, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Formats that are known to do so are refused before; there may be others."""
-    (tmp_path / "sitecustomize.py").write_text(UNCHECKED)
+    (tmp_path / "sitecustomize.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
     with pytest.raises(UnusableConstraint, match=words):
         trials.check(format)
+    monkeypatch.undo()
     trials.check(DIGIT)
 
 

@@ -16,12 +16,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from full_disk import file_size_limit
 from hub_server import HubServer
 from tiny_checkpoint import make_checkpoint
 
 import saccade
 from families import CheckpointError
-from service.commands.cli import ServerProcess
+from service.commands.cli import ServerProcess, main
 from service.common.config import EngineOptions
 from service.model import hub as downloads
 from service.model.cache import resolve_model
@@ -350,21 +351,15 @@ def test_a_full_disk_is_refused_with_both_numbers(hub: HubServer, tiny: Path, mo
 
 
 @pytest.mark.parametrize("missing", [100, 20_000])
-def test_a_disk_that_fills_up_is_named(hub: HubServer, tiny: Path, missing: int) -> None:
-    """Simulated by a limit on file sizes, for which the system rejects the write in the same way."""
+def test_a_disk_that_fills_up_is_named(
+    hub: HubServer, tiny: Path, missing: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     limit = max((tiny / name).stat().st_size for name in shards(tiny)) - missing
-    code = (
-        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
-        "from service.commands.cli import main\n"
-        "raise SystemExit(main(['quantize', 'some/model', 'out', '--weights', 'int8']))"
-    )
-    environment = {**os.environ, "HF_HUB_OFFLINE": "0"}
-    # -B: Python 3.11 would put truncated files of bytecode into the checkout, which later imports fail on.
-    command = [sys.executable, "-B", "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "could not be written to" in done.stderr and f"after {limit} of" in done.stderr
+    with file_size_limit(limit):
+        status = main(["quantize", MODEL, str(tmp_path / "out"), "--weights", "int8"])
+    said = capsys.readouterr().err
+    assert status == 2 and "Traceback" not in said
+    assert "could not be written to" in said and f"after {limit} of" in said
 
 
 def test_a_cache_that_cannot_be_written_is_named(hub: HubServer, tmp_path: Path) -> None:
@@ -425,8 +420,6 @@ def test_a_local_folder_always_wins(
 def test_the_commands_and_the_local_client_download(
     hub: HubServer, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from service.commands.cli import main
-
     plan = ["plan", MODEL, "--max-seqs", "2", "--max-len", "128"]
     assert main(plan) == 0 and not hub.fetched(".safetensors")
     assert "as config.json describes it, without weights" in capsys.readouterr().out

@@ -4,12 +4,11 @@ is an error."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from full_disk import file_size_limit
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import make_checkpoint
 
@@ -94,20 +93,16 @@ def test_wrong_formats_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [100, 20_000])
-def test_a_full_disk_is_named_and_leaves_nothing(limit: int, tmp_path: Path) -> None:
+def test_a_full_disk_is_named_and_leaves_nothing(
+    limit: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Over a configuration file, and over the weights."""
-    source = make_checkpoint(tmp_path / "source", 3, vision=False).path
-    program = (
-        "import resource, sys; from service.commands.cli import main; "
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY)); "
-        "sys.exit(main(['quantize', *sys.argv[1:], '--weights', 'int8']))"
-    )
-    out = tmp_path / "out"
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", program, source, out], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2 and f"OUT: {out} cannot be written: " in done.stderr, done.stderr
-    assert "File too large" in done.stderr and "Traceback" not in done.stderr
+    source, out = make_checkpoint(tmp_path / "source", 3, vision=False).path, tmp_path / "out"
+    with file_size_limit(limit):
+        status = main(["quantize", str(source), str(out), "--weights", "int8"])
+    said = capsys.readouterr().err
+    assert status == 2 and f"OUT: {out} cannot be written: " in said, said
+    assert "File too large" in said and "Traceback" not in said
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

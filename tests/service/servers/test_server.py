@@ -110,7 +110,7 @@ def test_a_file_that_cannot_be_deleted_does_not_keep_others(tmp_path: Path, capl
         path.write_bytes(content)
         os.utime(path, (later, later))  # both are kept until `renew`
     running = RunningServer(
-        model, engine=FakeEngine(vocabulary=VOCAB), media_dir=str(folder.parent), media_ttl=1, image_workers=1
+        model, engine=FakeEngine(vocabulary=VOCAB), media_dir=str(folder.parent), media_ttl=0.2, image_workers=1
     )
     try:
         bad.unlink()
