@@ -53,6 +53,11 @@ def make_pool(limits: MediaLimits = LIMITS, seconds: float = 60) -> ImagePool:
     return ImagePool(limits, 1, image_seconds=seconds, video_seconds=seconds, vision=VISION)
 
 
+def make_light_pool() -> ImagePool:
+    """Without a model, so that its processes start without torch; it only describes files."""
+    return ImagePool(LIMITS, 1, image_seconds=60, video_seconds=60)
+
+
 def image(pool: ImagePool, data: bytes) -> EncoderItem:
     """The item as the engine gets it."""
     return opened(pool.image(data, Stopwatch()))
@@ -74,6 +79,14 @@ def pool() -> Iterator[ImagePool]:
     pool.start()
     yield pool
     assert pool.stats() == {"workers_lost_time": 0, "workers_lost_died": 0, "workers_lost_nonsense": 0}
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def spare() -> Iterator[ImagePool]:
+    """One whose workers may be lost."""
+    pool = make_pool()
+    yield pool
     pool.close()
 
 
@@ -164,10 +177,10 @@ def test_refusals_are_those_of_this_process(pool: ImagePool) -> None:
 
 def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = MediaLimits(ImageLimits(max_pixels=10**9))
-    monkeypatch.setattr(MediaLimits, "worker_bytes", 300 << 20)
+    monkeypatch.setattr(MediaLimits, "worker_bytes", 100 << 20)
     pool = make_pool(limits, 120)
     buffer = io.BytesIO()
-    Image.new("RGB", (9000, 9000)).save(buffer, "PNG", compress_level=1)
+    Image.new("RGB", (6000, 6000)).save(buffer, "PNG", compress_level=1)
     with pytest.raises(ImageError, match="memory|cannot be decoded|died"):
         image(pool, buffer.getvalue())
     assert image(pool, png(1)).tokens
@@ -270,12 +283,10 @@ def test_more_slices_than_the_model_makes_are_not_believed(kind: str, most: int,
         pool.close()
 
 
-def test_another_takes_the_place_of_one_that_lies() -> None:
-    pool = make_pool(seconds=30)
-    with lying(pool, b"{}", None), pytest.raises(ImageError, match="the decoder returned an invalid result"):
-        image(pool, b"an image")
-    assert image(pool, png(1)).tokens
-    pool.close()
+def test_another_takes_the_place_of_one_that_lies(spare: ImagePool) -> None:
+    with lying(spare, b"{}", None), pytest.raises(ImageError, match="the decoder returned an invalid result"):
+        image(spare, b"an image")
+    assert image(spare, png(1)).tokens
 
 
 @contextmanager
@@ -292,16 +303,17 @@ def lying(pool: ImagePool, said: bytes, file: int | None) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("program", ["/bin/false", "/nowhere/python"], ids=["dies-at-once", "cannot-be-started"])
-def test_an_image_is_not_blamed_for_a_worker_that_does_not_start(program: str) -> None:
+def test_an_image_is_not_blamed_for_a_worker_that_does_not_start() -> None:
+    """Neither for one that ends at once nor for one that cannot be started."""
     pool = make_pool()
-    with pytest.MonkeyPatch.context() as machine:
-        machine.setattr(sys, "executable", program)
-        pool.start()
-        for _ in range(2):
-            with pytest.raises(errors.Unavailable, match="no process to decode") as refused:
-                image(pool, png(1))
-            assert refused.value.reason == "NO_IMAGE_WORKER" and refused.value.retry_after
+    for program in ("/bin/false", "/nowhere/python"):
+        with pytest.MonkeyPatch.context() as machine:
+            machine.setattr(sys, "executable", program)
+            pool.start()
+            for _ in range(2):
+                with pytest.raises(errors.Unavailable, match="no process to decode") as refused:
+                    image(pool, png(1))
+                assert refused.value.reason == "NO_IMAGE_WORKER" and refused.value.retry_after
     assert image(pool, png(1)).tokens, "and it is tried again"
     pool.close()
     with pytest.raises(errors.Unavailable, match="stopping"):
@@ -310,8 +322,8 @@ def test_an_image_is_not_blamed_for_a_worker_that_does_not_start(program: str) -
 
 
 def test_a_fork_server_that_is_ending_is_replaced_and_no_image_refused() -> None:
-    pool = make_pool()
-    image(pool, png(1))
+    pool = make_light_pool()
+    pool.describe(png(1))
     worker, server = pool.workers[0], pool._fork_server
     assert worker.pid and worker._connection and server._process and server._connection
     ending = server._process
@@ -320,13 +332,13 @@ def test_a_fork_server_that_is_ending_is_replaced_and_no_image_refused() -> None
     os.kill(worker.pid, signal.SIGKILL)
     worker._connection.settimeout(60)
     assert worker._connection.recv(1) == b"", "the worker has ended"
-    assert image(pool, png(2)).tokens
+    assert pool.describe(png(2)).format == "PNG"
     assert server._process is not ending and ending.returncode == -signal.SIGKILL
     pool.close()
 
 
 def test_uploads_outlive_a_start_without_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, pool = png(1), make_pool()
+    data, pool = png(1), make_light_pool()
     media_id = hashlib.sha256(data).hexdigest()
     (tmp_path / "anyone").mkdir()
     (tmp_path / "anyone" / media_id).write_bytes(data)
@@ -346,7 +358,7 @@ def test_a_worker_without_a_model_has_no_torch_and_ends_with_its_server() -> Non
     env: dict[str, Any] = {**os.environ, "PYTHONPATH": root}
     told = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
     assert told == "False False\n"
-    pool = ImagePool(LIMITS, 1, image_seconds=60, video_seconds=60)
+    pool = make_light_pool()
     assert pool.describe(png(1)).format == "PNG"
     worker, server = pool.workers[0], pool._fork_server
     assert worker.pid is not None and server._process is not None and server._connection is not None
@@ -357,37 +369,33 @@ def test_a_worker_without_a_model_has_no_torch_and_ends_with_its_server() -> Non
     pool.close()
 
 
-def test_workers_are_forked_and_end_with_what_they_are_forked_from() -> None:
+def test_workers_are_forked_and_end_with_what_they_are_forked_from(spare: ImagePool) -> None:
     """A new worker needs no second import of torch, and shares what the import has made."""
-    pool = make_pool()
-    try:
-        assert image(pool, png(1)).tokens
-        worker, first = pool.workers[0], pool._fork_server._process
-        assert worker.pid is not None and first is not None
-        pids = [worker.pid]
-        for _ in range(3):
-            os.kill(worker.pid, signal.SIGKILL)
-            ended(worker.pid)
-            assert image(pool, png(1)).tokens
-            pids.append(worker.pid)
-        assert len(set(pids)) == 4 and pool._fork_server._process is first
-        shared = Path(f"/proc/{worker.pid}/smaps_rollup").read_text()
-        kib = {line.split(":")[0]: int(line.split()[1]) for line in shared.splitlines()[1:]}
-        assert kib["Private_Dirty"] < kib["Shared_Dirty"] / 4
-        first.kill()
+    assert image(spare, png(1)).tokens
+    worker, first, before = spare.workers[0], spare._fork_server._process, spare.stats()
+    assert worker.pid is not None and first is not None
+    pids = [worker.pid]
+    for _ in range(3):
+        os.kill(worker.pid, signal.SIGKILL)
         ended(worker.pid)
-        assert image(pool, png(1)).tokens and pool._fork_server._process is not first
-    finally:
-        pool.close()
-    assert pool.stats()["workers_lost_died"] == 0, "between two images, an end costs nothing"
+        assert image(spare, png(1)).tokens
+        pids.append(worker.pid)
+    assert len(set(pids)) == 4 and spare._fork_server._process is first
+    shared = Path(f"/proc/{worker.pid}/smaps_rollup").read_text()
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in shared.splitlines()[1:]}
+    assert kib["Private_Dirty"] < kib["Shared_Dirty"] / 4
+    first.kill()
+    ended(worker.pid)
+    assert image(spare, png(1)).tokens and spare._fork_server._process is not first
+    assert spare.stats() == before, "between two images, an end costs nothing"
 
 
 def test_a_worker_sees_no_secret_of_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SACCADE_ADMIN_KEY", "the secret of the house")
     monkeypatch.setenv("LD_PRELOAD_NOT", "nor this")
-    pool = make_pool()
+    pool = make_light_pool()
     try:
-        assert image(pool, png(1)).tokens
+        assert pool.describe(png(1)).format == "PNG"
         pid = pool.workers[0].pid
         names = {entry.partition(b"=")[0] for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
         assert b"PYTHONPATH" in names and b"OMP_NUM_THREADS" in names
