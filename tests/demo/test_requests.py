@@ -109,8 +109,8 @@ def test_training_renders_tools_as_the_template_does(kind: str) -> None:
     tokenizer = extended(Tokenizer.from_file(str(MODEL / "tokenizer.json")))
     rng = random.Random(kind)
     kinds = set()
-    for seed in range(40):
-        example = tool_question(seed, kind) if seed < 20 else tool_example(rng, kind=kind)
+    for seed in range(20):
+        example = tool_question(seed, kind) if seed < 10 else tool_example(rng, kind=kind)
         turn = example.turns[0]
         content = [IMAGE, {"type": "text", "text": turn.question}]
         calls = called(turn.answer)

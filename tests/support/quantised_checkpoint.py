@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,13 +47,16 @@ def quantise_files(tiny: TinyCheckpoint, out: Path, form: str) -> TinyCheckpoint
         if file.suffix != ".safetensors":
             shutil.copy2(file, out / file.name)
     written: dict[str, Tensor] = {}
+    matrices: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
+    for matrix in _matrices(tiny.model):
+        matrices[matrix.shape].append(matrix)
     for name, tensor in load_file(tiny.path / "model.safetensors").items():
         if not is_quantised(name, tensor):
             written[name] = tensor
             continue
         tensors, meant = write(name.removesuffix(".weight"), tensor.numpy())
         written |= tensors
-        _replace(tiny.model, tensor, torch.from_numpy(meant))
+        _replace(matrices[tensor.shape], tensor, torch.from_numpy(meant))
     save_file({name: tensor.contiguous() for name, tensor in written.items()}, out / "model.safetensors")
     file = out / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
@@ -78,7 +82,8 @@ def _matrices(model: torch.nn.Module) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _replace(model: torch.nn.Module, old: Tensor, new: Tensor) -> None:
-    found = [matrix for matrix in _matrices(model) if matrix.shape == old.shape and torch.equal(matrix, old)]
+def _replace(matrices: list[Tensor], old: Tensor, new: Tensor) -> None:
+    """`matrices`: those of the same shape."""
+    found = [matrix for matrix in matrices if torch.equal(matrix, old)]
     assert len(found) == 1, (len(found), old.shape)
     found[0].copy_(new)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,10 +205,30 @@ def test_answers_of_text_families(tmp_path: Path, family: str, form: str) -> Non
     check_answers(quantise_files(plain, tmp_path / "out", form), "auto")
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("form", FORMATS)
-def test_answers_are_those_of_the_dequantised_model(tmp_path: Path, form: str, model: str) -> None:
-    tiny = quantise_files(MODELS[model](tmp_path / "plain"), tmp_path / form, form)
+DENSE = ("block-fp8", "modelopt-nvfp4", "packed-int4-zeros", "gptq-act-order")
+"""One format of each kind: all matrices of `qwen3_5` but those of its MLP are in `qwen3_5_moe` too."""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyCheckpoint]:
+    """A model of `MODELS` whose oracle may be changed; its files may not."""
+    made: dict[str, TinyCheckpoint] = {}
+
+    def get(model: str) -> TinyCheckpoint:
+        if model not in made:
+            made[model] = MODELS[model](tmp_path_factory.mktemp("plain") / model)
+        return replace(made[model], model=deepcopy(made[model].model))
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("form", "model"), [(form, model) for form in FORMATS for model in MODELS if model != "qwen3_5" or form in DENSE]
+)
+def test_answers_are_those_of_the_dequantised_model(
+    plain: Callable[[str], TinyCheckpoint], tmp_path: Path, form: str, model: str
+) -> None:
+    tiny = quantise_files(plain(model), tmp_path / form, form)
     check_answers(tiny, ("auto", "off")[(len(form) + len(model)) % 2])
 
 
@@ -311,7 +333,7 @@ def test_malformed_tensors_are_refused_with_the_modules_name(
     form: str, spoil: Callable[[Tensors], Tensors], message: str
 ) -> None:
     write, config = FORMATS[form]
-    tensors = spoil(write(NAME, matrix(264, 512))[0])
+    tensors = spoil(write(NAME, matrix(264, 256))[0])
     with pytest.raises(FormatError) as refused:
         read_back(tensors, config)
     assert message in str(refused.value) and NAME in str(refused.value)
