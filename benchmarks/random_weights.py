@@ -15,7 +15,7 @@ import numpy as np
 
 SHARD = 4 * 10**9
 POOL = 1 << 26
-"""Bytes of random numbers, slices of which become tensors."""
+"""Bytes of random numbers, at most, slices of which become tensors."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,11 @@ def plain(name: str, shape: tuple[int, ...]) -> Piece:
 class Source:
     """Random bytes of tensors, from one pool; each tensor begins at another offset."""
 
-    def __init__(self) -> None:
-        random = np.random.default_rng(0)
-        octets = random.integers(0, 256, POOL, np.uint8)
-        normal = random.standard_normal(POOL // 4, np.float32)
+    def __init__(self, size: int) -> None:
+        """`size`: bytes of all tensors."""
+        random, pool = np.random.default_rng(0), min(POOL, max(size, 1 << 20))
+        octets = random.integers(0, 256, pool, np.uint8)
+        normal = random.standard_normal(pool // 4, np.float32)
         self._pools = {
             "codes": octets,
             "scales": octets & 0x0F | 0x30,  # 0.5 to 1.875
@@ -101,7 +102,7 @@ def write_shards(folder: Path, parts: Sequence[Piece]) -> None:
             filled = 0
         shards[-1].append(part)
         filled += part.nbytes
-    source, places = Source(), {}
+    source, places = Source(_size(parts)), {}
     for number, shard in enumerate(shards, 1):
         name, begin = f"model-{number:05d}.safetensors", 0
         table = {}

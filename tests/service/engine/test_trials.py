@@ -88,7 +88,7 @@ def test_a_process_that_does_not_reply_is_killed_and_says_nothing_about_the_form
     trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trials.check(DIGIT)
-    monkeypatch.setattr("service.engine.trials.WAIT_SECONDS", 0.5)
+    monkeypatch.setattr("service.engine.trials.WAIT_SECONDS", 0.1)
     os.kill(process_of(trials), signal.SIGSTOP)
     with pytest.raises(ConstraintFailed, match="was killed"):
         trials.check(DIGIT)

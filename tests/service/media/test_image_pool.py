@@ -446,7 +446,7 @@ def test_two_threads_may_close_it_at_once(monkeypatch: pytest.MonkeyPatch) -> No
             first.join(60)
         else:
             inside.set()
-            beside.wait(0.5)
+            beside.wait(0.2)
 
     def close() -> None:
         try:
