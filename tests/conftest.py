@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import tempfile
@@ -24,11 +25,21 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 from hypothesis import settings
 
+# On again in `pytest_collection_finish`. Nearly all that is imported and collected until then lives until the end.
+gc.disable()
 torch.set_num_threads(1)
 
 # Examples are the same in each run, so that a failure can be reproduced. There is no time limit: machines differ.
 settings.register_profile("saccade", deadline=None, derandomize=True, database=None)
 settings.load_profile("saccade")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """From here on no collection of garbage looks at the modules and tests, of which there are enough to take a
+    second."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -53,3 +53,5 @@ def watched(loop: asyncio.AbstractEventLoop) -> Iterator[Pauses]:
     finally:
         asyncio.Handle._run = original  # type: ignore[attr-defined]
         gc.unfreeze()
+        gc.collect()
+        gc.freeze()  # as conftest.py has left it

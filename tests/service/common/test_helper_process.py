@@ -47,3 +47,5 @@ def test_collections_of_garbage_look_at_no_object_of_an_import_and_go_on_after_i
         assert gc.isenabled() and not any(each is kept for each in gc.get_objects())
     finally:
         gc.unfreeze()
+        gc.collect()
+        gc.freeze()  # as conftest.py has left it
