@@ -45,7 +45,8 @@ def ask(client: Any, number: int) -> list[int]:
 
 
 def encoder_of(running: RunningServer) -> int:
-    (pid,) = children(running.engine.pid, "service.servers.encoder_process")  # type: ignore[attr-defined]
+    parent = getattr(running.engine, "pid", os.getpid())
+    (pid,) = children(parent, "service.servers.encoder_process")
     return pid
 
 
@@ -66,7 +67,7 @@ def largest_file(size: int, pid: int = 0) -> Iterator[None]:
 
 def test_same_answers_and_a_kill_over_an_image(model: Path, client: saccade.Client) -> None:
     shared = sorted(os.listdir("/dev/shm"))
-    running = RunningServer(str(model), engine_process=True, **OPTIONS, image_workers=1)
+    running = RunningServer(str(model), engine_process=True, **OPTIONS)
     with running, saccade.Client(running.address, max_retries=0) as apart:
         assert [ask(apart, n) for n in (700, 701, 700)] == [ask(client, n) for n in (700, 701, 700)]
         assert file_bytes(encoder_of(running)) < 0.6 * file_bytes_after_import("service.engine.build")
@@ -79,28 +80,31 @@ def test_same_answers_and_a_kill_over_an_image(model: Path, client: saccade.Clie
         stats = running.drained()
         assert of_process(stats, "starts") == 2
         assert stats["encoder"]["lost"] == 1 and stats["handoff"]["failures"] == 0
-        no_shared_memory_for_a_request(apart, running)
     assert sorted(os.listdir("/dev/shm")) == shared
 
 
-def no_shared_memory_for_a_request(client: saccade.Client, running: RunningServer) -> None:
-    """Between image worker and engine."""
-    workers = [worker.pid for worker in running.server.image_pool.workers if worker.pid is not None]
-    with client.stream("go on", max_tokens=300, ignore_eos=True, seed=1) as other:
+def test_no_shared_memory_for_a_request_between_image_worker_and_engine(
+    server: RunningServer, client: saccade.Client
+) -> None:
+    workers = [worker.pid for worker in server.server.image_pool.workers if worker.pid is not None]
+    with (
+        saccade.Client(server.address, max_retries=0) as once,
+        once.stream("go on", max_tokens=300, ignore_eos=True, seed=1) as other,
+    ):
         next(other)
         with ExitStack() as limits, pytest.raises(saccade.errors.Unavailable) as refused:
             for worker in workers:
                 limits.enter_context(largest_file(1 << 10, worker))
-            client.generate("all of them", images=[png(i, (64, 64)) for i in range(16)], max_tokens=1)
+            once.generate("all of them", images=[png(i, (64, 64)) for i in range(16)], max_tokens=1)
         assert refused.value.reason == "SHARED_MEMORY_FULL" and refused.value.retryable
         assert other.final().usage.completion_tokens == 300
-    assert client.generate("and now", images=[png(0, (64, 64))], max_tokens=1).usage.completion_tokens == 1
+        assert once.generate("and now", images=[png(0, (64, 64))], max_tokens=1).usage.completion_tokens == 1
 
 
 def test_late_and_awake_again_and_late_for_good(model: Path, client: saccade.Client) -> None:
     """Requests that wait meanwhile are told to retry, and do; a process that does not resume is replaced."""
     with (
-        RunningServer(str(model), engine_process=True, **OPTIONS, encoder_lease=1.0) as running,
+        RunningServer(str(model), **OPTIONS, encoder_lease=1.0) as running,
         ThreadPoolExecutor(1) as pool,
     ):
         with saccade.Client(running.address, max_retries=100) as apart:
@@ -129,7 +133,11 @@ def options(model: Path) -> EngineOptions:
     )
 
 
-def test_shared_memory_that_holds_no_image_is_refused(options: EngineOptions) -> None:
+def test_shared_memory_that_holds_no_image_is_refused(
+    options: EngineOptions, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The size that the error names is enough. The process logs what this one logs: nothing here."""
+    caplog.set_level(logging.ERROR)
     vision = resolve_vision(options, open_checkpoint(options.model))
     assert vision is not None
     handoff = Handoff(1 << 20, vision.text_hidden_size, torch.float32)
@@ -138,9 +146,13 @@ def test_shared_memory_that_holds_no_image_is_refused(options: EngineOptions) ->
         encoder_process(options, large, handoff)
     least = int(str(caught.value).split()[-3])
     encoder_process(dataclasses.replace(options, encoder_segment_bytes=least), large, handoff).close()
+    assert " INFO " not in capfd.readouterr().err
 
 
-def test_shared_memory_that_is_full_is_one_images_error(options: EngineOptions) -> None:
+def test_shared_memory_that_is_full_is_one_images_error(
+    options: EngineOptions, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO)
     vision = resolve_vision(options, open_checkpoint(options.model))
     assert vision is not None
     handoff = Handoff(1 << 20, vision.text_hidden_size, torch.float32)
@@ -153,6 +165,7 @@ def test_shared_memory_that_is_full_is_one_images_error(options: EngineOptions) 
             changed.notify_all()
 
     handoff.on_change = on_change
+    assert " INFO " in capfd.readouterr().err, "the process logs what this one logs"
     pool.start(lambda error: None)
 
     def lease(number: int, columns: int) -> Any:
@@ -209,44 +222,7 @@ class Told:
         pass
 
 
-def test_an_image_assigned_just_after_the_process_had_ended(options: EngineOptions) -> None:
-    """The next process gets it, and not only after the image's lease has run out."""
-    vision = resolve_vision(options, open_checkpoint(options.model))
-    assert vision is not None
-    link, told = ProcessLink(options, segment_bytes=1 << 18), Told()
-    link.start(told)
-    image = EncoderItem((2, 4), torch.randn(8, vision.patch_dim))
-    assert link.pid is not None
-    os.kill(link.pid, signal.SIGKILL)
-    assert told.events.get(timeout=60) == ("lost", [])
-    link.send(Work(b"", image, torch.zeros(image.tokens, vision.text_hidden_size), 7), None)
-    assert told.events.get(timeout=60) == ("written", [7])
-    link.close()
-
-
-def test_a_link_that_is_closed_while_the_process_starts_again(
-    options: EngineOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The new process is told to end: it was killed after 10 s."""
-    monkeypatch.setattr(process_link, "END_SECONDS", 200.0)  # a start takes more than 10 s on a busy machine
-    link, told = ProcessLink(options, segment_bytes=1 << 18), Told()
-    link.start(told)
-    assert (old := link.pid) is not None
-    os.kill(old, signal.SIGKILL)
-    assert told.events.get(timeout=60) == ("lost", [])
-    with ThreadPoolExecutor(1) as pool:
-        until(lambda: link.pid != old)
-        os.kill(link.pid, signal.SIGSTOP)  # so that it cannot be ready before the link is closed
-        closing = pool.submit(link.close)
-        until(link._closing.is_set)
-        os.kill(link.pid, signal.SIGCONT)
-        closing.result(timeout=250)
-    assert link._process is not None and link._process.returncode == 0
-
-
-def test_a_new_process_is_not_told_of_segments_that_the_last_one_had(options: EngineOptions) -> None:
-    """A machine without memory closes segments and, often, kills a process: the next one would end over their
-    numbers, and with it the next image's attempt."""
+def test_what_a_killed_process_leaves_to_the_next_one(options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     vision = resolve_vision(options, open_checkpoint(options.model))
     assert vision is not None
     link, told = ProcessLink(options, segment_bytes=1 << 18), Told()
@@ -257,27 +233,34 @@ def test_a_new_process_is_not_told_of_segments_that_the_last_one_had(options: En
         link.send(Work(b"", image, torch.zeros(image.tokens, vision.text_hidden_size), ticket), None)
         return told.events.get(timeout=60)
 
+    def kill() -> int:
+        assert (pid := link.pid) is not None
+        os.kill(pid, signal.SIGKILL)
+        assert told.events.get(timeout=60) == ("lost", [])
+        return pid
+
     assert send(1, 4) == ("written", [1])
     large = (1 << 16) // (vision.patch_dim * 4) // 2 * 2
     with largest_file(1 << 10):
         words, failed = send(2, large)
     assert "no shared memory" in words and failed == [2]
-    assert link.pid is not None
-    os.kill(link.pid, signal.SIGKILL)
-    assert told.events.get(timeout=60) == ("lost", [])
+    kill()
+    # An image that is assigned just after the process had ended: the next process gets it, and not only after the
+    # image's lease has run out. Nor is that process told of segments that only the last one had: a machine without
+    # memory closes segments and, often, kills a process, and the next one would end over their numbers.
     assert send(3, 4) == ("written", [3])
-    link.close()
 
-
-def test_it_logs_what_the_engine_logs(
-    options: EngineOptions, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    vision = resolve_vision(options, open_checkpoint(options.model))
-    assert vision is not None
-    for level, is_logged in ((logging.ERROR, False), (logging.INFO, True)):
-        caplog.set_level(level)
-        encoder_process(options, vision, Handoff(1 << 20, vision.text_hidden_size, torch.float32)).close()
-        assert (" INFO " in capfd.readouterr().err) == is_logged
+    # A link that is closed while the process starts again: the new process is told to end. It was killed after 10 s.
+    monkeypatch.setattr(process_link, "END_SECONDS", 200.0)  # a start takes more than 10 s on a busy machine
+    old = kill()
+    with ThreadPoolExecutor(1) as pool:
+        until(lambda: link.pid != old)
+        os.kill(link.pid, signal.SIGSTOP)  # so that it cannot be ready before the link is closed
+        closing = pool.submit(link.close)
+        until(link._closing.is_set)
+        os.kill(link.pid, signal.SIGCONT)
+        closing.result(timeout=250)
+    assert link._process is not None and link._process.returncode == 0
 
 
 def test_what_the_encoder_refuses_is_said_in_its_words(options: EngineOptions) -> None:

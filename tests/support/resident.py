@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import subprocess
 import sys
@@ -25,6 +26,7 @@ def file_bytes(pid: int | str = "self") -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("RssFile")) << 10
 
 
+@functools.cache
 def file_bytes_after_import(module: str) -> int:
     """`file_bytes` of a process that has only imported a module."""
     program = f"import {module}; print(*open('/proc/self/status'))"
