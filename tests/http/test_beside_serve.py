@@ -12,8 +12,10 @@ import tempfile
 import time
 from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from http.client import HTTPResponse
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -22,6 +24,7 @@ from images import png
 from keys import KEYS, key_file
 from running import RunningServer, children
 from running_http import RunningHttp, request_of
+from served import make_served
 
 import saccade
 from benchmarks import machine
@@ -36,16 +39,53 @@ PRIVATE = f"/tmp/saccade-test-{os.getpid()}.sock"
 """A private socket; the path of `tmp_path` may be too long."""
 
 
+SMALL = ["--threads", "1", "--log-level", "error", "--image-workers", "1"]
+SEVERAL = {"max_tokens": 20, "ignore_eos": True, "echo": True}
+ENDLESS: dict[str, Any] = {"max_tokens": 8900, "ignore_eos": True}
+"""Until it is cancelled: some seconds."""
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It takes no images, so the image workers of its server import no torch."""
+    return make_served(tmp_path_factory.mktemp("text") / "tiny", vision=False).path
+
+
 def live_requests(server: ServerProcess) -> int:
     """Requests in all frontend processes."""
     servers = httpx.get(f"{server.http_url}/status").json()["servers"]
     return sum(entry["loads"]["live_requests"] for entry in servers)
 
 
-def test_it_is_replaced_passes_keys_on_and_ends_with_the_server(model: Path, tmp_path: Path) -> None:
+def complete(server: ServerProcess, stream: bool) -> httpx.Response:
+    """More prompts than calls that run at a time, and with `echo` further calls after each."""
+    asked = {**SEVERAL, "prompt": "x" if stream else ["x"] * 20, "stream": stream}
+    return httpx.post(f"{server.http_url}/v1/completions", json=asked, timeout=100)
+
+
+def check_refusals(server: ServerProcess) -> None:
+    """Waits until the server drains."""
+    while (ready := httpx.get(f"{server.http_url}/ready")).status_code == 200:
+        pass
+    assert ready.status_code == 503
+    several: list[dict[str, object]] = [{**SEVERAL, "prompt": prompts} for prompts in ("x", ["x"] * 20)]
+    for path, asked in (("chat/completions", ASK), *(("completions", document) for document in several)):
+        refused = httpx.post(f"{server.http_url}/v1/{path}", json=asked, timeout=60)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "DRAINING"
+        assert int(refused.headers["retry-after"]) >= 1
+
+
+def check_complete(whole: httpx.Response, streamed: httpx.Response) -> None:
+    assert whole.status_code == 200, whole.text
+    assert [choice["finish_reason"] for choice in whole.json()["choices"]] == ["length"] * 20
+    assert whole.json()["usage"]["completion_tokens"] == 20 * 20
+    assert streamed.text.endswith("data: [DONE]\n\n")
+
+
+def test_it_is_replaced_passes_keys_on_and_ends_with_the_server(text_model: Path, tmp_path: Path) -> None:
     keys = key_file(tmp_path / "keys.toml")
-    arguments = [str(model), "--http-port", "0", "--api-keys", keys, "--max-seqs", "4", "--max-len", "200"]
-    with ServerProcess([*arguments, "--threads", "1", "--log-level", "error", "--image-workers", "1"]) as server:
+    arguments = [str(text_model), "--http-port", "0", "--api-keys", keys, "--max-seqs", "4", "--max-len", "200"]
+    with ServerProcess([*arguments, *SMALL]) as server:
         url = f"{server.http_url}/v1/chat/completions"
         assert httpx.post(url, json=ASK, timeout=60).status_code == 401
         good = {"authorization": f"Bearer {KEYS['one']}"}
@@ -67,74 +107,48 @@ def test_it_is_replaced_passes_keys_on_and_ends_with_the_server(model: Path, tmp
 
 
 def test_new_requests_are_told_of_a_drain_and_the_others_get_all_of_their_answers(model: Path) -> None:
-    """Also one whose client reads it after the gRPC server has ended."""
-    arguments = [str(model), "--http-port", "0", "--admin", "--max-seqs", "20", "--max-len", "9000", "--no-warmup"]
-    with ServerProcess(
-        [*arguments, "--threads", "1", "--log-level", "error", "--image-workers", "1", "--grace", "100"]
-    ) as server:
+    """Also requests some of whose calls begin only after the drain, and one whose client reads it after the gRPC
+    server has ended."""
+    arguments = [str(model), "--http-port", "0", "--admin", "--max-seqs", "16", "--max-len", "9000", "--no-warmup"]
+    with ServerProcess([*arguments, *SMALL, "--grace", "100"]) as server, ThreadPoolExecutor() as pool:
         (engine,) = children(server.pid, "service.servers.engine_process")
         (child,) = children(server.pid, "service.http.process")
-        url, port = server.http_url, int(server.http_url.rpartition(":")[2])
+        (fork_server,) = children(server.pid, "service.media.image_worker")
+        port = int(server.http_url.rpartition(":")[2])
         with saccade.Client(server.address, max_retries=0) as client, socket.socket() as late:
-            late.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            late.connect(("127.0.0.1", port))
-            late.sendall(
-                request_of(
-                    {**ASK, "max_tokens": 500, "ignore_eos": True, "n": 16, "logprobs": True, "top_logprobs": 20}
-                )
-            )
-            with client.stream("x", max_tokens=8900, ignore_eos=True) as running:
-                next(running)
-                while httpx.get(f"{url}/status").json()["servers"][0]["loads"]["live_requests"] < 2:
+            with ExitStack() as running:
+                for _ in range(16):  # all that the engine runs at a time, so that the other requests wait
+                    next(running.enter_context(client.stream("x", **ENDLESS)))
+                images = [fork_server, *children(fork_server, "service.media.image_worker")]
+                for pid in images:
+                    os.kill(pid, signal.SIGSTOP)
+                source = f"data:image/png;base64,{b64encode(png(3)).decode()}"
+                image = {"type": "image_url", "image_url": {"url": source}}
+                asked = {"messages": [{"role": "user", "content": [image]}], "return_token_strs": True}
+                tokens = pool.submit(httpx.post, f"{server.http_url}/tokenize", json=asked, timeout=100)
+                whole, streamed = (pool.submit(complete, server, stream) for stream in (False, True))
+                while live_requests(server) < 16 + 1 + 17:
+                    pass
+                late.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                late.connect(("127.0.0.1", port))
+                large = {**ASK, "max_tokens": 500, "ignore_eos": True, "n": 16, "logprobs": True, "top_logprobs": 20}
+                late.sendall(request_of(large))
+                while live_requests(server) < 16 + 1 + 17 + 1:
                     pass
                 os.kill(server.pid, signal.SIGTERM)
-                while (ready := httpx.get(f"{url}/ready")).status_code == 200:
-                    pass
-                assert ready.status_code == 503
-                refused = httpx.post(f"{url}/v1/chat/completions", json=ASK)
-                assert refused.status_code == 503 and refused.json()["error"]["code"] == "DRAINING"
-                assert int(refused.headers["retry-after"]) >= 1
+                check_refusals(server)
+                assert not whole.done() and not tokens.done()
+                for pid in images:
+                    os.kill(pid, signal.SIGCONT)
+                assert tokens.result().status_code == 200, tokens.result().text
+                assert len(tokens.result().json()["token_strs"]) == len(tokens.result().json()["tokens"])
+            check_complete(whole.result(), streamed.result())
             while Path(f"/proc/{engine}").exists() and Path(f"/proc/{child}").exists():
                 time.sleep(0.01)
             late.settimeout(60)
             answer = HTTPResponse(late)
             answer.begin()
             assert answer.status == 200 and len(answer.read()) > 2**22
-        assert server.stop() == 0
-
-
-@pytest.mark.parametrize("frontends", [1, 2])
-def test_a_request_of_several_calls_is_accepted_as_a_whole(model: Path, frontends: int) -> None:
-    """More prompts than calls that run at a time, and with `echo` further calls after each: some of its calls begin
-    only after a drain has begun."""
-    arguments = [str(model), "--http-port", "0", "--admin", "--max-seqs", "40", "--max-len", "2000", "--no-warmup"]
-    arguments += ["--frontends", str(frontends), "--threads", "1", "--log-level", "error", "--image-workers", "1"]
-    with ServerProcess([*arguments, "--grace", "100"]) as server, ThreadPoolExecutor() as pool:
-        several = {"max_tokens": 1500, "ignore_eos": True, "echo": True}
-
-        def complete(stream: bool) -> httpx.Response:
-            asked = {**several, "prompt": "x" if stream else ["x"] * 20, "stream": stream}
-            return httpx.post(f"{server.http_url}/v1/completions", json=asked, timeout=100)
-
-        whole, streamed = pool.submit(complete, False), pool.submit(complete, True)
-        while live_requests(server) < 17:
-            pass
-        if frontends == 1:
-            os.kill(server.pid, signal.SIGTERM)
-        else:
-            with grpc.insecure_channel(server.address) as channel:
-                admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest())
-        while httpx.get(f"{server.http_url}/ready").status_code == 200:
-            pass
-        for prompts in ("x", ["x"] * 20):
-            refused = httpx.post(f"{server.http_url}/v1/completions", json={**several, "prompt": prompts}, timeout=60)
-            assert refused.status_code == 503 and refused.json()["error"]["code"] == "DRAINING"
-            assert int(refused.headers["retry-after"]) >= 1
-        assert not whole.done()
-        assert whole.result().status_code == 200, whole.result().text
-        assert [choice["finish_reason"] for choice in whole.result().json()["choices"]] == ["length"] * 20
-        assert whole.result().json()["usage"]["completion_tokens"] == 20 * 1500
-        assert streamed.result().text.endswith("data: [DONE]\n\n")
         assert server.stop() == 0
 
 
@@ -188,31 +202,10 @@ def test_callers_of_the_public_port_can_neither_hold_requests_open_nor_say_that_
             assert "shutting down" in denied.value.details()
 
 
-def test_tokenize_gives_the_tokens_of_a_prompt_that_it_accepted_before_a_drain(model: Path) -> None:
-    arguments = [str(model), "--http-port", "0", "--admin", "--max-seqs", "4", "--max-len", "200", "--no-warmup"]
-    arguments += ["--threads", "1", "--log-level", "error", "--image-workers", "1", "--grace", "100"]
-    with ServerProcess(arguments) as server, ThreadPoolExecutor() as pool:
-        (worker,) = children(server.pid, "service.media.image_worker")
-        os.kill(worker, signal.SIGSTOP)
-        image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(png(3)).decode()}"}}
-        asked = {"messages": [{"role": "user", "content": [image]}], "return_token_strs": True}
-        answer = pool.submit(httpx.post, f"{server.http_url}/tokenize", json=asked, timeout=100)
-        while live_requests(server) < 1:
-            pass
-        os.kill(server.pid, signal.SIGTERM)
-        while httpx.get(f"{server.http_url}/ready").status_code == 200:
-            pass
-        os.kill(worker, signal.SIGCONT)
-        assert answer.result().status_code == 200, answer.result().text
-        assert len(answer.result().json()["token_strs"]) == len(answer.result().json()["tokens"])
-        assert server.stop() == 0
-
-
-def test_a_request_of_several_calls_has_no_more_time_than_others(model: Path) -> None:
-    arguments = [str(model), "--http-port", "0", "--admin", "--max-seqs", "20", "--max-len", "9000", "--no-warmup"]
-    arguments += ["--threads", "1", "--log-level", "error", "--image-workers", "1", "--grace", "0.5"]
-    with ServerProcess(arguments) as server, ThreadPoolExecutor() as pool:
-        asked = {"prompt": ["x"] * 20, "max_tokens": 8900, "ignore_eos": True}
+def test_a_request_of_several_calls_has_no_more_time_than_others(text_model: Path) -> None:
+    arguments = [str(text_model), "--http-port", "0", "--admin", "--max-seqs", "1", "--max-len", "9000", "--no-warmup"]
+    with ServerProcess([*arguments, *SMALL, "--grace", "0.5"]) as server, ThreadPoolExecutor() as pool:
+        asked = {"prompt": ["x"] * 20, **ENDLESS}
         answer = pool.submit(httpx.post, f"{server.http_url}/v1/completions", json=asked, timeout=100)
         while live_requests(server) < 16:
             pass
@@ -220,11 +213,11 @@ def test_a_request_of_several_calls_has_no_more_time_than_others(model: Path) ->
         assert answer.result().status_code == 503
 
 
-def test_a_signal_to_all_processes_is_left_to_the_first(model: Path) -> None:
+def test_two_frontends_leave_signals_to_the_first_process_and_drain_as_one(model: Path) -> None:
     """systemd sends SIGTERM to each process of a service, and `timeout` to each of its group: helpers must not end or
     drain by themselves, nor take their parent's word for the second signal, which stops at once."""
-    arguments = [str(model), "--http-port", "0", "--frontends", "2", "--max-seqs", "4", "--max-len", "200"]
-    with ServerProcess([*arguments, "--threads", "1", "--log-level", "error", "--image-workers", "1"]) as server:
+    arguments = [str(model), "--http-port", "0", "--admin", "--frontends", "2", "--max-seqs", "1", "--max-len", "9000"]
+    with ServerProcess([*arguments, *SMALL, "--grace", "100"]) as server, ThreadPoolExecutor() as pool:
         _, *helpers = machine.family(server.pid)
         for helper in helpers:
             os.kill(helper, signal.SIGTERM)
@@ -233,6 +226,17 @@ def test_a_signal_to_all_processes_is_left_to_the_first(model: Path) -> None:
                 assert client.generate("x", max_tokens=1, images=[png(3)]).usage.image_tokens
         assert httpx.post(f"{server.http_url}/v1/chat/completions", json=ASK, timeout=60).status_code == 200
         assert set(machine.family(server.pid)) == {server.pid, *helpers}
+
+        with saccade.Client(server.address, max_retries=0) as client, client.stream("x", **ENDLESS) as running:
+            next(running)
+            whole, streamed = (pool.submit(complete, server, stream) for stream in (False, True))
+            while live_requests(server) < 1 + 17:
+                pass
+            with grpc.insecure_channel(server.address) as channel:
+                admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest())
+            check_refusals(server)
+            assert not whole.done()
+        check_complete(whole.result(), streamed.result())
         assert server.stop() == 0
 
 
