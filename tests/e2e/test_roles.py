@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,16 @@ def ask(client: Any, number: int, **options: Any) -> list[int]:
     """The tokens of an answer about an image that is in no cache."""
     values = {"max_tokens": 6, "ignore_eos": True, "temperature": 0, **options}
     return client.generate(f"what is {number}", images=[png(number)], **values).token_ids
+
+
+@contextmanager
+def stopped(server: ServerProcess) -> Iterator[None]:
+    """The server runs again at the end, if not before."""
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
 
 
 def given(count: int) -> Any:
@@ -153,7 +163,7 @@ def test_an_encoder_that_is_killed_over_an_image_is_followed_by_another(
     assert sorted(os.listdir("/dev/shm")) == shared
 
 
-def test_an_encoder_that_is_late_is_not_used_until_it_wakes(
+def test_an_encoder_that_is_late_is_not_used_until_it_wakes_and_finishes_what_it_has_when_it_stops(
     model: Path, client: saccade.Client, far: ServerProcess
 ) -> None:
     with process(model) as late, decoder(model, late, far, encoder_lease=LEASE) as running:
@@ -175,14 +185,18 @@ def test_an_encoder_that_is_late_is_not_used_until_it_wakes(
                 assert ask(remote, number) == ask(client, number)
                 if running.stats()["encoder"]["encoders"][late.address]["received_row_bytes_total"]:
                     break
-        stats = running.drained()
-        assert stats["handoff"]["failures"] == 0
+            assert ask(remote, 500) == ask(client, 500)
+            assert late.stop() == 0
+            running.until(lambda s: s["encoder"]["encoders"][late.address]["up_now"] == 0)
+            assert ask(remote, 501) == ask(client, 501)
+        assert running.drained()["handoff"]["failures"] == 0
 
 
-def test_a_waiter_that_leaves_takes_nothing_from_the_others(model: Path, client: saccade.Client) -> None:
-    with process(model) as slow, decoder(model, slow) as running, saccade.Client(running.address) as remote:
-        with ThreadPoolExecutor(3) as pool:
-            os.kill(slow.pid, signal.SIGSTOP)
+def test_a_waiter_that_leaves_takes_nothing_from_the_others(
+    model: Path, client: saccade.Client, far: ServerProcess
+) -> None:
+    with decoder(model, far) as running, saccade.Client(running.address) as remote:
+        with ThreadPoolExecutor(3) as pool, stopped(far):
             leaving = remote.stream("bye", images=[png(400)], max_tokens=5)
             others = [pool.submit(ask, remote, 400) for _ in range(2)]
             running.until(lambda s: s["handoff"]["leases"] == 3)
@@ -192,19 +206,10 @@ def test_a_waiter_that_leaves_takes_nothing_from_the_others(model: Path, client:
             running.until(given(2))
             alone.close()
             running.until(lambda s: s["encoder"]["cancelled"] == 1)
-            os.kill(slow.pid, signal.SIGCONT)
+            os.kill(far.pid, signal.SIGCONT)
             assert others[0].result() == others[1].result() == ask(client, 400)
         stats = running.drained()
         assert stats["encoder"]["written"] == 1 and stats["handoff"]["failures"] == 0
-
-
-def test_an_encoder_that_stops_finishes_what_it_has(model: Path, client: saccade.Client, far: ServerProcess) -> None:
-    with process(model) as leaving, decoder(model, leaving, far) as running, saccade.Client(running.address) as remote:
-        assert ask(remote, 500) == ask(client, 500)
-        assert leaving.stop() == 0
-        running.until(lambda s: s["encoder"]["encoders"][leaving.address]["up_now"] == 0)
-        assert ask(remote, 501) == ask(client, 501)
-        assert running.drained()["handoff"]["failures"] == 0
 
 
 def test_without_an_encoder_images_are_refused_and_text_is_answered(model: Path, client: saccade.Client) -> None:

@@ -168,7 +168,7 @@ async def spool_holds(server: RunningServer, size: int) -> None:
 
 
 def test_what_has_expired_leaves_the_disk_by_itself(model: Path, tmp_path: Path) -> None:
-    with RunningServer(str(model), max_seqs=1, max_len=64, media_ttl=1.0, media_dir=str(tmp_path)) as small:
+    with RunningServer(str(model), max_seqs=1, max_len=64, media_ttl=0.2, media_dir=str(tmp_path)) as small:
         with connect(small.address) as stubs:
             stubs.media.UploadMedia(upload(png(81)))
         small.run(spool_holds(small, 0))

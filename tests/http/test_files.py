@@ -93,16 +93,16 @@ def large_output(server: RunningServer, client: openai.OpenAI, lines: int) -> tu
 def test_an_output_is_sent_as_it_is_read(server: RunningServer, http: RunningHttp) -> None:
     """The time of a download is its reader's, not limited like that of an answer, and the server holds little of it."""
     with client_of(http) as client:
-        batch_id, size = large_output(server, client, 128)
+        batch_id, size = large_output(server, client, 96)
     get = f"GET /v1/files/file-output-{batch_id}/content HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-    with RunningHttp([server.address], default_timeout=2.0) as brief:
+    with RunningHttp([server.address], default_timeout=1.0) as brief:
         with socket.create_connection(("127.0.0.1", brief.port), timeout=60) as slow:
             slow.sendall(f"{get}authorization: Bearer none\r\n\r\n".encode())
             before, most, received = resident_bytes(), 0, b""
             while b"\r\n\r\n" not in received:
                 assert (byte := slow.recv(1)), received
                 received += byte
-            end = time.monotonic() + 2.5
+            end = time.monotonic() + 1.4
             while time.monotonic() < end:
                 received += slow.recv(1)
                 most = max(most, resident_bytes())

@@ -223,10 +223,10 @@ def test_a_reader_that_stops_before_the_end_of_a_stream_holds_nothing(server: Ru
 
 
 def test_whole_answers_that_nobody_reads_are_dropped(server: RunningServer) -> None:
-    with RunningHttp([server.address], stall_timeout=0.4) as http:
+    with RunningHttp([server.address], stall_timeout=0.4, send_buffer=4096) as http:
         with socket.create_connection(("127.0.0.1", http.port), timeout=30) as unread:
             unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            large = {**ASK, "max_tokens": 500, "ignore_eos": True, "logprobs": True, "top_logprobs": 20, "n": 16}
+            large = {**ASK, "max_tokens": 60, "ignore_eos": True, "logprobs": True, "top_logprobs": 20, "n": 16}
             unread.sendall(request_of(large))
             assert unread.recv(20)
             end = time.monotonic() + 60

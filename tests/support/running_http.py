@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -18,9 +19,12 @@ from service.http.run import HttpServer
 class RunningHttp:
     """Listens on a free port of the loopback interface. A context manager; leaving it checks that nothing is held."""
 
-    def __init__(self, servers: Sequence[str], **options: Any) -> None:
+    def __init__(self, servers: Sequence[str], *, send_buffer: int | None = None, **options: Any) -> None:
+        """`send_buffer`: bytes that the kernel holds for a reader that does not read; None: some megabytes."""
         self.options = HttpFrontOptions(servers=tuple(servers), **{"log_level": "warning", "grace": 1.0, **options})
         self._listener = bind(self.options, 0)
+        if send_buffer is not None:  # connections inherit it
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.url = url_of(self._listener, self.options.tls_cert is not None)
         self.port: int = self._listener.getsockname()[1]
         self.http: HttpServer
