@@ -9,6 +9,7 @@ output.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -32,7 +33,7 @@ from service.common.limits import ByteBudget
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.2
-"""Shortest time between two states that `watch` yields, in seconds."""
+"""Shortest time between two states that `watch` yields, in seconds, but for the last one."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,10 @@ class Batches:
                 yield record
                 last = record
             await change.wait()
-            await asyncio.sleep(WATCH_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_SECONDS):
+                    while not self.store.get(tenant, batch_id).over:
+                        await self._changes.setdefault(batch_id, asyncio.Event()).wait()
 
     def _changed(self, batch_id: str) -> None:
         if (change := self._changes.pop(batch_id, None)) is not None:

@@ -27,6 +27,7 @@ import saccade
 import service.common.errors
 from saccade import cli, errors
 from saccade.v1 import batch_pb2, media_pb2
+from service.batches import batches
 from service.batches.batch_store import BatchRecord, BatchStore
 from service.common.config import ConfigError
 from service.servers.preflight import check_options
@@ -280,6 +281,19 @@ def test_batches_that_are_cancelled_before_their_turn_never_run(server: RunningS
         assert not batches._tasks and not batches._cancelled and not batches._changes
 
     server.run(body())
+
+
+def test_a_watcher_is_told_of_the_end_at_once(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause between two states is not for the last one."""
+    monkeypatch.setattr(batches, "WATCH_SECONDS", 1000.0)
+
+    async def main() -> None:
+        async with saccade.AsyncClient(server.address) as client, asyncio.timeout(60):
+            batch = await client.batches.create(lines([row(i) for i in range(6)]))
+            assert (await client.batches.wait(batch.batch_id)).completed == 6
+            await client.batches.delete(batch.batch_id)
+
+    asyncio.run(main())
 
 
 def test_live_calls_go_first_and_a_stop_leaves_the_rest_to_the_next_start(text_model: Path, tmp_path: Path) -> None:

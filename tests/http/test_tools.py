@@ -319,7 +319,7 @@ def sending(events: Events, pieces: list[Delta]) -> Iterator[str]:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
