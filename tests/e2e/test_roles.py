@@ -148,8 +148,7 @@ def test_an_encoder_that_is_killed_over_an_image_is_followed_by_another(
 ) -> None:
     shared = sorted(os.listdir("/dev/shm"))
     with process(model) as doomed, decoder(model, doomed, far) as running:
-        with saccade.Client(running.address) as remote, ThreadPoolExecutor(2) as pool:
-            os.kill(doomed.pid, signal.SIGSTOP)
+        with saccade.Client(running.address) as remote, ThreadPoolExecutor(2) as pool, stopped(doomed):
             hit = pool.submit(ask, remote, 200)
             running.until(given(1))
             bystander = pool.submit(ask, remote, 201)
@@ -168,18 +167,17 @@ def test_an_encoder_that_is_late_is_not_used_until_it_wakes_and_finishes_what_it
 ) -> None:
     with process(model) as late, decoder(model, late, far, encoder_lease=LEASE) as running:
         with saccade.Client(running.address) as remote:
-            os.kill(late.pid, signal.SIGSTOP)
-            assert ask(remote, 300) == ask(client, 300)
-            stats = running.until(
-                lambda s: (
-                    s["handoff"]["late"] >= 1
-                    and s["handoff"]["expirations"] >= 1
-                    and s["encoder"]["encoders"][late.address]["late_now"] == 1
+            with stopped(late):
+                assert ask(remote, 300) == ask(client, 300)
+                stats = running.until(
+                    lambda s: (
+                        s["handoff"]["late"] >= 1
+                        and s["handoff"]["expirations"] >= 1
+                        and s["encoder"]["encoders"][late.address]["late_now"] == 1
+                    )
                 )
-            )
-            assert stats["handoff"]["quarantined"] == 0
-            assert ask(remote, 301) == ask(client, 301), "and nothing else waits for the late one"
-            os.kill(late.pid, signal.SIGCONT)
+                assert stats["handoff"]["quarantined"] == 0
+                assert ask(remote, 301) == ask(client, 301), "and nothing else waits for the late one"
             running.until(lambda s: s["encoder"]["encoders"][late.address]["late_now"] == 0)
             for number in count(302):  # it may first report that it is busy
                 assert ask(remote, number) == ask(client, number)

@@ -158,9 +158,7 @@ def test_files_are_sampled_and_dated(video_model: TinyCheckpoint, form: str) -> 
 
 @pytest.fixture(scope="module")
 def video_server(video_model: TinyCheckpoint) -> Any:
-    with RunningServer(
-        str(video_model.path), video_pruning_rate=0.5, max_seqs=8, max_len=900, image_workers=1
-    ) as running:
+    with RunningServer(str(video_model.path), video_pruning_rate=0.5, max_seqs=8, max_len=900) as running:
         yield running
 
 
