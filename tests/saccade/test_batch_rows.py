@@ -67,6 +67,10 @@ def test_a_row_may_continue_its_last_message() -> None:
         assert not request({**said, **begins}).chat.continue_final_message
 
 
+def test_an_id_may_have_512_characters() -> None:
+    assert parse_line(line(custom_id="x" * 512), 0, HERE).custom_id == "x" * 512
+
+
 def test_method_and_url_may_be_left_out() -> None:
     assert parse_line(line(method=..., url=...), 3, HERE).position == 3
 
