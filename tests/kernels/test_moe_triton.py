@@ -107,13 +107,13 @@ def test_every_configuration_computes_the_same(gated: bool, monkeypatch: pytest.
         x, ids = torch.randn(9, width).bfloat16(), torch.tensor([[0, 1], [1, 0], [1, 0]]).repeat(3, 1)
         shares = torch.rand(9, 2)
         exact, plain = (mixed(x, ids, shares, up, down, kind, gate, "silu") for kind in (torch.float64, torch.bfloat16))
-        for table in ("TILES", "TILES_GATED"):  # the down product never has a gate
-            for tile in dict.fromkeys(tile for tiles in rows_of(getattr(kernel, table)) for _, tile in tiles):
-                with monkeypatch.context() as changed:
-                    changed.setattr(kernel, table, dict.fromkeys(ARCHITECTURES, ((0, tile),)))
-                    for tokens in (2, 9):  # pairs of their own, and sorted pairs
-                        given = x[:tokens], ids[:tokens], shares[:tokens]
-                        assert_as_good(run_experts(*given, experts), exact[:tokens], plain[:tokens])
+        table = "TILES_GATED" if gated else "TILES"  # the down product never has a gate
+        for tile in dict.fromkeys(tile for tiles in rows_of(getattr(kernel, table)) for _, tile in tiles):
+            with monkeypatch.context() as changed:
+                changed.setattr(kernel, table, dict.fromkeys(ARCHITECTURES, ((0, tile),)))
+                for tokens in (2, 9):  # pairs of their own, and sorted pairs
+                    given = x[:tokens], ids[:tokens], shares[:tokens]
+                    assert_as_good(run_experts(*given, experts), exact[:tokens], plain[:tokens])
 
 
 @pytest.mark.parametrize(("pairs", "place"), [(0, 0), (32, 0), (33, 1), (64, 1), (65, 2)])
@@ -128,7 +128,7 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(shape) if DEVICE.type == "cuda" else torch.randint(-1, 2, shape).float()
 
 
-COUNTS, MOST = (1, 2, 8, 9, 40), 300
+COUNTS, MOST = (1, 2, 8, 9, 40), 150
 """Numbers of tokens: few and many, and each entry of the tables."""
 
 
@@ -156,10 +156,12 @@ def test_the_number_of_tokens_changes_no_result(kind: str, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_number_of_tokens_changes_no_choice(dtype: torch.dtype) -> None:
-    """With several parts of the inputs, of which the last is not whole."""
+def test_the_number_of_tokens_changes_no_choice(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several parts of the inputs, of which the last is not whole, and each tile, the last from 48 tokens on."""
     width = 2 * route_kernel.PART + 72
-    x, gate = numbers(520, width).to(dtype), numbers(12, width)
+    (_, few), (_, many) = route_kernel.TILES
+    monkeypatch.setattr(route_kernel, "TILES", ((0, few), (48, many)))
+    x, gate = numbers(72, width).to(dtype), numbers(12, width)
     whole, logits = route_softmax(x, gate, 3), F.linear(x.double(), gate.double())
     torch.testing.assert_close(whole[1].double(), logits.gather(1, whole[0]).softmax(1), rtol=1e-4, atol=1e-6)
     for tokens in COUNTS:
