@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import NemotronHConfig, NemotronHForCausalLM
 
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.descriptions import GatedDelta
@@ -20,6 +19,9 @@ from decoder.sequence import Sequence as Running
 from decoder.step import Step
 from families.nemotron_h.config import NemotronHConfig as Published
 from kernels.native.structs import Form
+
+if TYPE_CHECKING:  # its import takes longer than torch's, and most programs that use tiny models do without
+    from transformers import NemotronHForCausalLM
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,
@@ -73,6 +75,8 @@ def delta_config(pattern: str = "G-*G-", delta: dict[str, Any] | None = None, **
 
 def oracle(decoder: DecoderConfig, seed: int = 0) -> NemotronHForCausalLM:
     """transformers' model of the shape of a `tiny_config`, with random weights that make every term matter."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
     config = _PUBLISHED[decoder]
     names = NemotronHConfig.__dataclass_fields__
     fields = {name: getattr(config, name) for name in vars(config) if name in names}
