@@ -9,28 +9,24 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
-_M0, _M1 = 0xD2511F53, 0xCD9E8D57
-_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_MULTIPLIERS = torch.tensor([0xD2511F53, 0xCD9E8D57])
+_STEPS = torch.tensor([0x9E3779B9, 0xBB67AE85])
+"""Added to the key after each round."""
 
 
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
     """Ten rounds. counter `[..., 4]` and key `[..., 2]` hold 32-bit words in int64; so does the result `[..., 4]`."""
-    c0, c1, c2, c3 = counter.unbind(-1)
-    k0, k1 = key.unbind(-1)
+    even, odd = counter[..., 0::2], counter[..., 1::2]
+    multipliers, steps = _MULTIPLIERS.to(counter.device), _STEPS.to(counter.device)
+    lows, highs = multipliers & 0xFFFF, multipliers >> 16
     for _ in range(10):
-        high0, low0 = _multiply(_M0, c0)
-        high1, low1 = _multiply(_M1, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
-    return torch.stack((c0, c1, c2, c3), -1)
-
-
-def _multiply(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low word of the 64-bit product, in halves so that no signed 64-bit number overflows."""
-    low = word * (constant & 0xFFFF)
-    high = word * (constant >> 16)
-    middle = (low >> 16) + (high & 0xFFFF)
-    return (high >> 16) + (middle >> 16), ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
+        # High and low words of the 64-bit products, in halves so that no signed 64-bit number overflows.
+        low, high = even * lows, even * highs
+        middle = (low >> 16) + (high & 0xFFFF)
+        above, below = (high >> 16) + (middle >> 16), ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
+        even, odd = above.flip(-1) ^ odd ^ key, below.flip(-1)
+        key = (key + steps) & _MASK
+    return torch.stack((even, odd), -1).flatten(-2)
 
 
 def uniform(seed: int, sample_index: int, position: int, count: int) -> Tensor:

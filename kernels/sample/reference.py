@@ -185,17 +185,17 @@ def sample(logits_RV: Tensor, params: RowParams) -> Tensor:
     out = greedy(logits)
     drawn = params.temperature_R > 0
     filtered = drawn & ((params.top_k_R > 0) | (params.top_p_R < 1) | (params.min_p_R > 0))
-    random = uniforms(params.seeds_R, params.samples_R, params.positions_R)
     for kind in (drawn & ~filtered, filtered):
         rows = kind.nonzero()[:, 0]
         if not rows.numel():
             continue
         scaled = logits[rows] / params.temperature_R[rows, None]
+        random = uniforms(params.seeds_R[rows], params.samples_R[rows], params.positions_R[rows])
         if kind is filtered:
             filters = (params.top_k_R[rows], params.top_p_R[rows], params.min_p_R[rows])
-            out[rows] = draw_filtered(scaled, random[rows], *filters)
+            out[rows] = draw_filtered(scaled, random, *filters)
         else:
-            out[rows] = draw(scaled, random[rows])
+            out[rows] = draw(scaled, random)
     return out
 
 
