@@ -70,7 +70,7 @@ def test_logits_and_greedy_tokens(tmp_path: Path, seed: int) -> None:
         for part in content
     ]
     image_token = tiny.model.config.image_token_id
-    options: dict[str, Any] = {"max_chunk": rng.choice([None, 7])}
+    options: dict[str, Any] = {"max_chunk": rng.choice([None, 7]), "graphs": "on" if seed % 8 < 4 else "off"}
     with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1, **options) as client:
         for _ in range(2):  # the second time from the caches
             answer = client.generate(
@@ -158,16 +158,16 @@ def test_slices_cross_between_processes(tmp_path: Path, where: str) -> None:
     images = [encoded(random_image(rng)) for _ in range(3)]
     frames = [encoded(random_image(rng).resize((80, 60))) for _ in range(3)]
     common: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "images": images, "videos": [frames]}
-    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1) as client:
+    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1, graphs="off") as client:
         expected = client.generate("what?", **common)
         assert client.tokenize("what?", videos=[frames]).media[0].slices != (0, 0)
     with ExitStack() as stack:
         if where == "process":
             arguments = [str(tmp_path), "--max-len", "2048", "--threads", "1", "--dtype", "float32", "--no-warmup"]
-            arguments += ["--max-seqs", "2", "--image-workers", "1", "--encoder-process"]
+            arguments += ["--max-seqs", "2", "--image-workers", "1", "--encoder-process", "--graphs", "off"]
             server: ServerProcess | RunningServer = stack.enter_context(ServerProcess(arguments))
         else:
-            encoder = stack.enter_context(RunningEncoder(str(tmp_path)))
+            encoder = stack.enter_context(RunningEncoder(str(tmp_path), graphs="off"))
             elsewhere: dict[str, Any] = {"role": "decoder", "encoders": (encoder.address,)}
             server = stack.enter_context(RunningServer(str(tmp_path), max_len=2048, max_seqs=2, **elsewhere))
         remote = stack.enter_context(saccade.Client(server.address))
@@ -305,7 +305,7 @@ def test_the_smallest_image_is_the_one_that_the_rule_makes(tmp_path: Path, seed:
     tokens = {size: tokens_of(vision, *size) for size in sizes}
     height, width = min(sizes, key=lambda size: tokens[size])
     assert tokens[height, width] == vision.min_image_tokens >= vision.least_budget
-    options: dict[str, Any] = {"threads": 1, "max_seqs": 1}
+    options: dict[str, Any] = {"threads": 1, "max_seqs": 1, "graphs": "off"}
     with pytest.raises(saccade.errors.InvalidArgument, match="handoff_bytes: 1 holds 0 image tokens") as refused:
         saccade.LocalClient(model, handoff_bytes=1, **options)
     least = int(re.findall(r"at least (\d+) would work", str(refused.value))[0])

@@ -67,7 +67,7 @@ def test_logits_and_greedy_tokens(tmp_path: Path, seed: int) -> None:
     media = random_media(rng)
     content = [each for item in media for each in (part(item), {"type": "text", "text": "0<1 "})]
     never = {tiny.model.config.image_token_id: -1e9, tiny.model.config.video_token_id: -1e9}
-    options: dict[str, Any] = {"max_chunk": rng.choice([None, 7])}
+    options: dict[str, Any] = {"max_chunk": rng.choice([None, 7]), "graphs": ("off", "on")[seed % 2]}
     inputs = inputs_of(tiny, media)
     ids = inputs["input_ids"][0].tolist()
     with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=4096, threads=1, **options) as client:
@@ -229,6 +229,6 @@ def test_a_model_without_a_video_token_takes_none(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"video_token_id": None}))
     frames = [encoded(random_image(random.Random(0))) for _ in range(2)]
-    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=1, max_len=512, threads=1) as client:
+    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=1, max_len=512, threads=1, graphs="off") as client:
         with pytest.raises(saccade.errors.FailedPrecondition, match="takes no videos"):
             client.generate("what?", videos=[frames], max_tokens=1)

@@ -36,7 +36,7 @@ def test_logits_and_greedy_tokens(tmp_path: Path, seed: int, monkeypatch: pytest
     text = rng.choice(["0<1 ", "\n", "\n\n"])
     content = [each for item in media for each in (part(item), {"type": "text", "text": text})]
     never = {tiny.model.config.image_token_id: -1e9, tiny.model.config.video_token_id: -1e9}
-    options: dict[str, Any] = {"max_chunk": rng.choice([None, 7])}
+    options: dict[str, Any] = {"max_chunk": rng.choice([None, 7]), "graphs": ("off", "on")[seed % 2]}
     inputs = inputs_of(tiny, media, text)
     ids = inputs["input_ids"][0].tolist()
     with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=4096, threads=1, **options) as client:
@@ -122,7 +122,7 @@ def test_a_prompt_without_markers_is_one_requests_error(tmp_path: Path) -> None:
     tiny = make_minicpm(tmp_path, 1, canvas=True, slice_mode=True, max_slice_nums=4, use_image_id=False)
     image = part(random_media(random.Random(3))[0])
     image = image.get("image") or image["video"][0]
-    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=512, threads=1) as client:
+    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=512, threads=1, graphs="off") as client:
         layout = client.tokenize("x", images=[image])
         runs = 1 + layout.media[0].slices[0] * layout.media[0].slices[1]
         assert runs > 1

@@ -19,7 +19,7 @@ import saccade
 from encoder.frames import open_video
 
 IMAGE = IDS["image_token_id"]
-OPTIONS: dict[str, Any] = {"max_seqs": 4, "max_len": 400, "threads": 1, "dtype": "float32"}
+OPTIONS: dict[str, Any] = {"max_seqs": 4, "max_len": 400, "threads": 1, "dtype": "float32", "graphs": "off"}
 
 
 @pytest.fixture(scope="module")
