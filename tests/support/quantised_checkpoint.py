@@ -56,7 +56,8 @@ def quantise_files(tiny: TinyCheckpoint, out: Path, form: str) -> TinyCheckpoint
             continue
         tensors, meant = write(name.removesuffix(".weight"), tensor.numpy())
         written |= tensors
-        _replace(matrices[tensor.shape], tensor, torch.from_numpy(meant))
+        if not name.startswith("mtp."):  # the oracle has no prediction heads
+            _replace(matrices[tensor.shape], tensor, torch.from_numpy(meant))
     save_file({name: tensor.contiguous() for name, tensor in written.items()}, out / "model.safetensors")
     file = out / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
