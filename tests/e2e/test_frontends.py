@@ -238,7 +238,7 @@ def test_frontends_that_hang_are_replaced_also_during_a_drain_and_killed_at_the_
         try:
             hub.start()
             first, second = hub._frontends.values()
-            hub._options = replace(options, hang_timeout=2.0)  # the engine has had the default
+            hub._options = replace(options, hang_timeout=4.0)  # the engine has had the default
             os.kill(first.process.pid, signal.SIGSTOP)
             before = others_of([first])
             assert first.process.returncode == -signal.SIGKILL
