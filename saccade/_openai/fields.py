@@ -34,7 +34,7 @@ RESPONSE: Rules = (
 )
 MESSAGES: Rules = (
     *_ALL,
-    (r"^(?:messages|chat|images|videos)\b.*", "messages"),
+    (r"^(?:input|messages|chat|images|videos)\b.*", "messages"),
     (r"^(tools\[\d+\])\.function\.parameters\b", r"\1.input_schema"),
     (r"^(tools\[\d+\]|tool_choice)\.function\.", r"\1."),
     (r"^stop\b", "stop_sequences"),

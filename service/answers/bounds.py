@@ -87,10 +87,12 @@ def check_size(spec: GenerateSpec, limits: FrontendLimits, max_len: int, longest
     counts.append(("input", characters(spec), room * longest_token, "characters"))
     for name, count, most, what in counts:
         if count > most:
-            beside = "the prompt and the answer" if name == "continued_token_ids" else "the answer"
+            told, beside = f"the prompt is too long: {count}", "the answer"
+            if name == "continued_token_ids":
+                told, beside = str(count), "the prompt and the answer"
             raise too_long(
-                f"{name}: {count} {what}; a context of {max_len} tokens holds at most {most} besides {beside}",
-                name, most, count,
+                f"{name}: {told} {what}; the maximum context length of {max_len} tokens holds at most {most} besides "
+                f"{beside}", name, most, count,
             )  # fmt: skip
 
 

@@ -319,8 +319,8 @@ def widen(
     if (total := len(widened) + continued) >= info.max_len:
         more = f", and continued_token_ids {continued}" if continued else ""
         raise errors.InvalidArgument(
-            f"the prompt takes {len(widened)} tokens, images included{more}; the context holds {info.max_len}, "
-            "including the answer", reason="CONTEXT_LENGTH_EXCEEDED", field="input",
+            f"input: the prompt is too long: {len(widened)} tokens, images included{more}; the maximum context length "
+            f"is {info.max_len}, including the answer", reason="CONTEXT_LENGTH_EXCEEDED", field="input",
             metadata={"limit": str(info.max_len), "got": str(total)},
         )  # fmt: skip
     return Prompt(widened, tuple(images), tuple(ids), sum(item.frames for item in media))

@@ -411,6 +411,25 @@ def test_a_model_s_name_is_no_field(client: openai.OpenAI, name: str) -> None:
         client.chat.completions.create(**{**GREEDY, "model": name})
 
 
+@pytest.mark.parametrize("count", [700, 50_000], ids=["tokens", "characters"])
+def test_frameworks_know_the_words_about_a_prompt_that_is_too_long(client: openai.OpenAI, count: int) -> None:
+    """LangChain, LiteLLM and coding agents look for Anthropic's words, Pydantic AI for vLLM's; then they shorten the
+    conversation."""
+    text = "7 " * count
+    asked = {"max_tokens": 1, "messages": [{"role": "user", "content": text}]}
+    for path, body, name in (
+        ("chat/completions", asked, "messages"),
+        ("messages", asked, "messages"),
+        ("responses", {"input": text}, "input"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.post(f"/{path}", cast_to=object, body=body)
+        told = (
+            rf"{name}: the prompt is too long: \d+ (tokens|characters)[,;] .*the maximum context length (is|of) 600\b"
+        )
+        assert re.search(told, caught.value.message)
+
+
 def test_too_many_images_are_counted_in_words(client: openai.OpenAI) -> None:
     part = {"type": "image_url", "image_url": {"url": data_url(png(40))}}
     with pytest.raises(openai.BadRequestError, match="images is 100; it must be") as caught:

@@ -112,13 +112,14 @@ def test_prompt_and_answer_share_the_context(assets: ModelAssets) -> None:
     ids = [7, 8, assets.image_token_id, 9]
     wide = [7, 8, *[assets.image_token_id] * 4, 9]
     assert widen(ids, [prepared()], 2, assets, info(max_len=10)).ids == wide
+    said = "input: the prompt is too long: 7 tokens, images included"
     for continued, most in ((3, 10), (2, 9)):
-        shown = f"takes 7 tokens, images included, and continued_token_ids {continued}; the context holds {most}"
+        shown = f"{said}, and continued_token_ids {continued}; the maximum context length is {most},"
         with pytest.raises(errors.InvalidArgument, match=shown) as refused:
             widen(ids, [prepared()], continued, assets, info(max_len=most))
         assert refused.value.reason == "CONTEXT_LENGTH_EXCEEDED"
         assert refused.value.metadata == {"limit": str(most), "got": str(7 + continued)}
-    with pytest.raises(errors.InvalidArgument, match="takes 7 tokens, images included; the context holds 7"):
+    with pytest.raises(errors.InvalidArgument, match=f"{said}; the maximum context length is 7,"):
         widen(ids, [prepared()], 0, assets, info(max_len=7))
     widen(ids, [prepared()], 0, assets, info(max_image_tokens=4))
     with pytest.raises(errors.InvalidArgument, match="takes 4 tokens; the server's handoff holds 3"):
