@@ -36,10 +36,9 @@ def with_tools(spec: GenerateSpec, assets: ModelAssets) -> GenerateSpec:
     answer = constraint.format
     if use.choice == "auto" and answer is None and not any(tool.strict for tool in use.tools):
         return spec
-    if answer is not None and (use.choice == "required" or answer.kind == "structural_tags"):
-        what = "tool_choice required" if use.choice == "required" else "tools"
+    if answer is not None and answer.kind == "structural_tags":
         raise errors.InvalidArgument(
-            f"response_format: {answer.kind} cannot be combined with {what}", field="sampling.response_format"
+            "response_format: structural_tags cannot be combined with tools", field="sampling.response_format"
         )
     if spec.sampling.get("ignore_eos"):
         raise errors.InvalidArgument(
@@ -71,7 +70,7 @@ def calls_format(markup: ToolMarkup, use: ToolUse, answer: TextFormat | None = N
     begin = {"begin": markup.begin, "end": markup.end, "body": markup.body}
     format = None if answer is None else (answer.kind, answer.source)
     made = {"markup": begin, "tools": tools, "required": required, "parallel": use.parallel, "answer": format}
-    return TextFormat("tool_calls", json.dumps(made), calls_or_answer=answer is not None)
+    return TextFormat("tool_calls", json.dumps(made), calls_or_answer=answer is not None and not required)
 
 
 def _markup(assets: ModelAssets) -> ToolMarkup:

@@ -3,8 +3,8 @@ with the names of the tool and of the keyword.
 
 The source of such a format is JSON: `{"markup": {"begin", "end", "body"}, "tools": [{"name", "schema"}], "required",
 "parallel", "answer"}`; a schema is null if the arguments may be any object. `required`: the text consists of one call
-or more. `answer`: kind and source of the format of a text without calls; null: the text is free, and the marker of a
-call in it begins a call.
+or more. `answer`: kind and source of the format of a text without calls, which `required` excludes; null: the text is
+free, and the marker of a call in it begins a call.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class ToolGrammar:
         if self._format["required"] or self._format["answer"]:
             more = f' ("\\n" {begin} {rest})*' if several and self._markup["body"] != "list" else ""
             start = f"start: {begin} {rest}{more}"
-            if self._format["answer"]:
+            if self._format["answer"]:  # compiled even if it is never used, so that errors in it are found
                 self._parts.append({"name": "answer", **self._content(*self._format["answer"])})
-                start += " | @answer"
+                start += "" if self._format["required"] else " | @answer"
         else:
             start = self._free(begin, rest)
         return [{"name": "calls", "lark_grammar": "\n".join([start, *self._rules])}, *self._parts]

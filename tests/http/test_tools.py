@@ -112,6 +112,17 @@ def test_responses_call_tools(client: openai.OpenAI) -> None:
     jsonschema.validate(json.loads(call.arguments), SCHEMA)
 
 
+def test_a_format_of_the_text_does_not_exclude_required_calls(client: openai.OpenAI) -> None:
+    """Instructor sends the same schema as the text's format and as a tool that must be called."""
+    tool: dict[str, Any] = {"type": "function", "name": "weather", "parameters": SCHEMA}
+    text: Any = {"format": {"type": "json_schema", "name": "weather", "schema": SCHEMA, "strict": True}}
+    choice: Any = {"type": "function", "name": "weather"}
+    asked: dict[str, Any] = {"model": "", "input": "?", "tools": [tool], "tool_choice": choice, **FIXED}
+    made, same = (client.responses.create(**asked, **format, extra_body={"seed": 3}) for format in ({"text": text}, {}))
+    assert {item.type for item in made.output} == {"function_call"}
+    assert [item.arguments for item in made.output] == [item.arguments for item in same.output]
+
+
 def test_messages_use_tools(http: RunningHttp) -> None:
     fixed: dict[str, Any] = {
         "model": "", "messages": ASK, "max_tokens": 400,

@@ -286,6 +286,9 @@ def test_calls_that_keep_to_a_schema_have_a_constraint_after_the_reasoning(asset
     both = constraint(**using(), constraint=given)
     assert json.loads(both.format.source)["answer"] == ["json_object", ""] and both.bad_words == ("x",)
     assert {tool["schema"] is None for tool in json.loads(both.format.source)["tools"]} == {True}
+    assert both.format.calls_or_answer
+    only = constraint(**using(choice="required"), constraint=given).format
+    assert json.loads(only.source)["required"] and not only.calls_or_answer, "the format has no text to apply to"
 
 
 def test_a_text_in_the_required_format_is_no_call_and_kept_as_it_is(assets: ModelAssets) -> None:
@@ -301,9 +304,9 @@ def test_a_text_in_the_required_format_is_no_call_and_kept_as_it_is(assets: Mode
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({**using(choice="required"), "constraint": ConstraintSpec(TextFormat("json_object"))},
-         "sampling.response_format"),
         ({**using(), "constraint": ConstraintSpec(TextFormat("structural_tags", "{}"))}, "sampling.response_format"),
+        ({**using(choice="required"), "constraint": ConstraintSpec(TextFormat("structural_tags", "{}"))},
+         "sampling.response_format"),
         ({**using(choice="required"), "sampling": {"ignore_eos": True}}, "sampling.ignore_eos"),
     ],
 )  # fmt: skip

@@ -143,14 +143,24 @@ def test_strict_tools_are_held_to_their_schemas_when_they_are_called(
 def test_an_answer_has_calls_or_its_format(
     markup: ToolMarkup, answer: TextFormat, text: str, constraining: Constraining, tokenizer: Tokenizer
 ) -> None:
-    spec = ConstraintSpec(calls_format(markup, ToolUse((Tool("now"),)), answer))
-    first = constraining.begin(spec, frozenset({END}), frozenset(), ()).result(timeout=60)
     inner = '{"name": "now", "arguments": {}}'
     body = {"xml": "\n<function=now>\n</function>\n", "object": f"\n{inner}\n", "list": f"[{inner}]"}[markup.body]
     call = f"{markup.begin}{body}{markup.end}"
-    for output, fine in ((text, True), (call, True), (f"z{call}", False), (f"{call}{text}", False), ("z", False)):
-        tokens = [*tokenizer.encode(output), END]
-        assert (first.valid_prefix(tokens) == len(tokens)) == fine, output
+    for choice in ("auto", "required"):
+        spec = ConstraintSpec(calls_format(markup, ToolUse((Tool("now"),), choice), answer))
+        first = constraining.begin(spec, frozenset({END}), frozenset(), ()).result(timeout=60)
+        free = choice == "auto"
+        for output, fine in ((text, free), (call, True), (f"z{call}", False), (f"{call}{text}", False), ("z", False)):
+            tokens = [*tokenizer.encode(output), END]
+            assert (first.valid_prefix(tokens) == len(tokens)) == fine, (choice, output)
+
+
+def test_a_fault_in_a_format_is_found_although_only_calls_are_allowed(constraining: Constraining) -> None:
+    spec = ConstraintSpec(
+        calls_format(XML, ToolUse((Tool("now"),), "required"), TextFormat("json_schema", '{"type": "strnig"}'))
+    )
+    with pytest.raises(UnusableConstraint, match="response_format: Invalid type: strnig"):
+        constraining.begin(spec, frozenset({END}), frozenset(), ()).result(timeout=60)
 
 
 def refused(constraining: Constraining, markup: ToolMarkup, schema: Any) -> str:
