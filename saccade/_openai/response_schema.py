@@ -134,7 +134,7 @@ class ResponseStreamOptions(Strict):
 
 
 class ResponseRequest(Strict):
-    """The body of `/v1/responses`."""
+    """The body of `/v1/responses` and `/v1/responses/input_tokens`."""
 
     input: Annotated[
         Annotated[str, Tag("<str>")] | Annotated[list[Item], Field(min_length=1), Tag("<items>")],

@@ -52,6 +52,7 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("POST", "/v1/chat/completions", chat.chat_completions),
     ("POST", "/v1/completions", completions.completions),
     ("POST", "/v1/responses", responses.responses),
+    ("POST", "/v1/responses/input_tokens", responses.count_input_tokens),
     ("POST", "/v1/messages", messages.messages),
     ("POST", "/v1/messages/count_tokens", messages.count_tokens),
     ("POST", "/v1/embeddings", tokens.embeddings),

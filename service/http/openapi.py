@@ -19,6 +19,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletion,
     "/v1/completions": Completion,
     "/v1/responses": ResponseRequest,
+    "/v1/responses/input_tokens": ResponseRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokens,
     "/v1/embeddings": Embeddings,

@@ -41,6 +41,17 @@ async def responses(call: HttpCall) -> None:
     await call.respond({**_finished(call.request_id, body, answer), "saccade": extension(answer)})
 
 
+async def count_input_tokens(call: HttpCall) -> None:
+    """The number of tokens that the prompt of a request takes."""
+    call.fields = RESPONSE
+    body = validated(ResponseRequest, await call.json())
+    request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
+    async with call.connected():
+        asked = inference_pb2.TokenizeRequest(model=request.model, chat=request.chat)
+        told = await call.caller().call("inference", "Tokenize", asked)
+    await call.respond({"object": "response.input_tokens", "input_tokens": told.prompt_tokens})
+
+
 def _parts(body: ResponseRequest) -> Iterator[Any]:
     for item in body.input if isinstance(body.input, list) else ():
         content = getattr(item, "output" if item.type == "function_call_output" else "content", None)

@@ -246,6 +246,20 @@ def test_responses(client: openai.OpenAI) -> None:
         client.responses.create(input="x", previous_response_id="resp_1", model="")
 
 
+def test_input_tokens_are_those_of_the_response(client: openai.OpenAI) -> None:
+    image = {"type": "input_image", "image_url": data_url(png(40)), "detail": "auto"}
+    content = [image, {"type": "input_text", "text": "what is it?"}]
+    asked: dict[str, Any] = {
+        "model": "", "instructions": "be brief", "input": [{"role": "user", "content": content}],
+    }  # fmt: skip
+    counted = client.responses.input_tokens.count(**asked)
+    made = client.responses.create(**asked, max_output_tokens=16)
+    assert made.usage and counted.input_tokens == made.usage.input_tokens and counted.object == "response.input_tokens"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.input_tokens.count(**asked, previous_response_id="resp_1")
+    assert caught.value.param == "previous_response_id"
+
+
 def test_a_message_that_was_cut_off_is_incomplete(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "", "input": "what is it?", "max_output_tokens": 1}
     whole = client.responses.create(**options)

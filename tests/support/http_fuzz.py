@@ -9,7 +9,7 @@ from typing import Any
 
 PATHS = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-    "/v1/embeddings", "/tokenize", "/detokenize", "/v1/batches", "/v1/files",
+    "/v1/responses/input_tokens", "/v1/embeddings", "/tokenize", "/detokenize", "/v1/batches", "/v1/files",
 )  # fmt: skip
 FIELDS = (
     "messages", "prompt", "input", "model", "max_tokens", "temperature", "top_p", "n", "stop", "stream", "tools",
