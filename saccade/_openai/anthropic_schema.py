@@ -181,6 +181,7 @@ class MessagesRequest(CountTokens):
     thread: Any = Field(None, description="Not supported: nothing is stored. The error tells Anthropic's clients so.")
     metadata: Any = Field(None, description="Ignored.")
     service_tier: Any = Field(None, description="Ignored.")
+    speed: Literal["standard"] | None = None
 
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

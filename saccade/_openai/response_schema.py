@@ -129,6 +129,18 @@ ResponseToolChoice: TypeAlias = Annotated[
 ]
 
 
+Includable: TypeAlias = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+
+
 class ResponseStreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
@@ -146,12 +158,16 @@ class ResponseRequest(Strict):
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_logprobs: int | None = Field(None, ge=0)
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: list[Includable] | None = Field(
+        None,
+        description="Only log-probabilities add something: no tools are built in, and nothing is encrypted or stored.",
+    )
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = Field(None, ge=1, description="Has no effect: it limits only built-in tools.")
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["disabled"] | None = None

@@ -71,6 +71,7 @@ def _response(request_id: str, body: ResponseRequest, model: str, created: int) 
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
         "model": model,
         "output": [],
         "parallel_tool_calls": True if body.parallel_tool_calls is None else body.parallel_tool_calls,

@@ -37,7 +37,7 @@ def client(http: RunningHttp, server: RunningServer) -> Iterator[anthropic.Anthr
 
 
 def test_a_message_is_the_answer_of_grpc(client: anthropic.Anthropic, grpc_client: saccade.Client) -> None:
-    made = client.messages.create(**ASK, system="be brief", extra_body=GREEDY)
+    made = client.messages.create(**ASK, system="be brief", extra_body={**GREEDY, "speed": "standard"})
     same = grpc_client.chat("what is it?", system="be brief", max_tokens=20, temperature=0)
     assert "".join(block.text for block in made.content if block.type == "text") == same.text
     assert made.stop_reason == ("max_tokens" if same.finish_reason == "length" else "end_turn")
@@ -180,6 +180,7 @@ def test_errors_are_anthropics(client: anthropic.Anthropic) -> None:
         ({"tools": [{"name": "a", "input_schema": {"type": "object"}, "defer_loading": True}]},
          "tools[0].defer_loading"),
         ({"context_management": {"edits": []}}, "context_management: unknown field"),
+        ({"speed": "fast"}, "speed: input should be 'standard', got 'fast'"),
     ],
 )  # fmt: skip
 def test_errors_name_the_field(client: anthropic.Anthropic, changes: dict[str, Any], words: str) -> None:

@@ -120,13 +120,19 @@ def test_hints_about_caching_are_ignored(client: openai.OpenAI) -> None:
 
 
 def test_what_changes_no_answer_is_accepted(client: openai.OpenAI) -> None:
-    """Codex sends facts about itself; both APIs have one default verbosity."""
+    """Codex sends facts about itself; both APIs have one default verbosity; there are no built-in tools whose calls
+    `max_tool_calls` could limit and `include` describe."""
     facts: Any = {"client_metadata": {"x-codex-installation-id": "i"}}
     options: Any = {
         "store": False, "include": ["reasoning.encrypted_content"], "parallel_tool_calls": True, "tool_choice": "auto",
         "text": {"verbosity": "medium"}, "extra_body": facts,
     }  # fmt: skip
     assert client.responses.create(model="", input="a", max_output_tokens=2, **options).output
+    options = {"include": ["web_search_call.action.sources", "file_search_call.results"], "max_tool_calls": 3}
+    made = client.responses.create(model="", input="a", max_output_tokens=2, **options)
+    assert made.output and made.max_tool_calls == 3
+    with pytest.raises(openai.BadRequestError, match=r"include\[0\]: input should be 'message.output_text.logprobs', "):
+        client.responses.create(model="", input="a", include=["nothing"])  # type: ignore[list-item]
     assert client.chat.completions.create(**{**GREEDY, "max_tokens": 2}, verbosity="medium").choices
     with pytest.raises(openai.BadRequestError, match="verbosity: input should be 'medium', got 'low'"):
         client.chat.completions.create(**GREEDY, verbosity="low")
