@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Discriminator, Field, Tag
 
 from saccade._openai.problems import validated
-from saccade._openai.schema import ChatCompletion, Messages, Strict
+from saccade._openai.schema import ChatCompletion, DirectCaller, Messages, Strict
 from saccade.errors import InvalidArgument
 
 
@@ -59,12 +59,6 @@ class ThinkingBlock(Block):
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
-
-
-class DirectCaller(Strict):
-    """The model itself has made the call, and not a program that it wrote."""
-
-    type: Literal["direct"]
 
 
 class ToolUseBlock(Block):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from saccade._openai.problems import validated
-from saccade._openai.schema import CachedPart, ChatCompletion, Strict
+from saccade._openai.schema import CachedPart, ChatCompletion, DirectCaller, Strict
 
 
 class InputText(CachedPart):
@@ -63,6 +63,7 @@ class FunctionCallItem(Strict):
     arguments: str
     id: str | None = None
     status: str | None = None
+    caller: DirectCaller | None = None
 
 
 class FunctionOutputItem(Strict):
@@ -71,6 +72,7 @@ class FunctionOutputItem(Strict):
     output: ItemContent
     id: str | None = None
     status: str | None = None
+    caller: DirectCaller | None = None
 
 
 def _item_kind(value: Any) -> str:
@@ -116,6 +118,8 @@ class ResponseTool(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
 
 
 class ResponseToolName(Strict):
@@ -193,6 +197,9 @@ class ResponseRequest(Strict):
         return self
 
 
+_FUNCTION = {"name", "description", "parameters", "strict"}
+
+
 def chat_of(body: ResponseRequest) -> ChatCompletion:
     """The same request as a chat completion."""
     messages: list[dict[str, Any]] = []
@@ -217,7 +224,7 @@ def chat_of(body: ResponseRequest) -> ChatCompletion:
     }  # fmt: skip
     if body.tools:
         options["tools"] = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            {"type": "function", "function": tool.model_dump(include=_FUNCTION, exclude_none=True)}
             for tool in body.tools
         ]
     if isinstance(body.tool_choice, str):

@@ -196,6 +196,12 @@ class ToolCall(Strict):
     index: int | None = Field(None, description="Ignored: the calls of a stream have it.")
 
 
+class DirectCaller(Strict):
+    """The model itself has made the call, and not a program that it wrote."""
+
+    type: Literal["direct"]
+
+
 # -- chat completions --------------------------------------------------------------------------------------------------
 
 

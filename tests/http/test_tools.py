@@ -112,6 +112,26 @@ def test_responses_call_tools(client: openai.OpenAI) -> None:
     jsonschema.validate(json.loads(call.arguments), SCHEMA)
 
 
+def test_calls_that_only_the_model_makes_are_those_of_any_response(client: openai.OpenAI) -> None:
+    """OpenAI's defaults for tools and items, spelled out."""
+    called: Any = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"}
+    told: Any = {"type": "function_call_output", "call_id": "c1", "output": "warm"}
+    tool: Any = {"type": "function", "name": "weather", "parameters": SCHEMA}
+    caller, defaults = {"caller": {"type": "direct"}}, {"defer_loading": False, "allowed_callers": ["direct"]}
+    plain, spelled = (
+        client.responses.create(
+            model="", input=[{"role": "user", "content": "?"}, called | by, told | by], tools=[tool | more],
+            max_output_tokens=16, temperature=0,
+        )
+        for by, more in (({}, {}), (caller, defaults))
+    )  # fmt: skip
+    assert spelled.usage and plain.usage and spelled.usage.input_tokens == plain.usage.input_tokens
+    assert spelled.output_text == plain.output_text
+    for other, name in ({"defer_loading": True}, "defer_loading"), ({"allowed_callers": ["programmatic"]}, "callers"):
+        with pytest.raises(openai.BadRequestError, match=name):
+            client.responses.create(model="", input="?", tools=[tool | other])
+
+
 def test_a_format_of_the_text_does_not_exclude_required_calls(client: openai.OpenAI) -> None:
     """Instructor sends the same schema as the text's format and as a tool that must be called."""
     tool: dict[str, Any] = {"type": "function", "name": "weather", "parameters": SCHEMA}
