@@ -397,7 +397,7 @@ class Embeddings(Strict):
     input: Prompts
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: None = None
+    dimensions: int | None = Field(None, ge=1, description="The model's own number: embeddings are not shortened.")
     pooling: Literal["mean", "last"] | None = Field(
         None, description="Mean of the hidden states of all tokens (the default), or that of the last token."
     )

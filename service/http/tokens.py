@@ -12,6 +12,7 @@ from saccade._openai.chat import message_dicts
 from saccade._openai.fields import CHAT, DETOKENIZE, prompt_rules
 from saccade._openai.problems import validated
 from saccade._openai.schema import Detokenize, Embeddings, Tokenize, prompt_list
+from saccade.errors import InvalidArgument
 from saccade.types import Embedding
 from saccade.v1 import inference_pb2, model_pb2
 from service.http.call import HttpCall, beside
@@ -36,6 +37,9 @@ async def embeddings(call: HttpCall) -> None:
 
     async with call.connected(), caller.as_one(len(prompts) > 1):
         found = await all_of(one, range(len(prompts)))
+    size = found[0].mean.shape[-1]
+    if body.dimensions not in (None, size):
+        raise InvalidArgument(f"dimensions: the model's embeddings have {size} numbers, got {body.dimensions}")
     tokens = sum(embedding.prompt_tokens for embedding in found)
     await call.respond({
         "object": "list",

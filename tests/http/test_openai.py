@@ -300,6 +300,11 @@ def test_embeddings(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
     assert [item.embedding for item in made.data] == [pytest.approx(vector.tolist()) for vector in same]
     as_floats = client.embeddings.create(model="", input="abc", encoding_format="float")
     assert as_floats.data[0].embedding == pytest.approx(made.data[0].embedding)
+    size = len(made.data[0].embedding)
+    assert len(client.embeddings.create(model="", input="abc", dimensions=size).data[0].embedding) == size
+    with pytest.raises(openai.BadRequestError, match=f"embeddings have {size} numbers, got {size - 1}") as caught:
+        client.embeddings.create(model="", input="abc", dimensions=size - 1)
+    assert caught.value.param == "dimensions"
 
 
 def test_models(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
