@@ -56,6 +56,8 @@ def in_words(error: SaccadeError, rules: Rules) -> str:
     counted = bare in ("images", "videos")  # in all messages, so the field at fault is not what the message is about
     if bare and not counted and re.match(rf"{re.escape(bare)}(?![\w.\[])", message):
         message = field + message[len(bare) :]
+    if message.endswith(note := f" [{error.field}]"):
+        message = f"{message.removesuffix(note)} [{field}]"
     return _PATH.sub(lambda path: field_named(path[0], rules), message)
 
 

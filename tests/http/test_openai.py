@@ -426,6 +426,8 @@ def test_errors_name_the_field_of_any_request(
         client.post(f"/{path}", cast_to=object, body=body)
     assert caught.value.param == param and not GRPC_NAME.search(caught.value.message)
     assert isinstance(caught.value.body, dict) and caught.value.body["request_id"] == caught.value.request_id
+    noted = re.search(r"\[(\w+)\]$", caught.value.message)
+    assert noted is None or noted[1] == param
     if param == "max_output_tokens":
         assert "max_output_tokens 1000000 and a prompt of" in caught.value.message
 
