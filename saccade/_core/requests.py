@@ -54,6 +54,7 @@ class Sampling(TypedDict, total=False):
     min_tokens: int | None
     stop_token_ids: Sequence[int]
     ignore_eos: bool | None
+    clamp_max_tokens: bool | None
     n: int | None
     continued_token_ids: Sequence[int]
     model: str
@@ -182,8 +183,9 @@ def _set_sampling(message: types_pb2.SamplingParams, sampling: Mapping[str, Any]
         if sampling.get(name) is not None:
             with _naming(name):
                 setattr(message, name, float(sampling[name]))
-    if sampling.get("ignore_eos") is not None:
-        message.ignore_eos = check_flag("ignore_eos", sampling["ignore_eos"])
+    for name in ("ignore_eos", "clamp_max_tokens"):
+        if sampling.get(name) is not None:
+            setattr(message, name, check_flag(name, sampling[name]))
     message.stop.extend(check_strings("stop", sampling.get("stop") or ()))
     with _naming("stop_token_ids"):
         message.stop_token_ids.extend(_token_ids(sampling.get("stop_token_ids") or ()))

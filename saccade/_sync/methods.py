@@ -94,7 +94,8 @@ class Methods(Session):
             timeout: seconds for the whole call, retries included; None: the client's timeout.
             chat_template_kwargs: further arguments of the chat template.
             sampling: min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, min_tokens,
-                stop_token_ids, ignore_eos, n, continued_token_ids, model, request_id, priority; allowed_token_ids,
+                stop_token_ids, ignore_eos, n, continued_token_ids, model, request_id, priority; clamp_max_tokens, with
+                which a max_tokens that the context does not hold is reduced, not an error; allowed_token_ids,
                 bad_words; response_format, the required format of the text: a JSON schema, a Pydantic model class,
                 `saccade.Regex`, `saccade.Lark`, `saccade.StructuralTags`, a list of choices or "json_object".
                 For models that reason before they answer: enable_thinking, reasoning_effort, max_reasoning_tokens.

@@ -71,6 +71,7 @@ def spec_from_proto(request: inference_pb2.GenerateRequest, *, whole: bool = Fal
         sampling=_sampling(sampling),
         stop=tuple(sampling.stop),
         n=sampling.n if sampling.HasField("n") else 1,
+        clamp_max_tokens=sampling.clamp_max_tokens,
         continued=tuple(request.continued_token_ids),
         priority=request.priority,
         constraint=constraint,

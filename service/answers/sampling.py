@@ -27,7 +27,7 @@ def make_sampling(spec: GenerateSpec, prompt_tokens: int, assets: ModelAssets, i
     values = {**assets.sampling_defaults, **spec.sampling, "seed": seed}
     _check_ids(spec, values, assets.config.decoder.vocab_size)
     room = info.max_len - prompt_tokens
-    for name in ("max_tokens", "min_tokens"):
+    for name in ("min_tokens",) if spec.clamp_max_tokens else ("max_tokens", "min_tokens"):
         if (asked := spec.sampling.get(name)) is not None and asked > room:
             raise errors.InvalidArgument(
                 f"{name} {asked} and a prompt of {prompt_tokens} tokens exceed the context of "

@@ -191,6 +191,8 @@ class GenerateSpec:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     n: int = 1
+    clamp_max_tokens: bool = False
+    """Whether a `max_tokens` above the rest of the context length is reduced to the rest, not an error."""
     continued: tuple[int, ...] = ()
     priority: int = 0
     constraint: ConstraintSpec | None = None

@@ -62,7 +62,9 @@ async def messages(call: HttpCall) -> None:
     blocks = chain.from_iterable(message.content for message in body.messages if isinstance(message.content, list))
     if any(isinstance(block, ToolResultBlock) and block.is_error for block in blocks):
         call.notes.append(("x-saccade-ignored", "is_error"))  # chat templates have no place for it
-    events = MessageEvents(call.request_id)
+    # As Anthropic's API: an answer that reaches the end of the context says so, instead of an error beforehand.
+    request.sampling.clamp_max_tokens = True
+    events = MessageEvents(call.request_id, body.max_tokens)
     if body.stream:
         await stream_events(call, call.caller(), request, events)
         return
@@ -72,7 +74,8 @@ async def messages(call: HttpCall) -> None:
         return
     answer = await whole_answer(call, call.caller(), request)
     made = _message(call.request_id, answer.model)
-    made |= {"content": _blocks(answer), **_ending(answer), "usage": _usage(answer), "saccade": extension(answer)}
+    ending = _ending(answer, body.max_tokens)
+    made |= {"content": _blocks(answer), **ending, "usage": _usage(answer), "saccade": extension(answer)}
     await call.respond(made)
 
 
@@ -119,10 +122,12 @@ def _object(arguments: str) -> Any:
         return {"arguments": arguments}
 
 
-def _ending(answer: Generation) -> dict[str, Any]:
+def _ending(answer: Generation, max_tokens: int) -> dict[str, Any]:
     match = answer.samples[0].stop_match
     stopped = match if isinstance(match, str) else None
-    reasons = {"length": "max_tokens", "tool_calls": "tool_use", "aborted": "aborted"}
+    whole = answer.usage.completion_tokens >= max_tokens
+    longest = "max_tokens" if whole else "model_context_window_exceeded"
+    reasons = {"length": longest, "tool_calls": "tool_use", "aborted": "aborted"}
     reason = "stop_sequence" if stopped is not None else reasons.get(answer.finish_reason, "end_turn")
     return {"stop_reason": reason, "stop_sequence": stopped}
 
@@ -141,8 +146,8 @@ def _usage(answer: Generation) -> dict[str, Any]:
 class MessageEvents(Events):
     """The events of a streamed message, which consists of consecutive blocks."""
 
-    def __init__(self, request_id: str) -> None:
-        self._id = request_id
+    def __init__(self, request_id: str, max_tokens: int) -> None:
+        self._id, self._max_tokens = request_id, max_tokens
         self._kind: Literal["thinking", "text", "call"] | None = None
         """The kind of the block that is being written."""
         self._block: dict[str, Any] = {}
@@ -206,7 +211,7 @@ class MessageEvents(Events):
         return self._event("content_block_delta", index=self._index, delta={"type": kind, name: text})
 
     def end(self, answer: Generation) -> bytes:
-        ending = _ending(answer)
+        ending = _ending(answer, self._max_tokens)
         more = {"usage": _usage(answer), "saccade": extension(answer)}
         data = self._close()
         self.message |= {**ending, **more}

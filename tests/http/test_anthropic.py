@@ -48,6 +48,27 @@ def test_a_message_is_the_answer_of_grpc(client: anthropic.Anthropic, grpc_clien
     assert counted.input_tokens == same.usage.prompt_tokens
 
 
+def test_the_context_may_end_an_answer_before_max_tokens(client: anthropic.Anthropic) -> None:
+    """As with Anthropic's models, whose clients ask for more tokens than small contexts hold."""
+
+    def asking(text: str) -> Any:
+        return {"model": "", "messages": [{"role": "user", "content": text}]}
+
+    text = "a"
+    while (count := client.messages.count_tokens(**asking(text)).input_tokens) < 590:
+        text += " a" * max(1, (590 - count) // 4)
+    asked: Any = {**asking(text), "max_tokens": 32_000, "extra_body": GREEDY}
+    made = client.messages.create(**asked)
+    with client.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    for message in (made, streamed):
+        assert message.stop_reason == "model_context_window_exceeded"
+        used = message.usage
+        assert used.input_tokens + (used.cache_read_input_tokens or 0) + used.output_tokens == 600
+    with pytest.raises(anthropic.BadRequestError, match="the prompt is too long"):
+        client.messages.create(**asking(text + " a" * 100), max_tokens=1)
+
+
 def test_a_system_message_is_one_of_the_messages(client: anthropic.Anthropic) -> None:
     for content in ("be brief", [{"type": "text", "text": "be brief"}]):
         messages: Any = [{"role": "system", "content": content}, *ASK["messages"]]
@@ -201,7 +222,7 @@ def test_errors_name_the_field(client: anthropic.Anthropic, changes: dict[str, A
 def test_an_error_within_a_stream_has_the_type_of_one_before_it(error: errors.SaccadeError, kind: str) -> None:
     status = http_status(error)
     told = error_object(error, status)
-    event, data = MessageEvents("r").error(told, status).decode().splitlines()[:2]
+    event, data = MessageEvents("r", 1).error(told, status).decode().splitlines()[:2]
     assert event == "event: error"
     assert json.loads(data.removeprefix("data: ")) == anthropic_error(told, status)
     assert json.loads(data.removeprefix("data: "))["error"]["type"] == kind

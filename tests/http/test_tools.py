@@ -429,7 +429,7 @@ def test_each_text_of_an_answer_is_in_the_next_turn(client: openai.OpenAI) -> No
 def test_text_between_calls_in_a_streamed_message(pieces: list[Delta]) -> None:
     ask: dict[str, Any] = {"model": "", "max_tokens": 9, "messages": ASK}
     with (
-        sending(MessageEvents("r"), pieces) as url,
+        sending(MessageEvents("r", 400), pieces) as url,
         anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as client,
         client.messages.stream(**ask) as stream,
     ):

@@ -28,7 +28,8 @@ class Pauses:
 @contextmanager
 def watched(loop: asyncio.AbstractEventLoop) -> Iterator[Pauses]:
     """Measures while the context lasts. Existing objects are frozen for the garbage collector, which would otherwise
-    scan everything that earlier tests have made, inside some callback. They stay frozen: collecting them takes 0.6 s."""
+    scan everything that earlier tests have made, inside some callback. They stay frozen, since
+    collecting them takes 0.6 s."""
     pauses, original = Pauses(), asyncio.Handle._run  # type: ignore[attr-defined]
     thread = getattr(loop, "_thread_id", None)
     assert thread is not None, "the loop does not run"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tokenizers import decoders, models
 
 from encoder.item import EncoderItem
 from service.answers.prompts import KEPT_CHARACTERS, read, system_end, widen
+from service.answers.sampling import make_sampling
 from service.common import errors
 from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
 from service.engine.types import EngineInfo
@@ -97,6 +99,17 @@ def prepared(tokens: int = 4, labels: tuple[str, ...] = ()) -> PreparedItem:
 
 def info(max_len: int = 100, max_image_tokens: int = 50) -> EngineInfo:
     return EngineInfo("m", "r", max_len, 4, max_image_tokens, "float32")
+
+
+def test_a_larger_number_of_tokens_than_fit_is_an_error_or_reduced(assets: ModelAssets) -> None:
+    asked = GenerateSpec("r", "", TokensInput((7, 8)), sampling={"max_tokens": 9, "min_tokens": 8})
+    assert make_sampling(asked, 2, assets, info(max_len=11)).max_tokens == 9
+    with pytest.raises(errors.InvalidArgument, match="max_tokens 9 and a prompt of 2 tokens .* at most 8 would fit"):
+        make_sampling(asked, 2, assets, info(max_len=10))
+    clamped = replace(asked, clamp_max_tokens=True)
+    assert [make_sampling(clamped, 2, assets, info(max_len=most)).max_tokens for most in (10, 11, 12)] == [8, 9, 9]
+    with pytest.raises(errors.InvalidArgument, match="min_tokens 8 .* at most 7 would fit"):
+        make_sampling(clamped, 2, assets, info(max_len=9))
 
 
 def test_ids_are_below_the_vocabulary(assets: ModelAssets) -> None:
