@@ -243,7 +243,16 @@ ResponseFormat: TypeAlias = Annotated[dict[str, Any], AfterValidator(_typed)]
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        None, description="Whether each chunk of a choice has the usage of that choice so far. Needs `include_usage`."
+    )
     include_obfuscation: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _usage_of_usage(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats: needs include_usage to be true")
+        return self
 
 
 class Sampling(Strict):

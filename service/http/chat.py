@@ -16,7 +16,7 @@ from saccade.types import Delta, Generation
 from saccade.v1 import inference_pb2, types_pb2
 from service.http.call import HttpCall, beside
 from service.http.json_text import compact, quoted
-from service.http.streams import DONE, Events, stream_events, whole_answer
+from service.http.streams import DONE, ChunkUsage, Events, stream_events, whole_answer
 
 
 def no_paths(source: str | types_pb2.Image, name: str) -> types_pb2.Image:
@@ -74,36 +74,37 @@ class ChatEvents(Events):
     def __init__(self, call: HttpCall, body: ChatCompletion) -> None:
         self._call = call
         self._n = body.n or 1
-        self._usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._usage = ChunkUsage(body.stream_options)
         self._head = ""
         self._roles = b""
         """The chunks that begin the samples. They are held back until the first token, because programs that measure
         latency would take them for it."""
 
     def begin(self, started: inference_pb2.Started) -> bytes:
+        self._usage.begin(started)
         self._head = (
             f'data: {{"id":"chatcmpl-{self._call.request_id}","object":"chat.completion.chunk",'
             f'"created":{int(time.time())},"model":{quoted(started.model)},'
             f'"system_fingerprint":{quoted(started.model_version)},"choices":['
         )
-        self._tail = ',"usage":null}\n\n' if self._usage else "}\n\n"
         self._roles = b"".join(
-            self._chunk(f'{{"index":{i},"delta":{{"role":"assistant","content":""}},"logprobs":null,'
-                        f'"finish_reason":null}}')
+            self._chunk(i, '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null')
             for i in range(self._n)
         )  # fmt: skip
-        if not self._usage:
+        if not self._usage.asked:
             return b""
         return f'{self._head}],"usage":null,"saccade":{compact(started_extension(started))}}}\n\n'.encode()
 
-    def _chunk(self, choice: str) -> bytes:
-        return f"{self._head}{choice}]{self._tail}".encode("utf-8", "replace")
+    def _chunk(self, index: int, choice: str) -> bytes:
+        text = f'{self._head}{{"index":{index},{choice}}}]{self._usage.field(index)}}}\n\n'
+        return text.encode("utf-8", "replace")
 
     def _after_roles(self, data: bytes) -> bytes:
         roles, self._roles = self._roles, b""
         return roles + data
 
     def piece(self, delta: Delta) -> bytes:
+        self._usage.add(delta)
         fields = []
         if delta.text or (delta.logprobs and not delta.reasoning):
             fields.append(f'"content":{quoted(delta.text)}')
@@ -116,7 +117,7 @@ class ChatEvents(Events):
             return self._after_roles(b"")
         logprobs = "null" if not delta.logprobs else compact(logprobs_object(delta.logprobs))
         return self._after_roles(self._chunk(
-            f'{{"index":{delta.index},"delta":{{{",".join(fields)}}},"logprobs":{logprobs},"finish_reason":null}}'
+            delta.index, f'"delta":{{{",".join(fields)}}},"logprobs":{logprobs},"finish_reason":null'
         ))  # fmt: skip
 
     def end(self, answer: Generation) -> bytes:
@@ -124,10 +125,10 @@ class ChatEvents(Events):
         for sample in answer.samples:
             matched = compact(sample.stop_match)
             chunks.append(self._chunk(
-                f'{{"index":{sample.index},"delta":{{}},"logprobs":null,"finish_reason":{quoted(sample.finish_reason)},'
-                f'"stop_reason":{matched}}}'
+                sample.index,
+                f'"delta":{{}},"logprobs":null,"finish_reason":{quoted(sample.finish_reason)},"stop_reason":{matched}',
             ))  # fmt: skip
-        if self._usage:
+        if self._usage.asked:
             usage = compact(usage_object([sample.usage for sample in answer.samples]))
             chunks.append(f'{self._head}],"usage":{usage},"saccade":{compact(extension(answer))}}}\n\n'.encode())
         return self._after_roles(b"".join([*chunks, DONE]))

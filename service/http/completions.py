@@ -19,7 +19,7 @@ from saccade.types import Delta, Generation, Sample, TokenLogprob
 from saccade.v1 import inference_pb2, model_pb2
 from service.http.call import HttpCall, beside
 from service.http.json_text import compact, quoted
-from service.http.streams import DONE, Events, stream_events
+from service.http.streams import DONE, ChunkUsage, Events, stream_events
 from service.http.upstream import Caller, all_of
 
 
@@ -171,26 +171,28 @@ class CompletionEvents(Events):
 
     def __init__(self, call: HttpCall, body: Completion, echo: str) -> None:
         self._call, self._body, self._echo = call, body, echo
-        self._usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._head = self._tail = ""
+        self._usage = ChunkUsage(body.stream_options)
+        self._head = ""
         self._offsets: dict[int, int] = {}
 
     def begin(self, started: inference_pb2.Started) -> bytes:
+        self._usage.begin(started)
         self._head = (
             f'data: {{"id":"cmpl-{self._call.request_id}","object":"text_completion",'
             f'"created":{int(time.time())},"model":{quoted(started.model)},'
             f'"system_fingerprint":{quoted(started.model_version)},"choices":['
         )
-        self._tail = ',"usage":null}\n\n' if self._usage else "}\n\n"
         if not self._echo:
             return b""
         return b"".join(self._chunk(i, quoted(self._echo), "null") for i in range(self._body.n or 1))
 
     def _chunk(self, index: int, text: str, logprobs: str, ending: str = '"finish_reason":null') -> bytes:
         choice = f'{{"index":{index},"text":{text},"logprobs":{logprobs},{ending}}}'
-        return f"{self._head}{choice}]{self._tail}".encode("utf-8", "replace")
+        return f"{self._head}{choice}]{self._usage.field(index)}}}\n\n".encode("utf-8", "replace")
 
     def piece(self, delta: Delta) -> bytes:
+        if self._body.max_tokens != 0:
+            self._usage.add(delta)
         text = delta.reasoning + delta.text
         if not text and not delta.logprobs or self._body.max_tokens == 0:
             return b""
@@ -206,7 +208,7 @@ class CompletionEvents(Events):
 
     def end(self, answer: Generation) -> bytes:
         chunks = [self._chunk(s.index, '""', "null", compact(_ending(self._body, s))[1:-1]) for s in answer.samples]
-        if self._usage:
+        if self._usage.asked:
             usage = json.dumps(_usage(self._body, answer))
             chunks.append(f'{self._head}],"usage":{usage},"saccade":{json.dumps(extension(answer))}}}\n\n'.encode())
         return b"".join([*chunks, DONE])

@@ -77,6 +77,30 @@ def test_a_stream_says_the_same_as_the_whole(client: openai.OpenAI, n: int) -> N
     assert roles[:n] == ["assistant"] * n and set(roles[n:]) == {None}
 
 
+@pytest.mark.parametrize("fields", [{}, {"extra_body": {"stop_token_ids": list(range(100))}}], ids=["length", "stop"])
+@pytest.mark.parametrize("route", ["chat", "text"])
+def test_continuous_usage_is_that_of_the_choice_so_far(client: openai.OpenAI, route: str, fields: Any) -> None:
+    """GuideLLM always asks for it."""
+    create: Any = client.chat.completions.create if route == "chat" else client.completions.create
+    prompt: Any = {"messages": ASK} if route == "chat" else {"prompt": "abcd"}
+    options: dict[str, Any] = {**prompt, "model": "", "max_tokens": 12, "temperature": 1, "seed": 5, **fields}
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    for n in (1, 2):
+        made = list(create(**options, n=n, stream=True, stream_options=usage))
+        total = made[-1].usage
+        ends = {}
+        for chunk in made[:-1]:
+            for choice in chunk.choices:
+                seen = chunk.usage
+                assert seen.prompt_tokens == total.prompt_tokens
+                assert seen.total_tokens == seen.prompt_tokens + seen.completion_tokens
+                assert seen.completion_tokens >= ends.get(choice.index, 0)
+                ends[choice.index] = seen.completion_tokens
+        assert len(ends) == n and sum(ends.values()) == total.completion_tokens > 0
+    with pytest.raises(openai.BadRequestError, match="continuous_usage_stats: needs include_usage to be true"):
+        create(**options, stream=True, stream_options={"continuous_usage_stats": True})
+
+
 def test_images_and_their_tokens(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
     photo = png(40)
     content: list[Any] = [
