@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from saccade._openai.problems import validated
-from saccade._openai.schema import CachedPart, ChatCompletion, DirectCaller, Strict
+from saccade._openai.schema import CachedPart, ChatCompletion, DirectCaller, LogitBias, Strict, Strings, TokenId
 
 
 class InputText(CachedPart):
@@ -178,7 +178,17 @@ class ResponseRequest(Strict):
     background: Literal[False] | None = None
     previous_response_id: None = Field(None, description="Nothing is stored: send the conversation as input.")
     conversation: None = None
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.001, le=1000)
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     seed: int | None = Field(None, ge=0, lt=2**64)
+    stop: Strings | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: LogitBias | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_reasoning_tokens: int | None = Field(None, ge=0)
     metadata: dict[str, Any] | None = None
     client_metadata: Any = Field(None, description="Ignored: facts about the client, which Codex sends.")
@@ -198,6 +208,12 @@ class ResponseRequest(Strict):
 
 
 _FUNCTION = {"name", "description", "parameters", "strict"}
+_SAME = (
+    "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "chat_template_kwargs", "stream", "top_logprobs",
+    "parallel_tool_calls", "max_reasoning_tokens",
+)  # fmt: skip
+"""Fields that chat completions have under the same names."""
 
 
 def chat_of(body: ResponseRequest) -> ChatCompletion:
@@ -215,12 +231,10 @@ def chat_of(body: ResponseRequest) -> ChatCompletion:
         message.pop("open", None)
     logprobs = "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs)
     options: dict[str, Any] = {
-        "model": body.model, "max_tokens": body.max_output_tokens, "temperature": body.temperature,
-        "top_p": body.top_p, "seed": body.seed, "stream": body.stream, "logprobs": logprobs or None,
-        "top_logprobs": body.top_logprobs, "parallel_tool_calls": body.parallel_tool_calls,
+        **{name: getattr(body, name) for name in _SAME},
+        "max_tokens": body.max_output_tokens, "logprobs": logprobs or None,
         "response_format": _format(body.text),
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
-        "max_reasoning_tokens": body.max_reasoning_tokens,
     }  # fmt: skip
     if body.tools:
         options["tools"] = [

@@ -238,6 +238,7 @@ def _typed(value: dict[str, Any]) -> dict[str, Any]:
 
 TokenId: TypeAlias = Annotated[int, Field(ge=0, le=UINT32)]
 Strings: TypeAlias = Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
+LogitBias: TypeAlias = dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")], float]
 ResponseFormat: TypeAlias = Annotated[dict[str, Any], AfterValidator(_typed)]
 
 
@@ -274,7 +275,7 @@ class Sampling(Strict):
     ignore_eos: bool | None = None
     stop: Strings | None = None
     stop_token_ids: list[TokenId] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")], float] | None = None
+    logit_bias: LogitBias | None = None
     allowed_token_ids: list[TokenId] | None = None
     bad_words: Strings | None = None
     response_format: ResponseFormat | None = None

@@ -290,6 +290,26 @@ def test_input_tokens_are_those_of_the_response(client: openai.OpenAI) -> None:
     assert caught.value.param == "previous_response_id"
 
 
+@pytest.mark.parametrize("fields", [
+    {"ignore_eos": True, "logit_bias": {"2": 100.0}, "stop": None}, {"stop": "o"}, {"stop": ["5", "o"]},
+    {"stop_token_ids": list(range(100))}, {"top_k": 3}, {"min_p": 0.2}, {"repetition_penalty": 1.5},
+    {"presence_penalty": 1.5}, {"frequency_penalty": -1.5}, {"logit_bias": {"70": 9.0}},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+], ids=lambda fields: next(iter(fields)))  # fmt: skip
+def test_responses_take_the_sampling_fields_of_chat_completions(client: openai.OpenAI, fields: dict[str, Any]) -> None:
+    """GuideLLM sends `ignore_eos` with a fixed length of answers."""
+    shared: dict[str, Any] = {"model": "", "temperature": 1.5, "extra_body": {"seed": 3, **fields}}
+    chat = client.chat.completions.create(messages=ASK, max_tokens=40, **shared)
+    made = client.responses.create(input="what is it?", max_output_tokens=40, **shared)
+    assert made.output_text == chat.choices[0].message.content
+    assert made.usage and chat.usage and made.usage.output_tokens == chat.usage.completion_tokens
+    plain = client.responses.create(
+        model="", input="what is it?", max_output_tokens=40, temperature=1.5, extra_body={"seed": 3}
+    )
+    if "chat_template_kwargs" not in fields:
+        assert (made.output_text, made.status) != (plain.output_text, plain.status)
+
+
 def test_a_message_that_was_cut_off_is_incomplete(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "", "input": "what is it?", "max_output_tokens": 1}
     whole = client.responses.create(**options)
