@@ -412,6 +412,9 @@ class Embeddings(Strict):
         None, description="Mean of the hidden states of all tokens (the default), or that of the last token."
     )
     add_special_tokens: bool | None = Field(None, description=SPECIAL_TOKENS)
+    truncate_prompt_tokens: Literal[-1] | None = Field(
+        None, description="Accepted because `vllm bench serve` sends it. A prompt longer than the context is an error."
+    )
     user: str | None = Field(None, description="Ignored.")
 
 

@@ -351,6 +351,15 @@ def test_embeddings(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
     assert caught.value.param == "dimensions"
 
 
+def test_embeddings_with_the_truncation_that_vllms_benchmark_asks_for(client: openai.OpenAI) -> None:
+    fixed: Any = {"model": "", "extra_body": {"truncate_prompt_tokens": -1}}
+    assert client.embeddings.create(input="abc", **fixed).data == client.embeddings.create(model="", input="abc").data
+    with pytest.raises(openai.BadRequestError, match="context"):  # nothing is cut off in silence
+        client.embeddings.create(input="a" * 5000, **fixed)
+    with pytest.raises(openai.BadRequestError, match="truncate_prompt_tokens: .*-1"):
+        client.embeddings.create(model="", input="abc", extra_body={"truncate_prompt_tokens": 2})
+
+
 def test_models(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
     served = grpc_client.get_model()
     assert [model.id for model in client.models.list()] == [served.name]
