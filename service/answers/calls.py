@@ -191,12 +191,16 @@ class Calls:
 
     async def embed(self, spec: GenerateSpec, *, timeout: float | None) -> Embedded:
         """Embeds a prompt or an image. `timeout`: see `stream`. Raises StatusError."""
-        tenant = current_call().tenant
+        info = current_call()
+        tenant = info.tenant
         limit = self._admit(timeout)
         with self._place(tenant):
             async with asyncio.timeout(limit):
                 embedded = await self.frontend.embed(spec, salt=tenant.salt)
-        tenant.limits.charge("tokens", embedded.prompt_tokens)
+        prompt, image, video = embedded.prompt_tokens, embedded.image_tokens, embedded.video_tokens
+        tenant.limits.charge("tokens", prompt)
+        self.metrics.tokens(prompt=prompt, image=image, video=video)
+        info.tokens = {"prompt_tokens": prompt, "image_tokens": image, "video_tokens": video}
         return embedded
 
     async def tokenize(self, spec: GenerateSpec, *, timeout: float | None) -> Tokenized:

@@ -89,7 +89,7 @@ class Door:
             set_current_call(before)
             self._metrics.call(info.method, info.code, info.request_bytes)
             if info.generations == 0:
-                self._access.write(info, seconds=time.monotonic() - info.started)
+                self._access.write(info, **info.tokens, seconds=time.monotonic() - info.started)
 
     @contextlib.contextmanager
     def probed(self) -> Iterator[Admitted]:

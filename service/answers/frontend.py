@@ -165,7 +165,14 @@ class Frontend:
                 info, hidden = self.engine.info, self.assets.config.decoder.hidden_size
                 values = {"rows": embedded[0]} if of_image else {"last": embedded[0], "mean": embedded[1]}
                 return Embedded(
-                    spec.request_id, info.model, info.revision, len(prompt.ids), prompt.image_tokens, hidden, **values
+                    spec.request_id,
+                    info.model,
+                    info.revision,
+                    len(prompt.ids),
+                    prompt.image_tokens,
+                    prompt.video_tokens,
+                    hidden,
+                    **values,
                 )
 
     async def _only_event(self, request: EngineRequest, call: _Call) -> EngineEvent:

@@ -259,6 +259,7 @@ class Embedded:
     version: str
     prompt_tokens: int
     image_tokens: int
+    video_tokens: int
     hidden_size: int
     last: bytes = b""
     mean: bytes = b""

@@ -33,6 +33,8 @@ class CallInfo:
     reason: str = ""
     generations: int = 0
     """Generations of this call that have written their own line to the access log."""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """Counts for the line of a call without generations in the access log."""
     accepted: bool = False
     """Part of an HTTP request that has been accepted, so that a drain does not reject this call."""
     late: float = math.inf

@@ -69,14 +69,17 @@ class Metrics:
         """Records `tokens` that came `seconds` after the one before them."""
         self._gap.observe(seconds / tokens, tokens)
 
+    def tokens(self, **counts: int) -> None:
+        """Counts tokens by kind."""
+        for kind, count in counts.items():
+            self._tokens.labels(kind).inc(count)
+
     def generation(
         self, code: str, *, prompt: int, image: int, video: int, cached: int, generated: int, queue: float | None,
         first_token: float | None, seconds: float,
     ) -> None:  # fmt: skip
         self._generations.labels(code).inc()
-        counts = {"prompt": prompt, "image": image, "video": video, "cached": cached, "generated": generated}
-        for kind, count in counts.items():
-            self._tokens.labels(kind).inc(count)
+        self.tokens(prompt=prompt, image=image, video=video, cached=cached, generated=generated)
         if queue is not None:
             self._queue.observe(queue)
         if first_token is not None:
@@ -194,6 +197,9 @@ class _NoMetrics:
         """Does nothing."""
 
     def token_gap(self, seconds: float, tokens: int) -> None:
+        """Does nothing."""
+
+    def tokens(self, **counts: int) -> None:
         """Does nothing."""
 
     def generation(self, code: str, **numbers: Any) -> None:

@@ -93,6 +93,21 @@ def test_gaps_between_tokens_are_counted(observed: RunningServer, stubs: Stubs) 
     assert 0 < scrape(observed)[name] - before < 500
 
 
+def test_prompts_of_embeddings_are_counted(
+    observed: RunningServer, stubs: Stubs, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = scrape(observed)
+    request = inference_pb2.EmbedRequest(prompt=ask("a prompt", images=[{"data": png(40)}]).prompt)
+    with caplog.at_level(logging.INFO, "service.access"):
+        answer = stubs.inference.Embed(request)
+        (line,) = lines(observed, caplog)
+    after = scrape(observed)
+    for kind, tokens in (("prompt", answer.prompt_tokens), ("image", answer.image_tokens)):
+        name = f'saccade_tokens_total{{kind="{kind}"}}'
+        assert after[name] - before.get(name, 0.0) == tokens > 0
+    assert (line["prompt_tokens"], line["image_tokens"]) == (answer.prompt_tokens, answer.image_tokens)
+
+
 def test_samples_of_one_call_count_their_prompt_once(observed: RunningServer, stubs: Stubs) -> None:
     before = scrape(observed)
     request = ask("three ways to say so", max_tokens=6)
