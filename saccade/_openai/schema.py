@@ -383,6 +383,9 @@ class Completion(Sampling):
     prompt: Prompts
     max_tokens: int | None = Field(16, ge=0, description="0 only with echo.")
     logprobs: int | None = Field(None, ge=0)
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Tokens in `logprobs` are named `token_id:ID`, so that no two have the same name."
+    )
     echo: bool | None = None
     add_special_tokens: bool | None = Field(None, description=SPECIAL_TOKENS)
     best_of: int | None = Field(None, ge=1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 from saccade._core.requests import build_request
 from saccade._core.results import generation_from
@@ -31,15 +31,15 @@ async def completions(call: HttpCall) -> None:
     if body.stream:
         request = _request(call, body, prompts[0], call.request_id)
         async with caller.as_one(bool(body.echo)):
-            echo = "" if not body.echo else (await _prompt_tokens(caller, request, prompts[0]))[0]
+            echo = "" if not body.echo else (await _echo(caller, request, prompts[0])).text
             await stream_events(call, caller, request, CompletionEvents(call, body, echo))
         return
 
-    async def generate(index: int) -> tuple[Generation, tuple[str, list[bytes]]]:
+    async def generate(index: int) -> tuple[Generation, Echo]:
         request_id = call.id_of_prompt(index, len(prompts))
         request = await beside(call.held, _request, call, body, prompts[index], request_id)
         response = await caller.call("inference", "Generate", request)
-        echo = await _prompt_tokens(caller, request, prompts[index]) if body.echo else ("", [])
+        echo = await _echo(caller, request, prompts[index]) if body.echo else Echo()
         return generation_from(response, request.sampling.HasField("logprobs")), echo
 
     async with call.connected(), caller.as_one(len(prompts) > 1 or bool(body.echo)):
@@ -79,36 +79,41 @@ def _request(
     return request
 
 
-async def _prompt_tokens(
-    caller: Caller, request: inference_pb2.GenerateRequest, prompt: str | list[int]
-) -> tuple[str, list[bytes]]:
-    """The prompt's text, and the bytes of each of its tokens."""
+@dataclass(frozen=True)
+class Echo:
+    """A prompt whose text begins the answer."""
+
+    text: str = ""
+    ids: Sequence[int] = ()
+    tokens: Sequence[bytes] = ()
+    """The bytes of each token."""
+
+
+async def _echo(caller: Caller, request: inference_pb2.GenerateRequest, prompt: str | list[int]) -> Echo:
     if isinstance(prompt, str):
         asked = inference_pb2.TokenizeRequest(model=request.model, prompt=request.prompt)
         ids = list((await caller.call("inference", "Tokenize", asked)).token_ids)
     else:
         ids = prompt
     told = await caller.call("model", "Detokenize", model_pb2.DetokenizeRequest(model=request.model, token_ids=ids))
-    return (prompt if isinstance(prompt, str) else told.text), list(told.tokens)
+    return Echo(prompt if isinstance(prompt, str) else told.text, ids, told.tokens)
 
 
-def _choice(
-    body: Completion, index: int, sample: Sample, answer: Generation, echo: tuple[str, list[bytes]]
-) -> dict[str, Any]:
-    text, tokens = echo
+def _choice(body: Completion, index: int, sample: Sample, answer: Generation, echo: Echo) -> dict[str, Any]:
     generated = "" if body.max_tokens == 0 else sample.reasoning + sample.text
     logprobs = None
     if body.logprobs is not None:
-        scored: list[tuple[str, TokenLogprob | None]] = []
+        scored: list[Scored] = []
         if body.echo:
-            scores = answer.prompt_logprobs or [None] * len(tokens)
-            scored += [(piece.decode("utf-8", "replace"), score) for piece, score in zip(tokens, scores, strict=True)]
+            scores = answer.prompt_logprobs or [None] * len(echo.ids)
+            texts = [piece.decode("utf-8", "replace") for piece in echo.tokens]
+            scored += zip(echo.ids, texts, scores, strict=True)
         if body.max_tokens != 0:
-            scored += [(token_text(item.token_id, item.token), item) for item in sample.logprobs or ()]
-        logprobs = _logprobs(scored, body.logprobs)
+            scored += _scored(sample.logprobs or ())
+        logprobs = _logprobs(scored, body)
     return {
         "index": index,
-        "text": text + generated,
+        "text": echo.text + generated,
         "logprobs": logprobs,
         **_ending(body, sample),
     }
@@ -129,28 +134,38 @@ def _usage(body: Completion, answer: Generation) -> dict[str, Any]:
     return usage_object(usages)
 
 
-def _logprobs(scored: Sequence[tuple[str, TokenLogprob | None]], most: int) -> dict[str, Any]:
-    """OpenAI's older form of log-probabilities, which consists of parallel lists. The first token of a prompt has
-    none."""
+Scored: TypeAlias = tuple[int, str, TokenLogprob | None]
+"""The id, text and log-probability of a token; the first token of a prompt has no log-probability."""
+
+
+def _scored(tokens: Sequence[TokenLogprob]) -> list[Scored]:
+    return [(item.token_id, token_text(item.token_id, item.token), item) for item in tokens]
+
+
+def _logprobs(scored: Sequence[Scored], body: Completion) -> dict[str, Any]:
+    """OpenAI's older form of log-probabilities, which consists of parallel lists."""
     offsets, at = [], 0
-    for text, _ in scored:
+    for _, text, _ in scored:
         offsets.append(at)
         at += len(text)
+    by_id = bool(body.return_tokens_as_token_ids)
     return {
-        "tokens": [text for text, _ in scored],
-        "token_logprobs": [None if score is None else score.logprob for _, score in scored],
-        "top_logprobs": [None if score is None else _top(score) for _, score in scored] if most else None,
+        "tokens": [token_text(token_id, b"") if by_id else text for token_id, text, _ in scored],
+        "token_logprobs": [None if score is None else score.logprob for *_, score in scored],
+        "top_logprobs": [None if score is None else _top(score, by_id) for *_, score in scored]
+        if body.logprobs
+        else None,
         "text_offset": offsets,
     }
 
 
-def _top(score: TokenLogprob) -> dict[str, float]:
-    """Log-probabilities of the likeliest tokens and of the token itself, by their text; of tokens with the same text,
-    that of the likeliest."""
+def _top(score: TokenLogprob, by_id: bool) -> dict[str, float]:
+    """Log-probabilities of the likeliest tokens and of the token itself, by their text or id; of tokens with the same
+    text, that of the likeliest."""
     found: dict[str, float] = {}
     for item in score.top:
-        found.setdefault(token_text(item.token_id, item.token), item.logprob)
-    found.setdefault(token_text(score.token_id, score.token), score.logprob)
+        found.setdefault(token_text(item.token_id, b"" if by_id else item.token), item.logprob)
+    found.setdefault(token_text(score.token_id, b"" if by_id else score.token), score.logprob)
     return found
 
 
@@ -198,11 +213,11 @@ class CompletionEvents(Events):
             return b""
         logprobs = "null"
         if delta.logprobs:
-            scored = [(token_text(item.token_id, item.token), item) for item in delta.logprobs]
-            made = _logprobs(scored, self._body.logprobs or 0)
+            scored = _scored(delta.logprobs)
+            made = _logprobs(scored, self._body)
             at = self._offsets.get(delta.index, 0)
             made["text_offset"] = [at + offset for offset in made["text_offset"]]
-            self._offsets[delta.index] = at + sum(len(piece) for piece, _ in scored)
+            self._offsets[delta.index] = at + sum(len(text) for _, text, _ in scored)
             logprobs = compact(made)
         return self._chunk(delta.index, quoted(text), logprobs)
 

@@ -217,6 +217,28 @@ def test_completions_with_echo_and_logprobs(client: openai.OpenAI, grpc_client: 
     assert both.usage is not None and (both.usage.prompt_tokens, both.usage.completion_tokens) == (8, 0)
 
 
+def test_tokens_are_named_by_their_ids(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
+    """All single bytes above 127 have the same text, so that `top_logprobs` by text has one entry for all of them."""
+    same = grpc_client.generate("abcd", raw=True, max_tokens=8, temperature=0, prompt_logprobs=100, logprobs=100)
+    assert same.logprobs is not None and same.prompt_logprobs is not None
+    ids = [*grpc_client.tokenize("abcd", raw=True).token_ids, *same.token_ids]
+    asked: Any = {"model": "", "prompt": "abcd", "max_tokens": 8, "temperature": 0, "logprobs": 100}
+    by_id: Any = {"extra_body": {"return_tokens_as_token_ids": True}}
+    found = client.completions.create(**asked, **by_id, echo=True).choices[0].logprobs
+    plain = client.completions.create(**asked, echo=True).choices[0].logprobs
+    assert found and plain and found.tokens == [f"token_id:{token_id}" for token_id in ids]
+    scores = [*same.prompt_logprobs, *same.logprobs]
+    tops = [None if s is None else {f"token_id:{t.token_id}": t.logprob for t in s.top} for s in scores]
+    assert found.top_logprobs is not None and plain.top_logprobs is not None
+    for top, expected, score in zip(found.top_logprobs, tops, scores, strict=True):
+        assert score is None or top == {**(expected or {}), f"token_id:{score.token_id}": score.logprob}
+    assert len(found.top_logprobs[1]) >= 100 > len(plain.top_logprobs[1])
+    assert (found.token_logprobs, found.text_offset) == (plain.token_logprobs, plain.text_offset)
+    chunks = client.completions.create(**asked, **by_id, stream=True)
+    streamed = [t for chunk in chunks for c in chunk.choices if c.logprobs for t in c.logprobs.tokens or ()]
+    assert streamed == found.tokens[4:]
+
+
 def test_a_request_id_of_any_length_serves_several_prompts(client: openai.OpenAI) -> None:
     for length in (126, 127, 128):
         headers = {"x-request-id": "x" * length}
