@@ -34,6 +34,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 CONCURRENT = 16
 """Calls of one request that run at a time."""
+SOCKET_BACKOFF = 100
+"""Milliseconds between two attempts to connect to a Unix socket that does not exist yet."""
+_BACKOFF = ("grpc.initial_reconnect_backoff_ms", "grpc.max_reconnect_backoff_ms")
 RESUMES = 8
 """Attempts to continue an interrupted answer, counted from its last piece."""
 HOLD_SECONDS = 1.0
@@ -62,12 +65,14 @@ class Upstream:
             tls = TLSConfig(ca=options.servers_ca, certificate=options.servers_cert, key=options.servers_cert_key)
 
         def connect(address: str) -> AsyncConnection:
+            channel_options = {"grpc.max_receive_message_length": -1}
+            if address.startswith("unix:"):  # probes during the start must not delay the connection after it
+                channel_options |= dict.fromkeys(_BACKOFF, SOCKET_BACKOFF)
             return AsyncConnection(
                 make_settings(
-                    address, api_key="", tls=tls, timeout=None, max_retries=0,
-                    channel_options={"grpc.max_receive_message_length": -1},
+                    address, api_key="", tls=tls, timeout=None, max_retries=0, channel_options=channel_options
                 )
-            )  # fmt: skip
+            )
 
         self.connections = [connect(address) for address in options.servers]
         self.holders = [connect(address) for address in options.servers if address.startswith("unix:")]

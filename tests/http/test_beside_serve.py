@@ -187,6 +187,30 @@ async def drain(running: RunningServer) -> None:
     running.server.drain()
 
 
+def test_probes_during_the_start_do_not_delay_the_connection_after_it() -> None:
+    """gRPC waits longer after each failed attempt to connect, up to seconds: twelve would take half a minute."""
+    with socket.socket(socket.AF_UNIX) as listener, RunningHttp([f"unix:{PRIVATE}"]) as http:
+        listener.bind(PRIVATE)
+        listener.listen()
+        listener.settimeout(10.0)
+        attempts = 0
+        began = time.monotonic()
+
+        def accept() -> None:
+            nonlocal attempts
+            while attempts < 12:
+                listener.accept()[0].close()
+                attempts += 1
+
+        with ThreadPoolExecutor(1) as pool:
+            accepted = pool.submit(accept)
+            while not accepted.done():
+                assert httpx.get(f"{http.url}/ready").status_code == 503
+            accepted.result()
+        assert time.monotonic() - began < 8.0
+    os.unlink(PRIVATE)
+
+
 def test_callers_of_the_public_port_can_neither_hold_requests_open_nor_say_that_theirs_are_accepted(
     model: Path,
 ) -> None:
