@@ -154,7 +154,7 @@ def _order(weight: StoredWeight, group_of: Tensor, groups: int, inner: int, grou
 
 def _words(words: Tensor) -> Tensor:
     """int32 `[..., w]` -> uint8 `[..., 8 w]`: the nibbles of each word, lowest first."""
-    octets = words.contiguous().view(torch.uint8)  # little-endian
+    octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # little-endian
     return torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
 
 
