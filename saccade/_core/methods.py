@@ -30,7 +30,7 @@ def answer_steps(
 def generate_steps(build: Callable[[], inference_pb2.GenerateRequest], upload_above: int | None) -> Steps[Generation]:
     request = yield Do(build)
     response = yield from answer_steps(request, upload_above)
-    return generation_from(response, request.sampling.HasField("logprobs"))
+    return generation_from(response, request.sampling)
 
 
 def tokenize_steps(build: Callable[[], inference_pb2.TokenizeRequest], upload_above: int | None) -> Steps[Tokens]:

@@ -66,9 +66,11 @@ def logprobs_from(messages: Any) -> list[TokenLogprob]:
     ]
 
 
-def prompt_logprobs_from(messages: Any, samples: list[Sample]) -> list[TokenLogprob | None] | None:
-    """By position in the prompt; None if they were not requested."""
-    if not messages or not samples:
+def prompt_logprobs_from(
+    messages: Any, samples: list[Sample], sampling: types_pb2.SamplingParams
+) -> list[TokenLogprob | None] | None:
+    """By position in the prompt; None if they were not requested. A prompt of one token has no message."""
+    if not sampling.HasField("prompt_logprobs") or not samples:
         return None
     found: list[TokenLogprob | None] = [None] * samples[0].usage.prompt_tokens
     for message, logprob in zip(messages, logprobs_from([m.token for m in messages]), strict=True):
@@ -197,8 +199,9 @@ def _generation(samples: list[Sample], **facts: Unpack[_Facts]) -> Generation:
     )
 
 
-def generation_from(response: inference_pb2.GenerateResponse, with_logprobs: bool) -> Generation:
-    """The answer of a unary call. `with_logprobs`: whether the request asked for them."""
+def generation_from(response: inference_pb2.GenerateResponse, sampling: types_pb2.SamplingParams) -> Generation:
+    """The answer of a unary call. `sampling`: the request's."""
+    with_logprobs = sampling.HasField("logprobs")
     samples = [
         Sample(
             text=sample.text,
@@ -219,7 +222,7 @@ def generation_from(response: inference_pb2.GenerateResponse, with_logprobs: boo
         model=response.model,
         model_version=response.model_version,
         seed=response.seed,
-        prompt_logprobs=prompt_logprobs_from(response.prompt_logprobs, samples),
+        prompt_logprobs=prompt_logprobs_from(response.prompt_logprobs, samples, sampling),
         media=media_from(response.media),
     )
 
@@ -293,7 +296,7 @@ class Assembler:
             model=started.model,
             model_version=started.model_version,
             seed=started.seed,
-            prompt_logprobs=prompt_logprobs_from(self._finished[0].prompt_logprobs, samples),
+            prompt_logprobs=prompt_logprobs_from(self._finished[0].prompt_logprobs, samples, self.request.sampling),
             media=media_from(started.media),
         )
 

@@ -83,7 +83,7 @@ async def map_requests_async(
         try:
             request, timeout = await asyncio.to_thread(prepare, item)
             response = await client._generate(request, timeout)
-            result: Generation | BaseException = generation_from(response, request.sampling.HasField("logprobs"))
+            result: Generation | BaseException = generation_from(response, request.sampling)
         except BaseException as error:  # passed to the waiting task; includes cancellation
             result = error
         events.put_nowait(Finished(index, item, result))

@@ -72,7 +72,7 @@ class _Workers:
                 if self._stopped:
                     raise Cancelled("the map has been closed", request_id=request.request_id)
             response = self._client._generate(request, timeout, exchange)
-            return generation_from(response, request.sampling.HasField("logprobs"))
+            return generation_from(response, request.sampling)
         finally:
             with self._lock:
                 self._running.discard(exchange)

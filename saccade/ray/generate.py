@@ -88,9 +88,7 @@ class Generate:
         async with self._limit:
             try:
                 request = await asyncio.to_thread(self._rows.request, row)
-                result: Generation | SaccadeError = generation_from(
-                    await self._send(request), request.sampling.HasField("logprobs")
-                )
+                result: Generation | SaccadeError = generation_from(await self._send(request), request.sampling)
             except ROW_ERRORS as error:
                 result = error
         return self._rows.output(row, result)

@@ -40,7 +40,7 @@ async def completions(call: HttpCall) -> None:
         request = await beside(call.held, _request, call, body, prompts[index], request_id)
         response = await caller.call("inference", "Generate", request)
         echo = await _echo(caller, request, prompts[index]) if body.echo else Echo()
-        return generation_from(response, request.sampling.HasField("logprobs")), echo
+        return generation_from(response, request.sampling), echo
 
     async with call.connected(), caller.as_one(len(prompts) > 1 or bool(body.echo)):
         answered = await all_of(generate, range(len(prompts)))

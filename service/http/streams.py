@@ -21,7 +21,7 @@ async def whole_answer(call: HttpCall, caller: Caller, request: inference_pb2.Ge
     """The complete answer. Raises SaccadeError, and ClientGone if the client disconnects first."""
     async with call.connected():
         response = await caller.call("inference", "Generate", request)
-    return generation_from(response, request.sampling.HasField("logprobs"))
+    return generation_from(response, request.sampling)
 
 
 class ChunkUsage:

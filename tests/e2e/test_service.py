@@ -388,6 +388,8 @@ def test_prompt_logprobs_in_a_unary_answer_and_in_a_stream(client: saccade.Clien
     assert streamed is not None
     assert [s and s.logprob for s in streamed] == pytest.approx([s and s.logprob for s in scores], abs=1e-4)
     assert client.generate("what is it?", max_tokens=3).prompt_logprobs is None
+    assert client.generate([65], max_tokens=1, prompt_logprobs=0).prompt_logprobs == [None]
+    assert client.stream([65], max_tokens=1, prompt_logprobs=0).final().prompt_logprobs == [None]
     alone = {**options, "n": 1}
     ids = client.generate("what is it?", **alone).token_ids
     for cut in range(len(ids) + 1):  # also if the stream broke between its last token and its end

@@ -106,7 +106,7 @@ def test_answers_and_errors_are_rows_of_the_same_columns() -> None:
     response = inference_pb2.GenerateResponse(samples=[sample], model="m", model_version="v", seed=3)
     response.samples[0].usage.CopyFrom(usage)
     row = {"id": "a", "note": 1.5, "image": b"x"}
-    good = rows.output(row, generation_from(response, False))
+    good = rows.output(row, generation_from(response, types_pb2.SamplingParams()))
     bad = rows.output(row, errors.InvalidArgument("no image", reason="IMAGE_DECODE_FAILED"))
     assert list(good) == list(bad) == ["id", "note", ID, *ANSWER_COLUMNS]
     assert (good["text"], good["seed"], good["error"], good["note"], good[ID]) == ("yes", 3, None, 1.5, row_id("a"))
