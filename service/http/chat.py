@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from saccade._core.results import media_from
@@ -54,6 +55,15 @@ def build_chat(call: HttpCall, body: ChatCompletion) -> inference_pb2.GenerateRe
     if body.priority is None and call.priority is not None:
         request.priority = call.priority
     return request
+
+
+async def prompt_tokens(call: HttpCall, made: Callable[[], ChatCompletion]) -> int:
+    """The number of tokens of the prompt of a chat completion, which `made` makes from the request's body."""
+    request = await beside(call.held, lambda: build_chat(call, made()))
+    async with call.connected():
+        asked = inference_pb2.TokenizeRequest(model=request.model, chat=request.chat)
+        told = await call.caller().call("inference", "Tokenize", asked)
+    return int(told.prompt_tokens)
 
 
 def started_extension(started: inference_pb2.Started) -> dict[str, Any]:

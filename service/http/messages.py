@@ -16,7 +16,7 @@ from saccade.errors import Unimplemented
 from saccade.types import Delta, Generation, ToolCallDelta
 from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, beside
-from service.http.chat import build_chat
+from service.http.chat import build_chat, prompt_tokens
 from service.http.json_text import compact
 from service.http.streams import Events, calls_of, read_events, stream_events, whole_answer
 
@@ -83,11 +83,7 @@ async def count_tokens(call: HttpCall) -> None:
     """The number of tokens that the prompt of a request takes."""
     as_anthropic(call)
     body = validated(CountTokens, await call.json())
-    request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
-    async with call.connected():
-        asked = inference_pb2.TokenizeRequest(model=request.model, chat=request.chat)
-        told = await call.caller().call("inference", "Tokenize", asked)
-    await call.respond({"input_tokens": told.prompt_tokens})
+    await call.respond({"input_tokens": await prompt_tokens(call, lambda: chat_of(body))})
 
 
 def _message(request_id: str, model: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from saccade._openai.response_schema import InputImage, ResponseRequest, chat_of
 from saccade.types import Delta, Generation, TokenLogprob, ToolCallDelta, Usage
 from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, beside
-from service.http.chat import build_chat
+from service.http.chat import build_chat, prompt_tokens
 from service.http.json_text import compact
 from service.http.streams import Events, calls_of, read_events, stream_events, whole_answer
 
@@ -45,11 +45,8 @@ async def count_input_tokens(call: HttpCall) -> None:
     """The number of tokens that the prompt of a request takes."""
     call.fields = RESPONSE
     body = validated(ResponseRequest, await call.json())
-    request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
-    async with call.connected():
-        asked = inference_pb2.TokenizeRequest(model=request.model, chat=request.chat)
-        told = await call.caller().call("inference", "Tokenize", asked)
-    await call.respond({"object": "response.input_tokens", "input_tokens": told.prompt_tokens})
+    counted = await prompt_tokens(call, lambda: chat_of(body))
+    await call.respond({"object": "response.input_tokens", "input_tokens": counted})
 
 
 def _parts(body: ResponseRequest) -> Iterator[Any]:
