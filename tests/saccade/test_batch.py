@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -548,20 +549,18 @@ def test_killed_again_and_again_it_ends_with_each_row_once(
     victim: list[subprocess.Popen[str]] = []
     written: set[str] = set()
     seen: list[str] = []
-    left = 0
+    moment, arrivals = 0, itertools.count(1)
 
     def answer(request: Any) -> list[str]:
-        nonlocal left
         seen.append(text_of(request))
-        left -= 1
-        if left == 0:
+        if next(arrivals) == moment:  # one step, so that of two requests at once exactly one is the n-th
             victim[0].kill()
         return echo(request)
 
     script.answer = answer
     options = ["--server", address, "--concurrency", 8, "--quiet", *(["--ordered"] if ordered else [])]
     for moment in [*moments, 0]:
-        left = moment
+        arrivals = itertools.count(1)
         seen.clear()
         victim[:] = [start(source, output, *options)]
         stdout, stderr = victim[0].communicate(timeout=60)
@@ -584,16 +583,15 @@ def test_an_interrupt_says_how_to_go_on(address: str, script: Script, tmp_path: 
     source, output = write_input(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     for sent in (signal.SIGINT, signal.SIGTERM):
         process: list[subprocess.Popen[str]] = []
-        seen: list[str] = []
-        over = threading.Event()
+        arrivals, over = itertools.count(1), threading.Event()
 
         def answer(
-            request: Any, sent: int = sent, process: Any = process, seen: Any = seen, over: threading.Event = over
+            request: Any, sent: int = sent, process: Any = process, arrivals: Any = arrivals, over: Any = over
         ) -> list[str]:
-            seen.append(text_of(request))
-            if len(seen) == 20:
+            number = next(arrivals)  # one step, so that of two requests at once exactly one is the twentieth
+            if number == 20:
                 process[0].send_signal(sent)
-            if len(seen) >= 20:  # no further answer, however late the signal arrives
+            if number >= 20:  # no further answer, however late the signal arrives
                 over.wait(timeout=60)
             return echo(request)
 
