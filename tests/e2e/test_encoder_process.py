@@ -6,17 +6,17 @@ import dataclasses
 import logging
 import os
 import queue
-import resource
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from full_disk import file_size_limit
 from images import png
 from resident import file_bytes, file_bytes_after_import
 from running import RunningServer, children
@@ -54,17 +54,6 @@ def of_process(stats: dict[str, Any], name: str) -> float:
     return float(stats["encoder"]["encoders"]["process"][name])
 
 
-@contextmanager
-def largest_file(size: int, pid: int = 0) -> Iterator[None]:
-    """Limits the size of one file of a process, or of this one, including memory files."""
-    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
-
-
 def test_same_answers_and_a_kill_over_an_image(model: Path, client: saccade.Client) -> None:
     shared = sorted(os.listdir("/dev/shm"))
     running = RunningServer(str(model), engine_process=True, **OPTIONS)
@@ -94,7 +83,7 @@ def test_no_shared_memory_for_a_request_between_image_worker_and_engine(
         next(other)
         with ExitStack() as limits, pytest.raises(saccade.errors.Unavailable) as refused:
             for worker in workers:
-                limits.enter_context(largest_file(1 << 10, worker))
+                limits.enter_context(file_size_limit(1 << 10, worker))
             once.generate("all of them", images=[png(i, (64, 64)) for i in range(16)], max_tokens=1)
         assert refused.value.reason == "SHARED_MEMORY_FULL" and refused.value.retryable
         assert other.final().usage.completion_tokens == 300
@@ -177,7 +166,7 @@ def test_shared_memory_that_is_full_is_one_images_error(
             assert changed.wait_for(lambda: all(entry.ready or entry.error for entry in leases), 60)
 
     large = (1 << 16) // (vision.patch_dim * 4) // 2 * 2  # columns of an image that takes the whole bound
-    with largest_file(1 << 16):
+    with file_size_limit(1 << 16):
         leases = [lease(1, 4), lease(2, large), lease(3, 6)]
         settle(*leases)
     assert [type(entry.error) for entry in leases] == [type(None), EncoderUnavailable, type(None)]
@@ -241,7 +230,7 @@ def test_what_a_killed_process_leaves_to_the_next_one(options: EngineOptions, mo
 
     assert send(1, 4) == ("written", [1])
     large = (1 << 16) // (vision.patch_dim * 4) // 2 * 2
-    with largest_file(1 << 10):
+    with file_size_limit(1 << 10):
         words, failed = send(2, large)
     assert "no shared memory" in words and failed == [2]
     kill()

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 
 import grpc
 from certificates import Authority
+from full_disk import file_size_limit
 from fuzz import fill
 from images import png
 from rpc import ask, connect, reason
@@ -320,24 +320,22 @@ def fill_disk(server: ServerProcess, folder: Path, uploads: int) -> None:
     assert len(data) > 200_000
     with saccade.Client(server.address, max_retries=0) as client:
         before = client.generate("x", max_tokens=5, temperature=0)
-        limits = resource.prlimit(server.pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (100_000, limits[1]))
-        for i in range(uploads):
-            for refused, attempt in (
-                ("MEDIA_SPOOL_FULL", lambda: client.media.upload(data)),
-                ("BATCH_SPOOL_FULL", lambda: client.batches.create(b" " * 200_000)),
-            ):
-                try:
-                    attempt()
-                    raise AssertionError(f"upload {i} was taken")
-                except saccade.errors.RateLimited as error:
-                    assert error.reason == refused
-            # an image too large for the spool travels with its request
-            small = client.with_options(upload_above=1000)
-            assert small.generate("x", images=[png(2, (120, 120))], max_tokens=1).usage.image_tokens
-        assert client.generate("x", max_tokens=5, temperature=0) == before
-        assert not any(list((folder / place / "incoming").iterdir()) for place in ("media", "batches"))
-        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, limits)
+        with file_size_limit(100_000, server.pid):
+            for i in range(uploads):
+                for refused, attempt in (
+                    ("MEDIA_SPOOL_FULL", lambda: client.media.upload(data)),
+                    ("BATCH_SPOOL_FULL", lambda: client.batches.create(b" " * 200_000)),
+                ):
+                    try:
+                        attempt()
+                        raise AssertionError(f"upload {i} was taken")
+                    except saccade.errors.RateLimited as error:
+                        assert error.reason == refused
+                # an image too large for the spool travels with its request
+                small = client.with_options(upload_above=1000)
+                assert small.generate("x", images=[png(2, (120, 120))], max_tokens=1).usage.image_tokens
+            assert client.generate("x", max_tokens=5, temperature=0) == before
+            assert not any(list((folder / place / "incoming").iterdir()) for place in ("media", "batches"))
         assert client.media.upload(data).size_bytes == len(data)
 
 

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """This process can write no file that is larger than `size` bytes. What is imported meanwhile is not compiled to
-    files: Python 3.11 would leave truncated ones, which later imports fail on."""
-    before, compiles = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+def file_size_limit(size: int, pid: int = 0) -> Iterator[None]:
+    """A process, or this one, can write no file that is larger than `size` bytes, memory files included. What this one
+    imports meanwhile is not compiled to files: Python 3.11 would leave truncated ones, which later imports fail on."""
+    before, compiles = resource.prlimit(pid, resource.RLIMIT_FSIZE), sys.dont_write_bytecode
     sys.dont_write_bytecode = True
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
         sys.dont_write_bytecode = compiles
