@@ -291,6 +291,18 @@ class Sampling(Strict):
         return self
 
 
+class DefaultsOfOthers(Strict):
+    """Parameters that clients of other servers send spelled out. Only the values that mean what this server always does
+    are accepted."""
+
+    skip_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    return_token_ids: Literal[False] | None = None
+    use_beam_search: Literal[False] | None = None
+    length_penalty: float | None = Field(None, description="Ignored: it is about beam search.")
+    spaces_between_special_tokens: bool | None = Field(None, description="Ignored: texts have no special tokens.")
+
+
 class Continuing(Strict):
     """Whether the answer to messages begins a new message or continues the last one."""
 
@@ -312,7 +324,7 @@ class Continuing(Strict):
         return self
 
 
-class ChatCompletion(Continuing, Sampling):
+class ChatCompletion(Continuing, Sampling, DefaultsOfOthers):
     """The body of `/v1/chat/completions`."""
 
     messages: Messages[Message]
@@ -328,6 +340,9 @@ class ChatCompletion(Continuing, Sampling):
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = Field(None, description="The template has all that messages need.")
+    include_reasoning: Literal[True] | None = None
     # The following fields do not change the answer.
     metadata: Any = Field(None, description="Ignored.")
     store: Any = Field(None, description="Ignored: nothing is stored.")
@@ -377,7 +392,7 @@ def prompt_list(prompts: str | list[int] | list[str] | list[list[int]]) -> list[
     return prompts  # type: ignore[return-value]
 
 
-class Completion(Sampling):
+class Completion(Sampling, DefaultsOfOthers):
     """The body of `/v1/completions`. The prompt is tokenized literally, without the chat template."""
 
     prompt: Prompts

@@ -162,6 +162,29 @@ def test_what_changes_no_answer_is_accepted(client: openai.OpenAI) -> None:
         client.chat.completions.create(**GREEDY, verbosity="low")
 
 
+@pytest.mark.parametrize("route", ["chat", "completions"])
+def test_defaults_of_vllm_are_accepted_spelled_out(client: openai.OpenAI, route: str) -> None:
+    """And nothing else, since another value would have to change the answer."""
+    create, given = client.completions.create, {"prompt": "what is it?"}
+    defaults = {
+        "skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False,
+        "return_token_ids": False, "use_beam_search": False, "length_penalty": 1.0, "echo": False,
+    }  # fmt: skip
+    if route == "chat":
+        create, given = client.chat.completions.create, {"messages": ASK}
+        defaults |= {"add_special_tokens": False, "include_reasoning": True}
+    fixed: Any = {"model": "", "max_tokens": 4, "temperature": 0, **given}
+    answer, same = create(**fixed), create(**fixed, extra_body=defaults)
+    assert same.choices[0].model_dump() == answer.choices[0].model_dump()
+    for name, value in (
+        ("skip_special_tokens", True),
+        ("include_stop_str_in_output", False),
+        ("return_token_ids", False),
+    ):
+        with pytest.raises(openai.BadRequestError, match=f"{name}: input should be {value}, got {not value}"):
+            create(**fixed, extra_body={name: not value})
+
+
 def test_a_message_is_continued(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
     messages: list[Any] = [*ASK, {"role": "assistant", "content": "It is"}]
     options: dict[str, Any] = {**GREEDY, "messages": messages}
