@@ -173,7 +173,7 @@ def mamba2(text: Mapping[str, Any], hidden_size: int, norm_eps: float) -> Mamba2
         conv_kernel=count(text, "mamba_d_conv", 4),
         chunk_size=count(text, "mamba_chunk_size", 256),
         time_step_limit=time_steps(text),
-        use_conv_bias=flag(text, "mamba_conv_bias", True),
+        use_conv_bias=flag(text, "mamba_conv_bias", "mamba_conv_bias" not in text),  # null: none, as in transformers
         use_bias=flag(text, "mamba_proj_bias"),
         norm_eps=norm_eps,
     )

@@ -21,13 +21,15 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
     fields.only(text, "is_causal", True)
     eps = fields.number(text, "rms_norm_eps", 1e-6)
     rotary = _rotary(text)
-    scale = fields.number(text, "attention_multiplier", 1.0)
+    # Null is the usual scale of attention, as in transformers.
+    usual = text.get("attention_multiplier", 1.0) is None
+    scale = None if usual else fields.number(text, "attention_multiplier", 1.0)
     mixers: dict[str, MixerSpec] = {
         "mamba": fields.mamba2(text, hidden, eps),
         "attention": fields.attention(text, hidden, rotated=float(rotary), scale=scale),
     }
-    kinds = first(text, "layer_types", "layers_block_type", default=["mamba"] * layers)
-    kinds = fields.layer_kinds(kinds, layers, "layer_types")
+    named = next((name for name in ("layers_block_type", "layer_types") if text.get(name) is not None), "layer_types")
+    kinds = fields.layer_kinds(first(text, named, default=["mamba"] * layers), layers, named)
     residual = fields.number(text, "residual_multiplier", 1.0)
     feed_forward = _feed_forward(text, hidden, shared)
     found = []

@@ -1,7 +1,8 @@
 """Reads the `nemotron_h` part of `config.json`.
 
 Two generations of field names are in use: transformers writes `layers_block_type`, NVIDIA's released files have
-`hybrid_override_pattern`. Both are read; where a file has both, transformers' name wins.
+`hybrid_override_pattern`. Both are read; where a file has both, transformers' name wins. Where a file has a field and
+its alias in transformers, the alias wins, as there.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ _LAYER_LETTERS = {
     "mlp": "-",
     "moe": "E",
 }
-# Names in older files and transformers' keyword aliases -> the name in NemotronHConfig.
-_TEXT_ALIASES = {
+# transformers' aliases -> the name in NemotronHConfig.
+_ALIASES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
     "mamba_dt_limit": "time_step_limit",
     "mamba_conv_bias": "use_conv_bias",
     "mamba_chunk_size": "chunk_size",
-    "attention_head_dim": "head_dim",
     "num_local_experts": "n_routed_experts",
 }
 
@@ -173,14 +173,15 @@ def _letters(kinds: Any, field: str) -> str:
     if not isinstance(kinds, list):
         raise CheckpointError(f"config.json: {field} must be a list of the kinds of layers, not {kinds!r}")
     if unknown := sorted({str(kind) for kind in kinds if str(kind) not in _LAYER_LETTERS}):
-        raise CheckpointError(f"{field} holds {unknown}; known kinds are {sorted(_LAYER_LETTERS)}")
+        raise CheckpointError(f"config.json: {field} holds {unknown}; known kinds are {sorted(_LAYER_LETTERS)}")
     return "".join(_LAYER_LETTERS[kind] for kind in kinds)
 
 
 def layer_pattern(text: Mapping[str, Any]) -> str:
     """The layer kinds as a string over `M*-E`, from either spelling."""
-    if (kinds := first(text, "layers_block_type", "layer_types")) is not None:
-        return _letters(kinds, "layers_block_type")
+    for name in ("layer_types", "layers_block_type"):
+        if text.get(name) is not None:
+            return _letters(text[name], name)
     pattern = str(first(text, "hybrid_override_pattern", default=""))
     if not pattern or set(pattern) - set("M*-E"):
         raise CheckpointError(
@@ -200,10 +201,10 @@ def decoder_config(text: Mapping[str, Any]) -> NemotronHConfig:
     """Reads the text part of a configuration. Unset fields take the family's defaults. Raises CheckpointError."""
     known = {f.name: f for f in fields(NemotronHConfig)}
     values: dict[str, Any] = {"pattern": layer_pattern(text)}
-    for source, target in _TEXT_ALIASES.items():
-        if text.get(source) is not None:
-            values[target] = text[source]
+    if (width := text.get("attention_head_dim")) is not None:  # in older files
+        values["head_dim"] = width
     values |= {name: text[name] for name in known if text.get(name) is not None}
+    values |= {name: text[alias] for alias, name in _ALIASES.items() if text.get(alias) is not None}
     if (pattern := mtp_pattern(text)) is not None:
         values["mtp_pattern"] = pattern
     if "num_key_value_heads" not in text:

@@ -147,7 +147,8 @@ def _rope(text: Mapping[str, Any], width: int, axes: int) -> Rope:
     and so on; once H or W has used up its section, T takes its place."""
     parameters = fields.rope_parameters(text)
     fields.only(parameters, "mrope_interleaved", True)
-    outer = fields.number(text, "partial_rotary_factor", ROTATED)
+    # Null is the whole head, as in transformers.
+    outer = fields.number(text, "partial_rotary_factor", 1.0 if "partial_rotary_factor" in text else ROTATED)
     share = fields.number(parameters, "partial_rotary_factor", outer)
     if share > 1:  # checked before a list with an entry for each frequency is made
         raise CheckpointError(

@@ -16,7 +16,7 @@ from tiny_decoder import greedy_params, request, run, tokens
 from transformers import AutoConfig
 
 from decoder.config import DecoderOptions
-from decoder.layers.descriptions import Attention, Experts, Mlp
+from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.recurrence_operations import MAX_TAPS
 from decoder.runner import DecoderRunner
@@ -153,6 +153,52 @@ def test_key_and_value_heads_of_files_without_the_field(tmp_path: Path, config: 
     assert heads() == AutoConfig.from_pretrained(tmp_path).num_key_value_heads
     file.write_text(json.dumps(whole | {"num_key_value_heads": None}))
     assert heads() == 32
+
+
+@pytest.mark.parametrize(
+    ("family", "seed", "change"),
+    [
+        ("granitemoehybrid", 1, {"attention_multiplier": None}),
+        ("granitemoehybrid", 7, {"mamba_conv_bias": None}),
+        ("bamba", 4, {"mamba_conv_bias": None}),
+        ("qwen3_next", 1, {"partial_rotary_factor": None, "rope_parameters": {"rope_type": "default"}}),
+        ("granitemoehybrid", 1, {"layer_types": ["attention", "mamba"], "layers_block_type": ["mamba", "attention"]}),
+    ],
+    ids=str,
+)
+def test_fields_that_are_null_or_named_twice(tmp_path: Path, family: str, seed: int, change: dict[str, Any]) -> None:
+    """They mean what they mean in transformers."""
+    tiny = make_text_checkpoint(tmp_path, family, seed)
+    file = tmp_path / "config.json"
+    before = json.loads(file.read_text())
+    file.write_text(json.dumps(before | change))
+    checkpoint, ids = Checkpoint(tmp_path), [5, 7, 11, 13, 17, 19]
+    runner = DecoderRunner(
+        checkpoint.config.decoder, DecoderOptions(max_seqs=1, max_len=64), checkpoint.decoder_weights()
+    )
+    [event] = run(runner, request("a", ids, greedy_params(1, logprobs=VOCAB)))["a"]
+    with torch.no_grad():
+        oracle = type(tiny.model).from_pretrained(tmp_path).eval()(torch.tensor([ids]), use_cache=False).logits[0, -1]
+    expected = torch.log_softmax(oracle, -1)
+    for token, logprob in event.top:
+        assert logprob == pytest.approx(float(expected[token]), abs=1e-4 * max(1.0, float(oracle.abs().max())))
+
+
+def test_names_of_nemotron_that_contradict_their_aliases(tmp_path: Path) -> None:
+    """The aliases win, as in transformers."""
+    mamba = {"n_groups": 2, "conv_kernel": 3, "use_conv_bias": True, "chunk_size": 8, "n_routed_experts": 4}
+    aliases = {"mamba_n_groups": 1, "mamba_d_conv": 2, "mamba_conv_bias": False, "mamba_chunk_size": 16,
+               "num_local_experts": 6}  # fmt: skip
+    kinds = {"layers_block_type": ["moe", "mamba"], "layer_types": ["mamba", "moe"]}
+    sizes = {"vocab_size": 8, "hidden_size": 16, "mamba_num_heads": 2, "mamba_head_dim": 4, "ssm_state_size": 4}
+    whole = {"model_type": "nemotron_h", **sizes, **mamba, **aliases, **kinds}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    oracle = AutoConfig.from_pretrained(tmp_path)
+    first, second = load_config(tmp_path).decoder.mixers
+    assert oracle.layers_block_type == ["linear_attention", "moe"]
+    assert isinstance(first, Mamba2) and isinstance(second, Experts)
+    found = {name: getattr(first, name) for name in list(mamba)[:-1]} | {"n_routed_experts": second.n_routed_experts}
+    assert found == {name: getattr(oracle, name) for name in mamba} == dict(zip(mamba, aliases.values(), strict=True))
 
 
 def test_which_layers_of_qwen_next_have_experts(tmp_path: Path) -> None:
