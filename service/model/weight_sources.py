@@ -64,7 +64,8 @@ def misfits(
     expected: Mapping[str, tuple[int, ...]],
     optional: Collection[str],
 ) -> Iterator[str]:
-    """A message for each weight that is missing, unexpected, of another shape, or not of floating-point numbers."""
+    """A message for each weight that is missing, unexpected, of another shape, not of floating-point numbers, or made
+    of weights that are not stored in the same way."""
     for name, shape in expected.items():
         if name not in sources and name not in optional:
             yield f"missing {name} {list(shape)}"
@@ -79,6 +80,9 @@ def misfits(
             yield f"{name} has shape {list(found)}, not {list(shape)}"
         elif dtype := _not_numbers(source, stored, table):
             yield f"{name} has dtype {dtype}, not one of {', '.join(PLAIN_FLOATS)}"
+        elif len(kinds := _kinds(source, stored, table)) > 1:
+            shown = " and ".join(f"{kind} ({each})" for kind, each in kinds.items())
+            yield f"{name} is made of {shown}; its weights must be stored in the same way"
 
 
 def shape_of(source: Source, stored: Mapping[str, StoredWeight]) -> tuple[int, ...]:
@@ -106,3 +110,13 @@ def _not_numbers(source: Source, stored: Mapping[str, StoredWeight], table: Mapp
             if dtype not in PLAIN_FLOATS:
                 return dtype
     return None
+
+
+def _kinds(source: Source, stored: Mapping[str, StoredWeight], table: Mapping[str, Entry]) -> dict[str, str]:
+    """Dtype of plain weights, or format of quantised ones -> the first stored weight that has it."""
+    found: dict[str, str] = {}
+    for name in source.names:
+        weight = stored[name]
+        plain = weight.scheme == "plain" and "values" in weight.parts
+        found.setdefault(table[weight.parts["values"]].dtype if plain else weight.scheme, name)
+    return found

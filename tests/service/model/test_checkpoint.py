@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,15 @@ def test_experts_of_different_shapes_are_a_shape_error(tmp_path: Path) -> None:
     name = "language_model.backbone.layers.0.mixer.experts.1.up_proj.weight"
     edit_weights(tmp_path, {name: load_file(tmp_path / "model.safetensors")[name][:-1].contiguous()})
     with pytest.raises(CheckpointError, match=r"experts\.up_proj has shape"):
+        Checkpoint(tmp_path)
+
+
+def test_experts_of_different_dtypes_are_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 4, naming="released", text={"pattern": "E"})
+    name = "language_model.backbone.layers.0.mixer.experts.1.up_proj.weight"
+    edit_weights(tmp_path, {name: load_file(tmp_path / "model.safetensors")[name].half()})
+    match = rf"experts\.up_proj is made of F32 \(.*experts\.0\.up_proj\.weight\) and F16 \({re.escape(name)}\)"
+    with pytest.raises(CheckpointError, match=match):
         Checkpoint(tmp_path)
 
 
