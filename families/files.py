@@ -47,9 +47,10 @@ def first(source: Mapping[str, Any], *names: str, default: Any = None) -> Any:
     return default
 
 
-def token_id(name: str, value: Any, vocab_size: int) -> int:
-    """Checks a token id, which will index logits and embeddings. Raises CheckpointError naming the field `name`."""
+def token_id(name: str, value: Any, vocab_size: int, *, file: str = "config.json") -> int:
+    """Checks a token id, which will index logits and embeddings. Raises CheckpointError naming the field `name` and the
+    file."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
         allowed = f"a token id from 0 to {vocab_size - 1} (vocab_size {vocab_size})"
-        raise CheckpointError(f"{name} {value!r} is not {allowed}")
+        raise CheckpointError(f"{file}: {name} {value!r} is not {allowed}")
     return value

@@ -97,7 +97,7 @@ def sampling_defaults(config: ModelConfig) -> dict[str, Any]:
     values that no request could use, and for fields that would change answers and are not served."""
     source, file = config.generation, str(config.path / "generation_config.json")
     for name, neutral in _WITHOUT_EFFECT.items():
-        if (value := source.get(name)) and value != neutral:
+        if (value := source.get(name)) not in (None, neutral) and (value or neutral == 1):
             shown = "null" if neutral is None else neutral
             raise CheckpointError(f"{file}: {name} is {value!r}, which is not served; {shown} or no {name} would work")
     defaults: dict[str, Any] = {}

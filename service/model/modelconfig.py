@@ -67,11 +67,12 @@ def _declared_dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _eos_ids(vocab_size: int, *sources: Mapping[str, Any]) -> frozenset[int]:
-    for source in sources:
+def _eos_ids(vocab_size: int, *sources: tuple[str, Mapping[str, Any]]) -> frozenset[int]:
+    """The ids of the first source, (file, its content), that has any."""
+    for file, source in sources:
         if (value := source.get("eos_token_id")) is not None:
             ids = value if isinstance(value, list) else [value]
-            return frozenset(token_id("eos_token_id", each, vocab_size) for each in ids)
+            return frozenset(token_id("eos_token_id", each, vocab_size, file=file) for each in ids)
     return frozenset()
 
 
@@ -125,7 +126,12 @@ def load_config(path: Path, *, name: str | None = None) -> ModelConfig:
         dtype=_declared_dtype(config, model.text),
         model=model,
         published=config,
-        eos_token_ids=_eos_ids(model.decoder.vocab_size, generation, config, model.text),
+        eos_token_ids=_eos_ids(
+            model.decoder.vocab_size,
+            ("generation_config.json", generation),
+            ("config.json", config),
+            ("config.json", model.text),
+        ),  # fmt: skip
         generation=generation,
         weights=_weights_kind(path, config),
     )

@@ -413,7 +413,7 @@ def test_token_ids_lie_in_the_vocabulary(tmp_path: Path, file: str, field: str, 
     make_checkpoint(tmp_path, 2, text={"pattern": "M"})
     content = json.loads((tmp_path / file).read_text())
     (tmp_path / file).write_text(json.dumps(content | {field: value}))
-    with pytest.raises(CheckpointError, match=rf"{field} .* is not a token id from 0 to \d+"):
+    with pytest.raises(CheckpointError, match=rf"{file}: {field} .* is not a token id from 0 to \d+"):
         load_config(tmp_path)
 
 
@@ -456,6 +456,7 @@ def test_sampling_defaults_that_no_request_could_use_are_named(tmp_path: Path, f
         ("num_beams", 4, 1), ("min_new_tokens", 3, 0), ("no_repeat_ngram_size", 2, 0), ("suppress_tokens", [5], []),
         ("bad_words_ids", [[5]], None), ("forced_eos_token_id", 2, None), ("stop_strings", ["end"], None),
         ("sequence_bias", [[[5], 1.0]], None), ("typical_p", 0.9, 1.0), ("guidance_scale", 2.0, 1.0),
+        ("guidance_scale", 0, None),
     ],
 )  # fmt: skip
 def test_fields_that_would_change_answers_and_are_not_served_are_named(
