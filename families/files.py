@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,17 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not a {type(value).__name__}")
     return value
+
+
+@contextmanager
+def errors_name(file: str) -> Iterator[None]:
+    """ValueErrors of the block that are not CheckpointErrors become such with the name of the file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from None
 
 
 def optional_json(path: Path) -> dict[str, Any]:
