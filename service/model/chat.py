@@ -29,6 +29,15 @@ class Marked(str):
     """Text made by the server, in which image tokens stand for images: the text of a clip."""
 
 
+class BrokenTemplate(CheckpointError):
+    """A template cannot be read."""
+
+    def __init__(self, source: str, problem: str) -> None:
+        """`source`: its text."""
+        super().__init__(problem)
+        self.source = source
+
+
 class NotContinued(ValueError):
     """The template does not print the last message's text unchanged."""
 
@@ -77,19 +86,20 @@ class ChatTemplate:
             environment.globals["raise_exception"] = _raise
             environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
             environment.filters["tojson"] = _tojson
-            try:
-                compiled = [environment.from_string(text) for text in sources]
-                self._template, self._with_tools = compiled[0], compiled[-1]
-                words = {kind: set[str]() for kind in ("name", "string")}
-                for text in sources:
+            compiled = []
+            words = {kind: set[str]() for kind in ("name", "string")}
+            for text in sources:
+                try:
+                    compiled.append(environment.from_string(text))
                     for _, kind, value in environment.lex(text):
                         words.get(kind, set()).add(value)
-                # Fields are read as `message.tool_calls` or as `message['tool_calls']`.
-                self.names = frozenset(words["name"] | {text[1:-1] for text in words["string"]})
-            except TemplateSyntaxError as error:
-                raise CheckpointError(f"chat template, line {error.lineno}: {error.message}") from None
-            except RecursionError:
-                raise CheckpointError("chat template: nested too deeply") from None
+                except TemplateSyntaxError as error:
+                    raise BrokenTemplate(text, f"chat template, line {error.lineno}: {error.message}") from None
+                except RecursionError:
+                    raise BrokenTemplate(text, "chat template: nested too deeply") from None
+            self._template, self._with_tools = compiled[0], compiled[-1]
+            # Fields are read as `message.tool_calls` or as `message['tool_calls']`.
+            self.names = frozenset(words["name"] | {text[1:-1] for text in words["string"]})
 
     @property
     def present(self) -> bool:
@@ -208,7 +218,7 @@ def load_template(path: Path, *, image_token: str | None, video_token: str | Non
     """Reads a model directory's template; without one, returns a template that concatenates contents."""
     about = path / "tokenizer_config.json"
     config = optional_json(about)
-    holder, templates = _templates(path, about, config)
+    files, templates = _templates(path, about, config)
     named, specials = {name: value for name, value in config.items() if name.endswith("_token")}, {}
     if isinstance(extra := config.get("extra_special_tokens"), dict):  # a list has no names
         named |= extra
@@ -223,24 +233,26 @@ def load_template(path: Path, *, image_token: str | None, video_token: str | Non
             templates.get("default", next(iter(templates.values()), None)), image_token=image_token,
             special_tokens=specials, video_token=video_token, tools_source=templates.get("tool_use"),
         )  # fmt: skip
-    except CheckpointError as error:
-        raise CheckpointError(f"{holder}: {error}") from None
+    except BrokenTemplate as error:
+        raise CheckpointError(f"{files[error.source]}: {error}") from None
 
 
-def _templates(path: Path, about: Path, config: Mapping[str, Any]) -> tuple[Path, dict[str, str]]:
-    """The file that holds the templates, for errors, and the templates by name. As in transformers, those in files of
-    their own replace those in `config`, the content of `about`."""
+def _templates(path: Path, about: Path, config: Mapping[str, Any]) -> tuple[dict[str, Path], dict[str, str]]:
+    """The file of each template, for errors, and the templates by name. As in transformers, those in files of their own
+    replace those in `config`, the content of `about`."""
     holder, files = path / "chat_template.jinja", {}
     if holder.exists():
         files["default"] = holder
     files |= {file.stem: file for file in sorted((path / TEMPLATES).glob("*.jinja"))}
     own = {name: _text(file) for name, file in files.items()}
+    places = {own[name]: file for name, file in files.items()}
     if "default" in own:
-        return holder, own
+        return places, own
     holder = path / "chat_template.json"
     if (field := optional_json(holder).get("chat_template")) is None:
         holder, field = about, config.get("chat_template")
-    return holder, ({} if field is None else _named(holder, field)) | own
+    named = {} if field is None else _named(holder, field)
+    return dict.fromkeys(named.values(), holder) | places, named | own
 
 
 def _text(file: Path) -> str:

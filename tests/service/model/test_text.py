@@ -382,6 +382,15 @@ def test_a_file_with_a_broken_template_is_named(tmp_path: Path, file: str, conte
         load_template(tmp_path, image_token=None)
 
 
+@pytest.mark.parametrize("default", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_broken_template_for_tools_is_named(tmp_path: Path, default: str) -> None:
+    (tmp_path / default).write_text("D" if default.endswith(".jinja") else '{"chat_template": "D"}')
+    (tools := tmp_path / "additional_chat_templates" / "tool_use.jinja").parent.mkdir()
+    tools.write_text("{% endfor %}")
+    with pytest.raises(CheckpointError, match=rf"^{re.escape(str(tools))}: chat template, line 1"):
+        load_template(tmp_path, image_token=None)
+
+
 def test_what_training_marks_in_a_template_changes_nothing() -> None:
     marked = "{% for m in messages %}{% generation %}{{ m.role }}:{{ m.content }}{% endgeneration %};{% endfor %}"
     assert template(marked).render([Message("user", ("a",)), Message("assistant", ("b",))]) == "user:a;assistant:b;"
