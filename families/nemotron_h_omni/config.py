@@ -149,13 +149,16 @@ def _prefix_tokens(vision: Mapping[str, Any], args: Mapping[str, Any]) -> tuple[
     cls_tokens, registers = 3, 7
     if "teachers" in args:
         teachers = args["teachers"] or []
-        per_teacher = args.get("cls_token_per_teacher", True)
+        if not isinstance(teachers, list) or not all(isinstance(teacher, Mapping) for teacher in teachers):
+            raise CheckpointError(f"{CONFIG}: vision_config.args.teachers must be a list of objects, not {teachers!r}")
+        per_teacher = flag(args, "cls_token_per_teacher", "cls_token_per_teacher" not in args)
         cls_tokens = len({str(t.get("name", i)) for i, t in enumerate(teachers)}) if per_teacher else 1
         cls_tokens = max(cls_tokens, 1)
     if args.get("register_multiple"):
-        registers = int(args["register_multiple"]) - cls_tokens % int(args["register_multiple"])
+        multiple = count(args, "register_multiple")
+        registers = multiple - cls_tokens % multiple
     elif args.get("cpe_num_registers"):
-        registers = int(args["cpe_num_registers"])
+        registers = count(args, "cpe_num_registers")
     return (
         _or_zero(vision, "num_cls_tokens", cls_tokens),
         _or_zero(vision, "num_registers", registers),

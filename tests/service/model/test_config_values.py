@@ -40,6 +40,9 @@ NEMOTRON = [
     *((("vision_config", name), value) for name in ("layer_norm_eps", "mlp_ratio")
       for value in ("x", [], -1, math.nan)),
     (("vision_config", "num_hidden_layers"), HUGE),
+    *((("vision_config", "args", "teachers"), value) for value in (3, "ab", [1, 2], {"a": 1})),
+    *((("vision_config", "args", name), value) for name in ("register_multiple", "cpe_num_registers")
+      for value in NO_COUNT if value),
     *((("downsample_ratio",), value) for value in ("x", [], 0, math.nan)),
     *(((name,), value) for name in ("norm_mean", "norm_std")
       for value in ("x", 1, [1, 1], [1, True, 1], [math.nan, 1, 1], [1, 1, math.inf])),
