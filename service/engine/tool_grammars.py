@@ -35,8 +35,21 @@ _FORMATS = {
 }
 """Regular expressions for the values of `format`. Each matches common values only, which is enough for answers."""
 _CLOSE = "\n</parameter>\n"
+
+
+def _are_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+_FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "type": ("a string or a list of strings", lambda value: isinstance(value, str) or _are_strings(value)),
+    "required": ("a list of strings", _are_strings),
+    "enum": ("a list", lambda value: isinstance(value, list)),
+    "format": ("a string", lambda value: isinstance(value, str)),
+}
+"""What the values of keywords must be, in words and as a check."""
 _MAX_LENGTH = 2000
-"""Largest `maxLength` that is counted."""
+"""Largest `minLength` and `maxLength` that are counted."""
 
 
 class ToolGrammar:
@@ -110,6 +123,7 @@ class ToolGrammar:
 
     def _parameters(self, name: str, schema: Mapping[str, Any]) -> list[str]:
         _check_keywords(f"tool {name!r}", schema, _OBJECT)
+        _check_forms(f"tool {name!r}", schema)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if lost := [key for key in required if key not in properties]:
             raise ValueError(f"tool {name!r}: {lost[0]!r} is required, but is none of the {len(properties)} properties")
@@ -151,7 +165,7 @@ class ToolGrammar:
             return self._one_of(where, [{**schema, "type": "string"}], ["null"] * ("null" in types))
         if _kind(schema) == "string":
             return self._one_of(where, [schema], [])
-        if _may_be_string(schema, definitions):
+        if _may_be_string(where, schema, definitions):
             raise ValueError(f"{where}: a union of strings with other types cannot be told apart in this markup")
         return self._rule(f"{self._json({**schema, **definitions})} {quoted(_CLOSE)}")
 
@@ -176,9 +190,7 @@ class ToolGrammar:
         if "enum" in schema or "const" in schema:
             _check_alone(where, schema)
             return self._texts(where, [value for value in _listed(schema) if isinstance(value, str)])
-        least, most = schema.get("minLength", 0), schema.get("maxLength")
-        if most is not None and most > _MAX_LENGTH:
-            raise ValueError(f"{where}: maxLength is {most}; at most {_MAX_LENGTH} is implemented")
+        least, most = _length(where, schema, "minLength") or 0, _length(where, schema, "maxLength")
         length = ".*" if not least and most is None else f".{{{least},{'' if most is None else most}}}"
         extra = ""
         if "pattern" in schema:
@@ -221,6 +233,25 @@ def _object(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _check_keywords(where: str, schema: Mapping[str, Any], known: frozenset[str]) -> None:
     if extra := sorted(schema.keys() - known):
         raise ValueError(f"{where}: {extra[0][:50]!r} is not implemented in this markup")
+
+
+def _check_forms(where: str, schema: Mapping[str, Any]) -> None:
+    """Raises ValueError if a keyword that is read here has a value of a type that it cannot have in a JSON schema."""
+    for keyword, (form, fits) in _FORMS.items():
+        if keyword in schema and not fits(schema[keyword]):
+            raise ValueError(f"{where}: {keyword} must be {form}")
+
+
+def _length(where: str, schema: Mapping[str, Any], keyword: str) -> int | None:
+    """The value of `minLength` or `maxLength`; None without it. Raises ValueError."""
+    length = schema.get(keyword)
+    if length is None:
+        return None
+    if type(length) is not int or length < 0:
+        raise ValueError(f"{where}: {keyword} must be a whole number from 0 on")
+    if length > _MAX_LENGTH:
+        raise ValueError(f"{where}: {keyword} is {length}; at most {_MAX_LENGTH} is implemented")
+    return length
 
 
 def _check_alone(where: str, schema: Mapping[str, Any]) -> None:
@@ -268,9 +299,12 @@ def _kind(schema: Any) -> str:
 
 
 def _followed(where: str, schema: Any, definitions: Mapping[str, Any]) -> Any:
-    """The schema after following its references."""
+    """The schema after following its references. Raises ValueError, also for keywords with values of wrong types."""
     for _ in range(16):
-        if not isinstance(schema, Mapping) or "$ref" not in schema:
+        if not isinstance(schema, Mapping):
+            return schema
+        if "$ref" not in schema:
+            _check_forms(where, schema)
             return schema
         if schema.keys() - _ANNOTATIONS - {"$ref"}:
             raise ValueError(f"{where}: $ref with other keywords is not implemented")
@@ -283,9 +317,9 @@ def _followed(where: str, schema: Any, definitions: Mapping[str, Any]) -> Any:
     raise ValueError(f"{where}: more than 16 references in a row")
 
 
-def _may_be_string(schema: Any, definitions: Mapping[str, Any], depth: int = 8) -> bool:
+def _may_be_string(where: str, schema: Any, definitions: Mapping[str, Any], depth: int = 8) -> bool:
     """Whether a value can be a string, for schemas that are written as JSON."""
-    schema = _followed("a schema", schema, definitions)
+    schema = _followed(where, schema, definitions)
     if not isinstance(schema, Mapping) or not depth:
         return True
     types = schema.get("type")
@@ -296,9 +330,9 @@ def _may_be_string(schema: Any, definitions: Mapping[str, Any], depth: int = 8) 
         return any(isinstance(value, str) for value in values)
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
-            return any(_may_be_string(choice, definitions, depth - 1) for choice in schema[name])
+            return any(_may_be_string(where, choice, definitions, depth - 1) for choice in schema[name])
     if isinstance(schema.get("allOf"), list):
-        return all(_may_be_string(part, definitions, depth - 1) for part in schema["allOf"])
+        return all(_may_be_string(where, part, definitions, depth - 1) for part in schema["allOf"])
     return True
 
 

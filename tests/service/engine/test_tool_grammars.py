@@ -192,6 +192,15 @@ def refused(constraining: Constraining, markup: ToolMarkup, schema: Any) -> str:
         ({"oneOf": [{"const": "a"}], "anyOf": [{"const": "b"}]}, "union of strings"),
         ({"enum": []}, "cannot be|union|none of its|nsatisfiable|enum"),
         (3, "this schema is not implemented in this markup"),
+        ({"type": 5}, "parameter 'a': type must be a string or a list of strings"),
+        ({"type": ["string", {}]}, "type must be a string or a list of strings"),
+        ({"anyOf": [{"enum": 5}]}, "enum must be a list"),
+        ({"type": "string", "format": ["date"]}, "format must be a string"),
+        ({"type": "string", "minLength": "5"}, "minLength must be a whole number from 0 on"),
+        ({"type": "string", "maxLength": 5.5}, "maxLength must be a whole number from 0 on"),
+        ({"type": "string", "maxLength": True}, "maxLength must be a whole number from 0 on"),
+        ({"type": "string", "minLength": -1}, "minLength must be a whole number from 0 on"),
+        ({"type": "string", "minLength": 2001}, "minLength is 2001; at most 2000"),
     ],
 )  # fmt: skip
 def test_what_the_markup_cannot_express_is_refused(inner: Any, words: str, constraining: Constraining) -> None:
@@ -205,6 +214,8 @@ def test_keywords_of_the_whole_object_are_refused_by_name(constraining: Constrai
     assert "'b' is required, but is none of the 1 properties" in refused(
         constraining, XML, {"properties": {"a": {}}, "required": ["b"]}
     )
+    for required in (5, None, [["a"]]):
+        assert "'f': required must be a list of strings" in refused(constraining, XML, {"required": required})
     assert "x-guidance" in refused(constraining, HERMES, {"x-guidance": {}})
     assert "cannot be named 'a>'" in refused(constraining, XML, {"properties": {"a>": {}}})
 
