@@ -135,9 +135,9 @@ class Engine:
         except BaseException as error:  # a bug in a step: the state of running requests can no longer be trusted
             self._die(error)
             while linger and not self._closing.is_set():
+                self._run_commands()
                 self._wake.wait()
                 self._wake.clear()
-                self._run_commands()
         self.close()
 
     def close(self) -> None:
@@ -170,10 +170,12 @@ class Engine:
             self._encoding.wake()
 
     def _fail_from_outside(self, error: BaseException) -> None:
-        """Ends the loop because of an error in another thread."""
+        """Ends the loop because of an error in another thread, unless it has ended on an error already."""
 
         def stop() -> None:
-            raise error
+            if self._fatal is None:
+                raise error
+            log.critical("a further error after the engine stopped", exc_info=error)
 
         self._command(stop)
 

@@ -155,3 +155,30 @@ def test_a_query_that_comes_while_the_engine_stops_is_told(tmp_path: Path) -> No
     for query in (*asked, engine.query("beat")):
         with pytest.raises(EngineDied, match="closed"):
             query.result(60)
+
+
+def test_what_was_queued_when_the_engine_stopped_is_refused(tmp_path: Path) -> None:
+    make_served(tmp_path / "model", vision=False)
+    engine = build_engine(EngineOptions(str(tmp_path / "model"), dtype="float32", threads=1, max_seqs=4, max_len=200))
+    engine._fail_from_outside(RuntimeError("fault"))
+    engine.submit(EngineRequest("a", [1, 2, 3], greedy()))
+    running = Running(engine)
+    [refused] = running.wait({"a"})["a"]
+    assert refused.error == "died" and not engine.alive
+    running.close()
+
+
+def test_a_stopped_engine_outlives_a_second_fault(tmp_path: Path) -> None:
+    """A fault of a GPU reaches the decoder's and the encoder's thread."""
+    make_served(tmp_path / "model", vision=False)
+    engine = build_engine(EngineOptions(str(tmp_path / "model"), dtype="float32", threads=1, max_seqs=4, max_len=200))
+    running = Running(engine)
+    for text in ("first", "second"):
+        engine._fail_from_outside(RuntimeError(text))
+    running.engine.submit(EngineRequest("a", [1, 2, 3], greedy()))
+    [refused] = running.wait({"a"})["a"]
+    assert refused.error == "died" and not engine.alive
+    assert engine.query("stats").result(60)["live"] == 0
+    running.close()
+    with pytest.raises(EngineDied, match="closed"):
+        engine.query("stats").result(60)
