@@ -14,6 +14,7 @@ from decoder.layers.descriptions import Attention, Experts, Mlp
 from decoder.layers.experts import ExpertsMixer
 from decoder.layers.linear import float_vector, stored_linear
 from decoder.layers.mlp import GatedMlpMixer, MlpMixer, mlp_of
+from decoder.layers.spec import weights_below
 from kernels.linear import Linear
 
 
@@ -43,8 +44,7 @@ class HeadWeights:
             return float_vector(weights, name, options)
 
         def layer(index: int) -> dict[str, Any]:
-            prefix = f"mtp.layers.{index}.mixer."
-            return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+            return weights_below(weights, f"mtp.layers.{index}.mixer.")
 
         last = len(config.mtp) - 1
         attention, *rest = config.mtp

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from decoder.layers.gated_delta import GatedDeltaMixer
 from decoder.layers.linear import float_vector
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.layers.mlp import mlp_of
-from decoder.layers.spec import MixerSpec, Weights
+from decoder.layers.spec import MixerSpec, Weights, weights_below
 
 Mixer = Callable[[Tensor, Batch], Tensor]
 """Maps normalised rows `[T, d]` of a batch to what is added to the residual stream; updates its memory in place."""
@@ -56,9 +56,11 @@ def build_layers(
     for index, layer in enumerate(config.layers):
         prefix = f"model.layers.{index}."
         taken = arriving.take([prefix + name for name in layer.weights(config.hidden_size)])
-        weights = _below(taken, prefix)
+        weights = weights_below(taken, prefix)
         del taken
-        mixers = [build_mixer(spec, options, _below(weights, f"{name}."), slots, pages) for name, spec in layer.mixers]
+        mixers = [
+            build_mixer(spec, options, weights_below(weights, f"{name}."), slots, pages) for name, spec in layer.mixers
+        ]
         layers.append(BuiltLayer(float_vector(weights, "norm.weight", options), mixers, layer.residual_scale))
         del weights  # frees them before the next layer's weights are read
     return layers
@@ -86,7 +88,3 @@ def build_mixer(
             return ExpertsMixer(spec, options, weights)
         case _:
             raise TypeError(f"{type(spec).__name__} is not the description of a mixer")
-
-
-def _below(weights: Weights, prefix: str) -> dict[str, Any]:
-    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}

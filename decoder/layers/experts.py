@@ -13,16 +13,14 @@ from decoder.config import DecoderOptions
 from decoder.layers.descriptions import Experts
 from decoder.layers.linear import float_vector, named_linear, stored_stack
 from decoder.layers.mlp import mlp_of
-from decoder.layers.spec import Weights
+from decoder.layers.spec import Weights, weights_below
 from kernels.dispatch import implementation
 from kernels.gates import add_gated
 from kernels.moe import Experts as StackedExperts
 from kernels.moe import route, route_softmax, run_experts
 
 
-def _experts(
-    spec: Experts, options: DecoderOptions, weights: Weights
-) -> SequenceOf[Callable[[Tensor], Tensor]]:  # fmt: skip
+def _experts(spec: Experts, options: DecoderOptions, weights: Weights) -> SequenceOf[Callable[[Tensor], Tensor]]:
     """The experts in the form that the selected implementation takes: one by one, or stacked. Raises `ValueError` for
     stacked weights that the kernel does not support."""
     names = [name.removesuffix(".weight") for name in spec.expert.weights()]
@@ -47,8 +45,7 @@ class ExpertsMixer:
             float_vector(weights, "gate.e_score_correction_bias", options) if spec.routing == "sigmoid" else None
         )
         self.experts = _experts(spec, options, weights)
-        prefix = "shared_experts."
-        shared = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+        shared = weights_below(weights, "shared_experts.")
         self.shared = None if spec.shared is None else mlp_of(spec.shared, options, shared)
         self.shared_gate_1D = float_vector(weights, "shared_expert_gate.weight", options) if spec.shared_gate else None
         latent = spec.moe_latent_size is not None

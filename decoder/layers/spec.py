@@ -13,6 +13,11 @@ Weights = Mapping[str, Any]
 """Tensors by name, without the layer's prefix; weights of linear layers may be `Quantised`."""
 
 
+def weights_below(weights: Weights, prefix: str) -> dict[str, Any]:
+    """The weights whose names begin with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
 @dataclass(frozen=True)
 class SlotSpec:
     """Memory of fixed size per sequence: a convolution window and a recurrent state."""
