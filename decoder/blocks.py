@@ -139,10 +139,7 @@ class SuperblockPool:
 
     def shortage(self, slots: int, pages: int) -> int:
         """Superblocks that have to be freed before `slots` and `pages` can be taken."""
-        blocks = slots if self.has_slots else 0
-        if pages and self.pages_per_block:
-            blocks += -(-max(0, pages - self.loose_pages) // self.pages_per_block)
-        return max(0, blocks - self.free_blocks)
+        return max(0, self._blocks_for(slots, pages, self.loose_pages) - self.free_blocks)
 
     # -- taking and releasing ------------------------------------------------------------------------------------------
 
@@ -192,10 +189,14 @@ class SuperblockPool:
 
     def fits_beside(self, slots: int, pages: int, claims: Claims) -> bool:
         """Whether `slots` and `pages` could be taken if only the references in `claims` were held."""
+        return self._blocks_for(slots, pages, claims.loose_pages) <= self.num_blocks - claims.used_blocks
+
+    def _blocks_for(self, slots: int, pages: int, loose_pages: int) -> int:
+        """Free superblocks that `slots` and `pages` take, if `loose_pages` are taken first."""
         blocks = slots if self.has_slots else 0
-        if pages and self.pages_per_block:
-            blocks += -(-max(0, pages - claims.loose_pages) // self.pages_per_block)
-        return blocks <= self.num_blocks - claims.used_blocks
+        if self.pages_per_block:
+            blocks += -(-max(0, pages - loose_pages) // self.pages_per_block)
+        return blocks
 
     def retain_slot(self, slot: int) -> None:
         """Adds a reference."""
