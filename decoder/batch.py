@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -330,11 +331,10 @@ class BatchBuilder:
 
     def _verify_tensors(self, rows: SequenceOf[Row]) -> VerifyTensors:
         replayed, width = self.states.replayed, max(row.count for row in rows)
-        starts = [0]
         for row in rows:
             self.states.update(row.sequence)
-            starts.append(starts[-1] + row.count)
         batch_slots = self._tensor([row.sequence.held.batch_slot for row in rows])
+        starts = accumulate((row.count for row in rows), initial=0)
         places = [
             [start + (i if i < row.count else 0) for i in range(width)]
             for start, row in zip(starts, rows, strict=False)
@@ -353,9 +353,7 @@ class BatchBuilder:
     def _scan(
         self, rows: SequenceOf[Row], tables_RW: Tensor, checkpoints: Mapping[int, list[tuple[int, int]]]
     ) -> ScanRows:
-        starts, computed = [0], [row.start for row in rows]
-        for row in rows:
-            starts.append(starts[-1] + row.count)
+        starts, computed = [0, *accumulate(row.count for row in rows)], [row.start for row in rows]
         chunks: tuple[Chunk, ...] = ()
         inside: dict[tuple[int, int], int] = {}
         if self.config.slots:

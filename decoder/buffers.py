@@ -6,6 +6,7 @@ first rows and fill values into the rest, so no values of an earlier step are le
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -32,10 +33,7 @@ class Field:
     rows: Callable[[int], int] = int
 
     def bytes(self, size: int) -> int:
-        count = self.rows(size) * self.dtype.itemsize
-        for width in self.rest:
-            count *= width
-        return count
+        return math.prod((self.rows(size), *self.rest)) * self.dtype.itemsize
 
 
 def table_width(config: DecoderConfig, options: DecoderOptions) -> int:

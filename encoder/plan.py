@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -11,8 +12,6 @@ from encoder.budget import EncoderBudgets, GraphShape, graph_shape, rows_per_ima
 from encoder.item import IMAGE
 from encoder.tower import TowerSizes, rotation_width
 from encoder.tune import Histogram, check_histogram, ladder_work, packed_work, real_tokens
-
-INT64, INT32 = 8, 4
 
 
 def buffer_sizes(
@@ -35,13 +34,8 @@ def buffer_sizes(
 
 def buffer_bytes(shape: GraphShape, sizes: TowerSizes, dtype: torch.dtype, kinds: Collection[str] = (IMAGE,)) -> int:
     """Bytes of one budget's static buffers. The largest budget's are the arena; the others are views of it."""
-    total = 0
-    for size, kind in buffer_sizes(shape, sizes, kinds).values():
-        items = 1
-        for length in size:
-            items *= length
-        total += items * (kind or dtype).itemsize
-    return total
+    buffers = buffer_sizes(shape, sizes, kinds).values()
+    return sum(math.prod(size) * (kind or dtype).itemsize for size, kind in buffers)
 
 
 def activation_bytes(shape: GraphShape, sizes: TowerSizes, dtype: torch.dtype) -> int:
