@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from decoder.config import DecoderConfig
 from decoder.layers.descriptions import Attention, Mamba2
 from families.family import FamilyConfig, ModelFiles
-from families.files import CheckpointError, first
+from families.files import CheckpointError, checkpoint_errors, first
 from kernels.rope import Rope
 
 
@@ -20,12 +20,8 @@ def text_only(
     that function and of the layers' descriptions become CheckpointErrors."""
 
     def read_config(files: ModelFiles) -> FamilyConfig:
-        try:
+        with checkpoint_errors("config.json"):
             return FamilyConfig(files.config, read(files.config))
-        except CheckpointError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"config.json: {error}") from None
 
     return read_config
 

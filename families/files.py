@@ -36,14 +36,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def errors_name(file: str) -> Iterator[None]:
-    """ValueErrors of the block that are not CheckpointErrors become such with the name of the file."""
+def checkpoint_errors(place: str) -> Iterator[None]:
+    """Turns errors inside that a value of a wrong type or size causes (TypeError, ValueError, OverflowError) into
+    CheckpointErrors that begin with `place`, a file or a field."""
     try:
         yield
     except CheckpointError:
         raise
-    except ValueError as error:
-        raise CheckpointError(f"{file}: {error}") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{place}: {error}") from None
 
 
 def optional_json(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from families.family import FamilyConfig, ModelFiles
 from families.fields import flag, section
-from families.files import CheckpointError, first, token_id
+from families.files import CheckpointError, checkpoint_errors, first, token_id
 from families.minicpmv4_6.vision import SlicingVision
 from families.minicpmv4_6.vision_config import vision_fields
 from families.qwen3_5.config import decoder_config
@@ -40,12 +40,8 @@ def family_config(files: ModelFiles, make_vision: MakeVision, *, axes: int) -> F
         raise CheckpointError(f"config.json: text_config.model_type is {kind!r}; served are {', '.join(TEXTS)}")
     tied = flag(config, "tie_word_embeddings", flag(text, "tie_word_embeddings"))
     decoder = decoder_config(text, moe=TEXTS[kind], tied=tied, axes=axes)
-    try:
+    with checkpoint_errors("config.json"):
         vision = make_vision(decoder.vocab_size, **vision_fields(config, decoder.hidden_size, files))
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"config.json: {error}") from None
     tokens = [
         None if (given := first(config, name)) is None else token_id(name, given, decoder.vocab_size)
         for name in ("image_token_id", "video_token_id")

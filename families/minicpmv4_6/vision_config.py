@@ -12,7 +12,7 @@ from encoder.media_limits import RGB
 from encoder.vit_sizes import VitSizes
 from families.family import ModelFiles
 from families.fields import BICUBIC, MOST_LAYERS, check_processor, count, flag, number, per_channel
-from families.files import CheckpointError, first
+from families.files import CheckpointError, checkpoint_errors, first
 from families.minicpmv4_6.slicing import LARGEST_SIDE, Slicing
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu")
@@ -181,7 +181,7 @@ def vision_fields(config: Mapping[str, Any], text_hidden_size: int, files: Model
     vision = first(config, "vision_config", default={})
     if not isinstance(vision, Mapping):
         raise CheckpointError(f"config.json: vision_config must be an object, not {vision!r}")
-    try:
+    with checkpoint_errors("vision_config"):
         fields = {
             "hidden_size": count(vision, "hidden_size", 768),
             "num_layers": count(vision, "num_hidden_layers", 12, most=MOST_LAYERS),
@@ -198,10 +198,6 @@ def vision_fields(config: Mapping[str, Any], text_hidden_size: int, files: Model
         }
         if first(config, "video_token_id") is not None:
             fields |= _video_fields(files.video_preprocessor)
-    except CheckpointError:
-        raise
-    except (TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"vision_config: {error}") from None
     _check(config, vision)
     _check_processor(config, processor, fields, _PROCESSOR)
     if "video" in fields:
@@ -210,7 +206,7 @@ def vision_fields(config: Mapping[str, Any], text_hidden_size: int, files: Model
 
 
 def _slicing(processor: Mapping[str, Any], file: str) -> Slicing:
-    try:
+    with checkpoint_errors(file):
         return Slicing(
             max_slice_nums=count(processor, "max_slice_nums", 9, file=file),
             scale_resolution=count(processor, "scale_resolution", 448, most=LARGEST_SIDE, file=file),
@@ -218,10 +214,6 @@ def _slicing(processor: Mapping[str, Any], file: str) -> Slicing:
             mean=per_channel(first(processor, "image_mean", default=(0.5, 0.5, 0.5)), "image_mean"),
             std=per_channel(first(processor, "image_std", default=(0.5, 0.5, 0.5)), "image_std"),
         )
-    except CheckpointError:
-        raise
-    except (ValueError, OverflowError) as error:
-        raise CheckpointError(f"{file}: {error}") from None
 
 
 def _switch(processor: Mapping[str, Any], name: str, file: str) -> bool:

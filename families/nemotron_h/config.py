@@ -17,7 +17,7 @@ from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
 from decoder.layers.spec import Layer, MixerSpec
 from families.family import FamilyConfig, ModelFiles
 from families.fields import check_types, count, only, time_steps
-from families.files import CheckpointError, first
+from families.files import CheckpointError, checkpoint_errors, first
 
 LAYER_KINDS = "M*-E"
 KV_HEADS = 8
@@ -224,12 +224,10 @@ def decoder_config(text: Mapping[str, Any]) -> NemotronHConfig:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}")
     check_types(NemotronHConfig, values)
     count(values, "max_position_embeddings", NemotronHConfig.max_position_embeddings)
-    try:
+    with checkpoint_errors("config.json"):
         config = NemotronHConfig(**values)
         assert config.decoder  # checks the layers
         return config
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"config.json: {error}") from None
 
 
 def read_config(files: ModelFiles) -> FamilyConfig:

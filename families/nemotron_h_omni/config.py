@@ -13,7 +13,7 @@ from typing import Any
 from decoder.config import DecoderConfig
 from families.family import FamilyConfig, ModelFiles
 from families.fields import BICUBIC, CONFIG, MOST_LAYERS, check_processor, count, flag, number, per_channel, section
-from families.files import CheckpointError, first, token_id
+from families.files import CheckpointError, checkpoint_errors, first, token_id
 from families.nemotron_h.config import decoder_config
 from families.nemotron_h_omni.vision import RadioVision
 from families.nemotron_h_omni.vision_config import CLIP_MEAN, CLIP_STD
@@ -66,7 +66,7 @@ def vision_config(files: ModelFiles, text: DecoderConfig) -> RadioVision:
     pruned = first(config, "video_pruning_rate", default=0) != 0
     mean = first(images, "image_mean", "norm_mean", default=first(config, "norm_mean")) or CLIP_MEAN
     std = first(images, "image_std", "norm_std", default=first(config, "norm_std")) or CLIP_STD
-    try:
+    with checkpoint_errors("vision_config"):
         found = RadioVision(
             hidden_size=hidden,
             num_layers=count(vision, "num_hidden_layers", layers, most=MOST_LAYERS),
@@ -95,10 +95,6 @@ def vision_config(files: ModelFiles, text: DecoderConfig) -> RadioVision:
         )
         _check_processors(files, found, downsample)
         return found
-    except CheckpointError:
-        raise
-    except (TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"vision_config: {error}") from None
 
 
 def _check_processors(files: ModelFiles, config: RadioVision, downsample: float) -> None:

@@ -13,7 +13,7 @@ from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mlp
 from decoder.layers.spec import Layer, MixerSpec
 from families import fields
 from families.family import FamilyConfig, ModelFiles
-from families.files import CheckpointError, first, token_id
+from families.files import CheckpointError, checkpoint_errors, first, token_id
 from families.qwen3_5.vision import read_vision
 from kernels.rope import Rope
 
@@ -56,15 +56,11 @@ def decoder_config(
     """Reads the decoder's fields. `moe`: experts instead of MLPs, except in the published layers `dense`; None: files
     may not ask for any. `axes`: number of axes of positions, 3 for models with images, whose tokens have a row and a
     column. Raises CheckpointError."""
-    try:
+    with checkpoint_errors("config.json"):
         if moe and dense is None:
             fields.only(text, "decoder_sparse_step", 1)
             fields.only(text, "mlp_only_layers", [])
         return _decoder_config(text, moe, tied, axes, dense or ())
-    except CheckpointError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"config.json: {error}") from None
 
 
 def _decoder_config(text: Mapping[str, Any], moe: bool, tied: bool, axes: int, dense: Collection[int]) -> DecoderConfig:

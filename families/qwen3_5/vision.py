@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from decoder.positions import Positions
 from encoder.item import Grid
 from families.family import ModelFiles, Target
-from families.files import CheckpointError
+from families.files import checkpoint_errors
 from families.qwen3_5.image_rule import QwenImageRule
 from families.qwen3_5.positions import prompt_positions
 from families.qwen3_5.video_rule import QwenVideoRule
@@ -66,10 +66,8 @@ class QwenVision(VisionConfig):
 def read_vision(vision: Mapping[str, Any], text_hidden_size: int, files: ModelFiles) -> QwenVision:
     """Reads `vision_config` of `config.json` and the processors' files. Raises CheckpointError naming the field."""
     fields = vision_fields(vision, text_hidden_size, files.preprocessor, files.video_preprocessor)
-    try:
+    with checkpoint_errors("vision_config"):
         return QwenVision(**fields)
-    except ValueError as error:
-        raise CheckpointError(f"vision_config: {error}") from None
 
 
 def vision_targets(name: str) -> list[Target] | None:

@@ -12,7 +12,7 @@ from encoder.item import BLOCK_MAJOR, IMAGE, VIDEO
 from encoder.media_limits import RGB
 from encoder.vit_sizes import VitSizes
 from families.fields import BICUBIC, MOST_LAYERS, check_processor, count, flag, number, per_channel, rope_parameters
-from families.files import CheckpointError, errors_name, first
+from families.files import CheckpointError, checkpoint_errors, first
 
 MAX_ASPECT = 200
 """Largest ratio of the longer to the shorter side of images and frames: the released processors' limit."""
@@ -223,7 +223,7 @@ def vision_fields(
     rope = rope_parameters(vision)
     if (rope_type := first(rope, "rope_type", "type", default="axial")) not in ("axial", "default"):
         raise CheckpointError(f"vision_config.rope_parameters.rope_type {rope_type!r} is not served; 'axial' is")
-    try:
+    with checkpoint_errors("vision_config"):
         width = count(vision, "out_hidden_size", text_hidden_size)
         if width != text_hidden_size:
             raise CheckpointError(
@@ -248,17 +248,13 @@ def vision_fields(
         }  # fmt: skip
         for settings, name in ((image, _IMAGE_FILE), (video, _VIDEO_FILE)):
             check_processor(settings, served, name)
-        with errors_name(_IMAGE_FILE):
+        with checkpoint_errors(_IMAGE_FILE):
             fields["image"] = _resizing(image, IMAGE_DEFAULTS if image else RELEASED_IMAGE, _IMAGE_FILE)
         # The released video processor reads its limits from `size` alone.
         inner = {**video, "min_pixels": None, "max_pixels": None}
-        with errors_name(_VIDEO_FILE):
+        with checkpoint_errors(_VIDEO_FILE):
             fields["video"] = _resizing(inner, VIDEO_DEFAULTS if video else RELEASED_VIDEO, _VIDEO_FILE)
             fields["sampling"] = _sampling(video)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"vision_config: {error}") from None
     return fields
 
 
