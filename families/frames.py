@@ -1,4 +1,4 @@
-"""Checks the frames of a clip, which video rules share."""
+"""Checks of images and of the frames of clips, which the rules of families share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,20 @@ from encoder.media_limits import RGB
 
 if TYPE_CHECKING:
     import torch
+
+
+def check_pixels(image_HWC: torch.Tensor, of: str = "") -> None:
+    """Raises `ValueError`, beginning with `of`, unless the tensor is `[H, W, 3]` uint8."""
+    import torch  # imported here: grids and token counts need no torch
+
+    if image_HWC.dim() != 3 or image_HWC.shape[2] != RGB or image_HWC.dtype != torch.uint8:
+        raise ValueError(f"{of}expected [H, W, 3] uint8 pixels, got {tuple(image_HWC.shape)} {image_HWC.dtype}")
+
+
+def check_tokens(tokens: int, limit: int | None) -> None:
+    """Raises `ValueError`, with both numbers, for more tokens than the context has; `limit` None: it is not known."""
+    if limit is not None and tokens > limit:
+        raise ValueError(f"it takes {tokens} tokens and the context holds {limit}")
 
 
 def checked_frames(frames: Iterable[torch.Tensor], num_frames: int | None) -> tuple[int, Iterator[torch.Tensor]]:
@@ -26,14 +40,11 @@ def checked_frames(frames: Iterable[torch.Tensor], num_frames: int | None) -> tu
 
 
 def _checked(frames: Iterable[torch.Tensor], num_frames: int) -> Iterator[torch.Tensor]:
-    import torch  # imported here: grids and token counts need no torch
-
     first: tuple[int, ...] = ()
     index = -1
     for index, frame_HWC in enumerate(frames):
+        check_pixels(frame_HWC, f"frame {index}: ")
         shape = tuple(frame_HWC.shape)
-        if len(shape) != 3 or shape[2] != RGB or frame_HWC.dtype != torch.uint8:
-            raise ValueError(f"frame {index}: expected [H, W, 3] uint8 pixels, got {shape} {frame_HWC.dtype}")
         first = first or shape
         if shape != first:
             raise ValueError(f"frame {index} has {shape[0]}x{shape[1]} pixels, the first {first[0]}x{first[1]}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from encoder.item import EncoderItem, Grid, ItemLayout
 from encoder.media_limits import RGB
 from encoder.stopwatch import Stopwatch
+from families.frames import check_pixels, check_tokens
 from families.minicpmv4_6.slicing import Part
 from families.minicpmv4_6.vision_config import VisionConfig
 from families.qwen3_5.image_rule import normalised, resize_bytes
@@ -46,11 +47,10 @@ class SlicedImageRule:
         """
         import torch  # imported here: grids and token counts need no torch
 
-        if image_HWC.dim() != 3 or image_HWC.shape[2] != RGB or image_HWC.dtype != torch.uint8:
-            raise ValueError(f"expected [H, W, 3] uint8 pixels, got {tuple(image_HWC.shape)} {image_HWC.dtype}")
+        check_pixels(image_HWC)
         config, watch = self.config, watch or Stopwatch()
         parts = config.image.parts(image_HWC.shape[0], image_HWC.shape[1], config.factor)
-        check_tokens(config, parts)
+        check_parts(config, parts)
         patches = []
         for part in parts:
             with watch("resize"):
@@ -98,12 +98,9 @@ def cut_part(resized_HWC: torch.Tensor, part: Part, patch_size: int) -> torch.Te
     return torch.cat([cut_patches(slice_CHW, patch_size, torch.uint8) for slice_CHW in cut])
 
 
-def check_tokens(config: VisionConfig, parts: Sequence[Part], *, frames: int = 1) -> None:
+def check_parts(config: VisionConfig, parts: Sequence[Part], *, frames: int = 1) -> None:
     """Raises `ValueError`, with both numbers, if `frames` images of these parts have more tokens than the context."""
-    tokens = frames * sum(part.pixels for part in parts) // config.factor**2
-    limit = config.max_model_len
-    if limit is not None and tokens > limit:
-        raise ValueError(f"it takes {tokens} tokens and the context holds {limit}")
+    check_tokens(frames * sum(part.pixels for part in parts) // config.factor**2, config.max_model_len)
 
 
 def numbered(number: int, config: VisionConfig) -> str:

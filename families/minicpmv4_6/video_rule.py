@@ -16,7 +16,7 @@ from encoder.media_limits import RGB
 from encoder.stopwatch import Stopwatch
 from families.frames import checked_frames
 from families.minicpmv4_6.image_rule import (
-    check_tokens,
+    check_parts,
     cut_part,
     numbered,
     part_grid,
@@ -101,7 +101,7 @@ class SlicedVideoRule:
         for index, frame_HWC in enumerate(frames):
             if not index:
                 parts = self._parts(frame_HWC.shape[0], frame_HWC.shape[1])
-                check_tokens(config, parts, frames=num_frames)
+                check_parts(config, parts, frames=num_frames)
                 each = sum(part.pixels for part in parts) // config.patch_size**2
                 patches_FTP = torch.empty(num_frames, each, config.patch_dim, dtype=torch.uint8)
             first = 0

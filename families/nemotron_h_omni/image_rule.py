@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from encoder.item import EncoderItem, Grid
-from encoder.media_limits import RGB
 from encoder.stopwatch import Stopwatch
+from families.frames import check_pixels
 from families.nemotron_h_omni.vision_config import VisionConfig
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ class OmniImageRule:
 
         from encoder.preprocess import cut_patches, normalise, resize_pixels
 
-        if image_HWC.dim() != 3 or image_HWC.shape[2] != RGB or image_HWC.dtype != torch.uint8:
-            raise ValueError(f"expected [H, W, 3] uint8 pixels, got {tuple(image_HWC.shape)} {image_HWC.dtype}")
+        check_pixels(image_HWC)
         config = self.config
         grid = self.grid(image_HWC.shape[0], image_HWC.shape[1], max_patches=max_patches)
         size = (grid[0] * config.patch_size, grid[1] * config.patch_size)

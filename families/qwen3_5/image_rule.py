@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from encoder.item import BLOCK_MAJOR, EncoderItem, Grid, num_image_tokens
 from encoder.media_limits import RGB
 from encoder.stopwatch import Stopwatch
+from families.frames import check_pixels, check_tokens
 from families.qwen3_5.vision_config import MAX_ASPECT, VisionConfig
 
 if TYPE_CHECKING:
@@ -39,13 +40,11 @@ class QwenImageRule:
         `image_HWC`: `[H, W, 3]` uint8, resized with Pillow's bicubic filter on bytes. Returns new memory. Raises
         `ValueError` for another shape or dtype, and for an image of more tokens than the context has.
         """
-        import torch  # imported here: grids and token counts need no torch
 
-        if image_HWC.dim() != 3 or image_HWC.shape[2] != RGB or image_HWC.dtype != torch.uint8:
-            raise ValueError(f"expected [H, W, 3] uint8 pixels, got {tuple(image_HWC.shape)} {image_HWC.dtype}")
+        check_pixels(image_HWC)
         config = self.config
         grid = self.grid(image_HWC.shape[0], image_HWC.shape[1])
-        check_tokens(config, num_image_tokens(grid, merge_size=config.merge_size))
+        check_tokens(num_image_tokens(grid, merge_size=config.merge_size), config.max_model_len)
         watch = watch or Stopwatch()
         with watch("resize"):
             resized_HWC = resize_bytes(image_HWC, (grid[0] * config.patch_size, grid[1] * config.patch_size))
@@ -54,12 +53,6 @@ class QwenImageRule:
             if not keep_bytes:
                 patches = normalised(patches, config.image.mean, config.image.std).to(dtype)
         return EncoderItem(grid, patches, merge_size=config.merge_size, order=BLOCK_MAJOR)
-
-
-def check_tokens(config: VisionConfig, tokens: int) -> None:
-    """Raises `ValueError`, with both numbers, for more tokens than the context has."""
-    if config.max_model_len is not None and tokens > config.max_model_len:
-        raise ValueError(f"it takes {tokens} tokens and the context holds {config.max_model_len}")
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:

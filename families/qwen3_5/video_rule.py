@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from encoder.item import BLOCK_MAJOR, VIDEO, EncoderItem, Grid, ItemLayout, num_image_tokens
 from encoder.media_limits import RGB
 from encoder.stopwatch import Stopwatch
-from families.frames import checked_frames
-from families.qwen3_5.image_rule import check_shape, check_tokens, cut_blocks
+from families.frames import check_tokens, checked_frames
+from families.qwen3_5.image_rule import check_shape, cut_blocks
 from families.qwen3_5.vision_config import MAX_ASPECT, VisionConfig
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class QwenVideoRule:
             if not index:
                 grid = self.grid(num_frames, frame_HWC.shape[0], frame_HWC.shape[1])
                 pairs = -(-num_frames // together)
-                check_tokens(config, pairs * num_image_tokens(grid, merge_size=config.merge_size))
+                check_tokens(pairs * num_image_tokens(grid, merge_size=config.merge_size), config.max_model_len)
                 shape = pairs, grid[0] * grid[1], RGB, together, config.patch_size**2
                 patches = torch.empty(shape, dtype=torch.uint8)
             with watch("resize"):
