@@ -6,8 +6,17 @@ from typing import TYPE_CHECKING
 
 from encoder.media_limits import RGB
 
+ACTIVATIONS = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "silu")
+"""Activations of a tower's MLPs, named as in transformers."""
 
-class VitSizes:
+
+def check_activation(name: str) -> None:
+    """Raises `ValueError` unless `name` is one of `ACTIVATIONS`."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"vision hidden_act {name!r} is none of {', '.join(ACTIVATIONS)}")
+
+
+class DerivedSizes:
     """A base for `TowerSizes` of transformers that add positions to embedded patches and merge squares of patches into
     image tokens; subclasses are dataclasses with the fields below."""
 

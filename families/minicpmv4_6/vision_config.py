@@ -9,13 +9,12 @@ from typing import Any
 
 from encoder.item import IMAGE, VIDEO
 from encoder.media_limits import RGB
-from encoder.vit_sizes import VitSizes
+from encoder.vit_sizes import DerivedSizes, check_activation
 from families.family import ModelFiles
 from families.fields import BICUBIC, MOST_LAYERS, check_processor, count, flag, number, per_channel
 from families.files import CheckpointError, checkpoint_errors, first
 from families.minicpmv4_6.slicing import LARGEST_SIDE, Slicing
 
-ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu")
 WINDOW = 2
 """Rows per window along each side: patches for the window merger, merged rows for the last merger."""
 MERGER_EPS = 1e-6
@@ -23,7 +22,7 @@ _PROCESSOR, _VIDEO_PROCESSOR = "preprocessor_config.json", "video_preprocessor_c
 
 
 @dataclass(frozen=True)
-class VisionConfig(VitSizes):
+class VisionConfig(DerivedSizes):
     """Sizes of a SigLIP tower with its mergers, and the settings of its image rule.
 
     Raises `ValueError` naming the fields and values of an impossible combination.
@@ -74,8 +73,7 @@ class VisionConfig(VitSizes):
             raise ValueError(
                 f"insert_layer_id {self.insert_layer} must be at least 0 and below {self.num_layers} layers"
             )
-        if self.hidden_act not in ACTIVATIONS:
-            raise ValueError(f"vision hidden_act {self.hidden_act!r} is none of {sorted(ACTIVATIONS)}")
+        check_activation(self.hidden_act)
 
     @property
     def num_prefix_tokens(self) -> int:

@@ -8,12 +8,11 @@ from functools import cached_property
 
 from encoder.item import IMAGE, VIDEO
 from encoder.media_limits import RGB
-from encoder.vit_sizes import VitSizes
+from encoder.vit_sizes import DerivedSizes, check_activation
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
-ACTIVATIONS = frozenset({"gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu"})
 
 MOST_PATCHES = 2**15
 """Upper bound of `min_num_patches`, above every published model's. It exists because the server times the encoder on
@@ -21,7 +20,7 @@ an image of that size before it is ready."""
 
 
 @dataclass(frozen=True)
-class VisionConfig(VitSizes):
+class VisionConfig(DerivedSizes):
     """Sizes of a RADIO tower with its projector, and the settings of its image and video rules.
 
     Raises `ValueError` naming the fields and values of an impossible combination.
@@ -87,8 +86,7 @@ class VisionConfig(VitSizes):
             raise ValueError(f"vision hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
         if self.max_img_size < self.patch_size:
             raise ValueError(f"vision max_img_size {self.max_img_size} is below patch_size {self.patch_size}")
-        if self.hidden_act not in ACTIVATIONS:
-            raise ValueError(f"vision hidden_act {self.hidden_act!r} is none of {sorted(ACTIVATIONS)}")
+        check_activation(self.hidden_act)
         if self.video_temporal_patch_size is not None and self.video_temporal_patch_size < 2:
             raise ValueError(f"video_temporal_patch_size must be at least 2, got {self.video_temporal_patch_size}")
         if not 0 <= self.video_pruning_rate < 1:

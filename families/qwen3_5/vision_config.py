@@ -10,14 +10,13 @@ from typing import Any
 
 from encoder.item import BLOCK_MAJOR, IMAGE, VIDEO
 from encoder.media_limits import RGB
-from encoder.vit_sizes import VitSizes
+from encoder.vit_sizes import DerivedSizes, check_activation
 from families.fields import BICUBIC, MOST_LAYERS, check_processor, count, flag, number, per_channel, rope_parameters
 from families.files import CheckpointError, checkpoint_errors, first
 
 MAX_ASPECT = 200
 """Largest ratio of the longer to the shorter side of images and frames: the released processors' limit."""
 NORM_EPS = 1e-6
-ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu")
 _IMAGE_FILE, _VIDEO_FILE = "preprocessor_config.json", "video_preprocessor_config.json"
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -70,7 +69,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class VisionConfig(VitSizes):
+class VisionConfig(DerivedSizes):
     """Sizes of the tower with its merger, and the settings of the image and video rules.
 
     Raises `ValueError` naming the fields and values of an impossible combination.
@@ -114,8 +113,7 @@ class VisionConfig(VitSizes):
             )
         if self.table_side**2 != self.num_positions:
             raise ValueError(f"vision num_position_embeddings {self.num_positions} is not a square")
-        if self.hidden_act not in ACTIVATIONS:
-            raise ValueError(f"vision hidden_act {self.hidden_act!r} is none of {list(ACTIVATIONS)}")
+        check_activation(self.hidden_act)
         if not 0 < self.rope_theta < math.inf:
             raise ValueError(f"vision rope_theta must be above 0, got {self.rope_theta}")
         if self.max_model_len is not None and self.max_model_len < 1:
