@@ -84,6 +84,11 @@ def number(text: Mapping[str, Any], name: str, default: float, *, file: str = CO
     return float(value)
 
 
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+"""Mean and standard deviation of each channel, 0..1, by which CLIP's processor normalises."""
+
+
 def per_channel(values: object, name: str) -> tuple[float, float, float]:
     """Three finite numbers: of red, green and blue. Raises ValueError naming the field."""
     if not isinstance(values, list | tuple) or len(values) != len("rgb") or not all(map(_is_finite, values)):

@@ -12,11 +12,22 @@ from typing import Any
 
 from decoder.config import DecoderConfig
 from families.family import FamilyConfig, ModelFiles
-from families.fields import BICUBIC, CONFIG, MOST_LAYERS, check_processor, count, flag, number, per_channel, section
+from families.fields import (
+    BICUBIC,
+    CLIP_MEAN,
+    CLIP_STD,
+    CONFIG,
+    MOST_LAYERS,
+    check_processor,
+    count,
+    flag,
+    number,
+    per_channel,
+    section,
+)
 from families.files import CheckpointError, checkpoint_errors, first, token_id
 from families.nemotron_h.config import decoder_config
 from families.nemotron_h_omni.vision import RadioVision
-from families.nemotron_h_omni.vision_config import CLIP_MEAN, CLIP_STD
 
 _IMAGE_FILE, _VIDEO_FILE = "preprocessor_config.json", "video_preprocessor_config.json"
 # timm names used by `vision_config.args.model` -> (width, layers, heads)

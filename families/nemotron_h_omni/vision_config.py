@@ -9,10 +9,7 @@ from functools import cached_property
 from encoder.item import IMAGE, VIDEO
 from encoder.media_limits import RGB
 from encoder.vit_sizes import DerivedSizes, check_activation
-
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-
+from families.fields import CLIP_MEAN, CLIP_STD
 
 MOST_PATCHES = 2**15
 """Upper bound of `min_num_patches`, above every published model's. It exists because the server times the encoder on

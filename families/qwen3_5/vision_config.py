@@ -11,15 +11,24 @@ from typing import Any
 from encoder.item import BLOCK_MAJOR, IMAGE, VIDEO
 from encoder.media_limits import RGB
 from encoder.vit_sizes import DerivedSizes, check_activation
-from families.fields import BICUBIC, MOST_LAYERS, check_processor, count, flag, number, per_channel, rope_parameters
+from families.fields import (
+    BICUBIC,
+    CLIP_MEAN,
+    CLIP_STD,
+    MOST_LAYERS,
+    check_processor,
+    count,
+    flag,
+    number,
+    per_channel,
+    rope_parameters,
+)
 from families.files import CheckpointError, checkpoint_errors, first
 
 MAX_ASPECT = 200
 """Largest ratio of the longer to the shorter side of images and frames: the released processors' limit."""
 NORM_EPS = 1e-6
 _IMAGE_FILE, _VIDEO_FILE = "preprocessor_config.json", "video_preprocessor_config.json"
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class Resizing:
 
 RELEASED_IMAGE, RELEASED_VIDEO = Resizing(65536, 16777216), Resizing(4096, 25165824)
 """Settings in the released models' files, used if a checkpoint has no such file."""
-IMAGE_DEFAULTS = Resizing(56 * 56, 28 * 28 * 1280, _CLIP_MEAN, _CLIP_STD)
+IMAGE_DEFAULTS = Resizing(56 * 56, 28 * 28 * 1280, CLIP_MEAN, CLIP_STD)
 VIDEO_DEFAULTS = Resizing(128 * 32 * 32, 768 * 32 * 32)
 """The processors' defaults for settings that a file omits."""
 
