@@ -59,14 +59,7 @@ def configuration(form: str, ignored: Sequence[str]) -> dict[str, Any]:
     kind, size = kind_and_group(form)
     common: dict[str, Any] = {"symmetric": True, "actorder": None, "observer": "minmax", "dynamic": False}
     if kind == "fp8":
-        weights = {
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "channel",
-            "group_size": None,
-            "dynamic": False,
-            **common,
-        }
+        weights = {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None, **common}
         inputs = {"num_bits": 8, "type": "float", "strategy": "token", "group_size": None, **common, "dynamic": True}
         layout = "float-quantized"
     else:

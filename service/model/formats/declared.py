@@ -298,11 +298,7 @@ def _compressed_group(
         needed = ("groups",) * ordered + ("zeros",) * (weights.get("symmetric") is False)
         inner = group if group is not None and group > 0 else None
         return Said(("int4",), "default", inner, needed, _other_inputs(name, inputs))
-    if form in ("int-quantized", "naive-quantized", "mixed-precision") and (bits, kind, strategy) == (
-        8,
-        "int",
-        "channel",
-    ):
+    if (mixed or form in ("int-quantized", "naive-quantized")) and (bits, kind, strategy) == (8, "int", "channel"):
         return Said(("int8",), "default", inputs=_other_inputs(name, inputs))
     raise CheckpointError(
         f"{where}: config group {name} of format {form!r}, {bits} bits, type {kind!r}, strategy {strategy!r} is not "
@@ -318,12 +314,13 @@ def _gptq(entry: Mapping[str, Any], where: str) -> Declared:
     if form not in ("gptq", "gptq_v2"):
         raise CheckpointError(f"{where}: checkpoint_format {form!r} is not gptq or gptq_v2")
     rules: list[tuple[bool, re.Pattern[str], Mapping[str, Any]]] = []
-    for pattern, changes in (entry.get("dynamic") or {}).items():
+    for pattern, given in (entry.get("dynamic") or {}).items():
+        changes = given or {}
         expression = _expression(_rule_expression(pattern), f"{where}: dynamic rule {pattern!r}")
         rules.append((pattern.startswith("-:"), expression, changes))
-        if not pattern.startswith("-:") and (changes or {}).get("bits", 4) != 4:
+        if not pattern.startswith("-:") and changes.get("bits", 4) != 4:
             raise CheckpointError(f"{where}: dynamic rule {pattern!r} has {changes['bits']} bits, only 4 are supported")
-        _number(changes or {}, "group_size", f"{where}: dynamic rule {pattern!r}", group)
+        _number(changes, "group_size", f"{where}: dynamic rule {pattern!r}", group)
 
     def say(module: str) -> Said:
         if any(_matches(module, name) for name in excluded):
@@ -332,9 +329,9 @@ def _gptq(entry: Mapping[str, Any], where: str) -> Declared:
             if pattern.match(module):
                 if negative:
                     return Said((), "excluded")
-                ordered = (changes or {}).get("desc_act", entry.get("desc_act"))
+                ordered = changes.get("desc_act", entry.get("desc_act"))
                 needed = ("groups",) if ordered else ()
-                return Said(("gptq",), "table", (changes or {}).get("group_size", group), needed)
+                return Said(("gptq",), "table", changes.get("group_size", group), needed)
         return Said(("gptq",), "default", group, ("groups",) if entry.get("desc_act") else ())
 
     return Declared("gptq", where, say, gptq_offset=1 if form == "gptq" else 0)
