@@ -178,14 +178,15 @@ def _letters(kinds: Any, field: str) -> str:
 
 
 def layer_pattern(text: Mapping[str, Any]) -> str:
-    """The layer kinds as a string over `M*-E`, from either spelling."""
+    """The layer kinds as a string over `LAYER_KINDS`, from either spelling."""
     for name in ("layer_types", "layers_block_type"):
         if text.get(name) is not None:
             return _letters(text[name], name)
     pattern = str(first(text, "hybrid_override_pattern", default=""))
-    if not pattern or set(pattern) - set("M*-E"):
+    if not pattern or set(pattern) - set(LAYER_KINDS):
         raise CheckpointError(
-            f"config.json must give layers_block_type or a hybrid_override_pattern over 'M*-E', got {pattern!r}"
+            f"config.json must give layers_block_type or a hybrid_override_pattern over {LAYER_KINDS!r}, "
+            f"got {pattern!r}"
         )
     return pattern
 
