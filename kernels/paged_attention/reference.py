@@ -45,20 +45,26 @@ def decode_attention(
     """
     if fresh is not None:
         write_kv(pool_B2SKP, *fresh)
+    return decode_attention_after(q_RQP, pool_B2SKP, tables_RW, lengths_R, 0, scale, longest)
+
+
+def decode_attention_after(
+    q_RQP: Tensor, pool_B2SKP: Tensor, tables_RW: Tensor, lengths_R: Tensor, first: int, scale: float, longest: int
+) -> Tensor:
+    """`decode_attention` over the keys from index `first` on; earlier keys get no weight."""
     rows, heads, width = q_RQP.shape
     size, kv_heads = pool_B2SKP.shape[2:4]
     count = -(-longest // size)
     tables = tables_RW[:, :count]
-    tables = torch.where(tables < 0, tables[:, :1].clamp(min=0), tables)
-    pages = tables.reshape(-1)
+    pages = torch.where(tables < 0, tables[:, :1].clamp(min=0), tables).reshape(-1)
     shape = (rows, count * size, kv_heads, width)
     k, v = (pool_B2SKP[:, i].index_select(0, pages).view(shape).transpose(1, 2) for i in (0, 1))
+    places = torch.arange(count * size, device=q_RQP.device)
+    closed_RS = (places < first) | (places >= lengths_R[:, None])
+    bias = torch.zeros(closed_RS.shape, dtype=k.dtype, device=k.device).masked_fill_(closed_RS, float("-inf"))
     q = q_RQP.view(rows, kv_heads, heads // kv_heads, width)
-    open_RS = torch.arange(count * size, device=q.device) < lengths_R[:, None]
-    bias = torch.zeros(open_RS.shape, dtype=q.dtype, device=q.device).masked_fill_(~open_RS, float("-inf"))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, None, None], scale=scale)
-    out = out.reshape(rows, heads, width)
-    return torch.where((lengths_R > 0)[:, None, None], out, torch.zeros((), dtype=out.dtype))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, None, None], scale=scale).reshape(q_RQP.shape)
+    return torch.where((lengths_R > first)[:, None, None], out, out.new_zeros(()))
 
 
 def extend_attention(
@@ -114,22 +120,3 @@ def _gather(pool_B2SKP: Tensor, table_W: Tensor, length: int) -> tuple[Tensor, T
 def _repeat(x_1KSP: Tensor, times: int) -> Tensor:
     """Repeats each key/value head for the query heads that share it."""
     return x_1KSP if times == 1 else x_1KSP.repeat_interleave(times, dim=1)
-
-
-def decode_attention_after(
-    q_RQP: Tensor, pool_B2SKP: Tensor, tables_RW: Tensor, lengths_R: Tensor, first: int, scale: float, longest: int
-) -> Tensor:
-    """`decode_attention` over the keys from index `first` on; earlier keys get no weight."""
-    rows, heads, width = q_RQP.shape
-    size, kv_heads = pool_B2SKP.shape[2:4]
-    count = -(-longest // size)
-    tables = tables_RW[:, :count]
-    pages = torch.where(tables < 0, tables[:, :1].clamp(min=0), tables).reshape(-1)
-    shape = (rows, count * size, kv_heads, width)
-    k, v = (pool_B2SKP[:, i].index_select(0, pages).view(shape).transpose(1, 2) for i in (0, 1))
-    places = torch.arange(count * size, device=q_RQP.device)
-    closed_RS = (places < first) | (places >= lengths_R[:, None])
-    bias = torch.zeros(closed_RS.shape, dtype=k.dtype, device=k.device).masked_fill_(closed_RS, float("-inf"))
-    q = q_RQP.view(rows, kv_heads, heads // kv_heads, width)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, None, None], scale=scale).reshape(q_RQP.shape)
-    return torch.where((lengths_R > first)[:, None, None], out, out.new_zeros(()))
