@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from kernels.host_memory import weight_memory
-from kernels.linear.layouts import GATES, MOST_INPUTS, MULTIPLIED, STEPS, Layout, compact_rows, interleaved, lay_out
+from kernels.linear.layouts import GATES, MULTIPLIED, STEPS, Layout, compact_rows, interleaved, lay_out
 from kernels.linear.quantised import Quantised
 from kernels.native import Activation, Kind, NativeUnavailable, Weight, library
 from kernels.native.structs import GROUP, SUMMED
-
-__all__ = ["MOST_INPUTS", "CompactTable", "Packed"]
 
 
 def operand_elements(kind: int, kpad: int) -> int:

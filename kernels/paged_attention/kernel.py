@@ -7,6 +7,7 @@ head against N keys at a time.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -170,7 +171,7 @@ def _launch(
         rows=rows,
         tokens=tokens,
         skip=skip,
-        scale=scale * 1.4426950408889634,
+        scale=scale * math.log2(math.e),  # the softmax is one of powers of 2
         q_token=q_TQP.stride(0),
         q_head=q_TQP.stride(1),
         k_token=k_TKP.stride(0),

@@ -6,6 +6,7 @@ sequence and head.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -171,7 +172,7 @@ def varlen_attention(
         p_out=out_RHD,
         p_starts=cu_seqlens,
         sequences=sequences,
-        scale=scale * 1.4426950408889634,
+        scale=scale * math.log2(math.e),  # the softmax is one of powers of 2
         q_row=q_RHD.stride(0),
         q_head=q_RHD.stride(1),
         k_row=k_RHD.stride(0),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.linear import Packed, Quantised, quantise
 from kernels.linear.int8_rows import int8_linear
-from kernels.linear.packed import MOST_INPUTS
+from kernels.linear.layouts import MOST_INPUTS
 from kernels.native import Activation, NativeUnavailable
 
 pytestmark = pytest.mark.skipif(

@@ -19,7 +19,7 @@ from kernels.linear import (
     row_part,
     stack,
 )
-from kernels.linear.packed import MOST_INPUTS
+from kernels.linear.layouts import MOST_INPUTS
 from kernels.native import Activation, NativeUnavailable
 
 SHAPES = st.tuples(st.integers(1, 20), st.integers(1, 300), st.integers(1, 140))
