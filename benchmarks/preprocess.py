@@ -31,7 +31,7 @@ from families.nemotron_h_omni.vision import RadioVision
 from families.qwen3_5.vision import QwenVision
 from service.media.image_pool import ImagePool
 from service.media.images import MediaLimits
-from service.media.patches import LocalDecoder, Patcher
+from service.media.patches import Patcher
 
 SIZES = ((64, 64), (224, 224), (512, 512), (1080, 1920), (2526, 1786), (3024, 4032))
 RULES: dict[str, VisionSpec] = {
@@ -70,7 +70,7 @@ def in_turn(ways: dict[str, Callable[[], object]], seconds: float) -> dict[str, 
 
 def measure(config: VisionSpec, dtype: str, seconds: float) -> list[dict[str, Any]]:
     limits = MediaLimits()
-    here = Patcher(LocalDecoder(limits), config, dtype, limits)
+    here = Patcher(limits, config, dtype)
     pool = ImagePool(limits, 1, image_seconds=60, video_seconds=60, vision=config, dtype=dtype)
     rows = []
     for (height, width), form in itertools.product(SIZES, FORMATS):

@@ -167,13 +167,13 @@ class _ForkServer:
         self._patcher: Patcher | None = None
         if command["vision"] is not None:
             with lasting_objects():
-                from service.media.patches import LocalDecoder, Patcher, use_one_thread  # here because it imports torch
+                from service.media.patches import Patcher, use_one_thread  # here because it imports torch
 
             use_one_thread()
             # Pickled by the server, which is trusted. These are the rules with which it counts tokens of prompts, even
             # if the checkpoint's files have changed since.
             vision = pickle.loads(base64.b64decode(command["vision"]))
-            self._patcher = Patcher(LocalDecoder(self._limits), vision, command["dtype"], self._limits)
+            self._patcher = Patcher(self._limits, vision, command["dtype"])
         keep_freed_memory(KEPT_BYTES)
 
     def run(self) -> NoReturn:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import groupby
-from typing import Protocol
 
 import torch
 
@@ -19,35 +18,20 @@ from service.media.images import Frame, ImageProcessor, MediaLimits, PreparedVid
 from service.media.prepared import PreparedItem
 
 
-class Decoder(Protocol):
-    """Decodes files. Raises ImageError, or its subclass VideoError, for any file that cannot be decoded."""
+class Patcher:
+    """An `ImageProcessor` of one model in this process. Thread-safe."""
 
-    def image(self, data: bytes) -> Pixels:
-        """Decodes an image to pixels `[H, W, 3]`, uint8."""
+    def __init__(self, limits: MediaLimits, vision: VisionSpec, dtype: str) -> None:
+        """`dtype`: name of the dtype of patches."""
+        self._limits, self._vision = limits, vision
+        self._dtype: torch.dtype = getattr(torch, dtype)
 
-    def clip(self, data: bytes) -> Clip:
-        """Opens a video."""
-
-    def describe(self, data: bytes) -> ImageHeader:
-        """Format and size in pixels of an image or video, which is not decoded, however large its file is."""
-
-    def stats(self) -> Mapping[str, float]:
-        """Counters since the start."""
-
-    def close(self) -> None:
-        """Releases all resources. Idempotent."""
-
-
-class LocalDecoder:
-    """A decoder in this process."""
-
-    def __init__(self, limits: MediaLimits) -> None:
-        self._limits = limits
-
-    def image(self, data: bytes) -> Pixels:
+    def pixels(self, data: bytes) -> Pixels:
+        """Decodes an image."""
         return decode_pixels(data, self._limits.image)
 
     def clip(self, data: bytes) -> Clip:
+        """Opens a video."""
         return open_video(data, self._limits.video)
 
     def describe(self, data: bytes) -> ImageHeader:
@@ -59,25 +43,15 @@ class LocalDecoder:
     def close(self) -> None:
         pass
 
-
-class Patcher:
-    """An `ImageProcessor` of one model. Thread-safe if its decoder is."""
-
-    def __init__(self, decoder: Decoder, vision: VisionSpec, dtype: str, limits: MediaLimits) -> None:
-        """`dtype`: name of the dtype of patches."""
-        self._decoder, self._vision, self._limits = decoder, vision, limits
-        self._dtype: torch.dtype = getattr(torch, dtype)
-        self.describe, self.stats, self.close = decoder.describe, decoder.stats, decoder.close
-
     def image(self, data: bytes, watch: Stopwatch) -> PreparedItem:
         with watch("decode"):
-            pixels_HWC = self._decoder.image(data)
+            pixels_HWC = self.pixels(data)
         image = torch.from_numpy(pixels_HWC)
         return PreparedItem(self._vision.image_rule.patchify(image, self._dtype, keep_bytes=True, watch=watch))
 
     def video(self, data: bytes, frames: int, watch: Stopwatch) -> PreparedVideo:
         with watch("decode"):
-            clip = self._decoder.clip(data)
+            clip = self.clip(data)
         indices = video_rule(self._vision).sample_file(clip.num_frames, frames, lambda: clip.fps)
         # Closes the generators, so that the decoder's resources are released now and not by the garbage collector.
         with closing(clip.frames(list(dict.fromkeys(indices)))) as tensors:
@@ -98,7 +72,7 @@ class Patcher:
     def _decoded(self, files: Iterator[Frame], count: int) -> Iterator[torch.Tensor]:
         for index, data in files:
             try:
-                pixels_HWC = self._decoder.image(data)
+                pixels_HWC = self.pixels(data)
                 self._limits.video.check(count, pixels_HWC.shape[1], pixels_HWC.shape[0])
             except VideoError:
                 raise
@@ -109,7 +83,7 @@ class Patcher:
 
 def local_processor(limits: MediaLimits, vision: VisionSpec | None, dtype: str) -> ImageProcessor | None:
     """An `ImageProcessor` in this process; None for a model without images."""
-    return None if vision is None else Patcher(LocalDecoder(limits), vision, dtype, limits)
+    return None if vision is None else Patcher(limits, vision, dtype)
 
 
 def _repeated(frames: Iterator[torch.Tensor], indices: Sequence[int]) -> Iterator[torch.Tensor]:

@@ -20,7 +20,7 @@ from service.engine.engine_thread import EngineThread
 from service.engine.types import EngineHandle, EngineRequest, EventSink
 from service.media.image_pool import ImagePool
 from service.media.images import Frame, MediaLimits, PreparedVideo
-from service.media.patches import LocalDecoder, Patcher
+from service.media.patches import Patcher
 from service.media.prepared import PreparedItem
 from service.model.assets import ModelAssets
 from service.servers.encoder_server import EncoderServer, EncoderThread
@@ -48,7 +48,7 @@ class ImagesHere(ImagePool):
 
     def __init__(self, limits: MediaLimits, vision: VisionSpec, dtype: str) -> None:
         super().__init__(limits, 0, image_seconds=math.inf, video_seconds=math.inf, vision=vision, dtype=dtype)
-        self._patcher = Patcher(LocalDecoder(limits), vision, dtype, limits)
+        self._patcher = Patcher(limits, vision, dtype)
 
     def image(self, data: bytes, watch: Stopwatch) -> PreparedItem:
         return self._patcher.image(data, watch).sealed()

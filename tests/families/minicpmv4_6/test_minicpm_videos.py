@@ -45,7 +45,7 @@ from service.common.types import ChatInput, GenerateSpec, Message, RawInput, Tok
 from service.engine.types import EngineInfo
 from service.media.image_pool import ImagePool
 from service.media.images import MediaLimits
-from service.media.patches import LocalDecoder, Patcher
+from service.media.patches import Patcher
 from service.media.prepared import PreparedItem
 from service.model.assets import ModelAssets
 from service.model.checkpoint import Checkpoint
@@ -170,7 +170,7 @@ def test_a_frame_that_is_shown_for_long_is_sampled_several_times(tmp_path: Path,
     indices = rule.sample_file(3, 8, lambda: 0.5)
     assert indices == [0, 0, 1, 1, 2, 2]
     expected = rule.patchify([frames[index] for index in indices], torch.float32, keep_bytes=True)
-    local = Patcher(LocalDecoder(limits), vision, "float32", limits)
+    local = Patcher(limits, vision, "float32")
     assert torch.equal(local.video(clip, 8, Stopwatch()).item.encoder_item.patches, expected.patches)
     with closing(ImagePool(limits, 1, image_seconds=60, video_seconds=60, vision=vision)) as pool:
         item = pool.video(clip, 8, Stopwatch()).item

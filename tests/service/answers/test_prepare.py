@@ -19,7 +19,8 @@ from fake_engine import FakeEngine
 
 from encoder.frames import Clip
 from encoder.images import Pixels
-from encoder.media_limits import ImageError, ImageHeader
+from encoder.media_limits import ImageError
+from families import VisionSpec
 from service.answers.bounds import FrontendLimits
 from service.answers.frontend import Frontend
 from service.common import errors
@@ -76,20 +77,21 @@ class Held(Clip):
             self._decoder.borrowed -= 1
 
 
-class Controlled:
-    """A decoder whose files wait until the test lets them continue; `bad` ones fail at once."""
+class Controlled(Patcher):
+    """Files wait until the test lets them continue; `bad` ones fail at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: MediaLimits, vision: VisionSpec) -> None:
+        super().__init__(limits, vision, "float32")
         self.begun, self.go_on = threading.Semaphore(0), threading.Event()
         self.decoded: list[bytes] = []
         self.borrowed = 0
-        self.frames: list[Pixels] = [GREY, GREY]
+        self.of_clip: list[Pixels] = [GREY, GREY]
 
     def wait(self) -> None:
         self.begun.release()
         assert self.go_on.wait(60)
 
-    def image(self, data: bytes) -> Pixels:
+    def pixels(self, data: bytes) -> Pixels:
         if data == b"bad":
             raise ImageError("it is bad")
         if data != b"quick":
@@ -98,13 +100,7 @@ class Controlled:
         return GREY
 
     def clip(self, data: bytes) -> Clip:
-        return Held(self, self.frames)
-
-    def describe(self, data: bytes) -> ImageHeader:
-        raise NotImplementedError
-
-    def stats(self) -> Mapping[str, float]:
-        return {}
+        return Held(self, self.of_clip)
 
     def close(self) -> None:
         self.go_on.set()
@@ -118,11 +114,10 @@ def with_frontend(
     engine.info = replace(engine.info, takes_video=True)
 
     async def run() -> None:
-        decoder = Controlled()
         limits_ = limits or FrontendLimits()
         assert assets.vision is not None
-        processor = Patcher(decoder, assets.vision, "float32", limits_.media)
-        frontend = Frontend(engine, assets, limits_, workers=workers, processor=processor)
+        decoder = Controlled(limits_.media, assets.vision)
+        frontend = Frontend(engine, assets, limits_, workers=workers, processor=decoder)
         frontend.start()
         try:
             async with asyncio.timeout(30):
@@ -392,7 +387,7 @@ def test_what_decodes_a_video_is_free_at_once_when_it_is_refused(assets: ModelAs
 
     async def body(frontend: Frontend, decoder: Controlled) -> None:
         decoder.go_on.set()
-        decoder.frames = [GREY, GREY[:16], GREY]
+        decoder.of_clip = [GREY, GREY[:16], GREY]
         with pytest.raises(errors.InvalidArgument, match="frame 1 has 16x32 pixels") as refused:
             await ask(frontend, spec(Video(b"", "v")))
         assert decoder.borrowed == 0, refused

@@ -15,7 +15,7 @@ from service.common.config import ServerOptions
 from service.common.errors import InvalidArgument
 from service.common.types import Image, MediaSource, Video
 from service.media.images import MediaLimits
-from service.media.patches import LocalDecoder, Patcher
+from service.media.patches import Patcher
 from service.media.prepared import PreparedItem
 from service.media.prepared_cache import PreparedCache
 from service.servers.limits import load_assets
@@ -29,7 +29,7 @@ STILL, OTHER = png(1, (32, 32)), png(2, (32, 32))
 def preparer(revision: str = "r", dtype: str = "float32", cache_bytes: int = 0) -> Preparer:
     assert VISION is not None
     return Preparer(
-        Patcher(LocalDecoder(LIMITS), VISION, dtype, LIMITS),
+        Patcher(LIMITS, VISION, dtype),
         VISION,
         dtype,
         LIMITS,

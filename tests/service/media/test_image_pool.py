@@ -39,14 +39,14 @@ from service.media.image_pool import ImagePool
 from service.media.image_worker import LENGTH
 from service.media.images import MediaLimits
 from service.media.media import Spool
-from service.media.patches import LocalDecoder, Patcher
+from service.media.patches import Patcher
 from service.media.prepared import SEALS, PreparedItem
 from service.servers.limits import load_assets
 
 LIMITS = MediaLimits(ImageLimits(max_pixels=3_000_000), VideoLimits(max_pixels=3_000_000, max_frames=20))
 VISION = load_assets(ServerOptions()).vision
 assert VISION is not None
-HERE = Patcher(LocalDecoder(LIMITS), VISION, "float32", LIMITS)
+HERE = Patcher(LIMITS, VISION, "float32")
 
 
 def make_pool(limits: MediaLimits = LIMITS, seconds: float = 60) -> ImagePool:
