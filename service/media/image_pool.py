@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import Any
 
-from encoder.item import IMAGE, ROW_MAJOR, VIDEO, Grid, ItemDescription
+from encoder.item import IMAGE, VIDEO, Grid, ItemDescription
 from encoder.media_limits import ImageError, ImageHeader, VideoError
 from encoder.stopwatch import Stopwatch
 from encoder.tower import patch_order
@@ -224,10 +224,7 @@ def _check(reply: dict[str, Any]) -> None:
 def _description(value: Any) -> ItemDescription:
     """Parses an item's description. Raises Lost if it is invalid."""
     names = {field.name: field.type for field in fields(ItemDescription)}
-    if not isinstance(value, dict):
-        raise Lost("nonsense")
-    value = {"order": ROW_MAJOR, "slices": [0, 0], "slice_grid": [0, 0], **value}
-    if value.keys() != names.keys():
+    if not isinstance(value, dict) or value.keys() != names.keys():
         raise Lost("nonsense")
     grids = {name: _grid(value[name]) for name, kind in names.items() if kind == "Grid"}
     kinds = {"int": (int,), "float": (int, float), "str": (str,)}

@@ -25,7 +25,7 @@ from images import png
 from PIL import Image
 from waiting import ended
 
-from encoder.item import EncoderItem
+from encoder.item import ROW_MAJOR, EncoderItem
 from encoder.media_limits import FORMATS, ImageError, ImageLimits, VideoError, VideoLimits
 from encoder.stopwatch import Stopwatch
 from encoder.tower import patch_order
@@ -189,7 +189,8 @@ def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ITEM: dict[str, Any] = {
     "grid": [4, 4], "kind": "image", "num_sequences": 1, "num_frames": 0, "pruning_rate": 0.0, "merge_size": 2,
-    "width": VISION.patch_widths["image"], "dtype": "float32",
+    "width": VISION.patch_widths["image"], "dtype": "float32", "order": ROW_MAJOR, "slices": [0, 0],
+    "slice_grid": [0, 0],
 }  # fmt: skip
 SECONDS = {"decode": 0.1, "resize": 0.1, "patch": 0.1}
 SIZE = 16 * ITEM["width"] * 4
