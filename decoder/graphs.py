@@ -255,13 +255,6 @@ class DecoderGraphs:
             if begin < end:
                 raise ReplayError(f"{first} and {second} share memory")
 
-    def poison(self) -> None:
-        """Fills all buffers with NaN and invalid indices, for tests: a replay must read nothing that its own step has
-        not written."""
-        for tensors in (*(buffers.tensors for buffers in self.buffers.values()), self.hidden):
-            for tensor in tensors.values():
-                tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
-
     def close(self) -> None:
         """Destroys all graphs; idempotent."""
         for graph in self._graphs.values():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_decoder import image, make_runner, random_weights, request, run, tiny_config, tokens
+from tiny_decoder import image, make_runner, random_weights, request, run, spoil, tiny_config, tokens
 
 from decoder.buffers import BatchBuffers, Field
 from decoder.capture import Bucket
@@ -42,12 +42,6 @@ def answers(pattern: str, *, poison: bool = False, **options: Any) -> tuple[dict
         spoil(runner)
     found = run(runner, *workload())
     return {name: tokens(events) for name, events in found.items()}, runner
-
-
-def spoil(runner: DecoderRunner) -> None:
-    """Fills unwritten memory with NaN and invalid numbers."""
-    runner.arena.buffer.fill_(255)
-    graphs_of(runner).poison()
 
 
 @pytest.mark.parametrize(

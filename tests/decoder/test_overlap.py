@@ -19,6 +19,7 @@ from tiny_decoder import (
     random_weights,
     request,
     run,
+    spoil,
     state_content,
     tiny_config,
     tokens,
@@ -108,9 +109,7 @@ def test_events_are_those_of_a_plain_run(pattern: str, options: dict[str, Any]) 
     found = []
     for overlap in ("off", "on"):
         runner = make(overlap, pattern, **options)
-        runner.arena.buffer.fill_(255)
-        if runner.forward.graphs is not None:
-            runner.forward.graphs.poison()
+        spoil(runner)
         found.append(told(run(runner, *workload())))
         stats = runner.stats()
         assert (stats["overlapped_steps"] > 5) == (overlap == "on")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from constrained import END, constraints
 from gated_decoder import grid_positions
-from tiny_decoder import FakeSource, random_weights, run, tiny_config, tokens
+from tiny_decoder import FakeSource, random_weights, run, spoil, tiny_config, tokens
 
 from decoder.arena import ArenaLayout
 from decoder.config import DecoderConfig, DecoderOptions
@@ -171,15 +171,13 @@ def answers(
             squeezed["memory_bytes"] = (layout.blocks_for(1, MAX_LEN) + layout.slots_per_seq) * layout.block_bytes
         chosen = DecoderOptions(**(vars(chosen) | squeezed))
     runner = DecoderRunner(config, chosen, random_weights(config, seed))
-    runner.arena.buffer.fill_(255)
+    spoil(runner)
     for ring in runner.arena.rings:
         ring.fill_(float("nan"))
     if known is not None and runner.speculation is not None:
         runner.speculation.new_index = lambda sequence: Prompter(
             [*sequence.request.prompt_ids, *known[sequence.request_id][0]], seed
         )
-    if runner.forward.graphs is not None:
-        runner.forward.graphs.poison()
     every = 7 if preempted and chosen.graphs_on else 0
     events = run(runner, *_constrained(workload(config, seed, count, output), constrained), preempt_every=every)
     stats = runner.stats()

@@ -199,6 +199,16 @@ def run(
     raise AssertionError(f"requests have not ended after {limit} steps: {runner.stats()}")
 
 
+def spoil(runner: DecoderRunner) -> None:
+    """Fills the memory of states and pages, and the buffers of graphs, with NaN and invalid numbers: a step must read
+    nothing that has not been written."""
+    runner.arena.buffer.fill_(255)
+    if (graphs := runner.forward.graphs) is not None:
+        for tensors in (*(buffers.tensors for buffers in graphs.buffers.values()), graphs.hidden):
+            for tensor in tensors.values():
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
+
+
 def preempt(runner: DecoderRunner, request_id: str) -> None:
     """Preempts a running request in the next step; it continues later with the same result."""
     scheduler = runner.scheduler
