@@ -140,15 +140,14 @@ class Admission:
         memory, pool = self.memory, self.memory.pool
         fresh = memory.pages_for(len(sequence.tokens)) - len(hit.pages)
         pool.retain_pages(hit.pages)
-        held = [page for page in (hit.tail,) if page >= 0]
         pool.retain_slot(hit.slot)
-        pool.retain_pages(held)
+        pool.retain_pages(hit.tail_pages)
         if memory.reclaim(memory.slots_per_seq, fresh):
             step.held_slots += [hit.slot] if hit.slot >= 0 else []
-            step.held_pages += held
+            step.held_pages += hit.tail_pages
             return Start(hit, [], list(hit.pages))
         pool.release_slot(hit.slot)
-        pool.release_pages(held)
+        pool.release_pages(hit.tail_pages)
         start = self._adopt(sequence, hit, step)
         if start is None:
             pool.release_pages(hit.pages)
@@ -160,20 +159,19 @@ class Admission:
         memory, pool, checkpoint = self.memory, self.memory.pool, hit.checkpoint
         if checkpoint is None or checkpoint.slot < 0 or pool.slot_owners(checkpoint.slot) > 1:
             return None
-        own = [hit.tail] if hit.tail >= 0 and pool.page_owners(hit.tail) == 1 else []
+        own = [page for page in hit.tail_pages if pool.page_owners(page) == 1]
         fresh = memory.pages_for(len(sequence.tokens)) - len(hit.pages) - len(own)
-        held = [hit.tail] if hit.tail >= 0 else []
         pool.retain_slot(checkpoint.slot)
-        pool.retain_pages(held)
+        pool.retain_pages(hit.tail_pages)
         done = memory.reclaim(memory.slots_per_seq - 1, fresh)
         pool.release_slot(checkpoint.slot)
-        pool.release_pages(held)
+        pool.release_pages(hit.tail_pages)
         if not done:
             return None
         assert self.cache is not None
         self.cache.hand_over(checkpoint)
-        if hit.tail >= 0 and not own:
-            step.held_pages.append(hit.tail)
+        if not own:
+            step.held_pages += hit.tail_pages
         return Start(hit, [checkpoint.slot], [*hit.pages, *own])
 
     def _enter(self, sequence: Sequence, start: Start, step: Step) -> None:

@@ -36,6 +36,11 @@ class Checkpoint:
     worth: float = 0.0
     ticket: int = 0
 
+    @property
+    def tail_pages(self) -> list[int]:
+        """The page of the tail, if there is one."""
+        return [self.tail] if self.tail >= 0 else []
+
 
 @dataclass(frozen=True)
 class Hit:
@@ -55,6 +60,10 @@ class Hit:
     @property
     def tail(self) -> int:
         return -1 if self.checkpoint is None else self.checkpoint.tail
+
+    @property
+    def tail_pages(self) -> list[int]:
+        return [] if self.checkpoint is None else self.checkpoint.tail_pages
 
 
 MISS = Hit()

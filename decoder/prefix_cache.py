@@ -117,9 +117,9 @@ class PrefixCache:
             self.pool.release_slot(slot)
             return None
         tail = sequence.held.pages[tokens // size] if tokens % size and self.pool.pages_per_block else -1
-        self.pool.retain_pages([tail] if tail >= 0 else [], ceded=True)
-        self.pool.cede([slot])
         checkpoint = Checkpoint(key, node, tokens, slot, tail, gain)
+        self.pool.retain_pages(checkpoint.tail_pages, ceded=True)
+        self.pool.cede([slot])
         self._tree.link(checkpoint)
         self.counters["inserted"] += 1
         self.version += 1
@@ -146,14 +146,13 @@ class PrefixCache:
         if checkpoint not in self.order:
             return
         self.pool.release_slot(checkpoint.slot, ceded=True)
-        if checkpoint.tail >= 0:
-            self.pool.release_pages([checkpoint.tail], ceded=True)
+        self.pool.release_pages(checkpoint.tail_pages, ceded=True)
         self._unlink(checkpoint)
 
     def hand_over(self, checkpoint: Checkpoint) -> None:
         """Removes a checkpoint; its references to slot and tail pass to the caller."""
         assert checkpoint in self.order
-        self.pool.claim([checkpoint.slot], [checkpoint.tail] if checkpoint.tail >= 0 else [])
+        self.pool.claim([checkpoint.slot], checkpoint.tail_pages)
         self._unlink(checkpoint)
 
     def _unlink(self, checkpoint: Checkpoint) -> None:
@@ -178,7 +177,7 @@ class PrefixCache:
     @property
     def pages(self) -> list[int]:
         """The pages of nodes and tails: one entry for each reference."""
-        return [checkpoint.tail for checkpoint in self.order if checkpoint.tail >= 0] + self._tree.pages
+        return [page for checkpoint in self.order for page in checkpoint.tail_pages] + self._tree.pages
 
     def lengths(self) -> list[int]:
         """Prefix lengths of all checkpoints, ascending; one entry for each."""
