@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kernels.host_memory import drop_pages
 from kernels.native.structs import GROUP
@@ -140,7 +141,7 @@ class Quantised:
         whatever the zero points are."""
         if self.kind == "int8":
             return self.values
-        return _nibbles(self.values, self.in_features).to(torch.int8) - 8
+        return unpack_nibbles(self.values)[..., : self.in_features].to(torch.int8) - 8
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """`[..., n, k]`: computed in float32 from left to right, as in the class's formulas, then rounded to
@@ -149,7 +150,7 @@ class Quantised:
             return (self.values * self.scale[..., None]).to(dtype)
         if self.kind == "fp8":
             return (self.values.float() * self._by_input(self.scale)).to(dtype)
-        codes = _nibbles(self.values, self.in_features)
+        codes = unpack_nibbles(self.values)[..., : self.in_features]
         if self.kind == "nvfp4":
             assert self.outer is not None
             exact, outer = (
@@ -176,9 +177,15 @@ def _numbers(device: torch.device) -> Tensor:
     return torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
 
 
-def _nibbles(packed: Tensor, count: int) -> Tensor:
-    """uint8 `[..., ceil(count / 2)]` -> `[..., count]`, the low half first."""
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[..., :count]
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """uint8 `[..., n]` -> `[..., 2 n]`: both halves of each byte, the low one first."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Codes 0 to 15 `[..., k]` -> uint8 `[..., ceil(k / 2)]`, contiguous, even places in the low halves."""
+    pairs = F.pad(codes.to(torch.uint8), (0, codes.shape[-1] % 2))
+    return (pairs[..., 0::2] | pairs[..., 1::2] << 4).contiguous()
 
 
 def check_groups(weight: Quantised) -> None:

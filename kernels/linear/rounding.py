@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.host_memory import drop_pages
-from kernels.linear.quantised import E2M1, NVFP4_GROUP, Quantised
+from kernels.linear.quantised import E2M1, NVFP4_GROUP, Quantised, pack_nibbles
 from kernels.weight_forms import FORMS, kind_and_group
 
 SCALES = (1.0, 0.95, 0.9, 0.85, 0.8)
@@ -72,7 +72,7 @@ def _int4(weight: Tensor, group: int) -> Quantised:
         lambda factor: (largest * (factor / -8)).bfloat16().float(),
         lambda scaled: scaled.round_().clamp_(-8, 7),
     )
-    return Quantised("int4", _packed(steps.flatten(-2)[..., :inner] + 8), scale, inner, group)
+    return Quantised("int4", pack_nibbles(steps.flatten(-2)[..., :inner] + 8), scale, inner, group)
 
 
 def _nvfp4(weight: Tensor) -> Quantised:
@@ -97,7 +97,7 @@ def _nvfp4(weight: Tensor) -> Quantised:
     codes = torch.bucketize(values.abs(), middles) + 8 * values.signbit()
     stored = (scale / outer[..., None]).to(torch.float8_e4m3fn)
     flat = codes.flatten(-2)[..., :inner]
-    return Quantised("nvfp4", _packed(flat), stored, inner, outer=outer)
+    return Quantised("nvfp4", pack_nibbles(flat), stored, inner, outer=outer)
 
 
 def _finest(
@@ -117,12 +117,6 @@ def _finest(
         best_scale = torch.where(better, scale, best_scale)
         best_values = torch.where(better[..., None], values, best_values)
     return best_values, best_scale
-
-
-def _packed(codes: Tensor) -> Tensor:
-    """Codes 0 to 15 `[..., k]` -> uint8 `[..., ceil(k / 2)]`, even inputs in the low half."""
-    pairs = F.pad(codes.to(torch.uint8), (0, codes.shape[-1] % 2))
-    return pairs[..., 0::2] | pairs[..., 1::2] << 4
 
 
 def _divisor(scale: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import Quantised
+from kernels.linear.quantised import pack_nibbles, unpack_nibbles
 from service.model.formats.tensors import OF_ROWS, FormatError, StoredWeight
 
 Read = Callable[[str], Tensor]
@@ -116,7 +117,7 @@ def _int4(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
     values = _words(words)[:, :inner]
     if order is not None:
         values = values[:, order]
-    return Quantised("int4", _pairs(values), scale.contiguous(), inner, group, zeros, order=order)
+    return Quantised("int4", pack_nibbles(values), scale.contiguous(), inner, group, zeros, order=order)
 
 
 def _gptq(weight: StoredWeight, parts: dict[str, Tensor], offset: int) -> Quantised:
@@ -127,7 +128,7 @@ def _gptq(weight: StoredWeight, parts: dict[str, Tensor], offset: int) -> Quanti
     if order is not None:
         values = values[:, order]
     transposed = scale.t().contiguous(), zeros.t().contiguous()
-    return Quantised("int4", _pairs(values), transposed[0], inner, weight.group, transposed[1], order=order)
+    return Quantised("int4", pack_nibbles(values), transposed[0], inner, weight.group, transposed[1], order=order)
 
 
 def _awq(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
@@ -138,7 +139,7 @@ def _awq(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
         return _words(words).unflatten(-1, (-1, 8))[..., places].flatten(-2)
 
     values, zeros = outputs(parts["values"]).t(), outputs(parts["zeros"]).t()
-    return Quantised("int4", _pairs(values), scale.t().contiguous(), inner, weight.group, zeros.contiguous())
+    return Quantised("int4", pack_nibbles(values), scale.t().contiguous(), inner, weight.group, zeros.contiguous())
 
 
 def _order(weight: StoredWeight, group_of: Tensor, groups: int, inner: int, group: int) -> Tensor | None:
@@ -155,11 +156,4 @@ def _order(weight: StoredWeight, group_of: Tensor, groups: int, inner: int, grou
 def _words(words: Tensor) -> Tensor:
     """int32 `[..., w]` -> uint8 `[..., 8 w]`: the nibbles of each word, lowest first."""
     octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # little-endian
-    return torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
-
-
-def _pairs(values: Tensor) -> Tensor:
-    """uint8 `[n, k]` below 16 -> `[n, ceil(k / 2)]`, the even element in the low half."""
-    if values.shape[1] % 2:
-        values = torch.nn.functional.pad(values, (0, 1))
-    return (values[:, 0::2] | values[:, 1::2] << 4).contiguous()
+    return unpack_nibbles(octets)
