@@ -38,11 +38,11 @@ from kernels.gated_delta import scan_kernel as delta_scan
 from kernels.gated_delta import step_kernel as delta_step
 from kernels.launch import architecture, recording
 from kernels.moe import kernel as moe
-from kernels.moe.tiles import Tile
 from kernels.paged_attention import kernel as attention
 from kernels.patch_embed import kernel as patch_embed
 from kernels.rotary import kernel as rotary
 from kernels.shapes import NANO_3_OMNI, NANO_V2_12B_VL, QWEN_35B_A3B, ModelShape
+from kernels.tiles import Tile
 from kernels.varlen_attention import kernel as varlen_attention
 
 Measures = Callable[[Setting, ModelShape], Iterator[gpu_kernels.Measure]]

@@ -20,7 +20,8 @@ from kernels.moe.experts import Experts
 from kernels.moe.pairs_kernel import block_pairs
 from kernels.moe.quantised_kernel import Grouping, grouped_quantised
 from kernels.moe.route_kernel import route, route_softmax
-from kernels.moe.tiles import Tile, Tiles, tile_of
+from kernels.moe.tiles import Tiles, tile_of
+from kernels.tiles import Tile
 
 __all__ = ["route", "route_softmax", "run_experts"]
 

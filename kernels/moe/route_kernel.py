@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import launch, one_instruction
-from kernels.moe.tiles import Tile, Tiles, tile_of
+from kernels.moe.tiles import Tiles, tile_of
+from kernels.tiles import Tile
 
 PART = 512
 """Inputs of one sum; a sum over all inputs adds those of its parts in their order. It decides how results are rounded,

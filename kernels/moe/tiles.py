@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-
-class Tile(NamedTuple):
-    """One configuration: rows (pairs or tokens), outputs and inputs of a block, warps, stages of the load pipeline."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    warps: int
-    stages: int
-
+from kernels.tiles import Tile
 
 Tiles = tuple[tuple[int, Tile], ...]
-"""Tiles by the average number of rows per weight: (rows above which a tile is used, tile), in ascending order from
-0."""
+"""Tiles by the average number of rows (pairs or tokens) per weight: (rows above which a tile is used, tile), in
+ascending order from 0."""
 
 
 def tile_of(tiles: Tiles, rows: int, weights: int = 1) -> Tile:

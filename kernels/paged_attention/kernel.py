@@ -8,7 +8,6 @@ head against N keys at a time.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,6 +16,7 @@ from torch import Tensor
 from kernels.launch import ARCHITECTURES, by_architecture, launch
 from kernels.paged_attention.attend_kernel import attend, merge
 from kernels.paged_attention.write_kernel import write_kv
+from kernels.tiles import AttentionTile as Tile
 
 __all__ = ["decode_attention", "decode_attention_after", "extend_attention", "write_kv"]
 
@@ -27,16 +27,6 @@ splits depend only on its length."""
 SPLIT_TOKENS = 256
 """With more query tokens, the blocks of queries keep a GPU busy without splits, whose partial sums would take memory.
 """
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One configuration: queries and keys of a block, warps, stages of the load pipeline."""
-
-    m: int
-    n: int
-    warps: int
-    stages: int
 
 
 # By architecture, then by the queries of a row (tokens x G): at most 16, at most 64, more. Chosen so that nothing
@@ -145,7 +135,7 @@ def _launch(
     group = heads // kv_heads
     per_row = 1 if decode else triton.cdiv(tokens, max(rows, 1))
     chosen = tile(q_TQP.dtype, q_TQP.device, group * per_row, width)
-    block_m = max(chosen.m, triton.next_power_of_2(group))
+    block_m = max(chosen.queries, triton.next_power_of_2(group))
     per_block = block_m // group
     parts = splits(tokens, longest)
     part = lse = out_TQP
@@ -190,7 +180,7 @@ def _launch(
         P=width,
         GROUP=group,
         BLOCK_M=block_m,
-        BLOCK_N=chosen.n,
+        BLOCK_N=chosen.keys,
         BLOCK_P=block_p,
         BLOCK_W=triton.next_power_of_2(per_block),
         SPLITS=parts,

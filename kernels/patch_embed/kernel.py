@@ -5,8 +5,6 @@ T patches of P values, D features, K prefix rows, R tower rows. A program comput
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 import triton
 import triton.language as tl
@@ -15,18 +13,7 @@ from torch import Tensor
 from kernels.fence_kernel import needs_fences, publish
 from kernels.launch import by_architecture, launch
 from kernels.linear import Linear
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One configuration: rows, features and patch values of a block, warps, stages of the load pipeline."""
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-
+from kernels.tiles import Tile
 
 TILES = {
     "sm_80": Tile(128, 64, 32, 4, 3),
@@ -37,7 +24,7 @@ TILES = {
 TILE_FLOAT32 = Tile(32, 32, 32, 4, 2)
 # Bytes become floats in registers. On sm_90 a pipelined loop would leave the product that reads those registers running
 # while the next iteration writes them (`kernels.aot` checks for that), so there it has one stage.
-TILES_BYTES = TILES | {"sm_90": replace(TILES["sm_90"], stages=1)}
+TILES_BYTES = TILES | {"sm_90": TILES["sm_90"]._replace(stages=1)}
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -119,7 +106,7 @@ def patch_embed(
     scale, shift = pixels or (positions_TD, positions_TD)
     launch(
         _embed,
-        (triton.cdiv(rows, tile.m), triton.cdiv(width, tile.n)),
+        (triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.outputs)),
         p_patches=patches_TP,
         p_weight=weight,
         p_bias=table_KD if projection.bias is None else projection.bias,
@@ -135,9 +122,9 @@ def patch_embed(
         position_row=positions_TD.stride(0),
         P=depth,
         D=width,
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.outputs,
+        BLOCK_K=tile.inputs,
         BIAS=projection.bias is not None,
         SHIFTED=pixels is not None,
         FENCES=needs_fences(table_KD.dtype, source_R.device),

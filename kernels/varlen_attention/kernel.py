@@ -7,7 +7,6 @@ sequence and head.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,17 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import by_architecture, launch
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One configuration: rows and keys of a block, warps, stages of the load pipeline."""
-
-    m: int
-    n: int
-    warps: int
-    stages: int
-
+from kernels.tiles import AttentionTile as Tile
 
 # By architecture, then by the width of a head: up to 64, or wider. Chosen so that 64, 80, 96 and 128 do not spill.
 TILES = {
@@ -165,7 +154,7 @@ def varlen_attention(
     tile = TILE_FLOAT32 if q_RHD.dtype == torch.float32 else large if width > 64 else small
     launch(
         _varlen,
-        (rows // tile.m + sequences, heads),
+        (rows // tile.queries + sequences, heads),
         p_q=q_RHD,
         p_k=k_RHD,
         p_v=v_RHD,
@@ -184,8 +173,8 @@ def varlen_attention(
         D=width,
         MAIN=main,
         REST=rest,
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
+        BLOCK_M=tile.queries,
+        BLOCK_N=tile.keys,
         EIGHTHS=eighths,
         num_warps=tile.warps,
         num_stages=tile.stages,
