@@ -17,7 +17,7 @@ from decoder.arriving import ArrivingWeights
 from decoder.batch import Batch
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.embedding_table import EmbeddingTable
-from decoder.layers.build import BuiltLayer, Recurrent, build_layers
+from decoder.layers.build import Recurrent, build_layers
 from decoder.layers.linear import float_vector, stored_linear, stored_weight
 from decoder.native import native_step
 from decoder.trunk import Trunk
@@ -59,7 +59,7 @@ class HybridModel:
             del plain
         self.embeddings = EmbeddingTable(table, options.dtype, tied)
         del table
-        self.layers: list[BuiltLayer] = build_layers(config, options, arena, arriving)
+        self.layers = build_layers(config, options, arena, arriving)
         self.norm_f = float_vector(arriving.take(["model.norm_f.weight"]), "model.norm_f.weight", options)
         mtp = arriving.take(config.mtp_weights())
         self.mtp_weights = mtp if options.speculative == "mtp" else {}

@@ -187,10 +187,9 @@ class EncoderRunner:
         self.spec = spec
         self.options = options
         self.budgets = options.budgets(spec)
-        device = torch.device(options.device)
         with torch.inference_mode():
             self.tower = spec.build(
-                weights, dtype=options.dtype, device=device, native=options.native, max_rows=self._max_rows()
+                weights, dtype=options.dtype, device=options.device, native=options.native, max_rows=self._max_rows()
             )
             rotations = self.tower.rotations if isinstance(self.tower, RotaryTower) else None
             self.positions = PositionCache(self.tower.positions, options.position_cache_bytes, rotations)
