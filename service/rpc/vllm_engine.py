@@ -43,7 +43,7 @@ _REASONS = {"stop": "stop", "length": "length", "aborted": "abort"}
 _IMAGE, _VIDEO = common_pb2.Modality.Value("IMAGE"), common_pb2.Modality.Value("VIDEO")
 _FORMATS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark"}
 _UNSERVED = ("truncate_prompt_tokens", "prompt_logprobs")
-_ZERO_IS_UNSET = ("top_p", "repetition_penalty")
+_ZERO_IS_UNSET = ("top_p", "repetition_penalty", "n")
 _OPTIONAL = ("temperature", "max_tokens", "logprobs")
 _NO_TOP_K = 2**32 - 1
 """-1 as an unsigned integer."""
@@ -108,7 +108,7 @@ def _sampling(params: Any) -> types_pb2.SamplingParams:
     if params.include_stop_str_in_output:
         raise errors.Unimplemented("sampling_params.include_stop_str_in_output: not supported")
     made = types_pb2.SamplingParams(
-        stop=params.stop, stop_token_ids=params.stop_token_ids, ignore_eos=params.ignore_eos, n=params.n or 1
+        stop=params.stop, stop_token_ids=params.stop_token_ids, ignore_eos=params.ignore_eos
     )
     given = {name: getattr(params, name) for name in _COPIED}
     given |= {name: getattr(params, name) for name in _ZERO_IS_UNSET if getattr(params, name)}

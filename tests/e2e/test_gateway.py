@@ -144,6 +144,7 @@ def test_a_grammar_starts_where_the_gateway_is_told_and_says(tmp_path: Path) -> 
         ({"images": ["http://localhost/a.png"]}, "INVALID_ARGUMENT|PERMISSION_DENIED|UNIMPLEMENTED", ""),
         ({"max_tokens": 2**32 - 1}, "INVALID_ARGUMENT", "max_tokens"),
         ({"min_tokens": 2**31}, "INVALID_ARGUMENT", "min_tokens"),
+        ({"n": 2**31}, "INVALID_ARGUMENT", "sampling_params.n"),
         ({"logprobs": -1}, "INVALID_ARGUMENT", "logprobs"),
         ({"logit_bias": {-1: 1.0}}, "INVALID_ARGUMENT", "logit_bias"),
         ({"json_schema": "{"}, "INVALID_ARGUMENT", "json_schema"),
@@ -164,7 +165,7 @@ def test_what_gateways_ask_about_a_worker(stub: Any, worker: RunningServer, mode
 
     assert stub.HealthCheck(pb.HealthCheckRequest()).healthy
     info = stub.GetModelInfo(pb.GetModelInfoRequest())
-    assert info.is_generation and info.supports_vision and info.max_context_length == 600 and info.vocab_size > 256
+    assert info.is_generation and info.supports_vision and info.max_context_length == 100_000 and info.vocab_size > 256
     server = stub.GetServerInfo(pb.GetServerInfoRequest())
     assert (server.mm_processor, server.mm_media_ref_schemes, server.max_num_seqs) == ("inprocess", "data", 16)
     assert server.constrained_decoding_start == "first_token", "this model marks no reasoning"
