@@ -45,19 +45,12 @@ def main(descriptor: int) -> int:
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
-        server = HttpServer(options, (STOP_HELPER,))
+        server = HttpServer(options, lambda: connection.send(("ready",)), (STOP_HELPER,))
     except ValueError as error:
         connection.send(("failed", str(error)))
         return 2
     threading.Thread(target=_listen_to, args=(connection, server.app.state.front), daemon=True).start()
-
-    async def serve() -> None:
-        task = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=listening)]))
-        await server.listening.wait()
-        connection.send(("ready",))
-        await task
-
-    asyncio.run(serve())
+    asyncio.run(server.serve(sockets=[socket.socket(fileno=listening)]))
     return 0
 
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 
@@ -32,17 +32,14 @@ def run(options: HttpFrontOptions) -> int:
         level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     check_exposure(options)
-    server = HttpServer(options)
-    listener = bind(options, DEFAULT_PORT if options.http_port is None else options.http_port)
 
-    async def serve() -> None:
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        await server.listening.wait()
+    def ready() -> None:
         print(f"saccade http ready on {url_of(listener, options.tls_cert is not None)}", flush=True)
-        await task
 
+    server = HttpServer(options, ready)
+    listener = bind(options, DEFAULT_PORT if options.http_port is None else options.http_port)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    asyncio.run(serve())
+    asyncio.run(server.serve(sockets=[listener]))
     ignore_stop_signals()
     return 0
 
@@ -50,8 +47,12 @@ def run(options: HttpFrontOptions) -> int:
 class HttpServer(uvicorn.Server):
     """uvicorn with the limits of `options`, and without its own configuration of logging."""
 
-    def __init__(self, options: HttpFrontOptions, stopped_by: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
-        self.options, self._stopped_by = options, stopped_by
+    def __init__(
+        self, options: HttpFrontOptions, ready: Callable[[], None], stopped_by: Sequence[signal.Signals] = STOP_SIGNALS
+    ) -> None:
+        """`ready`: called once connections are accepted. `stopped_by`: the first of these signals lets running requests
+        end, and the server exits with 0; a second one stops it at once. Raises ConfigError."""
+        self._ready, self._stopped_by = ready, stopped_by
         context = tls_context(options)
         self.app = make_app(options)
         config = uvicorn.Config(
@@ -63,16 +64,13 @@ class HttpServer(uvicorn.Server):
         config.load()
         config.ssl = context
         super().__init__(config)
-        self.listening = asyncio.Event()
-        """Set once connections are accepted."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.listening.set()
+        self._ready()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The signals `stopped_by` stop the server, which then exits with 0; a second one stops it at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

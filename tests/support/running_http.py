@@ -34,12 +34,9 @@ class RunningHttp:
             asyncio.run(serve())
 
         async def serve() -> None:
-            self.http = HttpServer(self.options)
+            self.http = HttpServer(self.options, ready.set)
             self.loop = asyncio.get_running_loop()
-            task = asyncio.create_task(self.http.serve(sockets=[self._listener]))
-            await self.http.listening.wait()
-            ready.set()
-            await task
+            await self.http.serve(sockets=[self._listener])
 
         self._thread = threading.Thread(target=run, name="test-http", daemon=True)
         self._thread.start()
