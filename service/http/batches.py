@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -14,15 +13,18 @@ from saccade._core.batches import batch_from
 from saccade._openai.fields import BATCH
 from saccade._openai.problems import validated
 from saccade._openai.schema import Strict
-from saccade.errors import InvalidArgument, NotFound, SaccadeError, Unimplemented
+from saccade.errors import NotFound, SaccadeError, Unimplemented
 from saccade.types import Batch
 from saccade.v1 import batch_pb2
 from service.http.call import HttpCall, path_values
 from service.http.file_store import owner_of
+from service.http.pages import index_of, limit_of, page_object, query_of
 from service.http.upstream import Connection
 
 URL = "/v1/chat/completions"
 CHUNK = 2**20
+DEFAULT_LISTED, MAX_LISTED = 20, 100
+"""Number of batches on one page of the list: without the parameter `limit`, and at most."""
 _STATES = {"queued": "validating", "validating": "validating", "running": "in_progress"}
 
 
@@ -77,27 +79,15 @@ async def cancel(call: HttpCall) -> None:
 
 async def list_batches(call: HttpCall) -> None:
     """Lists batches, newest first: at most `limit`, those after the id `after`."""
-    from urllib.parse import parse_qs
-
-    query = parse_qs(call.scope["query_string"].decode("latin-1"))
-    text = query.get("limit", ["20"])[0]
-    if not re.fullmatch(r"[0-9]{1,3}", text) or not 1 <= int(text) <= 100:
-        raise InvalidArgument(f"limit: expected a number from 1 to 100, got {text[:40]!r}")
+    query = query_of(call)
+    limit = limit_of(query, DEFAULT_LISTED, MAX_LISTED)
     found = [batch for batches in (await batch_calls(call)).values() for batch in batches]
     found.sort(key=lambda batch: -(batch.created or 0))
-    if after := query.get("after", [""])[0]:
-        places = [i for i, batch in enumerate(found) if batch.batch_id == after]
-        if not places:
-            raise NotFound(f"after: there is no batch {after[:100]!r}", reason="BATCH_NOT_FOUND")
-        found = found[places[0] + 1 :]
-    page = found[: int(text)]
-    await call.respond({
-        "object": "list",
-        "data": [_object(batch) for batch in page],
-        "first_id": page[0].batch_id if page else None,
-        "last_id": page[-1].batch_id if page else None,
-        "has_more": len(found) > len(page),
-    })  # fmt: skip
+    if "after" in query:
+        ids = [batch.batch_id for batch in found]
+        found = found[index_of(query, "after", ids, "batch", "BATCH_NOT_FOUND") + 1 :]
+    page = page_object([_object(batch) for batch in found[:limit]], more=len(found) > limit)
+    await call.respond({"object": "list", **page})
 
 
 async def batch_calls(call: HttpCall) -> dict[Connection, list[Batch]]:

@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
@@ -22,6 +20,7 @@ from saccade.v1 import batch_pb2
 from service.http.batches import batch_calls, find_batch
 from service.http.call import ClientGone, HttpCall, WrongContent, path_values
 from service.http.file_store import StoredFile, owner_of, stored_file
+from service.http.pages import index_of, limit_of, page_object, query_of
 from service.http.upstream import Connection
 
 OUTPUT, ERRORS = "file-output-", "file-errors-"
@@ -122,31 +121,21 @@ def _uploaded(stored: StoredFile) -> dict[str, Any]:
 
 async def list_files(call: HttpCall) -> None:
     """Lists the files of this key: at most `limit`, those after the id `after`, by `order` and `purpose`."""
-    query = {name: value[0] for name, value in parse_qs(call.scope["query_string"].decode("latin-1")).items()}
-    limit, order = query.get("limit", str(MAX_LISTED)), query.get("order", "desc")
-    if not re.fullmatch(r"[0-9]{1,5}", limit) or not 1 <= int(limit) <= MAX_LISTED:
-        raise InvalidArgument(f"limit: expected a number from 1 to {MAX_LISTED}, got {limit[:40]!r}")
+    query = query_of(call)
+    limit, order = limit_of(query, MAX_LISTED, MAX_LISTED), query.get("order", ["desc"])[0]
     if order not in ("asc", "desc"):
         raise InvalidArgument(f"order: expected asc or desc, got {order[:40]!r}")
     await call.caller().call("batch", "ListBatches", batch_pb2.ListBatchesRequest(page_size=1))
     found = call.front.files.owned(owner_of(call.headers))
     if order == "asc":
         found.reverse()
-    if after := query.get("after"):
-        places = [i for i, stored in enumerate(found) if stored.file_id == after]
-        if not places:
-            raise NotFound(f"after: there is no file {after[:100]!r}", reason="FILE_NOT_FOUND")
-        found = found[places[0] + 1 :]
-    if query.get("purpose", "batch") != "batch":
+    if "after" in query:
+        ids = [stored.file_id for stored in found]
+        found = found[index_of(query, "after", ids, "file", "FILE_NOT_FOUND") + 1 :]
+    if query.get("purpose", ["batch"])[0] != "batch":
         found = []
-    page = found[: int(limit)]
-    await call.respond({
-        "object": "list",
-        "data": [_uploaded(stored) for stored in page],
-        "first_id": page[0].file_id if page else None,
-        "last_id": page[-1].file_id if page else None,
-        "has_more": len(found) > len(page),
-    })  # fmt: skip
+    page = page_object([_uploaded(stored) for stored in found[:limit]], more=len(found) > limit)
+    await call.respond({"object": "list", **page})
 
 
 async def get_file(call: HttpCall) -> None:

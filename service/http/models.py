@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import parse_qs
 
 from google.protobuf import json_format
 
@@ -18,11 +16,12 @@ from saccade.types import Model
 from saccade.v1 import admin_pb2, model_pb2
 from service.http.call import HttpCall, path_values
 from service.http.messages import as_anthropic
+from service.http.pages import Query, index_of, limit_of, page_object, query_of
 from service.http.upstream import Caller, Connection
 
 PROBE_SECONDS = 2.0
-MAX_LISTED = 1000
-"""Largest number of models on one page of Anthropic's list."""
+DEFAULT_LISTED, MAX_LISTED = 20, 1000
+"""Number of models on one page of Anthropic's list: without the parameter `limit`, and at most."""
 
 
 async def health(call: HttpCall) -> None:
@@ -74,7 +73,7 @@ async def list_models(call: HttpCall) -> None:
         as_anthropic(call)
     found = list((await _models(call.caller())).values())
     if anthropic:
-        await call.respond(models_page(found, parse_qs(call.scope["query_string"].decode("latin-1"))))
+        await call.respond(models_page(found, query_of(call)))
     else:
         await call.respond({"object": "list", "data": [model_object(model) for model in found]})
 
@@ -84,28 +83,19 @@ def _for_anthropic(call: HttpCall) -> bool:
     return "anthropic-version" in call.headers
 
 
-def models_page(models: list[Model], query: dict[str, list[str]]) -> dict[str, Any]:
+def models_page(models: list[Model], query: Query) -> dict[str, Any]:
     """A page of Anthropic's list of models. Raises InvalidArgument and NotFound."""
-    limit = query.get("limit", ["20"])[0]
-    if not re.fullmatch(r"[0-9]{1,4}", limit) or not 1 <= int(limit) <= MAX_LISTED:
-        raise InvalidArgument(f"limit: expected a number from 1 to {MAX_LISTED}, got {limit[:40]!r}")
+    limit = limit_of(query, DEFAULT_LISTED, MAX_LISTED)
     if "after_id" in query and "before_id" in query:
         raise InvalidArgument("before_id: it cannot be combined with after_id")
     if "active" not in query.get("lifecycle[]", ["active"]):
         models = []
     for name in ("after_id", "before_id"):
         if name in query:
-            places = [i for i, model in enumerate(models) if model.name == query[name][0]]
-            if not places:
-                raise NotFound(f"{name}: there is no model {query[name][0][:200]!r}")
-            models = models[places[0] + 1 :] if name == "after_id" else models[: places[0]]
-    page = models[-int(limit) :] if "before_id" in query else models[: int(limit)]
-    return {
-        "data": [_model_info(model) for model in page],
-        "first_id": page[0].name if page else None,
-        "last_id": page[-1].name if page else None,
-        "has_more": len(models) > len(page),
-    }
+            at = index_of(query, name, [model.name for model in models], "model")
+            models = models[at + 1 :] if name == "after_id" else models[:at]
+    page = models[-limit:] if "before_id" in query else models[:limit]
+    return page_object([_model_info(model) for model in page], more=len(models) > limit)
 
 
 async def get_model(call: HttpCall) -> None:
