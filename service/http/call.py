@@ -184,11 +184,15 @@ class HttpCall:
         if size > limit:
             raise MessageTooLarge(f"the body has more than {limit} bytes: {size}", reason="MESSAGE_TOO_LARGE")
 
+    def check_content_type(self, expected: str) -> None:
+        """Raises WrongContent for a body of another media type than `expected`."""
+        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != expected:
+            raise WrongContent(f"content-type: expected {expected}, got {kind[:60]!r}", reason="WRONG_CONTENT")
+
     async def json(self) -> Any:
         """The body as JSON. Raises SaccadeError and ClientGone."""
-        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise WrongContent(f"content-type: expected application/json, got {kind[:60]!r}", reason="WRONG_CONTENT")
+        self.check_content_type("application/json")
         data = await self.body()
         return await beside(len(data), load_json, data)
 

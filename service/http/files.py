@@ -18,7 +18,7 @@ from saccade.errors import DeadlineExceeded, InvalidArgument, MessageTooLarge, N
 from saccade.types import Batch
 from saccade.v1 import batch_pb2
 from service.http.batches import batch_calls, find_batch
-from service.http.call import ClientGone, HttpCall, WrongContent, path_values
+from service.http.call import ClientGone, HttpCall, path_values
 from service.http.file_store import StoredFile, owner_of, stored_file
 from service.http.pages import index_of, limit_of, page_object, query_of
 from service.http.upstream import Connection
@@ -33,8 +33,7 @@ MAX_LISTED = 10_000
 
 async def upload(call: HttpCall) -> None:
     """Stores a file for `/v1/batches`."""
-    if call.headers.get("content-type", "").partition(";")[0].strip().lower() != "multipart/form-data":
-        raise WrongContent("content-type: expected multipart/form-data", reason="WRONG_CONTENT")
+    call.check_content_type("multipart/form-data")
     # Fails if the key may not use batches.
     await call.caller().call("batch", "ListBatches", batch_pb2.ListBatchesRequest(page_size=1))
     store, owner = call.front.files, owner_of(call.headers)
