@@ -188,15 +188,20 @@ class _Authorized:
 
     def __init__(self, connections: Sequence[Connection], metadata: Metadata) -> None:
         self._connections, self._metadata = connections, metadata
-        self.attempts = 0
+        self._attempts = 0
 
     @property
     def closed(self) -> bool:
         return self._connections[0].closed
 
+    @property
+    def untried(self) -> bool:
+        """Whether there is a connection to which no attempt has gone yet."""
+        return self._attempts < len(self._connections)
+
     def start(self, call: Call, message: Any, timeout: float | None) -> Any:
-        connection = self._connections[self.attempts % len(self._connections)]
-        self.attempts += 1
+        connection = self._connections[self._attempts % len(self._connections)]
+        self._attempts += 1
         return connection.start(call, message, timeout, self._metadata)
 
     def keep(self, pause: asyncio.Future[None]) -> None:
@@ -207,13 +212,12 @@ class _State(StreamState):
     """Resumes streams that have begun. A request that no server has accepted is tried once on each server, and then
     fails."""
 
-    attempts: Callable[[], int]
-    servers: int
+    connections: _Authorized
 
     def delay_after(self, error: SaccadeError) -> float:
         if self.assembler.started is not None:
             return super().delay_after(error)
-        if isinstance(error, Unavailable | Overloaded) and self.attempts() < self.servers:
+        if isinstance(error, Unavailable | Overloaded) and self.connections.untried:
             return 0.0
         raise error from error.__cause__
 
@@ -221,11 +225,10 @@ class _State(StreamState):
 class Answer:
     """A streamed answer. If its server stops, it is continued on the next one, after the tokens received so far."""
 
-    def __init__(self, request: inference_pb2.GenerateRequest, connection: _Authorized, deadline: Deadline) -> None:
-        self._exchange = AsyncExchange(connection)
+    def __init__(self, request: inference_pb2.GenerateRequest, connections: _Authorized, deadline: Deadline) -> None:
+        self._exchange = AsyncExchange(connections)
         self.state = _State(request, CallSettings(timeout=None, max_retries=RESUMES), deadline, resume=True)
-        self.state.attempts = lambda: connection.attempts
-        self.state.servers = len(connection._connections)
+        self.state.connections = connections
 
     async def start(self) -> inference_pb2.Started:
         """Waits until a server has admitted the request. Raises SaccadeError."""
