@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import socket
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.config import Config
@@ -113,11 +114,10 @@ class LimitedProtocol(HttpToolsProtocol):
         """Answers without the application, and closes the connection."""
         if self.transport.is_closing():
             return
-        phrase = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
         kind = "invalid_request_error" if status < 500 else "overloaded_error"
         body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": "HTTP"}}).encode()
         head = (
-            f"HTTP/1.1 {status} {phrase.get(status, 'Service Unavailable')}\r\ncontent-type: application/json\r\n"
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n{'retry-after: 1' if status == 503 else 'x-error: 1'}"
         )
         self.transport.write(head.encode() + b"\r\n\r\n" + body)
