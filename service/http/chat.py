@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,9 @@ from saccade.errors import InvalidArgument
 from saccade.types import Delta, Generation
 from saccade.v1 import inference_pb2, types_pb2
 from service.http.call import HttpCall, beside
+from service.http.chunks import DONE, ChunkEvents
 from service.http.json_text import compact, quoted
-from service.http.streams import DONE, ChunkUsage, Events, stream_events, whole_answer
+from service.http.streams import stream_events, whole_answer
 
 
 def no_paths(source: str | types_pb2.Image, name: str) -> types_pb2.Image:
@@ -78,43 +78,30 @@ def started_extension(started: inference_pb2.Started) -> dict[str, Any]:
     }
 
 
-class ChatEvents(Events):
+class ChatEvents(ChunkEvents):
     """`chat.completion.chunk`s."""
 
     def __init__(self, call: HttpCall, body: ChatCompletion) -> None:
-        self._call = call
+        super().__init__(f"chatcmpl-{call.request_id}", "chat.completion.chunk", body.stream_options)
         self._n = body.n or 1
-        self._usage = ChunkUsage(body.stream_options)
-        self._head = ""
         self._roles = b""
         """The chunks that begin the samples. They are held back until the first token, because programs that measure
         latency would take them for it."""
 
     def begin(self, started: inference_pb2.Started) -> bytes:
-        self._usage.begin(started)
-        self._head = (
-            f'data: {{"id":"chatcmpl-{self._call.request_id}","object":"chat.completion.chunk",'
-            f'"created":{int(time.time())},"model":{quoted(started.model)},'
-            f'"system_fingerprint":{quoted(started.model_version)},"choices":['
-        )
+        super().begin(started)
         self._roles = b"".join(
-            self._chunk(i, '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null')
+            self.choice(i, '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null')
             for i in range(self._n)
         )  # fmt: skip
-        if not self._usage.asked:
-            return b""
-        return f'{self._head}],"usage":null,"saccade":{compact(started_extension(started))}}}\n\n'.encode()
-
-    def _chunk(self, index: int, choice: str) -> bytes:
-        text = f'{self._head}{{"index":{index},{choice}}}]{self._usage.field(index)}}}\n\n'
-        return text.encode("utf-8", "replace")
+        return self.without_choices(None, started_extension(started)) if self.usage_asked else b""
 
     def _after_roles(self, data: bytes) -> bytes:
         roles, self._roles = self._roles, b""
         return roles + data
 
     def piece(self, delta: Delta) -> bytes:
-        self._usage.add(delta)
+        self.count(delta)
         fields = []
         if delta.text or (delta.logprobs and not delta.reasoning):
             fields.append(f'"content":{quoted(delta.text)}')
@@ -126,7 +113,7 @@ class ChatEvents(Events):
         if not fields:
             return self._after_roles(b"")
         logprobs = "null" if not delta.logprobs else compact(logprobs_object(delta.logprobs))
-        return self._after_roles(self._chunk(
+        return self._after_roles(self.choice(
             delta.index, f'"delta":{{{",".join(fields)}}},"logprobs":{logprobs},"finish_reason":null'
         ))  # fmt: skip
 
@@ -134,17 +121,14 @@ class ChatEvents(Events):
         chunks = []
         for sample in answer.samples:
             matched = compact(sample.stop_match)
-            chunks.append(self._chunk(
+            chunks.append(self.choice(
                 sample.index,
                 f'"delta":{{}},"logprobs":null,"finish_reason":{quoted(sample.finish_reason)},"stop_reason":{matched}',
             ))  # fmt: skip
-        if self._usage.asked:
-            usage = compact(usage_object([sample.usage for sample in answer.samples]))
-            chunks.append(f'{self._head}],"usage":{usage},"saccade":{compact(extension(answer))}}}\n\n'.encode())
+        if self.usage_asked:
+            usage = usage_object([sample.usage for sample in answer.samples])
+            chunks.append(self.without_choices(usage, extension(answer)))
         return self._after_roles(b"".join([*chunks, DONE]))
-
-    def error(self, error: dict[str, Any], status: int) -> bytes:
-        return b"data: " + compact({"error": error}).encode("utf-8", "replace") + b"\n\n" + DONE
 
 
 def _call_piece(call: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +17,9 @@ from saccade._openai.schema import Completion, prompt_list
 from saccade.types import Delta, Generation, Sample, TokenLogprob
 from saccade.v1 import inference_pb2, model_pb2
 from service.http.call import HttpCall, beside
+from service.http.chunks import DONE, ChunkEvents
 from service.http.json_text import compact, quoted
-from service.http.streams import DONE, ChunkUsage, Events, stream_events
+from service.http.streams import stream_events
 from service.http.upstream import Caller, all_of
 
 
@@ -181,33 +181,26 @@ def _summed(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return total
 
 
-class CompletionEvents(Events):
+class CompletionEvents(ChunkEvents):
     """`text_completion` chunks."""
 
     def __init__(self, call: HttpCall, body: Completion, echo: str) -> None:
-        self._call, self._body, self._echo = call, body, echo
-        self._usage = ChunkUsage(body.stream_options)
-        self._head = ""
+        super().__init__(f"cmpl-{call.request_id}", "text_completion", body.stream_options)
+        self._body, self._echo = body, echo
         self._offsets: dict[int, int] = {}
 
     def begin(self, started: inference_pb2.Started) -> bytes:
-        self._usage.begin(started)
-        self._head = (
-            f'data: {{"id":"cmpl-{self._call.request_id}","object":"text_completion",'
-            f'"created":{int(time.time())},"model":{quoted(started.model)},'
-            f'"system_fingerprint":{quoted(started.model_version)},"choices":['
-        )
+        super().begin(started)
         if not self._echo:
             return b""
         return b"".join(self._chunk(i, quoted(self._echo), "null") for i in range(self._body.n or 1))
 
     def _chunk(self, index: int, text: str, logprobs: str, ending: str = '"finish_reason":null') -> bytes:
-        choice = f'{{"index":{index},"text":{text},"logprobs":{logprobs},{ending}}}'
-        return f"{self._head}{choice}]{self._usage.field(index)}}}\n\n".encode("utf-8", "replace")
+        return self.choice(index, f'"text":{text},"logprobs":{logprobs},{ending}')
 
     def piece(self, delta: Delta) -> bytes:
         if self._body.max_tokens != 0:
-            self._usage.add(delta)
+            self.count(delta)
         text = delta.reasoning + delta.text
         if not text and not delta.logprobs or self._body.max_tokens == 0:
             return b""
@@ -223,10 +216,6 @@ class CompletionEvents(Events):
 
     def end(self, answer: Generation) -> bytes:
         chunks = [self._chunk(s.index, '""', "null", compact(_ending(self._body, s))[1:-1]) for s in answer.samples]
-        if self._usage.asked:
-            usage = json.dumps(_usage(self._body, answer))
-            chunks.append(f'{self._head}],"usage":{usage},"saccade":{json.dumps(extension(answer))}}}\n\n'.encode())
+        if self.usage_asked:
+            chunks.append(self.without_choices(_usage(self._body, answer), extension(answer)))
         return b"".join([*chunks, DONE])
-
-    def error(self, error: dict[str, Any], status: int) -> bytes:
-        return b"data: " + json.dumps({"error": error}).encode() + b"\n\n" + DONE

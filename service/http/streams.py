@@ -6,14 +6,12 @@ from typing import Any, Protocol
 
 from saccade._core.results import generation_from
 from saccade._openai.errors import error_object
-from saccade._openai.schema import StreamOptions
 from saccade.errors import SaccadeError
 from saccade.types import Delta, Generation, ToolCallDelta
 from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, http_status
 from service.http.upstream import Answer, Caller
 
-DONE = b"data: [DONE]\n\n"
 SSE_HEADERS = [("cache-control", "no-cache"), ("x-accel-buffering", "no")]
 
 
@@ -22,33 +20,6 @@ async def whole_answer(call: HttpCall, caller: Caller, request: inference_pb2.Ge
     async with call.connected():
         response = await caller.call("inference", "Generate", request)
     return generation_from(response, request.sampling)
-
-
-class ChunkUsage:
-    """The field `usage` of the chunks of completions: missing, null (it follows at the end), or, with
-    `continuous_usage_stats`, what the choice of the chunk has used so far."""
-
-    def __init__(self, options: StreamOptions | None) -> None:
-        self.asked = bool(options and options.include_usage)
-        self._continuous = bool(options and options.continuous_usage_stats)
-        self._prompt = 0
-        self._generated: dict[int, int] = {}
-
-    def begin(self, started: inference_pb2.Started) -> None:
-        self._prompt = started.prompt_tokens
-
-    def add(self, delta: Delta) -> None:
-        self._generated[delta.index] = self._generated.get(delta.index, 0) + len(delta.token_ids)
-
-    def field(self, index: int) -> str:
-        """The field, after a comma, in a chunk of the choice `index`."""
-        if not self._continuous:
-            return ',"usage":null' if self.asked else ""
-        generated = self._generated.get(index, 0)
-        return (
-            f',"usage":{{"prompt_tokens":{self._prompt},"completion_tokens":{generated},'
-            f'"total_tokens":{self._prompt + generated}}}'
-        )
 
 
 class Events(Protocol):

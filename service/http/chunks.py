@@ -1,0 +1,64 @@
+"""The chunks in which chat completions and completions are streamed. The two APIs differ in what a choice contains."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from saccade._openai.schema import StreamOptions
+from saccade.types import Delta
+from saccade.v1 import inference_pb2
+from service.http.json_text import compact, quoted
+from service.http.streams import Events
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ChunkEvents(Events):
+    """Writes chunks; a subclass says which and when."""
+
+    def __init__(self, answer_id: str, kind: str, options: StreamOptions | None) -> None:
+        """`kind`: the chunks' field `object`."""
+        self.usage_asked = bool(options and options.include_usage)
+        self._continuous = bool(options and options.continuous_usage_stats)
+        self._id, self._kind = answer_id, kind
+        self._head = ""
+        self._prompt_tokens = 0
+        self._generated: dict[int, int] = {}
+        """Tokens of each choice so far."""
+
+    def begin(self, started: inference_pb2.Started) -> bytes:
+        self._prompt_tokens = started.prompt_tokens
+        self._head = (
+            f'data: {{"id":"{self._id}","object":"{self._kind}",'
+            f'"created":{int(time.time())},"model":{quoted(started.model)},'
+            f'"system_fingerprint":{quoted(started.model_version)},"choices":['
+        )
+        return b""
+
+    def count(self, delta: Delta) -> None:
+        """Counts the tokens of a delta for `continuous_usage_stats`."""
+        self._generated[delta.index] = self._generated.get(delta.index, 0) + len(delta.token_ids)
+
+    def choice(self, index: int, fields: str) -> bytes:
+        """The chunk of one choice. `fields`: the JSON of those that follow its index."""
+        return f'{self._head}{{"index":{index},{fields}}}]{self._usage(index)}}}\n\n'.encode("utf-8", "replace")
+
+    def without_choices(self, usage: dict[str, Any] | None, extension: dict[str, Any]) -> bytes:
+        """The first or the last chunk of a stream with usage. `extension`: its field `saccade`."""
+        told = f'"usage":{compact(usage)},"saccade":{compact(extension)}'
+        return f"{self._head}],{told}}}\n\n".encode("utf-8", "replace")
+
+    def error(self, error: dict[str, Any], status: int) -> bytes:
+        return b"data: " + compact({"error": error}).encode("utf-8", "replace") + b"\n\n" + DONE
+
+    def _usage(self, index: int) -> str:
+        """The field `usage` of a choice's chunk, after a comma: missing, null (it follows at the end), or, with
+        `continuous_usage_stats`, what the choice has used so far."""
+        if not self._continuous:
+            return ',"usage":null' if self.usage_asked else ""
+        generated = self._generated.get(index, 0)
+        return (
+            f',"usage":{{"prompt_tokens":{self._prompt_tokens},"completion_tokens":{generated},'
+            f'"total_tokens":{self._prompt_tokens + generated}}}'
+        )
