@@ -17,8 +17,7 @@ from saccade.types import Delta, Generation, ToolCallDelta
 from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, beside
 from service.http.chat import build_chat, prompt_tokens
-from service.http.json_text import compact
-from service.http.streams import Events, calls_of, read_events, stream_events, whole_answer
+from service.http.streams import Events, calls_of, named_event, read_events, stream_events, whole_answer
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -151,15 +150,10 @@ class MessageEvents(Events):
         self.message: dict[str, Any] = {}
         """The message so far: its blocks that are complete; after `end`, the whole."""
 
-    @staticmethod
-    def _event(kind: str, **fields: Any) -> bytes:
-        data = compact({"type": kind, **fields})
-        return f"event: {kind}\ndata: {data}\n\n".encode("utf-8", "replace")
-
     def begin(self, started: inference_pb2.Started) -> bytes:
         self.message = _message(self._id, started.model)
         self.message["usage"]["input_tokens"] = started.prompt_tokens
-        return self._event("message_start", message=self.message)
+        return named_event("message_start", message=self.message)
 
     @property
     def _index(self) -> int:
@@ -169,12 +163,12 @@ class MessageEvents(Events):
     def _open(self, kind: Literal["thinking", "text", "call"], block: dict[str, Any]) -> bytes:
         data = self._close()
         self._kind, self._block, self._parts = kind, block, []
-        return data + self._event("content_block_start", index=self._index, content_block=block)
+        return data + named_event("content_block_start", index=self._index, content_block=block)
 
     def _close(self) -> bytes:
         if self._kind is None:
             return b""
-        data = self._event("content_block_stop", index=self._index)
+        data = named_event("content_block_stop", index=self._index)
         text = "".join(self._parts)
         written = {"input": _object(text)} if self._kind == "call" else {self._kind: text}
         self.message["content"].append(self._block | written)
@@ -204,16 +198,16 @@ class MessageEvents(Events):
 
     def _delta(self, kind: str, name: str, text: str) -> bytes:
         self._parts.append(text)
-        return self._event("content_block_delta", index=self._index, delta={"type": kind, name: text})
+        return named_event("content_block_delta", index=self._index, delta={"type": kind, name: text})
 
     def end(self, answer: Generation) -> bytes:
         ending = _ending(answer, self._max_tokens)
         more = {"usage": _usage(answer), "saccade": extension(answer)}
         data = self._close()
         self.message |= {**ending, **more}
-        return data + self._event("message_delta", delta=ending, **more) + self._event("message_stop")
+        return data + named_event("message_delta", delta=ending, **more) + named_event("message_stop")
 
     def error(self, error: dict[str, Any], status: int) -> bytes:
         made = anthropic_error(error, status)
         del made["type"]
-        return self._event("error", **made)
+        return named_event("error", **made)

@@ -15,8 +15,7 @@ from saccade.types import Delta, Generation, TokenLogprob, ToolCallDelta, Usage
 from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, beside
 from service.http.chat import build_chat, prompt_tokens
-from service.http.json_text import compact
-from service.http.streams import Events, calls_of, read_events, stream_events, whole_answer
+from service.http.streams import Events, calls_of, named_event, read_events, stream_events, whole_answer
 
 _INCOMPLETE = {"length": "max_output_tokens", "aborted": "aborted"}
 """Finish reasons of answers that were cut off, and what responses call them."""
@@ -186,10 +185,9 @@ class ResponseEvents(Events):
         """The response so far, without its output; after `end`, the whole."""
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        document = {"type": kind, "sequence_number": self._sequence, **fields}
+        number = self._sequence
         self._sequence += 1
-        data = compact(document)
-        return f"event: {kind}\ndata: {data}\n\n".encode("utf-8", "replace")
+        return named_event(kind, sequence_number=number, **fields)
 
     def begin(self, started: inference_pb2.Started) -> bytes:
         self.response = _response(self._id, self._body, started.model, int(time.time()))

@@ -10,6 +10,7 @@ from saccade.errors import SaccadeError
 from saccade.types import Delta, Generation, ToolCallDelta
 from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, http_status
+from service.http.json_text import compact
 from service.http.upstream import Answer, Caller
 
 SSE_HEADERS = [("cache-control", "no-cache"), ("x-accel-buffering", "no")]
@@ -42,6 +43,11 @@ def calls_of(delta: Delta) -> tuple[list[ToolCallDelta], list[ToolCallDelta]]:
     """The continuation of a call from an earlier piece, which comes before this piece's text, and the calls that begin
     here."""
     return [call for call in delta.tool_calls if not call.name], [call for call in delta.tool_calls if call.name]
+
+
+def named_event(kind: str, **fields: Any) -> bytes:
+    """A server-sent event whose name is also the `type` of its data, as in Anthropic's API and OpenAI's responses."""
+    return f"event: {kind}\ndata: {compact({'type': kind, **fields})}\n\n".encode("utf-8", "replace")
 
 
 async def stream_events(call: HttpCall, caller: Caller, request: inference_pb2.GenerateRequest, events: Events) -> None:
