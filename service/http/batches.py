@@ -81,7 +81,7 @@ async def list_batches(call: HttpCall) -> None:
     """Lists batches, newest first: at most `limit`, those after the id `after`."""
     query = query_of(call)
     limit = limit_of(query, DEFAULT_LISTED, MAX_LISTED)
-    found = [batch for batches in (await batch_calls(call)).values() for batch in batches]
+    found = [batch for batches in (await _batches_of(call)).values() for batch in batches]
     found.sort(key=lambda batch: -(batch.created or 0))
     if "after" in query:
         ids = [batch.batch_id for batch in found]
@@ -90,7 +90,7 @@ async def list_batches(call: HttpCall) -> None:
     await call.respond({"object": "list", **page})
 
 
-async def batch_calls(call: HttpCall) -> dict[Connection, list[Batch]]:
+async def _batches_of(call: HttpCall) -> dict[Connection, list[Batch]]:
     """The batches of each server that has a BatchService and answers. Raises SaccadeError if there is none."""
     caller = call.caller()
 
@@ -108,15 +108,23 @@ async def batch_calls(call: HttpCall) -> dict[Connection, list[Batch]]:
     results = await asyncio.gather(*map(of, connections), return_exceptions=True)
     told = {c: result for c, result in zip(connections, results, strict=True) if isinstance(result, list)}
     if not told:
-        raise _first_error(results)
+        raise _explained(results[0])
     return told
 
 
-def _first_error(results: list[Any]) -> BaseException:
-    failure: BaseException = results[0]
-    if isinstance(failure, Unimplemented):
+async def check_access(call: HttpCall) -> None:
+    """Raises SaccadeError if the key may not use batches, or if the server has no BatchService."""
+    try:
+        await call.caller().call("batch", "ListBatches", batch_pb2.ListBatchesRequest(page_size=1))
+    except SaccadeError as error:
+        raise _explained(error) from None
+
+
+def _explained(error: Any) -> BaseException:
+    """An error of ListBatches; one of a server without BatchService says what it needs for it."""
+    if isinstance(error, Unimplemented):
         return Unimplemented("batches need a server with one frontend process", reason="UNIMPLEMENTED")
-    return failure
+    return error
 
 
 async def find_batch(call: HttpCall, batch_id: str) -> tuple[Batch, Connection]:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from saccade.errors import DeadlineExceeded, InvalidArgument, MessageTooLarge, NotFound
 from saccade.types import Batch
 from saccade.v1 import batch_pb2
-from service.http.batches import batch_calls, find_batch
+from service.http.batches import check_access, find_batch
 from service.http.call import ClientGone, HttpCall, path_values
 from service.http.file_store import StoredFile, owner_of, stored_file
 from service.http.pages import index_of, limit_of, page_object, query_of
@@ -34,8 +34,7 @@ MAX_LISTED = 10_000
 async def upload(call: HttpCall) -> None:
     """Stores a file for `/v1/batches`."""
     call.check_content_type("multipart/form-data")
-    # Fails if the key may not use batches.
-    await call.caller().call("batch", "ListBatches", batch_pb2.ListBatchesRequest(page_size=1))
+    await check_access(call)
     store, owner = call.front.files, owner_of(call.headers)
     limited = _LimitedBody(call, store.capacity)
     try:
@@ -124,7 +123,7 @@ async def list_files(call: HttpCall) -> None:
     limit, order = limit_of(query, MAX_LISTED, MAX_LISTED), query.get("order", ["desc"])[0]
     if order not in ("asc", "desc"):
         raise InvalidArgument(f"order: expected asc or desc, got {order[:40]!r}")
-    await call.caller().call("batch", "ListBatches", batch_pb2.ListBatchesRequest(page_size=1))
+    await check_access(call)
     found = call.front.files.owned(owner_of(call.headers))
     if order == "asc":
         found.reverse()
@@ -238,5 +237,5 @@ async def _find(call: HttpCall) -> StoredFile | tuple[Batch, Connection]:
             if not batch.over:
                 raise NotFound(f"the batch {batch.batch_id} is {batch.state}: it has no output yet")
             return batch, connection
-    await batch_calls(call)
+    await check_access(call)
     return call.front.files.get(file_id, owner_of(call.headers))

@@ -92,8 +92,9 @@ def test_answers_are_those_of_the_engine(app: Any, engine: saccade.LocalClient) 
 
 
 def test_what_only_a_server_has_is_an_error(app: Any, engine: saccade.LocalClient) -> None:
-    status, body = asyncio.run(ask(app, "/v1/batches"))
-    assert status == 400 and "batches need a server with one frontend" in json.loads(body)["error"]["message"]
+    for path in ("/v1/batches", "/v1/files", "/v1/files/file-1"):
+        status, body = asyncio.run(ask(app, path))
+        assert status == 400 and "batches need a server with one frontend" in json.loads(body)["error"]["message"]
     status, body = asyncio.run(ask(app, "/v1/chat/completions", asked(temperature=-1)))
     assert status == 400 and "temperature" in json.loads(body)["error"]["message"]
     status, body = asyncio.run(ask(app, "/status"))
