@@ -51,11 +51,7 @@ def check_counts(spec: GenerateSpec, limits: FrontendLimits) -> None:
         if value is not None and not low <= value <= high:
             raise errors.InvalidArgument(f"{name} is {value}; it must be from {low} to {high}", field=name)
     for i, stop in enumerate(spec.stop):
-        if not 1 <= len(stop) <= MAX_STOP_LENGTH:
-            raise errors.InvalidArgument(
-                f"sampling.stop[{i}] has {len(stop)} characters; it must have from 1 to {MAX_STOP_LENGTH}",
-                field=f"sampling.stop[{i}]",
-            )
+        check_length(f"sampling.stop[{i}]", stop, MAX_STOP_LENGTH)
     if spec.continued and spec.n != 1:
         raise errors.InvalidArgument(f"continued_token_ids need n = 1, and n is {spec.n}", field="continued_token_ids")
 
@@ -94,6 +90,14 @@ def check_size(spec: GenerateSpec, limits: FrontendLimits, max_len: int, longest
                 f"{name}: {told} {what}; the maximum context length of {max_len} tokens holds at most {most} besides "
                 f"{beside}", name, most, count,
             )  # fmt: skip
+
+
+def check_length(field: str, text: str, most: int, *, least: int = 1) -> None:
+    """Raises InvalidArgument for a text that does not have from `least` to `most` characters."""
+    if not least <= len(text) <= most:
+        raise errors.InvalidArgument(
+            f"{field} has {len(text)} characters; it must have from {least} to {most}", field=field
+        )
 
 
 def too_long(message: str, name: str, limit: int, got: int) -> errors.InvalidArgument:

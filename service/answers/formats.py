@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 
 from saccade.v1 import types_pb2
+from service.answers.bounds import check_length
 from service.answers.json_values import json_value
 from service.common import errors
 from service.common.types import ConstraintSpec, TextFormat
@@ -29,7 +30,7 @@ def constraint_from_proto(sampling: types_pb2.SamplingParams) -> ConstraintSpec 
             field="sampling.ignore_eos",
         )
     for i, word in enumerate(sampling.bad_words):
-        _check_length(f"sampling.bad_words[{i}]", word, MAX_BAD_WORD_LENGTH)
+        check_length(f"sampling.bad_words[{i}]", word, MAX_BAD_WORD_LENGTH)
     _check_count("sampling.bad_words", len(sampling.bad_words), MAX_BAD_WORDS)
     allowed = frozenset(sampling.allowed_token_ids) or None
     if text_format is None and allowed is None and not sampling.bad_words:
@@ -46,10 +47,10 @@ def _format(message: types_pb2.ResponseFormat) -> TextFormat:
         case "json_object":
             return TextFormat("json_object")
         case "regex":
-            _check_length(f"{_FORMAT}.regex", message.regex, MAX_FORMAT)
+            check_length(f"{_FORMAT}.regex", message.regex, MAX_FORMAT)
             return TextFormat("regex", message.regex)
         case "lark":
-            _check_length(f"{_FORMAT}.lark", message.lark, MAX_FORMAT)
+            check_length(f"{_FORMAT}.lark", message.lark, MAX_FORMAT)
             return TextFormat("lark", message.lark)
         case "choice":
             return _choice(message.choice)
@@ -94,7 +95,7 @@ def _tag(tag: types_pb2.StructuralTag, field: str, triggers: list[str]) -> Mappi
     if kind == "json_schema":
         _check_schema(f"{field}.json_schema", content)
     else:
-        _check_length(f"{field}.{kind}", content, MAX_FORMAT)
+        check_length(f"{field}.{kind}", content, MAX_FORMAT)
     return {"begin": tag.begin, "kind": kind, "content": content, "end": tag.end}
 
 
@@ -104,11 +105,6 @@ def _check_schema(field: str, text: str) -> None:
         raise errors.InvalidArgument(f"{field} must be a JSON object, not a {type(schema).__name__}", field=field)
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise errors.InvalidArgument(f"{field}: the key x-guidance is not allowed", field=field)
-
-
-def _check_length(field: str, text: str, most: int) -> None:
-    if not 1 <= len(text) <= most:
-        raise errors.InvalidArgument(f"{field} has {len(text)} characters; it must have from 1 to {most}", field=field)
 
 
 def _check_total(field: str, texts: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from saccade._core.json_nesting import excessive_nesting, excessive_size
+from service.answers.bounds import check_length
 from service.common import errors
 
 MAX_NESTING = 100
@@ -57,8 +58,7 @@ def _float_or_text(number: str) -> float | str:
 
 def _parsed(field: str, text: str, most: int, parse_float: Callable[[str], Any]) -> Any:
     """The value of the JSON. Raises ValueError for other text, and InvalidArgument if it is too long or too deep."""
-    if not 1 <= len(text) <= most:
-        raise errors.InvalidArgument(f"{field} has {len(text)} characters; it must have from 1 to {most}", field=field)
+    check_length(field, text, most)
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")

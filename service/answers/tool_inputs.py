@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from saccade.v1 import inference_pb2, types_pb2
+from service.answers.bounds import check_length
 from service.answers.json_values import answered_object, json_object
 from service.common import errors
 from service.common.types import Message, Tool, ToolCall, ToolUse
@@ -102,12 +103,8 @@ def calls_from_proto(message: types_pb2.ChatMessage, field: str) -> tuple[ToolCa
 
 
 def _call(call: types_pb2.ToolCall, field: str) -> ToolCall:
-    for name, text, least, most in (("id", call.id, 0, MAX_CALL_ID), ("name", call.name, 1, MAX_TOOL_NAME)):
-        if not least <= len(text) <= most:
-            raise errors.InvalidArgument(
-                f"{field}.{name} has {len(text)} characters; it must have from {least} to {most}",
-                field=f"{field}.{name}",
-            )
+    check_length(f"{field}.id", call.id, MAX_CALL_ID, least=0)
+    check_length(f"{field}.name", call.name, MAX_TOOL_NAME)
     return ToolCall(call.id, call.name, answered_object(f"{field}.arguments", call.arguments or "{}", MAX_ARGUMENTS))
 
 
