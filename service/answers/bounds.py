@@ -100,9 +100,10 @@ def check_length(field: str, text: str, most: int, *, least: int = 1) -> None:
         )
 
 
-def too_long(message: str, name: str, limit: int, got: int) -> errors.InvalidArgument:
+def too_long(message: str, field: str, limit: int, got: int) -> errors.InvalidArgument:
+    """The error for a request that does not fit the context. `limit` and `got`: of what the message counts."""
     return errors.InvalidArgument(
-        message, reason="CONTEXT_LENGTH_EXCEEDED", field=name, metadata={"limit": str(limit), "got": str(got)}
+        message, reason="CONTEXT_LENGTH_EXCEEDED", field=field, metadata={"limit": str(limit), "got": str(got)}
     )
 
 

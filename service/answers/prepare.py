@@ -170,7 +170,7 @@ class Preparer:
         rule = self._vision.video_rule
         if rule is None:  # rejected later, with the field's name
             return source
-        wanted = set(rule.sample(len(source.frames), source.max_frames or self._limits.video_frames))
+        wanted = set(rule.sample(len(source.frames), self._most_frames(source)))
         frames = (
             frame if index in wanted or not frame.elsewhere else Image(b"", frame.field)
             for index, frame in enumerate(source.frames)
@@ -179,9 +179,7 @@ class Preparer:
 
     def most_bytes(self, source: MediaSource) -> int:
         """Upper bound on the bytes of the patches of an image or video, before its file is read."""
-        frames = None
-        if isinstance(source, Video):
-            frames = self._limits.video_frames if source.max_frames is None else source.max_frames
+        frames = self._most_frames(source) if isinstance(source, Video) else None
         return most_bytes(self._vision, self._dtype, frames)
 
     def forget(self) -> None:
@@ -202,8 +200,7 @@ class Preparer:
                 self._counts[f"{stage}_seconds"] += seconds  # type: ignore[assignment]
 
     def _video(self, source: Video, salt: bytes, digests: Sequence[bytes], watch: Stopwatch) -> PreparedItem:
-        most = self._limits.video_frames
-        wanted = most if source.max_frames is None else source.max_frames
+        most, wanted = self._limits.video_frames, self._most_frames(source)
         if not 1 <= wanted <= most:
             raise ValueError(f"max_frames is {wanted}; it must be from 1 to {most}")
         rule = video_rule(self._vision)
@@ -222,6 +219,10 @@ class Preparer:
         labels = rule.labels(len(indices), fps=fps, indices=indices if dated else None)
         key = self._key(salt, f"{kind}{len(indices)}".encode(), *digests)
         return replace(item, field=source.field, key=key, labels=tuple(labels), frames=len(indices))
+
+    def _most_frames(self, source: Video) -> int:
+        """Largest number of frames that are sampled."""
+        return self._limits.video_frames if source.max_frames is None else source.max_frames
 
     def _check_frames(self, source: Video) -> None:
         limits = self._limits.video

@@ -16,6 +16,7 @@ from itertools import chain, count, pairwise, repeat, takewhile
 
 from encoder.item import IMAGE, VIDEO
 from families import SlicingRule
+from service.answers.bounds import too_long
 from service.common import errors
 from service.common.types import ChatInput, GenerateSpec, MediaLayout, Message, RawInput, TokensInput
 from service.engine.types import EngineInfo
@@ -115,10 +116,9 @@ def _read(spec: GenerateSpec, media: Sequence[PreparedItem], assets: ModelAssets
 def check_ids(field: str, ids: Sequence[int], assets: ModelAssets) -> None:
     """Raises InvalidArgument for an id that is not in the vocabulary."""
     vocabulary = assets.config.decoder.vocab_size
-    if bad := next((i for i in ids if not 0 <= i < vocabulary), None):
-        raise errors.InvalidArgument(
-            f"token id {bad} is not below the vocabulary size of {vocabulary}", field=field
-        )  # fmt: skip
+    bad = next((i for i in ids if not 0 <= i < vocabulary), None)
+    if bad is not None:
+        raise errors.InvalidArgument(f"token id {bad} is not below the vocabulary size of {vocabulary}", field=field)
 
 
 def system_end(spec: GenerateSpec, ids: Sequence[int], assets: ModelAssets) -> int:
@@ -318,10 +318,9 @@ def widen(
         raise errors.InvalidArgument("the prompt is empty", field="input")
     if (total := len(widened) + continued) >= info.max_len:
         more = f", and continued_token_ids {continued}" if continued else ""
-        raise errors.InvalidArgument(
+        raise too_long(
             f"input: the prompt is too long: {len(widened)} tokens, images included{more}; the maximum context length "
-            f"is {info.max_len}, including the answer", reason="CONTEXT_LENGTH_EXCEEDED", field="input",
-            metadata={"limit": str(info.max_len), "got": str(total)},
+            f"is {info.max_len}, including the answer", "input", info.max_len, total,
         )  # fmt: skip
     return Prompt(widened, tuple(images), tuple(ids), sum(item.frames for item in media))
 

@@ -7,6 +7,7 @@ import secrets
 from typing import Any
 
 from decoder.sampling import SamplingParams
+from service.answers.bounds import too_long
 from service.common import errors
 from service.common.types import GenerateSpec
 from service.engine.types import EngineInfo
@@ -29,11 +30,9 @@ def make_sampling(spec: GenerateSpec, prompt_tokens: int, assets: ModelAssets, i
     room = info.max_len - prompt_tokens
     for name in ("min_tokens",) if spec.clamp_max_tokens else ("max_tokens", "min_tokens"):
         if (asked := spec.sampling.get(name)) is not None and asked > room:
-            raise errors.InvalidArgument(
+            raise too_long(
                 f"{name} {asked} and a prompt of {prompt_tokens} tokens exceed the context of "
-                f"{info.max_len}; at most {room} would fit",
-                reason="CONTEXT_LENGTH_EXCEEDED", field=f"sampling.{name}",
-                metadata={"limit": str(info.max_len), "got": str(asked + prompt_tokens)},
+                f"{info.max_len}; at most {room} would fit", f"sampling.{name}", info.max_len, asked + prompt_tokens,
             )  # fmt: skip
     if (wanted := values.get("max_tokens")) is not None:
         values["max_tokens"] = min(wanted, room)
