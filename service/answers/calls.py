@@ -126,7 +126,7 @@ class Calls:
                         _charge(info.tenant, event)
                         yield event
         except (asyncio.CancelledError, GeneratorExit):
-            if not self._complete(spec, generation):
+            if len(generation.finished) < spec.n:
                 record.cancel()
             raise
         except Exception as error:
@@ -152,35 +152,30 @@ class Calls:
         """Counts one of the tenant's requests. Raises ResourceExhausted if the tenant has reached its limit."""
         return contextlib.nullcontext() if self._places is None else self._places.hold(tenant.name)
 
-    @staticmethod
-    def _complete(spec: GenerateSpec, generation: _Generation) -> bool:
-        return len(generation.finished) == spec.n
-
     def _end(self, record: CallInfo, generation: _Generation) -> None:
+        """Writes the metrics, the line of the access log and the spans of a generation."""
         seconds = time.monotonic() - generation.began
         started, finished = generation.started, generation.finished
-        prompt = started.prompt_tokens if started else 0
+        prompt, image, video = 0, 0, 0
+        if started is not None:
+            prompt, image, video = started.prompt_tokens, started.image_tokens, started.video_tokens
         queue = finished[0].usage.queue_seconds if finished else None
         cached = max((f.usage.cached_tokens for f in finished), default=0)
         reasons = ",".join(sorted({f.reason for f in finished})) if record.code == "OK" else ""
         self.metrics.generation(
-            record.code, prompt=prompt, image=started.image_tokens if started else 0,
-            video=started.video_tokens if started else 0, cached=cached,
-            generated=generation.tokens, queue=queue, first_token=generation.first_token, seconds=seconds,
+            record.code, prompt=prompt, image=image, video=video, cached=cached, generated=generation.tokens,
+            queue=queue, first_token=generation.first_token, seconds=seconds,
         )  # fmt: skip
         self.access.write(
-            record, finish=reasons, prompt_tokens=prompt, image_tokens=started.image_tokens if started else 0,
-            video_tokens=started.video_tokens if started else 0,
-            cached_tokens=cached, completion_tokens=generation.tokens, queue_seconds=queue,
-            first_token_seconds=generation.first_token,
+            record, finish=reasons, prompt_tokens=prompt, image_tokens=image, video_tokens=video, cached_tokens=cached,
+            completion_tokens=generation.tokens, queue_seconds=queue, first_token_seconds=generation.first_token,
             seconds=seconds,
         )  # fmt: skip
         if self._spans is not None:
             attributes = {
                 "rpc.method": record.method, "saccade.request_id": record.request_id,
                 "saccade.tenant": record.tenant.name, "saccade.finish": reasons,
-                "saccade.prompt_tokens": prompt, "saccade.cached_tokens": cached,
-                "saccade.image_tokens": started.image_tokens if started else 0,
+                "saccade.prompt_tokens": prompt, "saccade.cached_tokens": cached, "saccade.image_tokens": image,
                 "saccade.completion_tokens": generation.tokens,
             }  # fmt: skip
             failed = "" if record.code == "OK" else record.reason or record.code
