@@ -83,7 +83,8 @@ class Frontend:
         self.idle = asyncio.Event()
         """Set while no request is in the server."""
         self.idle.set()
-        self._numbers: Iterator[int] = count()
+        self.numbers: Iterator[int] = count()
+        """Numbers that prefix request ids in the engine. Frontends that share an engine need different ones."""
 
     def start(self) -> None:
         """Binds to the running event loop and starts the delivery of the engine's events."""
@@ -103,11 +104,6 @@ class Frontend:
     def live(self) -> int:
         """Requests in the server."""
         return len(self._calls)
-
-    def number(self, numbers: Iterator[int]) -> None:
-        """Sets the numbers that prefix request ids in the engine. Frontends that share an engine need different
-        numbers."""
-        self._numbers = numbers
 
     def cancel(self, request_id: str, *, salt: bytes = b"") -> bool:
         """Cancels a request of this tenant: its samples finish as `aborted`. False: there is no such request."""
@@ -158,7 +154,7 @@ class Frontend:
                 of_image = isinstance(spec.input, ImageInput)
                 params = await self._sampling(spec, len(prompt.ids))
                 request = EngineRequest(
-                    f"{next(self._numbers)}:{spec.request_id}", prompt.ids, params, prompt.take_images(),
+                    self._engine_id(spec), prompt.ids, params, prompt.take_images(),
                     priority=spec.priority, salt=salt, embed="image" if of_image else "hidden",
                 )  # fmt: skip
                 embedded = (await self._only_event(request, call)).embedded
@@ -174,6 +170,10 @@ class Frontend:
                     hidden,
                     **values,
                 )
+
+    def _engine_id(self, spec: GenerateSpec) -> str:
+        """A new request id in the engine, where each sample has one."""
+        return f"{next(self.numbers)}:{spec.request_id}"
 
     async def _only_event(self, request: EngineRequest, call: _Call) -> EngineEvent:
         """Runs a request that has one event, and returns it. Raises StatusError."""
@@ -243,13 +243,13 @@ class Frontend:
         if (ended := answer.already_ended()) is not None:
             yield answer.started()
             if params.prompt_logprobs is not None:  # the client has not received them, since they come with the end
-                name = f"{next(self._numbers)}:{spec.request_id}"
-                event = await self._only_event(answer.prompt_request(name, salt, timeout), call)
+                request = answer.prompt_request(self._engine_id(spec), salt, timeout)
+                event = await self._only_event(request, call)
                 await self._read_prompt_scores(answer, [event])
                 ended = replace(ended, prompt_logprobs=tuple(answer.prompt_scores))
             yield ended
             return
-        names = [f"{next(self._numbers)}:{spec.request_id}" for _ in range(spec.n)]
+        names = [self._engine_id(spec) for _ in range(spec.n)]
         request = answer.request(names, salt, timeout)
         self._mail.add(names, call.mail)
         try:

@@ -98,7 +98,7 @@ class FrontendServer(Server):
         self._link = link
         # Request ids in the engine must differ from those of other frontends and of a dead one that this one replaces.
         first = secrets.randbits(32) * options.frontends + member
-        self.frontend.number(itertools.count(first, options.frontends))
+        self.frontend.numbers = itertools.count(first, options.frontends)
         self.calls.elsewhere = link.cancel_elsewhere
         link.on_change, link.on_give_up = self.engine_changed, self.engine_given_up
         loop = asyncio.get_running_loop()
