@@ -9,6 +9,7 @@ arrived.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,23 +43,23 @@ class DoorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return _open(handler, self._door)
         method, headers = details.method, dict(details.invocation_metadata or ())
 
-        async def unary(source: Any, context: Any) -> Any:
+        @contextlib.asynccontextmanager
+        async def admitted(context: Any) -> AsyncIterator[_Messages]:
             try:
                 with self._door.admit(method, headers) as call:
                     call.info.expires(context.time_remaining())
                     call.info.accepted = is_accepted(headers, context)
-                    return await _Messages(handler, call).unary(source, context)
+                    yield _Messages(handler, call)
             except errors.StatusError as error:
                 await abort(context, error)
 
+        async def unary(source: Any, context: Any) -> Any:
+            async with admitted(context) as messages:
+                return await messages.unary(source, context)
+
         async def stream(source: Any, context: Any) -> None:
-            try:
-                with self._door.admit(method, headers) as call:
-                    call.info.expires(context.time_remaining())
-                    call.info.accepted = is_accepted(headers, context)
-                    await _Messages(handler, call).stream(source, context)
-            except errors.StatusError as error:
-                await abort(context, error)
+            async with admitted(context) as messages:
+                await messages.stream(source, context)
 
         return _as_streams(handler, unary, stream)
 
