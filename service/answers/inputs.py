@@ -42,65 +42,65 @@ _ROLES = {
 def input_from_proto(
     request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.EmbedRequest,
 ) -> tuple[ChatInput | RawInput | TokensInput, tuple[MediaSource, ...]]:
-    media: list[MediaSource] = []
+    """The input of a request, and its media in the order of their placeholders. Raises InvalidArgument."""
     match request.WhichOneof("input"):
         case "chat":
-            value: ChatInput | RawInput | TokensInput = _chat(request.chat, media)
+            return _chat(request.chat)
         case "prompt":
-            value = _prompt(request.prompt, media)
+            return _prompt(request.prompt)
         case "tokens":
-            media += _media(request.tokens, "tokens")
-            value = TokensInput(tuple(request.tokens.ids))
-        case _:
-            also = ", image" if isinstance(request, inference_pb2.EmbedRequest) else ""
-            raise errors.InvalidArgument(f"one of chat, prompt, tokens{also} must be set", field="input")
-    return value, tuple(media)
+            return TokensInput(tuple(request.tokens.ids)), _media(request.tokens, "tokens")
+    also = ", image" if isinstance(request, inference_pb2.EmbedRequest) else ""
+    raise errors.InvalidArgument(f"one of chat, prompt, tokens{also} must be set", field="input")
 
 
-def _chat(chat: inference_pb2.ChatInput, media: list[MediaSource]) -> ChatInput:
+def _chat(chat: inference_pb2.ChatInput) -> tuple[ChatInput, tuple[MediaSource, ...]]:
     if not chat.messages:
         raise errors.InvalidArgument("chat.messages is empty", field="chat.messages")
     messages, media_of, history = list[Message](), list[list[MediaSource]](), ToolHistory()
     for i, message in enumerate(chat.messages):
+        where = f"chat.messages[{i}]"
         if message.role not in _ROLES:
             raise errors.InvalidArgument(
-                f"chat.messages[{i}].role is {message.role}; it must be one of {', '.join(_ROLES.values())}",
-                field=f"chat.messages[{i}].role",
+                f"{where}.role is {message.role}; it must be one of {', '.join(_ROLES.values())}", field=f"{where}.role"
             )
-        parts, found = list[str | None](), list[MediaSource]()
-        for j, part in enumerate(message.parts):
-            path = f"chat.messages[{i}].parts[{j}]"
-            match part.WhichOneof("part"):
-                case "text":
-                    parts.append(part.text)
-                case "image":
-                    parts.append(None)
-                    found.append(image_from_proto(part.image, f"{path}.image"))
-                case "video":
-                    parts.append(None)
-                    found.append(_video(part.video, f"{path}.video"))
-                case _:
-                    raise errors.InvalidArgument(f"{path} is empty", field=path)
+        parts, media = _parts(message, where)
         if message.reasoning and message.role != types_pb2.ROLE_ASSISTANT:
             raise errors.InvalidArgument(
-                f"chat.messages[{i}].reasoning is set, but the role is {_ROLES[message.role]}, not assistant",
-                field=f"chat.messages[{i}].reasoning",
+                f"{where}.reasoning is set, but the role is {_ROLES[message.role]}, not assistant",
+                field=f"{where}.reasoning",
             )
-        calls, answered = (
-            calls_from_proto(message, f"chat.messages[{i}]"),
-            history.answer(message, f"chat.messages[{i}]"),
-        )
-        history.add(calls, f"chat.messages[{i}]")
-        messages.append(Message(_ROLES[message.role], tuple(parts), message.reasoning, calls, answered))
-        media_of.append(found)
+        calls, answered = calls_from_proto(message, where), history.answer(message, where)
+        history.add(calls, where)
+        messages.append(Message(_ROLES[message.role], parts, message.reasoning, calls, answered))
+        media_of.append(media)
     order = in_order_of_calls(messages)
-    media += (source for i in order for source in media_of[i])
     if chat.continue_final_message:
         _check_continued(messages[-1])
     value = ChatInput(
         tuple(messages[i] for i in order), _template_arguments(chat), continue_final=chat.continue_final_message
     )
-    return _with_tools(_with_reasoning_options(value, chat), chat)
+    value = _with_tools(_with_reasoning_options(value, chat), chat)
+    return value, tuple(source for i in order for source in media_of[i])
+
+
+def _parts(message: types_pb2.ChatMessage, where: str) -> tuple[tuple[str | None, ...], list[MediaSource]]:
+    """The parts of a message, None for each image or video, and these."""
+    parts, media = list[str | None](), list[MediaSource]()
+    for i, part in enumerate(message.parts):
+        path = f"{where}.parts[{i}]"
+        match part.WhichOneof("part"):
+            case "text":
+                parts.append(part.text)
+            case "image":
+                parts.append(None)
+                media.append(image_from_proto(part.image, f"{path}.image"))
+            case "video":
+                parts.append(None)
+                media.append(_video(part.video, f"{path}.video"))
+            case _:
+                raise errors.InvalidArgument(f"{path} is empty", field=path)
+    return tuple(parts), media
 
 
 def _check_continued(last: Message) -> None:
@@ -149,22 +149,22 @@ def _with_reasoning_options(value: ChatInput, chat: inference_pb2.ChatInput) -> 
     return replace(value, template_arguments={**value.template_arguments, **given}, needed=needed)
 
 
-def _prompt(prompt: inference_pb2.PromptInput, media: list[MediaSource]) -> ChatInput | RawInput:
-    media += _media(prompt, "prompt")
+def _prompt(prompt: inference_pb2.PromptInput) -> tuple[ChatInput | RawInput, tuple[MediaSource, ...]]:
+    media = _media(prompt, "prompt")
     if prompt.raw:
         if prompt.chat_template_kwargs.fields or prompt.chat_template_kwargs_json:
             raise errors.InvalidArgument(
                 "prompt.chat_template_kwargs cannot be used with raw text, to which no chat template is applied",
                 field="prompt.chat_template_kwargs",
             )
-        return RawInput(prompt.text, prompt.add_special_tokens)
+        return RawInput(prompt.text, prompt.add_special_tokens), media
     if prompt.add_special_tokens:
         raise errors.InvalidArgument(
             "prompt.add_special_tokens needs prompt.raw: a chat template has the special tokens of its own",
             field="prompt.add_special_tokens",
         )
     parts = (*[None] * len(media), prompt.text)
-    return ChatInput((Message("user", parts),), _template_arguments(prompt))
+    return ChatInput((Message("user", parts),), _template_arguments(prompt)), media
 
 
 def _template_arguments(holder: inference_pb2.ChatInput | inference_pb2.PromptInput) -> Mapping[str, Any]:
@@ -202,9 +202,10 @@ def image_from_proto(image: types_pb2.Image, path: str) -> Image:
     raise errors.InvalidArgument(f"{path} has no source", field=path)
 
 
-def _media(holder: inference_pb2.PromptInput | inference_pb2.TokensInput, path: str) -> list[MediaSource]:
-    images = [image_from_proto(image, f"{path}.images[{i}]") for i, image in enumerate(holder.images)]
-    return [*images, *(_video(video, f"{path}.videos[{i}]") for i, video in enumerate(holder.videos))]
+def _media(holder: inference_pb2.PromptInput | inference_pb2.TokensInput, path: str) -> tuple[MediaSource, ...]:
+    images = (image_from_proto(image, f"{path}.images[{i}]") for i, image in enumerate(holder.images))
+    videos = (_video(video, f"{path}.videos[{i}]") for i, video in enumerate(holder.videos))
+    return (*images, *videos)
 
 
 def _video(video: types_pb2.Video, path: str) -> Video:
