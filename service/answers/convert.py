@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from encoder.media_limits import FORMATS, video_formats
 from saccade.v1 import inference_pb2, model_pb2, types_pb2
 from service.answers.bounds import (
     MAX_LOGPROBS,
@@ -281,8 +282,6 @@ def model_to_proto(
     info: EngineInfo, assets: ModelAssets, limits: FrontendLimits, options: ServerOptions | None = None
 ) -> model_pb2.Model:
     """What clients need to know about the model before they send a request."""
-    from encoder.media_limits import FORMATS
-
     vision = assets.vision
     modalities = [model_pb2.MODALITY_TEXT] + ([model_pb2.MODALITY_IMAGE] if vision else [])
     modalities += [model_pb2.MODALITY_VIDEO] if info.takes_video else []
@@ -321,8 +320,6 @@ def model_to_proto(
 
 
 def _video_limits(limits: FrontendLimits, info: EngineInfo) -> dict[str, Any]:
-    from encoder.media_limits import video_formats
-
     if not info.takes_video:
         return {}
     video = limits.media.video
