@@ -174,6 +174,10 @@ class Server:
 
     def _add_services(self, server: grpc.aio.Server) -> list[str]:
         """Adds the services; returns their full names."""
+
+        def ready() -> bool:
+            return self.frontend.engine.alive and self._refusal() is None
+
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.calls), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self._model, self.frontend.assets), server)
         media_pb2_grpc.add_MediaServiceServicer_to_server(MediaServicer(self.spool), server)
@@ -186,24 +190,20 @@ class Server:
             tell_log_level=self.tell_log_level,
         )  # fmt: skip
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
-        triton = KServeServicer(
-            self.calls, self._model, self.budget, version=_version(),
-            ready=lambda: self.frontend.engine.alive and self._refusal() is None,
-        )  # fmt: skip
+        triton = KServeServicer(self.calls, self._model, self.budget, version=_version(), ready=ready)
         server.add_generic_rpc_handlers((triton.handler(),))
         if self.private_socket is not None:
             server.add_generic_rpc_handlers((self.http_requests.handler(),))
         others = [SERVICE]
         if self.options.vllm_engine:
-            others.append(self._add_gateway_service(server))
+            others.append(self._add_gateway_service(server, ready))
         return [*(f"saccade.v1.{name}Service" for name in names), *others]
 
-    def _add_gateway_service(self, server: grpc.aio.Server) -> str:
+    def _add_gateway_service(self, server: grpc.aio.Server, ready: Callable[[], bool]) -> str:
         vllm_engine = gateway()
         servicer = vllm_engine.VllmEngineServicer(
             self.calls, self._model, self.frontend.assets, version=_version(),
-            max_seqs=self.frontend.engine.info.max_seqs,
-            ready=lambda: self.frontend.engine.alive and self._refusal() is None,
+            max_seqs=self.frontend.engine.info.max_seqs, ready=ready,
         )  # fmt: skip
         server.add_generic_rpc_handlers((servicer.handler(),))
         return str(vllm_engine.SERVICE)
