@@ -22,6 +22,10 @@ MAX_CALLS = 1024
 MAX_ARGUMENTS = 2**22
 """Largest number of characters of the arguments of one call in the history: an answer of a million tokens."""
 MAX_CALL_ID = 256
+_MODES = {
+    types_pb2.TOOL_MODE_UNSPECIFIED: "auto", types_pb2.TOOL_MODE_AUTO: "auto", types_pb2.TOOL_MODE_NONE: "none",
+    types_pb2.TOOL_MODE_REQUIRED: "required",
+}  # fmt: skip
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
 
@@ -69,6 +73,7 @@ def _tool(tool: types_pb2.Tool, field: str) -> Tool:
 
 
 def _choice(choice: types_pb2.ToolChoice, names: Sequence[str]) -> tuple[Any, str]:
+    """The mode, and the name of the only tool that may be called; empty: any."""
     field = "chat.tool_choice"
     match choice.WhichOneof("kind"):
         case "name":
@@ -79,15 +84,14 @@ def _choice(choice: types_pb2.ToolChoice, names: Sequence[str]) -> tuple[Any, st
                 )
             return "required", choice.name
         case "mode":
-            modes = {0: "auto", 1: "auto", 2: "none", 3: "required"}
-            if choice.mode not in modes:
+            if choice.mode not in _MODES:
                 raise errors.InvalidArgument(
                     f"{field}.mode is {choice.mode}; it must be auto (1), none (2) or required (3)",
                     field=f"{field}.mode",
                 )
             if choice.mode == types_pb2.TOOL_MODE_REQUIRED and not names:
                 raise errors.InvalidArgument(f"{field} requires a call, but there are no tools", field=field)
-            return modes[choice.mode], ""
+            return _MODES[choice.mode], ""
     return "auto", ""
 
 

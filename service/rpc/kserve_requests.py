@@ -33,7 +33,11 @@ _LISTS = {"stop", "stop_token_ids", "allowed_token_ids", "bad_words"}
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 """A token id as a JSON key. protobuf would also accept 01 and +1 as names of id 1, and the last of them would win."""
 _TOOLS = ("tool_choice", "parallel_tool_calls")
-_ROLES = {"system": 1, "developer": 1, "user": 2, "assistant": 3, "tool": 4}
+_MODES = {"auto": types_pb2.TOOL_MODE_AUTO, "none": types_pb2.TOOL_MODE_NONE, "required": types_pb2.TOOL_MODE_REQUIRED}
+_ROLES = {
+    "system": types_pb2.ROLE_SYSTEM, "developer": types_pb2.ROLE_SYSTEM, "user": types_pb2.ROLE_USER,
+    "assistant": types_pb2.ROLE_ASSISTANT, "tool": types_pb2.ROLE_TOOL,
+}  # fmt: skip
 
 
 @dataclass
@@ -141,7 +145,7 @@ def _set_options(generate: inference_pb2.GenerateRequest, options: dict[str, Any
         return
     if generate.HasField("prompt"):
         text, images = generate.prompt.text, list(generate.prompt.images)
-        message = generate.chat.messages.add(role=types_pb2.Role.Name(_ROLES["user"]))
+        message = generate.chat.messages.add(role=types_pb2.ROLE_USER)
         for image in images:
             message.parts.add(image=image)
         message.parts.add(text=text)
@@ -261,11 +265,10 @@ def _set_tools(
         raise errors.InvalidArgument("tools must be a JSON list", field="tools")
     for i, tool in enumerate(tools):
         generate.chat.tools.append(_tool(tool, f"tools[{i}]"))
-    modes = {"auto": 1, "none": 2, "required": 3}
     if choice is not None and not isinstance(choice, str):
         raise errors.InvalidArgument("tool_choice must be a string", field="parameters.tool_choice")
-    if choice in modes:
-        generate.chat.tool_choice.mode = types_pb2.ToolMode.Name(modes[choice])
+    if choice in _MODES:
+        generate.chat.tool_choice.mode = _MODES[choice]
     elif choice is not None:
         generate.chat.tool_choice.name = choice
     if parallel is not None:
@@ -329,7 +332,7 @@ def _chat_message(entry: Any, where: str, images: Any) -> types_pb2.ChatMessage:
     reasoning = entry.get("reasoning") or entry.get("reasoning_content") or ""
     if not isinstance(reasoning, str):
         raise errors.InvalidArgument(f"{where} has reasoning that is not text", field=where)
-    chat = types_pb2.ChatMessage(role=types_pb2.Role.Name(_ROLES[role]), reasoning=reasoning)
+    chat = types_pb2.ChatMessage(role=_ROLES[role], reasoning=reasoning)
     _add_calls(chat, entry, where)
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or ():
         match part:
