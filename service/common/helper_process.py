@@ -27,6 +27,8 @@ POLLS = 10
 """Parts that a timeout is divided into. If both processes are suspended together, as when a container is paused, only
 one part has expired when they resume, and the helper has the remaining ones to answer."""
 
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
+"""Seconds before a helper is started again: after the first failure, and at most."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Stop a server."""
@@ -36,6 +38,12 @@ STOP_HELPER = signal.SIGUSR1
 
 class HelperFailed(RuntimeError):
     """A helper has ended, or was killed, before it was ready."""
+
+
+def restart_pause(failures: int) -> float:
+    """Seconds to wait before a helper is started again that has ended unexpectedly, doubled for each of the earlier
+    `failures` in a row."""
+    return min(FIRST_PAUSE * 2 ** min(failures, 10), LONGEST_PAUSE)  # 2**1024 is no float
 
 
 def ignore_stop_signals() -> None:

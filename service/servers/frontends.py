@@ -34,7 +34,7 @@ from typing import Any
 from service.common.channel import Outbox, receive_descriptor
 from service.common.config import ConfigError, ServerOptions
 from service.common.folders import OwnedFolder, locked
-from service.common.helper_process import STOP_HELPER, log_level, start_helper
+from service.common.helper_process import STOP_HELPER, log_level, restart_pause, start_helper
 from service.common.option import cannot_listen
 from service.engine import wire
 from service.engine.engine_client import Loading, SupervisedEngine
@@ -44,7 +44,8 @@ from service.servers.lifetime import stop_signals, unless_stopped, until_stopped
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE, LONGEST_PAUSE, STEADY = 0.2, 10.0, 60.0
+STEADY = 60.0
+"""Seconds after which a frontend that ends has not failed in a row with those before it."""
 END_SECONDS = 10.0
 """Seconds that a frontend has to exit after the grace period for running calls; then it is killed."""
 BEAT_SECONDS = 1.0
@@ -280,7 +281,7 @@ class Hub:
             self._failures[dead.member] = 0
         failures = self._failures.get(dead.member, 0)
         self._failures[dead.member] = failures + 1
-        if not self._stopping.wait(min(FIRST_PAUSE * 2**failures, LONGEST_PAUSE)):
+        if not self._stopping.wait(restart_pause(failures)):
             self._start_frontend(dead.member)
 
     async def stop(self, grace: float | None = None) -> None:

@@ -21,13 +21,19 @@ from pathlib import Path
 
 from service.common.config import ConfigError, HttpFrontOptions, ServerOptions
 from service.common.folders import OwnedFolder
-from service.common.helper_process import STOP_HELPER, HelperFailed, first_message, log_level, start_helper
+from service.common.helper_process import (
+    STOP_HELPER,
+    HelperFailed,
+    first_message,
+    log_level,
+    restart_pause,
+    start_helper,
+)
 from service.http.listen import ANY_HOST, bind, check_packages, url_of
 from service.servers.exposure import check_exposure
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
 LAST_SECONDS = 1.0
 """Seconds that running requests have at least when the server stops, as those of gRPC have for their last messages."""
 SOCKET_PATH_BYTES = 107
@@ -119,7 +125,7 @@ class HttpProcess:
             if self._stopping.is_set():
                 return
             log.error("the HTTP server ended unexpectedly (code %d); another one is started", code)
-            while not self._stopping.wait(min(FIRST_PAUSE * 2**failures, LONGEST_PAUSE)):
+            while not self._stopping.wait(restart_pause(failures)):
                 try:
                     connection = self._start()
                 except ConfigError as error:

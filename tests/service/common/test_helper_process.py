@@ -9,7 +9,14 @@ from multiprocessing import Pipe
 
 import pytest
 
-from service.common.helper_process import HelperFailed, first_message, lasting_objects
+from service.common.helper_process import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    HelperFailed,
+    first_message,
+    lasting_objects,
+    restart_pause,
+)
 
 WAITS = [sys.executable, "-c", "import sys; sys.stdin.read()"]
 
@@ -49,3 +56,8 @@ def test_collections_of_garbage_look_at_no_object_of_an_import_and_go_on_after_i
         gc.unfreeze()
         gc.collect()
         gc.freeze()  # as conftest.py has left it
+
+
+def test_a_helper_is_started_again_after_any_number_of_failures() -> None:
+    pauses = [restart_pause(failures) for failures in (0, 1, 2, 100, 2000)]
+    assert pauses == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE]
