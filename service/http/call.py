@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 from saccade._openai.documents import load_json
@@ -203,13 +202,15 @@ class HttpCall:
 
     # -- what the client receives --------------------------------------------------------------------------------------
 
-    async def respond(self, document: Any, status: int = 200) -> None:
+    async def respond(self, document: Any, status: int = 200, headers: Sequence[tuple[str, str]] = ()) -> None:
         """Sends a JSON document."""
-        text = compact(document)
-        await self.respond_bytes(text.encode("utf-8", "replace"), "application/json", status)
+        body = compact(document).encode("utf-8", "replace")
+        await self.respond_bytes(body, "application/json", status, headers)
 
-    async def respond_bytes(self, body: bytes, content_type: str, status: int = 200) -> None:
-        await self.start(status, content_type, [("content-length", str(len(body)))])
+    async def respond_bytes(
+        self, body: bytes, content_type: str, status: int = 200, headers: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        await self.start(status, content_type, [*headers, ("content-length", str(len(body)))])
         await self._send({"type": "http.response.body", "body": body})
 
     async def start(self, status: int, content_type: str, headers: list[tuple[str, str]]) -> None:
@@ -240,11 +241,9 @@ class HttpCall:
         told: dict[str, Any] = {"error": error_object(error, status, self.fields)}
         if self.error_form is not None:
             told = self.error_form(told["error"], status)
-        body = json.dumps(told, ensure_ascii=False).encode("utf-8", "replace")
         if status in (408, 413, 415):  # the rest of the body will not be read
             headers.append(("connection", "close"))
-        await self.start(status, "application/json", [*headers, ("content-length", str(len(body)))])
-        await self._send({"type": "http.response.body", "body": body})
+        await self.respond(told, status, headers)
 
     def connected(self) -> Connected:
         """A context that ends with ClientGone when the client closes its connection, or has not read a piece of the
