@@ -23,7 +23,7 @@ from encoder.media_limits import ImageError
 from encoder.stopwatch import Stopwatch
 from families import VisionSpec
 from service.answers.bounds import FrontendLimits, characters, check_counts, check_size
-from service.answers.prompts import Prompt, check_ids, check_room, read, system_end, widen
+from service.answers.prompts import Prompt, check_ids, check_room, prompt_ids, system_end, widen
 from service.common import errors
 from service.common.types import ChatInput, GenerateSpec, Image, ImageInput, MediaSource, TokensInput, Video, files
 from service.engine.types import EngineInfo
@@ -353,12 +353,12 @@ class Preparation:
         if isinstance(spec.input, ImageInput):
             return self._image_alone(media[0])
         if _weight(spec) > _LIGHT:
-            return await self.in_thread(self._read, spec, media)
-        return self._read(spec, media)
+            return await self.in_thread(self._prompt_of, spec, media)
+        return self._prompt_of(spec, media)
 
-    def _read(self, spec: GenerateSpec, media: Sequence[PreparedItem]) -> Prompt:
+    def _prompt_of(self, spec: GenerateSpec, media: Sequence[PreparedItem]) -> Prompt:
         check_ids("continued_token_ids", spec.continued, self._assets)
-        ids = read(spec, media, self._assets)
+        ids = prompt_ids(spec, media, self._assets)
         shared = system_end(spec, ids, self._assets)
         prompt = widen(ids, media, len(spec.continued), self._assets, self._info)
         prompt.system_end = shared
@@ -380,17 +380,17 @@ class Preparation:
 
 def _weight(spec: GenerateSpec) -> int:
     """Cost of processing the request's text, in characters."""
-    parts, ids, told = 0, len(spec.continued), 0
+    parts, ids, in_arguments = 0, len(spec.continued), 0
     match spec.input:
         case ChatInput(messages, arguments):
             parts = sum(1 + len(message.parts) for message in messages)
-            told = _told(arguments)
+            in_arguments = _argument_characters(arguments)
         case TokensInput(given):
             ids += len(given)
-    return characters(spec) + told + _PART * parts + ids // _IDS
+    return characters(spec) + in_arguments + _PART * parts + ids // _IDS
 
 
-def _told(arguments: Mapping[str, Any]) -> int:
+def _argument_characters(arguments: Mapping[str, Any]) -> int:
     """Characters of a template's arguments; names and other values count as a few."""
     count, rest = 0, [*arguments.values()]
     while rest:

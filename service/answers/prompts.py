@@ -71,16 +71,16 @@ class Prompt:
         return sum(self.tokens_per_video)
 
 
-def read(spec: GenerateSpec, media: Sequence[PreparedItem], assets: ModelAssets) -> list[int]:
+def prompt_ids(spec: GenerateSpec, media: Sequence[PreparedItem], assets: ModelAssets) -> list[int]:
     """Prompt ids with one image token id for each image and each temporal patch (token ids may have one for a clip).
     Raises StatusError."""
     try:
-        return _read(spec, media, assets)
+        return _prompt_ids(spec, media, assets)
     except NotEncodable as error:
         raise errors.InvalidArgument(f"input: {error}", field="input") from None
 
 
-def _read(spec: GenerateSpec, media: Sequence[PreparedItem], assets: ModelAssets) -> list[int]:
+def _prompt_ids(spec: GenerateSpec, media: Sequence[PreparedItem], assets: ModelAssets) -> list[int]:
     if isinstance(spec.input, TokensInput):
         check_ids("tokens.ids", spec.input.ids, assets)
         return _with_words(list(spec.input.ids), media, assets)

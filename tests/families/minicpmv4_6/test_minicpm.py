@@ -25,7 +25,7 @@ from encoder.runner import EncoderOptions, EncoderRunner
 from families import CheckpointError
 from families.minicpmv4_6.slicing import best_slices
 from families.minicpmv4_6.vision import SlicingVision
-from service.answers.prompts import read, widen
+from service.answers.prompts import prompt_ids, widen
 from service.commands.cli import ServerProcess
 from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
 from service.engine.types import EngineInfo
@@ -110,10 +110,10 @@ def test_pixels_and_input_ids_are_the_released_processors(tmp_path: Path, seed: 
     raw = RawInput(rendered(content))
     each = TokensInput(tuple(tiny.processor.tokenizer(rendered(content))["input_ids"]))
     for form in (chat, raw, each):
-        prompt = widen(read(spec(form), media, assets), media, 0, assets, INFO)
+        prompt = widen(prompt_ids(spec(form), media, assets), media, 0, assets, INFO)
         assert prompt.ids == inputs["input_ids"][0].tolist()
     narrow = TokensInput(prompt.narrow_ids)  # with a token for each slice, as `tokenize` gives them
-    assert widen(read(spec(narrow), media, assets), media, 0, assets, INFO).ids == prompt.ids
+    assert widen(prompt_ids(spec(narrow), media, assets), media, 0, assets, INFO).ids == prompt.ids
 
 
 def test_large_images_as_released_settings_cut_them(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from encoder.stopwatch import Stopwatch
 from families import CheckpointError
 from families.minicpmv4_6.slicing import Slicing
 from families.minicpmv4_6.vision import SlicingVision
-from service.answers.prompts import read, widen
+from service.answers.prompts import prompt_ids, widen
 from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
 from service.engine.types import EngineInfo
 from service.media.image_pool import ImagePool
@@ -132,10 +132,10 @@ def test_pixels_and_input_ids_are_the_released_processors(tmp_path: Path, seed: 
     wanted = inputs["input_ids"][0].tolist()
     for form, given_media in ((chat, chat_media), (raw, items), (each, items)):
         spec = GenerateSpec("", "", form)
-        prompt = widen(read(spec, given_media, assets), given_media, 0, assets, INFO)
+        prompt = widen(prompt_ids(spec, given_media, assets), given_media, 0, assets, INFO)
         assert prompt.ids == wanted
     narrow = GenerateSpec("", "", TokensInput(prompt.narrow_ids))
-    assert widen(read(narrow, items, assets), items, 0, assets, INFO).ids == wanted
+    assert widen(prompt_ids(narrow, items, assets), items, 0, assets, INFO).ids == wanted
 
 
 @given(

@@ -15,7 +15,7 @@ from qwen_prompt import processor, processor_ids, write_prompting
 from qwen_vision import random_item
 
 from families.qwen3_5.vision import QwenVision
-from service.answers.prompts import Prompt, read, system_end, widen
+from service.answers.prompts import Prompt, prompt_ids, system_end, widen
 from service.common import errors
 from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
 from service.engine.types import EngineInfo
@@ -71,7 +71,7 @@ class Oracle:
 
     def found(self, given: Any, items: list[dict[str, Any]]) -> Prompt:
         media = self.media(items)
-        return widen(read(GenerateSpec("r", "", given), media, self.assets), media, 0, self.assets, INFO)
+        return widen(prompt_ids(GenerateSpec("r", "", given), media, self.assets), media, 0, self.assets, INFO)
 
     def chat(self, turns: list[tuple[str, Any]], items: list[dict[str, Any]], **arguments: Any) -> None:
         """Compares the ids of a conversation, whose contents are text or lists of text, `image` and `video`, with
@@ -191,7 +191,7 @@ def test_a_template_without_a_place_for_clips_says_so(oracle: Oracle, tmp_path: 
     for item, kind in ((SMALL, "images"), (CLIP, "videos")):
         spec = GenerateSpec("r", "", ChatInput((Message("user", (None,)),)))
         with pytest.raises(errors.InvalidArgument, match=f"does not place all 1 {kind}"):
-            read(spec, oracle.media([item]), assets)
+            prompt_ids(spec, oracle.media([item]), assets)
 
 
 def test_an_image_is_no_clip(oracle: Oracle) -> None:
@@ -210,11 +210,11 @@ def test_media_in_a_system_message_is_refused_in_the_template_s_words(oracle: Or
 def test_a_clip_ends_what_the_system_prompt_shares(oracle: Oracle) -> None:
     spec = GenerateSpec("r", "", ChatInput((Message("system", ("be",)), Message("user", (None, "what?")))))
     media = oracle.media([CLIP])
-    ids = read(spec, media, oracle.assets)
+    ids = prompt_ids(spec, media, oracle.assets)
     end = system_end(spec, ids, oracle.assets)
     assert 0 < end < ids.index(oracle.assets.video_token_id or -1)
     text = replace(spec, input=ChatInput((Message("system", ("be",)), Message("user", ("z",)))))
-    assert ids[:end] == read(text, [], oracle.assets)[:end]
+    assert ids[:end] == prompt_ids(text, [], oracle.assets)[:end]
 
 
 def test_rows_of_clips_are_where_their_ids_are(oracle: Oracle) -> None:

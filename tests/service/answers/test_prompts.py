@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
 
 from encoder.item import EncoderItem
-from service.answers.prompts import KEPT_CHARACTERS, read, system_end, widen
+from service.answers.prompts import KEPT_CHARACTERS, prompt_ids, system_end, widen
 from service.answers.sampling import make_sampling
 from service.common import errors
 from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
@@ -38,7 +38,7 @@ def chat(*messages: tuple[str, str]) -> GenerateSpec:
 
 def end(spec: GenerateSpec, assets: ModelAssets) -> tuple[int, str]:
     """The number of ids, and their text."""
-    ids = read(spec, [], assets)
+    ids = prompt_ids(spec, [], assets)
     length = system_end(spec, ids, assets)
     assert assets.tokenizer is not None
     return length, assets.tokenizer.decode(ids[:length])
@@ -62,7 +62,7 @@ def test_later_turns_are_not_shared(assets: ModelAssets) -> None:
 def test_an_image_ends_it(assets: ModelAssets) -> None:
     spec = GenerateSpec("r", "", ChatInput((Message("system", ("look", None)), Message("user", ("at",)))))
     assert system_end(spec, [7] * 40, assets) == 0
-    assert system_end(spec, read(spec, [prepared()], assets), assets) == 0
+    assert system_end(spec, prompt_ids(spec, [prepared()], assets), assets) == 0
 
 
 @pytest.mark.parametrize("size", [3, KEPT_CHARACTERS])
@@ -79,13 +79,13 @@ def test_it_depends_on_the_arguments_of_the_template(assets: ModelAssets, size: 
 
 def test_raw_text_has_none(assets: ModelAssets) -> None:
     spec = GenerateSpec("r", "", RawInput("be brief"))
-    assert system_end(spec, read(spec, [], assets), assets) == 0
+    assert system_end(spec, prompt_ids(spec, [], assets), assets) == 0
 
 
 def test_an_image_in_the_question_ends_it(assets: ModelAssets) -> None:
     """Even if the placeholder question would have the same ids."""
     spec = GenerateSpec("r", "", ChatInput((Message("system", ("be",)), Message("user", (None, "what?")))))
-    ids = read(spec, [prepared()], assets)
+    ids = prompt_ids(spec, [prepared()], assets)
     assert assets.image_token_id in ids
     assert system_end(spec, ids, assets) <= ids.index(assets.image_token_id)
 
@@ -114,10 +114,10 @@ def test_a_larger_number_of_tokens_than_fit_is_an_error_or_reduced(assets: Model
 
 def test_ids_are_below_the_vocabulary(assets: ModelAssets) -> None:
     size = assets.config.decoder.vocab_size
-    assert read(GenerateSpec("r", "", TokensInput((0, size - 1))), [], assets) == [0, size - 1]
+    assert prompt_ids(GenerateSpec("r", "", TokensInput((0, size - 1))), [], assets) == [0, size - 1]
     for bad in (size, size + 9):
         with pytest.raises(errors.InvalidArgument, match=f"{bad}.*{size}"):
-            read(GenerateSpec("r", "", TokensInput((0, bad))), [], assets)
+            prompt_ids(GenerateSpec("r", "", TokensInput((0, bad))), [], assets)
 
 
 def test_prompt_and_answer_share_the_context(assets: ModelAssets) -> None:
@@ -170,7 +170,7 @@ def test_image_tokens_in_raw_text_are_places_only_where_there_are_as_many_images
         (f"a\ufdd0b{token}c", 1, 1),  # a marker of this module, which no text may contain
     ):
         spec = GenerateSpec("r", "", RawInput(text))
-        assert read(spec, [prepared()] * images, assets).count(image) == places, (text, images)
+        assert prompt_ids(spec, [prepared()] * images, assets).count(image) == places, (text, images)
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def unigrams(tmp_path: Path) -> ModelAssets:
 def test_a_character_without_a_token_is_named(
     unigrams: ModelAssets, make: Callable[[str], RawInput | ChatInput]
 ) -> None:
-    assert read(GenerateSpec("r", "", make("ab")), [], unigrams)
+    assert prompt_ids(GenerateSpec("r", "", make("ab")), [], unigrams)
     with pytest.raises(errors.InvalidArgument, match=r"input: 'é' \(U\+00E9\) cannot be encoded") as caught:
-        read(GenerateSpec("r", "", make("abcdé" + "ü" * 100 + "é")), [], unigrams)
+        prompt_ids(GenerateSpec("r", "", make("abcdé" + "ü" * 100 + "é")), [], unigrams)
     assert caught.value.field == "input"
