@@ -29,7 +29,7 @@ from service.common.types import CallDelta, Delta, Finished, Started
 from service.rpc.kserve_messages import POOL, SERVICE, message
 from service.rpc.kserve_requests import Question, read_request
 from service.rpc.kserve_tensors import INPUTS, OUTPUTS, write_tensor
-from service.rpc.servicer import read
+from service.rpc.servicer import converted_request
 from service.telemetry.call_context import current_call, set_current_call
 
 VERSION = "1"
@@ -209,7 +209,7 @@ class KServeServicer:
         out: asyncio.Queue[Any] = asyncio.Queue(maxsize=MAX_OPEN)
         slots, tasks = asyncio.Semaphore(MAX_OPEN), set[asyncio.Task[None]]()
 
-        async def read() -> None:
+        async def answer_all() -> None:
             try:
                 first = True
                 async for request in requests:
@@ -224,7 +224,7 @@ class KServeServicer:
             else:
                 await out.put(None)
 
-        reader = asyncio.create_task(read())
+        reader = asyncio.create_task(answer_all())
         try:
             while (item := await out.get()) is not None:
                 if isinstance(item, Exception):
@@ -272,12 +272,14 @@ class KServeServicer:
         began, ok, queue = time.monotonic(), False, 0.0
         try:
             self._check_model(request.model_name, request.model_version)
-            question = await read(read_request, request)
+            question = await converted_request(read_request, request)
             question.stream &= streaming
             question.empty_final &= streaming
             answer = _Answer(question, request.id, self._model.name)
             timeout = min((t for t in (remaining, question.timeout) if t is not None), default=None)
-            spec = await read(partial(convert.spec_from_proto, whole=not question.stream), question.request)
+            spec = await converted_request(
+                partial(convert.spec_from_proto, whole=not question.stream), question.request
+            )
             async with contextlib.aclosing(self._calls.stream(spec, timeout=timeout)) as events:
                 async for event in events:
                     if (response := answer.add(event)) is not None:

@@ -32,22 +32,22 @@ from service.model.assets import ModelAssets
 from service.telemetry.call_context import current_call
 
 T = TypeVar("T")
-LOOKING = 2
+HEADER_READERS = 2
 """Uploaded files whose headers are read at a time."""
-TOGETHER = 4
+CONCURRENT_FETCHES = 4
 """Files of one request that are fetched at a time."""
 Context: TypeAlias = Any
 """`grpc.aio.ServicerContext`, which ships no type information."""
 
 
-async def read(convert_request: Callable[[Any], T], request: Any) -> T:
+async def converted_request(convert_request: Callable[[Any], T], request: Any) -> T:
     """Converts the current call's message to a request, in a thread if it is large."""
     if current_call().request_bytes < LIGHT:
         return convert_request(request)
     return await asyncio.to_thread(convert_request, request)
 
 
-async def converted(event: Event, convert_event: Callable[[Event], T]) -> T:
+async def converted_event(event: Event, convert_event: Callable[[Event], T]) -> T:
     """Converts an event to a message, in a thread if it contains log-probabilities of the prompt."""
     if isinstance(event, Finished) and event.prompt_logprobs:
         return await asyncio.to_thread(convert_event, event)
@@ -66,7 +66,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         builder = convert.ResponseBuilder()
         async with contextlib.aclosing(await self._events(request, context, whole=True)) as events:
             async for event in events:
-                await converted(event, builder.add)
+                await converted_event(event, builder.add)
         return builder.response()
 
     async def StreamGenerate(
@@ -78,24 +78,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             events = coalesce(events, chunk_tokens=chunk_tokens, max_delay=max_delay)
         async with contextlib.aclosing(events):
             async for event in events:
-                yield await converted(event, convert.event_to_proto)
+                yield await converted_event(event, convert.event_to_proto)
 
     async def _events(
         self, request: inference_pb2.GenerateRequest, context: Context, *, whole: bool
     ) -> AsyncGenerator[Event, None]:
-        spec = await read(partial(convert.spec_from_proto, whole=whole), request)
+        spec = await converted_request(partial(convert.spec_from_proto, whole=whole), request)
         current_call().request_id = spec.request_id
         return self._calls.stream(spec, timeout=context.time_remaining())
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
-        spec = await read(convert.spec_from_embed, request)
+        spec = await converted_request(convert.spec_from_embed, request)
         current_call().request_id = spec.request_id
         return convert.embedded_to_proto(await self._calls.embed(spec, timeout=context.time_remaining()))
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        spec = await read(convert.spec_from_tokenize, request)
+        spec = await converted_request(convert.spec_from_tokenize, request)
         return convert.tokenized_to_proto(await self._calls.tokenize(spec, timeout=context.time_remaining()))
 
     async def CancelGeneration(
@@ -131,7 +131,7 @@ class MediaServicer(media_pb2_grpc.MediaServiceServicer):
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
         # Separate threads, because reading a file's header waits for an image worker, which must not delay other work.
-        self._looking = ThreadPoolExecutor(LOOKING, thread_name_prefix="saccade-uploads")
+        self._header_readers = ThreadPoolExecutor(HEADER_READERS, thread_name_prefix="saccade-uploads")
 
     async def UploadMedia(
         self, requests: AsyncIterator[media_pb2.UploadMediaRequest], context: Context
@@ -139,11 +139,11 @@ class MediaServicer(media_pb2_grpc.MediaServiceServicer):
         header = await header_of(requests, "an upload")
         async with in_thread(self._spool.upload(_tenant(), header.size_bytes)) as upload:
             await receive(requests, upload.write)
-            media = await to_end(self._look(upload.commit, header.media_id))
+            media = await to_end(self._describe(upload.commit, header.media_id))
         return media_pb2.UploadMediaResponse(media=_media_to_proto(media))
 
     async def GetMedia(self, request: media_pb2.GetMediaRequest, context: Context) -> media_pb2.GetMediaResponse:
-        media = await self._look(self._spool.get, _tenant(), request.media_id)
+        media = await self._describe(self._spool.get, _tenant(), request.media_id)
         return media_pb2.GetMediaResponse(media=_media_to_proto(media))
 
     async def DeleteMedia(
@@ -152,8 +152,8 @@ class MediaServicer(media_pb2_grpc.MediaServiceServicer):
         await asyncio.to_thread(self._spool.delete, _tenant(), request.media_id)
         return media_pb2.DeleteMediaResponse()
 
-    def _look(self, function: Callable[..., Media], *arguments: Any) -> asyncio.Future[Media]:
-        return asyncio.get_running_loop().run_in_executor(self._looking, function, *arguments)
+    def _describe(self, function: Callable[..., Media], *arguments: Any) -> asyncio.Future[Media]:
+        return asyncio.get_running_loop().run_in_executor(self._header_readers, function, *arguments)
 
 
 def _tenant() -> str:
@@ -235,7 +235,7 @@ def media_resolver(
         return [task.result() for task in tasks]
 
     async def resolve(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
-        places = asyncio.Semaphore(TOGETHER)
+        places = asyncio.Semaphore(CONCURRENT_FETCHES)
         return replace(spec, media=tuple(await together(spec.media, tenant_folder(salt), places)))
 
     return resolve

@@ -30,7 +30,7 @@ from service.answers.calls import Calls
 from service.common import errors
 from service.common.types import Delta, Finished, Logprob, Started, Usage
 from service.model.assets import ModelAssets
-from service.rpc.servicer import read
+from service.rpc.servicer import converted_request
 from service.telemetry.call_context import current_call
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
@@ -244,7 +244,7 @@ class VllmEngineServicer:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def Generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
-        spec = convert.spec_from_proto(await read(request_from, request), whole=not request.stream)
+        spec = convert.spec_from_proto(await converted_request(request_from, request), whole=not request.stream)
         spec = replace(spec, constrain_reasoning=request.sampling_params.grammar_from_first_token)
         current_call().request_id = spec.request_id
         self._last_request = time.time()
