@@ -28,7 +28,7 @@ from saccade.v1 import inference_pb2, model_pb2, types_pb2
 from service.answers import convert
 from service.answers.calls import Calls
 from service.common import errors
-from service.common.types import Delta, Finished, Logprob, Started, Usage
+from service.common.types import Delta, Finished, GenerateSpec, Logprob, Started, Usage
 from service.model.assets import ModelAssets
 from service.rpc.servicer import converted_request
 from service.telemetry.call_context import current_call
@@ -85,6 +85,11 @@ def request_from(request: Any) -> inference_pb2.GenerateRequest:
         else:
             raise errors.InvalidArgument(f"{where}.modality: expected image or video, got {ref.modality}", field=where)
     return made
+
+
+def _spec_from(request: Any) -> GenerateSpec:
+    spec = convert.spec_from_proto(request_from(request), whole=not request.stream)
+    return replace(spec, constrain_reasoning=request.sampling_params.grammar_from_first_token)
 
 
 def _set_source(file: types_pb2.Image | types_pb2.Video, url: str, where: str) -> None:
@@ -244,8 +249,7 @@ class VllmEngineServicer:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def Generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
-        spec = convert.spec_from_proto(await converted_request(request_from, request), whole=not request.stream)
-        spec = replace(spec, constrain_reasoning=request.sampling_params.grammar_from_first_token)
+        spec = await converted_request(_spec_from, request)
         current_call().request_id = spec.request_id
         self._last_request = time.time()
         answer = _Answer(request.stream)
