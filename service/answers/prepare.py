@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -135,7 +135,7 @@ class Preparer:
         self._cache = cache
         self._seed = hashlib.sha256(f"{revision}|{dtype}|{vision}".encode()).digest()
         self._lock = Lock()
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[str, float] = defaultdict(float)
 
     def prepare(self, source: MediaSource, salt: bytes) -> PreparedItem:
         """The patches of an image or video, from the cache if they are there. Raises InvalidArgument with the field at
@@ -190,14 +190,14 @@ class Preparer:
         """Images, videos and frames since the start, and the seconds spent in each stage."""
         names = ("images", "videos", "frames", "decode_seconds", "resize_seconds", "patch_seconds")
         with self._lock:
-            return {name: float(self._counts[name]) for name in names} | self._cache.stats()
+            return {name: self._counts[name] for name in names} | self._cache.stats()
 
     def _count(self, source: MediaSource, watch: Stopwatch) -> None:
         with self._lock:
             self._counts["videos" if isinstance(source, Video) else "images"] += 1
             self._counts["frames"] += watch.frames
             for stage, seconds in watch.seconds.items():
-                self._counts[f"{stage}_seconds"] += seconds  # type: ignore[assignment]
+                self._counts[f"{stage}_seconds"] += seconds
 
     def _video(self, source: Video, salt: bytes, digests: Sequence[bytes], watch: Stopwatch) -> PreparedItem:
         most, wanted = self._limits.video_frames, self._most_frames(source)

@@ -209,13 +209,17 @@ class KServeServicer:
         out: asyncio.Queue[Any] = asyncio.Queue(maxsize=MAX_OPEN)
         slots, tasks = asyncio.Semaphore(MAX_OPEN), set[asyncio.Task[None]]()
 
+        def ended(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            slots.release()
+
         async def answer_all() -> None:
             try:
                 first = True
                 async for request in requests:
                     await slots.acquire()
                     tasks.add(task := asyncio.create_task(self._answer(request, first, context, out)))
-                    task.add_done_callback(lambda done: (tasks.discard(done), slots.release()))  # type: ignore[func-returns-value]
+                    task.add_done_callback(ended)
                     first = False
                 while tasks:
                     await asyncio.wait(tasks)

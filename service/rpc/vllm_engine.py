@@ -17,7 +17,7 @@ import io
 import time
 import urllib.parse
 import zipfile
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -253,8 +253,7 @@ class VllmEngineServicer:
         current_call().request_id = spec.request_id
         self._last_request = time.time()
         answer = _Answer(request.stream)
-        events: AsyncIterator[Any] = self._calls.stream(spec, timeout=context.time_remaining())
-        async with contextlib.aclosing(events):  # type: ignore[type-var]
+        async with contextlib.aclosing(self._calls.stream(spec, timeout=context.time_remaining())) as events:
             async for event in events:
                 response = answer.add(event)
                 if response is not None:
