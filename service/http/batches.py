@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -81,7 +80,7 @@ async def list_batches(call: HttpCall) -> None:
     """Lists batches, newest first: at most `limit`, those after the id `after`."""
     query = query_of(call)
     limit = limit_of(query, DEFAULT_LISTED, MAX_LISTED)
-    found = [batch for batches in (await _batches_of(call)).values() for batch in batches]
+    found = await _all_batches(call)
     found.sort(key=lambda batch: -(batch.created or 0))
     if "after" in query:
         ids = [batch.batch_id for batch in found]
@@ -90,8 +89,8 @@ async def list_batches(call: HttpCall) -> None:
     await call.respond({"object": "list", **page})
 
 
-async def _batches_of(call: HttpCall) -> dict[Connection, list[Batch]]:
-    """The batches of each server that has a BatchService and answers. Raises SaccadeError if there is none."""
+async def _all_batches(call: HttpCall) -> list[Batch]:
+    """The batches of all servers that have a BatchService and answer. Raises SaccadeError if there is none."""
     caller = call.caller()
 
     async def of(connection: Connection) -> list[Batch]:
@@ -104,12 +103,10 @@ async def _batches_of(call: HttpCall) -> dict[Connection, list[Batch]]:
             if not (token := page.next_page_token):
                 return found
 
-    connections = caller.upstream.connections
-    results = await asyncio.gather(*map(of, connections), return_exceptions=True)
-    told = {c: result for c, result in zip(connections, results, strict=True) if isinstance(result, list)}
-    if not told:
-        raise _explained(results[0])
-    return told
+    try:
+        return [batch for batches in await caller.of_each(of) for batch in batches]
+    except SaccadeError as error:
+        raise _explained(error) from None
 
 
 async def check_access(call: HttpCall) -> None:
@@ -120,7 +117,7 @@ async def check_access(call: HttpCall) -> None:
         raise _explained(error) from None
 
 
-def _explained(error: Any) -> BaseException:
+def _explained(error: SaccadeError) -> SaccadeError:
     """An error of ListBatches; one of a server without BatchService says what it needs for it."""
     if isinstance(error, Unimplemented):
         return Unimplemented("batches need a server with one frontend process", reason="UNIMPLEMENTED")

@@ -7,6 +7,7 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
+import grpc
 from google.protobuf import json_format
 
 from saccade._core.results import model_from
@@ -20,8 +21,11 @@ from service.http.pages import Query, index_of, limit_of, page_object, query_of
 from service.http.upstream import Caller, Connection
 
 PROBE_SECONDS = 2.0
+"""Seconds that a server may take to say whether it is ready."""
 DEFAULT_LISTED, MAX_LISTED = 20, 1000
 """Number of models on one page of Anthropic's list: without the parameter `limit`, and at most."""
+_STARTED = int(time.time())
+"""When models were created, as far as clients are told."""
 
 
 async def health(call: HttpCall) -> None:
@@ -40,7 +44,6 @@ async def ready(call: HttpCall) -> None:
 async def _serving(call: HttpCall, connection: Connection) -> str:
     if isinstance(connection, AsyncLocalConnection):
         return "serving" if connection.alive else "not serving"
-    import grpc
     from grpc_health.v1 import health_pb2
 
     channel = connection.grpc_channel()
@@ -110,23 +113,13 @@ async def get_model(call: HttpCall) -> None:
 
 
 async def _models(caller: Caller) -> dict[str, Model]:
-    """The models of all servers that answer, by name."""
-    results = await asyncio.gather(
-        *(
-            caller.call("model", "ListModels", model_pb2.ListModelsRequest(), on=connection)
-            for connection in caller.upstream.connections
-        ),
-        return_exceptions=True,
+    """The models of all servers that answer, by name. Raises SaccadeError if there is none."""
+    answers = await caller.of_each(
+        lambda connection: caller.call("model", "ListModels", model_pb2.ListModelsRequest(), on=connection)
     )
-    found: dict[str, Model] = {}
-    failures: list[BaseException] = []
-    for result in results:
-        if isinstance(result, BaseException):
-            failures.append(result)
-        else:
-            found |= {model.name: model for model in map(model_from, result.models)}
+    found = {model.name: model_from(model) for answer in answers for model in answer.models}
     if not found:
-        raise failures[0] if failures else Unavailable("no server has a model", retryable=True)
+        raise Unavailable("no server has a model", retryable=True)
     return found
 
 
@@ -169,9 +162,6 @@ def model_object(model: Model) -> dict[str, Any]:
             "default_sampling": model.default_sampling,
         },
     }
-
-
-_STARTED = int(time.time())
 
 
 async def status(call: HttpCall) -> None:

@@ -132,6 +132,14 @@ class Caller:
         assert failure is not None
         raise failure
 
+    async def of_each(self, ask: Callable[[Connection], Awaitable[T]]) -> list[T]:
+        """What the servers answer to `ask`, without those that fail. Raises the error of one if all fail."""
+        results = await asyncio.gather(*map(ask, self.upstream.connections), return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if len(failures) == len(results):
+            raise failures[0]
+        return [result for result in results if not isinstance(result, BaseException)]
+
     async def messages(
         self, service: str, method: str, message: Any, *, on: Connection, timeout: float | None
     ) -> AsyncGenerator[Any, None]:
