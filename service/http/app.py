@@ -26,7 +26,9 @@ from service.http.call import Endpoint, Front, Handler, Receive, Scope, Send, re
 from service.http.messages import error_form_of
 
 SWEEP_SECONDS = 60.0
+"""Time between two deletions of expired files."""
 PLAYGROUND = Path(__file__).resolve().parent / "playground"
+"""The pages of the playground and its scripts."""
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
     "media-src 'self' data: blob:; connect-src 'self'; font-src 'self'; manifest-src 'self'; "

@@ -38,8 +38,11 @@ else:
 log = logging.getLogger(__name__)
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+"""Upper bounds of the histograms' buckets, in seconds."""
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
+"""The same for the time between two tokens."""
 SCRAPE_TIMEOUT = 2.0
+"""Seconds that a scrape waits for the engine, which may be in a long step; then its metrics are left out."""
 
 
 class Metrics:
