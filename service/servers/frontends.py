@@ -281,8 +281,13 @@ class Hub:
             self._failures[dead.member] = 0
         failures = self._failures.get(dead.member, 0)
         self._failures[dead.member] = failures + 1
-        if not self._stopping.wait(restart_pause(failures)):
-            self._start_frontend(dead.member)
+        while not self._stopping.wait(restart_pause(failures)):
+            try:
+                self._start_frontend(dead.member)
+                return
+            except OSError as error:  # for example too many open files, which may pass
+                failures += 1
+                log.error("frontend %d cannot be started: %s", dead.member, error)
 
     async def stop(self, grace: float | None = None) -> None:
         """Sends `STOP_HELPER` to all frontends, which let running calls end within `options.grace`; a second call makes

@@ -100,7 +100,10 @@ class HttpProcess:
             if self._stopping.is_set():
                 raise ConfigError("http_port: the server is stopping")
             descriptor = self._listener.fileno()
-            self._process, connection = start_helper("service.http.process", [descriptor])
+            try:
+                self._process, connection = start_helper("service.http.process", [descriptor])
+            except OSError as error:  # for example too many open files, which may pass
+                raise ConfigError(f"http_port: the HTTP server's process cannot be started: {error}") from None
         try:
             connection.send((self._options, descriptor))
             answer = first_message(self._process, connection, self._load_timeout, "HTTP")

@@ -205,6 +205,25 @@ def test_a_frontend_that_does_not_get_ready_is_killed(
             asyncio.run(hub.stop())
 
 
+def test_a_frontend_that_cannot_be_started_is_tried_again(
+    text_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ServerOptions(model=str(text_model), max_seqs=2, max_len=600, frontends=1, warmup=False)
+    with reserved_port(options) as port:
+        hub = Hub(options, port)
+        try:
+            hub.start()
+            first = hub._frontends[0]
+            with monkeypatch.context() as broken:
+                broken.setattr(sys, "executable", "/none")
+                first.process.kill()
+                until(lambda: "No such file" in caplog.text)
+            until(lambda: hub._frontends[0] is not first)
+            hub._frontends[0].serving.result(60)
+        finally:
+            asyncio.run(hub.stop(grace=0.0))
+
+
 def test_frontends_that_hang_are_replaced_also_during_a_drain_and_killed_at_the_end(
     text_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from keys import KEYS, key_file
 from running import RunningServer, children
 from running_http import RunningHttp, request_of
 from served import make_served
+from waiting import until
 
 import saccade
 from benchmarks import machine
@@ -272,6 +273,23 @@ def test_signals_until_the_end_do_not_change_the_exit_code_of_the_http_server_al
             server.send_signal(signal.SIGTERM)
             time.sleep(0.001)
     assert server.returncode == 0
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    http = HttpProcess(ServerOptions(http_port=0))
+    http.start()
+    try:
+        with monkeypatch.context() as broken:
+            broken.setattr(sys, "executable", "/none")
+            assert http._process is not None
+            http._process.kill()
+            until(lambda: "No such file" in caplog.text)
+        until(lambda: http._process is not None and http._process.poll() is None)
+        assert httpx.get(f"{http.url}/health", timeout=60).status_code == 200
+    finally:
+        http.join()
 
 
 def test_a_long_tmpdir_does_not_make_the_socket_s_path_too_long(
