@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import os
 import threading
 import weakref
@@ -36,12 +37,17 @@ class LocalConnection:
         self._load()
 
     def _load(self) -> None:
+        collecting = gc.isenabled()
+        gc.disable()  # a fifth of the time that importing torch takes
         try:
             from service.servers.local import LocalService
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "service":
                 raise
             raise FailedPrecondition(INSTALL, reason="NOT_INSTALLED") from error
+        finally:
+            if collecting:
+                gc.enable()
         self._pid = os.getpid()
         with _translated(""):
             self.service = LocalService(**self._arguments)

@@ -98,9 +98,11 @@ def lasting_objects() -> Iterator[None]:
     """For imports of large packages: objects created inside the context live as long as the process, so the garbage
     collector is off meanwhile and never examines them later. Collections would take a sixth of the time that importing
     torch and a model's modules takes."""
+    collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if collecting:
+            gc.enable()

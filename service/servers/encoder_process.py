@@ -13,17 +13,19 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
+from service.common.helper_process import ignore_stop_signals, lasting_objects
 
-from encoder.item import ItemDescription
-from kernels.host_memory import keep_freed_memory, release_program_pages
-from service.common.channel import receive_descriptor
-from service.common.config import EngineOptions
-from service.common.helper_process import ignore_stop_signals
-from service.encoding.encoder import LocalEncoder
-from service.encoding.entries import Work
-from service.encoding.process_link import PlacedRows
-from service.encoding.segments import Segment, open_segment
+with lasting_objects():
+    import torch
+
+    from encoder.item import ItemDescription
+    from kernels.host_memory import keep_freed_memory, release_program_pages
+    from service.common.channel import receive_descriptor
+    from service.common.config import EngineOptions
+    from service.encoding.encoder import LocalEncoder
+    from service.encoding.entries import Work
+    from service.encoding.process_link import PlacedRows
+    from service.encoding.segments import Segment, open_segment
 
 REPORTED = ("images", "batches", "real_tokens", "padded_tokens", "encode_seconds")
 """Counters that the decoder process shows in its metrics."""
@@ -117,7 +119,8 @@ def main(descriptor: int) -> int:
 def _serve(connection: Connection, options: EngineOptions) -> int:
     source = SegmentWork(connection)
     try:
-        from service.engine.build import encoder_of_process
+        with lasting_objects():
+            from service.engine.build import encoder_of_process
 
         source.encoder = encoder_of_process(options, source)
     except ValueError as error:  # ConfigError, CheckpointError and errors of the runner

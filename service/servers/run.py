@@ -7,6 +7,7 @@ import sys
 
 from kernels.host_memory import release_program_pages
 from service.common.config import ServerOptions
+from service.common.helper_process import lasting_objects
 from service.engine.engine_client import Loading, SupervisedEngine
 from service.media.image_pool import ImagePool
 from service.model.assets import ModelAssets
@@ -72,7 +73,8 @@ def run(options: ServerOptions) -> int:
     options = fetched(options)
     if options.role == "encoder":
         # Imported here because it imports torch, which a frontend does not need.
-        from service.servers.encoder_server import serve_encoder
+        with lasting_objects():
+            from service.servers.encoder_server import serve_encoder
 
         return run_to_end(serve_encoder(options))
     if options.frontends > 1:
