@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -25,6 +27,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 from hypothesis import settings
 
+GPU = torch.cuda.is_available()
+sys.dont_write_bytecode = False  # each worker would compile all test modules again, for five seconds
 # On again in `pytest_collection_finish`. Nearly all that is imported and collected until then lives until the end.
 gc.disable()
 torch.set_num_threads(1)
@@ -36,7 +40,13 @@ settings.load_profile("saccade")
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """From here on no collection of garbage looks at the modules and tests, of which there are enough to take a
-    second."""
+    second.
+
+    pytest adds two handlers to each logger that does not propagate, and removes them, three times a test. Torch has
+    fifty, all below its logger "torch", through which the handlers get the same records."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -52,5 +62,8 @@ def temporary_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
 def fixed_seeds() -> Iterator[None]:
     """Each test starts from the same generator state, whatever ran before it."""
     random.seed(0)
-    torch.manual_seed(0)
+    if GPU:
+        torch.manual_seed(0)
+    else:  # the same without half a millisecond for stack traces, which torch keeps for devices that are not there
+        torch.default_generator.manual_seed(0)
     yield

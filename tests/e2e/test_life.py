@@ -407,13 +407,11 @@ LOCAL = (
 )
 
 
-@pytest.mark.parametrize("way", ["standard input", "interactive", "-c"])
+@pytest.mark.parametrize("way", ["-", "-i"], ids=["standard input", "interactive"])
 def test_local_client_needs_no_main_module(text_model: Path, way: str) -> None:
-    code = LOCAL.format(model=str(text_model))
-    arguments = {"standard input": ["-"], "interactive": ["-i"], "-c": ["-c", code]}[way]
+    code = LOCAL.format(model=str(text_model)) + "\n"
     done = subprocess.run(
-        [sys.executable, *arguments], input=None if way == "-c" else code + "\n", cwd=ROOT, capture_output=True,
-        text=True, timeout=120,
+        [sys.executable, way], input=code, cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert "completion_tokens=3" in done.stdout, done.stderr
 

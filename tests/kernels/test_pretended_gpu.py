@@ -27,7 +27,7 @@ from kernels.streams import behind, mark, on, side_stream
 from kernels.weight_forms import FORMS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter, not a GPU")
-SMALL: dict[str, Any] = {"count": 2, "output": 5, "max_seqs": 2, "max_batched_tokens": 8, "native": "off"}
+SMALL: dict[str, Any] = {"count": 2, "output": 5, "max_seqs": 2, "max_batched_tokens": 4, "native": "off"}
 MODELS: dict[str, dict[str, Any]] = {"plain": {"pattern": "M*E"}, "delta": {"config": gated_config("G*-", mtp=True)}}
 """With the gated delta rule, attention is gated, normalised and uses image positions."""
 
@@ -70,7 +70,7 @@ def test_decoder(model: str, options: dict[str, Any], replayed: set[str]) -> Non
     expected = on_the_host(model)
     with pretended("cuda:1"):
         found = answers(
-            **SMALL, **MODELS[model], **options, graphs="on", max_capture=8, device="cuda:1", known=expected.drawn
+            **SMALL, **MODELS[model], **options, graphs="on", max_capture=4, device="cuda:1", known=expected.drawn
         )
     assert found.drawn == expected.drawn
     assert replayed <= {name.rpartition("_")[0] for name, count in found.stats.items() if count}

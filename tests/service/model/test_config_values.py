@@ -119,11 +119,20 @@ def minicpm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["bamba", "granitemoehybrid"])
-def text_only(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    path = tmp_path_factory.mktemp(request.param)
-    make_text_checkpoint(path, request.param, 3)
-    return path
+@pytest.fixture(scope="module")
+def bamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text_checkpoint(tmp_path_factory.mktemp("bamba"), "bamba", 3).path
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text_checkpoint(tmp_path_factory.mktemp("granite"), "granitemoehybrid", 3).path
+
+
+@pytest.fixture(params=["bamba", "granite"])
+def text_only(request: pytest.FixtureRequest) -> Path:
+    model: Path = request.getfixturevalue(request.param)
+    return model
 
 
 def changed(model: Path, folder: Path, file: str, place: tuple[str, ...], value: Any) -> None:
@@ -190,16 +199,14 @@ def test_text_only(text_only: Path, tmp_path: Path, place: tuple[str, ...], valu
 
 
 @pytest.mark.parametrize(("name", "value"), BAMBA, ids=str)
-def test_bamba(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, name: str, value: Any) -> None:
-    make_text_checkpoint(model := tmp_path_factory.mktemp("bamba"), "bamba", 3)
-    refused(model, tmp_path, (name,), value)
+def test_bamba(bamba: Path, tmp_path: Path, name: str, value: Any) -> None:
+    refused(bamba, tmp_path, (name,), value)
 
 
 @pytest.mark.parametrize("value", NO_FACTOR, ids=str)
 @pytest.mark.parametrize("name", ["embedding", "residual", "attention"])
-def test_granite(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, name: str, value: Any) -> None:
-    make_text_checkpoint(model := tmp_path_factory.mktemp("granite"), "granitemoehybrid", 3)
-    refused(model, tmp_path, (f"{name}_multiplier",), value)
+def test_granite(granite: Path, tmp_path: Path, name: str, value: Any) -> None:
+    refused(granite, tmp_path, (f"{name}_multiplier",), value)
 
 
 @pytest.mark.parametrize(("family", "file", "place", "value"), PROCESSORS, ids=str)
