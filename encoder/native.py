@@ -21,23 +21,13 @@ from torch import Tensor
 from encoder.pieces import Pieces
 from encoder.tower import PackedBatch, rotation_width
 from encoder.vit import Block, Norm, ViT, ViTSizes
+from kernels.activation_names import COMPILED
 from kernels.linear import Linear, Packed
 from kernels.native import Activation, Kind, NativeUnavailable, library
 from kernels.native.tower import Code, Of, Place, Store, Tower, TowerOp, TowerStep
 from kernels.varlen_attention.reference import check_offsets
 
 log = logging.getLogger(__name__)
-
-ACTIVATIONS = {
-    "gelu": Activation.GELU,
-    "gelu_new": Activation.GELU_TANH,
-    "gelu_pytorch_tanh": Activation.GELU_TANH,
-    "gelu_fast": Activation.GELU_TANH,
-    "quick_gelu": Activation.GELU_QUICK,
-    "relu": Activation.RELU,
-    "relu2": Activation.RELU_SQUARED,
-    "silu": Activation.SILU,
-}
 
 
 def runs_compiled(sizes: ViTSizes, dtype: torch.dtype, device: torch.device, mode: str) -> bool:
@@ -205,7 +195,7 @@ class CompiledTower:
             gate = TowerOp(Code.GATE, ld_source=both, activation=Activation.SILU)
             first = self.linear(up, Place.NORMED, Place.WIDE)
             return [first, gate, self.linear(down, Place.WIDE, Place.STREAM, ld=both, store=Store.ADD)]
-        first = self.linear(up, Place.NORMED, Place.WIDE, activation=ACTIVATIONS[self.sizes.hidden_act])
+        first = self.linear(up, Place.NORMED, Place.WIDE, activation=COMPILED[self.sizes.hidden_act])
         return [first, self.linear(down, Place.WIDE, Place.STREAM, store=Store.ADD)]
 
     def _floats(self, tensor: Tensor) -> int:
@@ -230,7 +220,7 @@ class NativeViT(CompiledTower):
         self._layers = [self.block(block) for block in vit.blocks]
         token = TowerOp(Code.TOKEN, Of.TOKENS) if vit.final_norm is None else self.norm(vit.final_norm, Code.TOKEN)
         token.of = Of.TOKENS
-        between = ACTIVATIONS[vit.projector_act]
+        between = COMPILED[vit.projector_act]
         self._project = self.add(
             token,
             self.linear(vit.linear_1, Place.NORMED, Place.WIDE, of=Of.TOKENS, activation=between),

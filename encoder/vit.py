@@ -7,7 +7,7 @@ The block is that of "An Image is Worth 16x16 Words" (arXiv 2010.11929), with ML
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,36 +17,11 @@ from torch.nn import functional as F
 
 from encoder.pieces import Pieces
 from encoder.tower import PackedBatch, TowerSizes
+from kernels.activations import ACTIVATIONS
 from kernels.linear import Linear
 from kernels.patch_embed import patch_embed
 from kernels.pixel_shuffle import shuffle_norm
 from kernels.varlen_attention import varlen_attention
-
-Activation = Callable[[Tensor], Tensor]
-
-
-def _tanh_gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _relu_squared(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-ACTIVATIONS: dict[str, Activation] = {
-    "gelu": F.gelu,
-    "gelu_new": _tanh_gelu,
-    "gelu_pytorch_tanh": _tanh_gelu,
-    "gelu_fast": _tanh_gelu,
-    "quick_gelu": _quick_gelu,
-    "relu": F.relu,
-    "relu2": _relu_squared,
-    "silu": F.silu,
-}
 
 
 @dataclass(frozen=True)
@@ -113,7 +88,7 @@ class ViTSizes(TowerSizes, Protocol):
 
     @property
     def hidden_act(self) -> str:
-        """Activation of an MLP that is not gated: one of `ACTIVATIONS`."""
+        """Activation of an MLP that is not gated; see `kernels.activation_names`."""
 
     @property
     def projector_hidden_size(self) -> int:
@@ -147,7 +122,7 @@ class ViT:
     """First linear layer of the projector; `projector_act` follows it."""
     linear_2: Linear
     projector_act: str = "relu2"
-    """One of `ACTIVATIONS`."""
+    """Activation of the projector; see `kernels.activation_names`."""
 
     def pieces(self, batch: PackedBatch, *, kind: str) -> Pieces[Tensor]:
         """Yields after each block and returns `[N, row_width]` rows in the tower's dtype, one per entry of

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from encoder.media_limits import RGB
-
-ACTIVATIONS = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "silu")
-"""Activations of a tower's MLPs, named as in transformers."""
+from kernels.activation_names import COMPILED
 
 
 def check_activation(name: str) -> None:
-    """Raises `ValueError` unless `name` is one of `ACTIVATIONS`."""
-    if name not in ACTIVATIONS:
-        raise ValueError(f"vision hidden_act {name!r} is none of {', '.join(ACTIVATIONS)}")
+    """Raises `ValueError` unless `name` is an activation that `kernels.activation_names` lists."""
+    if name not in COMPILED:
+        raise ValueError(f"vision hidden_act {name!r} is none of {', '.join(COMPILED)}")
 
 
 class DerivedSizes:

@@ -10,15 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from decoder.layers.spec import PageSpec, SlotSpec, positive, require
+from kernels.activation_names import GROUPED
 from kernels.native.state_blocks import StateShape
 from kernels.rope import Rope
-
-ACTIVATIONS = ("relu2", "relu", "silu", "gelu", "gelu_pytorch_tanh")
 
 
 def check_activation(name: str) -> None:
     """Raises `ValueError` listing the known activations for any other name."""
-    require(name in ACTIVATIONS, f"mlp_hidden_act {name!r} is not one of {', '.join(ACTIVATIONS)}")
+    require(name in GROUPED, f"mlp_hidden_act {name!r} is not one of {', '.join(GROUPED)}")
 
 
 @dataclass(frozen=True)

@@ -7,33 +7,15 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from decoder.config import DecoderOptions
-from decoder.layers import descriptions
 from decoder.layers.spec import Weights
+from kernels.activation_names import COMPILED
+from kernels.activations import ACTIVATIONS
 from kernels.gates import swiglu
 from kernels.linear import GatedLinear, Linear, LinearParts, Quantised, Stack, alike, concatenate, quantise
 from kernels.linear import stack as join_stack
-from kernels.native import Activation
 from kernels.weight_forms import kind_and_group
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu2": lambda x: F.relu(x).square(),
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
-COMPILED = {
-    "relu2": Activation.RELU_SQUARED,
-    "relu": Activation.RELU,
-    "silu": Activation.SILU,
-    "gelu": Activation.GELU,
-    "gelu_pytorch_tanh": Activation.GELU_TANH,
-}
-"""`ACTIVATIONS` as compiled code names them."""
-assert tuple(ACTIVATIONS) == tuple(COMPILED) == descriptions.ACTIVATIONS
 
 
 def stored_weight(weight: Tensor | Quantised, options: DecoderOptions) -> Tensor | Quantised:

@@ -8,8 +8,10 @@ from torch import Tensor
 from decoder.batch import Batch
 from decoder.config import DecoderOptions
 from decoder.layers.descriptions import Mlp
-from decoder.layers.linear import ACTIVATIONS, COMPILED, gated_linear, named_linear
+from decoder.layers.linear import gated_linear, named_linear
 from decoder.layers.spec import Weights
+from kernels.activation_names import COMPILED
+from kernels.activations import ACTIVATIONS
 
 
 class MlpMixer:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from encoder.native import ACTIVATIONS, CompiledTower, contiguous
+from encoder.native import CompiledTower, contiguous
 from encoder.pieces import Pieces
 from encoder.tower import PackedBatch
 from encoder.vit import Norm
 from families.minicpmv4_6.parts import Parts, joined_rows, merged_sequences, window_bounds, window_order
+from kernels.activation_names import COMPILED
 from kernels.native.tower import Of, Place, Store
 
 
@@ -31,12 +32,12 @@ class NativeMergingTower(CompiledTower):
             self._attention = self.add(*self.attention(window.norm, window.qkv, window.out))
             first, second = window.merger.linear_1, window.merger.linear_2
             self._joined = self.add(
-                self.linear(first, Place.NORMED, Place.WIDE, activation=ACTIVATIONS[window.merger.act]),
+                self.linear(first, Place.NORMED, Place.WIDE, activation=COMPILED[window.merger.act]),
                 self.linear(second, Place.WIDE, Place.STREAM, store=Store.ADD),
             )
         merger = parts.merger
         self._project = self.add(
-            self.linear(merger.linear_1, Place.NORMED, Place.WIDE, of=Of.TOKENS, activation=ACTIVATIONS[merger.act]),
+            self.linear(merger.linear_1, Place.NORMED, Place.WIDE, of=Of.TOKENS, activation=COMPILED[merger.act]),
             self.linear(merger.linear_2, Place.WIDE, Place.OUT, of=Of.TOKENS),
         )
         self.build(parts.table_KD)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from encoder.pieces import Pieces
 from encoder.tower import PackedBatch
-from encoder.vit import ACTIVATIONS, Block, Norm
+from encoder.vit import Block, Norm
 from families.minicpmv4_6.vision_config import WINDOW, VisionConfig
+from kernels.activations import ACTIVATIONS
 from kernels.linear import Linear
 from kernels.patch_embed import patch_embed
 from kernels.pixel_shuffle import pixel_shuffle

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.activation_names import GROUPED
+from kernels.activations import ACTIVATIONS
 from kernels.linear.quantised import AnyWeight, Quantised, check_groups
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu2": lambda x: torch.square(F.relu(x)),
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
-"""Activations that grouped products support."""
 
 
 class Experts(Sequence[Callable[[Tensor], Tensor]]):
@@ -29,15 +20,15 @@ class Experts(Sequence[Callable[[Tensor], Tensor]]):
         self, up_EID: AnyWeight, down_EDI: AnyWeight, gate_EID: AnyWeight | None = None, activation: str = "relu2"
     ) -> None:
         """Raises `ValueError` for shapes that do not fit, if only one of gate and up projection is quantised, for an
-        activation that is not in `ACTIVATIONS`, or for weights on a GPU with groups that have no kernel."""
+        activation that is not in `GROUPED`, or for weights on a GPU with groups that have no kernel."""
         count, self.inner, width = up_EID.shape
         if down_EDI.shape != (count, width, self.inner):
             fitting = (count, width, self.inner)
             raise ValueError(f"down projections of experts have shape {tuple(down_EDI.shape)}, but must have {fitting}")
         if gate_EID is not None and gate_EID.shape != up_EID.shape:
             raise ValueError(f"gates of {tuple(gate_EID.shape)} do not fit experts of {tuple(up_EID.shape)}")
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"experts have one of {', '.join(ACTIVATIONS)} as their activation, not {activation}")
+        if activation not in GROUPED:
+            raise ValueError(f"experts have one of {', '.join(GROUPED)} as their activation, not {activation}")
         if gate_EID is not None and isinstance(gate_EID, Quantised) != isinstance(up_EID, Quantised):
             plain, other = ("up", "gate") if isinstance(gate_EID, Quantised) else ("gate", "up")
             raise ValueError(f"experts whose {other} projection is quantised, but whose {plain} projection is not")

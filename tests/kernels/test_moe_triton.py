@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton_kernels import DEVICE, assert_as_good, poisoned
 
+from kernels.activations import ACTIVATIONS
 from kernels.dispatch import forced
 from kernels.launch import ARCHITECTURES, by_architecture
 from kernels.linear import KINDS, Quantised, quantise
 from kernels.moe import Experts, kernel, reference, route, route_kernel, route_softmax, run_experts
-from kernels.moe.experts import ACTIVATIONS
 
 DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
 
