@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.chunk_scan.plan import Chunk
-from kernels.chunk_scan.reference import LOG2_E
+from kernels.exponentials import LOG2_E
 from kernels.fence_kernel import needs_fences, publish
 from kernels.launch import ARCHITECTURES, by_architecture, launch
 from kernels.scan_tables import ScanTables

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from kernels.causal_conv1d.reference import convolve_rows
 from kernels.chunk_scan.plan import Chunk, listed_chunks
-from kernels.chunk_scan.reference import LOG2_E
+from kernels.exponentials import LOG2_E
 from kernels.slots import SlotRun, round_states
 
 if TYPE_CHECKING:

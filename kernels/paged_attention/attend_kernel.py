@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.varlen_attention.kernel import find_segment
+from kernels.segment_kernel import find_segment
 
 
 @triton.jit

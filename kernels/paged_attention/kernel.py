@@ -7,12 +7,11 @@ head against N keys at a time.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 from torch import Tensor
 
+from kernels.exponentials import LOG2_E
 from kernels.launch import ARCHITECTURES, by_architecture, launch
 from kernels.paged_attention.attend_kernel import attend, merge
 from kernels.paged_attention.write_kernel import write_kv
@@ -161,7 +160,7 @@ def _launch(
         rows=rows,
         tokens=tokens,
         skip=skip,
-        scale=scale * math.log2(math.e),  # the softmax is one of powers of 2
+        scale=scale * LOG2_E,  # the softmax is one of powers of 2
         q_token=q_TQP.stride(0),
         q_head=q_TQP.stride(1),
         k_token=k_TKP.stride(0),

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.causal_conv1d.kernel import BLOCK_CHANNELS, convolve, keep_window, load_weights
-from kernels.chunk_scan.reference import LOG2_E
+from kernels.exponentials import LOG2_E
 from kernels.launch import by_architecture, launch
 from kernels.selective_state_update.kernel import ELEMENTS, step_size
 from kernels.slots import SlotRun

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.causal_conv1d.reference import convolve_rows
-from kernels.chunk_scan.reference import LOG2_E
+from kernels.exponentials import LOG2_E
 from kernels.selective_state_update.reference import advance_by_token, discretise
 from kernels.slots import SlotRun, round_states
 

@@ -6,14 +6,14 @@ sequence and head.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.exponentials import LOG2_E
 from kernels.launch import by_architecture, launch
+from kernels.segment_kernel import find_segment
 from kernels.tiles import AttentionTile as Tile
 
 # By architecture, then by the width of a head: up to 64, or wider. Chosen so that 64, 80, 96 and 128 do not spill.
@@ -24,21 +24,6 @@ TILES = {
     "gfx942": (Tile(128, 32, 4, 1), Tile(128, 32, 8, 1)),
 }
 TILE_FLOAT32 = Tile(32, 32, 4, 2)
-
-
-@triton.jit
-def find_segment(p_starts, count, i_block, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The last of `count` segments whose first block is `i_block` or an earlier one; p_starts: `[count]`, first item of
-    each segment. README.md explains why `items // BLOCK + count` blocks always suffice."""
-    low = 0
-    high = count
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(p_starts + middle) // BLOCK + middle <= i_block:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -161,7 +146,7 @@ def varlen_attention(
         p_out=out_RHD,
         p_starts=cu_seqlens,
         sequences=sequences,
-        scale=scale * math.log2(math.e),  # the softmax is one of powers of 2
+        scale=scale * LOG2_E,  # the softmax is one of powers of 2
         q_row=q_RHD.stride(0),
         q_head=q_RHD.stride(1),
         k_row=k_RHD.stride(0),
