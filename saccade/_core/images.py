@@ -6,17 +6,15 @@ if the caller has imported them already, which is so if one of their objects is 
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 import os
 import struct
 import sys
-import urllib.parse
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from saccade._core.data_urls import decode_data_url, is_data_url
 from saccade._core.ranges import check_text, file_reason
 from saccade.errors import InvalidArgument
 from saccade.types import Media
@@ -130,11 +128,13 @@ def _is_single(value: Any) -> bool:
 
 
 def _from_path_or_url(text: str, name: str) -> types_pb2.Image:
-    scheme = text.split(":", 1)[0].lower() if ":" in text else ""
-    if scheme in ("http", "https"):
+    if text[:6].lower().startswith(("http:", "https:")):
         return types_pb2.Image(uri=check_text(name, text))
-    if scheme == "data":
-        return types_pb2.Image(data=decode_data_url(text, name))
+    if is_data_url(text):
+        try:
+            return types_pb2.Image(data=decode_data_url(text))
+        except ValueError as error:
+            raise InvalidArgument(f"{name}: {error}") from error
     try:
         with open(text, "rb") as file:
             return types_pb2.Image(data=file.read())
@@ -142,20 +142,6 @@ def _from_path_or_url(text: str, name: str) -> types_pb2.Image:
         raise InvalidArgument(
             f"{name}: cannot read {text!r}: {file_reason(error)}", reason="IMAGE_UNREADABLE"
         ) from error
-
-
-def decode_data_url(url: str, name: str) -> bytes:
-    """The bytes inside a `data:` URL, base64 or percent-encoded. Base64 may be divided into lines."""
-    header, comma, payload = url.partition(",")
-    if not comma:
-        raise InvalidArgument(f"{name}: a data URL needs a comma before its data")
-    try:
-        if header.rstrip(" ").lower().endswith(";base64"):
-            # A space is an error, because it may be a plus sign that something has decoded.
-            return base64.b64decode(payload.encode("ascii").translate(None, b"\r\n"), validate=True)
-        return urllib.parse.unquote_to_bytes(payload)
-    except (binascii.Error, ValueError) as error:
-        raise InvalidArgument(f"{name}: the data URL's base64 cannot be decoded") from error
 
 
 def is_pillow(value: Any) -> bool:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from saccade._core.images import decode_data_url
+from saccade._core.images import image_message
 from saccade._core.requests import build_request
 from saccade._core.tools import MODES
 from saccade._openai.schema import (
@@ -120,12 +120,10 @@ def _opened(source: str, name: str, opener: Opener) -> Any:
         raise InvalidArgument(f"{name}: expected a data URL, media:ID or a URL, got an empty string")
     scheme, colon, rest = source.partition(":")
     match scheme.lower() if colon else "":
-        case "data":
-            return opener(types_pb2.Image(data=decode_data_url(source, name)), name)
         case "media":
             return opener(types_pb2.Image(media_id=rest), name)
-        case "http" | "https":
-            return opener(types_pb2.Image(uri=source), name)
+        case "data" | "http" | "https":
+            return opener(image_message(source, name), name)
         case "file":
             raise InvalidArgument(f"{name}: name a file by its path inside the input's folder, without file:")
     return opener(source, name)

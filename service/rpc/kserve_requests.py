@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 import re
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from service.answers.json_values import check_json_size, check_nesting
 from service.answers.weigh import MAX_FIELDS
 from service.common import errors
 from service.rpc.kserve_tensors import OUTPUTS, read_tensors
+from service.rpc.media_urls import set_source
 
 MAX_JSON_VALUES = 2**18
 """Largest number of values and keys of the JSON in one input. Of objects and arrays it is `MAX_FIELDS`, because each
@@ -311,15 +310,9 @@ def _add_calls(chat: types_pb2.ChatMessage, entry: dict[str, Any], where: str) -
 
 
 def _image_from_url(url: str) -> types_pb2.Image:
-    if not url.startswith("data:"):
-        return types_pb2.Image(uri=url)
-    head, comma, data = url.partition(",")
-    try:
-        if not comma or not head.endswith(";base64"):
-            raise ValueError
-        return types_pb2.Image(data=base64.b64decode(data.encode("ascii").translate(None, b"\r\n"), validate=True))
-    except (ValueError, binascii.Error):
-        raise errors.InvalidArgument("an image_url is a data URL without valid base64", field="image_url") from None
+    image = types_pb2.Image()
+    set_source(image, url, "image_url")
+    return image
 
 
 def _chat_message(entry: Any, where: str, images: Any) -> types_pb2.ChatMessage:

@@ -8,14 +8,11 @@ Preprocessed pixels (`mm_inputs`) are not supported. The messages are those of t
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import contextlib
 import datetime
 import hashlib
 import io
 import time
-import urllib.parse
 import zipfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +27,7 @@ from service.answers.calls import Calls
 from service.common import errors
 from service.common.types import Delta, Finished, GenerateSpec, Logprob, Started, Usage
 from service.model.assets import ModelAssets
+from service.rpc.media_urls import set_source
 from service.rpc.servicer import converted_request
 from service.telemetry.call_context import current_call
 
@@ -79,9 +77,9 @@ def request_from(request: Any) -> inference_pb2.GenerateRequest:
     for index, ref in enumerate(refs):
         where = f"media_refs.items[{index}]"
         if ref.modality == _VIDEO:
-            _set_source(target.videos.add(), ref.url, where)
+            set_source(target.videos.add(), ref.url, f"{where}.url")
         elif ref.modality == _IMAGE:
-            _set_source(target.images.add(), ref.url, where)
+            set_source(target.images.add(), ref.url, f"{where}.url")
         else:
             raise errors.InvalidArgument(f"{where}.modality: expected image or video, got {ref.modality}", field=where)
     return made
@@ -90,20 +88,6 @@ def request_from(request: Any) -> inference_pb2.GenerateRequest:
 def _spec_from(request: Any) -> GenerateSpec:
     spec = convert.spec_from_proto(request_from(request), whole=not request.stream)
     return replace(spec, constrain_reasoning=request.sampling_params.grammar_from_first_token)
-
-
-def _set_source(file: types_pb2.Image | types_pb2.Video, url: str, where: str) -> None:
-    if not url.startswith("data:"):
-        file.uri = url
-        return
-    header, comma, content = url.partition(",")
-    try:
-        if not comma:
-            raise ValueError("no comma")
-        encoded = header.endswith(";base64")
-        file.data = base64.b64decode(content, validate=True) if encoded else urllib.parse.unquote_to_bytes(content)
-    except (ValueError, binascii.Error) as error:
-        raise errors.InvalidArgument(f"{where}.url: not a data URL: {error}", field=f"{where}.url") from None
 
 
 def _sampling(params: Any) -> types_pb2.SamplingParams:

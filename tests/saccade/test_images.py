@@ -46,6 +46,7 @@ def test_urls() -> None:
         assert image_message(start + base64.b64encode(b"abc").decode()).data == b"abc"
     for divided in ("YW\nJj\n", "YW\r\nJj"):  # as the command base64 and email programs write it
         assert image_message(f"data:image/png;base64,{divided}").data == b"abc"
+    assert image_message("data:;base64,%2b+%2B/%0A").data == b"\xfb\xef\xbf"
     assert image_message("data:,a%20b").data == b"a b"
 
 

@@ -319,16 +319,21 @@ def test_images_go_to_their_places_in_order() -> None:
 IMAGE = {"role": "user", "content": [{"type": "image"}]}
 
 
+@pytest.mark.parametrize("url", ["DATA:image/png;BASE64,YWI=", "data:;base64,YWI%3D", "data:image/png,%61b"])
+def test_every_form_of_a_data_url(url: str) -> None:
+    (part,) = read_request(with_images([IMAGE], urls=(url,))).request.chat.messages[0].parts
+    assert part.image.data == b"ab"
+
+
 @pytest.mark.parametrize(
     ("message", "words"),
     [
         (with_images([IMAGE]), "more image parts than there are images"),
         (with_images([USER], b"one"), "more images than image parts"),
         (with_images([IMAGE], b"one", b"two"), "more images than image parts"),
-        (with_images([IMAGE], urls=("data:image/png,YWI=",)), "without valid base64"),
-        (with_images([IMAGE], urls=("data:;base64",)), "without valid base64"),
-        (with_images([IMAGE], urls=("data:;base64,a",)), "without valid base64"),
-        (with_images([IMAGE], urls=("data:;base64,YW I=",)), "without valid base64"),
+        (with_images([IMAGE], urls=("data:;base64",)), "image_url: a data URL needs a comma"),
+        (with_images([IMAGE], urls=("data:;base64,a",)), "base64 cannot be decoded"),
+        (with_images([IMAGE], urls=("data:;base64,YW I=",)), "base64 cannot be decoded"),
         (request(), "one of the inputs text_input and messages"),
         (
             request(text_input=("BYTES", [1], element(b"a")), messages=("BYTES", [1], element(b"[]"))),
