@@ -18,7 +18,6 @@ import secrets
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from kernels.host_memory import release_program_pages
@@ -26,7 +25,6 @@ from service.common.config import ServerOptions
 from service.common.helper_process import STOP_HELPER, ignore_stop_signals, log_level
 from service.engine.engine_client import EngineLink
 from service.engine.types import EngineInfo
-from service.media.media import SharedSpool, Spool
 from service.servers.lifetime import stop_signals, stop_when_told
 from service.servers.limits import load_assets
 from service.servers.server import Server
@@ -93,8 +91,7 @@ class FrontendServer(Server):
     has_batches = False
 
     def __init__(self, options: ServerOptions, link: HubLink, member: int) -> None:
-        self._member = member
-        super().__init__(options, link, load_assets(options))
+        super().__init__(options, link, load_assets(options), member=member)
         self._link = link
         # Request ids in the engine must differ from those of other frontends and of a dead one that this one replaces.
         first = secrets.randbits(32) * options.frontends + member
@@ -117,9 +114,6 @@ class FrontendServer(Server):
 
         link.on_drain, link.on_beat, link.on_cancel = drain, beat, cancel
         self.tell_log_level = lambda: link.tell(("log level", log_level()))
-
-    def _make_spool(self, folder: Path, *arguments: Any, **keywords: Any) -> Spool:
-        return SharedSpool(folder, *arguments, member=self._member, members=self.options.frontends, **keywords)
 
     def _drain_asked(self) -> None:
         self._link.drain_all()

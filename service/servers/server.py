@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import importlib.metadata
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import grpc
 
@@ -31,19 +30,15 @@ from service.answers.door import Door
 from service.answers.frontend import Frontend
 from service.answers.warmup import warm_up
 from service.batches.batch_runs import Uploaded
-from service.batches.batch_store import BatchStore
 from service.batches.batches import Batches, BatchLimits
 from service.common import errors
 from service.common.auth import Guard, watch_keys
 from service.common.config import ConfigError, ServerOptions
 from service.common.errors import EngineDied
-from service.common.folders import OwnedFolder, locked
 from service.common.limits import Places
 from service.engine.types import EngineHandle, EngineInfo
 from service.media.fetch import make_fetcher
 from service.media.image_pool import ImagePool
-from service.media.images import MediaLimits
-from service.media.media import Spool
 from service.model.assets import ModelAssets
 from service.rpc.admin import AdminServicer
 from service.rpc.batch_servicer import BatchServicer
@@ -57,7 +52,8 @@ from service.servers.credentials import server_credentials
 from service.servers.exposure import channel_options, check_exposure, listen
 from service.servers.health import SetHealth, add_standard_services
 from service.servers.limits import byte_budget, door_limits, frontend_limits, make_image_pool
-from service.servers.preflight import check_batches, gateway
+from service.servers.preflight import gateway
+from service.servers.stores import open_batch_store, open_spool
 from service.telemetry.access_log import AccessLog
 from service.telemetry.call_context import current_call
 from service.telemetry.metrics import make_metrics
@@ -78,9 +74,11 @@ class Server:
     has_batches = True
 
     def __init__(
-        self, options: ServerOptions, engine: EngineHandle, assets: ModelAssets, *, image_pool: ImagePool | None = None
-    ) -> None:
-        """`image_pool`: prepares images and videos; by default `make_image_pool`'s. It is closed with this object."""
+        self, options: ServerOptions, engine: EngineHandle, assets: ModelAssets, *,
+        image_pool: ImagePool | None = None, member: int | None = None,
+    ) -> None:  # fmt: skip
+        """`image_pool`: prepares images and videos; by default `make_image_pool`'s. It is closed with this object.
+        `member`: the number of this frontend process if there are several."""
         check_exposure(options)
         check_sizes_file(options)
         self.options = options
@@ -101,15 +99,21 @@ class Server:
         _log_missing_packages(engine.info)
         access = AccessLog(as_json=options.log_json)
         with contextlib.ExitStack() as self._ends:  # closes what has been opened if this constructor fails
+            spans = None
+            if options.otlp_endpoint is not None:
+                spans = Spans(options.otlp_endpoint, version=_version())
+                self._ends.callback(spans.close)
             self.calls = Calls(
                 self.frontend, default_timeout=options.default_timeout, closed=self._refusal,
-                metrics=self.metrics, access=access, spans=self._open_spans(),
+                metrics=self.metrics, access=access, spans=spans,
                 places=Places(options.max_tenant_requests or max(1, options.max_queue // 2), "requests"),
             )  # fmt: skip
             self._door = Door(self._guard, self.budget, self.metrics, access, door_limits(options, engine.info.max_len))
-            self.spool = self._open_spool(limits.media)
+            self.spool = self._ends.enter_context(
+                open_spool(options, limits.media.file.frame, self.image_pool.describe, member)
+            )
             self.frontend.resolve = media_resolver(self.spool, fetcher)
-            self._batch_store = self._open_batches()
+            self._batch_store = self._ends.enter_context(open_batch_store(options))
             self._ends = self._ends.pop_all()
         self.batches: Batches | None = None
         self._batches_end: asyncio.Future[None] | None = None
@@ -208,50 +212,9 @@ class Server:
         server.add_generic_rpc_handlers((servicer.handler(),))
         return str(vllm_engine.SERVICE)
 
-    def _open_spool(self, limits: MediaLimits) -> Spool:
-        options = self.options
-        with self._folder("media_dir") as folder:
-            return self._make_spool(
-                folder, options.media_bytes, options.media_ttl, limits.file.frame,
-                tenant_capacity=options.media_tenant_bytes, describe=self.image_pool.describe,
-            )  # fmt: skip
-
-    def _open_spans(self) -> Spans | None:
-        if self.options.otlp_endpoint is None:
-            return None
-        spans = Spans(self.options.otlp_endpoint, version=_version())
-        self._ends.callback(spans.close)
-        return spans
-
-    def _make_spool(self, folder: Path, *arguments: Any, **keywords: Any) -> Spool:
-        # Locked, because another server would delete the unfinished uploads of this one.
-        self._ends.enter_context(locked(folder, "media_dir"))
-        return Spool(folder, *arguments, **keywords)
-
     def _drain_asked(self) -> None:
         """Drains the server at an operator's request."""
         self.drain()
-
-    def _open_batches(self) -> BatchStore:
-        options = self.options
-        check_batches(options)
-        with self._folder("batch_dir") as folder:
-            # Locked, because another server would delete this one's unfinished uploads and end its batches as failed.
-            self._ends.enter_context(locked(folder, "batch_dir"))
-            return BatchStore(
-                folder, options.batch_bytes, options.batch_ttl, tenant_capacity=options.batch_tenant_bytes
-            )
-
-    @contextlib.contextmanager
-    def _folder(self, option: str) -> Iterator[Path]:
-        """The folder that an option names, else a temporary one. Raises ConfigError if it cannot be used."""
-        folder = getattr(self.options, option)
-        if folder is None:
-            folder = self._ends.enter_context(OwnedFolder(f"saccade-{option.partition('_')[0]}-"))
-        try:
-            yield Path(folder)
-        except OSError as error:
-            raise ConfigError(f"{option}: {folder}: {error.strerror}") from None
 
     def _batches(self) -> Batches:
         """The batches, which are created by the first call; it must be made on the event loop."""
