@@ -144,11 +144,6 @@ class EncodeJob:
         rows = out.split(list(item.sequence_tokens))
         return [Part(index, part, own) for part, own in zip(item.sequences, rows, strict=True)]
 
-    @property
-    def launches_left(self) -> int:
-        """Launches that are not finished."""
-        return len(self._launches) + (self._running is not None)
-
     @torch.inference_mode()
     def step(self, seconds: float | None = None) -> bool:
         """Runs the current launch to its end, or for `seconds` plus the rest of the current piece; then prunes the
