@@ -116,9 +116,10 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         kind = "invalid_request_error" if status < 500 else "overloaded_error"
         body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": "HTTP"}}).encode()
+        retry = "retry-after: 1\r\n" if status == 503 else ""
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n{'retry-after: 1' if status == 503 else 'x-error: 1'}"
+            f"content-length: {len(body)}\r\nconnection: close\r\n{retry}\r\n"
         )
-        self.transport.write(head.encode() + b"\r\n\r\n" + body)
+        self.transport.write(head.encode() + body)
         self.transport.close()

@@ -8,6 +8,7 @@ import random
 import socket
 import time
 from collections import Counter
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,23 @@ def test_limits_on_bodies_and_heads(server: RunningServer) -> None:
         with socket.create_connection(("127.0.0.1", http.port), timeout=30) as slow:
             slow.sendall(b"POST / HT")
             assert slow.recv(64).startswith(b"HTTP/1.1 408")
+
+
+def test_refusals_are_whole_answers(server: RunningServer) -> None:
+    """Those that the application does not see. Only one that the client may repeat says when."""
+    with RunningHttp([server.address], http_max_header_bytes=1024) as http:
+        with socket.create_connection(("127.0.0.1", http.port), timeout=30) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nx: " + b"y" * 5000)
+            long = HTTPResponse(connection)
+            long.begin()
+            assert long.status == 431 and "1024 bytes" in json.load(long)["error"]["message"]
+        assert {name for name, _ in long.getheaders()} == {"content-type", "content-length", "connection"}
+    with RunningHttp([server.address], http_max_connections=1) as http:
+        with httpx.Client() as busy:
+            assert busy.get(f"{http.url}/health").status_code == 200
+            crowded = httpx.get(http.url)
+        assert crowded.status_code == 503 and "limit of 1 connections" in crowded.json()["error"]["message"]
+        assert crowded.headers["retry-after"] == "1"
 
 
 def test_a_body_that_no_waiting_would_let_in_is_too_large(server: RunningServer) -> None:
