@@ -16,26 +16,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.launch import by_architecture, launch, one_instruction
-
-
-class Tile(NamedTuple):
-    """One configuration: rows, outputs and inputs of a block, warps, stages of the load pipeline, and whether blocks
-    are loaded by tensor descriptors (the copy engine of sm_90 and later)."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    warps: int
-    stages: int
-    described: bool = False
+from kernels.tiles import Tile
 
 
 class Choice(NamedTuple):
-    """A tile for products with at most `rows` rows that it divides among at least `programs` programs."""
+    """A tile for products with at most `rows` rows that it divides among at least `programs` programs, and whether its
+    blocks are loaded by tensor descriptors (the copy engine of sm_90 and later)."""
 
     rows: float
     programs: int
     tile: Tile
+    described: bool = False
 
 
 ANY = float("inf")
@@ -52,13 +43,13 @@ TILES: dict[str, tuple[Choice, ...]] = {
     "sm_90": (
         Choice(16, 0, Tile(16, 64, 128, 4, 6)),
         Choice(32, 0, Tile(32, 64, 128, 4, 6)),
-        Choice(64, 0, Tile(64, 64, 128, 4, 6, True)),
-        Choice(128, 100, Tile(128, 128, 64, 4, 5, True)),
-        Choice(128, 0, Tile(128, 64, 128, 4, 4, True)),
-        Choice(256, 100, Tile(256, 128, 64, 8, 4, True)),
-        Choice(256, 0, Tile(256, 64, 64, 4, 4, True)),
-        Choice(ANY, 400, Tile(256, 128, 64, 8, 4, True)),
-        Choice(ANY, 0, Tile(128, 128, 64, 4, 4, True)),
+        Choice(64, 0, Tile(64, 64, 128, 4, 6), True),
+        Choice(128, 100, Tile(128, 128, 64, 4, 5), True),
+        Choice(128, 0, Tile(128, 64, 128, 4, 4), True),
+        Choice(256, 100, Tile(256, 128, 64, 8, 4), True),
+        Choice(256, 0, Tile(256, 64, 64, 4, 4), True),
+        Choice(ANY, 400, Tile(256, 128, 64, 8, 4), True),
+        Choice(ANY, 0, Tile(128, 128, 64, 4, 4), True),
     ),
     "sm_100": (
         Choice(16, 0, Tile(16, 64, 128, 4, 6)),
@@ -167,11 +158,11 @@ def programs(rows: int, outputs: int, tile: Tile) -> int:
     return int(triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs))
 
 
-def tile_of(rows: int, outputs: int, device: torch.device) -> Tile:
+def choice_of(rows: int, outputs: int, device: torch.device) -> Choice:
     """The configuration for a product of this size."""
     for choice in by_architecture(TILES, device):
         if rows <= choice.rows and programs(rows, outputs, choice.tile) >= choice.programs:
-            return choice.tile
+            return choice
     raise AssertionError("the last choice of an architecture applies to every product")
 
 
@@ -183,14 +174,15 @@ def rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     x = x if x.stride(1) == 1 else x.contiguous()
     assert weight.stride(1) == 1 and weight.dtype == x.dtype
-    tile = tile_of(rows, outputs, x.device)
+    choice = choice_of(rows, outputs, x.device)
+    tile = choice.tile
     shared = {
         "p_bias": out if bias is None else bias, "p_out": out, "rows": rows, "n_count": outputs, "k_count": inputs,
         "BIAS": bias is not None, "BLOCK_R": tile.rows, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs, "GROUP": GROUP,
         "num_warps": tile.warps, "num_stages": tile.stages, **one_instruction(x.device),
     }  # fmt: skip
     grid = (programs(rows, outputs, tile),)
-    if tile.described and all(_describable(tensor) for tensor in (x, weight)):
+    if choice.described and all(_describable(tensor) for tensor in (x, weight)):
         blocks = [
             TensorDescriptor.from_tensor(tensor, [size, tile.inputs])
             for tensor, size in ((x, tile.rows), (weight, tile.outputs))

@@ -10,6 +10,7 @@ from triton_kernels import DEVICE, poisoned
 from kernels.dispatch import forced
 from kernels.linear import Linear, Quantised, quantise, rows_kernel
 from kernels.linear.kernel import quantised_linear
+from kernels.tiles import Tile
 
 DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
 
@@ -57,8 +58,7 @@ def test_products_of_plain_rows(
     rows: int, outputs: int, inputs: int, described: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of a wider tensor; sizes that are not multiples of a block, or of the 16 bytes that a descriptor needs."""
-    tile = rows_kernel.Tile(16, 64, 64, 4, 2, described)
-    choices = (rows_kernel.Choice(rows_kernel.ANY, 0, tile),)
+    choices = (rows_kernel.Choice(rows_kernel.ANY, 0, Tile(16, 64, 64, 4, 2), described),)
     monkeypatch.setattr(rows_kernel, "TILES", dict.fromkeys(rows_kernel.TILES, choices))
     x, weight = torch.randn(rows, inputs + 8).bfloat16()[:, :inputs], torch.randn(outputs, inputs).bfloat16()
     bias = torch.randn(outputs).bfloat16()
