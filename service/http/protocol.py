@@ -76,8 +76,8 @@ class LimitedProtocol(HttpToolsProtocol):
             if self._head_timer is None:
                 self._await_head()
         super().data_received(data)
-        if self._head_bytes is not None and self._head_bytes > self.limits.http_max_header_bytes:
-            self._refuse(431, f"the request line and headers have more than {self.limits.http_max_header_bytes} bytes")
+        if self._head_bytes is not None:
+            self._check_head(self._head_bytes)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -86,11 +86,20 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_bytes = None
         self._head_arrived()
+        # Not checked by `data_received` if it arrived at once.
+        self._check_head(len(self.url) + sum(len(name) + len(value) for name, value in self.headers))
+        if self.transport.is_closing():
+            raise ConnectionAbortedError  # stops the parser
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
         super().on_message_complete()
+
+    def _check_head(self, size: int) -> None:
+        """Refuses a head of too many bytes."""
+        if size > self.limits.http_max_header_bytes:
+            self._refuse(431, f"the request line and headers have more than {self.limits.http_max_header_bytes} bytes")
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(self.limits.http_header_timeout, self._too_slow)

@@ -125,7 +125,9 @@ def test_limits_on_bodies_and_heads(server: RunningServer) -> None:
         assert post(http, {**ASK, "user": "x" * 3000}).status_code == 413
         many = b"transfer-encoding: chunked\r\n\r\n" + b"3e8\r\n" + b" " * 1000 + b"\r\n"
         assert send(http.port, head.encode() + many + (b"3e8\r\n" + b" " * 1000 + b"\r\n") * 4) == 413
-        assert send(http.port, head.encode() + b"x: " + b"y" * 5000) == 431
+        for end in (b"", b"\r\n\r\n"):
+            assert send(http.port, head.encode() + b"x: " + b"y" * 5000 + end) == 431
+        assert httpx.get(f"{http.url}/health?{'y' * 5000}").status_code == 431
     # Another server: on a busy machine the requests above may take longer than this one waits.
     with RunningHttp([server.address], receive_timeout=0.3, http_header_timeout=0.3) as http:
         with socket.create_connection(("127.0.0.1", http.port), timeout=30) as slow:
