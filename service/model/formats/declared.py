@@ -122,6 +122,11 @@ def _number(entry: Mapping[str, Any], key: str, where: str, default: int | None 
     return value
 
 
+def _named(entry: Mapping[str, Any], key: str, default: str) -> str:
+    """The layout of GPTQ or AWQ: `key`, or `format`, which replaces it in newer files, as in transformers."""
+    return str(entry.get(key) or entry.get("format") or default).lower()
+
+
 def _names(entry: Mapping[str, Any], where: str, *keys: str) -> list[str]:
     """The names of modules, globs and regular expressions in these lists."""
     found: list[str] = []
@@ -310,7 +315,7 @@ def _gptq(entry: Mapping[str, Any], where: str) -> Declared:
     if (bits := _number(entry, "bits", where)) != 4:
         raise CheckpointError(f"{where}: GPTQ with {bits} bits is not supported, only with 4")
     group, excluded = _number(entry, "group_size", where), _names(entry, where, "modules_to_not_convert")
-    form = str(entry.get("checkpoint_format") or "gptq")
+    form = _named(entry, "checkpoint_format", "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise CheckpointError(f"{where}: checkpoint_format {form!r} is not gptq or gptq_v2")
     rules: list[tuple[bool, re.Pattern[str], Mapping[str, Any]]] = []
@@ -341,7 +346,7 @@ def _awq(entry: Mapping[str, Any], where: str) -> Declared:
     bits = _number(entry, "bits" if "bits" in entry else "w_bit", where)
     if bits != 4:
         raise CheckpointError(f"{where}: AWQ with {bits} bits is not supported, only with 4")
-    if (version := str(entry.get("version", "gemm")).lower()) != "gemm":
+    if (version := _named(entry, "version", "gemm")) != "gemm":
         raise CheckpointError(f"{where}: AWQ version {version!r} is not supported, only gemm")
     group = _number(entry, "group_size" if "group_size" in entry else "q_group_size", where)
     return Declared("awq", where, _rule(("awq",), _names(entry, where, "modules_to_not_convert"), group))
