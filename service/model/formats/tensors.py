@@ -29,6 +29,7 @@ COMPANIONS: tuple[tuple[str, str, str], ...] = (
     (".weight_shape", ".weight", "shape"),
     (".weight_g_idx", ".weight", "groups"),
     (".input_scale", ".weight", "input"),
+    (".activation_scale", ".weight", "input"),
     (".input_global_scale", ".weight", "input"),
     (".input_zero_point", ".weight", "input zeros"),
     (".qweight", ".weight", "values"),
@@ -39,13 +40,16 @@ COMPANIONS: tuple[tuple[str, str, str], ...] = (
 """Suffix of a stored name, its replacement in the weight's name, and the role of the tensor in the weight."""
 ATTACHED: tuple[tuple[str, str], ...] = (
     (".values", "values"), (".scale", "scale"), (".outer", "outer"), ("_scale_inv", "scale"), ("_scale_2", "outer"),
-    ("_scale", "scale"),
+    ("_activation_scale", "input"), ("_scale", "scale"),
 )  # fmt: skip
 """Suffixes that follow the whole name of a weight, and the role of the tensor: this server's own, and those of stacked
 experts, whose names do not end in `weight`."""
 OF_ROWS = ("input", "input zeros")
 """Roles of tensors with fixed scales for quantising activations. This server does not use fixed scales."""
-CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_output_scale")
+CACHE_SCALES = (
+    ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_output_scale", ".q_proj.output_scale",
+    ".k_proj.output_scale", ".v_proj.output_scale",
+)  # fmt: skip
 """Scales of attention inputs for 8-bit caches. They are not used, since this server's caches are not 8-bit."""
 
 

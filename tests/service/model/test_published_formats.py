@@ -97,6 +97,18 @@ def test_a_weight_may_have_a_single_row(form: str) -> None:
     assert np.array_equal(read_back(tensors, config).dequantise().numpy(), meant)
 
 
+@pytest.mark.parametrize("form", ["gptq", "gptq-v2", "awq"])
+def test_the_layout_may_be_named_format(form: str) -> None:
+    """The newer name in transformers. The versions of GPTQ differ only in what zero points mean."""
+    write, config = FORMATS[form]
+    tensors, meant = write(NAME, matrix(72, 160))
+    old = "version" if form == "awq" else "checkpoint_format"
+    layout = config.get(old, "gptq")
+    for names in ({"format": layout}, {"format": str(layout).upper()}, {"format": "other", old: layout}):
+        named = {key: value for key, value in config.items() if key != old} | names
+        assert np.array_equal(read_back(tensors, named).dequantise().numpy(), meant)
+
+
 def test_other_groups_than_the_configuration_says_are_refused() -> None:
     tensors, _ = packed_int4(NAME, matrix(24, 168))
     config = json.loads(json.dumps(FORMATS["packed-int4"][1]))
@@ -149,6 +161,15 @@ def test_fixed_scales_of_rows_are_not_used() -> None:
     _, unused = find_weights(entries(tensors))
     assert sorted(unused) == [f"{NAME}.input_scale", f"{NAME}.input_zero_point"]
     assert np.array_equal(read_back(tensors, config).dequantise().numpy(), meant)
+
+
+def test_stacked_experts_may_have_fixed_scales_of_rows() -> None:
+    """transformers' names of experts in fp8 with `activation_scheme: static`."""
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    scales = {f"{name}_scale_inv": torch.rand(3, 1, 1), f"{name}_activation_scale": torch.ones(3)}
+    stacked = {name: torch.rand(3, 8, 16).to(torch.float8_e4m3fn)}
+    found, unused = find_weights(entries(stacked | scales))
+    assert unused == [f"{name}_activation_scale"] and found[name].scheme == "fp8-tensor"
 
 
 def test_compiled_products_keep_weights_packed() -> None:
@@ -481,6 +502,9 @@ def test_cache_scales_and_activation_scales_change_nothing(tmp_path: Path) -> No
     weights = load_file(tiny.path / "model.safetensors")
     weights["model.language_model.layers.1.self_attn.k_proj.k_scale"] = torch.tensor(0.5)
     weights["model.language_model.layers.1.self_attn.v_proj.v_scale"] = torch.tensor(0.5)
+    weights["model.language_model.layers.1.self_attn.k_proj.output_scale"] = torch.tensor(0.5)
+    static = weights.pop("model.language_model.layers.1.self_attn.q_proj.input_scale")
+    weights["model.language_model.layers.1.self_attn.q_proj.activation_scale"] = static  # transformers' name
     save_file(weights, tiny.path / "model.safetensors")
     edit_config(tiny.path, kv_cache_quant_algo="FP8")
     found = Checkpoint(tiny.path)
