@@ -133,6 +133,8 @@ def _sizes(files: ModelFiles, *sections: Mapping[str, Any]) -> dict[str, Any]:
         }
 
     videos = settings(files.video_preprocessor, "video_target_num_patches", "video_maintain_aspect_ratio")
+    if files.video_preprocessor.get("video_maintain_aspect_ratio", True) is None:
+        videos["video_maintain_aspect_ratio"] = False  # null in a processor's file is off, as in transformers
     images = settings(files.preprocessor, "min_num_patches", "max_num_patches", "max_model_len")
     where = f"{CONFIG} or {_VIDEO_FILE}", f"{CONFIG} or {_IMAGE_FILE}"
     return {

@@ -285,6 +285,8 @@ def _resizing(settings: Mapping[str, Any], released: Resizing, file: str) -> Res
 def _sampling(settings: Mapping[str, Any]) -> Sampling:
     if settings.get("num_frames") is not None:
         raise ValueError(f"num_frames is {settings['num_frames']}; it must be unset: clips are sampled by fps")
+    if settings.get("fps", 2.0) is None:
+        raise ValueError("fps is null, with which all frames of a clip are taken; a number such as 2.0 is served")
     capped = flag(settings, "cap_pixels_per_frame", file=_VIDEO_FILE)
     return Sampling(
         fps=number(settings, "fps", 2.0, file=_VIDEO_FILE),

@@ -299,6 +299,12 @@ def test_a_published_tower_is_what_its_files_say() -> None:
         ({}, {"image_std": [0.5, float("nan"), 0.5]}, {}, "image_std must be three finite numbers"),
         ({}, {}, {"merge_size": 3}, "video_preprocessor_config.json: merge_size is 3"),
         ({}, {}, {"fps": 0}, "video_preprocessor_config.json: fps must be a number above 0, not 0"),
+        (
+            {},
+            {},
+            {"fps": None},
+            "^video_preprocessor_config.json: fps is null, with which all frames of a clip are taken",
+        ),
         ({}, {}, {"min_frames": 9, "max_frames": 8}, "min_frames 9 <= max_frames 8 must hold for videos"),
         (
             {},

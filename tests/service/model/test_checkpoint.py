@@ -379,6 +379,17 @@ def test_settings_of_clips_are_found_where_transformers_finds_them(tmp_path: Pat
     assert vision.video_rule.tokens(2, 40, 80) == 4, "5 x 5 patches, rounded to multiples of 2"
 
 
+def test_null_in_the_video_processors_file_is_off(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    on = {"video_target_num_patches": 30, "video_maintain_aspect_ratio": True}
+    edit_config(tmp_path, {"vision_config": config["vision_config"] | on})
+    (tmp_path / "video_preprocessor_config.json").write_text('{"video_maintain_aspect_ratio": null}')
+    vision = load_config(tmp_path).vision
+    assert vision is not None and vision.video_rule is not None
+    assert vision.video_rule.tokens(2, 40, 80) == 4, "a square grid"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
