@@ -177,7 +177,9 @@ class ChatTemplate:
         """A message without its content. Reasoning, calls and results have the names that published templates read."""
         head: dict[str, Any] = {"role": message.role}
         if message.reasoning:
-            head["reasoning_content"] = self._safe(message.reasoning)
+            # Two names and their order, which shows where a template prints whole messages, as in transformers.
+            reasoning = self._safe(message.reasoning)
+            head = {"thinking": reasoning, **head, "reasoning_content": reasoning}
         if message.tool_calls:
             head["tool_calls"] = [
                 {"id": self._safe(call.id), "type": "function",

@@ -467,6 +467,16 @@ def test_what_templates_see_and_how_they_are_read(source: str, arguments: dict[s
     assert template(source).render([Message("user", ("a",))], arguments) == text
 
 
+@pytest.mark.parametrize("read", ["message | tojson", "message.thinking", "message.reasoning_content"])
+def test_reasoning_has_the_names_that_transformers_gives_it(read: str) -> None:
+    source = "{% for message in messages %}{{ " + read + " }};{% endfor %}"
+    oracle = PreTrainedTokenizerFast(tokenizer_object=RawTokenizer(models.WordLevel({"a": 0}, "a")))
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "reasoning_content": "so", "content": "b"}]
+    expected = oracle.apply_chat_template(said, chat_template=source, tokenize=False)
+    messages = [Message("user", ("a",)), Message("assistant", ("b",), reasoning="so")]
+    assert template(source).render(messages) == expected
+
+
 @pytest.mark.parametrize(
     "source",
     [
