@@ -59,7 +59,11 @@ class Tokenizer:
         self._shown: dict[int, bytes] = {}
         self._empty: dict[int, bool] = {}
         self._around = ids_around(self._tokenizer)
-        self._special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        # The library decodes a special token whose name its normalizer changes (`▁<s>`) to text.
+        self._special = {
+            i for i, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special and self.token(i) == token.content
+        }  # fmt: skip
         self._has_text = bytearray(largest + 1)  # by id; asking the library takes longer
         for i in vocabulary.values():
             self._has_text[i] = i not in self._special

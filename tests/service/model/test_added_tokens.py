@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from families import CheckpointError
 from service.model.token_bytes import ByteVocabulary
-from service.model.tokenizer import Tokenizer
+from service.model.tokenizer import Detokenizer, Tokenizer
 
 TEXTS = ("hello <|end|>  a <|end|> b<|end|>c", "x <tool> y<tool>z  <tool>  w", "TOOL <tool>1 tool<tool>tool <TOOL>")
 END, TOOL = 256, 257
@@ -102,6 +102,21 @@ def test_a_named_token_that_the_vocabulary_lacks_is_not_added(tmp_path: Path) ->
     save(tmp_path, [], {"pad_token": "[PAD]"})
     found = Tokenizer(tmp_path / "tokenizer.json")
     assert found.vocab_size == TOOL and found.decode(found.encode("[PAD]")) == "[PAD]"
+
+
+def test_a_special_token_that_is_normalised_is_streamed_as_it_decodes(tmp_path: Path) -> None:
+    """Older files of SentencePiece models have `normalized: true` for special tokens; transformers shows them."""
+    raw = RawTokenizer(models.BPE({"<unk>": 0, "a": 1, "▁": 2, "▁a": 3}, [("▁", "a")], unk_token="<unk>"))
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    raw.add_tokens([AddedToken("<s>", normalized=True, special=True), AddedToken("</s>", special=True)])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    released, found = AutoTokenizer.from_pretrained(tmp_path), Tokenizer(tmp_path / "tokenizer.json")
+    for ids in ([4, 3, 5, 4, 1], [3, 4, 5], [4], [5, 4, 3]):
+        stream = Detokenizer(found)
+        text = "".join([stream.push([i]) for i in ids]) + stream.flush()
+        assert text == found.decode(ids) == released.decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("entries", [[5], {"x": {"content": "a"}}, {"1": 5}, {"1": {}}, {"1": {"content": 5}}], ids=str)
