@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from families.files import optional_json
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names of special tokens that every tokenizer has. Files may define further names, such as `image_token`."""
+_AS_THE_FILE = ("PreTrainedTokenizer", "TokenizersBackend", "LlamaTokenizer")
+"""Classes, with or without `Fast`, with which transformers uses a byte-level `tokenizer.json` as it is. For others
+`add_prefix_space` in `tokenizer_config.json` goes first."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -32,7 +36,25 @@ def open_tokenizer(path: Path) -> Tokenizer:
         tokenizer.add_tokens(list(_declared(config, tokenizer)))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: added_tokens_decoder cannot be read: {error!r}") from None
+    _check_prefix(config, tokenizer, file)
     return tokenizer
+
+
+def _check_prefix(config: Mapping[str, Any], tokenizer: Tokenizer, file: Path) -> None:
+    """Raises CheckpointError if the two files differ in whether a text gets a space at its beginning, and transformers
+    reads another one than this server."""
+    wanted = config.get("add_prefix_space")
+    kind = str(config.get("tokenizer_class") or _AS_THE_FILE[0]).removesuffix("Fast")
+    if kind in _AS_THE_FILE or not isinstance(wanted, bool) or tokenizer.pre_tokenizer is None:
+        return
+    step = json.loads(tokenizer.pre_tokenizer.__getstate__())
+    steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
+    for found in (step["add_prefix_space"] for step in steps if step["type"] == "ByteLevel"):
+        if found != wanted:
+            raise CheckpointError(
+                f"{file}: add_prefix_space is {json.dumps(wanted)}, and {json.dumps(found)} in the pre-tokenizer of "
+                "tokenizer.json; both must be equal"
+            )
 
 
 def ids_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

@@ -104,6 +104,19 @@ def test_a_named_token_that_the_vocabulary_lacks_is_not_added(tmp_path: Path) ->
     assert found.vocab_size == TOOL and found.decode(found.encode("[PAD]")) == "[PAD]"
 
 
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast"])
+def test_a_space_before_a_text_is_added_as_in_transformers_or_the_file_is_refused(tmp_path: Path, kind: str) -> None:
+    """For some classes of tokenizers transformers reads the flag of the configuration."""
+    save(tmp_path, [], {"tokenizer_class": kind, "add_prefix_space": True})
+    released = AutoTokenizer.from_pretrained(tmp_path)
+    if kind == "PreTrainedTokenizerFast":
+        assert Tokenizer(tmp_path / "tokenizer.json").encode("a") == released("a").input_ids
+        return
+    assert released("a", add_special_tokens=False).input_ids == released(" a", add_special_tokens=False).input_ids
+    with pytest.raises(CheckpointError, match="tokenizer_config.json: add_prefix_space is true, and false in the pre-"):
+        Tokenizer(tmp_path / "tokenizer.json")
+
+
 def test_a_special_token_that_is_normalised_is_streamed_as_it_decodes(tmp_path: Path) -> None:
     """Older files of SentencePiece models have `normalized: true` for special tokens; transformers shows them."""
     raw = RawTokenizer(models.BPE({"<unk>": 0, "a": 1, "▁": 2, "▁a": 3}, [("▁", "a")], unk_token="<unk>"))
