@@ -19,7 +19,7 @@ from families import CheckpointError
 from families.files import optional_json
 from service.common.types import Message
 from service.model.tokenizer import literal, without_literals
-from service.model.tokenizer_file import SPECIAL_TOKENS
+from service.model.tokenizer_file import SPECIAL_TOKENS, read_settings
 
 TEMPLATES = "additional_chat_templates"
 """Folder of templates with other names than `default`."""
@@ -219,7 +219,7 @@ def _up_to_end(text: str, final: str) -> str:
 def load_template(path: Path, *, image_token: str | None, video_token: str | None = None) -> ChatTemplate:
     """Reads a model directory's template; without one, returns a template that concatenates contents."""
     about = path / "tokenizer_config.json"
-    config = optional_json(about)
+    config = read_settings(path)
     files, templates = _templates(path, about, config)
     named, specials = {name: value for name, value in config.items() if name.endswith("_token")}, {}
     if isinstance(extra := config.get("extra_special_tokens"), dict):  # a list has no names

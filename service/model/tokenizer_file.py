@@ -20,10 +20,27 @@ _AS_THE_FILE = ("PreTrainedTokenizer", "TokenizersBackend", "LlamaTokenizer")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The content of a model directory's `tokenizer_config.json`. As in transformers, named tokens of
+    `special_tokens_map.json` replace those in it, but only in older directories, where it has no
+    `added_tokens_decoder`. Raises CheckpointError."""
+    config = optional_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" in config:
+        return config
+    file = folder / "special_tokens_map.json"
+    named = optional_json(file)
+    for name, value in named.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name in SPECIAL_TOKENS and not isinstance(content, str | None):
+            raise CheckpointError(f"{file}: {name} must be a string or an object with its content, not {value!r}")
+    return config | named
+
+
 def open_tokenizer(path: Path) -> Tokenizer:
     """A new tokenizer that neither truncates nor pads. Its added tokens are those of transformers: entries of
-    `added_tokens_decoder` in the `tokenizer_config.json` beside `path` replace those of `tokenizer.json`, and its named
-    tokens, such as `eos_token`, are special if the vocabulary has them. Raises CheckpointError."""
+    `added_tokens_decoder` in the `tokenizer_config.json` beside `path` replace those of `tokenizer.json`; without such
+    entries, those of `added_tokens.json` are added. Named tokens, such as `eos_token`, are special if the vocabulary
+    has them. Raises CheckpointError."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception for every malformed file
@@ -31,11 +48,19 @@ def open_tokenizer(path: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     file = path.with_name("tokenizer_config.json")
-    config = optional_json(file)
+    config, what = read_settings(path.parent), f"{file}: added_tokens_decoder"
+    if "added_tokens_decoder" not in config and (older := path.with_name("added_tokens.json")).exists():
+        what, known = str(older), tokenizer.get_added_tokens_decoder()
+        new = {index: name for name, index in optional_json(older).items() if index not in known}
+        special = set(_special_names(config))
+        config["added_tokens_decoder"] = {
+            index: {"content": name, "normalized": name not in special, "special": name in special}
+            for index, name in new.items()
+        }
     try:
         tokenizer.add_tokens(list(_declared(config, tokenizer)))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file}: added_tokens_decoder cannot be read: {error!r}") from None
+        raise CheckpointError(f"{what} cannot be read: {error!r}") from None
     _check_prefix(config, tokenizer, file)
     return tokenizer
 

@@ -12,6 +12,8 @@ from tokenizers import Tokenizer as RawTokenizer
 from transformers import AutoTokenizer
 
 from families import CheckpointError
+from service.common.types import Message
+from service.model.chat import load_template
 from service.model.token_bytes import ByteVocabulary
 from service.model.tokenizer import Detokenizer, Tokenizer
 
@@ -102,6 +104,35 @@ def test_a_named_token_that_the_vocabulary_lacks_is_not_added(tmp_path: Path) ->
     save(tmp_path, [], {"pad_token": "[PAD]"})
     found = Tokenizer(tmp_path / "tokenizer.json")
     assert found.vocab_size == TOOL and found.decode(found.encode("[PAD]")) == "[PAD]"
+
+
+@pytest.mark.parametrize("decoder", [{}, {"added_tokens_decoder": {}}], ids=["older", "newer"])
+def test_files_of_older_versions_are_read_where_transformers_reads_them(
+    tmp_path: Path, decoder: dict[str, Any]
+) -> None:
+    template = "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ messages[0].content }}"
+    save(tmp_path, [AddedToken("<tool>", special=True)], {"eos_token": "<tool>", "chat_template": template, **decoder})
+    named = {"bos_token": {"content": "<|end|>", "lstrip": False, "rstrip": False}, "eos_token": "<|end|>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<x>": TOOL + 1, "<tool>": TOOL}))
+    released, found = AutoTokenizer.from_pretrained(tmp_path), Tokenizer(tmp_path / "tokenizer.json")
+    for text in (*TEXTS, "<x> a<x>"):
+        ids = released(text, add_special_tokens=False).input_ids
+        assert found.encode(text) == ids
+        assert found.decode(ids) == released.decode(ids, skip_special_tokens=True)
+    expected = released.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    assert load_template(tmp_path, image_token=None).render([Message("user", ("a",))]) == expected
+
+
+def test_a_special_token_in_a_file_of_older_versions_that_is_no_text_is_named(tmp_path: Path) -> None:
+    save(tmp_path, [], {})
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": 5}')
+    with pytest.raises(CheckpointError, match="special_tokens_map.json: eos_token must be a string or an object"):
+        Tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "special_tokens_map.json").unlink()
+    (tmp_path / "added_tokens.json").write_text('{"<x>": "y"}')
+    with pytest.raises(CheckpointError, match="added_tokens.json cannot be read"):
+        Tokenizer(tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast"])
