@@ -73,8 +73,9 @@ def read_declared(
     """The quantisation configuration; None if neither file has one. `modules`: the names that it will be asked about.
     Raises CheckpointError naming what is not supported."""
     entry = config.get("quantization_config") or config.get("compression_config")
-    if entry is None and isinstance(text := config.get("text_config"), Mapping):
-        entry = text.get("quantization_config")
+    for text in map(config.get, ("text_config", "llm_config")):
+        if entry is None and isinstance(text, Mapping):
+            entry = text.get("quantization_config")
     where = "config.json: quantization_config"
     if entry is None and modelopt_file:
         entry, where = modelopt_file.get("quantization", modelopt_file), "hf_quant_config.json"
@@ -178,7 +179,8 @@ def _block_fp8(entry: Mapping[str, Any], where: str) -> Declared:
     size = entry.get("weight_block_size")
     excluded = _names(entry, where, "modules_to_not_convert", "ignored_layers")
     if size is None:
-        return Declared("fp8", where, _rule(("fp8-tensor", "fp8-channel"), excluded))
+        blocks = () if "weight_block_size" in entry else ("fp8-block",)  # transformers' default is 128x128
+        return Declared("fp8", where, _rule(("fp8-tensor", "fp8-channel", *blocks), excluded))
     block = _block(size, f"{where}: weight_block_size")
     return Declared("fp8", where, _rule(("fp8-block",), excluded), block=block)
 

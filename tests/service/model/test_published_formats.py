@@ -97,6 +97,21 @@ def test_a_weight_may_have_a_single_row(form: str) -> None:
     assert np.array_equal(read_back(tensors, config).dequantise().numpy(), meant)
 
 
+def test_blocks_of_fp8_have_transformers_default_size() -> None:
+    write, config = FORMATS["block-fp8"]
+    tensors, meant = write(NAME, matrix(264, 160))
+    absent = {key: value for key, value in config.items() if key != "weight_block_size"}
+    assert np.array_equal(read_back(tensors, absent).dequantise().numpy(), meant)
+    declared = read_declared({"quantization_config": {**absent, "weight_block_size": None}}, {})
+    assert declared is not None and disagreements(declared, find_weights(entries(tensors))[0])
+
+
+@pytest.mark.parametrize("section", ["text_config", "llm_config"])
+def test_the_text_section_may_hold_the_configuration(section: str) -> None:
+    declared = read_declared({section: {"quantization_config": FORMATS["awq"][1]}}, {})
+    assert declared is not None and declared.method == "awq"
+
+
 @pytest.mark.parametrize("form", ["gptq", "gptq-v2", "awq"])
 def test_the_layout_may_be_named_format(form: str) -> None:
     """The newer name in transformers. The versions of GPTQ differ only in what zero points mean."""
