@@ -44,6 +44,8 @@ MAX_TOKENIZED = 4096
 """Number of forced texts whose tokens are cached; tokenizing one takes longer than the rest of computing a mask."""
 _MAX_TEXT = 1024
 """Maximum number of characters of a cached text."""
+_OVERLAP = "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+"""The library's message about alternatives that it cannot prove to be disjoint. Requests cannot set that option."""
 
 
 class Grammar:
@@ -244,4 +246,5 @@ def _short(message: str) -> str:
     lines = " ".join(message.partition("<non-verbose/>")[0].split())
     if lines == "NoExtensionBias":  # the library's name for a state in which no text is left
         return "there is no text that it allows"
+    lines = lines.replace(_OVERLAP, "the alternatives of oneOf may overlap, which is not supported; use anyOf")
     return lines if len(lines) <= _MAX_MESSAGE else f"{lines[: _MAX_MESSAGE - 3]}..."

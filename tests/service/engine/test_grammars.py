@@ -360,6 +360,7 @@ def test_output_that_exists_is_accepted_first(constraining: Constraining, tokeni
         (schema({"type": "string", "format": "nonsense"}), "nonsense"),
         (schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
         (schema({"$ref": "http://elsewhere/schema"}), "elsewhere"),
+        (schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "of oneOf may overlap.*; use anyOf, at /oneOf"),
         (schema({"type": "array", "items": {"type": "object", "x-guidance": {"lenient": True}, "not": {}}}), "not"),
         (schema(False), "nsatisfiable"),
         (schema({"type": "integer", "const": -(2**63)}), "-9223372036854775808 would be rounded"),
