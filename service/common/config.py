@@ -96,7 +96,7 @@ class CallOptions:
         minimum=0.001,
         maximum=LONGEST_TIME,
     )
-    warmup: bool = _option(True, "answer one request internally before health becomes SERVING")
+    warmup: bool = _option(True, "no warm-up: do not answer one request internally before health becomes SERVING")
     grace: float = _option(30.0, "seconds that running calls get after SIGTERM", minimum=0, maximum=LONGEST_TIME)
 
 
