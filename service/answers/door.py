@@ -73,7 +73,8 @@ class Door:
         info = CallInfo(method, trace=from_metadata(headers), given_id=str(headers.get("x-request-id", ""))[:128])
         before = set_current_call(info)
         try:
-            info.tenant = self._guard.admit(method, headers)
+            info.tenant = self._guard.identify(headers)
+            self._guard.admit(method, info.tenant)
             with self._places.hold(info.tenant.name), self._budget.hold(info.tenant.name) as held:
                 info.hold_bytes = held
                 yield Admitted(info, held, self.limits, self._budget.limit)

@@ -55,22 +55,23 @@ def scope_of(method: str) -> str:
 
 
 class Guard:
-    """Authenticates a call by its metadata: finds its tenant, or rejects the call."""
+    """Finds the tenant of a call by the call's metadata, and checks what the tenant may do."""
 
     def __init__(self, keys: Watched[dict[bytes, Tenant]] | None, *, admin: bool = False) -> None:
         """Without `keys` all callers are one tenant, which has the scope "admin" if `admin` is set."""
         self._keys = keys
         self._anyone = Tenant(scopes=DEFAULT_SCOPES | {"encoder"} | ({"admin"} if admin else frozenset()))
 
-    def admit(self, method: str, metadata: Mapping[str, str | bytes]) -> Tenant:
-        """The tenant of a call. Raises Unauthenticated, PermissionDenied, or ResourceExhausted if the key's request
-        rate is exhausted."""
-        tenant = self._anyone if self._keys is None else self._tenant(metadata)
+    def identify(self, metadata: Mapping[str, str | bytes]) -> Tenant:
+        """The tenant of a call. Raises Unauthenticated."""
+        return self._anyone if self._keys is None else self._tenant(metadata)
+
+    def admit(self, method: str, tenant: Tenant) -> None:
+        """Counts a call. Raises PermissionDenied, or ResourceExhausted if the key's request rate is exhausted."""
         scope = scope_of(method)
         if scope not in tenant.scopes:
             raise errors.PermissionDenied(f"this method needs the scope {scope!r}, which {_lacks(tenant, scope)}")
         tenant.limits.admit("requests", 1)
-        return tenant
 
     def named(self, name: str, scope: str) -> Tenant | None:
         """The tenant of this name; None if no key (any longer) gives it this scope."""

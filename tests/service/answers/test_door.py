@@ -95,6 +95,7 @@ def test_strangers(entrance: Entrance, headers: dict[str, str]) -> None:
 
 def test_a_scope_that_the_key_has_not(entrance: Entrance) -> None:
     assert isinstance(refused(entrance, ONE, DRAIN), errors.PermissionDenied)
+    assert 'tenant="one"' in entrance.lines[0]
 
 
 def test_requests_and_bytes_per_minute(entrance: Entrance) -> None:
@@ -106,6 +107,7 @@ def test_requests_and_bytes_per_minute(entrance: Entrance) -> None:
     error = refused(entrance, SLOW)
     assert (error.reason, error.quota) == ("RATE_LIMITED", "requests_per_minute")
     assert error.retry_after is not None and error.retry_after > 0
+    assert all('tenant="slow"' in line for line in entrance.lines) and len(entrance.lines) == 2
 
 
 def test_calls_of_one_tenant(entrance: Entrance) -> None:

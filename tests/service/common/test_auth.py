@@ -6,12 +6,13 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from service.common import errors
-from service.common.auth import Guard, parse_keys, scope_of, watch_keys
+from service.common.auth import Guard, Tenant, parse_keys, scope_of, watch_keys
 from service.common.config import ConfigError
 
 GENERATE = "/saccade.v1.InferenceService/Generate"
@@ -21,6 +22,12 @@ DRAIN = "/saccade.v1.AdminService/Drain"
 def entry(name: str, key: str, **fields: object) -> str:
     extra = "".join(f"{k} = {v!r}\n" for k, v in fields.items())
     return f'[[key]]\nname = "{name}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n{extra}'
+
+
+def admit(guard: Guard, method: str, metadata: Mapping[str, str | bytes]) -> Tenant:
+    tenant = guard.identify(metadata)
+    guard.admit(method, tenant)
+    return tenant
 
 
 @pytest.fixture
@@ -36,7 +43,7 @@ def guard(tmp_path: Path) -> Guard:
     "metadata", [{"authorization": "Bearer sk-1"}, {"authorization": "bearer  sk-1"}, {"x-api-key": "sk-1"}]
 )
 def test_a_key_is_a_tenant(guard: Guard, metadata: dict[str, str]) -> None:
-    tenant = guard.admit(GENERATE, metadata)
+    tenant = admit(guard, GENERATE, metadata)
     assert tenant.name == "one" and len(tenant.salt) == 32
 
 
@@ -53,29 +60,29 @@ def test_a_key_is_a_tenant(guard: Guard, metadata: dict[str, str]) -> None:
 )
 def test_others_are_not(guard: Guard, metadata: dict[str, str]) -> None:
     with pytest.raises(errors.Unauthenticated):
-        guard.admit(GENERATE, metadata)
+        admit(guard, GENERATE, metadata)
 
 
 def test_scopes(guard: Guard) -> None:
     assert scope_of(DRAIN) == "admin" and scope_of("/saccade.v1.BatchService/CreateBatch") == "batch"
     assert scope_of("/inference.GRPCInferenceService/ModelInfer") == "inference"
-    guard.admit(DRAIN, {"x-api-key": "sk-2"})
+    admit(guard, DRAIN, {"x-api-key": "sk-2"})
     with pytest.raises(errors.PermissionDenied, match="admin"):
-        guard.admit(DRAIN, {"x-api-key": "sk-1"})
+        admit(guard, DRAIN, {"x-api-key": "sk-1"})
     with pytest.raises(errors.PermissionDenied, match="inference"):
-        guard.admit(GENERATE, {"x-api-key": "sk-2"})
+        admit(guard, GENERATE, {"x-api-key": "sk-2"})
     with pytest.raises(errors.PermissionDenied):
-        Guard(None).admit(DRAIN, {})
-    assert Guard(None, admin=True).admit(DRAIN, {}).salt == b""
+        admit(Guard(None), DRAIN, {})
+    assert admit(Guard(None, admin=True), DRAIN, {}).salt == b""
 
 
 def test_a_caller_without_the_scope_is_told_how_to_get_it(guard: Guard) -> None:
     with pytest.raises(errors.PermissionDenied, match="--admin"):
-        Guard(None).admit(DRAIN, {})
+        admit(Guard(None), DRAIN, {})
     with pytest.raises(
         errors.PermissionDenied, match="'one' lacks; add it to `scopes` of the key in the server's --api-keys"
     ):
-        guard.admit(DRAIN, {"x-api-key": "sk-1"})
+        admit(guard, DRAIN, {"x-api-key": "sk-1"})
 
 
 def test_a_tenant_by_its_name_has_a_key_with_the_scope(tmp_path: Path) -> None:
@@ -91,10 +98,10 @@ def test_a_tenant_by_its_name_has_a_key_with_the_scope(tmp_path: Path) -> None:
 
 def test_the_rate_is_the_keys_own(guard: Guard) -> None:
     for _ in range(2):
-        guard.admit(GENERATE, {"x-api-key": "sk-3"})
+        admit(guard, GENERATE, {"x-api-key": "sk-3"})
     with pytest.raises(errors.ResourceExhausted):
-        guard.admit(GENERATE, {"x-api-key": "sk-3"})
-    guard.admit(GENERATE, {"x-api-key": "sk-1"})
+        admit(guard, GENERATE, {"x-api-key": "sk-3"})
+    admit(guard, GENERATE, {"x-api-key": "sk-1"})
 
 
 def test_what_a_key_may_without_saying_so(tmp_path: Path) -> None:
@@ -102,27 +109,27 @@ def test_what_a_key_may_without_saying_so(tmp_path: Path) -> None:
     guard, key = Guard(watch_keys(str(tmp_path / "keys.toml"))), {"x-api-key": "k"}
     batch, attach = "/saccade.v1.BatchService/CreateBatch", "/saccade.v1.EncoderService/Attach"
     for method in (GENERATE, batch, "/saccade.v1.MediaService/GetMedia", "/saccade.v1.ModelService/GetModel"):
-        assert guard.admit(method, key).name == "plain"
+        assert admit(guard, method, key).name == "plain"
     for method in (DRAIN, attach):
         with pytest.raises(errors.PermissionDenied):
-            guard.admit(method, key)
+            admit(guard, method, key)
     anyone = Guard(None)
-    assert anyone.admit(attach, {}).scopes >= {"inference", "batch", "encoder"}
-    assert anyone.admit(batch, {"x-api-key": "whatever"}).name == ""
+    assert admit(anyone, attach, {}).scopes >= {"inference", "batch", "encoder"}
+    assert admit(anyone, batch, {"x-api-key": "whatever"}).name == ""
     assert guard.named("plain", "batch") and not guard.named("plain", "admin") and not guard.named("", "batch")
 
 
 def test_a_caller_with_a_wrong_token_is_not_asked_for_another(guard: Guard) -> None:
     with pytest.raises(errors.Unauthenticated):
-        guard.admit(GENERATE, {"authorization": "Bearer nonsense", "x-api-key": "sk-1"})
-    assert guard.admit(GENERATE, {"authorization": b"Bearer sk-1", "x-api-key": "nonsense"}).name == "one"
+        admit(guard, GENERATE, {"authorization": "Bearer nonsense", "x-api-key": "sk-1"})
+    assert admit(guard, GENERATE, {"authorization": b"Bearer sk-1", "x-api-key": "nonsense"}).name == "one"
 
 
 def test_a_refused_call_costs_nothing_of_the_rate(guard: Guard) -> None:
     for _ in range(5):
         with pytest.raises(errors.PermissionDenied):
-            guard.admit(DRAIN, {"x-api-key": "sk-3"})
-    guard.admit(GENERATE, {"x-api-key": "sk-3"})
+            admit(guard, DRAIN, {"x-api-key": "sk-3"})
+    admit(guard, GENERATE, {"x-api-key": "sk-3"})
 
 
 def test_tenants_have_salts_of_their_own(tmp_path: Path) -> None:
@@ -138,11 +145,11 @@ def test_keys_of_one_name_share_its_rate(tmp_path: Path) -> None:
     keys.write_text("".join(entry("a", key, requests_per_minute=3) for key in ("old", "new")) + entry("b", "b"))
     guard = Guard(watch_keys(str(keys)))
     for key in ("old", "new", "old"):
-        guard.admit(GENERATE, {"x-api-key": key})
+        admit(guard, GENERATE, {"x-api-key": key})
     for key in ("old", "new"):
         with pytest.raises(errors.ResourceExhausted):
-            guard.admit(GENERATE, {"x-api-key": key})
-    guard.admit(GENERATE, {"x-api-key": "b"})
+            admit(guard, GENERATE, {"x-api-key": key})
+    admit(guard, GENERATE, {"x-api-key": "b"})
     for other in ({"requests_per_minute": 4}, {"requests_per_minute": 3, "bytes_per_minute": 9}, {}):
         with pytest.raises(ConfigError, match="key 2 .'a'. has different rate limits"):
             parse_keys([(entry("a", "old", requests_per_minute=3) + entry("a", "new", **other)).encode()])
@@ -153,15 +160,15 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_not(tmp_path: Path, ca
     path.write_text(entry("one", "sk-1"))
     guard = Guard(watch_keys(str(path)))
     path.write_text(entry("two", "sk-2-secret"))
-    assert guard.admit(GENERATE, {"x-api-key": "sk-2-secret"}).name == "two"
+    assert admit(guard, GENERATE, {"x-api-key": "sk-2-secret"}).name == "two"
     with pytest.raises(errors.Unauthenticated):
-        guard.admit(GENERATE, {"x-api-key": "sk-1"})
+        admit(guard, GENERATE, {"x-api-key": "sk-1"})
     path.write_text("[[key]]\nname = ")
     for _ in range(3):
-        assert guard.admit(GENERATE, {"x-api-key": "sk-2-secret"}).name == "two"
+        assert admit(guard, GENERATE, {"x-api-key": "sk-2-secret"}).name == "two"
     assert len([r for r in caplog.records if r.levelname == "ERROR"]) == 1
     os.unlink(path)
-    assert guard.admit(GENERATE, {"x-api-key": "sk-2-secret"}).name == "two"
+    assert admit(guard, GENERATE, {"x-api-key": "sk-2-secret"}).name == "two"
     assert "secret" not in caplog.text and hashlib.sha256(b"sk-2-secret").hexdigest() not in caplog.text
 
 
