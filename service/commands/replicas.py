@@ -1,8 +1,8 @@
 """`saccade plan --replicas`: how many replicas a load needs, and what saturates first as their number grows.
 
 A simulation of queues. A replica answers `slots` requests at a time, each in `seconds`, as measured with that many in
-flight (in the summary of `saccade batch`, or by `benchmarks.serve`). Requests arrive at random times. The key of a
-request is its image or system prompt; `skew` sets how popular each key is. Without affinity, requests go to the
+flight (by the metric saccade_generation_seconds, or by `benchmarks.serve`). Requests arrive at random times. The key of
+a request is its image or system prompt; `skew` sets how popular each key is. Without affinity, requests go to the
 replicas in turn; with affinity, all requests with the same key go to the same replica.
 """
 
