@@ -49,9 +49,9 @@ def _model(name: str, schema: dict[str, Any]) -> list[str]:
 def http_reference() -> str:
     """Tables of all routes and of the schemas of their bodies."""
     from service.http import openapi
-    from service.http.app import ROUTES
+    from service.http.app import described_routes
 
-    routes = tuple((method, path, (handle.__doc__ or "").partition("\n")[0]) for method, path, handle in ROUTES)
+    routes = described_routes()
     schemas = openapi.document(routes)["components"]["schemas"]
     lines = ["## Routes", "", "| method | path | | body |", "| --- | --- | --- | --- |"]
     for method, path, summary in routes:

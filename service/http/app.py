@@ -72,6 +72,11 @@ ROUTES: list[tuple[str, str, Handler]] = [
 ]
 
 
+def described_routes() -> tuple[tuple[str, str, str], ...]:
+    """Method, path and description of each route."""
+    return tuple((method, path, " ".join((handle.__doc__ or "").split())) for method, path, handle in ROUTES)
+
+
 def make_app(options: HttpFrontOptions, engine: AsyncLocalConnection | None = None) -> Starlette:
     """The application. `app.state.front` has what all requests share.
 
@@ -79,7 +84,7 @@ def make_app(options: HttpFrontOptions, engine: AsyncLocalConnection | None = No
         engine: answers requests instead of the servers in `options`.
     """
     front = Front(options, engine)
-    front.routes = tuple((method, path, (handle.__doc__ or "").partition("\n")[0]) for method, path, handle in ROUTES)
+    front.routes = described_routes()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
