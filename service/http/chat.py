@@ -24,7 +24,7 @@ def no_paths(source: str | types_pb2.Image, name: str) -> types_pb2.Image:
     """Rejects paths: images of HTTP requests are in the request, uploaded, or at a URL that the gRPC server fetches.
     Raises InvalidArgument."""
     if isinstance(source, str):
-        raise InvalidArgument(f"{name}: expected a data URL, media:ID or an http URL, got {source[:60]!r}")
+        raise InvalidArgument(f"{name}: expected a data URL, media:ID or an https URL, got {source[:60]!r}")
     return source
 
 

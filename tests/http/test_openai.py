@@ -496,6 +496,8 @@ def test_errors_name_the_field(client: openai.OpenAI, changes: dict[str, Any], s
     assert error.status_code == status and error.code and error.request_id
     assert error.param == param and not GRPC_NAME.search(error.message)
     assert isinstance(error.body, dict) and error.body["request_id"] == error.request_id
+    if param.endswith(".url"):
+        assert "expected a data URL, media:ID or an https URL, got '/etc/passwd'" in error.message
 
 
 @pytest.mark.parametrize(
