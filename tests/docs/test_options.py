@@ -15,7 +15,7 @@ from saccade.cli import main
 COMMANDS = ("ask", "batch", "top", "serve", "http", "demo", "plan", "quantize", "tune", "key", "probe")
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
 FOREIGN = {
-    "build-arg", "variant", "include", "isolation", "pull-never",  # docker, debootstrap, buildah
+    "build-arg", "stop-timeout", "variant", "include", "isolation", "pull-never",  # docker, debootstrap, buildah
     "show", "stat", "format",  # git
     "local-dir",  # hf download
     "version",  # saccade itself
