@@ -138,9 +138,28 @@ class OutputFormat(Strict):
     schema_: dict[str, Any] = Field(alias="schema")
 
 
+DEFAULT_EFFORT = "high"
+"""In Anthropic's API it means the same as no effort. Claude Code sends it with each request."""
+
+
 class OutputConfig(Strict):
-    effort: str | None = None
+    effort: str | None = Field(
+        None,
+        description="Passed to the chat template as `reasoning_effort`. If the template does not use it, values other "
+        "than `high`, which is the default of Anthropic's API, are errors.",
+    )
     format: OutputFormat | None = None
+
+
+class ContextEdit(Strict):
+    """Claude Code sends it with each request. Other edits would remove parts of the conversation."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Strict):
+    edits: list[ContextEdit] | None = None
 
 
 class CountTokens(Strict):
@@ -159,6 +178,9 @@ class CountTokens(Strict):
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = Field(
+        None, description="Only edits that keep everything: the server removes nothing from a conversation."
+    )
     cache_control: Any = Field(None, description="Ignored: the server caches whatever it can.")
 
 
@@ -206,7 +228,10 @@ def chat_of(body: CountTokens) -> ChatCompletion:
         if body.thinking.type != "adaptive":
             options["enable_thinking"] = body.thinking.type == "enabled"
     if body.output_config is not None:
-        options["reasoning_effort"] = body.output_config.effort
+        if (effort := body.output_config.effort) == DEFAULT_EFFORT:  # no error if the template does not use it
+            options["chat_template_kwargs"] = {"reasoning_effort": effort}
+        else:
+            options["reasoning_effort"] = effort
         if (made := body.output_config.format) is not None:
             schema = {"name": "answer", "schema": made.schema_}
             options["response_format"] = {"type": "json_schema", "json_schema": schema}

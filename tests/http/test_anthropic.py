@@ -17,6 +17,7 @@ from running_http import RunningHttp
 
 import saccade
 from saccade import errors
+from saccade._openai.anthropic_schema import MessagesRequest, chat_of
 from saccade._openai.errors import error_object
 from service.http.call import http_status
 from service.http.messages import MessageEvents, anthropic_error
@@ -74,6 +75,28 @@ def test_a_system_message_is_one_of_the_messages(client: anthropic.Anthropic) ->
         messages: Any = [{"role": "system", "content": content}, *ASK["messages"]]
         counted = client.messages.count_tokens(model="", messages=messages)
         assert counted == client.messages.count_tokens(model="", system="be brief", messages=ASK["messages"])
+
+
+def test_what_claude_code_sends_changes_nothing(client: anthropic.Anthropic) -> None:
+    """An effort that is the API's default, although this template does not use it, and an edit that keeps all."""
+    sent = {
+        "output_config": {"effort": "high"}, "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    }  # fmt: skip
+    plain, answer = (client.messages.create(**ASK, extra_body=GREEDY | more) for more in ({}, sent))
+    assert answer.content == plain.content
+    used = [made.usage.input_tokens + (made.usage.cache_read_input_tokens or 0) for made in (plain, answer)]
+    assert used[0] == used[1]
+
+
+def test_a_template_is_told_the_effort() -> None:
+    asked = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 9}
+    given = [
+        chat_of(MessagesRequest.model_validate({**asked, "output_config": {"effort": effort}}))
+        for effort in ("high", "low")
+    ]
+    assert [chat.chat_template_kwargs for chat in given] == [{"reasoning_effort": "high"}, None]
+    assert [chat.reasoning_effort for chat in given] == [None, "low"]
 
 
 def test_clients_know_the_id_of_a_request(client: anthropic.Anthropic) -> None:
@@ -200,7 +223,10 @@ def test_errors_are_anthropics(client: anthropic.Anthropic) -> None:
         ({"tools": [{"name": "a b", "input_schema": {"type": "object"}}]}, "tools[0].name"),
         ({"tools": [{"name": "a", "input_schema": {"type": "object"}, "defer_loading": True}]},
          "tools[0].defer_loading"),
-        ({"context_management": {"edits": []}}, "context_management: unknown field"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+         "context_management.edits[0].type: input should be 'clear_thinking_20251015'"),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns"}}]}},
+         "context_management.edits[0].keep: input should be 'all'"),
         ({"speed": "fast"}, "speed: input should be 'standard', got 'fast'"),
     ],
 )  # fmt: skip
