@@ -6,7 +6,7 @@ Rules are pairs of a regular expression and a replacement, applied in order; a p
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 Rules: TypeAlias = tuple[tuple[str, str], ...]
@@ -52,6 +52,11 @@ def chat_rules(body: Mapping[str, Any]) -> Rules:
     """The rules for a chat completion: two fields of gRPC messages have other names in it."""
     longest = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return (*CHAT, ("^max_tokens$", longest), ("^logprobs$", "top_logprobs"))
+
+
+def response_rules(tools: Sequence[str]) -> Rules:
+    """The rules for a response. `tools`: the field of each function; those of namespaces are within other tools."""
+    return (*RESPONSE, *((rf"^tools\[{i}\]", path) for i, path in enumerate(tools) if path != f"tools[{i}]"))
 
 
 def prompt_rules(name: str) -> Rules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -61,6 +62,7 @@ class FunctionCallItem(Strict):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
     id: str | None = None
     status: str | None = None
     caller: DirectCaller | None = None
@@ -70,6 +72,7 @@ class FunctionOutputItem(Strict):
     type: Literal["function_call_output"]
     call_id: str
     output: ItemContent
+    namespace: str | None = Field(None, description="Ignored: the call has it.")
     id: str | None = None
     status: str | None = None
     caller: DirectCaller | None = None
@@ -112,6 +115,10 @@ class Reasoning(Strict):
     generate_summary: str | None = None
 
 
+def _tool_kind(value: Any) -> str:
+    return f"<{value.get('type')}>" if isinstance(value, dict) else "<>"
+
+
 class ResponseTool(Strict):
     type: Literal["function"]
     name: str = Field(min_length=1)
@@ -120,6 +127,25 @@ class ResponseTool(Strict):
     strict: bool | None = None
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
+
+
+class ToolNamespace(Strict):
+    """Functions with a common prefix of their names. The model reads and writes the names `NAMESPACE.FUNCTION`."""
+
+    type: Literal["namespace"]
+    name: str = Field(min_length=1)
+    description: str | None = Field(None, description="The model reads it after that of the first function.")
+    tools: list[ResponseTool] = Field(min_length=1)
+
+
+AnyTool: TypeAlias = Annotated[
+    Annotated[ResponseTool, Tag("<function>")] | Annotated[ToolNamespace, Tag("<namespace>")],
+    Discriminator(
+        _tool_kind,
+        custom_error_type="tool",
+        custom_error_message="no tools are built in: expected one of type function or namespace",
+    ),
+]
 
 
 class ResponseToolName(Strict):
@@ -168,7 +194,7 @@ class ResponseRequest(Strict):
     )
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    tools: list[ResponseTool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = Field(None, ge=1, description="Has no effect: it limits only built-in tools.")
@@ -207,7 +233,22 @@ class ResponseRequest(Strict):
         return self
 
 
-_FUNCTION = {"name", "description", "parameters", "strict"}
+def namespaced(namespace: str | None, name: str) -> str:
+    """The name of a function of a namespace, or of none, as the model reads it."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def functions_of(body: ResponseRequest) -> Iterator[tuple[str, ToolNamespace | None, ResponseTool]]:
+    """The functions of a request in order, those of namespaces too: the field of each, its namespace and itself."""
+    for i, tool in enumerate(body.tools or ()):
+        if isinstance(tool, ResponseTool):
+            yield f"tools[{i}]", None, tool
+        else:
+            for k, function in enumerate(tool.tools):
+                yield f"tools[{i}].tools[{k}]", tool, function
+
+
+_FUNCTION = {"description", "parameters", "strict"}
 _SAME = (
     "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "chat_template_kwargs", "stream", "top_logprobs",
@@ -237,16 +278,22 @@ def chat_of(body: ResponseRequest) -> ChatCompletion:
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
     }  # fmt: skip
     if body.tools:
-        options["tools"] = [
-            {"type": "function", "function": tool.model_dump(include=_FUNCTION, exclude_none=True)}
-            for tool in body.tools
-        ]
+        options["tools"] = [{"type": "function", "function": function} for function in _functions(body)]
     if isinstance(body.tool_choice, str):
         options["tool_choice"] = body.tool_choice
     elif body.tool_choice is not None:
         options["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
     given = {name: value for name, value in options.items() if value is not None}
     return validated(ChatCompletion, {"messages": messages, **given})
+
+
+def _functions(body: ResponseRequest) -> Iterator[dict[str, Any]]:
+    for _, group, tool in functions_of(body):
+        function = tool.model_dump(include=_FUNCTION, exclude_none=True)
+        if group is not None and group.description and tool is group.tools[0]:
+            about = f"Namespace {group.name}: {group.description}"
+            function["description"] = f"{tool.description}\n\n{about}" if tool.description else about
+        yield {"name": namespaced(group.name if group else None, tool.name), **function}
 
 
 def _format(text: TextOptions | None) -> dict[str, Any] | None:
@@ -272,10 +319,11 @@ def _add_item(messages: list[dict[str, Any]], item: Item) -> None:
                 messages[-1]["reasoning"] += text
                 return
             messages.append({"role": "assistant", "content": "", "reasoning": text, "open": True})
-        case FunctionCallItem(call_id=call_id, name=name, arguments=arguments):
+        case FunctionCallItem(call_id=call_id, namespace=namespace, name=name, arguments=arguments):
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            function = {"name": namespaced(namespace, name), "arguments": arguments}
+            call = {"id": call_id, "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
         case FunctionOutputItem(call_id=call_id, output=output):
             messages.append({"role": "tool", "tool_call_id": call_id, "content": _content(output)})

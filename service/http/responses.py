@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from saccade._openai.answers import extension, logprobs_object
-from saccade._openai.fields import RESPONSE
+from saccade._openai.fields import RESPONSE, response_rules
 from saccade._openai.problems import validated
-from saccade._openai.response_schema import InputImage, ResponseRequest, chat_of
+from saccade._openai.response_schema import InputImage, ResponseRequest, chat_of, functions_of, namespaced
 from saccade.types import Delta, Generation, TokenLogprob, ToolCallDelta, Usage
 from saccade.v1 import inference_pb2
 from service.http.call import HttpCall, beside
@@ -25,6 +25,7 @@ async def responses(call: HttpCall) -> None:
     """Answers a request of OpenAI's Responses API, as a whole or as a stream of events."""
     call.fields = RESPONSE
     body = validated(ResponseRequest, await call.json())
+    call.fields = response_rules([path for path, _, _ in functions_of(body)])
     request = await beside(call.held, lambda: build_chat(call, chat_of(body)))
     if any(isinstance(part, InputImage) and part.detail for part in _parts(body)):
         call.notes.append(("x-saccade-ignored", "detail"))
@@ -44,6 +45,7 @@ async def count_input_tokens(call: HttpCall) -> None:
     """The number of tokens that the prompt of a request takes."""
     call.fields = RESPONSE
     body = validated(ResponseRequest, await call.json())
+    call.fields = response_rules([path for path, _, _ in functions_of(body)])
     counted = await prompt_tokens(call, lambda: chat_of(body))
     await call.respond({"object": "response.input_tokens", "input_tokens": counted})
 
@@ -78,7 +80,7 @@ def _response(request_id: str, body: ResponseRequest, model: str, created: int) 
         "text": {"format": text.model_dump(exclude_none=True, by_alias=True) if text else {"type": "text"}},
         "tool_choice": "auto" if body.tool_choice is None
         else body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
-        "tools": [{"strict": None, "parameters": None, **tool.model_dump()} for tool in body.tools or ()],
+        "tools": [tool.model_dump() for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": "disabled",
@@ -149,11 +151,13 @@ def _state(arguments: str) -> str:
     return "completed"
 
 
-def _call(item_id: str, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
-    return {
-        "type": "function_call", "id": item_id, "call_id": call_id, "name": name, "arguments": arguments,
-        "status": status,
+def _call(item_id: str, call_id: str, namespace: str | None, name: str) -> dict[str, Any]:
+    """A call that begins."""
+    item = {
+        "type": "function_call", "id": item_id, "call_id": call_id, "name": name, "arguments": "",
+        "status": "in_progress",
     }  # fmt: skip
+    return item if namespace is None else {**item, "namespace": namespace}
 
 
 def _last(scores: list[TokenLogprob], text: str) -> list[TokenLogprob]:
@@ -170,6 +174,10 @@ class ResponseEvents(Events):
 
     def __init__(self, request_id: str, body: ResponseRequest) -> None:
         self._id, self._body = request_id, body
+        self._named = {
+            namespaced(group.name, tool.name): (group.name, tool.name) for _, group, tool in functions_of(body) if group
+        }
+        """The namespace of each function, and its name there."""
         self._sequence = 0
         self._output: list[dict[str, Any]] = []
         """Items that are complete."""
@@ -253,7 +261,7 @@ class ResponseEvents(Events):
                 data += self._open("message", _message(self._next_id("msg"), None, None, "in_progress"))
             data += self._written(delta.text)
         for call in begun:
-            item = _call(f"fc_{self._id}_{call.index}", call.id, call.name, "", "in_progress")
+            item = _call(f"fc_{self._id}_{call.index}", call.id, *self._named.get(call.name, (None, call.name)))
             data += self._open("call", item) + self._arguments(call)
         return data
 

@@ -132,6 +132,46 @@ def test_calls_that_only_the_model_makes_are_those_of_any_response(client: opena
             client.responses.create(model="", input="?", tools=[tool | other])
 
 
+def test_functions_of_a_namespace(client: openai.OpenAI) -> None:
+    """Codex sends some of its functions so. Calls name the namespace and the function apart."""
+    function: Any = {"type": "function", "name": "weather", "description": "of a city", "parameters": SCHEMA}
+    group: Any = {"type": "namespace", "name": "sky", "description": "Facts about the sky.", "tools": [function]}
+    fixed: dict[str, Any] = {"model": "", "input": "?", "tools": [group], "tool_choice": "required", **FIXED}
+    with client.responses.stream(**fixed) as stream:
+        streamed = stream.get_final_response()
+    for made in (client.responses.create(**fixed), streamed):
+        (call,) = [item for item in made.output if item.type == "function_call"]
+        assert (call.namespace, call.name) == ("sky", "weather")
+        jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    assert streamed.tools[0].type == "namespace"
+
+    told: Any = {"type": "function_call_output", "call_id": call.call_id, "namespace": "sky", "output": "warm"}
+    body = {"input": [call.model_dump(), told], "tools": [{**function, "name": "wind"}, group]}
+    chat = chat_of(ResponseRequest.model_validate(body))
+    assert [tool.function.name for tool in chat.tools or ()] == ["wind", "sky.weather"]
+    assert [tool.function.description for tool in chat.tools or ()] == [
+        "of a city", "of a city\n\nNamespace sky: Facts about the sky."
+    ]  # fmt: skip
+    assert [made.function.name for made in chat.messages[0].tool_calls or ()] == ["sky.weather"]
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        ([{"type": "web_search"}], "tools[0]: no tools are built in"),
+        ([{"type": "namespace", "name": "a", "tools": []}], "tools[0].tools: "),
+        ([{"type": "namespace", "name": "a", "tools": [{"type": "function", "name": "f"}]},
+          {"type": "function", "name": "b c"}], "tools[1].name"),
+        ([{"type": "namespace", "name": "a", "tools": [
+            {"type": "function", "name": "f"}, {"type": "function", "name": "b c"}]}], "tools[0].tools[1].name"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_tool_of_a_response(client: openai.OpenAI, tools: Any, words: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model="", input="?", tools=tools)
+    assert words in caught.value.message
+
+
 def test_a_format_of_the_text_does_not_exclude_required_calls(client: openai.OpenAI) -> None:
     """Instructor sends the same schema as the text's format and as a tool that must be called."""
     tool: dict[str, Any] = {"type": "function", "name": "weather", "parameters": SCHEMA}
