@@ -168,8 +168,10 @@ class MessageEvents(Events):
     def _close(self) -> bytes:
         if self._kind is None:
             return b""
-        data = named_event("content_block_stop", index=self._index)
-        text = "".join(self._parts)
+        text, data = "".join(self._parts), b""
+        if self._kind == "thinking":  # without this event some clients do not send the block back
+            data = self._delta("signature_delta", "signature", "")
+        data += named_event("content_block_stop", index=self._index)
         written = {"input": _object(text)} if self._kind == "call" else {self._kind: text}
         self.message["content"].append(self._block | written)
         self._kind = None

@@ -152,6 +152,8 @@ def test_messages_have_thinking_blocks(http: RunningHttp, expected: saccade.Samp
             deltas: list[Any] = [event.delta for event in stream if event.type == "content_block_delta"]
             final = stream.get_final_message()
         assert "".join(d.thinking for d in deltas if d.type == "thinking_delta") == expected.reasoning
+        signatures = [i for i, d in enumerate(deltas) if d.type == "signature_delta"]  # the AI SDK waits for it
+        assert signatures == [sum(d.type == "thinking_delta" for d in deltas)]
         assert "".join(d.text for d in deltas if d.type == "text_delta") == expected.text
         assert [block.type for block in final.content] == ["thinking", "text"]
         plain = client.messages.create(**{**options, "thinking": {"type": "disabled"}})
