@@ -91,7 +91,8 @@ Item: TypeAlias = Annotated[
     Discriminator(
         _item_kind,
         custom_error_type="item",
-        custom_error_message="expected an item of type message, reasoning, function_call or function_call_output",
+        custom_error_message="expected an item of type message, reasoning, function_call or function_call_output "
+        "(no item is stored, so none can be referred to: clients need store=false)",
     ),
 ]
 

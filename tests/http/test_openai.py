@@ -532,6 +532,12 @@ def test_errors_name_the_field_of_any_request(
         assert "max_output_tokens 1000000 and a prompt of" in caught.value.message
 
 
+def test_an_error_tells_clients_that_refer_to_items_what_they_need(client: openai.OpenAI) -> None:
+    """The AI SDK sends ids of items unless it is told that they are not stored."""
+    with pytest.raises(openai.BadRequestError, match=r"input\[0\]: .*store=false.* got an object of type 'item_refe"):
+        client.responses.create(model="", input=[{"type": "item_reference", "id": "msg_1"}])
+
+
 @pytest.mark.parametrize("name", ["chat.v2", "org/chat.v2", "my-chat.v2"])
 def test_a_model_s_name_is_no_field(client: openai.OpenAI, name: str) -> None:
     with pytest.raises(openai.NotFoundError, match=f"'{re.escape(name)}'"):
