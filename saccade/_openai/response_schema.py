@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -269,6 +270,7 @@ def chat_of(body: ResponseRequest) -> ChatCompletion:
     else:
         for item in items:
             _add_item(messages, item)
+    _join_system(messages)
     for message in messages:
         message.pop("open", None)
     logprobs = "message.output_text.logprobs" in (body.include or ()) or bool(body.top_logprobs)
@@ -286,6 +288,21 @@ def chat_of(body: ResponseRequest) -> ChatCompletion:
         options["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
     given = {name: value for name, value in options.items() if value is not None}
     return validated(ChatCompletion, {"messages": messages, **given})
+
+
+def _join_system(messages: list[dict[str, Any]]) -> None:
+    """Makes one system message of the system and developer messages that begin a chat: many templates reject several,
+    and Codex sends some."""
+    system = list(takewhile(lambda message: message["role"] in ("system", "developer"), messages))
+    texts: list[str] = []
+    for message in system:
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if any(part["type"] != "text" for part in parts):
+            return
+        texts.append("".join(part["text"] for part in parts))
+    if len(system) > 1:
+        messages[: len(system)] = [{"role": "system", "content": "\n\n".join(texts)}]
 
 
 def _functions(body: ResponseRequest) -> Iterator[dict[str, Any]]:

@@ -155,6 +155,24 @@ def test_functions_of_a_namespace(client: openai.OpenAI) -> None:
     assert [made.function.name for made in chat.messages[0].tool_calls or ()] == ["sky.weather"]
 
 
+def test_system_messages_that_begin_a_response_are_one() -> None:
+    """As Codex sends them; Qwen's template rejects a second one."""
+    text, image = {"type": "input_text", "text": "b"}, {"type": "input_image", "image_url": "media:1"}
+    user = {"role": "user", "content": "?"}
+    first, second = {"role": "developer", "content": [text, text]}, {"role": "system", "content": "c"}
+
+    def made(*items: Any, **fields: Any) -> list[tuple[str, Any]]:
+        chat = chat_of(ResponseRequest.model_validate({"input": [*items], **fields}))
+        return [(message.role, message.content) for message in chat.messages]
+
+    assert made(first, second, user, second, instructions="a") == [
+        ("system", "a\n\nbb\n\nc"), ("user", "?"), ("system", "c")
+    ]  # fmt: skip
+    assert made(second, user) == [("system", "c"), ("user", "?")]
+    with_image = made({"role": "developer", "content": [text, image]}, second, user)
+    assert [role for role, _ in with_image] == ["developer", "system", "user"]
+
+
 @pytest.mark.parametrize(
     ("tools", "words"),
     [
