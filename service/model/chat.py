@@ -151,7 +151,7 @@ class ChatTemplate:
         try:
             return template.render(values)
         except Exception as error:  # whatever the template's code does, such as dividing by zero
-            raise ValueError(f"chat template: {str(error) or type(error).__name__}") from None
+            raise ValueError(f"the chat template: {str(error) or type(error).__name__}") from None
 
     def _meant(self, part: str | None, token: str) -> int:
         """Number of tokens of this kind in a part."""

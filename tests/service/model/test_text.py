@@ -17,6 +17,9 @@ from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from families import CheckpointError
+from saccade._openai.errors import in_words
+from saccade._openai.fields import MESSAGES
+from saccade.errors import InvalidArgument
 from service.answers.stops import StopMatcher
 from service.common.types import Message
 from service.model.chat import ChatTemplate, Marked, NotContinued, load_template
@@ -345,6 +348,14 @@ def test_a_user_cannot_smuggle_an_image_place(tokenizer: Tokenizer) -> None:
 def test_refusals_of_a_template(source: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         template(source).render([Message("user", (None, "a"))])
+
+
+def test_a_refusal_does_not_begin_with_the_name_of_a_field() -> None:
+    """HTTP names fields as the request does: 'chat template' became 'messages template'."""
+    with pytest.raises(ValueError, match="roles must alternate") as caught:
+        template("{{ raise_exception('roles must alternate') }}").render([Message("user", ("a",))])
+    refused = InvalidArgument(str(caught.value), field="chat")
+    assert in_words(refused, MESSAGES) == "the chat template: roles must alternate"
 
 
 def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None:
