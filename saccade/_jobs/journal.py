@@ -243,6 +243,7 @@ class Journal:
         """Finds the rows to answer again: changed requests and temporary errors."""
         count = ours = 0
         self._db.execute("BEGIN")
+        self._db.execute("DELETE FROM stale")
         for row_id, custom_id, position, status in self._db.execute(
             "SELECT id, custom_id, position, status FROM rows ORDER BY id"
         ):

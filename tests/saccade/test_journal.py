@@ -214,6 +214,35 @@ def test_lines_that_have_changed_places_are_found(tmp_path: Path) -> None:
     assert content == [line(position, fill=9) for position in range(5)]
 
 
+def test_a_repair_keeps_the_new_answers_of_rows_that_an_earlier_run_had_lost(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    with opened(output) as journal:
+        append(journal, 2, fill=9)
+        append(journal, 1, status=503)
+    with opened(output) as journal:
+        for position in (1, 0, 3):
+            append(journal, position, fill=9)
+        journal.commit()
+        first, second, *rest = output.read_bytes().splitlines(keepends=True)
+        with open(output, "r+b") as file:
+            file.write(b"".join((second, first, *rest)))
+        journal.sort()
+    assert output.read_bytes().splitlines(keepends=True) == [line(position, fill=9) for position in range(4)]
+
+
+def test_lines_that_have_changed_places_beside_a_row_to_answer_again(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    with opened(output) as journal:
+        for position in (3, 1, 2):
+            append(journal, position, status=503 if position == 2 else 200, fill=9)
+        append(journal, 0, fill=9)
+    first, second, *rest = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join((second, first, *rest)))
+    with opened(output) as journal:
+        assert sorted(journal.positions()) == [0, 1, 3]
+    assert sorted(ids(output)) == [0, 1, 3]
+
+
 CHANGES: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     "a line more": lambda lines: [*lines, line(9)],
     "a line twice": lambda lines: [*lines, lines[1]],
