@@ -123,7 +123,7 @@ def parse_keys(contents: list[bytes]) -> dict[bytes, Tenant]:
     hash."""
     try:
         document = tomllib.loads(contents[0].decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML or UTF-8, a number too long, nested too deep
         raise ConfigError(f"api_keys: not TOML: {error}") from None
     entries = document.get("key")
     if set(document) != {"key"} or not isinstance(entries, list) or not entries:

@@ -92,14 +92,14 @@ def _parse_one(kind: Any, raw: Any) -> Any:
 
 
 def parse_size(raw: Any) -> int:
-    """`1048576`, `1Mi`, `64MiB` or `2g` -> bytes. Raises ValueError."""
+    """`1048576`, `1Mi`, `64MiB` or `2g` -> bytes. Raises ValueError, also for a number that a double cannot hold."""
     text = str(raw).strip().lower().removesuffix("b")
     digits = text.rstrip("kmgi")
-    if not math.isfinite(float(digits)):
-        raise ValueError(f"{raw!r} is not finite")
     if (unit := _UNITS.get(text[len(digits) :])) is None:
         raise ValueError(f"{raw!r} has an unknown unit")
-    return int(digits) * unit if digits.isdecimal() else int(float(digits) * unit)  # floats are exact up to 2**53
+    if not math.isfinite(number := float(digits) * unit):
+        raise ValueError(f"{raw!r} is not finite")
+    return int(digits) * unit if digits.isdecimal() else int(number)  # floats are exact up to 2**53
 
 
 def _parse_bool(raw: Any) -> bool:
@@ -232,7 +232,7 @@ def _read_file(path: Path, names: set[str]) -> dict[str, Any]:
         values = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML or UTF-8, a number too long, nested too deep
         raise ConfigError(f"config file {path}: {error}") from None
     if unknown := sorted(set(values) - names):
         raise ConfigError(f"config file {path}: {_unknown(unknown, names)}")

@@ -154,6 +154,8 @@ def test_a_number_that_nothing_could_hold_is_refused(name: str) -> None:
     [
         ("max_seq = 1", "toml: max_seq: no option has this name; did you mean max_seqs"),
         ("max_seqs = ", "config file"),
+        (f"max_seqs = {'9' * 5000}", "config file"),
+        (f"max_seqs = {'[' * 5000}", "config file"),
         ("max_seqs = 0", "^config file .*toml: max_seqs: 0 is below the minimum of 1"),
         ("token_budgets = [64.5, 256]", r"token_budgets: \[64.5, 256\] is not a list of whole numbers"),
         ('media_dir = ["uploads"]', r"media_dir: \['uploads'\] is not text"),
