@@ -22,6 +22,8 @@ _STOPPED = frozenset({"", "CANCELLED"})
 this client cancels has another message, and one that the server ends as cancelled has a reason."""
 _STATUS_DETAILS = "grpc-status-details-bin"
 _PUSHBACK = "grpc-retry-pushback-ms"
+_PUSHBACK_MS = re.compile("[0-9]{1,18}")
+"""A time to wait that gRPC reads: it has 64 bits."""
 
 
 class SaccadeError(Exception):
@@ -264,11 +266,10 @@ def parse_trailers(trailers: list[tuple[str, str | bytes]]) -> StatusDetails:
         if key == _PUSHBACK:
             text = value.decode("ascii", "replace") if isinstance(value, bytes) else value
             # gRPC's own rule: a negative or unreadable number means "do not try again".
-            milliseconds = int(text) if text.strip().isdigit() else -1
-            if milliseconds < 0:
+            if not _PUSHBACK_MS.fullmatch(text.strip()):
                 details.no_retry = True
             elif details.retry_after is None:
-                details.retry_after = milliseconds / 1000
+                details.retry_after = int(text) / 1000
     return details
 
 
@@ -288,7 +289,7 @@ def _parse_status(data: bytes, details: StatusDetails) -> None:
             elif packed.Unpack(bad_request):
                 details.fields += [(v.field, v.description) for v in bad_request.field_violations]
             elif packed.Unpack(retry):
-                details.retry_after = retry.retry_delay.ToTimedelta().total_seconds()
+                details.retry_after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
             elif packed.Unpack(request):
                 details.request_id = request.request_id
     except DecodeError:

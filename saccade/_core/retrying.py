@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable
 
-from saccade._core.ranges import check_seconds
+from saccade._core.ranges import MAX_SECONDS, check_seconds
 from saccade.errors import AlreadyExists, DeadlineExceeded, RateLimited, SaccadeError, Unavailable
 
 _LOG = logging.getLogger("saccade")
@@ -65,7 +65,7 @@ def delay_within(
     Args:
         attempt: number of failed attempts, including this one.
         max_retries: None for any number.
-        remaining: seconds until the call has to end; None for no limit.
+        remaining: seconds until the call has to end; None for no limit but `MAX_SECONDS`.
     """
     if not error.retryable or (max_retries is not None and attempt > max_retries):
         return None
@@ -73,7 +73,8 @@ def delay_within(
     asked = max(0.0, error.retry_after or 0.0)
     if error.retry_after is not None:
         delay = asked + delay * 0.2
-    if remaining is None or delay < remaining:
+    remaining = MAX_SECONDS if remaining is None else remaining
+    if delay < remaining:
         return delay
     delay = max(asked, remaining / 2)
     return delay if remaining - delay >= _SHORTEST_ATTEMPT else None

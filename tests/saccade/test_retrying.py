@@ -10,6 +10,8 @@ from typing import Any
 import grpc
 import pytest
 from fake_server import Failure, Script
+from google.protobuf import duration_pb2
+from google.rpc import error_details_pb2, status_pb2
 from wires import Wire
 
 import saccade
@@ -112,6 +114,20 @@ def test_numbers_that_a_server_should_not_send() -> None:
     assert 4 <= (delay_within(GONE, 5000, None, None) or 0) <= 8
     far = errors.Unavailable("gone", retryable=True, retry_after=1e9)
     assert delay_within(far, 1, None, 600.0) is None
+    assert delay_within(far, 1, None, None) is None, "Python's locks do not wait that long"
+
+
+@pytest.mark.parametrize("pushback", ["9" * 400, "9" * 5000, "²"])
+def test_a_pushback_that_is_no_64_bit_number_forbids_retries(pushback: str) -> None:
+    assert errors.parse_trailers([("grpc-retry-pushback-ms", pushback)]).no_retry
+
+
+def test_a_time_to_wait_beyond_pythons_timedelta() -> None:
+    status = status_pb2.Status()
+    status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=2**62)))
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason="QUEUE_FULL"))
+    details = errors.parse_trailers([("grpc-status-details-bin", status.SerializeToString())])
+    assert details.reason == "QUEUE_FULL" and details.retry_after == 2**62
 
 
 def test_the_second_side_of_each_limit() -> None:
