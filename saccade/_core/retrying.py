@@ -42,17 +42,6 @@ def retry_delay(
     error: SaccadeError,
     attempt: int,
     max_retries: int | None,
-    deadline: Deadline,
-    random_unit: Callable[[], float] = random.random,
-) -> float | None:
-    """`delay_within` for the time left until a deadline."""
-    return delay_within(error, attempt, max_retries, deadline.remaining(), random_unit)
-
-
-def delay_within(
-    error: SaccadeError,
-    attempt: int,
-    max_retries: int | None,
     remaining: float | None,
     random_unit: Callable[[], float] = random.random,
 ) -> float | None:
@@ -129,7 +118,7 @@ class Retries:
                 error.message += f" ({note})"
         self._failures += 1
         limits = [limit for limit in (self._deadline.remaining(), patience) if limit is not None]
-        delay = delay_within(
+        delay = retry_delay(
             judged, self._failures, self._max_retries, min(limits, default=None), random_unit=self._random_unit
         )
         if delay is None:

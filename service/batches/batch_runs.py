@@ -87,7 +87,7 @@ class Inside:
             except errors.StatusError as status:
                 error = error_from_service(status, request.request_id)
             failures += 1
-            delay = retry_delay(error, min(failures, 10), 10, deadline)
+            delay = retry_delay(error, failures, None, deadline.remaining())
             if delay is None and error.retryable:
                 raise DeadlineExceeded(
                     f"no answer within the batch_row_timeout of {self.row_timeout:g} seconds; the last of {failures} "

@@ -12,7 +12,7 @@ from fake_server import Failure, Script
 
 import saccade
 from saccade import cli, errors
-from saccade._core.retrying import delay_within
+from saccade._core.retrying import retry_delay
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_nobody_there_is_said_within_seconds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = errors.Unavailable("gone", retryable=True)
-    waits = [delay_within(gone, n, cli.ASK_RETRIES, None, lambda: 1.0) for n in range(1, cli.ASK_RETRIES + 2)]
+    waits = [retry_delay(gone, n, cli.ASK_RETRIES, None, lambda: 1.0) for n in range(1, cli.ASK_RETRIES + 2)]
     assert sum(wait or 0.0 for wait in waits) < 10 and waits[-1] is None
     monkeypatch.setattr(cli, "ASK_RETRIES", 1)
     assert cli.main(["ask", "--server", "127.0.0.1:1", "?"]) == 1

@@ -18,7 +18,7 @@ from waiting import until
 
 import saccade
 from saccade import errors
-from saccade._core.retrying import Deadline, retry_delay
+from saccade._core.retrying import retry_delay
 from saccade._core.targets import is_local
 
 Code = grpc.StatusCode
@@ -278,15 +278,14 @@ def test_a_wait_longer_than_the_deadline_is_not_begun(address: str, script: Scri
 
 def test_the_wait_doubles_and_honours_the_server() -> None:
     full = errors.Overloaded("full", retryable=True)
-    no_limit = Deadline(None)
-    waits = [retry_delay(full, attempt, 9, no_limit, random_unit=lambda: 1.0) for attempt in range(1, 8)]
+    waits = [retry_delay(full, attempt, 9, None, random_unit=lambda: 1.0) for attempt in range(1, 8)]
     assert waits == [0.5, 1, 2, 4, 8, 8, 8]
-    assert retry_delay(full, 1, 9, no_limit, random_unit=lambda: 0.0) == 0.25
+    assert retry_delay(full, 1, 9, None, random_unit=lambda: 0.0) == 0.25
     asked = errors.Overloaded("full", retryable=True, retry_after=3)
-    assert 3 <= (retry_delay(asked, 1, 9, no_limit) or 0) <= 3.1
-    assert retry_delay(full, 3, 2, no_limit) is None
-    assert retry_delay(errors.Internal("no"), 1, 2, no_limit) is None
-    assert retry_delay(asked, 1, 9, Deadline(2.0)) is None
+    assert 3 <= (retry_delay(asked, 1, 9, None) or 0) <= 3.1
+    assert retry_delay(full, 3, 2, None) is None
+    assert retry_delay(errors.Internal("no"), 1, 2, None) is None
+    assert retry_delay(asked, 1, 9, 2.0) is None
 
 
 @pytest.mark.parametrize("how", ["generate", "stream"])

@@ -20,7 +20,7 @@ from saccade._core import retrying
 from saccade._core.methods import one_call
 from saccade._core.requests import build_request
 from saccade._core.resuming import StreamState
-from saccade._core.retrying import Deadline, Retries, delay_within
+from saccade._core.retrying import Deadline, Retries, retry_delay
 from saccade._core.settings import CallSettings
 from saccade._core.steps import Call, with_retries
 from saccade._sync.driver import run
@@ -110,11 +110,11 @@ def test_attempts_reach_to_the_end_of_the_deadline(unit: float, asked: float | N
 def test_numbers_that_a_server_should_not_send() -> None:
     for asked in (-5.0, 0.0):
         error = errors.Unavailable("gone", retryable=True, retry_after=asked)
-        assert 0.01 < (delay_within(error, 1, None, None) or 0) <= 0.1
-    assert 4 <= (delay_within(GONE, 5000, None, None) or 0) <= 8
+        assert 0.01 < (retry_delay(error, 1, None, None) or 0) <= 0.1
+    assert 4 <= (retry_delay(GONE, 5000, None, None) or 0) <= 8
     far = errors.Unavailable("gone", retryable=True, retry_after=1e9)
-    assert delay_within(far, 1, None, 600.0) is None
-    assert delay_within(far, 1, None, None) is None, "Python's locks do not wait that long"
+    assert retry_delay(far, 1, None, 600.0) is None
+    assert retry_delay(far, 1, None, None) is None, "Python's locks do not wait that long"
 
 
 @pytest.mark.parametrize("pushback", ["9" * 400, "9" * 5000, "²"])
@@ -132,14 +132,14 @@ def test_a_time_to_wait_beyond_pythons_timedelta() -> None:
 
 def test_the_second_side_of_each_limit() -> None:
     one = lambda: 1.0  # noqa: E731
-    assert delay_within(GONE, 1, 1, None, one) == 0.5 and delay_within(GONE, 2, 1, None, one) is None
-    assert delay_within(GONE, 1, 0, None, one) is None
-    assert delay_within(GONE, 1, None, 0.5, one) == 0.25  # half of what is left, where all of it would go
-    assert delay_within(GONE, 1, None, 0.51, one) == 0.5
-    assert delay_within(GONE, 1, None, 0.2, one) == 0.1 and delay_within(GONE, 1, None, 0.19, one) is None
+    assert retry_delay(GONE, 1, 1, None, one) == 0.5 and retry_delay(GONE, 2, 1, None, one) is None
+    assert retry_delay(GONE, 1, 0, None, one) is None
+    assert retry_delay(GONE, 1, None, 0.5, one) == 0.25  # half of what is left, where all of it would go
+    assert retry_delay(GONE, 1, None, 0.51, one) == 0.5
+    assert retry_delay(GONE, 1, None, 0.2, one) == 0.1 and retry_delay(GONE, 1, None, 0.19, one) is None
     asked = errors.Unavailable("gone", retryable=True, retry_after=1.0)
-    assert delay_within(asked, 1, None, 1.1, one) == 1.0 and delay_within(asked, 1, None, 1.0, one) is None
-    assert [delay_within(GONE, n, None, None, one) for n in range(1, 7)] == [0.5, 1, 2, 4, 8, 8]
+    assert retry_delay(asked, 1, None, 1.1, one) == 1.0 and retry_delay(asked, 1, None, 1.0, one) is None
+    assert [retry_delay(GONE, n, None, None, one) for n in range(1, 7)] == [0.5, 1, 2, 4, 8, 8]
 
 
 # -- the id of an attempt that the server thinks is running ------------------------------------------------------------
