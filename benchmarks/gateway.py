@@ -123,15 +123,14 @@ def measure(groups: int, servers: int) -> dict[str, dict[str, float]]:
     """Hit rates by policy and kind of group. Each run begins with empty caches."""
     found: dict[str, dict[str, float]] = {}
     with ExitStack() as ends:
-        running = [ends.enter_context(ServerProcess(ARGUMENTS)) for _ in range(servers)]
-        addresses = [server.address for server in running]
+        addresses = [ends.enter_context(ServerProcess(ARGUMENTS)).address for _ in range(servers)]
         for name in ("one server", *POLICIES):
             alone = name == "one server"
             options = [] if alone else ["--policy", name]
             with gateway(addresses[:1] if alone else addresses, *options) as url:
                 for kind, make in (("images", image_messages), ("texts", text_messages)):
-                    for server in running:
-                        flush(server)
+                    for address in addresses:
+                        flush(address)
                     rate = hit_rate(url, make, groups, keyed=name == "consistent_hashing")
                     found.setdefault(name, {})[kind] = round(rate, 4)
                     print(f"{name:20} {kind:8} {100 * rate:5.1f} % of prompt tokens cached", flush=True)
