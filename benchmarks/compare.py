@@ -168,7 +168,7 @@ def measure(sides: Sides, side_by_side: list[tuple[Path, bool, list[Workload]]],
         if not loads:
             continue
         floor = Floor.of(model)
-        tokens = max(len(prompt) + load.new_tokens for load in loads for prompt in load.prompts)
+        tokens = max(load.longest for load in loads)
         ours = Ours(model, (*sides.options, *length_options(floor.decoder, tokens)), sides.most, stream=sides.stream)
         try:
             log = sides.logs / f"{sides.peer}{'-omni' if omni else ''}.log"

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = subject.text(arguments.folder)
     with tempfile.TemporaryDirectory() as folder:
         loads, _ = workloads(subject, Path(folder), {"decode", "prefill"}, [1, 8, 32], 64)
-        tokens = max(len(prompt) + load.new_tokens for load in loads for prompt in load.prompts)
+        tokens = max(load.longest for load in loads)
         for kind in filter(None, arguments.kinds.split(",")):
             ours = Ours(model, options_of(kind))
             try:

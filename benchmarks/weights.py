@@ -113,27 +113,26 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    command = parser()
-    arguments = command.parse_args(argv)
+    command_line = parser()
+    arguments = command_line.parse_args(argv)
     try:
         subject = sized(arguments.family, arguments.shape)
     except ValueError as error:
-        command.error(str(error))
+        command_line.error(str(error))
     concurrent = [int(count) for count in arguments.concurrent.split(",")]
     subject = replace(subject, prompts=arguments.prompts or subject.prompts)
     model, ceilings = subject.text(arguments.folder), machine.ceilings()
     sides: dict[str, Ours | Peer] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        loads, _ = workloads(
-            subject, Path(scratch), set(arguments.only.split(",")), concurrent, arguments.new_tokens
-        )  # fmt: skip
+        only = set(arguments.only.split(","))
+        loads, _ = workloads(subject, Path(scratch), only, concurrent, arguments.new_tokens)
         try:
             for kind in arguments.kinds.split(","):
                 sides[kind] = Ours(model, options_of(kind), max(concurrent))
+            tokens = max(PROMPT + 1, *(load.longest for load in loads))  # those of `agreement` have `PROMPT` tokens
             for kind in filter(None, arguments.peers.split(",")):
-                sides[f"llama.cpp {kind}"] = Peer(
-                    "llamacpp", model, False, Path(scratch) / f"{kind}.log", kind=kind
-                )  # fmt: skip
+                log = Path(scratch) / f"{kind}.log"
+                sides[f"llama.cpp {kind}"] = Peer("llamacpp", model, False, log, kind=kind, tokens=tokens)
             rows = []
             for row in measured(sides, loads, arguments.rounds):
                 rows.append(row)

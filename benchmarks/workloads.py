@@ -90,6 +90,11 @@ class Workload:
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and its answer."""
+        return max(map(len, self.prompts)) + self.new_tokens
+
     def floor(self, floor: Floor, machine: Machine) -> float | None:
         """Lower bound in seconds; None for images if the tower's work is not known."""
         tokens, requests, tower = self.prompt_tokens, len(self.prompts), floor.tower

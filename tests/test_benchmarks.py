@@ -187,6 +187,7 @@ def test_prompts_of_another_length_come_fewer_at_a_time(tmp_path: Path) -> None:
     for length, counts in ((128, {1, 32}), (1024, {1, 32}), (8192, {1})):
         loads, _ = workloads(subject, tmp_path, only, (1, 8), 4, length)
         assert {len(prompt) for load in loads for prompt in load.prompts} == {length}
+        assert {load.longest for load in loads} == {length + 8, length + 4, length + 1}
         assert {len(load.prompts) for load in loads if load.name.startswith("prefill")} == counts
 
 
