@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import ipaddress
-import logging
-import socket
 from typing import Any
 
 from service.common.config import ConfigError, ServerOptions
 from service.common.option import host_port
-
-log = logging.getLogger(__name__)
+from service.common.tls import is_loopback
 
 
 def check_exposure(options: ServerOptions, name: str = "host") -> None:
     """Raises ConfigError if other machines can reach the address and the server has no TLS or does not authenticate
     callers, unless `insecure` is set. `name`: of the option, for errors."""
-    try:
-        addresses = {entry[4][0] for entry in socket.getaddrinfo(options.host, None)}
-    except OSError:
-        raise ConfigError(
-            f"{name}: {options.host!r} is neither an IP address nor a host name that resolves on this machine"
-        ) from None
-    exposed = [a for a in addresses if not ipaddress.ip_address(str(a).partition("%")[0]).is_loopback]
+    exposed = not is_loopback(options.host, name)
     missing = []
     if options.tls_cert is None:
         missing.append("no TLS (--tls-cert and --tls-key)")

@@ -276,6 +276,7 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
         ({"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"}, None),
         ({"host": "127.0.0.1"}, None),
         ({"host": "::1"}, None),
+        ({"host": "[::1]"}, None),
         ({"host": "no.such.host.invalid"}, "neither an IP address nor a host name"),
     ],
 )
