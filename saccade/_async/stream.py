@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from saccade._async.driver import run
 from saccade._async.ports import AsyncExchange
 from saccade._async.session import AsyncSession
-from saccade._core.results import media_from
+from saccade._core.results import layouts_from
 from saccade._core.resuming import StreamState
 from saccade._core.settings import CallSettings
 from saccade._core.uploads import Uploads
@@ -128,7 +128,7 @@ class AsyncStream(AsyncIterator[Delta]):
     def media(self) -> list[MediaLayout]:
         """How each image and clip was divided, known from the stream's first message on; empty before."""
         started = self._state.assembler.started if self._state else None
-        return media_from(started.media) if started else []
+        return layouts_from(started.media) if started else []
 
     async def final(self) -> Generation:
         """Reads the stream to its end and returns the whole answer.

@@ -131,11 +131,11 @@ def tokens_from(message: inference_pb2.TokenizeResponse) -> Tokens:
         list(message.tokens_per_image),
         message.video_tokens,
         list(message.tokens_per_video),
-        media_from(message.media),
+        layouts_from(message.media),
     )
 
 
-def media_from(messages: Iterable[types_pb2.MediaLayout]) -> list[MediaLayout]:
+def layouts_from(messages: Iterable[types_pb2.MediaLayout]) -> list[MediaLayout]:
     return [
         MediaLayout(
             grid=(item.grid_rows, item.grid_columns),
@@ -223,7 +223,7 @@ def generation_from(response: inference_pb2.GenerateResponse, sampling: types_pb
         model_version=response.model_version,
         seed=response.seed,
         prompt_logprobs=prompt_logprobs_from(response.prompt_logprobs, samples, sampling),
-        media=media_from(response.media),
+        media=layouts_from(response.media),
     )
 
 
@@ -297,7 +297,7 @@ class Assembler:
             model_version=started.model_version,
             seed=started.seed,
             prompt_logprobs=prompt_logprobs_from(self._finished[0].prompt_logprobs, samples, self.request.sampling),
-            media=media_from(started.media),
+            media=layouts_from(started.media),
         )
 
     def _sample(self, index: int) -> Sample:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from saccade._core.results import media_from
+from saccade._core.results import layouts_from
 from saccade._core.resuming import StreamState
 from saccade._core.settings import CallSettings
 from saccade._core.uploads import Uploads
@@ -126,7 +126,7 @@ class Stream(Iterator[Delta]):
     def media(self) -> list[MediaLayout]:
         """How each image and clip was divided, known from the stream's first message on; empty before."""
         started = self._state.assembler.started if self._state else None
-        return media_from(started.media) if started else []
+        return layouts_from(started.media) if started else []
 
     def final(self) -> Generation:
         """Reads the stream to its end and returns the whole answer.

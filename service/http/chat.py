@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from saccade._core.results import media_from
+from saccade._core.results import layouts_from
 from saccade._openai.answers import completion, extension, logprobs_object, media_objects, usage_object
 from saccade._openai.chat import chat_request
 from saccade._openai.fields import chat_rules
@@ -74,7 +74,7 @@ def started_extension(started: inference_pb2.Started) -> dict[str, Any]:
         "image_tokens": started.image_tokens,
         "video_tokens": started.video_tokens,
         "seed": started.seed,
-        "media": media_objects(media_from(started.media)),
+        "media": media_objects(layouts_from(started.media)),
     }
 
 
