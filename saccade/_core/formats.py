@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from saccade._core.json_nesting import answered_json
-from saccade._core.ranges import check_text
+from saccade._core.ranges import check_string, check_text
 from saccade.errors import InvalidArgument, OutOfRange
 from saccade.types import Generation, Lark, Regex, StructuralTags, Tag
 from saccade.v1 import types_pb2
@@ -41,9 +41,9 @@ def format_message(value: Any, name: str = "response_format") -> types_pb2.Respo
     if value == "json_object":
         return types_pb2.ResponseFormat(json_object=types_pb2.JsonObject())
     if isinstance(value, Regex):
-        return types_pb2.ResponseFormat(regex=_text(value.pattern, f"{name}.pattern"))
+        return types_pb2.ResponseFormat(regex=check_string(f"{name}.pattern", value.pattern))
     if isinstance(value, Lark):
-        return types_pb2.ResponseFormat(lark=_text(value.grammar, f"{name}.grammar"))
+        return types_pb2.ResponseFormat(lark=check_string(f"{name}.grammar", value.grammar))
     if isinstance(value, StructuralTags):
         return types_pb2.ResponseFormat(structural_tags=_tags(value, name))
     if isinstance(value, Mapping):
@@ -53,7 +53,7 @@ def format_message(value: Any, name: str = "response_format") -> types_pb2.Respo
     if (schema := _model_schema(value)) is not None:
         return types_pb2.ResponseFormat(json_schema=json_text(schema, name))
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        choices = [_text(choice, f"{name}[{i}]") for i, choice in enumerate(value)]
+        choices = [check_string(f"{name}[{i}]", choice) for i, choice in enumerate(value)]
         return types_pb2.ResponseFormat(choice=types_pb2.Choice(choices=choices))
     given = repr(value) if isinstance(value, str) else type(value).__name__
     raise InvalidArgument(f"{name}: expected {_EXPECTED}, got {given}")
@@ -89,12 +89,6 @@ def parsed_answer(answer: Generation, value: Any) -> Any:
             request_id=answer.request_id,
         )
     return parse_text(answer.text, value)
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidArgument(f"{name}: expected a string, got {type(value).__name__}")
-    return check_text(name, value)
 
 
 def json_text(value: Mapping[str, Any], name: str) -> str:
@@ -180,13 +174,14 @@ def _tags(value: StructuralTags, name: str) -> types_pb2.StructuralTags:
         if not isinstance(items, Sequence) or isinstance(items, str | bytes):
             raise InvalidArgument(f"{name}.{what}: expected a list, got {type(items).__name__}")
     message = types_pb2.StructuralTags(
-        triggers=[_text(trigger, f"{name}.triggers[{i}]") for i, trigger in enumerate(value.triggers)]
+        triggers=[check_string(f"{name}.triggers[{i}]", trigger) for i, trigger in enumerate(value.triggers)]
     )
     for i, tag in enumerate(value.tags):
         where = f"{name}.tags[{i}]"
         if not isinstance(tag, Tag):
             raise InvalidArgument(f"{where}: expected a saccade.Tag, got {type(tag).__name__}")
-        added = message.tags.add(begin=_text(tag.begin, f"{where}.begin"), end=_text(tag.end, f"{where}.end"))
+        begin, end = check_string(f"{where}.begin", tag.begin), check_string(f"{where}.end", tag.end)
+        added = message.tags.add(begin=begin, end=end)
         content = format_message(tag.content, f"{where}.content")
         kind = content.WhichOneof("kind") if content is not None else None
         if content is None or kind not in ("json_schema", "regex", "lark"):

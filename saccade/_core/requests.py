@@ -318,8 +318,7 @@ def _chat_message(message: Any, name: str, waiting: _Places) -> types_pb2.ChatMe
     if message.get("tool_calls"):
         add_calls(built, message["tool_calls"], f"{name}.tool_calls")
         content = "" if content is None else content
-    with _naming(f"{name}.tool_call_id"):
-        built.tool_call_id = message.get("tool_call_id") or ""
+    built.tool_call_id = check_string(f"{name}.tool_call_id", message.get("tool_call_id") or "")
     if isinstance(content, str):
         built.parts.add(text=check_text(f"{name}.content", content))
     elif isinstance(content, Sequence) and not isinstance(content, bytes):
@@ -333,10 +332,7 @@ def _chat_message(message: Any, name: str, waiting: _Places) -> types_pb2.ChatMe
 def _add_part(message: types_pb2.ChatMessage, part: Any, name: str, waiting: _Places) -> None:
     kind = "text" if isinstance(part, str) else part.get("type") if isinstance(part, Mapping) else None
     if kind == "text":
-        text = part if isinstance(part, str) else part.get("text")
-        if not isinstance(text, str):
-            raise InvalidArgument(f"{name}.text: expected a string, got {type(text).__name__}")
-        message.parts.add(text=check_text(f"{name}.text", text))
+        message.parts.add(text=check_string(f"{name}.text", part if isinstance(part, str) else part.get("text")))
     elif kind in ("image", "image_url"):
         added = message.parts.add()
         source = _part_source(part, name)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from saccade._core.formats import json_text
-from saccade._core.ranges import check_flag, check_text
+from saccade._core.ranges import check_flag, check_string, check_text
 from saccade.errors import InvalidArgument
 from saccade.types import Tool, ToolCall
 from saccade.v1 import inference_pb2, types_pb2
@@ -69,11 +69,10 @@ def add_calls(message: types_pb2.ChatMessage, calls: Any, name: str) -> None:
         arguments = fields.get("arguments", "{}")
         if isinstance(arguments, Mapping):
             arguments = json_text(arguments, f"{where}.arguments")
-        for key, value in (("id", fields["id"]), ("name", fields.get("name")), ("arguments", arguments)):
-            if not isinstance(value, str):
-                raise InvalidArgument(f"{where}.{key}: expected a string, got {type(value).__name__}")
-            check_text(f"{where}.{key}", value)
-        message.tool_calls.add(id=fields["id"], name=fields["name"], arguments=arguments)
+        message.tool_calls.add(
+            id=check_string(f"{where}.id", fields["id"]), name=check_string(f"{where}.name", fields.get("name")),
+            arguments=check_string(f"{where}.arguments", arguments),
+        )  # fmt: skip
 
 
 def _tool_message(tool: Any, name: str) -> types_pb2.Tool:
@@ -90,9 +89,7 @@ def _tool_message(tool: Any, name: str) -> types_pb2.Tool:
     made = types_pb2.Tool(name=check_text(f"{name}.name", fields["name"]))
     made.strict = check_flag(f"{name}.strict", fields.get("strict") or False)
     if (description := fields.get("description")) is not None:
-        if not isinstance(description, str):
-            raise InvalidArgument(f"{name}.description: expected a string, got {type(description).__name__}")
-        made.description = check_text(f"{name}.description", description)
+        made.description = check_string(f"{name}.description", description)
     if (parameters := fields.get("parameters")) is not None:
         schema = getattr(parameters, "model_json_schema", None)
         parameters = schema() if schema is not None else parameters
