@@ -20,9 +20,10 @@ from saccade import errors
 from saccade._core.ranges import check_flag, check_integer, check_path, check_seconds
 from saccade._jobs.input import BatchInput
 from saccade._jobs.journal import Journal, Written, check_apart, helper_files, real_output
-from saccade._jobs.lines import output_line, status_code
+from saccade._jobs.lines import output_line
 from saccade._jobs.rows import BATCH_PRIORITY, ImageFolder, Row, request_from
 from saccade._map.window import Prepared, check_concurrency
+from saccade._openai.errors import status_code
 from saccade.errors import FailedPrecondition, InvalidArgument, SaccadeError, Unavailable
 from saccade.types import Generation, Model
 

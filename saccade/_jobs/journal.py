@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from saccade._jobs.lines import is_transient
+from saccade._openai.errors import is_transient
 from saccade.errors import AlreadyExists, FailedPrecondition, InvalidArgument
 
 _SCHEMA = """
@@ -113,7 +113,7 @@ class Journal:
             self._db.close()
             raise FailedPrecondition(f"cannot write {str(output)!r}: {error.strerror}") from error
         try:
-            self._recover(identify)
+            self._recover()
         except OSError as error:
             self.close()
             raise FailedPrecondition(f"cannot write {error.filename or str(output)!r}: {error.strerror}") from error
@@ -133,7 +133,7 @@ class Journal:
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # error messages can contain arbitrary text
                 if "locked" in str(error):
                     raise
-                self.remove_journal()  # damaged: rebuilt from the output
+                self._remove_journal()  # damaged: rebuilt from the output
                 return self._connect()
         except OSError as error:
             raise FailedPrecondition(f"cannot write {str(self.path)!r}: {error.strerror}") from error
@@ -163,22 +163,20 @@ class Journal:
             raise
         return db
 
-    def remove_journal(self) -> None:
+    def _remove_journal(self) -> None:
         for suffix in ("", "-wal", "-shm"):
-            with suppress(FileNotFoundError):
-                os.unlink(f"{self.path}{suffix}")
+            Path(f"{self.path}{suffix}").unlink(missing_ok=True)
 
     # -- after a crash -------------------------------------------------------------------------------------------------
 
-    def _recover(self, identify: Identify) -> None:
-        with suppress(FileNotFoundError):
-            self._scratch.unlink()
+    def _recover(self) -> None:
+        self._scratch.unlink(missing_ok=True)
         size = os.fstat(self._file).st_size
         start = self._trusted(size)
-        whole = start + self._adopt(start, identify)
+        whole = start + self._adopt(start)
         if size and not whole:
             self._check_beginning()
-        self._classify(identify)
+        self._classify()
         if whole < size:
             os.ftruncate(self._file, whole)
         self._db.execute("DELETE FROM rows WHERE id IN (SELECT id FROM stale)")
@@ -186,7 +184,7 @@ class Journal:
             try:
                 self._rewrite("offset")
             except _NotAsJournaled:
-                self._recover(identify)
+                self._recover()
 
     def _check_beginning(self) -> None:
         """Checks an output without a whole line before it is truncated: it must be the beginning of an answer's line,
@@ -216,7 +214,7 @@ class Journal:
         os.lseek(self._file, offset, os.SEEK_SET)  # appends go to the end regardless of this position
         return os.read(self._file, length)
 
-    def _adopt(self, start: int, identify: Identify) -> int:
+    def _adopt(self, start: int) -> int:
         """Journals the whole lines from `start` on and returns their size in bytes. A second line for a known row is
         skipped."""
         taken = 0
@@ -230,7 +228,7 @@ class Journal:
                     row_id, custom_id, *numbers = _parsed(line)
                 except ValueError as error:
                     raise self._foreign("a line that is not an answer of a batch") from error
-                known = identify(custom_id)
+                known = self._identify(custom_id)
                 rows.append((row_id, custom_id, known[0] if known else -1, start + taken, len(line), *numbers))
                 taken += len(line)
                 if len(rows) == 1000:
@@ -239,7 +237,7 @@ class Journal:
         self._insert(rows)
         return taken
 
-    def _classify(self, identify: Identify) -> None:
+    def _classify(self) -> None:
         """Finds the rows to answer again: changed requests and temporary errors."""
         count = ours = 0
         self._db.execute("BEGIN")
@@ -248,7 +246,7 @@ class Journal:
             "SELECT id, custom_id, position, status FROM rows ORDER BY id"
         ):
             count += 1
-            known = identify(custom_id)
+            known = self._identify(custom_id)
             mine = known is not None and known[1] == row_id
             ours += mine
             if not mine or is_transient(status):
@@ -361,7 +359,7 @@ class Journal:
             try:
                 self._rewrite("position")
             except _NotAsJournaled:
-                self._recover(self._identify)
+                self._recover()
                 self._rewrite("position")
         except (OSError, sqlite3.Error) as error:
             raise FailedPrecondition(f"cannot sort {str(self.output)!r}: {error}") from error

@@ -6,12 +6,10 @@ import json
 from typing import Any
 
 from saccade._openai.answers import completion
-from saccade._openai.errors import in_words, is_transient, status_code
+from saccade._openai.errors import in_words, status_code
 from saccade._openai.fields import CHAT, Rules
 from saccade.errors import SaccadeError
 from saccade.types import Generation
-
-__all__ = ["is_transient", "output_line", "status_code"]
 
 
 def output_line(row_id: str, custom_id: str, result: Generation | SaccadeError, fields: Rules = CHAT) -> bytes:

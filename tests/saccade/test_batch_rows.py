@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from saccade import errors
 from saccade._jobs.input import BatchInput, BatchInvalid
-from saccade._jobs.lines import is_transient, output_line, status_code
+from saccade._jobs.lines import output_line
 from saccade._jobs.rows import ImageFolder, parse_line, request_from
+from saccade._openai.errors import is_transient, status_code
 from saccade.types import Generation, Sample, TokenLogprob, TopLogprob, Usage
 from saccade.v1 import types_pb2
 
