@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from saccade._core.results import generation_from
@@ -20,6 +21,8 @@ from saccade.types import Generation
 from saccade.v1 import inference_pb2
 
 T = TypeVar("T")
+SIGNAL_SECONDS = 0.5
+"""After which a signal is noticed, at the latest."""
 
 
 class Exchange(Protocol):
@@ -101,7 +104,7 @@ def map_requests(
         while not window.over:
             if window.ask():
                 feeder.ask()
-            match events.get():
+            match _next(events):
                 case Item(value):
                     workers.start(window.start(), value)
                 case End() as end:
@@ -111,6 +114,14 @@ def map_requests(
     finally:
         feeder.close()
         workers.close()
+
+
+def _next(events: queue.SimpleQueue[Event]) -> Event:
+    """Waits for the next event. A signal that arrives just before a wait does not end it, so that its handler, which
+    may raise KeyboardInterrupt, would be called after the next answer only."""
+    while True:
+        with suppress(queue.Empty):
+            return events.get(timeout=SIGNAL_SECONDS)
 
 
 class Worker:

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import io
 import queue
+import subprocess
 import sys
 import threading
 import time
@@ -325,3 +326,41 @@ def test_a_source_is_read_in_the_context_of_the_program(mapped: Mapped, script: 
 def test_what_is_no_iterable_is_an_error(mapped: Mapped) -> None:
     with pytest.raises(TypeError):
         mapped(7)
+
+
+INTERRUPTED = """
+import os, signal, threading, time
+from saccade._map.threads import map_requests
+from saccade.errors import Cancelled
+from saccade.v1 import inference_pb2
+
+closed = threading.Event()
+
+class Client:
+    def _exchange(self):
+        return self
+
+    def close(self):
+        closed.set()
+
+    def _generate(self, request, timeout, exchange):
+        time.sleep(0.2)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        os.kill(os.getpid(), signal.SIGINT)
+        closed.wait(60)
+        raise Cancelled("closed")
+
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+try:
+    prepare = lambda item: (inference_pb2.GenerateRequest(), None)
+    list(map_requests(Client(), [1], prepare, concurrency=1, ordered=False))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_that_does_not_end_the_wait_for_an_answer_is_noticed() -> None:
+    """A signal that arrives just before the main thread begins to wait does not end the wait. Here another thread gets
+    it, with the same effect."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "interrupted\n", done.stderr
