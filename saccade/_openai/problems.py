@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -26,12 +25,8 @@ MOST_COUNTED = 1000
 
 def validated(model: type[ModelT], document: Any) -> ModelT:
     """The document as an instance of `model`. Raises InvalidArgument with a description of the first problems."""
-    return _described(lambda: model.model_validate(document))
-
-
-def _described(validate: Callable[[], ModelT]) -> ModelT:
     try:
-        return validate()
+        return model.model_validate(document)
     except ValidationError as error:
         if (count := error.error_count()) > MOST_COUNTED:
             raise InvalidArgument(f"{count} unknown keys or wrong values, more than {MOST_COUNTED}") from None
