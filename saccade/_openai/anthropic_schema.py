@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Discriminator, Field, Tag
 
 from saccade._openai.problems import validated
-from saccade._openai.schema import ChatCompletion, DirectCaller, Messages, Strict
+from saccade._openai.schema import ChatCompletion, DirectCaller, Messages, Strict, TextOr
 from saccade.errors import InvalidArgument
 
 
@@ -50,7 +50,7 @@ class ImageBlock(Block):
         | Annotated[UrlSource, Tag("<url>")]
         | Annotated[FileSource, Tag("<file>")],
         Discriminator(
-            _kind, custom_error_type="source", custom_error_message="expected a source of type base64 or url"
+            _kind, custom_error_type="source", custom_error_message="expected a source of type base64, url or file"
         ),
     ]
 
@@ -78,13 +78,7 @@ ResultPart: TypeAlias = Annotated[
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: (
-        Annotated[
-            Annotated[str, Tag("<str>")] | Annotated[list[ResultPart], Tag("<blocks>")],
-            Discriminator(lambda value: "<blocks>" if isinstance(value, list) else "<str>"),
-        ]
-        | None
-    ) = None
+    content: TextOr[ResultPart] | None = None
     is_error: bool | None = None
 
 
@@ -104,10 +98,7 @@ AnyBlock: TypeAlias = Annotated[
 
 class AnthropicMessage(Strict):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[str, Tag("<str>")] | Annotated[list[AnyBlock], Tag("<blocks>")],
-        Discriminator(lambda value: "<blocks>" if isinstance(value, list) else "<str>"),
-    ]
+    content: TextOr[AnyBlock]
 
 
 class AnthropicTool(Block):
@@ -167,13 +158,7 @@ class CountTokens(Strict):
 
     messages: Messages[AnthropicMessage]
     model: str | None = None
-    system: (
-        Annotated[
-            Annotated[str, Tag("<str>")] | Annotated[list[TextBlock], Tag("<blocks>")],
-            Discriminator(lambda value: "<blocks>" if isinstance(value, list) else "<str>"),
-        ]
-        | None
-    ) = None
+    system: TextOr[TextBlock] | None = None
     thinking: Thinking | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from saccade._openai.problems import validated
-from saccade._openai.schema import CachedPart, ChatCompletion, DirectCaller, LogitBias, Strict, Strings, TokenId
+from saccade._openai.schema import CachedPart, ChatCompletion, DirectCaller, LogitBias, Strict, Strings, TextOr, TokenId
 
 
 class InputText(CachedPart):
@@ -34,16 +34,12 @@ def _part_kind(value: Any) -> str:
 ContentPart: TypeAlias = Annotated[
     Annotated[InputText, Tag("<text>")] | Annotated[InputImage, Tag("<image>")], Discriminator(_part_kind)
 ]
-ItemContent: TypeAlias = Annotated[
-    Annotated[str, Tag("<str>")] | Annotated[list[ContentPart], Tag("<parts>")],
-    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<str>"),
-]
 
 
 class MessageItem(Strict):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: ItemContent
+    content: TextOr[ContentPart]
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -72,7 +68,7 @@ class FunctionCallItem(Strict):
 class FunctionOutputItem(Strict):
     type: Literal["function_call_output"]
     call_id: str
-    output: ItemContent
+    output: TextOr[ContentPart]
     namespace: str | None = Field(None, description="Ignored: the call has it.")
     id: str | None = None
     status: str | None = None

@@ -71,6 +71,14 @@ MessageT = TypeVar("MessageT")
 Messages: TypeAlias = Annotated[list[MessageT], Field(min_length=1), BeforeValidator(_some_messages)]
 
 
+PartT = TypeVar("PartT")
+TextOr: TypeAlias = Annotated[
+    Annotated[str, Tag("<str>")] | Annotated[list[PartT], Tag("<list>")],
+    Discriminator(lambda value: "<list>" if isinstance(value, list) else "<str>"),
+]
+"""A string, or a list of parts. Errors are about the one that the value is."""
+
+
 # -- parts of messages -------------------------------------------------------------------------------------------------
 
 
@@ -115,15 +123,9 @@ class VideoUrlPart(Strict):
     max_frames: int | None = None
 
 
-FileOrFrames: TypeAlias = Annotated[
-    Annotated[str, Tag("<str>")] | Annotated[list[str], Tag("<list>")],
-    Discriminator(lambda value: "<list>" if isinstance(value, list) else "<str>"),
-]
-
-
 class VideoPart(Strict):
     type: Literal["video"]
-    video: FileOrFrames | None = None
+    video: TextOr[str] | None = None
     media_id: str | None = None
     fps: float | None = None
     max_frames: int | None = None
@@ -147,10 +149,6 @@ Part: TypeAlias = Annotated[
         custom_error_type="part",
         custom_error_message="expected a part of type text, image_url, image, video_url or video",
     ),
-]
-Content: TypeAlias = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Part], Tag("<parts>")],
-    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
 ]
 
 
@@ -207,7 +205,7 @@ class DirectCaller(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
+    content: TextOr[Part] | None = None
     name: str | None = Field(None, description="Ignored: chat templates do not print it.")
     reasoning: str | None = None
     reasoning_content: str | None = None
