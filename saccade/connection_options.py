@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from saccade._core.affinity import CHOICES
 from saccade._core.settings import TLSConfig
 from saccade.errors import InvalidArgument
 
@@ -33,7 +34,7 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
 def add_affinity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--affinity",
-        choices=("auto", "image"),
+        choices=CHOICES,
         help="with several replicas, send requests with the same image (auto: or system prompt) to the same replica",
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from saccade.v1 import types_pb2
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HEADER = "saccade-affinity"
 """The metadata key. Proxies may hash it as well."""
 Affinity = Literal["auto", "image"]
-CHOICES = ("auto", "image")
+CHOICES: tuple[str, ...] = get_args(Affinity)
 BEGINNING = 256
 """Characters or ids of a prompt without messages that are its key if it has no image."""
 LB_CONFIG = json.dumps(
