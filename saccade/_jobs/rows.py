@@ -104,21 +104,10 @@ class ImageFolder:
             raise InvalidArgument(f"{where}: cannot read {name!r}: {error.strerror}", reason=UNREADABLE) from error
 
 
-class _Content:
-    """Digest of a row: of its line and of its files in order. Independent of timestamps and folders, so that a job can
-    be copied and resumed elsewhere."""
-
-    def __init__(self, line_digest: bytes) -> None:
-        self._line_digest = line_digest
-        self._files: list[bytes] = []
-
-    def add(self, file_digest: bytes) -> None:
-        self._files.append(file_digest)
-
-    def digest(self) -> bytes:
-        return (
-            hashlib.sha256(b"".join((self._line_digest, *self._files))).digest() if self._files else self._line_digest
-        )
+def _digest(line: bytes, files: list[bytes]) -> bytes:
+    """The digest of a row, from those of its line and of its files in order. Independent of timestamps and folders, so
+    that a job can be copied and resumed elsewhere."""
+    return hashlib.sha256(b"".join((line, *files))).digest() if files else line
 
 
 def parse_line(line: bytes, position: int, folder: ImageFolder, *, strict: bool = True) -> Row:
@@ -142,18 +131,18 @@ def parse_line(line: bytes, position: int, folder: ImageFolder, *, strict: bool 
     if not isinstance(body, dict):
         raise InvalidArgument(f"body: expected an object, got {type(body).__name__}")
     line_digest = hashlib.sha256(_canonical(row)).digest()
-    content = _Content(line_digest)
+    files: list[bytes] = []
 
     def look(source: Any, where: str) -> Any:
         if not isinstance(source, str):
             folder.look(source, where)
             return source
         try:
-            content.add(folder.digest(source, where))
+            files.append(folder.digest(source, where))
         except InvalidArgument as error:
             if strict or error.reason != UNREADABLE:
                 raise
-            content.add(b"unreadable")
+            files.append(b"unreadable")
         return b""
 
     fields = chat_rules(body)
@@ -161,7 +150,7 @@ def parse_line(line: bytes, position: int, folder: ImageFolder, *, strict: bool 
         _build(body, look)
     except InvalidArgument as error:
         raise InvalidArgument(in_words(error, fields), reason=error.reason) from error
-    return Row(position, custom_id, line_digest, content.digest(), body, fields)
+    return Row(position, custom_id, line_digest, _digest(line_digest, files), body, fields)
 
 
 def parse_again(line: bytes, position: int, line_digest: bytes, digest: bytes) -> Row:
@@ -179,17 +168,17 @@ def request_from(row: Row, folder: ImageFolder, *, priority: int, model: bool = 
         InvalidArgument: a file that the row refers to cannot be read.
         FailedPrecondition: a file has changed since the row was parsed.
     """
-    content = _Content(row.line_digest)
+    files: list[bytes] = []
 
     def read(source: Any, where: str) -> Any:
         if not isinstance(source, str):
             return source
         data = folder.read(source, where)
-        content.add(hashlib.sha256(data).digest())
+        files.append(hashlib.sha256(data).digest())
         return data
 
     request = _build(row.body, read)
-    if content.digest() != row.digest:
+    if _digest(row.line_digest, files) != row.digest:
         raise FailedPrecondition("a file that the row names has changed since it was checked", reason=CHANGED)
     request.priority = priority
     if not model:
