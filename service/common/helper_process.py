@@ -72,6 +72,16 @@ def start_helper(module: str, descriptors: Sequence[int] = ()) -> tuple[subproce
     return process, Connection(ours.detach())
 
 
+def log_to_stderr(level: int | str, process: str = "") -> None:
+    """Sets up this process's log: lines on stderr from `level` on, which say that they are of `process`, if it has a
+    name."""
+    who = f"{process} " if process else ""
+    logging.basicConfig(
+        level=level.upper() if isinstance(level, str) else level, stream=sys.stderr,
+        format=f"%(asctime)s %(levelname)s {who}%(name)s: %(message)s",
+    )  # fmt: skip
+
+
 def log_level() -> int:
     """The log level of this process; helpers get the same one."""
     return logging.getLogger().getEffectiveLevel()

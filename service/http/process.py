@@ -16,7 +16,7 @@ import threading
 from multiprocessing.connection import Connection
 
 from service.common.config import HttpFrontOptions
-from service.common.helper_process import STOP_HELPER, ignore_stop_signals
+from service.common.helper_process import STOP_HELPER, ignore_stop_signals, log_to_stderr
 from service.http.call import Front
 from service.http.run import HttpServer
 
@@ -38,11 +38,7 @@ def main(descriptor: int) -> int:
     connection: Connection = Connection(descriptor)
     options: HttpFrontOptions
     options, listening = connection.recv()
-    logging.basicConfig(
-        level=options.log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s http %(name)s: %(message)s",
-    )
+    log_to_stderr(options.log_level, "http")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
         server = HttpServer(options, lambda: connection.send(("ready",)), (STOP_HELPER,))

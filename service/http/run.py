@@ -7,14 +7,13 @@ import contextlib
 import logging
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 
 from service.common.config import HttpFrontOptions
-from service.common.helper_process import STOP_SIGNALS, ignore_stop_signals
+from service.common.helper_process import STOP_SIGNALS, ignore_stop_signals, log_to_stderr
 from service.http.app import make_app
 from service.http.hosts import HostCheck
 from service.http.listen import bind, check_exposure, url_of
@@ -28,9 +27,7 @@ DEFAULT_PORT = 8000
 
 def run(options: HttpFrontOptions) -> int:
     """Serves until SIGTERM or SIGINT. Prints the ready line. Returns the exit code."""
-    logging.basicConfig(
-        level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_to_stderr(options.log_level)
     check_exposure(options)
 
     def ready() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from service.common.helper_process import ignore_stop_signals, lasting_objects
+from service.common.helper_process import ignore_stop_signals, lasting_objects, log_to_stderr
 
 with lasting_objects():
     import torch
@@ -109,7 +109,7 @@ def main(descriptor: int) -> int:
     connection: Connection = Connection(descriptor)
     ignore_stop_signals()  # the decoder process decides when this process stops.
     options, log_level = connection.recv()
-    logging.basicConfig(level=log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr(log_level)
     keep_freed_memory()
     with contextlib.suppress(EOFError, ConnectionError):  # the decoder process has ended; nothing needs its images
         return _serve(connection, options)

@@ -23,7 +23,7 @@ from kernels.host_memory import keep_freed_memory, release_program_pages
 from service.common.channel import receive_descriptor
 from service.common.config import EngineOptions
 from service.common.errors import EngineDied
-from service.common.helper_process import ignore_stop_signals, lasting_objects
+from service.common.helper_process import ignore_stop_signals, lasting_objects, log_to_stderr
 from service.engine import wire
 
 
@@ -31,7 +31,7 @@ def main(descriptor: int) -> int:
     connection: Connection = Connection(descriptor)
     ignore_stop_signals()  # the frontend decides when this process stops.
     options, log_level = connection.recv()
-    logging.basicConfig(level=log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr(log_level)
     keep_freed_memory()
     try:
         return _serve(connection, options)

@@ -22,7 +22,7 @@ from typing import Any
 
 from kernels.host_memory import release_program_pages
 from service.common.config import ServerOptions
-from service.common.helper_process import STOP_HELPER, ignore_stop_signals, log_level
+from service.common.helper_process import STOP_HELPER, ignore_stop_signals, log_level, log_to_stderr
 from service.engine.engine_client import EngineLink
 from service.engine.types import EngineInfo
 from service.servers.lifetime import stop_signals, stop_when_told
@@ -147,10 +147,7 @@ def _orphaned() -> None:
 def main(descriptor: int) -> int:
     connection: Connection = Connection(descriptor)
     options, info, member, private_socket = connection.recv()
-    logging.basicConfig(
-        level=options.log_level.upper(), stream=sys.stderr,
-        format=f"%(asctime)s %(levelname)s frontend {member} %(name)s: %(message)s",
-    )  # fmt: skip
+    log_to_stderr(options.log_level, f"frontend {member}")
     release_program_pages()
     return asyncio.run(serve(connection, options, info, member, private_socket))
 

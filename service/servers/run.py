@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import sys
-
 from kernels.host_memory import release_program_pages
 from service.common.config import ServerOptions
-from service.common.helper_process import lasting_objects
+from service.common.helper_process import lasting_objects, log_to_stderr
 from service.engine.engine_client import Loading, SupervisedEngine
 from service.media.image_pool import ImagePool
 from service.model.assets import ModelAssets
@@ -65,9 +62,7 @@ async def serve(options: ServerOptions) -> int:
 
 def run(options: ServerOptions) -> int:
     """Runs `saccade serve`: sets up logging, checks the options, runs the server. Returns the exit code."""
-    logging.basicConfig(
-        level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_to_stderr(options.log_level)
     check_options(options)
     release_program_pages()
     options = fetched(options)
