@@ -26,7 +26,7 @@ import saccade
 from benchmarks import machine, sized_models
 from benchmarks.models import KINDS, TEXT
 from benchmarks.record import write_result
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 VOCAB = 1024
 PATTERNS = {"mamba": "MMMMMMMM", "attention": "**"}

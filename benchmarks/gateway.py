@@ -34,7 +34,7 @@ from benchmarks import machine
 from benchmarks.machine import free_port
 from benchmarks.record import write_result
 from benchmarks.replicas import QUESTIONS, flush, image
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 ARGUMENTS = [
     "demo", "--log-level", "error", "--threads", "1", "--max-seqs", "8", "--no-warmup", "--vllm-engine", "--admin",

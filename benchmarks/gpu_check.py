@@ -301,7 +301,7 @@ def check_options(device: str, scale: str) -> dict[str, Any]:
 def check_service(device: str, scale: str) -> dict[str, Any]:
     """Runs the embedded model behind gRPC: answers are correct, and the same at any concurrency."""
     import saccade
-    from service.commands.cli import ServerProcess
+    from service.commands.server_process import ServerProcess
 
     questions = json.loads((ROOT / "demo/questions.json").read_text())
     questions = questions if scale == "full" else questions[:3]

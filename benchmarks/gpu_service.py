@@ -17,7 +17,7 @@ from typing import Any
 import saccade
 from benchmarks import machine
 from benchmarks.gpu_setting import Record, Setting
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGE = ROOT / "demo/pictures/shapes.png"

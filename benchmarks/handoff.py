@@ -42,7 +42,7 @@ from benchmarks import machine, models
 from benchmarks.record import write_result
 from decoder.sampling import SamplingParams
 from encoder.item import EncoderItem
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 from service.common.config import EngineOptions
 from service.encoding.encoder import Encoding
 from service.encoding.handoff import Handoff

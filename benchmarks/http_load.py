@@ -36,7 +36,7 @@ from typing import Any
 
 from benchmarks import gguf_model, machine, models, record
 from benchmarks.http_load_plot import draw
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = Path("~/.cache/saccade/benchmarks").expanduser()

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.record import write_result
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 100

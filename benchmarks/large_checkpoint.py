@@ -27,7 +27,7 @@ from benchmarks import machine
 from benchmarks.random_weights import Piece, plain, write_shards
 from benchmarks.record import write_result
 from decoder.layers.descriptions import Experts
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 from service.model.checkpoint import Checkpoint
 from service.model.modelconfig import ModelConfig, load_config
 

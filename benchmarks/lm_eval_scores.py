@@ -23,7 +23,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 import saccade
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 COLOURS = ("red", "green", "blue", "yellow")

@@ -43,7 +43,7 @@ from benchmarks import machine
 from benchmarks.record import write_result
 from saccade.ray import RayJob, RowFormat, run_ray_job
 from saccade.ray.ids import ID, row_id
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVER = ["demo", "--log-level", "error", "--threads", "1", "--max-seqs", "32", "--no-warmup"]

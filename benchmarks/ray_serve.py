@@ -31,7 +31,7 @@ from benchmarks import machine
 from benchmarks.machine import free_port
 from benchmarks.record import write_result
 from saccade.ray.serve import SERVICERS, app
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 PORT = 9234
 

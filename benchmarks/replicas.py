@@ -31,7 +31,7 @@ import saccade
 from benchmarks import machine
 from benchmarks.record import write_result
 from saccade.v1 import admin_pb2, admin_pb2_grpc
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 QUESTIONS = 10
 ASKERS = 4

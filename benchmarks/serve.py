@@ -37,7 +37,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import saccade
 from benchmarks import machine
 from benchmarks.record import write_result
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = sorted((ROOT / "demo" / "pictures").glob("*.png"))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import saccade
 from benchmarks import gguf_model, machine
 from benchmarks.workloads import Workload
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 TURN = 1.0

@@ -40,7 +40,7 @@ from benchmarks.record import write_result
 from benchmarks.schemas import Schema, common_schema, random_schema
 from benchmarks.sides import Peer
 from saccade import errors
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 from service.common.types import ConstraintSpec, TextFormat
 from service.engine.constraining import Constraining
 from service.model.checkpoint import open_checkpoint

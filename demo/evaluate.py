@@ -29,7 +29,7 @@ from decoder.config import ACTIVATION_KINDS, WEIGHT_KINDS
 from demo import data, world
 from demo.json_questions import JSON_KINDS, json_example
 from demo.tool_questions import TOOL_KINDS, tool_question
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 MODEL = Path(__file__).parent / "model"
 MAX_TOKENS = 128

@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 from pages import SHAPES, launched, opened  # noqa: E402 - after the path is set
 
 import saccade  # noqa: E402
-from service.commands.cli import ServerProcess  # noqa: E402
+from service.commands.server_process import ServerProcess  # noqa: E402
 
 PORT = 50051
 MOST_BYTES = 200_000

@@ -33,7 +33,7 @@ EXCEPTIONS = {
     ("saccade/_transport/local.py", "service"),
     ("saccade/ray/serve.py", "service"),
     ("saccade/cli.py", "service"),
-    ("service/commands/cli.py", "saccade"),
+    ("service/commands/demo.py", "saccade"),
     # One table of gRPC's target names, one rule for the size and the depth of JSON, and one for data URLs.
     ("service/common/option.py", "saccade"),
     ("service/answers/json_values.py", "saccade"),

@@ -25,7 +25,7 @@ from PIL import Image
 import saccade
 from benchmarks.machine import free_port
 from benchmarks.soak import Outcome
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 HERD, ROUNDS, CROWD = 1000, 100, 8
 LEASE = 5.0

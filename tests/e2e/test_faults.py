@@ -10,7 +10,7 @@ import faults
 import pytest
 from running import RunningServer
 
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 
 def batch_killed_and_more(model: str, folder: Path) -> Any:

@@ -34,7 +34,7 @@ import saccade
 import service.servers.frontends
 from saccade import errors
 from saccade.v1 import admin_pb2, inference_pb2, types_pb2
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 from service.common.config import ConfigError, ServerOptions
 from service.servers.frontends import Hub, reserved_port, share
 from service.servers.preflight import check_options

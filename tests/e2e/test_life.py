@@ -31,7 +31,7 @@ import saccade
 import saccade.errors
 from decoder.runner import DecoderRunner
 from encoder.runner import EncoderRunner
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 from service.common.config import ServerOptions
 from service.encoding.handoff import Handoff
 from service.engine import engine_client
@@ -426,7 +426,7 @@ def test_the_server_starts_from_another_folder_and_tells_an_address_for_clients(
     except OSError:  # this machine has no IPv6
         host = "127.0.0.1"
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport saccade\n"
-    code += "from service.commands.cli import ServerProcess\n"
+    code += "from service.commands.server_process import ServerProcess\n"
     code += f"options = [{str(text_model)!r}, '--threads', '1', '--no-warmup', '--host', {host!r}]\n"
     code += "with ServerProcess(options) as s:\n"
     code += "    with saccade.Client(s.address) as c: print(s.address, c.generate('a', max_tokens=2).usage)"

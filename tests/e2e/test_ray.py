@@ -14,7 +14,7 @@ from images import png
 
 import saccade
 from saccade import errors
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 parquet = pytest.importorskip("pyarrow.parquet", reason="Ray is not installed")

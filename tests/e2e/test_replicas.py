@@ -19,7 +19,7 @@ from served import IMAGE_TOKEN
 
 import saccade
 from benchmarks import replicas
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 ROOMY: dict[str, Any] = {"max_seqs": 16, "max_len": 600, "admin": True}
 """Options of the replicas that live on. They are in this process, which saves the start of theirs."""

@@ -27,7 +27,7 @@ from served import make_served
 import saccade
 import saccade.errors
 from encoder.item import VIDEO, EncoderItem
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 from service.common.config import ConfigError, EngineOptions, ServerOptions
 from service.encoding.encoder_pool import EncoderPool
 from service.encoding.entries import EncoderUnavailable, Lease

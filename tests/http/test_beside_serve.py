@@ -30,7 +30,7 @@ from waiting import until
 import saccade
 from benchmarks import machine
 from saccade.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 from service.common.config import ConfigError, ServerOptions
 from service.common.http_requests import ACCEPTED, HOLD
 from service.servers.http_process import HttpProcess, socket_folder

@@ -17,7 +17,7 @@ from PIL import Image
 
 import saccade
 from saccade import cli
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CASES = {

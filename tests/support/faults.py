@@ -32,7 +32,7 @@ from waiting import ended
 import saccade
 import saccade.errors
 from saccade.v1 import inference_pb2
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 from service.common.config import ServerOptions
 from service.engine.engine_client import SupervisedEngine
 

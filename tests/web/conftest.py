@@ -15,7 +15,7 @@ from fetch_axe import fetch
 from keys import key_file
 from pages import BUILD, CHROMIUM, ROOT, Playground, launched, opened
 
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 QUIET = ("--threads", "1", "--image-workers", "1", "--log-level", "warning", "--http-port", "0")
 

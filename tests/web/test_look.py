@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pages import Playground, opened
 
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 pytestmark = pytest.mark.whole
 

@@ -17,7 +17,7 @@ from clips import animation, film, moving_frames
 from keys import KEYS
 from pages import ENDED, ROOT, SHAPES, Playground, opened
 
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 
 pytestmark = pytest.mark.whole
 

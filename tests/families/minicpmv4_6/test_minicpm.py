@@ -26,7 +26,7 @@ from families import CheckpointError
 from families.minicpmv4_6.slicing import best_slices
 from families.minicpmv4_6.vision import SlicingVision
 from service.answers.prompts import prompt_ids, widen
-from service.commands.cli import ServerProcess
+from service.commands.server_process import ServerProcess
 from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
 from service.engine.types import EngineInfo
 from service.media.prepared import PreparedItem

@@ -22,7 +22,8 @@ from tiny_checkpoint import make_checkpoint
 
 import saccade
 from families import CheckpointError
-from service.commands.cli import ServerProcess, main
+from service.commands.cli import main
+from service.commands.server_process import ServerProcess
 from service.common.config import EngineOptions
 from service.model import hub as downloads
 from service.model.cache import resolve_model
