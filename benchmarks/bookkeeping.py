@@ -10,20 +10,18 @@ step. Returns 1 otherwise. Run it on an idle machine.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import machine
 from benchmarks.models import text_model
-from benchmarks.record import write_result
+from benchmarks.record import add_options, write_result
 from decoder.config import DecoderOptions
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
@@ -91,20 +89,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", default="32,128,512", help="numbers of requests")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
-    parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
+    add_options(parser)
     arguments = parser.parse_args(argv)
-    load, checkpoint = machine.load(), Checkpoint(text_model(arguments.folder))
+    load, checkpoint = machine.load_before(), Checkpoint(text_model(arguments.folder))
     rows = []
     for count in arguments.requests.split(","):
         rows.append(row := measure(checkpoint, int(count), arguments.steps))
         print(f"{row['requests']:5} requests: step {row['step_ms']:8.2f} ms, bookkeeping {row['bookkeeping_ms']:6.3f} "
               f"ms, {row['share']:.2%}", flush=True)  # fmt: skip
     result = {
-        "date": f"{datetime.date.today():%Y-%m-%d}",
-        "command": " ".join(["python -m benchmarks.bookkeeping", *(sys.argv[1:] if argv is None else argv)]),
-        "machine": machine.describe(),
-        "load_before": load,
+        **machine.header("bookkeeping", argv, load),
         "rows": rows,
     }
     if arguments.write:

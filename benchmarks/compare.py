@@ -22,7 +22,6 @@ many bits (`PEER_WEIGHTS`), and other peers use bfloat16.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import re
@@ -38,7 +37,7 @@ from typing import Any
 
 from benchmarks import machine, models, plot, sized_models
 from benchmarks.floors import Floor, Machine
-from benchmarks.record import write_result
+from benchmarks.record import FOLDER, write_result
 from benchmarks.sides import SETTLE, TURN, Ours, Peer, Timed, turn
 from benchmarks.workloads import SUBJECTS, Workload, sized, workloads
 from decoder.config import ACTIVATION_KINDS, WEIGHT_KINDS, DecoderConfig
@@ -284,7 +283,7 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--stream", action="store_true", help="stream Saccade's answers")
     parser.add_argument("--prompt", type=int, help="tokens of each text prompt, instead of the family's")
-    parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
+    parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--out", type=Path, help="write the result to this file")
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
     parser.add_argument("--label", help="last part of the result's name, such as a processor's: a-z, 0-9 and -")
@@ -332,9 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.peer == "llamacpp":
         only -= {"omni"}  # llama.cpp's server needs separate tower files for images
         peer_weights = PEER_WEIGHTS[arguments.weights]
-    load = machine.load()
-    if load > 0.5:
-        print(f"warning: the load is {load:.1f}; on a busy machine only the ratios mean anything", file=sys.stderr)
+    load = machine.load_before()
     concurrent = [int(count) for count in arguments.concurrent.split(",")]
     ceilings = machine.ceilings(arguments.device)
     print(json.dumps({**machine.describe(), **ceilings, "load": load}))
@@ -358,10 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         how = Sides(arguments.peer, options, arguments.folder, arguments.device, most, peer_weights, arguments.stream)
         rows = measure(how, sides, arguments.rounds)
     result = {
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python -m benchmarks.compare", *(sys.argv[1:] if argv is None else argv)]),
-        "machine": machine.describe() | machine.gpu(),
-        "load_before": load,
+        **machine.header("compare", argv, load),
         "peer_weights": peer_weights,
         "ceilings": ceilings,
         "rows": rows,

@@ -13,7 +13,6 @@ one, divided by the difference of their step times. Run it on an idle machine.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import random
 import statistics
@@ -25,7 +24,7 @@ from typing import Any
 import saccade
 from benchmarks import machine, sized_models
 from benchmarks.models import KINDS, TEXT
-from benchmarks.record import write_result
+from benchmarks.record import add_options, write_result
 from service.commands.server_process import ServerProcess
 
 VOCAB = 1024
@@ -76,11 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lengths", default="1024,8192,32768", help="tokens of the contexts, ascending")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
-    parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
+    add_options(parser)
     arguments = parser.parse_args(argv)
     lengths = [int(length) for length in arguments.lengths.split(",")]
-    load, ceilings = machine.load(), machine.ceilings()
+    load, ceilings = machine.load_before(), machine.ceilings()
     rows = {
         kind: measure(model(kind, arguments.folder), lengths, arguments.new_tokens, arguments.rounds)
         for kind in PATTERNS
@@ -88,10 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     per_token = 2 * STORED * TEXT["num_key_value_heads"] * TEXT["head_dim"] * len(PATTERNS["attention"])
     first, last = rows["attention"][0], rows["attention"][-1]
     result: dict[str, Any] = {
-        "date": f"{datetime.date.today():%Y-%m-%d}",
-        "command": " ".join(["python -m benchmarks.contexts", *(sys.argv[1:] if argv is None else argv)]),
-        "machine": machine.describe(),
-        "load_before": load,
+        **machine.header("contexts", argv, load),
         "ceilings": ceilings,
         "rows": rows,
     }

@@ -18,7 +18,6 @@ per core. Run it on an idle machine; it takes less than four minutes there.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import io
 import json
@@ -37,7 +36,7 @@ import torch
 from PIL import Image
 
 from benchmarks import machine, models
-from benchmarks.record import write_result
+from benchmarks.record import add_options, write_result
 from encoder.budget import resolve_budgets
 from encoder.images import decode_image
 from encoder.item import EncoderItem
@@ -331,26 +330,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--images", type=int, default=32, help="images in each mix")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
-    parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
-    parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
+    add_options(parser)
     arguments = parser.parse_args(argv)
     parts = arguments.only.split(",")
     if not set(parts) <= set(PARTS):
         parser.error(f"--only takes {', '.join(PARTS)}, got {arguments.only}")
     keep_freed_memory()  # as in the engine process; it also speeds up transformers, which runs in this process
     torch.set_num_threads(arguments.threads)
-    load = machine.load()
-    if load > 0.5:
-        print(f"warning: the load is {load:.1f}; on a busy machine only the ratios mean anything", file=sys.stderr)
+    load = machine.load_before()
     rates = [machine.bf16_rate()]
     print(json.dumps({**machine.describe(), "bf16_gflop_s": rates[0] / 1e9, "load": load}), flush=True)
     started = time.perf_counter()
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python -m benchmarks.encoder", *(sys.argv[1:] if argv is None else argv)]),
-        "machine": machine.describe(),
+        **machine.header("encoder", argv, load),
         "threads": torch.get_num_threads(),
-        "load_before": load,
     }
     arguments.folder.mkdir(parents=True, exist_ok=True)
     if {"mixes", "operations", "peer"} & set(parts):

@@ -50,14 +50,14 @@ def kernel_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
     hidden = shape.hidden
     x, delta, weight = setting.random(rows, hidden), setting.random(rows, hidden), torch.ones(hidden).to(setting.device)
     yield Measure("add_rms_norm", lambda: add_rms_norm(x, delta, weight, 1e-5), bytes=8.0 * rows * hidden)
-    delta = shape.delta_value_heads > 0
-    inner = shape.delta_value_heads * shape.delta_head_dim if delta else shape.mamba_inner
-    group = shape.delta_head_dim if delta else inner // shape.groups
+    rule = shape.delta_value_heads > 0
+    inner = shape.delta_value_heads * shape.delta_head_dim if rule else shape.mamba_inner
+    group = shape.delta_head_dim if rule else inner // shape.groups
     y, gate, scale = setting.random(rows, inner), setting.random(rows, inner), torch.ones(inner).to(setting.device)
     yield Measure(
-        "gated_norm", lambda: gated_norm(y, gate, scale, group, 1e-5, norm_first=delta), bytes=6.0 * rows * inner
+        "gated_norm", lambda: gated_norm(y, gate, scale, group, 1e-5, norm_first=rule), bytes=6.0 * rows * inner
     )
-    if delta:
+    if rule:
         yield from delta_measures(setting, shape)
     else:
         for batch in (1, 32, 64, 256) if setting.full else (2,):

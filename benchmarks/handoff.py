@@ -19,7 +19,6 @@ bytes     with the same tower: pixels and rows per second through each transport
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import queue
@@ -39,7 +38,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine, models
-from benchmarks.record import write_result
+from benchmarks.record import add_options, write_result
 from decoder.sampling import SamplingParams
 from encoder.item import EncoderItem
 from service.commands.server_process import ServerProcess
@@ -128,10 +127,6 @@ class Asker:
         self.engine.close()
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
-
-
 # -- the parts ---------------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +201,7 @@ def measure_gaps(path: Path, threads: int, rounds: int) -> list[dict[str, Any]]:
             busy, each = gaps_of(asker, 4, 400 * rounds, 4 * rounds)
         row: dict[str, Any] = {"way": way, "image_s": each}
         for name, gaps in (("alone", alone), ("with_images", busy)):
-            row[name] = {f"p{round(100 * q)}_ms": 1e3 * percentile(gaps, q) for q in (0.5, 0.99, 1.0)}
+            row[name] = {f"p{round(100 * q)}_ms": 1e3 * machine.percentile(gaps, q) for q in (0.5, 0.99, 1.0)}
         rows.append(row)
         print(
             f"{way:8} gaps p50/p99/max alone "
@@ -347,24 +342,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each engine and encoder"
     )
-    parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
-    parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
+    add_options(parser)
     arguments = parser.parse_args(argv)
     parts = arguments.only.split(",")
     if not set(parts) <= set(PARTS):
         parser.error(f"--only takes {', '.join(PARTS)}, got {arguments.only}")
-    load = machine.load()
-    if load > 0.5:
-        print(f"warning: the load is {load:.1f}; on a busy machine only the ratios mean anything", file=sys.stderr)
+    load = machine.load_before()
     print(json.dumps({**machine.describe(), "load": load}), flush=True)
     started = time.perf_counter()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python -m benchmarks.handoff", *(sys.argv[1:] if argv is None else argv)]),
-        "machine": machine.describe(),
+        **machine.header("handoff", argv, load),
         "threads": arguments.threads,
-        "load_before": load,
     }
     measures = {"overlap": measure_overlap, "gaps": measure_gaps, "latency": measure_latency, "bytes": measure_bytes}
     for part in parts:

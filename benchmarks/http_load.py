@@ -23,7 +23,6 @@ import contextlib
 import datetime
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,7 +38,6 @@ from benchmarks.http_load_plot import draw
 from service.commands.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = Path("~/.cache/saccade/benchmarks").expanduser()
 VLLM = Path("~/.cache/saccade/peers/vllm").expanduser()
 LLAMA = Path("~/.cache/saccade/peers/llamacpp").expanduser()
 SEQS, LENGTH = 32, 1024
@@ -93,9 +91,7 @@ def served(side: str, kind: str, model: Path, threads_bind: str | None) -> Itera
         with ServerProcess([str(model), "--http-port", "0", *options]) as server:
             yield server.http_url
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = machine.free_port()
     environment = dict(os.environ)
     if side == "vllm":
         environment = vllm_environment(threads_bind)
@@ -117,9 +113,9 @@ def served(side: str, kind: str, model: Path, threads_bind: str | None) -> Itera
         ]  # fmt: skip
     if not Path(command[0]).exists():
         raise SystemExit(f"{side} is missing; run benchmarks/setup_{side}.sh first")
-    log = FOLDER / f"http-load-{side}.log"
+    log = record.FOLDER / f"http-load-{side}.log"
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=FOLDER)
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=record.FOLDER)
     try:
         _await(f"http://127.0.0.1:{port}/health", process, log)
         yield f"http://127.0.0.1:{port}"
@@ -166,7 +162,7 @@ def cell(url: str, kind: str, model: Path, rate: str, seconds: float, seed: int)
 
 def measure(side: str, kind: str, rates: Sequence[str], seconds: float, bind: str | None) -> list[dict[str, Any]]:
     """The cells of one server."""
-    model = models.written_model(FOLDER) if kind == "text" else models.chat_omni_model(FOLDER)
+    model = models.written_model(record.FOLDER) if kind == "text" else models.chat_omni_model(record.FOLDER)
     cells = []
     with served(side, kind, model, bind) as url:
         cell(url, kind, model, "8", 1, seed=99)  # not counted: it warms up memory and compiled code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import importlib.metadata
 import math
 import os
@@ -11,8 +12,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -69,6 +71,24 @@ def load() -> float:
     """Runnable processes, averaged over the last minute. If it is above 0.5 before a run, other programs disturb the
     numbers."""
     return os.getloadavg()[0]
+
+
+def load_before() -> float:
+    """The load before a run, with a warning if other programs disturb the numbers."""
+    if (found := load()) > 0.5:
+        print(f"warning: the load is {found:.1f}; on a busy machine only the ratios mean anything", file=sys.stderr)
+    return found
+
+
+def header(benchmark: str, argv: Sequence[str] | None, load: float) -> dict[str, Any]:
+    """What a result of `python -m benchmarks.BENCHMARK` begins with; `argv`: its arguments if they are not those of
+    the process; `load`: before the run."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join([f"python -m benchmarks.{benchmark}", *(sys.argv[1:] if argv is None else argv)]),
+        "machine": describe() | gpu(),
+        "load_before": load,
+    }
 
 
 def read_bandwidth(size: int = 1 << 30, repeats: int = 5, device: str = "cpu") -> float:

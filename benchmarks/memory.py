@@ -9,15 +9,13 @@ count twice; for llama.cpp, the peak of its one process. The machine need not be
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import machine
-from benchmarks.record import write_result
+from benchmarks.record import add_options, write_result
 from benchmarks.sides import Ours, Peer
 from benchmarks.weights import options_of
 from benchmarks.workloads import SUBJECTS, workloads
@@ -28,35 +26,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", choices=list(SUBJECTS), default="nemotron_h")
     parser.add_argument("--kinds", default="bfloat16,int8,int4,int4-32", help="as in benchmarks.weights; may be empty")
     parser.add_argument("--peers", default="bf16,q8_0,q4_0", help="llama.cpp's types; may be empty")
-    parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
-    parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
+    add_options(parser)
     arguments = parser.parse_args(argv)
     subject, found = SUBJECTS[arguments.family], dict[str, int]()
+    load = machine.load_before()
     model = subject.text(arguments.folder)
     with tempfile.TemporaryDirectory() as folder:
         loads, _ = workloads(subject, Path(folder), {"decode", "prefill"}, [1, 8, 32], 64)
-        tokens = max(load.longest for load in loads)
+        tokens = max(work.longest for work in loads)
         for kind in filter(None, arguments.kinds.split(",")):
             ours = Ours(model, options_of(kind))
             try:
-                for load in loads:
-                    ours.run(load)
+                for work in loads:
+                    ours.run(work)
                 found[kind] = ours.peak_bytes()
             finally:
                 ours.close()
         for kind in filter(None, arguments.peers.split(",")):
             peer = Peer("llamacpp", model, False, Path(folder) / "log", kind=kind, tokens=tokens)
             try:
-                for load in loads:
-                    peer.run(load)
+                for work in loads:
+                    peer.run(work)
                 found[f"llama.cpp {kind}"] = peer.peak_bytes
             finally:
                 peer.close()
     result = {
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python -m benchmarks.memory", *(sys.argv[1:] if argv is None else argv)]),
+        **machine.header("memory", argv, load),
         "family": arguments.family,
-        "machine": machine.describe(),
         "peak_bytes": found,
     }
     print(json.dumps({name: f"{size / 2**20:.0f} MiB" for name, size in found.items()}))

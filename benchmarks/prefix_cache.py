@@ -27,7 +27,7 @@ from PIL import Image
 
 import saccade
 from benchmarks import machine, models, qwen_model
-from benchmarks.record import write_result
+from benchmarks.record import add_options, write_result
 
 SYSTEM_TOKENS = 1700
 ANSWER = 8
@@ -127,8 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", default="nemotron_h_omni", choices=sorted(FAMILIES))
     parser.add_argument("--state-cache", default="auto", choices=("none", "align", "all", "auto"))
-    parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
-    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results")
+    add_options(parser)
     arguments = parser.parse_args(argv)
     model = FAMILIES[arguments.family]
     path = model.write(arguments.folder)

@@ -29,6 +29,7 @@ import torch
 
 from benchmarks import machine
 from benchmarks.floors import BLOCK_STATE_BYTES
+from benchmarks.record import FOLDER
 from benchmarks.workloads import SUBJECTS, prompt_sizes
 from decoder.config import ACTIVATION_KINDS, WEIGHT_KINDS
 from decoder.layers.attention import AttentionMixer
@@ -228,12 +229,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--activations", choices=ACTIVATION_KINDS)
     parser.add_argument("--state-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
+    parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--write", action="store_true", help="write the page under docs")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    load, ceilings = machine.load(), machine.ceilings()
+    load, ceilings = machine.load_before(), machine.ceilings()
     subject = SUBJECTS[arguments.family]
     checkpoint = Checkpoint(subject.text(arguments.folder))
     given = EngineOptions(dtype="bfloat16", max_seqs=32, state_cache="none", state_dtype=arguments.state_dtype)

@@ -1,12 +1,21 @@
-"""The folder of committed results."""
+"""The folder of committed results, and that of the models."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
+FOLDER = Path("~/.cache/saccade/benchmarks").expanduser()
+"""Where benchmarks write the models that they measure, unless they are told another folder."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """`--folder` and `--write`."""
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the measured models are written")
+    parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
 
 
 def path_of(name: str) -> Path:

@@ -16,7 +16,6 @@ smallest. Returns 1 otherwise.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import statistics
@@ -134,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results")
     arguments = parser.parse_args(argv)
-    load = machine.load()
+    load = machine.load_before()
     counts = [int(count) for count in arguments.requests.split(",")]
     lines = [measure(n, arguments.pages, arguments.steps, what) for what in SITUATIONS for n in counts]
     growth = {}
@@ -149,11 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     met = {what: value <= GROWTH for what, value in growth.items()}
     result = {
-        "date": f"{datetime.date.today():%Y-%m-%d}",
-        "command": f"python -m benchmarks.schedule --requests {arguments.requests} --pages {arguments.pages} "
-        f"--steps {arguments.steps}" + " --write" * arguments.write,
-        "machine": machine.describe(),
-        "load_before": load,
+        **machine.header("schedule", argv, load),
         "growth_per_request": growth,
         "met": met,
         "steps": lines,

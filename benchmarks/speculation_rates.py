@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import statistics
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 
 import saccade
 from benchmarks import machine, scripted_models
-from benchmarks.record import write_result
+from benchmarks.record import add_options, write_result
 from benchmarks.scripted_models import RATES, Script
 from benchmarks.speculation import Ask, decoder_seconds, show, timed
 
@@ -142,20 +141,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
-    parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results")
+    add_options(parser)
     options = parser.parse_args(argv)
     options.folder.mkdir(parents=True, exist_ok=True)
+    load = machine.load_before()
     ceilings = {name: round(value, 1) for name, value in machine.ceilings().items()}
     found = [cell for model in options.model for cell in cells(model, MODELS[model](options.folder), options)]
     print(
         show([[f.name for f in dataclasses.fields(Cell)], *([str(v) for v in dataclasses.astuple(c)] for c in found)])
     )
     result = {
-        "date": f"{datetime.date.today():%Y-%m-%d}",
-        "command": " ".join(["python -m benchmarks.speculation_rates", *(sys.argv[1:] if argv is None else argv)]),
-        "machine": machine.describe(),
-        "load": machine.load(),
+        **machine.header("speculation_rates", argv, load),
         "ceilings": ceilings,
         "draft_tokens": options.draft_tokens,
         "draft_vocab": options.draft_vocab,

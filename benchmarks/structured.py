@@ -36,7 +36,7 @@ import jsonschema
 import saccade
 from benchmarks import machine, models, random_models
 from benchmarks.hostile_formats import HOSTILE
-from benchmarks.record import write_result
+from benchmarks.record import FOLDER, write_result
 from benchmarks.schemas import Schema, common_schema, random_schema
 from benchmarks.sides import Peer
 from saccade import errors
@@ -45,7 +45,6 @@ from service.common.types import ConstraintSpec, TextFormat
 from service.engine.constraining import Constraining
 from service.model.checkpoint import open_checkpoint
 
-FOLDER = Path("~/.cache/saccade/benchmarks").expanduser()
 BATCHES = (1, 32)
 MAX_TOKENS = 300
 RECORD = {

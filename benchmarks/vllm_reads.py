@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import FOLDER
+
 PYTHON = Path("~/.cache/saccade/peers/vllm/bin/python").expanduser()
 PROMPTS, NEW = (5, 17, 40, 9), 16
 SETTINGS = {
@@ -88,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("nemotron_h", "qwen3_5"), default="qwen3_5")
     parser.add_argument("--kinds", default="plain,fp8,int4")
-    parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
+    parser.add_argument("--folder", type=Path, default=FOLDER)
     arguments = parser.parse_args(argv)
     from benchmarks import models, qwen_model
     from service.model.checkpoint import Checkpoint

@@ -15,10 +15,8 @@ token is the same as with the first kind. Run it on an idle machine.
 from __future__ import annotations
 
 import argparse
-import datetime
 import operator
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.record import write_result
+from benchmarks.record import add_options, write_result
 from benchmarks.sides import TURN, Ours, Peer, turn
 from benchmarks.sized_models import SHAPES, SMALLEST
 from benchmarks.workloads import PROMPT, SUBJECTS, Workload, prompt_sizes, sized, text_workload, workloads
@@ -106,8 +104,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--new-tokens", type=int, default=64, help="output tokens of each concurrent request")
     found.add_argument("--prompts", type=prompt_sizes, help="comma-separated numbers of prompts x tokens of each")
     found.add_argument("--rounds", type=int, default=3)
-    found.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
-    found.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
+    add_options(found)
     found.add_argument("--label", help="last part of the result's name, such as a processor's")
     return found
 
@@ -121,7 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command_line.error(str(error))
     concurrent = [int(count) for count in arguments.concurrent.split(",")]
     subject = replace(subject, prompts=arguments.prompts or subject.prompts)
-    model, ceilings = subject.text(arguments.folder), machine.ceilings()
+    model, load = subject.text(arguments.folder), machine.load_before()
+    ceilings = machine.ceilings()
     sides: dict[str, Ours | Peer] = {}
     with tempfile.TemporaryDirectory() as scratch:
         only = set(arguments.only.split(","))
@@ -129,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             for kind in arguments.kinds.split(","):
                 sides[kind] = Ours(model, options_of(kind), max(concurrent))
-            tokens = max(PROMPT + 1, *(load.longest for load in loads))  # those of `agreement` have `PROMPT` tokens
+            tokens = max(PROMPT + 1, *(work.longest for work in loads))  # those of `agreement` have `PROMPT` tokens
             for kind in filter(None, arguments.peers.split(",")):
                 log = Path(scratch) / f"{kind}.log"
                 sides[f"llama.cpp {kind}"] = Peer("llamacpp", model, False, log, kind=kind, tokens=tokens)
@@ -145,11 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for side in sides.values():
                 side.close()
     print("peak memory      " + "   ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in memory.items()))
-    command = " ".join(["python -m benchmarks.weights", *(sys.argv[1:] if argv is None else argv)])
     result = {
-        "date": datetime.date.today().isoformat(),
-        "command": command,
-        "machine": machine.describe(),
+        **machine.header("weights", argv, load),
         "ceilings": ceilings,
         "model": model.name,
         "rows": rows,
