@@ -72,6 +72,7 @@ def noise_image(side: int = SIDE, patch: int = 16) -> PreparedItem:
 @contextmanager
 def encoder_server(path: Path, threads: int) -> Iterator[str]:
     arguments = [str(path), "--role", "encoder", "--threads", str(threads), "--log-level", "error"]
+    arguments += ["--max-inflight-bytes", "4Gi"]  # for the largest image that the thin model allows
     with ServerProcess(arguments) as server:
         yield server.address
 
