@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,20 +212,17 @@ def evaluate_tools(address: str, questions: int, concurrency: int) -> dict[str, 
 def json_table(scores: dict[str, JsonScore]) -> str:
     """The scores as a Markdown table."""
     lines = ["| kind | questions | valid | right | right in a format |", "| --- | --: | --: | --: | --: |"]
-    rows = {**scores, "overall": JsonScore(0, *(_mean(scores, name) for name in ("valid", "right", "formatted")))}
+    rows = {**scores, "overall": JsonScore(0, *(overall(scores, name) for name in ("valid", "right", "formatted")))}
     for kind, s in rows.items():
         count = s.questions or sum(score.questions for score in scores.values())
         lines.append(f"| {kind} | {count} | {s.valid:.1%} | {s.right:.1%} | {s.formatted:.1%} |")
     return "\n".join(lines)
 
 
-def _mean(scores: dict[str, JsonScore], name: str) -> float:
-    return sum(getattr(score, name) for score in scores.values()) / len(scores)
-
-
-def overall(scores: dict[str, Score], value: Callable[[Score], float]) -> float:
-    """The mean of `value` over the kinds."""
-    return sum(value(score) for score in scores.values()) / len(scores)
+def overall(scores: Mapping[str, Score | JsonScore], name: str) -> float:
+    """The mean of a share over the kinds."""
+    values = [getattr(score, name) for score in scores.values()]
+    return sum(values) / len(values)
 
 
 def table(scores: dict[str, Score]) -> str:
@@ -243,9 +240,9 @@ def table(scores: dict[str, Score]) -> str:
     novel_total = sum(s.novel_questions for s in scores.values())
     novel_right = sum(s.novel_questions * (s.novel or 0) for s in scores.values()) / max(1, novel_total)
     lines.append(
-        f"| overall | {sum(s.questions for s in scores.values())} | {overall(scores, lambda s: s.right):.1%} "
-        f"| {novel_total} | {novel_right:.1%} | {overall(scores, lambda s: s.blanked):.1%} "
-        f"| {overall(scores, lambda s: s.swapped):.1%} | {overall(scores, lambda s: s.blind):.1%} |"
+        f"| overall | {sum(s.questions for s in scores.values())} | {overall(scores, 'right'):.1%} "
+        f"| {novel_total} | {novel_right:.1%} | {overall(scores, 'blanked'):.1%} "
+        f"| {overall(scores, 'swapped'):.1%} | {overall(scores, 'blind'):.1%} |"
     )
     return "\n".join(lines)
 
@@ -253,7 +250,7 @@ def table(scores: dict[str, Score]) -> str:
 def shortcomings(scores: dict[str, Score], min_overall: float, min_kind: float) -> list[str]:
     """The scores below their thresholds, as messages."""
     missed = []
-    if (mean := overall(scores, lambda s: s.right)) < min_overall:
+    if (mean := overall(scores, "right")) < min_overall:
         missed.append(f"overall {mean:.1%} is under {min_overall:.0%}")
     for kind, score in scores.items():
         if score.right < min_kind:
@@ -301,7 +298,7 @@ def main() -> None:
         if "json" in parts:
             in_json = evaluate_json(address, *asked)
             print(json_table(in_json))
-            if (right := _mean(in_json, "right")) < arguments.min_json:
+            if (right := overall(in_json, "right")) < arguments.min_json:
                 missed.append(f"JSON {right:.1%} is under {arguments.min_json:.0%}")
             results["json"] = {kind: score.__dict__ for kind, score in in_json.items()}
         if "tools" in parts:

@@ -120,11 +120,7 @@ class Trunk:
     @torch.no_grad()
     def read(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Embedded tokens and hidden states after the last norm, `[B, L, d]` each."""
-        embedded = self.decoder.get_input_embeddings()(batch.ids)
-        if batch.pictures:
-            features, _ = self.trainee.image_features(batch.pictures)
-            mask = (batch.ids == self.trainee.model.config.image_token_id)[..., None].expand_as(embedded)
-            embedded = embedded.masked_scatter(mask, torch.cat(features).to(embedded.dtype))
+        embedded, _ = self.trainee.embedded(batch)
         return embedded, self.decoder.model(inputs_embeds=embedded, use_cache=False).last_hidden_state
 
 

@@ -120,15 +120,19 @@ class Trainee(nn.Module):
                 features[index] = rows
         return features, torch.stack(losses).mean()
 
+    def embedded(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The batch's tokens with the features of its pictures, `[B, L, d]`, and the mean auxiliary loss."""
+        embedded = self.model.language_model.get_input_embeddings()(batch.ids)
+        if not batch.pictures:
+            return embedded, torch.zeros(())
+        features, auxiliary = self.image_features(batch.pictures)
+        mask = (batch.ids == IMAGE_ID)[..., None].expand_as(embedded)
+        return embedded.masked_scatter(mask, torch.cat(features).to(embedded.dtype)), auxiliary
+
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(logits `[answer tokens, vocabulary]` fp32, their labels, auxiliary loss)."""
         decoder = self.model.language_model
-        embedded = decoder.get_input_embeddings()(batch.ids)
-        auxiliary = torch.zeros(())
-        if batch.pictures:
-            features, auxiliary = self.image_features(batch.pictures)
-            mask = (batch.ids == IMAGE_ID)[..., None].expand_as(embedded)
-            embedded = embedded.masked_scatter(mask, torch.cat(features).to(embedded.dtype))
+        embedded, auxiliary = self.embedded(batch)
         hidden = decoder.model(inputs_embeds=embedded, use_cache=False).last_hidden_state
         labels = batch.labels[:, 1:]
         chosen = labels != IGNORE
