@@ -102,7 +102,8 @@ class AsyncMethods(AsyncSession):
                 tools: `saccade.Tool`s or dicts in OpenAI's form, which the model may call (`Generation.tool_calls`);
                 tool_choice: "auto", "none", "required" or a tool's name; parallel_tool_calls.
                 continue_final_message: the answer continues the text of the last chat message, which is the
-                assistant's, and does not repeat it.
+                assistant's, and does not repeat it. late_system_as_user: system messages after others become the
+                user's if the chat template rejects them.
 
         Raises:
             SaccadeError: one of its subclasses, see `saccade.errors`.

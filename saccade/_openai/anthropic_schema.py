@@ -202,7 +202,9 @@ def chat_of(body: CountTokens) -> ChatCompletion:
             raise InvalidArgument(
                 f"messages[{i}].content: expected content; only a final assistant message may be empty"
             )
-    options: dict[str, Any] = {"model": body.model, "continue_final_message": continues or None}
+    options: dict[str, Any] = {
+        "model": body.model, "continue_final_message": continues or None, "late_system_as_user": True
+    }  # fmt: skip
     if isinstance(body, MessagesRequest):
         options |= {
             "max_tokens": body.max_tokens, "stop": body.stop_sequences, "temperature": body.temperature,

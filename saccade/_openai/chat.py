@@ -39,6 +39,7 @@ _TEMPLATE = (
     "enable_thinking",
     "max_reasoning_tokens",
     "continue_final_message",
+    "late_system_as_user",
 )
 
 

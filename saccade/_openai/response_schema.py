@@ -274,7 +274,7 @@ def chat_of(body: ResponseRequest) -> ChatCompletion:
         **{name: getattr(body, name) for name in _SAME},
         "max_tokens": body.max_output_tokens, "logprobs": logprobs or None,
         "response_format": _format(body.text),
-        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+        "reasoning_effort": body.reasoning.effort if body.reasoning else None, "late_system_as_user": True,
     }  # fmt: skip
     if body.tools:
         options["tools"] = [{"type": "function", "function": function} for function in _functions(body)]

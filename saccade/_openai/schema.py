@@ -336,6 +336,11 @@ class ChatCompletion(Continuing, Sampling, DefaultsOfOthers):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    late_system_as_user: bool | None = Field(
+        None,
+        description="System messages after others are given to the chat template as the user's if it rejects them, as "
+        "it is done for `/v1/messages` and `/v1/responses`.",
+    )
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
     echo: Literal[False] | None = None

@@ -12,7 +12,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ChatInput(_message.Message):
-    __slots__ = ("messages", "chat_template_kwargs", "chat_template_kwargs_json", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "enable_thinking", "continue_final_message")
+    __slots__ = ("messages", "chat_template_kwargs", "chat_template_kwargs_json", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "enable_thinking", "continue_final_message", "late_system_as_user")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class ChatInput(_message.Message):
     REASONING_EFFORT_FIELD_NUMBER: _ClassVar[int]
     ENABLE_THINKING_FIELD_NUMBER: _ClassVar[int]
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    LATE_SYSTEM_AS_USER_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[_types_pb2.ChatMessage]
     chat_template_kwargs: _struct_pb2.Struct
     chat_template_kwargs_json: str
@@ -31,7 +32,8 @@ class ChatInput(_message.Message):
     reasoning_effort: str
     enable_thinking: bool
     continue_final_message: bool
-    def __init__(self, messages: _Optional[_Iterable[_Union[_types_pb2.ChatMessage, _Mapping]]] = ..., chat_template_kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., chat_template_kwargs_json: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[_types_pb2.Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[_types_pb2.ToolChoice, _Mapping]] = ..., parallel_tool_calls: _Optional[bool] = ..., reasoning_effort: _Optional[str] = ..., enable_thinking: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ...) -> None: ...
+    late_system_as_user: bool
+    def __init__(self, messages: _Optional[_Iterable[_Union[_types_pb2.ChatMessage, _Mapping]]] = ..., chat_template_kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., chat_template_kwargs_json: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[_types_pb2.Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[_types_pb2.ToolChoice, _Mapping]] = ..., parallel_tool_calls: _Optional[bool] = ..., reasoning_effort: _Optional[str] = ..., enable_thinking: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ..., late_system_as_user: _Optional[bool] = ...) -> None: ...
 
 class PromptInput(_message.Message):
     __slots__ = ("text", "images", "raw", "chat_template_kwargs", "videos", "chat_template_kwargs_json", "add_special_tokens")

@@ -78,8 +78,9 @@ def _chat(chat: inference_pb2.ChatInput) -> tuple[ChatInput, tuple[MediaSource, 
     if chat.continue_final_message:
         _check_continued(messages[-1])
     value = ChatInput(
-        tuple(messages[i] for i in order), _template_arguments(chat), continue_final=chat.continue_final_message
-    )
+        tuple(messages[i] for i in order), _template_arguments(chat), continue_final=chat.continue_final_message,
+        late_system_as_user=chat.late_system_as_user,
+    )  # fmt: skip
     value = _with_tools(_with_reasoning_options(value, chat), chat)
     return value, tuple(source for i in order for source in media_of[i])
 

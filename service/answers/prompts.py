@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, count, pairwise, repeat, takewhile
+from typing import Any
 
 from encoder.item import IMAGE, VIDEO
 from families import SlicingRule
@@ -101,16 +102,33 @@ def _prompt_ids(spec: GenerateSpec, media: Sequence[PreparedItem], assets: Model
     known = None if assets.video_token is None else Clip(assets.video_token)
     clips = [(known or part) if item.labels else None for item, part in zip(media, words, strict=True)]
     try:
-        text = assets.template.render(
-            _with_clips(spec.input.messages, clips), spec.input.template_arguments,
-            continue_final=spec.input.continue_final,
-        )  # fmt: skip
+        text = _rendered(replace(spec.input, messages=_with_clips(spec.input.messages, clips)), assets.template)
     except NotContinued as error:
         field = "chat.continue_final_message"
         raise errors.InvalidArgument(f"{field}: {error}", field=field) from None
     except ValueError as error:
         raise errors.InvalidArgument(str(error), field="chat") from None
     return assets.wrap_images(assets.tokenizer.encode(_placed(text, media, words, assets)))
+
+
+def _rendered(chat: ChatInput, template: ChatTemplate) -> str:
+    """Raises ValueError if the template rejects the chat, also with late system messages as the user's if it has asked
+    for that."""
+    options: dict[str, Any] = {"arguments": chat.template_arguments, "continue_final": chat.continue_final}
+    try:
+        return template.render(chat.messages, **options)
+    except ValueError:
+        changed = _late_system_as_user(chat.messages) if chat.late_system_as_user else chat.messages
+        if changed == chat.messages:
+            raise
+        return template.render(changed, **options)
+
+
+def _late_system_as_user(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The messages with the user as the author of the system messages that come after others."""
+    first = next((i for i, message in enumerate(messages) if message.role not in SYSTEM_ROLES), len(messages))
+    late = (replace(m, role="user") if m.role in SYSTEM_ROLES else m for m in messages[first:])
+    return (*messages[:first], *late)
 
 
 def check_ids(field: str, ids: Sequence[int], assets: ModelAssets) -> None:
@@ -250,12 +268,12 @@ def _with_words(ids: list[int], media: Sequence[PreparedItem], assets: ModelAsse
     return found + ids[previous:]
 
 
-def _with_clips(messages: Sequence[Message], clips: Sequence[Marked | None]) -> list[Message]:
+def _with_clips(messages: Sequence[Message], clips: Sequence[Marked | None]) -> tuple[Message, ...]:
     words = iter(clips)
-    return [
+    return tuple(
         replace(message, parts=tuple(next(words, None) if part is None else part for part in message.parts))
         for message in messages
-    ]
+    )
 
 
 def _raw_ids(text: str, media: Sequence[PreparedItem], assets: ModelAssets, tokenizer: Tokenizer) -> list[int]:

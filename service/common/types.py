@@ -114,6 +114,8 @@ class ChatInput:
     tool_use: ToolUse | None = None
     continue_final: bool = False
     """Whether the answer continues the last message, which is the assistant's and ends with text."""
+    late_system_as_user: bool = False
+    """Whether system messages after others become the user's if the chat template rejects the messages."""
 
     @property
     def continued_text(self) -> str:

@@ -65,7 +65,7 @@ def test_the_readmes_client(address: str, script: Script, tmp_path: Path) -> Non
     program = block.replace("127.0.0.1:50051", address)
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("IMAGE_UNREADABLE \n")
+    assert "IMAGE_UNREADABLE images[0]: cannot read 'missing.png'" in done.stdout
     assert len(script.requests) == 2
 
 

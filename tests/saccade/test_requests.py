@@ -13,6 +13,10 @@ from hypothesis import strategies as st
 import saccade
 from saccade import errors
 from saccade._core.requests import AllSampling, build_request, tokenize_request
+from saccade._openai import anthropic_schema, response_schema
+from saccade._openai.chat import chat_request
+from saccade._openai.problems import validated
+from saccade._openai.schema import ChatCompletion
 from saccade.v1 import types_pb2
 
 PNG = b"\x89PNG any bytes"
@@ -45,6 +49,21 @@ def test_options_of_reasoning_need_the_chat_template() -> None:
         build_request("Hi", reasoning_effort=3)  # type: ignore[arg-type]
     with pytest.raises(errors.InvalidArgument, match="max_reasoning_tokens is -1"):
         build_request("Hi", max_reasoning_tokens=-1)
+
+
+def test_system_messages_after_others() -> None:
+    messages = [{"role": "user", "content": "?"}, {"role": "system", "content": "Be brief."}]
+    assert build_request(messages, late_system_as_user=True).chat.late_system_as_user
+    assert not build_request(messages).chat.late_system_as_user
+    asked = {"messages": messages, "max_tokens": 1}
+    for request, same in (
+        (anthropic_schema.chat_of(validated(anthropic_schema.MessagesRequest, asked)), True),
+        (response_schema.chat_of(validated(response_schema.ResponseRequest, {"input": messages})), True),
+        (validated(ChatCompletion, asked), None),
+        (validated(ChatCompletion, {**asked, "late_system_as_user": True}), True),
+    ):
+        assert request.late_system_as_user is same
+        assert chat_request(request, lambda *_: None).chat.late_system_as_user is bool(same)
 
 
 def test_a_message_to_continue_needs_the_chat_template() -> None:

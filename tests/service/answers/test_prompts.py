@@ -59,6 +59,31 @@ def test_later_turns_are_not_shared(assets: ModelAssets) -> None:
     assert end(more, assets) == end(first, assets)
 
 
+SYSTEM_FIRST = """{% for m in messages %}
+{%- if m.role == "system" and not loop.first %}{{ raise_exception("system first") }}{% endif -%}
+<{{ m.role }}>{{ m.content }}{% endfor %}"""
+"""Qwen's templates reject late system messages so."""
+
+
+def test_late_system_messages_are_the_users_if_the_template_rejects_them(assets: ModelAssets) -> None:
+    strict = copy.copy(assets)
+    strict.template = ChatTemplate(SYSTEM_FIRST, image_token=None, special_tokens={})
+    late = chat(("system", "a"), ("user", "b"), ("system", "c"), ("assistant", "d"), ("developer", "e"))
+    with pytest.raises(errors.InvalidArgument, match="system first"):
+        prompt_ids(late, [], strict)
+
+    assert isinstance(late.input, ChatInput)
+    asked = replace(late, input=replace(late.input, late_system_as_user=True))
+    users = chat(("system", "a"), ("user", "b"), ("user", "c"), ("assistant", "d"), ("user", "e"))
+    assert prompt_ids(asked, [], strict) == prompt_ids(users, [], strict)
+    assert prompt_ids(asked, [], assets) == prompt_ids(late, [], assets)  # whose template accepts them
+
+    two = chat(("system", "a"), ("system", "b"), ("user", "c"))
+    assert isinstance(two.input, ChatInput)
+    with pytest.raises(errors.InvalidArgument, match="system first"):  # they come before all others
+        prompt_ids(replace(two, input=replace(two.input, late_system_as_user=True)), [], strict)
+
+
 def test_an_image_ends_it(assets: ModelAssets) -> None:
     spec = GenerateSpec("r", "", ChatInput((Message("system", ("look", None)), Message("user", ("at",)))))
     assert system_end(spec, [7] * 40, assets) == 0
