@@ -76,9 +76,17 @@ def count(
     return value
 
 
-def number(text: Mapping[str, Any], name: str, default: float, *, file: str = CONFIG) -> float:
-    """Reads a finite number above 0. Raises CheckpointError naming the field and the file."""
-    value = first(text, name, default=default)
+def _given(text: Mapping[str, Any], name: str, default: Any, null: Any) -> Any:
+    value = text.get(name, default)
+    return (default if null is None else null) if value is None else value
+
+
+def number(
+    text: Mapping[str, Any], name: str, default: float, *, null: float | None = None, file: str = CONFIG
+) -> float:
+    """Reads a finite number above 0. `null`: what null in the file stands for; None: the same as an absent field.
+    Raises CheckpointError naming the field and the file."""
+    value = _given(text, name, default, null)
     if not _is_finite(value) or value <= 0:
         raise CheckpointError(f"{file}: {name} must be a number above 0, not {value!r}")
     return float(value)
@@ -101,9 +109,12 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
-def flag(text: Mapping[str, Any], name: str, default: bool = False, *, file: str = CONFIG) -> bool:
-    """Reads a JSON boolean; 0, 1 and strings are errors. Raises CheckpointError naming the field and the file."""
-    value = first(text, name, default=default)
+def flag(
+    text: Mapping[str, Any], name: str, default: bool = False, *, null: bool | None = None, file: str = CONFIG
+) -> bool:
+    """Reads a JSON boolean; 0, 1 and strings are errors. `null`: as for `number`. Raises CheckpointError naming the
+    field and the file."""
+    value = _given(text, name, default, null)
     if not isinstance(value, bool):
         raise CheckpointError(f"{file}: {name} must be true or false, not {value!r}")
     return value
@@ -174,7 +185,7 @@ def mamba2(text: Mapping[str, Any], hidden_size: int, norm_eps: float) -> Mamba2
         conv_kernel=count(text, "mamba_d_conv", 4),
         chunk_size=count(text, "mamba_chunk_size", 256),
         time_step_limit=time_steps(text),
-        use_conv_bias=flag(text, "mamba_conv_bias", "mamba_conv_bias" not in text),  # null: none, as in transformers
+        use_conv_bias=flag(text, "mamba_conv_bias", True, null=False),  # as in transformers
         use_bias=flag(text, "mamba_proj_bias"),
         norm_eps=norm_eps,
     )

@@ -160,7 +160,7 @@ def _prefix_tokens(vision: Mapping[str, Any], args: Mapping[str, Any]) -> tuple[
         teachers = args["teachers"] or []
         if not isinstance(teachers, list) or not all(isinstance(teacher, Mapping) for teacher in teachers):
             raise CheckpointError(f"{CONFIG}: vision_config.args.teachers must be a list of objects, not {teachers!r}")
-        per_teacher = flag(args, "cls_token_per_teacher", "cls_token_per_teacher" not in args)
+        per_teacher = flag(args, "cls_token_per_teacher", True, null=False)
         cls_tokens = len({str(t.get("name", i)) for i, t in enumerate(teachers)}) if per_teacher else 1
         cls_tokens = max(cls_tokens, 1)
     if args.get("register_multiple"):

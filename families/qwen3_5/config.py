@@ -144,7 +144,7 @@ def _rope(text: Mapping[str, Any], width: int, axes: int) -> Rope:
     parameters = fields.rope_parameters(text)
     fields.only(parameters, "mrope_interleaved", True)
     # Null is the whole head, as in transformers.
-    outer = fields.number(text, "partial_rotary_factor", 1.0 if "partial_rotary_factor" in text else ROTATED)
+    outer = fields.number(text, "partial_rotary_factor", ROTATED, null=1.0)
     share = fields.number(parameters, "partial_rotary_factor", outer)
     if share > 1:  # checked before a list with an entry for each frequency is made
         raise CheckpointError(

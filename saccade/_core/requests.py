@@ -35,7 +35,8 @@ MAX_DEPTH = 30
 """Maximum nesting of objects and lists in a value that is sent as a Struct: each level takes up to three of the 100
 levels of messages that protobuf accepts."""
 _THINKING = ("enable_thinking", "reasoning_effort")
-_OF_MESSAGES = ("continue_final_message", "late_system_as_user")
+_CHAT_FLAGS = ("continue_final_message", "late_system_as_user")
+"""Fields of ChatInput that are false by default."""
 _MESSAGE_KEYS = {"role", "content", "reasoning", "reasoning_content", "tool_calls", "tool_call_id"}
 _IGNORED_KEYS = {"name", "annotations"}
 """Keys of OpenAI's messages that chat templates do not print."""
@@ -119,7 +120,7 @@ def build_request(
     request.model = check_string("model", sampling.get("model") or "")
     media = _Media(image_messages(images), video_messages(videos))
     chat: dict[str, Any] = {name: sampling[name] for name in _THINKING if sampling.get(name) is not None}  # type: ignore[literal-required]
-    chat |= {name: sampling[name] for name in _OF_MESSAGES if sampling.get(name)}  # type: ignore[literal-required]
+    chat |= {name: sampling[name] for name in _CHAT_FLAGS if sampling.get(name)}  # type: ignore[literal-required]
     tools, choice = sampling.get("tools") or (), sampling.get("tool_choice")
     if (chat or tools) and isinstance(prompt, str) and not raw:
         prompt = [{"role": "user", "content": prompt}]  # the same prompt, in the form that has these fields

@@ -1,4 +1,5 @@
-"""OpenAI's requests as Pydantic models, with the further parameters of this server.
+"""Requests for chat completions as Pydantic models, with the further parameters of this server, and what the other
+kinds of requests share with them.
 
 A field that would change the answer but is not supported is an error: it must not be ignored.
 """
@@ -23,10 +24,6 @@ from pydantic_core import CoreSchema
 from saccade._core.formats import FORMAT_TYPES
 
 UINT32 = 2**32 - 1
-SPECIAL_TOKENS = (
-    "Whether text prompts get the special tokens that the tokenizer adds to texts, such as a beginning-of-sequence "
-    "token. True by default."
-)
 
 
 def _fail_fast(schema: Any) -> None:
@@ -364,104 +361,3 @@ class ChatCompletion(Continuing, Sampling, DefaultsOfOthers):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: needs logprobs to be true")
         return self
-
-
-# -- completions, embeddings, tokens -----------------------------------------------------------------------------------
-
-
-def _prompt_kind(value: Any) -> str:
-    if not isinstance(value, list):
-        return "<str>"
-    first = value[0] if value else ""
-    return "<ids>" if isinstance(first, int) else "<lists>" if isinstance(first, list) else "<strings>"
-
-
-Prompts: TypeAlias = Annotated[
-    Annotated[str, Tag("<str>")]
-    | Annotated[list[TokenId], Tag("<ids>")]
-    | Annotated[list[str], Field(min_length=1), Tag("<strings>")]
-    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Tag("<lists>")],
-    Discriminator(_prompt_kind),
-]
-"""A string, token ids, or a list of either."""
-
-
-def prompt_list(prompts: str | list[int] | list[str] | list[list[int]]) -> list[str] | list[list[int]]:
-    """The prompts of a request, one or several."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
-
-
-class Completion(Sampling, DefaultsOfOthers):
-    """The body of `/v1/completions`. The prompt is tokenized literally, without the chat template."""
-
-    prompt: Prompts
-    max_tokens: int | None = Field(16, ge=0, description="0 only with echo.")
-    logprobs: int | None = Field(None, ge=0)
-    return_tokens_as_token_ids: bool | None = Field(
-        None, description="Tokens in `logprobs` are named `token_id:ID`, so that no two have the same name."
-    )
-    echo: bool | None = None
-    add_special_tokens: bool | None = Field(None, description=SPECIAL_TOKENS)
-    best_of: int | None = Field(None, ge=1)
-    suffix: None = None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Completion:
-        if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: 0 needs echo to be true")
-        if self.best_of not in (None, 1, self.n):
-            raise ValueError(f"best_of: expected n = {self.n or 1}, got {self.best_of}: all samples are returned")
-        if self.stream and len(prompt_list(self.prompt)) > 1:
-            raise ValueError(f"stream: one prompt can be streamed, got {len(prompt_list(self.prompt))}")
-        if self.stream and self.echo and self.logprobs is not None:
-            raise ValueError("echo: it cannot be streamed with logprobs")
-        return self
-
-
-class Embeddings(Strict):
-    """The body of `/v1/embeddings`."""
-
-    input: Prompts
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(None, ge=1, description="The model's own number: embeddings are not shortened.")
-    pooling: Literal["mean", "last"] | None = Field(
-        None, description="Mean of the hidden states of all tokens (the default), or that of the last token."
-    )
-    add_special_tokens: bool | None = Field(None, description=SPECIAL_TOKENS)
-    truncate_prompt_tokens: Literal[-1] | None = Field(
-        None, description="Accepted because `vllm bench serve` sends it. A prompt longer than the context is an error."
-    )
-    user: str | None = Field(None, description="Ignored.")
-
-
-class Tokenize(Continuing):
-    """The body of `/tokenize`: a prompt, which is tokenized literally, or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = None
-    add_special_tokens: bool | None = Field(None, description=f"{SPECIAL_TOKENS} Messages have those of the template.")
-
-    @model_validator(mode="after")
-    def _one_input(self) -> Tokenize:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("expected either prompt or messages")
-        if self.continue_final_message and self.messages is None:
-            raise ValueError("continue_final_message: needs messages")
-        if self.add_special_tokens and self.messages is not None:
-            raise ValueError("add_special_tokens: expected false or none with messages, which have the template's")
-        return self
-
-
-class Detokenize(Strict):
-    """The body of `/detokenize`."""
-
-    model: str | None = None
-    tokens: list[TokenId]

@@ -11,9 +11,9 @@ from saccade._core.requests import build_request
 from saccade._core.results import generation_from
 from saccade._openai.answers import extension, token_text, usage_object
 from saccade._openai.chat import sampling_options
+from saccade._openai.completion_schema import Completion, prompt_list
 from saccade._openai.fields import prompt_rules
 from saccade._openai.problems import validated
-from saccade._openai.schema import Completion, prompt_list
 from saccade.types import Delta, Generation, Sample, TokenLogprob
 from saccade.v1 import inference_pb2, model_pb2
 from service.http.call import HttpCall, beside

@@ -10,8 +10,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from saccade._openai.anthropic_schema import CountTokens, MessagesRequest
+from saccade._openai.completion_schema import Completion, Detokenize, Embeddings, Tokenize
 from saccade._openai.response_schema import ResponseRequest
-from saccade._openai.schema import ChatCompletion, Completion, Detokenize, Embeddings, Tokenize
+from saccade._openai.schema import ChatCompletion
 from service.http.batches import BatchRequest
 from service.http.call import HttpCall
 

@@ -9,9 +9,9 @@ from typing import Any
 from saccade._core.requests import build_request, embed_request
 from saccade._core.results import embedding_from
 from saccade._openai.chat import message_dicts
+from saccade._openai.completion_schema import Detokenize, Embeddings, Tokenize, prompt_list
 from saccade._openai.fields import CHAT, DETOKENIZE, prompt_rules
 from saccade._openai.problems import validated
-from saccade._openai.schema import Detokenize, Embeddings, Tokenize, prompt_list
 from saccade.errors import InvalidArgument
 from saccade.types import Embedding
 from saccade.v1 import inference_pb2, model_pb2

@@ -22,6 +22,7 @@ import pytest
 from images import png
 from rpc import connect, reason, upload
 from running import RunningServer, children
+from waiting import until
 
 import saccade
 import service.common.errors
@@ -477,8 +478,7 @@ def test_a_stop_does_not_wait_longer_for_a_row_whose_image_is_being_decoded(mode
         for pid in [process.pid, *children(process.pid, "service.media.image_worker")]:
             os.kill(pid, signal.SIGSTOP)
         client.batches.create(lines([row(0, source=data_url(png(2)), tokens=1)]))
-        while not server.server.frontend.live:
-            time.sleep(0.001)
+        until(lambda: server.server.frontend.live > 0)
         began = time.monotonic()
         server.run(server.server.stop(grace=0.1))
         assert time.monotonic() - began < 30 and not server.server.frontend.live

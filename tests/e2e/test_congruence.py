@@ -7,7 +7,6 @@ import inspect
 import itertools
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +17,7 @@ import pytest
 from images import png
 from running import RunningServer
 from served import IMAGE_TOKEN
+from waiting import until
 
 import saccade
 from saccade import cli, errors
@@ -110,10 +110,7 @@ def any_client(
         server.drained()
     else:
         yield local
-        deadline = time.monotonic() + 60
-        while local._service.stats()["live"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(lambda: not local._service.stats()["live"])
         local._service.stats(integrity=True)
 
 

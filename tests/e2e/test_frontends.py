@@ -173,8 +173,12 @@ def test_a_killed_frontend_is_replaced_and_an_engine_too(frontends: ServerProces
             assert many[0].generate("x", max_tokens=1).token_ids
         assert set(before[1:]) <= set(after), "the others live on"
     with connect(frontends.address) as stubs:
-        while (loads := stubs.admin.GetLoads(admin_pb2.GetLoadsRequest())).running or loads.waiting:
-            time.sleep(0.001)
+
+        def is_idle() -> bool:
+            loads = stubs.admin.GetLoads(admin_pb2.GetLoadsRequest())
+            return not loads.running and not loads.waiting
+
+        until(is_idle)
     for client in many:
         client.close()
 

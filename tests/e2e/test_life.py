@@ -110,9 +110,12 @@ def test_a_killed_engine_comes_back_and_health_follows(model: Path) -> None:
             assert client.generate("x", max_tokens=5, temperature=0) == before
         (engine,) = children(server.pid, "service.servers.engine_process")
         os.kill(engine, signal.SIGKILL)
-        while not (started := set(children(server.pid, "service.servers.engine_process")) - {engine}):
-            time.sleep(0.001)
-        (loading,) = started
+
+        def started() -> set[int]:
+            return set(children(server.pid, "service.servers.engine_process")) - {engine}
+
+        until(lambda: bool(started()))
+        (loading,) = started()
         os.kill(loading, signal.SIGSTOP)
         os.kill(server.pid, signal.SIGTERM)
         try:

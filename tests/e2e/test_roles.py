@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from certificates import Authority
 from images import png
 from running import RunningEncoder, RunningServer
 from served import make_served
+from waiting import until
 
 import saccade
 import saccade.errors
@@ -305,8 +305,8 @@ def test_a_pruned_clip_brings_its_counts_back(model: Path, near: RunningEncoder)
 def test_images_go_where_least_is_in_progress_and_stay_when_one_stops(model: Path, near: RunningEncoder) -> None:
     with RunningEncoder(str(model)) as other, Pool(model, near, other) as pool:
         leases = [pool.lease(i, pool.image(i)) for i in range(60)]
-        while not other.thread.encoder.stats()["images"]:  # both may have been given to `near`, or not have arrived yet
-            time.sleep(0.001)
+        # Both may have been given to `near`, or not have arrived yet.
+        until(lambda: other.thread.encoder.stats()["images"] > 0)
         other.run(other.server.stop(grace=60))
         pool.settled(leases)
         assert not [lease.error for lease in leases if lease.error]

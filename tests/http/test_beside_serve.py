@@ -144,8 +144,7 @@ def test_new_requests_are_told_of_a_drain_and_the_others_get_all_of_their_answer
                 assert tokens.result().status_code == 200, tokens.result().text
                 assert len(tokens.result().json()["token_strs"]) == len(tokens.result().json()["tokens"])
             check_complete(whole.result(), streamed.result())
-            while Path(f"/proc/{engine}").exists() and Path(f"/proc/{child}").exists():
-                time.sleep(0.01)
+            until(lambda: not (Path(f"/proc/{engine}").exists() and Path(f"/proc/{child}").exists()))
             late.settimeout(60)
             answer = HTTPResponse(late)
             answer.begin()

@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import socket
-import time
 from collections import Counter
 from http.client import HTTPResponse
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from http_fuzz import bad_request, send
 from running import RunningServer
 from running_http import RunningHttp, request_of
+from waiting import until
 
 from service.http.upstream import CONCURRENT, all_of
 
@@ -249,10 +249,7 @@ def test_whole_answers_that_nobody_reads_are_dropped(server: RunningServer) -> N
             large = {**ASK, "max_tokens": 60, "ignore_eos": True, "logprobs": True, "top_logprobs": 20, "n": 16}
             unread.sendall(request_of(large))
             assert unread.recv(20)
-            end = time.monotonic() + 60
-            while http.http.server_state.connections and time.monotonic() < end:
-                time.sleep(0.05)
-            assert not http.http.server_state.connections
+            until(lambda: not http.http.server_state.connections)
 
 
 def test_status_metrics_and_the_document(http: RunningHttp) -> None:

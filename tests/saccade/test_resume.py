@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from fake_server import Failure, Script
+from waiting import until
 from wires import Wire
 
 import saccade
@@ -349,8 +350,7 @@ def test_a_watchdog_wakes_for_an_earlier_time() -> None:
     watchdog.arm(60)
     thread = watchdog._thread
     assert thread is not None
-    while watchdog._wakes == float("inf"):  # until it sleeps for a minute
-        time.sleep(0.001)
+    until(lambda: watchdog._wakes != float("inf"))  # it sleeps for a minute
     watchdog.arm(0.01)
     assert call.cancelled.wait(10) and watchdog.expired
 

@@ -6,9 +6,10 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
+
+from waiting import until
 
 from service.common.config import HttpFrontOptions
 from service.http.call import Front
@@ -49,9 +50,7 @@ class RunningHttp:
 
     def idle(self, timeout: float = 60.0) -> None:
         """Waits until no request is in progress; then nothing may be held."""
-        end = time.monotonic() + timeout
-        while self.front.running and time.monotonic() < end:
-            time.sleep(0.005)
+        until(lambda: not self.front.running, timeout)
         assert (self.front.running, self.front.streams, self.front.budget.used) == (0, 0, 0)
 
     def close(self) -> None:
