@@ -113,14 +113,18 @@ test: setup  ## run the tests in JOBS (2) processes; JOBS=0 runs them in this pr
 test-fast: setup  ## run the part of the tests that takes less than a minute
 	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile $(FAST) $(ARGS)
 
-lint: setup  ## run ruff and mypy
+CPP_SOURCES := $(wildcard kernels/native/*.h kernels/native/*.cpp benchmarks/*.cpp tests/support/*.cpp)
+
+lint: setup  ## run ruff, clang-format and mypy
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
+	@$(VENV)/bin/clang-format --dry-run -Werror $(CPP_SOURCES)
 	@$(PY) -m mypy
 
 format: setup  ## rewrite the sources in the project's format
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
+	@$(VENV)/bin/clang-format -i $(CPP_SOURCES)
 
 docs: setup  ## build the documentation's site into build/site; warnings and broken links are errors
 	@$(PY) -c 'import material, mkdocs, mkdocstrings' 2>/dev/null \

@@ -1,4 +1,5 @@
-// How long a message between two threads takes: `trips` times there and back, by two words that each of them writes and the other reads.
+// How long a message between two threads takes: `trips` times there and back, by two words that each of them writes and
+// the other reads.
 
 #include <algorithm>
 #include <atomic>
@@ -22,7 +23,7 @@ extern "C" double round_trip_seconds(long trips) {
         const auto started = std::chrono::steady_clock::now();
         for (const long end = trip + EACH; trip < end;) {
             there.value.store(++trip, std::memory_order_release);
-            while (back.value.load(std::memory_order_acquire) != trip) {}
+            while (back.value.load(std::memory_order_acquire) != trip) continue;
         }
         best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count() / EACH);
     }

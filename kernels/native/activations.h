@@ -8,7 +8,15 @@
 
 namespace {
 
-enum class Activation : int64_t { NONE = 0, RELU_SQUARED = 1, RELU = 2, GELU = 3, GELU_TANH = 4, GELU_QUICK = 5, SILU = 6 };
+enum class Activation : int64_t {
+    NONE = 0,
+    RELU_SQUARED = 1,
+    RELU = 2,
+    GELU = 3,
+    GELU_TANH = 4,
+    GELU_QUICK = 5,
+    SILU = 6
+};
 
 // fast_exp of 16 numbers.
 inline Floats exp16(Floats x) {
@@ -29,21 +37,21 @@ inline Floats softplus16(Floats x) {
     const Floats z = exp16(zero() - magnitude(x));
     const Floats s = z / (z + splat(2.0f)), square = s * s;
     Floats p = splat(2.0f / 15);
-    for (float c : {2.0f / 13, 2.0f / 11, 2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3})
-        p = fmadd(p, square, splat(c));
+    for (float c : {2.0f / 13, 2.0f / 11, 2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3}) p = fmadd(p, square, splat(c));
     const Floats rest = fmadd(p * square, s, s + s);
     return larger(zero(), x) + rest;
 }
 
-// erf within 6e-7. erf(x) / x is a polynomial of x^2 on [0, 3.9], a least-squares fit reweighted until the largest error
-// was smallest; it is written in u = 2 (x / 3.9)^2 - 1, whose powers do not cancel. Beyond 3.9, erf is 1.
+// erf within 6e-7. erf(x) / x is a polynomial of x^2 on [0, 3.9], a least-squares fit reweighted until the largest
+// error was smallest; it is written in u = 2 (x / 3.9)^2 - 1, whose powers do not cancel. Beyond 3.9, erf is 1.
 inline Floats erf16(Floats x) {
     const Floats edge = splat(3.9f);
     x = smaller(edge, larger(zero() - edge, x));
     const Floats u = fmsub(x * splat(2.0f / (3.9f * 3.9f)), x, splat(1.0f));
     Floats p = splat(-0.00342248543f);
-    for (float c : {0.00823636141f, -0.00533974327f, 0.00542208878f, -0.020020859f, 0.034325886f, -0.04294746f, 0.0562190256f,
-                    -0.0736924343f, 0.0909295133f, -0.109549626f, 0.134676207f, -0.181010436f, 0.362584111f})
+    for (float c :
+         {0.00823636141f, -0.00533974327f, 0.00542208878f, -0.020020859f, 0.034325886f, -0.04294746f, 0.0562190256f,
+          -0.0736924343f, 0.0909295133f, -0.109549626f, 0.134676207f, -0.181010436f, 0.362584111f})
         p = fmadd(p, u, splat(c));
     p = p * x;
     return select(at_least(magnitude(x), edge), nearest(p), p);

@@ -1,6 +1,6 @@
-// Instructions of AMX on eight tiles of up to 16 rows of 64 bytes. With SACCADE_EMULATE_AMX they are computed by AVX-512, with the
-// bits that Intel's manual defines (Software Developer's Manual, volume 2, TDPBF16PS and TDPBSUD), so that a processor without
-// AMX can test what uses them.
+// Instructions of AMX on eight tiles of up to 16 rows of 64 bytes. With SACCADE_EMULATE_AMX they are computed by
+// AVX-512, with the bits that Intel's manual defines (Software Developer's Manual, volume 2, TDPBF16PS and TDPBSUD), so
+// that a processor without AMX can test what uses them.
 //
 //   configure_tiles  the size of each tile; zeroes them
 //   zero_tile<T>
@@ -40,11 +40,14 @@ inline void configure_tiles(const TileConfig& config) {
 }
 inline void release_tiles() { configure_tiles({}); }
 template <int T>
-void zero_tile() { std::memset(emulated_tiles[T].data, 0, sizeof emulated_tiles[T].data); }
+void zero_tile() {
+    std::memset(emulated_tiles[T].data, 0, sizeof emulated_tiles[T].data);
+}
 template <int T>
 void load_tile(const void* from, int64_t stride) {
     EmulatedTile& tile = emulated_tiles[T];
-    for (int64_t r = 0; r < tile.rows; r++) std::memcpy(tile.data[r], static_cast<const char*>(from) + r * stride, tile.bytes);
+    for (int64_t r = 0; r < tile.rows; r++)
+        std::memcpy(tile.data[r], static_cast<const char*>(from) + r * stride, tile.bytes);
 }
 template <int T>
 void store_tile(void* to, int64_t stride) {
@@ -54,7 +57,8 @@ void store_tile(void* to, int64_t stride) {
 
 // Sizes that do not match are an invalid instruction.
 inline void check_tiles(const EmulatedTile& c, const EmulatedTile& a, const EmulatedTile& b) {
-    if (!a.rows || a.rows != c.rows || a.bytes != 4 * b.rows || b.bytes != AMX_BYTES || c.bytes != AMX_BYTES) __builtin_trap();
+    if (!a.rows || a.rows != c.rows || a.bytes != 4 * b.rows || b.bytes != AMX_BYTES || c.bytes != AMX_BYTES)
+        __builtin_trap();
 }
 
 // Even and odd inputs have sums of their own, which begin at zero.
@@ -100,7 +104,9 @@ void dot_bytes4() {
 inline void configure_tiles(const TileConfig& config) { asm volatile("ldtilecfg %0" : : "m"(config)); }
 inline void release_tiles() { asm volatile("tilerelease"); }
 template <int T>
-void zero_tile() { asm volatile("tilezero %%tmm%c0" : : "i"(T)); }
+void zero_tile() {
+    asm volatile("tilezero %%tmm%c0" : : "i"(T));
+}
 template <int T>
 void load_tile(const void* from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(T) : "memory");

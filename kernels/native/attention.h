@@ -28,8 +28,8 @@ inline int64_t most_blocks(const AttentionShape& shape, const Step& step) {
     return most;
 }
 
-// Heads per unit of a row that is not scanned: all of them, so that pages are read sequentially, unless threads would be
-// idle.
+// Heads per unit of a row that is not scanned: all of them, so that pages are read sequentially, unless threads would
+// be idle.
 inline int64_t heads_together(const Model& m, const AttentionShape& shape, const Step& step) {
     const int64_t rows = step.rows - step.scans;
     int64_t parts = 1;
@@ -63,7 +63,8 @@ struct PagedRow {
     }
     int64_t apart() const { return m.page * shape.width; }  // numbers between a token's keys in neighbouring heads
     const float* fresh(int64_t token, int64_t index) const { return m.wide + token * m.ld + index * shape.width; }
-    // This step's keys and values are read from the product's output: other threads may be writing them to the pages now.
+    // This step's keys and values are read from the product's output: other threads may be writing them to the pages
+    // now.
     struct Lines {
         int64_t width, count, old;  // how many of them lie in pages
         const T* stored[2][LINES];
@@ -97,7 +98,8 @@ struct PagedRow {
             found.stored[1][i] = found.stored[0][i] + side;
         }
         const int64_t token = begin + std::max(position - before, int64_t(0));
-        found.fresh[0] = fresh(token, shape.q_heads + head), found.fresh[1] = fresh(token, shape.q_heads + shape.kv_heads + head);
+        found.fresh[0] = fresh(token, shape.q_heads + head),
+        found.fresh[1] = fresh(token, shape.q_heads + shape.kv_heads + head);
         return found;
     }
     int64_t last(int64_t i) const { return before + first - begin + i / share; }
@@ -115,8 +117,8 @@ struct PagedRow {
             if (places[token] < 0) continue;
             for (int64_t side = 0; side < 2; side++) {
                 const float* from = fresh(token, shape.q_heads + side * shape.kv_heads + head);
-                T* to = static_cast<T*>(op.kv) + places[token] / m.page * op.kv_stride
-                    + ((side * shape.kv_heads + head) * m.page + places[token] % m.page) * shape.width;
+                T* to = static_cast<T*>(op.kv) + places[token] / m.page * op.kv_stride +
+                        ((side * shape.kv_heads + head) * m.page + places[token] % m.page) * shape.width;
                 for (int64_t h = 0; h < heads; h++, to += apart(), from += shape.width) {
 #pragma omp simd
                     for (int64_t i = 0; i < shape.width; i++) store(to, i, from[i]);
@@ -133,7 +135,8 @@ PagedRow<T> paged_row(const Model& m, const Op& op, const Step& step, const Atte
     PagedRow<T> found{m, op, shape, 0, 1, shape.q_heads / shape.kv_heads, 0, 0, 0, 0, nullptr};
     if (unit < units.rows * units.groups) {
         const int64_t row = unit / units.groups;
-        found.head = unit % units.groups * units.together, found.heads = std::min(units.together, shape.kv_heads - found.head);
+        found.head = unit % units.groups * units.together,
+        found.heads = std::min(units.together, shape.kv_heads - found.head);
         found.begin = found.first = step.starts[row], found.behind = step.starts[row + 1];
         found.before = step.lengths[found.begin] - 1, found.table = step.tables + found.begin * step.table_stride;
         return found;
@@ -149,7 +152,9 @@ PagedRow<T> paged_row(const Model& m, const Op& op, const Step& step, const Atte
 }
 
 // Normalises and rotates a token's queries and keys, head by head in place. `scratch`: 2 x pairs numbers.
-inline void prepare_heads(const Model& m, const AttentionShape& shape, const Step& step, int64_t token, float* scratch) {
+inline void prepare_heads(
+    const Model& m, const AttentionShape& shape, const Step& step, int64_t token, float* scratch
+) {
     float* row = m.wide + token * m.ld;
     float *cosines = scratch, *sines = scratch + shape.pairs;
     for (int64_t i = 0; i < shape.pairs; i++) {
@@ -170,21 +175,25 @@ inline void prepare_heads(const Model& m, const AttentionShape& shape, const Ste
 
 // Attention's output for a token, times the sigmoid of the row's gates, which are stored after its values.
 inline void gate_row(const Model& m, const AttentionShape& shape, int64_t token, float* out) {
-    const float *from = m.mid + token * m.mid_ld, *gates = m.wide + token * m.ld + (shape.q_heads + 2 * shape.kv_heads) * shape.width;
+    const float *from = m.mid + token * m.mid_ld,
+                *gates = m.wide + token * m.ld + (shape.q_heads + 2 * shape.kv_heads) * shape.width;
 #pragma omp simd
     for (int64_t i = 0; i < shape.q_heads * shape.width; i++) out[i] = from[i] / (1.0f + fast_exp(-gates[i]));
 }
 
 // first_read(begin, end): the first of these tokens whose outputs are computed.
 template <typename T, typename FirstRead>
-void attention(const Model& m, const Op& op, const Step& step, int64_t unit, FirstRead&& first_read, std::vector<float>& scratch) {
+void attention(
+    const Model& m, const Op& op, const Step& step, int64_t unit, FirstRead&& first_read, std::vector<float>& scratch
+) {
     const AttentionShape& shape = *op.attention;
     const AttentionUnits units(m, shape, step);
     PagedRow<T> source = paged_row<T>(m, op, step, units, unit);
     if (source.first >= source.behind) return;
     source.keep(step.places);
     source.first = first_read(source.first, source.behind);
-    for (; source.first < source.behind && source.last(0) < op.first_key; source.first++) {  // padding, or nothing to look at yet
+    // padding, or nothing to look at yet
+    for (; source.first < source.behind && source.last(0) < op.first_key; source.first++) {
         float* out = m.mid + source.first * m.mid_ld + source.head * source.share * shape.width;
         std::fill(out, out + source.heads * source.share * shape.width, 0.0f);
     }
@@ -199,7 +208,9 @@ void attention(const Model& m, const Op& op, const Step& step, int64_t unit, Fir
     const bool follows = then < units.rows * units.groups;
     const PagedRow<T> next = paged_row<T>(m, op, step, units, follows ? then : unit);
     attend_few<T>(
-        shape.width, shape.scale, source, source.heads, source.apart(), queries, op.first_key, follows ? &next : nullptr, scratch);
+        shape.width, shape.scale, source, source.heads, source.apart(), queries, op.first_key,
+        follows ? &next : nullptr, scratch
+    );
 }
 
 }  // namespace

@@ -17,14 +17,17 @@ struct Bf16Cells {  // two bfloat16, summed in float32
     static constexpr int64_t EACH = 2;
     static Floats multiply(Floats sum, Words a, Words b) { return dot_pairs(sum, a, b); }
     // 16 cells of a row of `width` numbers, from cell `cell` on; zeros after its end.
-    static Words row(const uint16_t* p, int64_t width, int64_t cell) { return load_pairs(p + 2 * cell, width - 2 * cell); }
+    static Words row(const uint16_t* p, int64_t width, int64_t cell) {
+        return load_pairs(p + 2 * cell, width - 2 * cell);
+    }
     static Words row(const float* p, int64_t width, int64_t cell) {
         const Floats low = load16(p + 2 * cell, lanes(width - 2 * cell));
         const Floats high = load16(p + 2 * cell + 16, lanes(width - 2 * cell - 16));
         return pairs_after(low, high);
     }
     static Words beside(Floats a, Floats b) { return pairs_beside(a, b); }  // 16 cells, a's numbers below b's
-    static void store(uint32_t* to, const Floats (&row)[2]) { store_words(to, pairs_after(row[0], row[1])); }  // a row of 32 numbers
+    // a row of 32 numbers
+    static void store(uint32_t* to, const Floats (&row)[2]) { store_words(to, pairs_after(row[0], row[1])); }
     // Cells of two rows' 32 numbers, of which `left` are valid.
     static void between(const uint16_t* a, const uint16_t* b, int64_t left, Words (&cells)[2]) {
         pairs_between(load_pairs(a, left), load_pairs(b, left), cells);
@@ -33,7 +36,9 @@ struct Bf16Cells {  // two bfloat16, summed in float32
 struct Bf16Cells {  // one bfloat16, widened to float32
     static constexpr int64_t EACH = 1;
     static Floats multiply(Floats sum, Words a, Words b) { return fmadd(as_floats(a), as_floats(b), sum); }
-    static Words row(const uint16_t* p, int64_t width, int64_t cell) { return as_words(load16(p + cell, lanes(width - cell))); }
+    static Words row(const uint16_t* p, int64_t width, int64_t cell) {
+        return as_words(load16(p + cell, lanes(width - cell)));
+    }
     static Words row(const float* p, int64_t width, int64_t cell) {
         return as_words(rounded_bf16(load16(p + cell, lanes(width - cell))));
     }
@@ -58,12 +63,16 @@ struct F32Cells {
     static constexpr int64_t EACH = 1;
     static Floats multiply(Floats sum, Words a, Words b) { return fmadd(as_floats(a), as_floats(b), sum); }
     template <typename T>
-    static Words row(const T* p, int64_t width, int64_t cell) { return as_words(load16(p + cell, lanes(width - cell))); }
+    static Words row(const T* p, int64_t width, int64_t cell) {
+        return as_words(load16(p + cell, lanes(width - cell)));
+    }
     static Words beside(Floats a, Floats) { return as_words(a); }
     static void store(uint32_t* to, const Floats (&row)[2]) {
         for (int i = 0; i < 2; i++) store_words(to + 16 * i, as_words(row[i]));
     }
-    static void between(const float* a, const float*, int64_t left, Words (&cells)[2]) { cells[0] = row(a, left, 0), cells[1] = row(a, left, 16); }
+    static void between(const float* a, const float*, int64_t left, Words (&cells)[2]) {
+        cells[0] = row(a, left, 0), cells[1] = row(a, left, 16);
+    }
     static Floats power(Floats x) {  // 2^x within 2 ulp
         const Floats whole = nearest(x), rest = from_nearest(x);
         Floats p = fmadd(rest, splat(0.0001535336192f), splat(0.001339887441f));
@@ -76,7 +85,8 @@ struct F32Cells {
     }
 };
 
-// x / (1 + exp(-t)) in a model of type T: of bfloat16 within 2^-12 of itself, an eighth of what rounding to bfloat16 may take.
+// x / (1 + exp(-t)) in a model of type T: of bfloat16 within 2^-12 of itself, an eighth of what rounding to bfloat16
+// may take.
 template <typename T>
 inline Floats times_sigmoid_in(Floats x, Floats t) {
     if constexpr (std::is_same_v<T, float>) return times_sigmoid(x, t);

@@ -1,14 +1,16 @@
 // bfloat16 weights in 12 bits a number, without loss.
 //
-// In a panel of trained or random weights nearly all exponents are among 16 adjacent ones, from `base` on, so that four bits say
-// which one a number has. Two inputs of a panel take three lines of 64 bytes instead of four. Line v < 3 has the numbers of
-// outputs [16 v, 16 v + 16), as [16][2] words of 16 bits:
+// In a panel of trained or random weights nearly all exponents are among 16 adjacent ones, from `base` on, so that four
+// bits say which one a number has. Two inputs of a panel take three lines of 64 bytes instead of four. Line v < 3 has
+// the numbers of outputs [16 v, 16 v + 16), as [16][2] words of 16 bits:
 //
-//     bit 15: sign    bits 14 to 11: a part of output 48 + ...    bits 10 to 7: exponent - base    bits 6 to 0: fraction
+//     bit 15: sign    bits 14 to 11: a part of output 48 + ...    bits 10 to 7: exponent - base    bits 6 to 0:
+//     fraction
 //
-// The parts of a number of the last 16 outputs are: of line 0 its exponent - base, of line 1 bits 3 to 0 of its fraction, of
-// line 2 its sign and bits 6 to 4 of its fraction. Numbers with other exponents, such as zero, are exceptions: the panel's
-// list has their places, and they are replaced after unpacking. So products have the bits of those with plain weights.
+// The parts of a number of the last 16 outputs are: of line 0 its exponent - base, of line 1 bits 3 to 0 of its
+// fraction, of line 2 its sign and bits 6 to 4 of its fraction. Numbers with other exponents, such as zero, are
+// exceptions: the panel's list has their places, and they are replaced after unpacking. So products have the bits of
+// those with plain weights.
 //
 // In a table whose rows are only read (COMPACT_ROWS) each row is a panel, which has its numbers in their order.
 
@@ -27,10 +29,10 @@
 
 namespace {
 
-constexpr int64_t COMPACT_LINES = 3;     // of a pair of inputs
-constexpr int64_t PAIR = 2 * PANEL;      // numbers of a pair of inputs
-constexpr uint16_t OWN = 0x87ff;         // of a word: the bits of its own number
-constexpr int OTHER_BITS = 11;           // the first of the bits that carry a fourth line
+constexpr int64_t COMPACT_LINES = 3;  // of a pair of inputs
+constexpr int64_t PAIR = 2 * PANEL;   // numbers of a pair of inputs
+constexpr uint16_t OWN = 0x87ff;      // of a word: the bits of its own number
+constexpr int OTHER_BITS = 11;        // the first of the bits that carry a fourth line
 constexpr uint16_t FRACTION = 0x7f;
 
 // Iterates over the exceptions of a panel, from a pair of inputs on.
@@ -59,7 +61,8 @@ inline uint16_t base_of(const Weight& w, int64_t panel) { return uint16_t(w.comp
 // Vector v of a pair of inputs. `base`: the panel's, in the exponent's place.
 inline ALWAYS Words unpack_compact(const uint8_t* lines, int v, Words base) {
     if (v < COMPACT_LINES) return add16(load_words(lines + v * LINE) & splat_half(int16_t(OWN)), base);
-    const Words exponent = shift_right16(load_words(lines), 4), low = shift_right16(load_words(lines + LINE), OTHER_BITS);
+    const Words exponent = shift_right16(load_words(lines), 4),
+                low = shift_right16(load_words(lines + LINE), OTHER_BITS);
     const Words last = load_words(lines + 2 * LINE);
     const Words sign_and_high = choose_bits(splat_half(int16_t(0x8000)), add16(last, last), shift_right16(last, 7));
     const Words rest = choose_bits(splat_half(0x0780), exponent, low);
@@ -71,7 +74,8 @@ inline ALWAYS Words unpack_compact(const uint8_t* lines, int v, Words base) {
 class CompactNumbers {
   public:
     CompactNumbers(const Weight& w, int64_t panel, int64_t input)
-        : lines_(static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w)), base_(splat_half(int16_t(base_of(w, panel)))),
+        : lines_(static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w)),
+          base_(splat_half(int16_t(base_of(w, panel)))),
           exceptions_{Exceptions(w, panel, input / 2), Exceptions(w, panel, input / 2)} {
         for (int i = 0; i < 2; i++) exception_[i] = exceptions_[i].pair();
     }
@@ -87,7 +91,9 @@ class CompactNumbers {
     ALWAYS void unpack(int64_t input, int64_t count, uint16_t* to) {
         const uint8_t* lines = lines_ + input / 2 * COMPACT_LINES * LINE;
         for (int64_t i = 0; i < count / 2; i++, lines += COMPACT_LINES * LINE)
-            unrolled<V>([&](int v) ALWAYS { store_words(to + (i * V + v) * 32, unpack_compact(lines, FIRST + v, base_)); });
+            unrolled<V>([&](int v) ALWAYS {
+                store_words(to + (i * V + v) * 32, unpack_compact(lines, FIRST + v, base_));
+            });
         int64_t& next = exception_[FIRST / 2];
         while (__builtin_expect(next < (input + count) / 2, 0)) {
             exceptions_[FIRST / 2].replace(to + (next - input / 2) * V * 32, FIRST * 32, V * 32);
@@ -103,14 +109,14 @@ class CompactNumbers {
 };
 #endif
 
-// R rows times vectors [FIRST, FIRST + V) of a panel, unpacked in registers and, if KEPT, stored in `keep` for other rows, as scaled.h
-// does. `a` and `keep` begin with the first of the inputs; `sums` has what those before them gave. One vector after the other is
-// unpacked and multiplied with all rows, so that six rows leave enough registers; fewer rows whose numbers are stored take less time
-// if all vectors are unpacked first.
+// R rows times vectors [FIRST, FIRST + V) of a panel, unpacked in registers and, if KEPT, stored in `keep` for other
+// rows, as scaled.h does. `a` and `keep` begin with the first of the inputs; `sums` has what those before them gave.
+// One vector after the other is unpacked and multiplied with all rows, so that six rows leave enough registers; fewer
+// rows whose numbers are stored take less time if all vectors are unpacked first.
 template <class Rows, bool KEPT, int R, int FIRST, int V>
 __attribute__((noinline)) void tile_compact(
-    const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, typename Rows::Element* keep, Ahead ahead,
-    float* sums
+    const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, Inputs inputs,
+    typename Rows::Element* keep, Ahead ahead, float* sums
 ) {
     constexpr bool TOGETHER = KEPT && (R + 3) * V <= REGISTERS;
     const int64_t end = inputs.end / 2;
@@ -131,12 +137,15 @@ __attribute__((noinline)) void tile_compact(
                     fetch_line(reinterpret_cast<const char*>(lines) + FETCHED + line * LINE);
             const bool replaced = __builtin_expect(i == exception, 0);
             if (replaced) {
-                unrolled<V>([&](int v) ALWAYS { store_words(numbers + (FIRST + v) * 32, unpack_compact(lines, FIRST + v, base)); });
+                unrolled<V>([&](int v) ALWAYS {
+                    store_words(numbers + (FIRST + v) * 32, unpack_compact(lines, FIRST + v, base));
+                });
                 exceptions.replace(numbers);
                 exception = exceptions.pair();
             }
             const auto column_of = [&](int v) ALWAYS {
-                const Words words = replaced ? load_words(numbers + (FIRST + v) * 32) : unpack_compact(lines, FIRST + v, base);
+                const Words words = replaced ? load_words(numbers + (FIRST + v) * 32)
+                                             : unpack_compact(lines, FIRST + v, base);
                 const typename Rows::Column column(words);
                 if constexpr (KEPT) column.keep(keep, 0, (FIRST + v) * 16);
                 return column;
@@ -162,7 +171,7 @@ __attribute__((noinline)) void tile_compact(
 
 // One panel, from the plain layout. A unit of work.
 struct Compacting {
-    const uint16_t* from;  // [panels, kpad / 2, 64, 2]
+    const uint16_t* from;   // [panels, kpad / 2, 64, 2]
     int64_t kpad, outputs;  // of all panels; the numbers of outputs behind the last are not kept
     uint8_t* to;
     int64_t *found, *exceptions;  // [panels, 2]: the number of exceptions, and base; [panels, most]
@@ -190,7 +199,9 @@ struct Compacting {
                     }
             for (int64_t j = 0; j < 32; j++) {
                 const uint16_t last = small[3 * 32 + j], parts[3] = {
-                    uint16_t(last >> 7 & 15), uint16_t(last & 15), uint16_t((last >> 15) << 3 | (last >> 4 & 7))};
+                                                             uint16_t(last >> 7 & 15), uint16_t(last & 15),
+                                                             uint16_t((last >> 15) << 3 | (last >> 4 & 7))
+                                                         };
                 for (int v = 0; v < COMPACT_LINES; v++) small[v * 32 + j] |= uint16_t(parts[v] << OTHER_BITS);
             }
             std::memcpy(lines, small, COMPACT_LINES * LINE);
@@ -236,7 +247,9 @@ inline void read_compact(const Weight& w, int64_t panel, int64_t r, float* to) {
         for (int v = 0; v < COMPACT_LINES; v++) std::memcpy(words + v, place + v * LINE, 2);
         int number = r < 48 ? words[r / 16] & OWN : 0;
         if (r >= 48) {
-            const int parts[COMPACT_LINES] = {words[0] >> OTHER_BITS & 15, words[1] >> OTHER_BITS & 15, words[2] >> OTHER_BITS & 15};
+            const int parts[COMPACT_LINES] = {
+                words[0] >> OTHER_BITS & 15, words[1] >> OTHER_BITS & 15, words[2] >> OTHER_BITS & 15
+            };
             number = (parts[2] >> 3) << 15 | parts[0] << 7 | (parts[2] & 7) << 4 | parts[1];
         }
         to[i] = bf16_to_float(uint16_t(number + base_of(w, panel)));
@@ -256,7 +269,8 @@ inline void read_compact_row(const Weight& table, int64_t id, float* to) {
         for (int v = 0; v < 4; v++) store_words(numbers + v * 32, unpack_compact(lines, v, base));
         for (int64_t i = 0; i < PAIR; i++) to[at + i] = bf16_to_float(numbers[i]);
     }
-    for (int64_t e = table.compact[2 * id]; e < table.compact[2 * id + 2]; e++) to[table.exceptions[e] >> 16] = bf16_to_float(uint16_t(table.exceptions[e]));
+    for (int64_t e = table.compact[2 * id]; e < table.compact[2 * id + 2]; e++)
+        to[table.exceptions[e] >> 16] = bf16_to_float(uint16_t(table.exceptions[e]));
 }
 
 }  // namespace

@@ -10,7 +10,8 @@
 
 namespace {
 
-struct Projected {  // rows of a few tokens, `ld` apart: the channels before the convolution, then the other inputs of the recurrence
+// Rows of a few tokens, `ld` apart: the channels before the convolution, then the other inputs of the recurrence
+struct Projected {
     const float* rows;
     int64_t ld, tokens;
     bool gated, more;  // gates lie before the channels, and are read next; as many tokens behind these come after that
@@ -35,7 +36,8 @@ void convolve_part(const Op& op, int64_t channels, T* window, Projected in, cons
             if (in.tokens == 1) prefetch_far(window + k * channels + i + part.count);  // the next group's
         }
         for (int64_t t = 0; t < in.tokens; t++) {
-            prefetch_near(in.rows + t * in.ld + part.begin + i + 16);  // rows are too far apart for the processor's own prefetchers
+            // rows are too far apart for the processor's own prefetchers
+            prefetch_near(in.rows + t * in.ld + part.begin + i + 16);
             const Floats x = load16(in.rows + t * in.ld + part.begin + i, mask);
             Floats sum = fmadd(weight[KEEP], x, bias);
             for (int k = 0; k < KEEP; k++) sum = fmadd(weight[k], past[k], sum);

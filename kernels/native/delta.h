@@ -26,13 +26,18 @@ class DeltaGroup : public RecurrentGroup<T, S> {
     static int64_t channels(const DeltaShape& d) { return 2 * d.key_heads * d.key + d.heads * d.value; }
 
     DeltaGroup(const Model& m, const Op& op, int64_t group, float* scratch)
-        : Base(m, op, group, op.delta->key_heads, shape(*op.delta), 2, {1, op.delta->value}, op.delta->taps, channels(*op.delta), scratch),
-          d_(*op.delta), heads_(d_.heads / d_.key_heads), first_(group * heads_), width_(heads_ * d_.value), out_(rest_),
-          q_(out_ + GRID * width_), k_(q_ + GRID * d_.key), log_decays_(k_ + GRID * d_.key), betas_(log_decays_ + GRID * heads_) {
+        : Base(
+              m, op, group, op.delta->key_heads, shape(*op.delta), 2, {1, op.delta->value}, op.delta->taps,
+              channels(*op.delta), scratch
+          ),
+          d_(*op.delta), heads_(d_.heads / d_.key_heads), first_(group * heads_), width_(heads_ * d_.value),
+          out_(rest_), q_(out_ + GRID * width_), k_(q_ + GRID * d_.key), log_decays_(k_ + GRID * d_.key),
+          betas_(log_decays_ + GRID * heads_) {
         const int64_t keys = d_.key_heads * d_.key, inputs = 2 * keys + d_.heads * d_.value;
         this->parts_[0] = {group * d_.key, d_.key, q_}, this->parts_[1] = {keys + group * d_.key, d_.key, k_};
         this->parts_[2] = {2 * keys + first_ * d_.value, width_, out_};
-        this->behind_[0] = {inputs + first_, heads_, nullptr}, this->behind_[1] = {inputs + d_.heads + first_, heads_, nullptr};
+        this->behind_[0] = {inputs + first_, heads_, nullptr},
+        this->behind_[1] = {inputs + d_.heads + first_, heads_, nullptr};
         this->gates_ = {first_ * d_.value - first_channel(), width_, nullptr};
     }
 
@@ -51,21 +56,25 @@ class DeltaGroup : public RecurrentGroup<T, S> {
         gates(in);
         const DeltaTokens tokens{betas_, log_decays_, k_, q_};
         const ReadNext next{in, this->parts_, this->gates_};
-        return blocks_.each_part(to.pending, in.tokens, before, to.states, [&](int64_t begin, int64_t first, int64_t count, const S* state) ALWAYS {
-            blocks_.take(to.pending, first, count, tokens);
-            blocks_.solve(to.pending, begin, first, count, state, tokens, out_ + first * width_, next);
-        });
+        return blocks_.each_part(
+            to.pending, in.tokens, before, to.states,
+            [&](int64_t begin, int64_t first, int64_t count, const S* state) ALWAYS {
+                blocks_.take(to.pending, first, count, tokens);
+                blocks_.solve(to.pending, begin, first, count, state, tokens, out_ + first * width_, next);
+            }
+        );
     }
 
-    // The block's outputs, normalised and gated, for the step's tokens from `token` on: to `mid`, or as the next product's
-    // operand.
+    // The block's outputs, normalised and gated, for the step's tokens from `token` on: to `mid`, or as the next
+    // product's operand.
     void write(int64_t token, int64_t tokens) const {
         const int64_t first = first_ * d_.value;
         for (int64_t t = token; t < token + tokens; t++) {
             const float* gate = m_.wide + t * m_.ld + first;
             const int64_t at = t * m_.operand_ld + first;
             const int64_t mid = t * m_.mid_ld + first;
-            if (op_.target == MID && op_.bf16_rows) write_token(t - token, gate, reinterpret_cast<uint16_t*>(m_.mid) + mid);
+            if (op_.target == MID && op_.bf16_rows)
+                write_token(t - token, gate, reinterpret_cast<uint16_t*>(m_.mid) + mid);
             else if (op_.target == MID) write_token(t - token, gate, m_.mid + mid);
             else if (op_.kind == BF16) write_token(t - token, gate, static_cast<uint16_t*>(m_.operand) + at);
             else write_token(t - token, gate, static_cast<float*>(m_.operand) + at);
@@ -94,7 +103,8 @@ class DeltaGroup : public RecurrentGroup<T, S> {
         }
     }
 
-    // Logarithms of decays, a softplus(input + bias), and the weights of the changes, sigmoid of the other input. Sixteen tokens at once.
+    // Logarithms of decays, a softplus(input + bias), and the weights of the changes, sigmoid of the other input.
+    // Sixteen tokens at once.
     void gates(Projected in) {
         for (int64_t h = 0; h < heads_; h++) {
             const Floats a = splat(op_.a[first_ + h]), bias = splat(op_.dt_bias[first_ + h]);

@@ -15,22 +15,23 @@
 extern "C" {
 
 struct Drafting {  // structs.py mirrors it
-    int64_t due, rows, passes;  // tokens whose entries are made without drafting; rows that draft; largest number of drafts of a row
-    int64_t enter;              // operations up to the one that makes a token's entry
-    int64_t draft_vocab;        // ids below this have logits: the outputs of the head's last product
-    int64_t is_bf16;            // `embeddings` and `given`; else float32
-    const void* embeddings;     // [vocab, hidden]
-    const void* given;          // [due + rows, hidden]: the trunk's rows, before its final norm ...
-    const float* norm;          // ... whose weight this is
-    const int64_t* ids;         // [due + rows]
-    int64_t* places;            // [due + rows]
-    int64_t* lengths;           // [rows]
-    const int64_t* counts;      // [rows]: drafts of each
-    const Draw* draws;          // [rows]: of the first pass
-    int64_t* out;               // [passes, rows]
-    const int64_t* positions;   // [due + passes * rows, axes] of entries, or null
+    // tokens whose entries are made without drafting; rows that draft; largest number of drafts of a row
+    int64_t due, rows, passes;
+    int64_t enter;             // operations up to the one that makes a token's entry
+    int64_t draft_vocab;       // ids below this have logits: the outputs of the head's last product
+    int64_t is_bf16;           // `embeddings` and `given`; else float32
+    const void* embeddings;    // [vocab, hidden]
+    const void* given;         // [due + rows, hidden]: the trunk's rows, before its final norm ...
+    const float* norm;         // ... whose weight this is
+    const int64_t* ids;        // [due + rows]
+    int64_t* places;           // [due + rows]
+    int64_t* lengths;          // [rows]
+    const int64_t* counts;     // [rows]: drafts of each
+    const Draw* draws;         // [rows]: of the first pass
+    int64_t* out;              // [passes, rows]
+    const int64_t* positions;  // [due + passes * rows, axes] of entries, or null
     int64_t axes;
-    const Weight* table;        // or null: a packed weight, instead of `embeddings`
+    const Weight* table;  // or null: a packed weight, instead of `embeddings`
 };
 }
 
@@ -103,7 +104,8 @@ void draft(const Model& m, const Drafting& d, Step& step, Run&& run) {
         if (d.positions) step.positions = d.positions + (d.due + pass * d.rows) * d.axes, step.axes = d.axes;
         run(0, m.count);
         for (int64_t r = 0; r < d.rows; r++) {
-            ids[r] = d.out[pass * d.rows + r] = sampling.draw(step.logits + r * d.draft_vocab, d.draft_vocab, draws[r], nullptr, nullptr, nullptr);
+            ids[r] = d.out[pass * d.rows + r] =
+                sampling.draw(step.logits + r * d.draft_vocab, d.draft_vocab, draws[r], nullptr, nullptr, nullptr);
             draws[r].position++;
         }
     }

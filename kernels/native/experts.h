@@ -28,7 +28,8 @@ inline float sigmoid(float x) {  // NaN stays NaN
     return x == x ? y : x;
 }
 
-// A token's experts and their weights, from the router's products in `wide`. The correction is used for the choice only.
+// A token's experts and their weights, from the router's products in `wide`. The correction is used for the choice
+// only.
 void route(const Model& m, const Op& op, int64_t token, float* scratch) {
     const Experts& of = *op.experts;
     const int64_t size = of.count / of.groups;
@@ -95,20 +96,24 @@ void group_picks(const Model& m, const Op& op, int64_t tokens) {
 
 void gather(const Model& m, const Op& op, int64_t pick) {
     const int64_t token = pick / op.experts->chosen;
-    const float* from = op.target == WIDE ? m.wide + token * m.ld : static_cast<const float*>(m.operand) + token * m.operand_ld;
+    const float* from = op.target == WIDE ? m.wide + token * m.ld
+                                          : static_cast<const float*>(m.operand) + token * m.operand_ld;
     make_operand(from, op.width, op.kind, m.picked, m.operand_ld, m.picked_scale, m.places[pick]);
 }
 
 // Upper bound of the number of experts that a step may pick, so that fewer units are counted.
-int64_t most_experts(const Op& op, const Step& step) { return std::min(op.experts->count, step.tokens * op.experts->chosen); }
+int64_t most_experts(const Op& op, const Step& step) {
+    return std::min(op.experts->count, step.tokens * op.experts->chosen);
+}
 
 void run_expert(const Model& m, const Op& op, const Step& step, int64_t unit) {
     const Units units(op.weight, 1, m.threads, most_experts(op, step));
     const int64_t at = unit / units.count, *run = m.runs + 1 + 3 * at;
     if (at >= m.runs[0]) return;
     const Weight* weight = (op.target == WIDE ? op.experts->up : op.experts->down) + run[0];
-    const Product job{
-        weight, m.picked, m.operand_ld, m.picked_scale, m.picked_wide, m.ld, STORE, Activation(op.activation), weight->n / 2};
+    const Product job{weight,        m.picked, m.operand_ld, m.picked_scale,
+                      m.picked_wide, m.ld,     STORE,        Activation(op.activation),
+                      weight->n / 2};
     run_unit(job, units, unit % units.count, run[2] - run[1], run[1]);
 }
 

@@ -1,5 +1,5 @@
-// Attention of up to 16 queries of each of several heads, with the bits of `attend_many`: the order in which keys and values are
-// read. The products are those of few_lanes.h or few_amx.h.
+// Attention of up to 16 queries of each of several heads, with the bits of `attend_many`: the order in which keys and
+// values are read. The products are those of few_lanes.h or few_amx.h.
 
 #pragma once
 
@@ -32,20 +32,22 @@ inline int64_t window_of(int64_t keys, int64_t bytes, int64_t span) {
     return ((keys + windows - 1) / windows + span - 1) / span * span;
 }
 
-// `count` <= FEW queries of whole cells and several heads; the keys of one token in two neighbouring heads lie `apart` numbers from
-// each other, a multiple of the width. source.of(h) is one head's source. For the first head, its lines() also says which keys are
-// in pages (`old`, `stored`) and which are not (`fresh`); `before` is how many are. `next`: the source of the unit that this thread
-// is likely to take next, or null. None before `first` counts.
+// `count` <= FEW queries of whole cells and several heads; the keys of one token in two neighbouring heads lie `apart`
+// numbers from each other, a multiple of the width. source.of(h) is one head's source. For the first head, its lines()
+// also says which keys are in pages (`old`, `stored`) and which are not (`fresh`); `before` is how many are. `next`:
+// the source of the unit that this thread is likely to take next, or null. None before `first` counts.
 template <typename T, typename Source>
 void attend_few(
-    int64_t width, float scale, const Source& source, int64_t heads, int64_t apart, int64_t count, int64_t first, const Source* next,
-    std::vector<float>& memory
+    int64_t width, float scale, const Source& source, int64_t heads, int64_t apart, int64_t count, int64_t first,
+    const Source* next, std::vector<float>& memory
 ) {
     constexpr int64_t SPAN = FewOf<T>::SPAN;
     FewOf<T> few(width, scale, heads, count);
     const int64_t begin = first / SPAN * SPAN, end = source.last(count - 1) + 1, bytes = width * int64_t(sizeof(T));
-    const int64_t window = window_of(end - begin, 2 * heads * bytes, SPAN), old = std::min(std::max(source.before, begin), end);
-    const int64_t per = apart / width, copied = (end - old + per - 1) / per * heads * apart;  // fresh keys lie as in pages
+    const int64_t window = window_of(end - begin, 2 * heads * bytes, SPAN),
+                  old = std::min(std::max(source.before, begin), end);
+    // fresh keys lie as in pages
+    const int64_t per = apart / width, copied = (end - old + per - 1) / per * heads * apart;
     Scratch scratch(memory, few.floats() + 4 * Scratch::floats<const T*>(window) + Scratch::floats<T>(2 * copied));
     few.begin(source, scratch);
     T* made = scratch.take<T>(2 * copied);
@@ -70,7 +72,8 @@ void attend_few(
     const auto find = [&](const Source& in, Places& places, int64_t from, int64_t to) {  // in pages
         for (int64_t tile = from; tile < to; tile += TILE) {
             const auto found = in.lines(tile, std::min(TILE, to - tile));
-            for (int64_t side = 0; side < 2; side++) std::copy_n(found.stored[side], found.count, places.of[side] + tile - from);
+            for (int64_t side = 0; side < 2; side++)
+                std::copy_n(found.stored[side], found.count, places.of[side] + tile - from);
         }
         places.count = std::max(to - from, int64_t(0));
     };
@@ -93,7 +96,8 @@ void attend_few(
             for (int64_t at = begun; at < behind; at += SPAN) {
                 const int64_t i = at - begun;
                 const bool more = i < then.count && h < following;
-                Upcoming<T, SPAN> upcoming = more ? Upcoming<T, SPAN>(then.of[0] + i, then.of[1] + i, bytes, h * apart) : Upcoming<T, SPAN>();
+                Upcoming<T, SPAN> upcoming = more ? Upcoming<T, SPAN>(then.of[0] + i, then.of[1] + i, bytes, h * apart)
+                                                  : Upcoming<T, SPAN>();
                 few.attend_to(h, keys, at, std::min(at + SPAN, behind), first, upcoming);
                 upcoming.fetch_rest();
             }

@@ -1,5 +1,6 @@
-// Attention of up to 16 queries of each of several heads by tiles of AMX, with the bits of flash_amx.h: the same products of a single
-// tile of queries. Keys are the rows of the scores' product, so tiles of them are read where they lie.
+// Attention of up to 16 queries of each of several heads by tiles of AMX, with the bits of flash_amx.h: the same
+// products of a single tile of queries. Keys are the rows of the scores' product, so tiles of them are read where they
+// lie.
 
 #pragma once
 
@@ -21,8 +22,9 @@ class FewInTiles {
         : head_(width, scale), heads_(heads), count_(count), lines_((2 * width + AMX_BYTES - 1) / AMX_BYTES) {}
 
     int64_t floats() const {
-        return Scratch::floats<Block>(heads_) + heads_ * (Block::floats(head_) + Scratch::floats<uint32_t>(of_columns()))
-            + Scratch::floats<uint32_t>(SPAN / 2 * head_.row()) + Scratch::floats<uint16_t>((STEP_KEYS + 1) * row());
+        return Scratch::floats<Block>(heads_) +
+               heads_ * (Block::floats(head_) + Scratch::floats<uint32_t>(of_columns())) +
+               Scratch::floats<uint32_t>(SPAN / 2 * head_.row()) + Scratch::floats<uint16_t>((STEP_KEYS + 1) * row());
     }
     template <typename Source>
     void begin(const Source& source, Scratch& scratch) {
@@ -34,17 +36,26 @@ class FewInTiles {
             blocks_[h].begin(head_, source.of(h), 0, count_, scratch);
             for (int64_t step = 0; step < head_.steps; step++) {
                 const uint32_t* const queries = blocks_[h].queries + 16 * step;
-                transpose16([&](int64_t i) ALWAYS { return load_words(queries + i * 16 * head_.steps); }, columns_ + h * of_columns() + step * 256, 16);
+                transpose16(
+                    [&](int64_t i) ALWAYS { return load_words(queries + i * 16 * head_.steps); },
+                    columns_ + h * of_columns() + step * 256, 16
+                );
             }
         }
     }
     // Keys [at, to) of a window, at most SPAN, for head h; none before `first` counts.
-    void attend_to(int64_t h, const Window<uint16_t>& window, int64_t at, int64_t to, int64_t first, Upcoming<uint16_t, SPAN>& upcoming) {
+    void attend_to(
+        int64_t h, const Window<uint16_t>& window, int64_t at, int64_t to, int64_t first,
+        Upcoming<uint16_t, SPAN>& upcoming
+    ) {
         const int64_t steps = (to - at + STEP_KEYS - 1) / STEP_KEYS;
-        for (int64_t i = 0; i < steps; i++) score(window, h, at + i * STEP_KEYS, attention_.scores() + i * STEP_KEYS, upcoming);
+        for (int64_t i = 0; i < steps; i++)
+            score(window, h, at + i * STEP_KEYS, attention_.scores() + i * STEP_KEYS, upcoming);
         if (head_.width % 32) pair_values<false>(window, h, at, at + steps * STEP_KEYS, to, upcoming);
         else pair_values<true>(window, h, at, at + steps * STEP_KEYS, to, upcoming);
-        attention_.with_steps(steps, [&](auto S) ALWAYS { attention_.weigh_and_add<1, S()>(blocks_[h], at, first, values_); });
+        attention_.with_steps(steps, [&](auto S) ALWAYS {
+            attention_.weigh_and_add<1, S()>(blocks_[h], at, first, values_);
+        });
     }
     template <typename Source>
     void finish(const Source& source) {
@@ -58,7 +69,9 @@ class FewInTiles {
     int64_t of_columns() const { return 256 * head_.steps; }
 
     // Scores [queries, STEP_KEYS], KEY_BLOCK apart, of keys from `at` on.
-    void score(const Window<uint16_t>& window, int64_t h, int64_t at, float* scores, Upcoming<uint16_t, SPAN>& upcoming) {
+    void score(
+        const Window<uint16_t>& window, int64_t h, int64_t at, float* scores, Upcoming<uint16_t, SPAN>& upcoming
+    ) {
         alignas(64) float found[2][AMX_ROWS * AMX_ROWS];  // [keys, queries]
         const Rows a = rows_of(window, h, at, 0), b = rows_of(window, h, at + AMX_ROWS, 1);
         zero_tile<0>(), zero_tile<1>();
@@ -70,7 +83,10 @@ class FewInTiles {
         store_tile<0>(found[0], AMX_BYTES), store_tile<1>(found[1], AMX_BYTES);
         for (int64_t tile = 0; tile < 2; tile++) {
             upcoming.fetch(4 * lines_);
-            transpose16([&](int64_t i) ALWAYS { return load_words(found[tile] + i * 16); }, reinterpret_cast<uint32_t*>(scores + 16 * tile), KEY_BLOCK);
+            transpose16(
+                [&](int64_t i) ALWAYS { return load_words(found[tile] + i * 16); },
+                reinterpret_cast<uint32_t*>(scores + 16 * tile), KEY_BLOCK
+            );
         }
     }
 
@@ -82,16 +98,21 @@ class FewInTiles {
     Rows rows_of(const Window<uint16_t>& window, int64_t h, int64_t at, int64_t tile) {
         const uint16_t* const first = window.row(window.keys, at, h);
         bool there = at + AMX_ROWS <= window.end && head_.width % 32 == 0;
-        for (int64_t i = 1; i < AMX_ROWS && there; i++) there = window.row(window.keys, at + i, h) == first + i * head_.width;
+        for (int64_t i = 1; i < AMX_ROWS && there; i++)
+            there = window.row(window.keys, at + i, h) == first + i * head_.width;
         if (there) return {first, 2 * head_.width};
         uint16_t* const copy = keys_ + tile * AMX_ROWS * row();
-        for (int64_t i = 0; i < AMX_ROWS; i++) std::copy_n(window.row(window.keys, at + i, h), head_.width, copy + i * row());
+        for (int64_t i = 0; i < AMX_ROWS; i++)
+            std::copy_n(window.row(window.keys, at + i, h), head_.width, copy + i * row());
         return {copy, 2 * row()};
     }
 
     // Values [at, behind) in pairs, zeros from `to` on. WHOLE: a row has whole vectors.
     template <bool WHOLE>
-    void pair_values(const Window<uint16_t>& window, int64_t h, int64_t at, int64_t behind, int64_t to, Upcoming<uint16_t, SPAN>& upcoming) {
+    void pair_values(
+        const Window<uint16_t>& window, int64_t h, int64_t at, int64_t behind, int64_t to,
+        Upcoming<uint16_t, SPAN>& upcoming
+    ) {
         uint32_t* out = values_;
         for (int64_t i = at; i < behind; i += 2, out += head_.row()) {
             const uint16_t* const a = i < to ? window.row(window.values, i, h) : zeros_;
@@ -110,8 +131,9 @@ class FewInTiles {
     const int64_t heads_, count_, lines_;  // lines of 64 bytes of a key
     TiledAttention attention_{head_};
     Block* blocks_ = nullptr;
-    uint32_t *columns_ = nullptr, *values_ = nullptr;  // [heads, steps, 16 pairs of features, queries]; [pairs of keys, head_.row()]
-    uint16_t *keys_ = nullptr, *zeros_ = nullptr;      // two tiles; a row
+    // [heads, steps, 16 pairs of features, queries]; [pairs of keys, head_.row()]
+    uint32_t *columns_ = nullptr, *values_ = nullptr;
+    uint16_t *keys_ = nullptr, *zeros_ = nullptr;  // two tiles; a row
 };
 
 }  // namespace

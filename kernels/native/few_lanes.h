@@ -1,5 +1,5 @@
-// Attention of up to 16 queries: the same sums in the same order as in flash.h. Keys are in the lanes for the scores, features
-// for the outputs, and queries are multiplied one after the other.
+// Attention of up to 16 queries: the same sums in the same order as in flash.h. Keys are in the lanes for the scores,
+// features for the outputs, and queries are multiplied one after the other.
 
 #pragma once
 
@@ -13,20 +13,22 @@
 
 namespace {
 
-// The queries of one head, and how far they have come. Keys are in the lanes, so a probability takes as many instructions
-// as there are queries; in flash.h, where queries are in the lanes, few of them would leave most lanes empty.
+// The queries of one head, and how far they have come. Keys are in the lanes, so a probability takes as many
+// instructions as there are queries; in flash.h, where queries are in the lanes, few of them would leave most lanes
+// empty.
 template <typename T>
 struct FewQueries {
     using Cells = CellsOf<T>;
-    static constexpr int64_t SPAN = 32;                      // keys whose scores are computed together: several tiles
+    static constexpr int64_t SPAN = 32;                     // keys whose scores are computed together: several tiles
     static constexpr int64_t CHANCES = SPAN / Cells::EACH;  // cells of a query's probabilities
     static_assert(SPAN == 32 && SPAN % TILE == 0);
-    static constexpr int MOST = VECTOR_REGISTERS == 1 ? 4 : 2, WIDE = VECTOR_REGISTERS == 1 ? 64 : 32;  // queries, features at a time
+    // queries, features at a time
+    static constexpr int MOST = VECTOR_REGISTERS == 1 ? 4 : 2, WIDE = VECTOR_REGISTERS == 1 ? 64 : 32;
     const Head& head;
     int64_t count;            // queries
     const uint32_t* queries;  // [count][padded]
     const Window<T>& window;
-    int64_t number;           // of the head in the window
+    int64_t number;  // of the head in the window
     Lanes& lanes;
     float* out;         // [count][wide]
     int64_t wide;       // width, rounded up to WIDE
@@ -62,10 +64,13 @@ struct FewQueries {
         for (int i = 0; i < 16 * V; i++) rows[i] = window.row(window.keys, at + i, number);
         for (int64_t cell = 0; cell < head.cells; cell += 16)
             for (int v = 0; v < V; v++)
-                transpose16([&](int i) {
-                    if (i % 4 == 0) upcoming.fetch();
-                    return Cells::row(rows[16 * v + i], head.width, cell);
-                }, packed + cell * SPAN + 16 * v, SPAN);
+                transpose16(
+                    [&](int i) {
+                        if (i % 4 == 0) upcoming.fetch();
+                        return Cells::row(rows[16 * v + i], head.width, cell);
+                    },
+                    packed + cell * SPAN + 16 * v, SPAN
+                );
     }
 
     template <int V, int J>
@@ -142,7 +147,8 @@ struct FewQueries {
             alignas(64) float factor[16];
             store_floats(factor, Cells::power(splat(lanes.reference[q] - largest)));
             lanes.reference[q] = largest, lanes.sum[q] *= factor[0];
-            for (int64_t i = 0; i < wide; i += 16) store_floats(out + q * wide + i, load_floats(out + q * wide + i) * splat(factor[0]));
+            for (int64_t i = 0; i < wide; i += 16)
+                store_floats(out + q * wide + i, load_floats(out + q * wide + i) * splat(factor[0]));
         }
         for (int64_t q = 0; q < count; q++) {
             const Floats eight = load_or(splat(-__builtin_inff()), TILE_LANES, score + q * SPAN);
@@ -200,9 +206,9 @@ class FewInLanes {
           wide_((width + Queries::WIDE - 1) / Queries::WIDE * Queries::WIDE) {}
 
     int64_t floats() const {
-        return Scratch::floats<Lanes>(heads_) + Scratch::floats<uint32_t>(heads_ * of_queries())
-            + Scratch::floats<float>(heads_ * of_out()) + Scratch::floats<uint32_t>(head_.padded * SPAN)
-            + Scratch::floats<float>(count_ * SPAN) + Scratch::floats<uint32_t>(count_ * Queries::CHANCES);
+        return Scratch::floats<Lanes>(heads_) + Scratch::floats<uint32_t>(heads_ * of_queries()) +
+               Scratch::floats<float>(heads_ * of_out()) + Scratch::floats<uint32_t>(head_.padded * SPAN) +
+               Scratch::floats<float>(count_ * SPAN) + Scratch::floats<uint32_t>(count_ * Queries::CHANCES);
     }
     template <typename Source>
     void begin(const Source& source, Scratch& scratch) {
@@ -217,12 +223,18 @@ class FewInLanes {
             lanes_[h].begin(source, 0, count_);
             for (int64_t i = 0; i < count_; i++)
                 for (int64_t cell = 0; cell < head_.padded; cell += 16)
-                    store_words(queries_ + h * of_queries() + i * head_.padded + cell, source.of(h).query(Cells(), i, cell));
+                    store_words(
+                        queries_ + h * of_queries() + i * head_.padded + cell, source.of(h).query(Cells(), i, cell)
+                    );
         }
     }
     // Keys [at, to) of a window, at most SPAN, for head h; none before `first` counts.
-    void attend_to(int64_t h, const Window<T>& window, int64_t at, int64_t to, int64_t first, Upcoming<T, SPAN>& upcoming) {
-        Queries few{head_, count_, queries_ + h * of_queries(), window, h, lanes_[h], out_ + h * of_out(), wide_, packed_, scores_, chances_};
+    void attend_to(
+        int64_t h, const Window<T>& window, int64_t at, int64_t to, int64_t first, Upcoming<T, SPAN>& upcoming
+    ) {
+        const uint32_t* queries = queries_ + h * of_queries();
+        float* out = out_ + h * of_out();
+        Queries few{head_, count_, queries, window, h, lanes_[h], out, wide_, packed_, scores_, chances_};
         few.attend_to(at, to, first, upcoming);
     }
     template <typename Source>

@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int64_t ROWS = 6;    // rows of a register tile: 6 x 4 accumulators of 16
+constexpr int64_t ROWS = 6;                           // rows of a register tile: 6 x 4 accumulators of 16
 constexpr int64_t LEAST_OF_SEVERAL = (ROWS + 1) / 2;  // the rows of a tile if there are several, of nearly equal height
 
 struct Product {
@@ -29,14 +29,15 @@ struct Product {
     float scale = 1.0f;                // ADD: of what is added ...
     const float* row_scale = nullptr;  // ... and of each row's
     const Weight* next = nullptr;      // the weight of the product after this one, if that is known
-    // If a panel is not stored in the form in which tiles of rows multiply it, the first tile stores that form here for the others. It is the
-    // thread's own memory, so the next block of rows may find the panel there.
+    // If a panel is not stored in the form in which tiles of rows multiply it, the first tile stores that form here for
+    // the others. It is the thread's own memory, so the next block of rows may find the panel there.
     void* unpacked = nullptr;
     bool first_rows = false;
 };
 
-// Where V vectors of a tile's rows are stored or added, from row `row` and output `first` on. Not WHOLE: the last lanes may not be
-// outputs. The sums of a row are read before it is written: a store may wait for its cache line, and later reads would wait with it.
+// Where V vectors of a tile's rows are stored or added, from row `row` and output `first` on. Not WHOLE: the last lanes
+// may not be outputs. The sums of a row are read before it is written: a store may wait for its cache line, and later
+// reads would wait with it.
 template <int64_t STORED, int V, bool WHOLE>
 struct Stored {
     using Number = std::conditional_t<STORED == STORE_BF16, uint16_t, float>;
@@ -49,13 +50,16 @@ struct Stored {
     inline ALWAYS Stored(const Product& job, int64_t row, int64_t first, int64_t outputs)
         : to(static_cast<Number*>(job.out) + row * job.ldo + first), ldo(job.ldo), scale(job.scale),
           row_scale(job.row_scale ? job.row_scale + row : nullptr) {
-        for (int v = 0; v < V; v++) m[v] = WHOLE ? Mask(0xffff) : first_lanes(std::max<int64_t>(0, outputs - first - v * 16));
+        for (int v = 0; v < V; v++)
+            m[v] = WHOLE ? Mask(0xffff) : first_lanes(std::max<int64_t>(0, outputs - first - v * 16));
     }
     inline ALWAYS void operator()(int r, Floats (&y)[V]) const {
         Number* const place = to + r * ldo;
         if constexpr (STORED == ADD) {
             const Floats all = splat(row_scale ? scale * row_scale[r] : scale);
-            unrolled<V>([&](int v) ALWAYS { y[v] = fmadd(y[v], all, WHOLE ? load_all(place + v * 16) : load16(place + v * 16, m[v])); });
+            unrolled<V>([&](int v) ALWAYS {
+                y[v] = fmadd(y[v], all, WHOLE ? load_all(place + v * 16) : load16(place + v * 16, m[v]));
+            });
         }
         unrolled<V>([&](int v) ALWAYS {
             if constexpr (WHOLE) store_all(place + v * 16, y[v]);
@@ -64,8 +68,8 @@ struct Stored {
     }
 };
 
-// Stores `rows` rows of sums, V * 16 wide: + bias, the activation, then stored or added. For a gated weight, vectors of gates and of
-// gated outputs alternate, and half as many results are stored.
+// Stores `rows` rows of sums, V * 16 wide: + bias, the activation, then stored or added. For a gated weight, vectors of
+// gates and of gated outputs alternate, and half as many results are stored.
 template <int64_t STORED, int V, bool WHOLE, bool GATED>
 void finish(const Product& job, const float* sums, int64_t row, int64_t rows, int64_t begin) {
     constexpr int OUT = GATED ? V / 2 : V;
@@ -106,12 +110,14 @@ void finish(const Product& job, const float* sums, int64_t row, int64_t rows, in
     else finish<STORE, V>(job, sums, row, rows, begin);
 }
 
-// Prefetches the memory that a tile's outputs are stored in or added to, so that it is there when the sums are complete. Stores are done in order, so each one
-// beyond the second-level cache would delay those behind it until the next tile waits as well.
+// Prefetches the memory that a tile's outputs are stored in or added to, so that it is there when the sums are
+// complete. Stores are done in order, so each one beyond the second-level cache would delay those behind it until the
+// next tile waits as well.
 template <int R, int V>
 inline ALWAYS void fetch_outputs(const Product& job, int64_t row, int64_t begin) {
     const int64_t size = job.store == STORE_BF16 ? 2 : 4, bytes = 16 * V * size / (job.weight->gated ? 2 : 1);
-    const char* to = static_cast<const char*>(job.out) + (row * job.ldo + (job.weight->gated ? begin / 2 : begin)) * size;
+    const char* to = static_cast<const char*>(job.out) +
+                     (row * job.ldo + (job.weight->gated ? begin / 2 : begin)) * size;
     for (int r = 0; r < R; r++, to += job.ldo * size)
         for (int64_t at = 0; at < bytes; at += LINE) fetch_to_write(to + at);
 }

@@ -1,8 +1,8 @@
 // Attention of many queries at once, over keys and values of one head: the maths is in README.md.
 //
-// Queries are in the lanes of a vector, so a query's largest score, its sum and its output are each in one lane: nothing is
-// reduced across a vector, and queries do not affect each other. Keys are processed in order, TILE at a time, from position
-// 0.
+// Queries are in the lanes of a vector, so a query's largest score, its sum and its output are each in one lane:
+// nothing is reduced across a vector, and queries do not affect each other. Keys are processed in order, TILE at a
+// time, from position 0.
 
 #pragma once
 
@@ -17,16 +17,18 @@
 
 namespace {
 
-constexpr int64_t TILE = 8;          // keys whose scores are held in registers; also features whose sums are
+constexpr int64_t TILE = 8;  // keys whose scores are held in registers; also features whose sums are
 constexpr int TILE_ROWS = VECTOR_REGISTERS == 1 ? TILE : 4;  // of a tile, whose sums are held at a time
-constexpr int64_t LINES = 16;        // keys that a source's lines() has, at most
-constexpr int64_t LANES = 48;        // queries of a block: with TILE, 24 accumulators of 16
-constexpr int64_t KEY_BLOCK = 128;   // keys whose probabilities are kept until values are multiplied with them
-constexpr int64_t KEY_PACK = 1024;   // keys that are packed at once: they stay in the second-level cache
-constexpr int64_t VALUE_ROOM = KEY_PACK + 16;  // places for their values: not a power of two, which would share a cache set
+constexpr int64_t LINES = 16;                                // keys that a source's lines() has, at most
+constexpr int64_t LANES = 48;                                // queries of a block: with TILE, 24 accumulators of 16
+constexpr int64_t KEY_BLOCK = 128;  // keys whose probabilities are kept until values are multiplied with them
+constexpr int64_t KEY_PACK = 1024;  // keys that are packed at once: they stay in the second-level cache
+// Places for their values: not a power of two, which would share a cache set
+constexpr int64_t VALUE_ROOM = KEY_PACK + 16;
 constexpr int64_t AHEAD = 4 * TILE;  // keys after those that are being packed, which memory is asked for
 constexpr float LOWEST = -1e30f;     // of a reference: below any score that counts, and finite
-constexpr float HEADROOM = 32.0f;    // a score may be 2^this above its reference: float32 has the room, and rescaling is rare
+// A score may be 2^this above its reference: float32 has the room, and rescaling is rare
+constexpr float HEADROOM = 32.0f;
 
 // Prefetches a row.
 template <typename T>
@@ -35,13 +37,14 @@ void fetch(const T* row, int64_t width) {
     for (; at < end; at += 64) fetch_line(at);
 }
 
-// -- packing ---------------------------------------------------------------------------------------------------------------
+// -- packing ----------------------------------------------------------------------------------------------------------
 
 // Cells 4 k + j of four rows of 16 cells are quarter k of columns[j].
 inline void columns_of(const Words row[4], Words (&columns)[4]) {
     const Words a = low_words(row[0], row[1]), b = high_words(row[0], row[1]);
     const Words c = low_words(row[2], row[3]), d = high_words(row[2], row[3]);
-    columns[0] = low_pairs(a, c), columns[1] = high_pairs(a, c), columns[2] = low_pairs(b, d), columns[3] = high_pairs(b, d);
+    columns[0] = low_pairs(a, c), columns[1] = high_pairs(a, c), columns[2] = low_pairs(b, d),
+    columns[3] = high_pairs(b, d);
 }
 
 // Cell i of row r goes to out[i * ld + r], for four rows of 16 cells.
@@ -83,7 +86,7 @@ void pack_across(int64_t count, int64_t places, int64_t width, Row&& row, uint32
     }
 }
 
-// -- a block of queries over packed keys ----------------------------------------------------------------------------------------
+// -- a block of queries over packed keys ------------------------------------------------------------------------------
 
 struct Head {
     int64_t width;
@@ -98,9 +101,9 @@ struct Head {
     }
 };
 
-struct Lanes {  // queries of a block, at most LANES, and how far each has come
-    int64_t count, vectors;     // queries; vectors of 16 of them
-    int64_t nearest, furthest;  // the least and the largest of `last`
+struct Lanes {                                       // queries of a block, at most LANES, and how far each has come
+    int64_t count, vectors;                          // queries; vectors of 16 of them
+    int64_t nearest, furthest;                       // the least and the largest of `last`
     alignas(64) int32_t last[LANES];                 // the last key that a query looks at
     alignas(64) float reference[LANES], sum[LANES];  // probabilities are 2^(score - reference), and their sum
 
@@ -176,9 +179,8 @@ void raise(const Floats largest[V], Floats reference[V], Floats total[V], Floats
 }
 
 // Keys [begin, end), from a multiple of TILE on, for all queries of a block. Parameters:
-//   scores(at, score): adds the products of TILE keys; add(from, to, chances): adds those of values and probabilities to
-//   the outputs;
-//   rescale(factor): multiplies the outputs.
+//   scores(at, score): adds the products of TILE keys; add(from, to, chances): adds those of values and probabilities
+//   to the outputs; rescale(factor): multiplies the outputs.
 template <typename Cells, int V, typename Products>
 void walk(float scores_scale, Lanes& lanes, const Products& products, int64_t begin, int64_t end, int64_t first) {
     alignas(64) uint32_t chances[KEY_BLOCK / Cells::EACH * 16 * V];
@@ -216,7 +218,7 @@ void walk(float scores_scale, Lanes& lanes, const Products& products, int64_t be
     }
 }
 
-// -- many queries: keys and values are packed, and blocks of queries go over them ------------------------------------------
+// -- many queries: keys and values are packed, and blocks of queries go over them -------------------------------------
 
 struct Block {
     Lanes lanes;
@@ -224,10 +226,10 @@ struct Block {
     float* out;         // [TILE * tiles][16 * vectors]: their products with values
 };
 
-struct Keys {  // packed, from a multiple of TILE on
+struct Keys {            // packed, from a multiple of TILE on
     int64_t begin, end;  // positions
-    uint32_t *keys;      // [tile of keys][padded][TILE]
-    uint32_t *values;    // [tile of features][VALUE_ROOM / EACH][TILE]
+    uint32_t* keys;      // [tile of keys][padded][TILE]
+    uint32_t* values;    // [tile of features][VALUE_ROOM / EACH][TILE]
 };
 
 // sum[i][v] += a[step][i] * b[step][16 v ..], step by step, for as many sums at a time as there are registers for.
@@ -312,7 +314,8 @@ void finish(const Head& head, const Block& block, float* rows, Write&& write) {
                 four[j] = as_words(load_floats(block.out + (i + j) * places + 16 * v) * inverse);
             transpose4(four, reinterpret_cast<uint32_t*>(rows) + i, padded);
         }
-        for (int64_t lane = 0; lane < 16 && 16 * v + lane < block.lanes.count; lane++) write(16 * v + lane, rows + lane * padded);
+        for (int64_t lane = 0; lane < 16 && 16 * v + lane < block.lanes.count; lane++)
+            write(16 * v + lane, rows + lane * padded);
     }
 }
 
@@ -324,7 +327,9 @@ void pack_keys(const Head& head, const Source& source, const Keys& keys) {
         const auto lines = source.lines(tile, count);
         if (tile + AHEAD < keys.end) source.lines(tile + AHEAD, std::min(TILE, keys.end - tile - AHEAD)).fetch_all();
         uint32_t* to = keys.keys + (tile - keys.begin) * head.padded;
-        pack_across<Cells>(count, TILE, head.width, [&](int64_t i, int64_t cell) { return lines.key(Cells(), i, cell); }, to);
+        pack_across<Cells>(
+            count, TILE, head.width, [&](int64_t i, int64_t cell) { return lines.key(Cells(), i, cell); }, to
+        );
         for (int64_t i = 0; i < TILE; i += Cells::EACH)
             for (int64_t feature = 0; feature < head.width; feature += 2 * TILE) {
                 const auto value = [&](int64_t j) { return j < count ? lines.value(j, feature) : zero(); };
@@ -345,28 +350,38 @@ class Scratch {
         at_ = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
     }
     template <typename T>
-    static int64_t floats(int64_t count) { return (count * int64_t(sizeof(T)) + 63) / 64 * 16; }
+    static int64_t floats(int64_t count) {
+        return (count * int64_t(sizeof(T)) + 63) / 64 * 16;
+    }
     template <typename T>
-    T* take(int64_t count) { return reinterpret_cast<T*>(std::exchange(at_, at_ + floats<T>(count) * sizeof(float))); }
+    T* take(int64_t count) {
+        return reinterpret_cast<T*>(std::exchange(at_, at_ + floats<T>(count) * sizeof(float)));
+    }
 
   private:
     char* at_;
 };
 
 // Attention of `count` queries. The source has the queries and the keys:
-//   query(Cells, i, cell): 16 cells of query i; fetch_query(i): prefetches it; last(i): the last key that it attends to,
+//   query(Cells, i, cell): 16 cells of query i; fetch_query(i): prefetches it; last(i): the last key that it attends
+//   to,
 //     which never decreases;
-//   lines(position, count): for at most LINES keys, an object whose key(Cells, i, cell) is 16 cells of a key, value(i, feature) 16 numbers of a
+//   lines(position, count): for at most LINES keys, an object whose key(Cells, i, cell) is 16 cells of a key, value(i,
+//   feature) 16 numbers of a
 //     value, and fetch_all() prefetches them;
 //   write(i, numbers): takes the output of query i.
 template <typename Cells, typename Source>
 void attend(const Head& head, const Source& source, int64_t count, int64_t first, std::vector<float>& memory) {
-    const int64_t blocks = (count + LANES - 1) / LANES, behind = source.last(count - 1) + 1, begin = first / TILE * TILE;
+    const int64_t blocks = (count + LANES - 1) / LANES, behind = source.last(count - 1) + 1,
+                  begin = first / TILE * TILE;
     const int64_t of_keys = (std::min(KEY_PACK, behind - begin) + TILE - 1) / TILE * TILE * head.padded;
-    const int64_t of_values = (head.tiles + 1) * TILE * VALUE_ROOM / Cells::EACH, of_rows = 16 * (head.tiles * TILE + 15);
+    const int64_t of_values = (head.tiles + 1) * TILE * VALUE_ROOM / Cells::EACH,
+                  of_rows = 16 * (head.tiles * TILE + 15);
     const int64_t of_queries = head.padded * LANES, of_out = head.tiles * TILE * LANES;
-    const int64_t each = Scratch::floats<Block>(1) + Scratch::floats<float>(of_queries) + Scratch::floats<float>(of_out);
-    const int64_t once = Scratch::floats<float>(of_keys) + Scratch::floats<float>(of_values) + Scratch::floats<float>(of_rows);
+    const int64_t each = Scratch::floats<Block>(1) + Scratch::floats<float>(of_queries) +
+                         Scratch::floats<float>(of_out);
+    const int64_t once = Scratch::floats<float>(of_keys) + Scratch::floats<float>(of_values) +
+                         Scratch::floats<float>(of_rows);
     Scratch scratch(memory, once + blocks * each);
     Block* block = scratch.take<Block>(blocks);
     Keys keys{0, 0, scratch.take<uint32_t>(of_keys), scratch.take<uint32_t>(of_values)};
@@ -381,9 +396,10 @@ void attend(const Head& head, const Source& source, int64_t count, int64_t first
         one.lanes.begin(source, b * LANES, std::min(LANES, count - b * LANES));
         one.queries = scratch.take<uint32_t>(of_queries), one.out = scratch.take<float>(of_out);
         std::fill(one.out, one.out + head.tiles * TILE * 16 * one.lanes.vectors, 0.0f);
-        pack_across<Cells>(one.lanes.count, 16 * one.lanes.vectors, head.width, [&](int64_t i, int64_t cell) {
-            return source.query(Cells(), b * LANES + i, cell);
-        }, one.queries);
+        pack_across<Cells>(
+            one.lanes.count, 16 * one.lanes.vectors, head.width,
+            [&](int64_t i, int64_t cell) { return source.query(Cells(), b * LANES + i, cell); }, one.queries
+        );
     }
     for (keys.begin = begin; keys.begin < behind; keys.begin = keys.end) {
         keys.end = std::min(keys.begin + KEY_PACK, behind);

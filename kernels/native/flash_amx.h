@@ -1,8 +1,8 @@
 // Attention by tiles of AMX: the maths is that of flash.h, with queries in rows instead of lanes.
 //
-// 16 or 32 queries are multiplied with up to 128 keys at a time, which begin at a multiple of 128 in their sequence. Each query's
-// scores, its reference and its sum are its own, and keys that it does not attend to add zeros, so its bits depend neither on other
-// queries nor on their number.
+// 16 or 32 queries are multiplied with up to 128 keys at a time, which begin at a multiple of 128 in their sequence.
+// Each query's scores, its reference and its sum are its own, and keys that it does not attend to add zeros, so its
+// bits depend neither on other queries nor on their number.
 
 #pragma once
 
@@ -21,14 +21,15 @@ namespace {
 
 #if AMX_TILES
 
-constexpr int64_t PAIR_ROWS = 16;            // pairs of numbers in a tile's row, and rows of pairs in a tile
+constexpr int64_t PAIR_ROWS = 16;             // pairs of numbers in a tile's row, and rows of pairs in a tile
 constexpr int64_t STEP_KEYS = 2 * PAIR_ROWS;  // of a product of probabilities and values
 
 // A head's numbers in tiles.
 struct TiledHead {
     int64_t width, steps, vectors;  // steps of 32 features, vectors of 16
     Floats scale;                   // of scores, in powers of two
-    TiledHead(int64_t width, float scale) : width(width), steps((width + 31) / 32), vectors((width + 15) / 16), scale(splat(scale * LOG2_E)) {}
+    TiledHead(int64_t width, float scale)
+        : width(width), steps((width + 31) / 32), vectors((width + 15) / 16), scale(splat(scale * LOG2_E)) {}
     int64_t row() const { return 16 * vectors; }  // numbers of an output with padding
 };
 
@@ -39,8 +40,9 @@ struct QueryBlock {
     int64_t count, furthest;  // queries; the largest of `last`
     int64_t last[ROWS];       // the last key that a query attends to
     float reference[ROWS];
-    uint32_t* queries;        // [ROWS, steps, 16]
-    float *out, *sums;        // [ROWS, row()]: products of probabilities with values; [ROWS, 16]: parts of the probabilities' sums
+    uint32_t* queries;  // [ROWS, steps, 16]
+    // [ROWS, row()]: products of probabilities with values; [ROWS, 16]: parts of the probabilities' sums
+    float *out, *sums;
 
     static int64_t floats(const TiledHead& head) {
         return Scratch::floats<uint32_t>(ROWS * 16 * head.steps) + Scratch::floats<float>(ROWS * (head.row() + 16));
@@ -56,7 +58,10 @@ struct QueryBlock {
         for (int64_t i = 0; i < ROWS; i++) {
             if (i < count) last[i] = source.last(first + i);
             for (int64_t cell = 0; cell < 16 * head.steps; cell += 16)
-                store_words(queries + i * 16 * head.steps + cell, i < count ? source.query(Bf16Cells(), first + i, cell) : zero_words());
+                store_words(
+                    queries + i * 16 * head.steps + cell,
+                    i < count ? source.query(Bf16Cells(), first + i, cell) : zero_words()
+                );
         }
     }
     // Passes each query's output, divided by its sum, to write(query, numbers).
@@ -85,7 +90,9 @@ inline __attribute__((always_inline)) void pack_tile(
 ) {
     uint32_t* const keys = to.keys + (at - to.begin) * head.steps * 16;
     for (int64_t step = 0; step < head.steps; step++)
-        transpose16([&](int64_t i) ALWAYS { return i < count ? key(i, 16 * step) : zero_words(); }, keys + step * 256, 16);
+        transpose16(
+            [&](int64_t i) ALWAYS { return i < count ? key(i, 16 * step) : zero_words(); }, keys + step * 256, 16
+        );
     uint32_t* row = to.values + (at - to.begin) / 2 * head.row();
     for (int64_t i = 0; i < 16; i += 2, row += head.row())
         for (int64_t feature = 0; feature < head.row(); feature += 32) {
@@ -104,12 +111,14 @@ void pack_tiles(const TiledHead& head, const Source& source, const TiledKeys& ke
         const int64_t count = std::clamp<int64_t>(keys.end - at, 0, 16);
         const auto lines = source.lines(std::min(at, keys.end), count);
         if (at + 32 < keys.end) source.lines(at + 32, std::min<int64_t>(16, keys.end - at - 32)).fetch_all();
-        pack_tile(head, keys, at, count, [&](int64_t i, int64_t cell) ALWAYS { return lines.key(Bf16Cells(), i, cell); },
-            [&](int64_t i, int64_t feature, Words (&cells)[2]) ALWAYS {
+        pack_tile(
+            head, keys, at, count, [&](int64_t i, int64_t cell) ALWAYS { return lines.key(Bf16Cells(), i, cell); },
+            [&](int64_t i, int64_t feature, Words(&cells)[2]) ALWAYS {
                 const auto value = [&](int64_t j, int64_t f) ALWAYS { return j < count ? lines.value(j, f) : zero(); };
                 cells[0] = Bf16Cells::beside(value(i, feature), value(i + 1, feature));
                 cells[1] = Bf16Cells::beside(value(i, feature + 16), value(i + 1, feature + 16));
-            });
+            }
+        );
     }
 }
 
@@ -198,7 +207,9 @@ class TiledAttention {
             total = total + score[v];
         });
         store_floats(sum, total);
-        unrolled<S>([&](int i) ALWAYS { store_words(chances_ + r * KEY_BLOCK / 2 + 16 * i, pairs_after(score[2 * i], score[2 * i + 1])); });
+        unrolled<S>([&](int i) ALWAYS {
+            store_words(chances_ + r * KEY_BLOCK / 2 + 16 * i, pairs_after(score[2 * i], score[2 * i + 1]));
+        });
     }
 
     // out [T * AMX_ROWS, row()] += probabilities times V vectors of values.
@@ -250,13 +261,18 @@ class TiledAttention {
 
 // `attend` of flash.h.
 template <typename Source>
-void attend_in_tiles(const TiledHead& head, const Source& source, int64_t count, int64_t first, std::vector<float>& memory) {
+void attend_in_tiles(
+    const TiledHead& head, const Source& source, int64_t count, int64_t first, std::vector<float>& memory
+) {
     using Block = QueryBlock<2>;
-    const int64_t blocks = (count + Block::ROWS - 1) / Block::ROWS, begin = first / KEY_BLOCK * KEY_BLOCK, behind = source.last(count - 1) + 1;
+    const int64_t blocks = (count + Block::ROWS - 1) / Block::ROWS, begin = first / KEY_BLOCK * KEY_BLOCK,
+                  behind = source.last(count - 1) + 1;
     const int64_t packed = std::min(KEY_PACK, (behind - begin + STEP_KEYS - 1) / STEP_KEYS * STEP_KEYS);
     const int64_t of_keys = packed * head.steps * 16, of_values = packed / 2 * head.row();
-    Scratch scratch(memory, Scratch::floats<uint32_t>(of_keys) + Scratch::floats<uint32_t>(of_values) + Scratch::floats<Block>(blocks)
-        + blocks * Block::floats(head));
+    Scratch scratch(
+        memory, Scratch::floats<uint32_t>(of_keys) + Scratch::floats<uint32_t>(of_values) +
+                    Scratch::floats<Block>(blocks) + blocks * Block::floats(head)
+    );
     Block* const block = scratch.take<Block>(blocks);
     TiledKeys keys{0, 0, scratch.take<uint32_t>(of_keys), scratch.take<uint32_t>(of_values)};
     const auto fetch_queries = [&](int64_t b) {
@@ -281,7 +297,9 @@ void attend_in_tiles(const TiledHead& head, const Source& source, int64_t count,
 
 // Attention of `count` queries, with products of T, by what this processor has for them: `attend` or `attend_in_tiles`.
 template <typename T, typename Source>
-void attend_many(int64_t width, float scale, const Source& source, int64_t count, int64_t first, std::vector<float>& memory) {
+void attend_many(
+    int64_t width, float scale, const Source& source, int64_t count, int64_t first, std::vector<float>& memory
+) {
 #if AMX_TILES
     if constexpr (!std::is_same_v<T, float>) {
         attend_in_tiles(TiledHead(width, scale), source, count, first, memory);

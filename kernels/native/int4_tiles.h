@@ -1,8 +1,9 @@
 // Products with int4 weights of rows of SUMMED_BYTES.
 //
 // The first tile of rows unpacks a panel in registers. If there are more tiles, it stores the bytes for them,
-// [4 / UNPACKED_VECTORS][k / 4][UNPACKED_VECTORS][16][4]: of as many vectors of outputs as they multiply at a time. Sums of a group are
-// multiplied by scales, so a tile needs two registers for each of its sums: with 32 of them, six rows and two vectors.
+// [4 / UNPACKED_VECTORS][k / 4][UNPACKED_VECTORS][16][4]: of as many vectors of outputs as they multiply at a time.
+// Sums of a group are multiplied by scales, so a tile needs two registers for each of its sums: with 32 of them, six
+// rows and two vectors.
 
 #pragma once
 
@@ -26,14 +27,18 @@ inline int64_t unpacked_at(const Weight& w, int64_t vector) {
     return vector / UNPACKED_VECTORS * (w.kpad / 4 * UNPACKED_VECTORS * LINE) + vector % UNPACKED_VECTORS * LINE;
 }
 
-// Sums of a group of int4 weights with rows of SUMMED_BYTES are exact integers. `less`: -8 times the sums of a group's numbers of each
-// row, what the weights' offset adds. ZEROS: zero points are subtracted as float32 instead, exactly up to 8,192 inputs a group.
+// Sums of a group of int4 weights with rows of SUMMED_BYTES are exact integers. `less`: -8 times the sums of a group's
+// numbers of each row, what the weights' offset adds. ZEROS: zero points are subtracted as float32 instead, exactly up
+// to 8,192 inputs a group.
 template <int R, int V, bool ZEROS>
 inline ALWAYS void begin_group(const int32_t* less, Words (&sum)[R][V]) {
-    unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = ZEROS ? zero_words() : splat_word(less[r]); }); });
+    unrolled<R>([&](int r) ALWAYS {
+        unrolled<V>([&](int v) ALWAYS { sum[r][v] = ZEROS ? zero_words() : splat_word(less[r]); });
+    });
 }
 
-// A group's sums for 16 outputs, times their scales, added to `total`. `scales`: where those outputs' scales and zero points lie.
+// A group's sums for 16 outputs, times their scales, added to `total`. `scales`: where those outputs' scales and zero
+// points lie.
 template <bool ZEROS>
 inline ALWAYS Floats add_scaled(Words sum, Floats less, const Weight& w, int64_t scales, Floats scale, Floats total) {
     Floats found = to_floats(sum);
@@ -43,7 +48,9 @@ inline ALWAYS Floats add_scaled(Words sum, Floats less, const Weight& w, int64_t
 
 // The sums, times the scales of their outputs, are added to `out`.
 template <int R, int V, bool ZEROS>
-inline ALWAYS void finish_group(Words (&sum)[R][V], const int32_t* less, const Weight& w, int64_t scales, bool from_zero, float* out) {
+inline ALWAYS void finish_group(
+    Words (&sum)[R][V], const int32_t* less, const Weight& w, int64_t scales, bool from_zero, float* out
+) {
     in_registers(sum);
     unrolled<V>([&](int v) ALWAYS {
         const Floats scale = group_scales(w, scales + v * 16);
@@ -56,7 +63,8 @@ inline ALWAYS void finish_group(Words (&sum)[R][V], const int32_t* less, const W
 }
 
 #if !BYTE_DOTS
-// SUMMED inputs: sums of 16 products of at most 15 x 127 fit 16 bits. column(i, c) loads what the words `i` of the rows are multiplied with.
+// SUMMED inputs: sums of 16 products of at most 15 x 127 fit 16 bits. column(i, c) loads what the words `i` of the rows
+// are multiplied with.
 template <int R, int V, class Column>
 inline ALWAYS void add_block(const int8_t* a, int64_t lda, const Column& column, Words (&sum)[R][V]) {
     Words half[R][V];
@@ -70,15 +78,18 @@ inline ALWAYS void add_block(const int8_t* a, int64_t lda, const Column& column,
         });
     }
     in_registers(half);
-    unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = dot_halves(sum[r][v], half[r][v], splat_half(1)); }); });
+    unrolled<R>([&](int r) ALWAYS {
+        unrolled<V>([&](int v) ALWAYS { sum[r][v] = dot_halves(sum[r][v], half[r][v], splat_half(1)); });
+    });
 }
 #endif
 
-// A group that another tile has unpacked to bytes. Each group is a call: in a loop over groups, GCC would keep sums in memory.
+// A group that another tile has unpacked to bytes. Each group is a call: in a loop over groups, GCC would keep sums in
+// memory.
 template <int R, int V, bool ZEROS>
 __attribute__((noinline)) void add_unpacked_group(
-    const int8_t* a, int64_t lda, int64_t count, const uint8_t* b, const int32_t* less, const Weight& w, int64_t scales, bool from_zero,
-    Ahead& ahead, float* out
+    const int8_t* a, int64_t lda, int64_t count, const uint8_t* b, const int32_t* less, const Weight& w, int64_t scales,
+    bool from_zero, Ahead& ahead, float* out
 ) {
     const int8_t* const a_end = a + count;
     Words sum[R][V];
@@ -86,9 +97,15 @@ __attribute__((noinline)) void add_unpacked_group(
 #if !BYTE_DOTS
     for (; a < a_end; a += SUMMED, b += SUMMED / 4 * UNPACKED_VECTORS * LINE) {
         ahead.step(), ahead.step();
-        add_block(a, lda, [&](int i, Words (&column)[V]) ALWAYS {
-            unrolled<V>([&](int v) ALWAYS { column[v] = in_register(load_words(b + (i * UNPACKED_VECTORS + v) * LINE)); });
-        }, sum);
+        add_block(
+            a, lda,
+            [&](int i, Words(&column)[V]) ALWAYS {
+                unrolled<V>([&](int v) ALWAYS {
+                    column[v] = in_register(load_words(b + (i * UNPACKED_VECTORS + v) * LINE));
+                });
+            },
+            sum
+        );
     }
 #else
     while (a < a_end) {
@@ -106,8 +123,8 @@ __attribute__((noinline)) void add_unpacked_group(
 // A group whose numbers are unpacked in registers and, if KEPT, stored for other tiles.
 template <int R, int V, bool KEPT, bool ZEROS>
 __attribute__((noinline)) void add_packed_group(
-    const int8_t* a, int64_t lda, int64_t count, const uint8_t* b, uint8_t* unpacked, int64_t first, const int32_t* less, const Weight& w,
-    int64_t scales, bool from_zero, Ahead& ahead, float* out
+    const int8_t* a, int64_t lda, int64_t count, const uint8_t* b, uint8_t* unpacked, int64_t first,
+    const int32_t* less, const Weight& w, int64_t scales, bool from_zero, Ahead& ahead, float* out
 ) {
     const int64_t step = R <= 2 ? LINES_FOLLOWED * LINE : LINE;
     const int8_t* const a_end = a + count;
@@ -118,10 +135,11 @@ __attribute__((noinline)) void add_packed_group(
         ahead.step();
         const int64_t lines = first ? 0 : INPUTS * PANEL / 2;  // the first vectors' pass reads for the others
         for (int64_t at = 0; at < lines; at += step) prefetch_far(b + at + FETCHED);
-        const auto unpack = [&](int, Words (&column)[V]) ALWAYS {
+        const auto unpack = [&](int, Words(&column)[V]) ALWAYS {
             unpack_int4(b, first, column);
             b += 2 * PANEL;
-            if constexpr (KEPT) unrolled<V>([&](int v) ALWAYS { store_words(unpacked + unpacked_at(w, v), column[v]); });
+            if constexpr (KEPT)
+                unrolled<V>([&](int v) ALWAYS { store_words(unpacked + unpacked_at(w, v), column[v]); });
             if constexpr (KEPT) unpacked += UNPACKED_VECTORS * LINE;
         };
 #if BYTE_DOTS
@@ -137,12 +155,12 @@ __attribute__((noinline)) void add_packed_group(
     finish_group<R, V, ZEROS>(sum, less, w, scales, from_zero, out);
 }
 
-// Rows of SUMMED_BYTES times a panel of int4 weights. `unpacked`: null if there is only one tile; else the first tile stores the
-// panel there for the others.
+// Rows of SUMMED_BYTES times a panel of int4 weights. `unpacked`: null if there is only one tile; else the first tile
+// stores the panel there for the others.
 template <int R>
 void tile_int4_bytes(
-    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, uint8_t* unpacked, bool first_rows, Ahead ahead,
-    float* out
+    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, uint8_t* unpacked,
+    bool first_rows, Ahead ahead, float* out
 ) {
     constexpr int V = bytes_beside(R);
     const int64_t groups = (w.k + w.group - 1) / w.group;
@@ -161,20 +179,29 @@ void tile_int4_bytes(
                     less[r] = int32_t(all - before);
                 }
                 const int8_t* const x = a + begin;
-                uint8_t* const bytes = unpacked ? unpacked + unpacked_at(w, first) + begin / 4 * UNPACKED_VECTORS * LINE : nullptr;
+                uint8_t* const bytes = unpacked ? unpacked + unpacked_at(w, first) + begin / 4 * UNPACKED_VECTORS * LINE
+                                                : nullptr;
                 float* const to = out + first * 16;
                 const uint8_t* const b = packed + begin * PANEL / 2;
-                if (!bytes) add_packed_group<R, V, false, ZEROS>(x, lda, end - begin, b, bytes, first, less, w, at, !g, ahead, to);
+                if (!bytes)
+                    add_packed_group<R, V, false, ZEROS>(
+                        x, lda, end - begin, b, bytes, first, less, w, at, !g, ahead, to
+                    );
                 else if constexpr (R >= LEAST_OF_SEVERAL) {
-                    if (first_rows) add_packed_group<R, V, true, ZEROS>(x, lda, end - begin, b, bytes, first, less, w, at, !g, ahead, to);
-                    else if constexpr (!INT4_TILES) add_unpacked_group<R, V, ZEROS>(x, lda, end - begin, bytes, less, w, at, !g, ahead, to);
+                    if (first_rows)
+                        add_packed_group<R, V, true, ZEROS>(
+                            x, lda, end - begin, b, bytes, first, less, w, at, !g, ahead, to
+                        );
+                    else if constexpr (!INT4_TILES)
+                        add_unpacked_group<R, V, ZEROS>(x, lda, end - begin, bytes, less, w, at, !g, ahead, to);
                 }
             }
     };
     if (w.zeros) run(std::true_type());
     else run(std::false_type());
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < 4; v++) store_floats(out + r * PANEL + v * 16, load_floats(out + r * PANEL + v * 16) * splat(scales[r]));
+        for (int v = 0; v < 4; v++)
+            store_floats(out + r * PANEL + v * 16, load_floats(out + r * PANEL + v * 16) * splat(scales[r]));
 }
 
 // Of an unpacked panel, for `row_tiles`.
@@ -186,10 +213,12 @@ struct Int4Words {
 
     template <int R, int V, class Finish>
     static __attribute__((noinline)) void add(
-        const Product& job, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first, AheadOfTiles ahead, const Finish& finish
+        const Product& job, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first,
+        AheadOfTiles ahead, const Finish& finish
     ) {
         const Weight& w = *job.weight;
-        const int64_t lda = 2 * job.lda, begin = panel * PANEL + first * 16, inputs = w.kpad, group = w.group, groups = (w.k + group - 1) / group;
+        const int64_t lda = 2 * job.lda, begin = panel * PANEL + first * 16, inputs = w.kpad, group = w.group,
+                      groups = (w.k + group - 1) / group;
         const char* a = static_cast<const char*>(job.a) + row * lda;
         for (int64_t left = count; left; left--, row += R, a += R * lda) {
             fetch_outputs<R, V>(job, row, begin);
@@ -209,7 +238,7 @@ struct Int4Words {
                     unrolled<V>([&](int v) ALWAYS { sum[r][v] = ZEROS ? zero_words() : less[r]; });
                 });
                 sums += blocks;
-                const auto load = [&](int, Words (&column)[V]) ALWAYS {
+                const auto load = [&](int, Words(&column)[V]) ALWAYS {
                     for (int64_t line = 0; line < lines; line++, ahead.at += LINE) prefetch_far(ahead.at);
                     unrolled<V>([&](int v) ALWAYS { column[v] = in_register(load_words(b + v * LINE)); });
                     b += V * LINE;
@@ -227,7 +256,8 @@ struct Int4Words {
                 unrolled<V>([&](int v) ALWAYS {
                     const Floats scale = group_scales(w, scales + v * 16);
                     unrolled<R>([&](int r) ALWAYS {
-                        total[r][v] = add_scaled<ZEROS>(sum[r][v], to_floats(less[r]), w, scales + v * 16, scale, total[r][v]);
+                        total[r][v] =
+                            add_scaled<ZEROS>(sum[r][v], to_floats(less[r]), w, scales + v * 16, scale, total[r][v]);
                     });
                 });
             }

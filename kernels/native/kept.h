@@ -1,8 +1,9 @@
 // Work that a step leaves out because only some tokens' rows are read at its end, as in prompts.
 //
-// KEEP is before the output projection of the last mixer: from there on no token depends on another, and the operations are
-// for the kept tokens only. That mixer itself reads every token, but only its outputs for the kept tokens are needed, and so are
-// those outputs of its input projection that nothing else depends on: gates or queries, which come first.
+// KEEP is before the output projection of the last mixer: from there on no token depends on another, and the operations
+// are for the kept tokens only. That mixer itself reads every token, but only its outputs for the kept tokens are
+// needed, and so are those outputs of its input projection that nothing else depends on: gates or queries, which come
+// first.
 
 #pragma once
 
@@ -16,7 +17,8 @@ namespace {
 class Kept {
   public:
     // Of a job whose first operation is `first`; all tokens are read if it runs no KEEP, or has nothing to keep.
-    Kept(const Model& m, const Step& step, int64_t first) : m_(m), tokens_(step.kept), end_(step.kept + step.kept_count), after_(step) {
+    Kept(const Model& m, const Step& step, int64_t first)
+        : m_(m), tokens_(step.kept), end_(step.kept + step.kept_count), after_(step) {
         if (!step.keeps) return;
         for (keep_ = first; keep_ < m.count && m.ops[keep_].code != KEEP;) keep_++;
         if (keep_ == m.count) return;
@@ -59,16 +61,20 @@ class Kept {
 
   private:
     static bool mixes(const Op& op) { return op.code == MAMBA || op.code == DELTA || op.code == ATTENTION; }
-    static bool enters(const Op& op) { return op.code == HEADS || op.code == NORM || (op.code == LINEAR && op.target == WIDE); }
+    static bool enters(const Op& op) {
+        return op.code == HEADS || op.code == NORM || (op.code == LINEAR && op.target == WIDE);
+    }
     int64_t first_part(const Op& mixer) const {
         if (mixer.code == MAMBA) return m_.inner;
-        return mixer.code == DELTA ? mixer.delta->heads * mixer.delta->value : mixer.attention->q_heads * mixer.attention->width;
+        return mixer.code == DELTA ? mixer.delta->heads * mixer.delta->value
+                                   : mixer.attention->q_heads * mixer.attention->width;
     }
 
     const Model& m_;
     const int64_t *tokens_, *end_;
     Step after_;
-    int64_t keep_ = INT64_MAX, mixer_ = INT64_MAX, entry_ = INT64_MAX;  // operations: KEEP, the mixer before it, the first for its inputs
+    // operations: KEEP, the mixer before it, the first for its inputs
+    int64_t keep_ = INT64_MAX, mixer_ = INT64_MAX, entry_ = INT64_MAX;
 };
 
 }  // namespace

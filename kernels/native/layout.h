@@ -1,5 +1,5 @@
-// The layout of the structs that Python mirrors, from the compiler: layout.py compares it with structs.py and tower.py when
-// the library is loaded. One line each: "Struct size", "Struct.field offset size", "Enum.NAME value".
+// The layout of the structs that Python mirrors, from the compiler: layout.py compares it with structs.py and tower.py
+// when the library is loaded. One line each: "Struct size", "Struct.field offset size", "Enum.NAME value".
 
 #pragma once
 
@@ -33,6 +33,8 @@ class Layout {
 #define FIELD(S, member) FIELD_AS(S, member, member)
 #define VALUE_AS(E, value, name) layout.add(#E "." #name, int64_t(value))
 
+// clang-format off: tables of names
+
 void add_weight(Layout& layout) {
     STRUCT(Weight);
     FIELD(Weight, kind); FIELD(Weight, n); FIELD(Weight, k); FIELD(Weight, kpad); FIELD(Weight, data);
@@ -58,7 +60,8 @@ void add_attention_shape(Layout& layout) {
 
 void add_delta_shape(Layout& layout) {
     STRUCT(DeltaShape);
-    FIELD(DeltaShape, key_heads); FIELD(DeltaShape, heads); FIELD(DeltaShape, key); FIELD(DeltaShape, value); FIELD(DeltaShape, taps);
+    FIELD(DeltaShape, key_heads); FIELD(DeltaShape, heads); FIELD(DeltaShape, key); FIELD(DeltaShape, value);
+    FIELD(DeltaShape, taps);
     FIELD(DeltaShape, eps);
 }
 
@@ -77,8 +80,10 @@ void add_model(Layout& layout) {
     FIELD(Model, count); FIELD(Model, ops); FIELD(Model, threads); FIELD(Model, hidden); FIELD(Model, vocab);
     FIELD(Model, heads); FIELD(Model, head); FIELD(Model, groups); FIELD(Model, state); FIELD(Model, taps);
     FIELD(Model, conv_dim); FIELD(Model, inner); FIELD(Model, page); FIELD(Model, positions);
-    FIELD(Model, stored_bf16); FIELD(Model, states_bf16); FIELD(Model, eps); FIELD(Model, dt_low); FIELD(Model, dt_high);
-    FIELD(Model, x); FIELD(Model, wide); FIELD(Model, mid); FIELD(Model, ld); FIELD(Model, mid_ld); FIELD(Model, operand);
+    FIELD(Model, stored_bf16); FIELD(Model, states_bf16); FIELD(Model, eps); FIELD(Model, dt_low);
+    FIELD(Model, dt_high);
+    FIELD(Model, x); FIELD(Model, wide); FIELD(Model, mid); FIELD(Model, ld); FIELD(Model, mid_ld);
+    FIELD(Model, operand);
     FIELD(Model, operand_ld); FIELD(Model, operand_scale); FIELD(Model, picks); FIELD(Model, places);
     FIELD(Model, shares); FIELD(Model, runs); FIELD(Model, picked); FIELD(Model, picked_scale);
     FIELD(Model, picked_wide);
@@ -121,9 +126,11 @@ void add_draw(Layout& layout) {
 void add_drafting(Layout& layout) {
     STRUCT(Drafting);
     FIELD(Drafting, due); FIELD(Drafting, rows); FIELD(Drafting, passes); FIELD(Drafting, enter);
-    FIELD(Drafting, draft_vocab); FIELD(Drafting, is_bf16); FIELD(Drafting, embeddings); FIELD(Drafting, given); FIELD(Drafting, norm);
+    FIELD(Drafting, draft_vocab); FIELD(Drafting, is_bf16); FIELD(Drafting, embeddings); FIELD(Drafting, given);
+    FIELD(Drafting, norm);
     FIELD(Drafting, ids); FIELD(Drafting, places); FIELD(Drafting, lengths); FIELD(Drafting, counts);
-    FIELD(Drafting, draws); FIELD(Drafting, out); FIELD(Drafting, positions); FIELD(Drafting, axes); FIELD(Drafting, table);
+    FIELD(Drafting, draws); FIELD(Drafting, out); FIELD(Drafting, positions); FIELD(Drafting, axes);
+    FIELD(Drafting, table);
 }
 
 void add_tower_op(Layout& layout) {
@@ -151,13 +158,15 @@ void add_tower_step(Layout& layout) {
 void add_numbers(Layout& layout) {
     VALUE_AS(Kind, F32, F32); VALUE_AS(Kind, BF16, BF16); VALUE_AS(Kind, INT8, INT8); VALUE_AS(Kind, INT4, INT4);
     VALUE_AS(Kind, FP8, FP8); VALUE_AS(Kind, NVFP4, NVFP4); VALUE_AS(Kind, UINT4, UINT4); VALUE_AS(Kind, BYTES, BYTES);
-    VALUE_AS(Kind, SUMMED_BYTES, SUMMED_BYTES); VALUE_AS(Kind, COMPACT_BF16, COMPACT_BF16); VALUE_AS(Kind, COMPACT_ROWS, COMPACT_ROWS);
+    VALUE_AS(Kind, SUMMED_BYTES, SUMMED_BYTES); VALUE_AS(Kind, COMPACT_BF16, COMPACT_BF16);
+    VALUE_AS(Kind, COMPACT_ROWS, COMPACT_ROWS);
     VALUE_AS(Code, NORM, NORM); VALUE_AS(Code, LINEAR, LINEAR); VALUE_AS(Code, MAMBA, MAMBA);
     VALUE_AS(Code, ATTENTION, ATTENTION); VALUE_AS(Code, CONVERT, CONVERT); VALUE_AS(Code, ACTIVATE, ACTIVATE);
     VALUE_AS(Code, ROUTE, ROUTE); VALUE_AS(Code, GROUP_PICKS, GROUP_PICKS); VALUE_AS(Code, GATHER, GATHER);
     VALUE_AS(Code, EXPERTS, EXPERTS); VALUE_AS(Code, PICKED_ACTIVATE, PICKED_ACTIVATE);
     VALUE_AS(Code, COMBINE, COMBINE); VALUE_AS(Code, NORM_PAIR, NORM_PAIR); VALUE_AS(Code, EMBED, EMBED);
-    VALUE_AS(Code, LARGEST, LARGEST); VALUE_AS(Code, HEADS, HEADS); VALUE_AS(Code, GATE, GATE); VALUE_AS(Code, DELTA, DELTA);
+    VALUE_AS(Code, LARGEST, LARGEST); VALUE_AS(Code, HEADS, HEADS); VALUE_AS(Code, GATE, GATE);
+    VALUE_AS(Code, DELTA, DELTA);
     VALUE_AS(Code, KEEP, KEEP);
     VALUE_AS(Target, WIDE, WIDE); VALUE_AS(Target, RESIDUAL, RESIDUAL); VALUE_AS(Target, LOGITS, LOGITS);
     VALUE_AS(Target, MID, MID); VALUE_AS(Target, OPERAND, OPERAND); VALUE_AS(Target, STREAM, STREAM);
@@ -179,6 +188,8 @@ void add_numbers(Layout& layout) {
     layout.add("PANEL", PANEL), layout.add("GROUP", GROUP), layout.add("SUMMED", SUMMED);
 }
 
+// clang-format on
+
 #undef STRUCT
 #undef FIELD
 #undef FIELD_AS
@@ -187,9 +198,10 @@ void add_numbers(Layout& layout) {
 const char* layout_lines() {
     static const std::string lines = [] {
         Layout layout;
-        for (auto* add : {add_weight, add_experts, add_attention_shape, add_delta_shape, add_op, add_model, add_step,
-                          add_varlen_attention, add_sample_params, add_draw, add_drafting, add_tower_op, add_tower,
-                          add_tower_step, add_numbers})
+        for (auto* add :
+             {add_weight, add_experts, add_attention_shape, add_delta_shape, add_op, add_model, add_step,
+              add_varlen_attention, add_sample_params, add_draw, add_drafting, add_tower_op, add_tower, add_tower_step,
+              add_numbers})
             add(layout);
         return layout.lines();
     }();

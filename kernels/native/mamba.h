@@ -49,15 +49,18 @@ class HeadGroup : public RecurrentGroup<T, S> {
         discretise(in);
         const BlockTokens tokens{steps_, log_decays_, x_, b_, c_, op_.d + group_ * heads_};
         const ReadNext next{in, this->parts_, this->gates_};
-        return blocks_.each_part(to.pending, in.tokens, before, to.states, [&](int64_t begin, int64_t first, int64_t count, const S* state) ALWAYS {
-            blocks_.take(to.pending, first, count, tokens);
-            if (!in.gated) return;
-            blocks_.read(to.pending, begin, first, count, state, tokens, out_ + first * width_, next);
-        });
+        return blocks_.each_part(
+            to.pending, in.tokens, before, to.states,
+            [&](int64_t begin, int64_t first, int64_t count, const S* state) ALWAYS {
+                blocks_.take(to.pending, first, count, tokens);
+                if (!in.gated) return;
+                blocks_.read(to.pending, begin, first, count, state, tokens, out_ + first * width_, next);
+            }
+        );
     }
 
-    // The block's outputs, gated and normalised, for the step's tokens from `token` on: to `mid`, or as the next product's
-    // operand.
+    // The block's outputs, gated and normalised, for the step's tokens from `token` on: to `mid`, or as the next
+    // product's operand.
     void write(int64_t token, int64_t tokens) {
         for (int64_t t = 0; t < tokens; t++) {
             const float* gate = m_.wide + (token + t) * m_.ld + x_at_;

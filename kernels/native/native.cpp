@@ -1,8 +1,9 @@
 // Compiled code for CPUs: matrix products over packed weights, and a whole decode step or tower layer as one list of
-// operations that a few threads process together, written with the vectors of vectors.h. README.md has layouts and maths.
+// operations that a few threads process together, written with the vectors of vectors.h. README.md has layouts and
+// maths.
 //
-// The order in which a row's values are computed depends on that row only: a request gets the same results in any batch, and
-// with any number of threads.
+// The order in which a row's values are computed depends on that row only: a request gets the same results in any
+// batch, and with any number of threads.
 
 #include <algorithm>
 #include <cmath>
@@ -35,10 +36,13 @@ namespace {
 constexpr int64_t TOGETHER = 4;  // rows per unit, in operations with little work per row
 
 void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
-    const float* from = op.code == NORM ? m.x + row * m.hidden : op.code == CONVERT ? m.mid + row * m.mid_ld : m.wide + row * m.ld;
+    const float* from = op.code == NORM      ? m.x + row * m.hidden
+                        : op.code == CONVERT ? m.mid + row * m.mid_ld
+                                             : m.wide + row * m.ld;
     const int64_t width = op.width;
     if (op.bf16_rows) {
-        const uint16_t* rounded = op.code == CONVERT ? reinterpret_cast<uint16_t*>(m.mid) + row * m.mid_ld : reinterpret_cast<uint16_t*>(m.wide) + row * width;
+        const uint16_t* rounded = op.code == CONVERT ? reinterpret_cast<uint16_t*>(m.mid) + row * m.mid_ld
+                                                     : reinterpret_cast<uint16_t*>(m.wide) + row * width;
         auto* out = reinterpret_cast<int8_t*>(static_cast<uint16_t*>(m.operand) + row * m.operand_ld);
         return make_bytes_of_kind(rounded, width, op.kind, out, m.operand_scale + row);
     }
@@ -60,7 +64,8 @@ Product product_of(const Model& m, const Op& op, const Step& step) {
     Product job{&op.weight, m.operand, m.operand_ld, m.operand_scale, m.wide, m.ld, STORE};
     job.activation = Activation(op.activation);
     if (op.weight.gated) job.outputs = op.target == INNER ? op.width : op.weight.n / 2;
-    if (op.target == RESIDUAL) job.out = m.x, job.ldo = m.hidden, job.store = ADD, job.scale = op.scale, job.row_scale = op.row_scale;
+    if (op.target == RESIDUAL)
+        job.out = m.x, job.ldo = m.hidden, job.store = ADD, job.scale = op.scale, job.row_scale = op.row_scale;
     if (op.target == STREAM) job.out = m.x, job.ldo = m.hidden;
     if (op.target == LOGITS) job.out = step.logits, job.ldo = op.weight.n;
     if (op.target == WIDE) job.out = m.wide + op.column;
@@ -73,7 +78,9 @@ Product product_of(const Model& m, const Op& op, const Step& step) {
 }
 
 // Number of independent groups of heads of a recurrent mixer; 0 for other operations.
-int64_t groups_of(const Model& m, const Op& op) { return op.code == MAMBA ? m.groups : op.code == DELTA ? op.delta->key_heads : 0; }
+int64_t groups_of(const Model& m, const Op& op) {
+    return op.code == MAMBA ? m.groups : op.code == DELTA ? op.delta->key_heads : 0;
+}
 
 // Calls work(T(), S()) for windows of type T and states of type S.
 template <typename F>
@@ -95,7 +102,9 @@ void with_group_of(const Model& m, const Op& op, int64_t group, std::vector<floa
 
 template <typename F>
 void with_group(const Model& m, const Op& op, int64_t group, std::vector<float>& scratch, F&& work) {
-    with_types(m, [&](auto window, auto state) { with_group_of<decltype(window), decltype(state)>(m, op, group, scratch, work); });
+    with_types(m, [&](auto window, auto state) {
+        with_group_of<decltype(window), decltype(state)>(m, op, group, scratch, work);
+    });
 }
 
 int64_t units_of(const Model& m, const Op& op, const Step& step) {
@@ -119,7 +128,8 @@ int64_t units_of(const Model& m, const Op& op, const Step& step) {
 
 class StepJob : public Job {
   public:
-    StepJob(const Model& m, const Step& step, int64_t first, int64_t last) : m_(m), step_(step), kept_(m, step, first), first_(first), last_(last) {}
+    StepJob(const Model& m, const Step& step, int64_t first, int64_t last)
+        : m_(m), step_(step), kept_(m, step, first), first_(first), last_(last) {}
     int64_t phases() const override { return last_ - first_; }
     int64_t units(int64_t phase) const override { return units_of(m_, m_.ops[first_ + phase], step_of(phase)); }
     void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
@@ -133,7 +143,9 @@ class StepJob : public Job {
             case MAMBA:
             case DELTA: mix(first_ + phase, unit, scratch); break;
             case ATTENTION: {
-                const auto first_read = [&](int64_t begin, int64_t end) { return kept_.first_read(first_ + phase, begin, end); };
+                const auto first_read = [&](int64_t begin, int64_t end) {
+                    return kept_.first_read(first_ + phase, begin, end);
+                };
                 if (m_.stored_bf16) attention<uint16_t>(m_, op, step, unit, first_read, scratch);
                 else attention<float>(m_, op, step, unit, first_read, scratch);
                 break;
@@ -143,7 +155,9 @@ class StepJob : public Job {
             case GATHER: gather(m_, op, unit); break;
             case EXPERTS: run_expert(m_, op, step, unit); break;
             case PICKED_ACTIVATE:
-                activate_row(m_.picked_wide + unit * m_.ld, op.width, Activation(op.activation), op.gated, scratch.data());
+                activate_row(
+                    m_.picked_wide + unit * m_.ld, op.width, Activation(op.activation), op.gated, scratch.data()
+                );
                 make_operand(scratch.data(), op.width, op.kind, m_.picked, m_.operand_ld, m_.picked_scale, unit);
                 break;
             case COMBINE: combine(m_, op, unit, scratch.data()); break;
@@ -193,7 +207,8 @@ class StepJob : public Job {
             copy(static_cast<const float*>(op.kv));
         }
         if (op.scale == 1.0f) return;
-        for (int64_t i = 0; i < m_.hidden; i++) x[i] = op.kind == BF16 ? bf16_to_float(float_to_bf16(op.scale * x[i])) : op.scale * x[i];
+        for (int64_t i = 0; i < m_.hidden; i++)
+            x[i] = op.kind == BF16 ? bf16_to_float(float_to_bf16(op.scale * x[i])) : op.scale * x[i];
     }
 
     void run_linear(int64_t phase, int64_t unit) const {
@@ -215,7 +230,9 @@ class StepJob : public Job {
         const Op& op = m_.ops[index];
         const int64_t groups = groups_of(m_, op), row = unit / groups;
         const int64_t first_read = kept_.first_read(index, step_.starts[row], step_.starts[row + 1]);
-        with_group(m_, op, unit % groups, scratch, [&](auto group) { recurrent_row(m_, op, step_, row, first_read, group); });
+        with_group(m_, op, unit % groups, scratch, [&](auto group) {
+            recurrent_row(m_, op, step_, row, first_read, group);
+        });
     }
 
     const Model& m_;
@@ -224,8 +241,8 @@ class StepJob : public Job {
     const int64_t first_, last_;
 };
 
-// In each recurrent layer: advances the state of a state slot by the first steps of a ring and stores it in a target slot.
-// jobs: [rows, 4] of (batch slot, state slot, target, steps).
+// In each recurrent layer: advances the state of a state slot by the first steps of a ring and stores it in a target
+// slot. jobs: [rows, 4] of (batch slot, state slot, target, steps).
 class AdvanceJob : public Job {
   public:
     AdvanceJob(const Model& m, int64_t rows, const int64_t* jobs) : m_(m), rows_(rows), jobs_(jobs) {}
@@ -234,7 +251,9 @@ class AdvanceJob : public Job {
     void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
         const Op& op = m_.ops[phase];
         const int64_t groups = groups_of(m_, op);
-        with_group(m_, op, unit % groups, scratch, [&](auto group) { advance_row(op, jobs_ + unit / groups * 4, group); });
+        with_group(m_, op, unit % groups, scratch, [&](auto group) {
+            advance_row(op, jobs_ + unit / groups * 4, group);
+        });
     }
 
   private:
@@ -246,7 +265,8 @@ class AdvanceJob : public Job {
 // Converts states to the form that compiled code or torch operations compute with.
 class ConvertJob : public Job {
   public:
-    ConvertJob(const Model& m, Form form, int64_t count, const int64_t* slots) : m_(m), form_(form), count_(count), slots_(slots) {}
+    ConvertJob(const Model& m, Form form, int64_t count, const int64_t* slots)
+        : m_(m), form_(form), count_(count), slots_(slots) {}
     int64_t phases() const override { return m_.count; }
     int64_t units(int64_t phase) const override { return groups_of(m_, m_.ops[phase]) ? count_ : 0; }
     void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
@@ -268,7 +288,10 @@ class ConvertJob : public Job {
 // Converts x to the weight's operand form if necessary, then multiplies.
 class LinearJob : public Job {
   public:
-    LinearJob(const Product& product, const void* x, int64_t ldx, bool is_bf16, void* operand, float* scales, int64_t rows, int64_t threads)
+    LinearJob(
+        const Product& product, const void* x, int64_t ldx, bool is_bf16, void* operand, float* scales, int64_t rows,
+        int64_t threads
+    )
         : product_(product), x_(x), ldx_(ldx), is_bf16_(is_bf16), operand_(operand), scales_(scales), rows_(rows),
           units_(*product.weight, rows, threads) {}
     int64_t phases() const override { return 2; }
@@ -336,7 +359,8 @@ const char* saccade_layout() { return layout_lines(); }
 // Runs the model's operations [first, last) on `m.x`.
 const char* saccade_step(const Model* model, const Step* step, int64_t first, int64_t last) {
     if (step->ids && !within(step->ids, step->tokens, model->vocab)) return "a token is not in the vocabulary";
-    if (const char* reason = why_not_positions(*model, first, last, step->positions, step->tokens, step->axes)) return reason;
+    if (const char* reason = why_not_positions(*model, first, last, step->positions, step->tokens, step->axes))
+        return reason;
     pool().run(StepJob(*model, *step, first, last), model->threads);
     return nullptr;
 }
@@ -350,8 +374,11 @@ void saccade_tower(const Tower* tower, const TowerStep* step, int64_t first, int
 const char* saccade_draft(const Model* model, Step* step, const Drafting* drafting) {
     if (!within(drafting->ids, drafting->due + drafting->rows, model->vocab)) return "a token is not in the vocabulary";
     const int64_t entries = drafting->due + drafting->passes * drafting->rows;
-    if (const char* reason = why_not_positions(*model, 0, model->count, drafting->positions, entries, drafting->axes)) return reason;
-    if (const char* reason = why_not(drafting->draws, drafting->rows, model->vocab, drafting->draft_vocab, model->vocab)) return reason;
+    if (const char* reason = why_not_positions(*model, 0, model->count, drafting->positions, entries, drafting->axes))
+        return reason;
+    if (const char* reason =
+            why_not(drafting->draws, drafting->rows, model->vocab, drafting->draft_vocab, model->vocab))
+        return reason;
     draft(*model, *drafting, *step, [&](int64_t first, int64_t last) {
         pool().run(StepJob(*model, *step, first, last), model->threads);
     });
@@ -378,13 +405,15 @@ int64_t saccade_state_bytes(const Model* model, int64_t operation) {
     });
 }
 
-void saccade_varlen_attention(const VarlenAttention* attention, int64_t threads) { pool().run(VarlenJob(*attention), threads); }
+void saccade_varlen_attention(const VarlenAttention* attention, int64_t threads) {
+    pool().run(VarlenJob(*attention), threads);
+}
 
 // Tokens [rows] of logits [rows, vocab]; for rows that ask for them, log-probabilities [rows] and the likeliest [rows,
 // width].
 const char* saccade_sample(
-    const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens, float* logprobs, int64_t* top_ids,
-    float* top, int64_t width, int64_t threads
+    const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens, float* logprobs,
+    int64_t* top_ids, float* top, int64_t width, int64_t threads
 ) {
     if (const char* reason = why_not(draws, rows, vocab, vocab, logprobs ? width : -1)) return reason;
     pool().run(SampleJob(logits, rows, vocab, draws, tokens, logprobs, top_ids, top, width), std::min(rows, threads));
@@ -393,22 +422,38 @@ const char* saccade_sample(
 
 // Panels [begin, end) of a weight, the first at `out`; see pack.h. Returns why the weight cannot be multiplied.
 const char* saccade_pack(
-    int64_t kind, const void* rows, int64_t stride, const int64_t* order, int64_t n, int64_t k, int64_t kpad, const void* scales,
-    int64_t scale_stride, void* out, int64_t begin, int64_t end, int64_t threads
+    int64_t kind, const void* rows, int64_t stride, const int64_t* order, int64_t n, int64_t k, int64_t kpad,
+    const void* scales, int64_t scale_stride, void* out, int64_t begin, int64_t end, int64_t threads
 ) {
-    const Packing packing{kind, n, k, kpad, static_cast<const uint8_t*>(rows), stride, order,
-        static_cast<const uint8_t*>(scales), scale_stride, static_cast<uint8_t*>(out), begin};
+    const Packing packing{
+        kind,
+        n,
+        k,
+        kpad,
+        static_cast<const uint8_t*>(rows),
+        stride,
+        order,
+        static_cast<const uint8_t*>(scales),
+        scale_stride,
+        static_cast<uint8_t*>(out),
+        begin
+    };
     const PackJob job(packing, end);
     pool().run(job, threads);
-    return job.refused() & NOT_A_NUMBER ? "an e4m3 number is not a number" : job.refused() ? "a scale is negative" : nullptr;
+    return job.refused() & NOT_A_NUMBER ? "an e4m3 number is not a number"
+           : job.refused()              ? "a scale is negative"
+                                        : nullptr;
 }
 
-// Plain panels of bfloat16, of a weight with these outputs, to compact ones (compact.h). found [panels, 2]: the number of exceptions,
-// and base; `exceptions` [panels, most], the first ones of each.
+// Plain panels of bfloat16, of a weight with these outputs, to compact ones (compact.h). found [panels, 2]: the number
+// of exceptions, and base; `exceptions` [panels, most], the first ones of each.
 void saccade_compact(
-    const void* from, int64_t kpad, int64_t outputs, void* to, int64_t* found, int64_t* exceptions, int64_t most, int64_t threads
+    const void* from, int64_t kpad, int64_t outputs, void* to, int64_t* found, int64_t* exceptions, int64_t most,
+    int64_t threads
 ) {
-    const Compacting job{static_cast<const uint16_t*>(from), kpad, outputs, static_cast<uint8_t*>(to), found, exceptions, most};
+    const Compacting job{
+        static_cast<const uint16_t*>(from), kpad, outputs, static_cast<uint8_t*>(to), found, exceptions, most
+    };
     pool().run(CompactJob(job, (outputs + PANEL - 1) / PANEL), threads);
 }
 
@@ -423,7 +468,17 @@ void saccade_linear(
     int64_t activation, int64_t threads, void* operand, int64_t operand_ld, float* scales
 ) {
     const Weight& w = *weight;
-    Product product{weight, operand, operand_ld, scales, out, ldo, is_bf16 ? STORE_BF16 : STORE, Activation(activation), w.gated ? ldo : w.n};
+    Product product{
+        weight,
+        operand,
+        operand_ld,
+        scales,
+        out,
+        ldo,
+        is_bf16 ? STORE_BF16 : STORE,
+        Activation(activation),
+        w.gated ? ldo : w.n
+    };
     if (is_bf16 ? w.operand == BF16 && w.k % 2 == 0 : w.operand == F32) product.a = x, product.lda = ldx;
     pool().run(LinearJob(product, x, ldx, is_bf16, operand, scales, rows, threads), threads);
 }

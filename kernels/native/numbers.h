@@ -55,14 +55,18 @@ inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x));
 template <typename T>
 inline float load(const T* p, int64_t i);
 template <>
-inline float load<float>(const float* p, int64_t i) { return p[i]; }
+inline float load<float>(const float* p, int64_t i) {
+    return p[i];
+}
 template <>
-inline float load<uint16_t>(const uint16_t* p, int64_t i) { return bf16_to_float(p[i]); }
+inline float load<uint16_t>(const uint16_t* p, int64_t i) {
+    return bf16_to_float(p[i]);
+}
 inline void store(float* p, int64_t i, float v) { p[i] = v; }
 inline void store(uint16_t* p, int64_t i, float v) { p[i] = float_to_bf16(v); }
 
-// Sixteen numbers at a time; fewer at the end of a row, where the other lanes are zero. A bfloat16 below 2^-126 is stored
-// as zero, as products treat it.
+// Sixteen numbers at a time; fewer at the end of a row, where the other lanes are zero. A bfloat16 below 2^-126 is
+// stored as zero, as products treat it.
 inline Mask lanes(int64_t left) { return left >= 16 ? Mask(0xffff) : left <= 0 ? Mask(0) : Mask((1 << left) - 1); }
 inline Floats load_all(const float* p) { return load_floats(p); }
 inline Floats load_all(const uint16_t* p) { return load_bf16(p); }

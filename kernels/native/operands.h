@@ -15,10 +15,10 @@
 namespace {
 
 constexpr float SMALLEST = 0x1p-119f;  // 127 / SMALLEST is finite, and SMALLEST / 127 is not subnormal
-constexpr float LIMIT = 32639.0f;   // 127 * 256 + 127: the largest number that two signed bytes make
+constexpr float LIMIT = 32639.0f;      // 127 * 256 + 127: the largest number that two signed bytes make
 
-// In lanes, the bits of the largest magnitudes of AT_ONCE numbers of a row from `i` on. As integers, the bits of a NaN are larger than those of
-// infinity, and these are larger than those of any other number.
+// In lanes, the bits of the largest magnitudes of AT_ONCE numbers of a row from `i` on. As integers, the bits of a NaN
+// are larger than those of infinity, and these are larger than those of any other number.
 constexpr int64_t AT_ONCE = 32;
 template <typename T>
 inline Words magnitude_bits(const T* values, int64_t k, int64_t i) {
@@ -31,12 +31,14 @@ inline Words magnitude_bits(const uint16_t* values, int64_t k, int64_t i) {
     return larger(pairs & most, shift_left32<16>(pairs) & most);
 }
 
-// The largest magnitude of a row. NaN and infinity do not become integers: if the row has one, the result is NaN, and so are scales computed from it.
+// The largest magnitude of a row. NaN and infinity do not become integers: if the row has one, the result is NaN, and
+// so are scales computed from it.
 template <typename T>
 float largest_magnitude(const T* values, int64_t k) {
     Words largest[2] = {zero_words(), zero_words()};
     for (int64_t i = 0; i < k; i += 2 * AT_ONCE)
-        for (int64_t half = 0; half < 2; half++) largest[half] = larger(largest[half], magnitude_bits(values, k, i + half * AT_ONCE));
+        for (int64_t half = 0; half < 2; half++)
+            largest[half] = larger(largest[half], magnitude_bits(values, k, i + half * AT_ONCE));
     const int32_t bits = largest_of(larger(largest[0], largest[1]));
     float top;
     std::memcpy(&top, &bits, 4);
@@ -51,9 +53,10 @@ inline void store_halves(int8_t* p, Words x) {
     for (int i = 0; i < 4; i++) std::memcpy(p + 8 * i, quarters + 16 * i, 8);
 }
 
-// A row as integers, in steps of its largest value / LIMIT: 256 high + low, both signed bytes in the order of BYTE_PLANES, or one number of 16
-// bits (INTEGER_HALVES). Weights are stored unsigned, with an offset, so the row is followed by the corrections of its sums: for each group of
-// inputs, -offset times the sum of the lows, and of the highs.
+// A row as integers, in steps of its largest value / LIMIT: 256 high + low, both signed bytes in the order of
+// BYTE_PLANES, or one number of 16 bits (INTEGER_HALVES). Weights are stored unsigned, with an offset, so the row is
+// followed by the corrections of its sums: for each group of inputs, -offset times the sum of the lows, and of the
+// highs.
 void make_integers(const float* values, int64_t k, int64_t kind, int8_t* out, float* scale) {
     const float top = largest_magnitude(values, k);
     *scale = top / LIMIT;
@@ -77,8 +80,8 @@ void make_integers(const float* values, int64_t k, int64_t kind, int8_t* out, fl
     }
 }
 
-// Writes -8 times the sums of the first 0, SUMMED, 2 * SUMMED ... numbers of a row: the difference of two of these removes the offset of int4
-// weights from the sum of a group.
+// Writes -8 times the sums of the first 0, SUMMED, 2 * SUMMED ... numbers of a row: the difference of two of these
+// removes the offset of int4 weights from the sum of a group.
 class BlockSums {
   public:
     explicit BlockSums(int8_t* to) : to_(to) { store(0); }
@@ -109,8 +112,8 @@ class BlockSums {
     int64_t count_ = 0;
 };
 
-// Stores the scale of a row, its largest value / 127, and returns 127 / that value. A scale is never 0: the largest value of a row
-// counts as SMALLEST at least.
+// Stores the scale of a row, its largest value / 127, and returns 127 / that value. A scale is never 0: the largest
+// value of a row counts as SMALLEST at least.
 template <typename T>
 float scale_of_bytes(const T* values, int64_t k, float* scale) {
     const float top = std::max(largest_magnitude(values, k), SMALLEST);  // the first one if that is NaN
@@ -126,7 +129,8 @@ inline Words to_bytes(const T* values, int64_t k, int64_t begin, int64_t end, fl
     int64_t i = begin;
     for (; i + 64 <= end; i += 64) {
         Words whole[4];
-        for (int64_t part = 0; part < 4; part++) whole[part] = to_integers(numbers_at(values, k, i + part * 16) * steps);
+        for (int64_t part = 0; part < 4; part++)
+            whole[part] = to_integers(numbers_at(values, k, i + part * 16) * steps);
         sum = dot_bytes(sum, splat_byte(1), store_bytes(out + i, whole));
     }
     for (; i < end; i += 16) {

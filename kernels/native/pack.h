@@ -1,4 +1,5 @@
-// Weights from rows, as files store them, to the panels that products read (README.md; packed_numbers.h for FP8, NVFP4 and UINT4).
+// Weights from rows, as files store them, to the panels that products read (README.md; packed_numbers.h for FP8, NVFP4
+// and UINT4).
 
 #pragma once
 
@@ -18,9 +19,9 @@ enum Refused : int64_t { NOT_A_NUMBER = 1, NEGATIVE_SCALE = 2 };
 
 struct Packing {
     int64_t kind, n, k, kpad;
-    const uint8_t* rows;  // bfloat16, bytes, or two numbers a byte, the even one in the low half
-    int64_t stride;       // bytes between rows
-    const int64_t* order;  // [n]: the row of each output, -1 for zeros; null: rows are in order
+    const uint8_t* rows;    // bfloat16, bytes, or two numbers a byte, the even one in the low half
+    int64_t stride;         // bytes between rows
+    const int64_t* order;   // [n]: the row of each output, -1 for zeros; null: rows are in order
     const uint8_t* scales;  // NVFP4: [rows, k / 16], e4m3
     int64_t scale_stride;
     uint8_t* out;
@@ -38,8 +39,8 @@ inline uint32_t from_bytes(uint32_t bytes) {
     return (bytes | bytes >> 8) & 0xffff;
 }
 
-// For each e4m3 number that is not negative, the byte that Nvfp4 reads: of (1 + m / 8) * 2^(8 - d), m in bits 4 to 6, the lowest
-// bit of d in bit 7, the others in bits 0 to 3; 0 for zero.
+// For each e4m3 number that is not negative, the byte that Nvfp4 reads: of (1 + m / 8) * 2^(8 - d), m in bits 4 to 6,
+// the lowest bit of d in bit 7, the others in bits 0 to 3; 0 for zero.
 struct ScaleBytes {
     uint8_t of[128];
     ScaleBytes() {
@@ -62,7 +63,9 @@ class PanelOfRows {
         words_ = job.kind == BF16 ? job.kpad / 2 : halves ? job.kpad / 8 : job.kpad / 4;
         out_ += (panel - job.begin) * (job.kind == NVFP4 ? job.kpad / 16 * 9 * PANEL : words_ * PANEL * 4);
         for (int64_t r = 0; r < PANEL; r++) {
-            const int64_t output = panel * PANEL + r, row = output >= job.n ? -1 : job.order ? job.order[output] : output;
+            const int64_t output = panel * PANEL + r, row = output >= job.n ? -1
+                                                            : job.order     ? job.order[output]
+                                                                            : output;
             rows_[r] = row < 0 ? nullptr : job.rows + row * job.stride;
             scales_[r] = row < 0 || !job.scales ? nullptr : job.scales + row * job.scale_stride;
         }
@@ -93,7 +96,8 @@ class PanelOfRows {
             std::memset(to, job_.kind == INT4 ? 0x88 : 0, 4 * MOVED);
             if (there > 0) std::memcpy(to, rows_[r] + at, there);
         }
-        if (job_.kind == INT4 && job_.k % 2 && there > 0 && at + there == bytes_) to[there - 1] = uint8_t((to[there - 1] & 15) | 0x80);
+        if (job_.kind == INT4 && job_.k % 2 && there > 0 && at + there == bytes_)
+            to[there - 1] = uint8_t((to[there - 1] & 15) | 0x80);
     }
 
     // [words][64]: BF16, INT8, UINT4.

@@ -1,9 +1,9 @@
 // Numbers of 8 and 4 bits: how a panel stores them, and how they are unpacked in registers.
 //
-// Layouts, in panels of 64 outputs. fp8 [k / 4][4][64] bytes: 16 outputs and 4 inputs, in an order that two instructions
-// unpack to two vectors of pairs. nvfp4 [k / 16] of 64 bytes of scales (see Nvfp4), then [2][4][64] bytes: 16 outputs, 4
-// inputs as in fp8 in the low halves, and the next 4 in the high halves. int4 [k / 8][4][16][2] words: 16 outputs, even
-// and odd inputs, four inputs two apart, the first in the lowest bits.
+// Layouts, in panels of 64 outputs. fp8 [k / 4][4][64] bytes: 16 outputs and 4 inputs, in an order that two
+// instructions unpack to two vectors of pairs. nvfp4 [k / 16] of 64 bytes of scales (see Nvfp4), then [2][4][64] bytes:
+// 16 outputs, 4 inputs as in fp8 in the low halves, and the next 4 in the high halves. int4 [k / 8][4][16][2] words: 16
+// outputs, even and odd inputs, four inputs two apart, the first in the lowest bits.
 
 #pragma once
 
@@ -42,8 +42,8 @@ struct ByteTables {
     Words low(Words index) const { return lookup_bytes(lower, index); }
 };
 
-// Where the numbers of a panel lie. BYTES: bytes of a chunk for one output. SPARSE: whether one line in four is prefetched for one or two rows,
-// because the processor's own prefetchers follow the others.
+// Where the numbers of a panel lie. BYTES: bytes of a chunk for one output. SPARSE: whether one line in four is
+// prefetched for one or two rows, because the processor's own prefetchers follow the others.
 struct Fp8Panel {
     static constexpr int64_t KIND = FP8, BYTES = 8;
     static constexpr bool SPARSE = true;
@@ -63,8 +63,8 @@ struct Uint4Panel {
     static const uint8_t* chunk(const uint8_t* panel, int64_t i) { return panel + i * (PANEL / 2); }
 };
 
-// Unpackers, one for each kind. begin() prepares the scales or zero points of a group for 16 outputs; unpack() returns two
-// vectors of pairs: half a chunk of inputs for 16 outputs.
+// Unpackers, one for each kind. begin() prepares the scales or zero points of a group for 16 outputs; unpack() returns
+// two vectors of pairs: half a chunk of inputs for 16 outputs.
 
 // e4m3 bytes. NaN is rejected when the weight is packed.
 struct Fp8 : Fp8Panel {
@@ -86,10 +86,10 @@ struct Fp8 : Fp8Panel {
     }
 };
 
-// e2m1 numbers times the scale of their group, (1 + m / 8) * 2^(8 - d). The byte of a scale has m in bits 4 to 6, the lowest
-// bit of d in bit 7 and its other bits in bits 0 to 3. The table is indexed by m and the number and has the product for
-// d = 0; d is then subtracted from the exponent. Zero is stored as 0x8000 (-0), the only word that a saturating subtraction
-// leaves unchanged; in a group whose scale is zero, all numbers are packed as zeros.
+// e2m1 numbers times the scale of their group, (1 + m / 8) * 2^(8 - d). The byte of a scale has m in bits 4 to 6, the
+// lowest bit of d in bit 7 and its other bits in bits 0 to 3. The table is indexed by m and the number and has the
+// product for d = 0; d is then subtracted from the exponent. Zero is stored as 0x8000 (-0), the only word that a
+// saturating subtraction leaves unchanged; in a group whose scale is zero, all numbers are packed as zeros.
 struct Nvfp4 : Nvfp4Panel {
     static constexpr bool FLOATS = false;
     struct Group {
@@ -98,16 +98,18 @@ struct Nvfp4 : Nvfp4Panel {
     const ByteTables tables = made();
     static ByteTables made() {
         static const ByteTables all([](int i) {
-            const float e2m1[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f}, size = e2m1[i & 7] * (1.0f + (i >> 4) / 8.0f);
+            const float e2m1[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f},
+                        size = e2m1[i & 7] * (1.0f + (i >> 4) / 8.0f);
             return size == 0.0f ? uint16_t(0x8000) : bits_of(std::ldexp(i & 8 ? -size : size, LARGEST_EXPONENT));
         });
         return all;
     }
     Group begin(const Weight&, const uint8_t* panel, int64_t, int64_t input, int64_t vector) const {
         const Words each = splat_quarter(scales_at(panel, input) + vector * 16);
-        alignas(64) static const uint64_t order[8] = {  // for each lane's 4 outputs, the scale in all four bytes of the output
-            0x0303020201010000, 0x0303020201010000, 0x0707060605050404, 0x0707060605050404, 0x0b0b0a0a09090808, 0x0b0b0a0a09090808,
-            0x0f0f0e0e0d0d0c0c, 0x0f0f0e0e0d0d0c0c};
+        // for each lane's 4 outputs, the scale in all four bytes of the output
+        alignas(64) static const uint64_t order[8] = {0x0303020201010000, 0x0303020201010000, 0x0707060605050404,
+                                                      0x0707060605050404, 0x0b0b0a0a09090808, 0x0b0b0a0a09090808,
+                                                      0x0f0f0e0e0d0d0c0c, 0x0f0f0e0e0d0d0c0c};
         const Words bytes = shuffle_bytes(each, load_words(order));
         return {bytes, low_bytes(bytes, bytes) & splat_half(0x0f80)};
     }
@@ -120,8 +122,8 @@ struct Nvfp4 : Nvfp4Panel {
     }
 };
 
-// Four bits less 8, or less a zero point, in the lowest bits of words, by a table of 32 words. Bit 4 of an index is undefined, so
-// the table repeats itself; with zero points the index is number - zero point + 16.
+// Four bits less 8, or less a zero point, in the lowest bits of words, by a table of 32 words. Bit 4 of an index is
+// undefined, so the table repeats itself; with zero points the index is number - zero point + 16.
 template <bool ZEROS>
 struct Uint4 : Uint4Panel {
     static constexpr bool FLOATS = false;
@@ -151,11 +153,11 @@ struct Uint4 : Uint4Panel {
     }
 };
 
-// The same numbers as float32, for sets whose tables of bytes are several shuffles (SLOW_BYTE_TABLES, SLOW_HALF_TABLES). input(from, i, group)
-// returns input i of a chunk, of the 16 outputs at `from`.
+// The same numbers as float32, for sets whose tables of bytes are several shuffles (SLOW_BYTE_TABLES,
+// SLOW_HALF_TABLES). input(from, i, group) returns input i of a chunk, of the 16 outputs at `from`.
 
-// Words whose upper byte is an e4m3 number, as float32 of 2^-120 times its value. Where the value is below 2^-6 that is subnormal, but its product
-// with 2^120 is normal.
+// Words whose upper byte is an e4m3 number, as float32 of 2^-120 times its value. Where the value is below 2^-6 that is
+// subnormal, but its product with 2^120 is normal.
 inline Words small_floats(Words upper_bytes) { return shift_right32<4>(upper_bytes) & splat_word(int32_t(0x87f00000)); }
 
 // Input i of 4, of bytes in the order of fp8: to the upper bytes of words.
@@ -185,12 +187,15 @@ struct Nvfp4Floats : Nvfp4Panel {
         Floats scale;  // of each output, times 2^(120 - 6)
     };
     Group begin(const Weight&, const uint8_t* panel, int64_t, int64_t input, int64_t vector) const {
-        alignas(64) static constexpr int8_t ORDER[64] = {
-            0,  -1, -1, -1, 1,  -1, -1, -1, 2,  -1, -1, -1, 3,  -1, -1, -1, 4,  -1, -1, -1, 5,  -1, -1, -1, 6,  -1, -1, -1, 7,  -1, -1, -1,
-            8,  -1, -1, -1, 9,  -1, -1, -1, 10, -1, -1, -1, 11, -1, -1, -1, 12, -1, -1, -1, 13, -1, -1, -1, 14, -1, -1, -1, 15, -1, -1, -1};
+        alignas(64) static constexpr int8_t ORDER[64] = {0,  -1, -1, -1, 1,  -1, -1, -1, 2,  -1, -1, -1, 3,
+                                                         -1, -1, -1, 4,  -1, -1, -1, 5,  -1, -1, -1, 6,  -1,
+                                                         -1, -1, 7,  -1, -1, -1, 8,  -1, -1, -1, 9,  -1, -1,
+                                                         -1, 10, -1, -1, -1, 11, -1, -1, -1, 12, -1, -1, -1,
+                                                         13, -1, -1, -1, 14, -1, -1, -1, 15, -1, -1, -1};
         const Words bytes = shuffle_bytes(splat_quarter(scales_at(panel, input) + vector * 16), load_words(ORDER));
         const Words fraction = shift_left32<16>(bytes & splat_word(0x70));
-        const Words exponent = add32(shift_left32<24>(bytes & splat_word(15)), shift_left32<16>(bytes & splat_word(128)));
+        const Words exponent =
+            add32(shift_left32<24>(bytes & splat_word(15)), shift_left32<16>(bytes & splat_word(128)));
         return {as_floats(sub32(add32(splat_word((127 + LARGEST_EXPONENT + 114) << 23), fraction), exponent))};
     }
     Floats input(const uint8_t* from, int i, const Group& group) const {

@@ -17,18 +17,20 @@
 
 namespace {
 
-constexpr int64_t PANEL = 64;       // columns of a packed weight that lie together
-constexpr int64_t GROUP = 128;      // inputs that share a scale in int4, unless a weight says otherwise; int4 is padded to them
-constexpr int64_t SUMMED = 32;      // inputs of a row of SUMMED_BYTES whose sum is stored
+constexpr int64_t PANEL = 64;  // columns of a packed weight that lie together
+// Inputs that share a scale in int4, unless a weight says otherwise; int4 is padded to them
+constexpr int64_t GROUP = 128;
+constexpr int64_t SUMMED = 32;  // inputs of a row of SUMMED_BYTES whose sum is stored
 
-// Without instructions for products of bytes, rows of integers of 16 bits are multiplied by widened weights. They are stored, for each 4
-// inputs, as the first and the third, then the second and the fourth.
+// Without instructions for products of bytes, rows of integers of 16 bits are multiplied by widened weights. They are
+// stored, for each 4 inputs, as the first and the third, then the second and the fourth.
 constexpr bool INTEGER_HALVES = !BYTE_DOTS && !AMX_TILES;
-// Otherwise they are pairs of signed bytes: for each 4 inputs the 4 lows, then the 4 highs, or, where tiles multiply them, all lows of a
-// row, then all highs.
+// Otherwise they are pairs of signed bytes: for each 4 inputs the 4 lows, then the 4 highs, or, where tiles multiply
+// them, all lows of a row, then all highs.
 constexpr bool BYTE_PLANES = AMX_TILES;
 constexpr int64_t FOUR_INPUTS = BYTE_PLANES ? 4 : 8;  // bytes from the lows of 4 inputs to those of the next
-inline int64_t highs_at(int64_t kpad) { return BYTE_PLANES ? kpad : 4; }  // bytes from the lows of 4 inputs to their highs
+// bytes from the lows of 4 inputs to their highs
+inline int64_t highs_at(int64_t kpad) { return BYTE_PLANES ? kpad : 4; }
 
 // The number of inputs as stored, with padding.
 inline int64_t padded_inputs(int64_t k, int64_t kind) {

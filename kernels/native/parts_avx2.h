@@ -43,7 +43,9 @@ inline uint32_t bits_of_lanes(WordPart all_or_nothing) { return uint32_t(_mm256_
 inline Four lower_quarter(FloatPart x) { return _mm256_castps256_ps128(x); }
 inline Four upper_quarter(FloatPart x) { return _mm256_extractf128_ps(x, 1); }
 template <int J>
-inline FourWords part_quarter(WordPart x) { return (FourWords)_mm256_extracti128_si256((__m256i)x, J); }
+inline FourWords part_quarter(WordPart x) {
+    return (FourWords)_mm256_extracti128_si256((__m256i)x, J);
+}
 inline FloatPart joined_part(Four a, Four b) { return _mm256_set_m128(b, a); }
 
 inline WordPart sub16_saturating(WordPart a, WordPart b) { return (WordPart)_mm256_subs_epi16((__m256i)a, (__m256i)b); }
@@ -53,7 +55,9 @@ inline WordPart low_words(WordPart a, WordPart b) { return (WordPart)_mm256_unpa
 inline WordPart high_words(WordPart a, WordPart b) { return (WordPart)_mm256_unpackhi_epi32((__m256i)a, (__m256i)b); }
 inline WordPart low_pairs(WordPart a, WordPart b) { return (WordPart)_mm256_unpacklo_epi64((__m256i)a, (__m256i)b); }
 inline WordPart high_pairs(WordPart a, WordPart b) { return (WordPart)_mm256_unpackhi_epi64((__m256i)a, (__m256i)b); }
-inline WordPart shuffle_bytes(WordPart a, WordPart order) { return (WordPart)_mm256_shuffle_epi8((__m256i)a, (__m256i)order); }
+inline WordPart shuffle_bytes(WordPart a, WordPart order) {
+    return (WordPart)_mm256_shuffle_epi8((__m256i)a, (__m256i)order);
+}
 
 inline WordPart quarter_everywhere(const void* p) {
     return (WordPart)_mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
@@ -66,8 +70,11 @@ inline WordPart in_register(WordPart x) {
 // A shuffle gives 0 where bit 7 of its index is set.
 inline WordPart lookup_32_bytes(const uint8_t* table, WordPart index) {
     const __m256i other = _mm256_xor_si256((__m256i)index, _mm256_set1_epi8(16)), above = _mm256_set1_epi8(0x70);
-    const __m256i first = _mm256_shuffle_epi8((__m256i)quarter_everywhere(table), _mm256_adds_epu8((__m256i)index, above));
-    return (WordPart)_mm256_or_si256(first, _mm256_shuffle_epi8((__m256i)quarter_everywhere(table + 16), _mm256_adds_epu8(other, above)));
+    const __m256i first =
+        _mm256_shuffle_epi8((__m256i)quarter_everywhere(table), _mm256_adds_epu8((__m256i)index, above));
+    return (WordPart)_mm256_or_si256(
+        first, _mm256_shuffle_epi8((__m256i)quarter_everywhere(table + 16), _mm256_adds_epu8(other, above))
+    );
 }
 
 #define SLOW_HALF_TABLES 1
@@ -77,8 +84,10 @@ inline WordPart lookup_bytes_of(const uint8_t* table, WordPart index) {
     const __m256i own = _mm256_and_si256((__m256i)index, _mm256_set1_epi8(127));
     __m256i found = _mm256_setzero_si256();
     for (int i = 0; i < 8; i++) {
-        const __m256i from = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table + 16 * i)));
-        const __m256i at = _mm256_adds_epu8(_mm256_xor_si256(own, _mm256_set1_epi8(int8_t(16 * i))), _mm256_set1_epi8(0x70));
+        const __m256i from =
+            _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table + 16 * i)));
+        const __m256i at =
+            _mm256_adds_epu8(_mm256_xor_si256(own, _mm256_set1_epi8(int8_t(16 * i))), _mm256_set1_epi8(0x70));
         found = _mm256_or_si256(found, _mm256_shuffle_epi8(from, at));
     }
     return (WordPart)found;
@@ -93,13 +102,18 @@ inline WordPart dot_bytes(WordPart sum, WordPart unsigned_bytes, WordPart signed
 // Even and odd bytes as numbers of 16 bits: products of bytes as such would saturate.
 inline WordPart dot_bytes(WordPart sum, WordPart unsigned_bytes, WordPart signed_bytes) {
     const __m256i u = (__m256i)unsigned_bytes, s = (__m256i)signed_bytes;
-    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
+    const __m256i even =
+        _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
     const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
     return sum + (WordPart)even + (WordPart)odd;
 }
-inline WordPart dot_halves(WordPart sum, WordPart a, WordPart b) { return sum + (WordPart)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+inline WordPart dot_halves(WordPart sum, WordPart a, WordPart b) {
+    return sum + (WordPart)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+}
 inline WordPart dot_in_halves(WordPart sum, WordPart unsigned_bytes, WordPart signed_bytes) {
-    return (WordPart)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)unsigned_bytes, (__m256i)signed_bytes));
+    return (WordPart)_mm256_add_epi16(
+        (__m256i)sum, _mm256_maddubs_epi16((__m256i)unsigned_bytes, (__m256i)signed_bytes)
+    );
 }
 #endif
 

@@ -46,7 +46,9 @@ inline WordPart low_words(WordPart a, WordPart b) { return vzip1q_u32(a, b); }
 inline WordPart high_words(WordPart a, WordPart b) { return vzip2q_u32(a, b); }
 inline WordPart low_pairs(WordPart a, WordPart b) { return (WordPart)vzip1q_u64((uint64x2_t)a, (uint64x2_t)b); }
 inline WordPart high_pairs(WordPart a, WordPart b) { return (WordPart)vzip2q_u64((uint64x2_t)a, (uint64x2_t)b); }
-inline WordPart shuffle_bytes(WordPart a, WordPart order) { return (WordPart)vqtbl1q_u8((uint8x16_t)a, (uint8x16_t)order); }
+inline WordPart shuffle_bytes(WordPart a, WordPart order) {
+    return (WordPart)vqtbl1q_u8((uint8x16_t)a, (uint8x16_t)order);
+}
 
 inline WordPart quarter_everywhere(const void* p) { return vld1q_u32(static_cast<const uint32_t*>(p)); }
 inline WordPart in_register(WordPart x) {
@@ -98,13 +100,18 @@ inline WordPart dot_in_halves(WordPart sum, WordPart unsigned_bytes, WordPart si
 #endif
 #endif
 
-// -- bfloat16: without FPCR.EBF, which Linux leaves unset, a sum of a pair and its addition round to odd, and subnormal numbers
+// -- bfloat16: without FPCR.EBF, which Linux leaves unset, a sum of a pair and its addition round to odd, and subnormal
+// numbers
 // -- are zeros
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define BF16_PAIRS 1
-inline FloatPart dot_pairs(FloatPart sum, WordPart a, WordPart b) { return vbfdotq_f32(sum, (bfloat16x8_t)a, (bfloat16x8_t)b); }
-inline WordPart to_bf16(FloatPart low, FloatPart high) { return (WordPart)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(low), high); }
+inline FloatPart dot_pairs(FloatPart sum, WordPart a, WordPart b) {
+    return vbfdotq_f32(sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+}
+inline WordPart to_bf16(FloatPart low, FloatPart high) {
+    return (WordPart)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(low), high);
+}
 inline FloatPart rounded_bf16(FloatPart x) {
     return (FloatPart)vshll_n_u16(vreinterpret_u16_bf16(vcvt_bf16_f32(x)), 16);
 }

@@ -1,4 +1,5 @@
-// Products of rows with panels by tiles of AMX: of bfloat16 with weights that are bfloat16 or unpacked to it, and of bytes with bytes.
+// Products of rows with panels by tiles of AMX: of bfloat16 with weights that are bfloat16 or unpacked to it, and of
+// bytes with bytes.
 //
 // Integers of 16 bits are two bytes, so 16 rows of them are two tiles: of lows and of highs.
 
@@ -33,7 +34,8 @@ void scale_bytes(const Product& job, int64_t row, int64_t rows, int64_t panel, i
         }
 }
 
-// The same for rows of 16 bits, of which sums [2, AMX_ROWS, PANEL] has those of the lows and of the highs. They become float32 in place of the lows'.
+// The same for rows of 16 bits, of which sums [2, AMX_ROWS, PANEL] has those of the lows and of the highs. They become
+// float32 in place of the lows'.
 template <int V>
 void scale_integers(const Product& job, int64_t row, int64_t rows, int64_t panel, int64_t first, float* sums) {
     const Weight& w = *job.weight;
@@ -41,7 +43,8 @@ void scale_integers(const Product& job, int64_t row, int64_t rows, int64_t panel
     for (int64_t r = 0; r < rows; r++, behind += 2 * job.lda, sums += PANEL)
         for (int v = 0; v < V; v++) {
             const Words low = load_words(sums + v * 16), high = load_words(sums + AMX_ROWS * PANEL + v * 16);
-            const LongSum sum = LongSum::of(add32(low, broadcast_word(behind)), add32(high, broadcast_word(behind + 4)));
+            const LongSum sum =
+                LongSum::of(add32(low, broadcast_word(behind)), add32(high, broadcast_word(behind + 4)));
             const Floats scale = load_floats(w.scale + panel * PANEL + (first + v) * 16);
             store_floats(sums + v * 16, (sum.rounded() * scale) * splat(job.scales[row + r]));
         }
@@ -51,12 +54,15 @@ void scale_integers(const Product& job, int64_t row, int64_t rows, int64_t panel
 inline void scale_outputs(const Weight& w, int64_t panel, int64_t rows, float* sums) {
     const float* const scales = w.kind == NVFP4 ? w.outer : w.kind == FP8 || w.kind == UINT4 ? w.scale : nullptr;
     if (!scales) return;
-    for (int64_t i = 0; i < rows * PANEL; i += 16) store_floats(sums + i, load_floats(sums + i) * load_floats(scales + panel * PANEL + i % PANEL));
+    for (int64_t i = 0; i < rows * PANEL; i += 16)
+        store_floats(sums + i, load_floats(sums + i) * load_floats(scales + panel * PANEL + i % PANEL));
 }
 
 // Stores the outputs of rows whose sums are complete, of V vectors of a panel from `first` on.
 template <int V>
-void finish_tiles(const Product& job, int64_t row, int64_t rows, int64_t panel, int64_t first, int64_t groups, float* sums) {
+void finish_tiles(
+    const Product& job, int64_t row, int64_t rows, int64_t panel, int64_t first, int64_t groups, float* sums
+) {
     const Weight& w = *job.weight;
     if (w.operand == BYTES) scale_bytes<V>(job, row, rows, panel, first, sums);
     else if (w.operand == INT8) scale_integers<V>(job, row, rows, panel, first, sums);
@@ -64,7 +70,8 @@ void finish_tiles(const Product& job, int64_t row, int64_t rows, int64_t panel, 
     finish<V>(job, sums, row, rows, panel * PANEL + first * 16);
 }
 
-// f(numbers) with the numbers of V vectors of a panel from `first` on, of inputs from `input` on. Only whole panels need unpacking.
+// f(numbers) with the numbers of V vectors of a panel from `first` on, of inputs from `input` on. Only whole panels
+// need unpacking.
 template <class Dot, int V, class F>
 void with_columns(const Weight& w, int64_t panel, int64_t first, int64_t input, const F& f) {
     if constexpr (Dot::SIZE == 2 && V == 4)
@@ -78,14 +85,18 @@ template <class Dot, int V>
 void one_tile(const Product& job, int64_t row, int64_t rows, int64_t panel, int64_t first) {
     using Block = TileBlock<Dot, 1, V>;
     const Weight& w = *job.weight;
-    const int64_t groups = summed_groups(w), length = w.kpad * Dot::SIZE, width = groups > 1 ? w.group * Dot::SIZE : length;
+    const int64_t groups = summed_groups(w), length = w.kpad * Dot::SIZE,
+                  width = groups > 1 ? w.group * Dot::SIZE : length;
     const TileRows a = TileRows::consecutive(static_cast<const uint16_t*>(job.a) + row * job.lda, 2 * job.lda, rows);
     alignas(64) float sums[AMX_ROWS * PANEL], totals[AMX_ROWS * PANEL];
     for (int64_t r = 0; r < rows; r++) fetch_outputs<1, V>(job, row + r, panel * PANEL + first * 16);
     Block::begin(a);
     if (Dot::SIZE == 1 || w.kind == BF16) {  // the processor's own prefetchers follow a panel that is read as it is
         Stream nothing;
-        Block::add(a, 0, static_cast<const char*>(w.data) + panel * panel_bytes(w) + first * AMX_BYTES, 4 * PANEL, length, nothing);
+        Block::add(
+            a, 0, static_cast<const char*>(w.data) + panel * panel_bytes(w) + first * AMX_BYTES, 4 * PANEL, length,
+            nothing
+        );
         Block::store(sums);
     } else if constexpr (Dot::SIZE == 2 && V == 4) {
         alignas(64) char cells[2 * AMX_ROWS * 4 * AMX_BYTES];
@@ -102,33 +113,49 @@ void one_tile(const Product& job, int64_t row, int64_t rows, int64_t panel, int6
     finish_tiles<V>(job, row, rows, panel, first, groups, groups > 1 ? totals : sums);
 }
 
-// Rows [begin, end) times V vectors of panels [panel, panels_end), in slices. Several panels take bytes LONG_BYTES of the rows in turn, which stay in the
-// second-level cache for all of them.
+// Rows [begin, end) times V vectors of panels [panel, panels_end), in slices. Several panels take bytes LONG_BYTES of
+// the rows in turn, which stay in the second-level cache for all of them.
 template <class Dot, int V>
-void sliced_panels(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, int64_t first, const char* next) {
+void sliced_panels(
+    const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, int64_t first, const char* next
+) {
     const Weight& w = *job.weight;
     const RowBlocks blocks{job, begin, end, w.operand == INT8};
     const int64_t groups = summed_groups(w), length = w.kpad * Dot::SIZE, size = blocks.count() * HEIGHT * PANEL;
     const int64_t each = panels_end - panel > 1 ? LONG_BYTES : length;
     float* const sums = own_memory<1>(size * (panels_end - panel));
-    const auto stored = [&](int64_t p, int64_t at) { return static_cast<const char*>(w.data) + p * panel_bytes(w) + panel_bytes(w) * at / length; };
+    const auto stored = [&](int64_t p, int64_t at) {
+        return static_cast<const char*>(w.data) + p * panel_bytes(w) + panel_bytes(w) * at / length;
+    };
     for (int64_t at = 0; at < length; at += each)
         for (int64_t p = panel; p < panels_end; p++) {
             const Inputs inputs{at, std::min(length, at + each)};
-            const char* const soon = p + 1 < panels_end ? stored(p + 1, at) : inputs.end < length ? stored(panel, inputs.end) : next;
+            const char* const soon = p + 1 < panels_end    ? stored(p + 1, at)
+                                     : inputs.end < length ? stored(panel, inputs.end)
+                                                           : next;
             SlicedProduct<Dot, V> product(blocks, groups, sums + (p - panel) * size);
             const int64_t ahead = panel_bytes(w) * std::min(product.slice(), length) / length;
-            Stream stream(stored(p, at), stored(p, inputs.end) - stored(p, at), ahead, soon, product.steps(inputs.end - at, blocks.count()));
+            Stream stream(
+                stored(p, at), stored(p, inputs.end) - stored(p, at), ahead, soon,
+                product.steps(inputs.end - at, blocks.count())
+            );
             with_columns<Dot, V>(w, p, first, at / Dot::SIZE, [&](auto& numbers) {
-                product.add(numbers, p, inputs, stream,
-                    [&](int64_t block, Inputs slice) {  // a few outputs at a time: reads of the rows would wait for more
+                product.add(
+                    numbers, p, inputs, stream,
+                    // a few outputs at a time: reads of the rows would wait for more
+                    [&](int64_t block, Inputs slice) {
                         const int64_t rows = blocks.rows(), row = blocks.first(block);
-                        for (int64_t r = rows * slice.begin / length; r < rows * slice.end / length; r++) fetch_outputs<1, V>(job, row + r, p * PANEL + first * 16);
+                        for (int64_t r = rows * slice.begin / length; r < rows * slice.end / length; r++)
+                            fetch_outputs<1, V>(job, row + r, p * PANEL + first * 16);
                     },
                     [&](int64_t block, float* complete) {
                         const int64_t done = blocks.repeated(block);
-                        finish_tiles<V>(job, blocks.first(block) + done, blocks.rows() - done, p, first, groups, complete + done * PANEL);
-                    });
+                        finish_tiles<V>(
+                            job, blocks.first(block) + done, blocks.rows() - done, p, first, groups,
+                            complete + done * PANEL
+                        );
+                    }
+                );
             });
         }
 }
@@ -142,14 +169,18 @@ void with_vectors(int64_t count, F&& f) {
 }
 
 // `tiles` in products.h, by tiles of AMX, for panels [panel, panels_end).
-void amx_tiles(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, int64_t first, int64_t count, const char* next) {
+void amx_tiles(
+    const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t panels_end, int64_t first, int64_t count,
+    const char* next
+) {
     const Weight& w = *job.weight;
     with_vectors(count, [&](auto vectors) {
         constexpr int V = decltype(vectors)::value;
         const int64_t rows = end - begin;
         const auto run = [&](auto dot) {
             using Dot = decltype(dot);
-            if (w.operand == INT8 || rows > AMX_ROWS) sliced_panels<Dot, V>(job, begin, end, panel, panels_end, first, next);
+            if (w.operand == INT8 || rows > AMX_ROWS)
+                sliced_panels<Dot, V>(job, begin, end, panel, panels_end, first, next);
             else one_tile<Dot, V>(job, begin, rows, panel, first);
         };
         if (w.operand == BF16) run(DotBf16());

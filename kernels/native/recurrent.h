@@ -1,7 +1,7 @@
 // Common parts of recurrent mixers: a group of heads, with its windows and states in slots.
 //
-// How a row is divided, and which code continues it, does not affect rounding: blocks of tokens end at fixed places of a sequence.
-// States may be stored in bfloat16 (S); they are then rounded after every block.
+// How a row is divided, and which code continues it, does not affect rounding: blocks of tokens end at fixed places of
+// a sequence. States may be stored in bfloat16 (S); they are then rounded after every block.
 
 #pragma once
 
@@ -17,8 +17,9 @@
 
 namespace {
 
+// A row's window [taps - 1, channels]; a group's states before the unfinished block, and the block's tokens
 template <typename T, typename S>
-struct RowState {  // a row's window [taps - 1, channels]; a group's states before the unfinished block, and the block's tokens
+struct RowState {
     T* window;
     S* states;
     Pending pending;
@@ -26,8 +27,8 @@ struct RowState {  // a row's window [taps - 1, channels]; a group's states befo
 
 inline float* aligned(float* p) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
 
-// The channels and states of a group. Derived classes define how tokens advance them. In a slot, the states of all groups come before the
-// pending tokens of all groups.
+// The channels and states of a group. Derived classes define how tokens advance them. In a slot, the states of all
+// groups come before the pending tokens of all groups.
 template <typename T, typename S>
 class RecurrentGroup {
   public:
@@ -37,7 +38,9 @@ class RecurrentGroup {
     Place in_slot(int64_t slot) const {
         char* of_slot = reinterpret_cast<char*>(static_cast<S*>(op_.states) + slot * op_.state_stride);
         char* pending = of_slot + groups_ * shape_.state_bytes() + group_ * 4 * shape_.pending_words;
-        return place(static_cast<T*>(op_.windows) + slot * op_.window_stride, of_slot + group_ * shape_.state_bytes(), pending);
+        return place(
+            static_cast<T*>(op_.windows) + slot * op_.window_stride, of_slot + group_ * shape_.state_bytes(), pending
+        );
     }
 
     // Scratch memory, for rows that have no slot.
@@ -66,18 +69,21 @@ class RecurrentGroup {
     }
 
     void copy_window(Place from, Place to) const {  // and the pending tokens
-        each_of_window([&](int64_t begin, int64_t count) { std::copy_n(from.window + begin, count, to.window + begin); });
+        each_of_window([&](int64_t begin, int64_t count) {
+            std::copy_n(from.window + begin, count, to.window + begin);
+        });
         std::memcpy(to.pending.words, from.pending.words, 4 * shape_.pending_words);
     }
 
-    // Conversions between a slot's state with its pending tokens and the form of torch operations. mark_plain only records that the slot has
-    // that form.
+    // Conversions between a slot's state with its pending tokens and the form of torch operations. mark_plain only
+    // records that the slot has that form.
     void to_plain(int64_t slot, S* plain) const {
         const Place at = in_slot(slot);
         const int64_t count = at.pending.count();
         if (count > 0) {
             uint32_t* b = at.pending.words + shape_.b_at;
-            std::fill(b + count * shape_.row, b + GRID * shape_.row, 0);  // they are multiplied by 0, and may not be NaN
+            // they are multiplied by 0, and may not be NaN
+            std::fill(b + count * shape_.row, b + GRID * shape_.row, 0);
             blocks_.advance(at.pending, count, at.states, at.states);
         }
         state_to_plain(shape_, at.states, plain_, plain);
@@ -93,8 +99,10 @@ class RecurrentGroup {
     // Copies a row's inputs of this group to a ring, whose steps have `wide` numbers.
     void keep(Projected in, float* ring, int64_t wide) const {
         for (int64_t t = 0; t < in.tokens; t++) {
-            for (const Part& part : parts_) std::copy_n(in.rows + t * in.ld + part.begin, part.count, ring + t * wide + part.begin);
-            for (const Part& part : behind_) std::copy_n(in.rows + t * in.ld + part.begin, part.count, ring + t * wide + part.begin);
+            for (const Part& part : parts_)
+                std::copy_n(in.rows + t * in.ld + part.begin, part.count, ring + t * wide + part.begin);
+            for (const Part& part : behind_)
+                std::copy_n(in.rows + t * in.ld + part.begin, part.count, ring + t * wide + part.begin);
         }
     }
 
@@ -103,11 +111,12 @@ class RecurrentGroup {
 
     // `reads`: rows of C of a token. Scratch memory is aligned; what remains of it begins at `rest_`.
     RecurrentGroup(
-        const Model& m, const Op& op, int64_t group, int64_t groups, Shape shape, int64_t reads, PlainStrides plain, int64_t taps,
-        int64_t channels, float* scratch
+        const Model& m, const Op& op, int64_t group, int64_t groups, Shape shape, int64_t reads, PlainStrides plain,
+        int64_t taps, int64_t channels, float* scratch
     )
-        : m_(m), op_(op), shape_(shape), plain_(plain), group_(group), groups_(groups), taps_(taps), channels_(channels),
-          blocks_(shape, reads, group + 1 < groups, aligned(scratch)), spare_(aligned(scratch) + GroupBlocks::scratch(shape, reads)),
+        : m_(m), op_(op), shape_(shape), plain_(plain), group_(group), groups_(groups), taps_(taps),
+          channels_(channels), blocks_(shape, reads, group + 1 < groups, aligned(scratch)),
+          spare_(aligned(scratch) + GroupBlocks::scratch(shape, reads)),
           rest_(aligned(spare_ + spare(shape, taps, channels))) {}
 
     static int64_t scratch(Shape shape, int64_t reads, int64_t taps, int64_t channels) {  // floats
@@ -123,12 +132,14 @@ class RecurrentGroup {
     const Shape shape_;
     const PlainStrides plain_;
     const int64_t group_, groups_, taps_, channels_;
-    Part parts_[3] = {}, behind_[2] = {}, gates_ = {};  // of the channels; of the inputs behind them; of the gates before them
+    // of the channels; of the inputs behind them; of the gates before them
+    Part parts_[3] = {}, behind_[2] = {}, gates_ = {};
     const GroupBlocks blocks_;
     float *const spare_, *const rest_;
 
   private:
-    static int64_t spare(Shape shape, int64_t taps, int64_t channels) { return shape.bytes() / 4 + taps * channels; }  // floats
+    // floats
+    static int64_t spare(Shape shape, int64_t taps, int64_t channels) { return shape.bytes() / 4 + taps * channels; }
 
     static Place place(T* window, char* states, char* pending) {
         return {window, reinterpret_cast<S*>(states), {reinterpret_cast<uint32_t*>(pending)}};

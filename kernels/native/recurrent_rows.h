@@ -12,17 +12,20 @@
 namespace {
 
 // A group also has: first_channel() and step_width(), the index of a token's channels in `wide` and the number of its
-// inputs; advance_by(place, in, before), which advances by a block of tokens from the states `before`, returns where they are
-// afterwards, and keeps the outputs of the heads for write(token, tokens), which stores them as the step's tokens from `token` on.
+// inputs; advance_by(place, in, before), which advances by a block of tokens from the states `before`, returns where
+// they are afterwards, and keeps the outputs of the heads for write(token, tokens), which stores them as the step's
+// tokens from `token` on.
 
 // The first `count` steps of a batch slot's ring, applied to a place; their outputs are not computed.
 template <typename Group, typename Place>
 void replay(const Op& op, Group& group, Place place, int64_t batch_slot, int64_t count) {
-    group.advance_by(place, {op.ring + batch_slot * op.ring_stride, group.step_width(), count, false, false}, place.states);
+    group.advance_by(
+        place, {op.ring + batch_slot * op.ring_stride, group.step_width(), count, false, false}, place.states
+    );
 }
 
-// A row whose tokens may be rejected: the ring's steps are applied to the slot, whose state then does not change; the row's
-// inputs start the ring anew. Neither the ring nor the row has more than GRID tokens.
+// A row whose tokens may be rejected: the ring's steps are applied to the slot, whose state then does not change; the
+// row's inputs start the ring anew. Neither the ring nor the row has more than GRID tokens.
 template <typename Group>
 void row_on_ring(const Model& m, const Op& op, const Step& step, int64_t row, Group& group) {
     const int64_t begin = step.starts[row], batch_slot = step.batch_slots[row];
@@ -43,7 +46,8 @@ void recurrent_row(const Model& m, const Op& op, const Step& step, int64_t row, 
         return;
     }
     const int64_t slot = step.slots[row], last = step.starts[row + 1];
-    const auto place = slot < 0 ? group.in_scratch() : group.in_slot(slot);  // padding: its state starts from zeros and is not kept
+    // padding: its state starts from zeros and is not kept
+    const auto place = slot < 0 ? group.in_scratch() : group.in_slot(slot);
     const auto* before = place.states;
     if (step.from && step.from[row] >= 0 && step.from[row] != slot) {
         group.copy_window(group.in_slot(step.from[row]), place);

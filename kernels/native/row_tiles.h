@@ -1,9 +1,9 @@
-// Products of many rows with panels whose numbers are stored as they are multiplied: pairs of bfloat16, and bytes times rows of signed
-// bytes. Both are words: a row's and 16 outputs' are multiplied by one instruction.
+// Products of many rows with panels whose numbers are stored as they are multiplied: pairs of bfloat16, and bytes times
+// rows of signed bytes. Both are words: a row's and 16 outputs' are multiplied by one instruction.
 //
-// Several tiles of the same height are one call. A tile of 768 inputs takes 2,300 cycles with bytes; its end is a branch that is
-// predicted wrongly, so instructions between two tiles' loops do not overlap with them: calls, divisions, and sums that are stored
-// for another function added 8 %.
+// Several tiles of the same height are one call. A tile of 768 inputs takes 2,300 cycles with bytes; its end is a
+// branch that is predicted wrongly, so instructions between two tiles' loops do not overlap with them: calls,
+// divisions, and sums that are stored for another function added 8 %.
 
 #pragma once
 
@@ -19,7 +19,8 @@
 
 namespace {
 
-// Memory that the last `tiles` of several tiles prefetch into the second-level cache: this many lines at each step, which is a word of a row.
+// Memory that the last `tiles` of several tiles prefetch into the second-level cache: this many lines at each step,
+// which is a word of a row.
 struct AheadOfTiles {
     const char* at = nullptr;
     int64_t tiles = 0, lines = 0;
@@ -42,8 +43,12 @@ struct ByteWords {
     static Sum add(Sum sum, Words x, Words column) { return dot_stored(sum, column, x); }
     // The sums of row `row`, whose first input is at `a`, of V vectors from output `begin` on.
     template <int V>
-    static inline ALWAYS void outputs(const Product& job, int64_t row, int64_t begin, const char* a, const Sum (&sum)[V], Floats (&y)[V]) {
-        const Words behind = SIGNED_DOTS ? zero_words() : broadcast_word(reinterpret_cast<const int8_t*>(a) + job.weight->kpad);  // what the offset adds
+    static inline ALWAYS void outputs(
+        const Product& job, int64_t row, int64_t begin, const char* a, const Sum (&sum)[V], Floats (&y)[V]
+    ) {
+        // what the offset adds
+        const Words behind = SIGNED_DOTS ? zero_words()
+                                         : broadcast_word(reinterpret_cast<const int8_t*>(a) + job.weight->kpad);
         const Floats scale = splat(job.scales[row]);
         const float* const scales = job.weight->scale + begin;
         unrolled<V>([&](int v) ALWAYS {
@@ -64,7 +69,9 @@ struct PairWords {
     static Words row(const char* a) { return broadcast_word(a); }
     static Sum add(Sum sum, Words x, Words column) { return dot_pairs(sum, x, column); }
     template <int V>
-    static inline ALWAYS void outputs(const Product& job, int64_t, int64_t begin, const char*, const Sum (&sum)[V], Floats (&y)[V]) {
+    static inline ALWAYS void outputs(
+        const Product& job, int64_t, int64_t begin, const char*, const Sum (&sum)[V], Floats (&y)[V]
+    ) {
         const Weight& w = *job.weight;
         const float* const scales = w.kind == NVFP4 ? w.outer : w.kind == FP8 || w.kind == UINT4 ? w.scale : nullptr;
         unrolled<V>([&](int v) ALWAYS { y[v] = scales ? sum[v] * load_floats(scales + begin + v * 16) : sum[v]; });
@@ -79,11 +86,13 @@ struct WordTiles {
     static int64_t steps(const Weight& w) { return Cells::steps(w); }
     static constexpr int beside(int rows) { return Cells::beside(rows); }
 
-    // `count` tiles of R rows, from `row` on, times V vectors of outputs, from vector `first` of a panel on, which lies at `columns`.
-    // finish(row, each) stores the tile from that row on: each(f) calls f(r, outputs) with each of its rows.
+    // `count` tiles of R rows, from `row` on, times V vectors of outputs, from vector `first` of a panel on, which lies
+    // at `columns`. finish(row, each) stores the tile from that row on: each(f) calls f(r, outputs) with each of its
+    // rows.
     template <int R, int V, class Finish>
     static __attribute__((noinline)) void add(
-        const Product& job, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first, AheadOfTiles ahead, const Finish& finish
+        const Product& job, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first,
+        AheadOfTiles ahead, const Finish& finish
     ) {
         const int64_t lda = 2 * job.lda, begin = panel * PANEL + first * 16, bytes = 4 * Cells::steps(*job.weight);
         const char* a = static_cast<const char*>(job.a) + row * lda;
@@ -127,7 +136,8 @@ bool is_simple(const Product& job, int64_t begin) {
     return w.n - begin >= 16 * V && !w.gated && (job.activation == Activation::NONE || squared);
 }
 
-// Does what `finish` does, with sums in registers. What a function captures is a copy: after each store it would be loaded again.
+// Does what `finish` does, with sums in registers. What a function captures is a copy: after each store it would be
+// loaded again.
 template <int V>
 struct FinishAtOnce {
     const Product& job;
@@ -135,7 +145,8 @@ struct FinishAtOnce {
     template <class Each>
     inline ALWAYS void operator()(int64_t row, const Each& each) const {
         if (job.weight->bias) store_as<true>(row, each);
-        else if (job.activation == Activation::RELU_SQUARED) store<false, STORE_BF16, Activation::RELU_SQUARED>(row, each);
+        else if (job.activation == Activation::RELU_SQUARED)
+            store<false, STORE_BF16, Activation::RELU_SQUARED>(row, each);
         else store_as<false>(row, each);
     }
 
@@ -150,9 +161,10 @@ struct FinishAtOnce {
     inline ALWAYS void store(int64_t row, const Each& each) const {
         const Stored<STORED, V, true> stored(job, row, begin, job.weight->n);
         const float* const bias = BIAS ? job.weight->bias + begin : nullptr;
-        each([=](int r, Floats (&y)[V]) ALWAYS {
+        each([=](int r, Floats(&y)[V]) ALWAYS {
             if constexpr (BIAS) unrolled<V>([&](int v) ALWAYS { y[v] = y[v] + load_floats(bias + v * 16); });
-            if constexpr (ACTIVATION == Activation::RELU_SQUARED) unrolled<V>([&y](int v) ALWAYS { y[v] = relu_squared(y[v]); });
+            if constexpr (ACTIVATION == Activation::RELU_SQUARED)
+                unrolled<V>([&y](int v) ALWAYS { y[v] = relu_squared(y[v]); });
             stored(r, y);
         });
     }
@@ -183,7 +195,8 @@ struct FinishTile {
 // `count` tiles of `height` rows.
 template <class Tiles, int V, int R = ROWS>
 void equal_tiles(
-    const Product& job, int64_t height, int64_t row, int64_t count, const uint8_t* columns, int64_t panel, int64_t first, AheadOfTiles ahead
+    const Product& job, int64_t height, int64_t row, int64_t count, const uint8_t* columns, int64_t panel,
+    int64_t first, AheadOfTiles ahead
 ) {
     if constexpr (R > Tiles::LEAST) {
         if (height < R) return equal_tiles<Tiles, V, R - 1>(job, height, row, count, columns, panel, first, ahead);
@@ -191,7 +204,8 @@ void equal_tiles(
     constexpr int W = std::min(Tiles::beside(R), V);
     const int64_t begin = panel * PANEL + first * 16;
     if constexpr (W == V) {
-        if (is_simple<V>(job, begin)) Tiles::template add<R, V>(job, row, count, columns, panel, first, ahead, FinishAtOnce<V>{job, begin});
+        if (is_simple<V>(job, begin))
+            Tiles::template add<R, V>(job, row, count, columns, panel, first, ahead, FinishAtOnce<V>{job, begin});
         else Tiles::template add<R, V>(job, row, count, columns, panel, first, ahead, FinishTile<R, V>{job, begin});
     } else {
         alignas(64) float sums[R * PANEL];
@@ -209,7 +223,10 @@ void equal_tiles(
 
 // Rows [begin, end), in tiles of nearly equal height. `columns`: the panel. `next`: see `tiles`.
 template <class Tiles, int V>
-void row_tiles(const Product& job, int64_t begin, int64_t end, const uint8_t* columns, int64_t panel, int64_t first, const char* next) {
+void row_tiles(
+    const Product& job, int64_t begin, int64_t end, const uint8_t* columns, int64_t panel, int64_t first,
+    const char* next
+) {
     const int64_t rows = end - begin, count = (rows + ROWS - 1) / ROWS, height = rows / count, higher = rows % count;
     const int64_t steps = Tiles::steps(*job.weight);
     AheadOfTiles ahead;
@@ -218,14 +235,18 @@ void row_tiles(const Product& job, int64_t begin, int64_t end, const uint8_t* co
         ahead = {next, tiles, (panel_bytes(*job.weight) / LINE + tiles * steps - 1) / (tiles * steps)};
     }
     const AheadOfTiles last = ahead.last(count - higher, steps);
-    if (higher) equal_tiles<Tiles, V>(job, height + 1, begin, higher, columns, panel, first, {ahead.at, ahead.tiles - last.tiles, ahead.lines});
+    if (higher)
+        equal_tiles<Tiles, V>(
+            job, height + 1, begin, higher, columns, panel, first, {ahead.at, ahead.tiles - last.tiles, ahead.lines}
+        );
     equal_tiles<Tiles, V>(job, height, begin + higher * (height + 1), count - higher, columns, panel, first, last);
 }
 
 // The same for 1, 2 or 4 vectors.
 template <class Tiles>
 void row_tiles(
-    const Product& job, int64_t begin, int64_t end, const uint8_t* columns, int64_t panel, int64_t first, int64_t vectors, const char* next
+    const Product& job, int64_t begin, int64_t end, const uint8_t* columns, int64_t panel, int64_t first,
+    int64_t vectors, const char* next
 ) {
     if (vectors == 4) row_tiles<Tiles, 4>(job, begin, end, columns, panel, first, next);
     else if (vectors == 2) row_tiles<Tiles, 2>(job, begin, end, columns, panel, first, next);

@@ -14,8 +14,9 @@
 extern "C" {
 
 struct SampleParams {  // of a sequence; structs.py mirrors this and Draw
-    double temperature, top_p, min_p, repetition, presence, frequency;  // temperature 0: the largest; 1, 0, 1, 0, 0: off
-    int64_t top_k, sample;                                             // top_k 0: off
+    // temperature 0: the largest; 1, 0, 1, 0, 0: off
+    double temperature, top_p, min_p, repetition, presence, frequency;
+    int64_t top_k, sample;  // top_k 0: off
     uint64_t seed;
     int64_t logprobs;  // likeliest tokens that are reported; -1: no log-probabilities at all
     int64_t bias_count, end_count;
@@ -23,13 +24,13 @@ struct SampleParams {  // of a sequence; structs.py mirrors this and Draw
     const float* bias;
 };
 
-struct Draw {  // a row of logits
+struct Draw {                    // a row of logits
     const SampleParams* params;  // null: the largest logit, without log-probabilities
     int64_t position;            // of the drawn token
     int64_t masked;              // none of `ends` may be drawn
     int64_t prompt, known;       // for penalties: `known` tokens, of which the first `prompt` are not output
     const int64_t* tokens;
-    const uint32_t* mask;        // a bit for each token that may be drawn, [vocab / 32, rounded up]; null: all may
+    const uint32_t* mask;  // a bit for each token that may be drawn, [vocab / 32, rounded up]; null: all may
 };
 }
 
@@ -113,8 +114,8 @@ bool within(const int64_t* ids, int64_t count, int64_t size) {
     return true;
 }
 
-// Why these rows cannot be drawn, or null: ids come from requests and files, and are used as indices for writes. Ids below
-// `drawn` have logits. `width`: capacity for the likeliest tokens of a row, -1 if nothing is reported.
+// Why these rows cannot be drawn, or null: ids come from requests and files, and are used as indices for writes. Ids
+// below `drawn` have logits. `width`: capacity for the likeliest tokens of a row, -1 if nothing is reported.
 const char* why_not(const Draw* draws, int64_t rows, int64_t vocab, int64_t drawn, int64_t width) {
     for (int64_t row = 0; draws && row < rows; row++) {
         const Draw& draw = draws[row];
@@ -124,15 +125,16 @@ const char* why_not(const Draw* draws, int64_t rows, int64_t vocab, int64_t draw
         if (!within(params.ends, params.end_count, vocab)) return "an end token is not in the vocabulary";
         if (!within(draw.tokens, draw.known, drawn)) return "a penalised token is not in the vocabulary";
         if (draw.prompt < 0 || draw.prompt > draw.known) return "there are more prompt tokens than tokens";
-        if (params.logprobs >= 0 && std::min(params.logprobs, vocab) > width) return "there is no room for the log-probabilities";
+        if (params.logprobs >= 0 && std::min(params.logprobs, vocab) > width)
+            return "there is no room for the log-probabilities";
     }
     return nullptr;
 }
 
 class Sampling {  // of one thread; between calls it keeps only buffers
   public:
-    // The token of a row. With `params.logprobs` k >= 0 also its log-probability, and the ids and log-probabilities of the k
-    // likeliest.
+    // The token of a row. With `params.logprobs` k >= 0 also its log-probability, and the ids and log-probabilities of
+    // the k likeliest.
     int64_t draw(const float* logits, int64_t n, const Draw& job, float* logprob, int64_t* top_ids, float* top) {
         if (!job.params) return first_largest(logits, n);
         const int64_t token = choose(logits, n, job);
@@ -168,7 +170,8 @@ class Sampling {  // of one thread; between calls it keeps only buffers
         const auto each = [&](int64_t begin, auto&& visit) {
             for (int64_t i = begin; i < job.known; i++) visit(x[job.tokens[i]], seen_[job.tokens[i]]);
         };
-        const float factor = float(params.repetition), often = float(params.frequency), present = float(params.presence);
+        const float factor = float(params.repetition), often = float(params.frequency),
+                    present = float(params.presence);
         each(job.prompt, [](float&, int32_t& count) { count++; });
         each(0, [&](float& value, int32_t& count) {
             if (count < 0) return;
@@ -197,11 +200,13 @@ class Sampling {  // of one thread; between calls it keeps only buffers
         int64_t place = begin;
         for (; place < end - 1; place++)
             if ((passed += weight_of(x[place] - top)) > target) break;
-        while (place > begin && !(weight_of(x[place] - top) > 0)) place--;  // where rounding has put it on an impossible one
+        // where rounding has put it on an impossible one
+        while (place > begin && !(weight_of(x[place] - top) > 0)) place--;
         return place;
     }
 
-    // In the order of falling values: a prefix that all filters keep. `possible`: how many are above IMPOSSIBLE, at most.
+    // In the order of falling values: a prefix that all filters keep. `possible`: how many are above IMPOSSIBLE, at
+    // most.
     int64_t among_likeliest(const float* x, int64_t n, int64_t possible, const SampleParams& params, double share) {
         const int64_t most = params.top_k > 0 ? std::min(params.top_k, possible) : possible;
         const int64_t width = std::min(most, FIRST_CANDIDATES);
@@ -217,7 +222,8 @@ class Sampling {  // of one thread; between calls it keeps only buffers
         int64_t kept = width;
         bool known = most == width;
         if (params.top_p < 1) {
-            if (!known && most < possible) return among_many(x, n, possible, params, share, most);  // top_p is a share of a total that includes tokens further down
+            // top_p is a share of a total that includes tokens further down
+            if (!known && most < possible) return among_many(x, n, possible, params, share, most);
             const double mass = most < possible ? sum : weight_of_all(x, n, found_[0].value);
             const auto reached = std::lower_bound(sums_.begin(), sums_.end(), params.top_p * mass);
             known |= reached != sums_.end();
@@ -241,7 +247,9 @@ class Sampling {  // of one thread; between calls it keeps only buffers
     };
 
     // The same if filters keep many: counted and summed by steps of value, and sorted within one step only.
-    int64_t among_many(const float* x, int64_t n, int64_t possible, const SampleParams& params, double share, int64_t most) {
+    int64_t among_many(
+        const float* x, int64_t n, int64_t possible, const SampleParams& params, double share, int64_t most
+    ) {
         const float top = maximum(x, n);
         std::fill(steps_.begin(), steps_.end(), Step{0, 0});
         step_of_.resize(n), weights_.resize(n);
@@ -286,7 +294,8 @@ class Sampling {  // of one thread; between calls it keeps only buffers
         return place;
     }
 
-    // The `width` largest, in order. As many maxima of sixteen values are a lower bound. At least so many reach `least`.
+    // The `width` largest, in order. As many maxima of sixteen values are a lower bound. At least so many reach
+    // `least`.
     void take_likeliest(const float* x, int64_t n, int64_t width, float least) {
         if (width * 32 < n) {
             maxima_.clear();
@@ -314,7 +323,9 @@ class Sampling {  // of one thread; between calls it keeps only buffers
         found_.resize(width);
     }
 
-    void report(const float* logits, int64_t n, int64_t token, int64_t count, float* logprob, int64_t* ids, float* top) {
+    void report(
+        const float* logits, int64_t n, int64_t token, int64_t count, float* logprob, int64_t* ids, float* top
+    ) {
         const float largest = maximum(logits, n);
         const double norm = double(largest) + std::log(weight_of_all(logits, n, largest));
         *logprob = float(double(logits[token]) - norm);
@@ -339,15 +350,20 @@ class Sampling {  // of one thread; between calls it keeps only buffers
 // One unit per row. `draws` null: the largest of each row. `width`: of the rows of `top_ids` and `top`.
 class SampleJob : public Job {
   public:
-    SampleJob(const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens, float* logprobs, int64_t* top_ids, float* top, int64_t width)
-        : logits_(logits), rows_(rows), vocab_(vocab), draws_(draws), tokens_(tokens), logprobs_(logprobs), top_ids_(top_ids),
-          top_(top), width_(width) {}
+    SampleJob(
+        const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens, float* logprobs,
+        int64_t* top_ids, float* top, int64_t width
+    )
+        : logits_(logits), rows_(rows), vocab_(vocab), draws_(draws), tokens_(tokens), logprobs_(logprobs),
+          top_ids_(top_ids), top_(top), width_(width) {}
     int64_t phases() const override { return 1; }
     int64_t units(int64_t) const override { return rows_; }
     void run(int64_t, int64_t row, std::vector<float>&) const override {
         static thread_local Sampling sampling;
         const Draw draw = draws_ ? draws_[row] : Draw{};
-        tokens_[row] = sampling.draw(logits_ + row * vocab_, vocab_, draw, logprobs_ + row, top_ids_ + row * width_, top_ + row * width_);
+        tokens_[row] = sampling.draw(
+            logits_ + row * vocab_, vocab_, draw, logprobs_ + row, top_ids_ + row * width_, top_ + row * width_
+        );
     }
 
   private:

@@ -1,12 +1,12 @@
 // Products of plain rows with weights of 8 and 4 bits: fp8, nvfp4, int4 in groups.
 //
-// bfloat16 represents a weight's small number exactly: e4m3 has 4 significant bits, e2m1 times its e4m3 scale 6, int4 minus its
-// zero point 5. The sums equal those of the same rows times the unpacked numbers. The other scales are float32 (of groups also
-// bfloat16): the sum of a row or of a group is multiplied by its scale. Rows are pairs of bfloat16, or float32: the numbers are then widened by a
-// shift.
+// bfloat16 represents a weight's small number exactly: e4m3 has 4 significant bits, e2m1 times its e4m3 scale 6, int4
+// minus its zero point 5. The sums equal those of the same rows times the unpacked numbers. The other scales are
+// float32 (of groups also bfloat16): the sum of a row or of a group is multiplied by its scale. Rows are pairs of
+// bfloat16, or float32: the numbers are then widened by a shift.
 //
-// The first tile of rows unpacks numbers in registers, in parallel with its products. If there are more tiles, it stores
-// them as pairs of bfloat16, [k / 2][64][2], which the other tiles multiply. All tiles add in the same order.
+// The first tile of rows unpacks numbers in registers, in parallel with its products. If there are more tiles, it
+// stores them as pairs of bfloat16, [k / 2][64][2], which the other tiles multiply. All tiles add in the same order.
 
 #pragma once
 
@@ -20,7 +20,8 @@
 
 namespace {
 
-// A pair of inputs of a row times those of 16 outputs. keep() stores a pair of 16 outputs for `tile_unpacked` or `tile_floats`.
+// A pair of inputs of a row times those of 16 outputs. keep() stores a pair of 16 outputs for `tile_unpacked` or
+// `tile_floats`.
 #if PAIR_PRODUCTS
 struct PairsOfBf16 {
     using Element = uint16_t;
@@ -30,7 +31,9 @@ struct PairsOfBf16 {
         Words pair;
         Column() = default;
         explicit Column(Words words) : pair(in_register(words)) {}
-        void keep(Element* panel, int64_t at, int64_t output) const { store_words(panel + 2 * (at * PANEL + output), pair); }
+        void keep(Element* panel, int64_t at, int64_t output) const {
+            store_words(panel + 2 * (at * PANEL + output), pair);
+        }
     };
     static Floats add(Floats sum, const Cell& x, const Column& w) { return dot_pairs(sum, x, w.pair); }
     static Floats add_at(Floats sum, const Element* a, const Column& w) { return dot_pairs_at(sum, a, w.pair); }
@@ -47,10 +50,10 @@ struct PairsOfF32 {
         Floats even, odd;
         Column() = default;
         explicit Column(Words words)
-            : even(as_floats(shift_left32<16>(words))),
-              odd(as_floats(words & splat_word(int32_t(0xffff0000)))) {}
+            : even(as_floats(shift_left32<16>(words))), odd(as_floats(words & splat_word(int32_t(0xffff0000)))) {}
         void keep(Element* panel, int64_t at, int64_t output) const {
-            store_floats(panel + 2 * at * PANEL + output, even), store_floats(panel + (2 * at + 1) * PANEL + output, odd);
+            store_floats(panel + 2 * at * PANEL + output, even),
+                store_floats(panel + (2 * at + 1) * PANEL + output, odd);
         }
     };
     static Floats add(Floats sum, const Cell& x, const Column& w) {
@@ -59,13 +62,15 @@ struct PairsOfF32 {
     static Floats add_at(Floats sum, const Element* a, const Column& w) { return add(sum, cell(a), w); }
 };
 
-// Groups of inputs whose sums are scaled separately; 1 if the scales are part of the numbers or belong to whole rows, or there are none.
+// Groups of inputs whose sums are scaled separately; 1 if the scales are part of the numbers or belong to whole rows,
+// or there are none.
 int64_t summed_groups(const Weight& w) {
     const bool whole = w.kind == BF16 || w.kind == INT8 || w.kind == NVFP4 || w.kind == COMPACT_BF16;
     return whole ? 1 : (w.kpad + w.group - 1) / w.group;
 }
 
-// Stores sums times the scales of their outputs. Loops over sums that are not unrolled would have GCC keep them in memory throughout.
+// Stores sums times the scales of their outputs. Loops over sums that are not unrolled would have GCC keep them in
+// memory throughout.
 template <int R, int V>
 inline ALWAYS void store_scaled(const Weight& w, int64_t panel, int64_t first, const Floats (&sum)[R][V], float* out) {
     const float* scales = (w.kind == NVFP4 ? w.outer : w.scale) + panel * PANEL + first * 16;
@@ -76,10 +81,12 @@ inline ALWAYS void store_scaled(const Weight& w, int64_t panel, int64_t first, c
     }
 }
 
-// The totals at `out` = sum * scale, of the first group, or += of a later group g, whose scales begin at `scales`. In registers there is no place
-// for them.
+// The totals at `out` = sum * scale, of the first group, or += of a later group g, whose scales begin at `scales`. In
+// registers there is no place for them.
 template <int R, int V>
-inline ALWAYS void add_group(const Weight& w, int64_t scales, int64_t g, int64_t first, const Floats (&sum)[R][V], float* out) {
+inline ALWAYS void add_group(
+    const Weight& w, int64_t scales, int64_t g, int64_t first, const Floats (&sum)[R][V], float* out
+) {
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
         const Floats scale = group_scales(w, scales + (first + v) * 16);
@@ -94,8 +101,8 @@ inline ALWAYS void add_group(const Weight& w, int64_t scales, int64_t g, int64_t
 // CHUNK inputs of R rows, at `a`, times V vectors of outputs, at `chunk`.
 template <class Rows, class Numbers, bool KEPT, int R, int V>
 inline ALWAYS void add_chunk(
-    const Numbers& numbers, const typename Numbers::Group (&group)[V], const typename Rows::Element* a, int64_t lda, const uint8_t* chunk,
-    int64_t first, typename Rows::Element* keep, Floats (&sum)[R][V]
+    const Numbers& numbers, const typename Numbers::Group (&group)[V], const typename Rows::Element* a, int64_t lda,
+    const uint8_t* chunk, int64_t first, typename Rows::Element* keep, Floats (&sum)[R][V]
 ) {
     if constexpr (Numbers::FLOATS) {
         unrolled<CHUNK>([&](int input) ALWAYS {
@@ -135,8 +142,9 @@ inline ALWAYS void add_chunk(
     }
 }
 
-// R rows times V vectors of outputs, from vector `first` of a panel on. Numbers are unpacked in registers, and if KEPT, stored in
-// `keep` for other rows. `a` and `keep` begin with the first of the inputs; `out` has what those before them gave.
+// R rows times V vectors of outputs, from vector `first` of a panel on. Numbers are unpacked in registers, and if KEPT,
+// stored in `keep` for other rows. `a` and `keep` begin with the first of the inputs; `out` has what those before them
+// gave.
 template <class Rows, class Numbers, bool KEPT, int R, int V>
 __attribute__((noinline)) void tile_packed(
     const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs,
@@ -159,7 +167,8 @@ __attribute__((noinline)) void tile_packed(
             const uint8_t* const chunk = Numbers::chunk(data, i) + first * 64;
             ahead.step();
             const int64_t lines = first ? 0 : Numbers::BYTES * PANEL;  // the first vectors' pass reads for the others
-            for (int64_t at = Numbers::KIND == NVFP4 ? -LINE : 0; at < lines; at += step) prefetch_far(chunk + at + FETCHED);
+            for (int64_t at = Numbers::KIND == NVFP4 ? -LINE : 0; at < lines; at += step)
+                prefetch_far(chunk + at + FETCHED);
             add_chunk<Rows, Numbers, KEPT>(numbers, group, a + i - inputs.begin, lda, chunk, first, keep, sum);
             if constexpr (KEPT) keep += CHUNK * PANEL;
         }
@@ -173,10 +182,12 @@ __attribute__((noinline)) void tile_packed(
     else store_scaled(w, panel, first, sum, out);
 }
 
-// R rows times W vectors of outputs, from vector `first` of an unpacked panel on. `a` and `unpacked` begin with the first of the inputs.
+// R rows times W vectors of outputs, from vector `first` of an unpacked panel on. `a` and `unpacked` begin with the
+// first of the inputs.
 template <int R, int W, class T>
 __attribute__((noinline)) void tile_unpacked(
-    const T* a, int64_t lda, const Weight& w, const T* unpacked, int64_t panel, int64_t first, Inputs inputs, Ahead ahead, float* out
+    const T* a, int64_t lda, const Weight& w, const T* unpacked, int64_t panel, int64_t first, Inputs inputs,
+    Ahead ahead, float* out
 ) {
     const int64_t groups = summed_groups(w), width = groups > 1 ? w.group : w.kpad;
     const bool grouped = groups > 1;
@@ -185,7 +196,10 @@ __attribute__((noinline)) void tile_unpacked(
     for (int64_t i = inputs.begin; i < inputs.end; g++) {
         const int64_t end = std::min(inputs.end, (g + 1) * width), from = i - inputs.begin;
         load_sums(grouped || !i, out, sum);
-        add_inputs(a + from, lda, end - i, unpacked + from * PANEL + first * (LINE / int64_t(sizeof(T))), W < 4 && !first, ahead, sum);
+        add_inputs(
+            a + from, lda, end - i, unpacked + from * PANEL + first * (LINE / int64_t(sizeof(T))), W < 4 && !first,
+            ahead, sum
+        );
         i = end;
         if (grouped) add_group(w, (panel * groups + g) * PANEL, g, first, sum, out);
     }
@@ -214,13 +228,14 @@ template <class Numbers>
 class PackedNumbers {
   public:
     PackedNumbers(const Weight& w, int64_t panel, int64_t input)
-        : w_(w), panel_(panel), data_(static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w)), groups_((w.kpad + w.group - 1) / w.group),
-          group_end_{input, input} {}
+        : w_(w), panel_(panel), data_(static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w)),
+          groups_((w.kpad + w.group - 1) / w.group), group_end_{input, input} {}
 
     // Prefetches as many lines as CHUNK inputs have, FETCHED bytes behind them.
     ALWAYS void fetch(int64_t input, int64_t) const {
         const uint8_t* const chunk = Numbers::chunk(data_, input);
-        for (int64_t at = Numbers::KIND == NVFP4 ? -LINE : 0; at < Numbers::BYTES * PANEL; at += LINE) prefetch_far(chunk + at + FETCHED);
+        for (int64_t at = Numbers::KIND == NVFP4 ? -LINE : 0; at < Numbers::BYTES * PANEL; at += LINE)
+            prefetch_far(chunk + at + FETCHED);
     }
 
     // Vectors [FIRST, FIRST + V) of CHUNK inputs, as [CHUNK / 2][16 V][2]. FIRST is 0 or 2.
@@ -230,7 +245,8 @@ class PackedNumbers {
         if (input == end) {
             const int64_t g = input / w_.group;
             end = (g + 1) * w_.group;
-            for (int v = FIRST; v < FIRST + V; v++) group_[v] = numbers_.begin(w_, data_, (panel_ * groups_ + g) * PANEL, input, v);
+            for (int v = FIRST; v < FIRST + V; v++)
+                group_[v] = numbers_.begin(w_, data_, (panel_ * groups_ + g) * PANEL, input, v);
         }
         const uint8_t* const chunk = Numbers::chunk(data_, input);
         for (int half = 0; half < 2; half++)
@@ -268,19 +284,22 @@ void with_panel(const Weight& w, int64_t panel, int64_t input, const F& f) {
 // Vectors [FIRST, END) of a compact panel, for as many at a time as there are registers for.
 template <class Rows, bool KEPT, int R, int FIRST, int END>
 void tiles_compact(
-    const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, typename Rows::Element* keep, Ahead ahead,
-    float* out
+    const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, Inputs inputs,
+    typename Rows::Element* keep, Ahead ahead, float* out
 ) {
     constexpr int V = std::min(VECTOR_REGISTERS > 1 && R > 2 ? 1 : vectors_beside(R), END - FIRST);
-    tile_compact<Rows, KEPT, R, FIRST, V>(a, lda, w, panel, inputs, keep, FIRST + V < END ? Ahead{} : ahead, out + FIRST * 16);
-    if constexpr (FIRST + V < END) tiles_compact<Rows, KEPT, R, FIRST + V, END>(a, lda, w, panel, inputs, keep, ahead, out);
+    tile_compact<Rows, KEPT, R, FIRST, V>(
+        a, lda, w, panel, inputs, keep, FIRST + V < END ? Ahead{} : ahead, out + FIRST * 16
+    );
+    if constexpr (FIRST + V < END)
+        tiles_compact<Rows, KEPT, R, FIRST + V, END>(a, lda, w, panel, inputs, keep, ahead, out);
 }
 
 // R rows times a panel, whose numbers are unpacked in registers and, if KEPT, stored in `keep`.
 template <class Rows, bool KEPT, int R>
 void tile_of_numbers(
-    const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, typename Rows::Element* keep, Ahead ahead,
-    float* out
+    const typename Rows::Element* a, int64_t lda, const Weight& w, int64_t panel, Inputs inputs,
+    typename Rows::Element* keep, Ahead ahead, float* out
 ) {
     if (w.kind == COMPACT_BF16) return tiles_compact<Rows, KEPT, R, 0, 4>(a, lda, w, panel, inputs, keep, ahead, out);
     with_numbers<std::is_same_v<typename Rows::Element, float>>(w, [&](auto type) {
@@ -288,16 +307,17 @@ void tile_of_numbers(
         constexpr int V = VECTOR_REGISTERS == 1 ? R <= 3 ? 4 : 2 : Numbers::FLOATS && R <= 2 ? 2 : 1;
         for (int64_t first = 0; first < 4; first += V)
             tile_packed<Rows, Numbers, KEPT, R, V>(
-                a, lda, w, panel, first, inputs, keep, first + V < 4 ? Ahead{} : ahead, out + first * 16);
+                a, lda, w, panel, first, inputs, keep, first + V < 4 ? Ahead{} : ahead, out + first * 16
+            );
     });
 }
 
-// R rows times a panel. `unpacked`: null if there is only one tile; else the first tile stores these inputs of the panel there for
-// the others. Without instructions for bfloat16, rows of it are widened first.
+// R rows times a panel. `unpacked`: null if there is only one tile; else the first tile stores these inputs of the
+// panel there for the others. Without instructions for bfloat16, rows of it are widened first.
 template <int R>
 void tile_scaled(
-    const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, void* unpacked, bool first_rows, Ahead ahead,
-    float* out
+    const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, Inputs inputs, void* unpacked,
+    bool first_rows, Ahead ahead, float* out
 ) {
     const auto run = [&](auto kind, const auto* a, int64_t apart) {
         using Rows = decltype(kind);
@@ -306,7 +326,9 @@ void tile_scaled(
                 if (first_rows) return tile_of_numbers<Rows, true, R>(a, apart, w, panel, inputs, numbers, ahead, out);
                 constexpr int W = vectors_beside(R);
                 for (int64_t first = 0; first < 4; first += W)
-                    tile_unpacked<R, W>(a, apart, w, numbers, panel, first, inputs, first + W < 4 ? Ahead{} : ahead, out + first * 16);
+                    tile_unpacked<R, W>(
+                        a, apart, w, numbers, panel, first, inputs, first + W < 4 ? Ahead{} : ahead, out + first * 16
+                    );
                 return;
             }
         tile_of_numbers<Rows, false, R>(a, apart, w, panel, inputs, nullptr, ahead, out);
@@ -316,7 +338,8 @@ void tile_scaled(
     run(PairsOfBf16(), static_cast<const uint16_t*>(rows) + row * lda + inputs.begin, lda);
 #elif !AMX_TILES
     const uint16_t* a = static_cast<const uint16_t*>(rows) + row * lda + inputs.begin;
-    const int64_t count = inputs.end - inputs.begin, apart = count + 16;  // rows a power of two apart would share lines of the cache
+    // rows a power of two apart would share lines of the cache
+    const int64_t count = inputs.end - inputs.begin, apart = count + 16;
     float* const widened = own_memory<1>(R * apart);
     widen_rows(a, lda, R, count, widened, apart);
     run(PairsOfF32(), widened, apart);

@@ -1,8 +1,10 @@
-// Products of rows with a panel by tiles of AMX, which are loaded from memory only: numbers of 12, 8 and 4 bits are stored as bfloat16 first.
+// Products of rows with a panel by tiles of AMX, which are loaded from memory only: numbers of 12, 8 and 4 bits are
+// stored as bfloat16 first.
 //
-// One tile of rows waits for the panel (`unpack_between`). More rows are multiplied in slices of the inputs: the columns of a slice and of two vectors are
-// unpacked, or copied, to 16 KB that lie one after the other and stay in the first-level cache, and are multiplied with all rows of a unit of work; the sums
-// are in memory between slices. If both factors of a product came from the second-level cache, it would take a third longer.
+// One tile of rows waits for the panel (`unpack_between`). More rows are multiplied in slices of the inputs: the
+// columns of a slice and of two vectors are unpacked, or copied, to 16 KB that lie one after the other and stay in the
+// first-level cache, and are multiplied with all rows of a unit of work; the sums are in memory between slices. If both
+// factors of a product came from the second-level cache, it would take a third longer.
 
 #pragma once
 
@@ -19,17 +21,19 @@ namespace {
 
 #if AMX_TILES
 
-constexpr int64_t HEIGHT = 2 * AMX_ROWS;     // rows of a block
-constexpr int64_t SLICE_BYTES = 512;         // of a row, in a slice
-constexpr int64_t CHUNK_BYTES = 16;          // of a row, whose columns are unpacked together: CHUNK inputs of bfloat16
-constexpr int64_t PIECE_BYTES = 256;         // of a row, whose columns are unpacked before they are multiplied
+constexpr int64_t HEIGHT = 2 * AMX_ROWS;  // rows of a block
+constexpr int64_t SLICE_BYTES = 512;      // of a row, in a slice
+constexpr int64_t CHUNK_BYTES = 16;       // of a row, whose columns are unpacked together: CHUNK inputs of bfloat16
+constexpr int64_t PIECE_BYTES = 256;      // of a row, whose columns are unpacked before they are multiplied
 static_assert(CHUNK_BYTES == 2 * CHUNK);
 
-// The stored bytes of a panel, or of some of its inputs, and the first ones of those that follow, which are prefetched evenly while the panel is multiplied.
+// The stored bytes of a panel, or of some of its inputs, and the first ones of those that follow, which are prefetched
+// evenly while the panel is multiplied.
 class Stream {
   public:
     Stream() = default;
-    // `ahead`: bytes that are there when the first ones are multiplied. `next`: what follows, or null. `steps`: how often step() will be called.
+    // `ahead`: bytes that are there when the first ones are multiplied. `next`: what follows, or null. `steps`: how
+    // often step() will be called.
     Stream(const char* from, int64_t bytes, int64_t ahead, const char* next, int64_t steps)
         : at_(from + std::min(bytes, ahead)), end_(from + bytes), next_(next), then_(std::min(bytes, ahead)),
           each_((bytes + LINE * steps - 1) / (LINE * steps) * LINE) {}
@@ -46,7 +50,8 @@ class Stream {
     int64_t then_ = 0, each_ = 0;
 };
 
-// The columns of a panel that tiles multiply as they are stored, of inputs of SIZE bytes. `data`: the first of the vectors.
+// The columns of a panel that tiles multiply as they are stored, of inputs of SIZE bytes. `data`: the first of the
+// vectors.
 template <int64_t SIZE>
 class PlainNumbers {
   public:
@@ -65,8 +70,9 @@ class PlainNumbers {
     const char* const data_;
 };
 
-// Adds products of bytes [inputs.begin, inputs.end) of two tiles of rows with V vectors, from FIRST on, whose columns are unpacked to `cells`. Stores and the
-// loads of tiles that need them would delay each other if they were closer together than PIECE_BYTES.
+// Adds products of bytes [inputs.begin, inputs.end) of two tiles of rows with V vectors, from FIRST on, whose columns
+// are unpacked to `cells`. Stores and the loads of tiles that need them would delay each other if they were closer
+// together than PIECE_BYTES.
 template <class Dot, int V, int FIRST, class Numbers>
 void unpack_and_add(const TileRows& rows, Numbers& numbers, Inputs inputs, char* cells, Stream& stream) {
     constexpr int64_t EACH = V * AMX_BYTES / 4;  // bytes of cells for a byte of a row
@@ -75,14 +81,18 @@ void unpack_and_add(const TileRows& rows, Numbers& numbers, Inputs inputs, char*
         char* const to = cells + (begin - inputs.begin) * EACH;
         for (int64_t at = begin; at < end; at += CHUNK_BYTES) {
             stream.step();
-            numbers.template unpack<FIRST, V>(at / Dot::SIZE, std::min(CHUNK_BYTES, end - at) / Dot::SIZE, reinterpret_cast<uint16_t*>(to + (at - begin) * EACH));
+            numbers.template unpack<FIRST, V>(
+                at / Dot::SIZE, std::min(CHUNK_BYTES, end - at) / Dot::SIZE,
+                reinterpret_cast<uint16_t*>(to + (at - begin) * EACH)
+            );
         }
         TileBlock<Dot, 2, V>::add(rows, begin, to, V * AMX_BYTES, end - begin, stream);
     }
 }
 
-// The same for one tile of rows and a whole panel. Columns of a step of 64 bytes are unpacked between the instructions on the tiles of the step before: that
-// takes longer than the above, but never stops reading the panel. cells [2 steps].
+// The same for one tile of rows and a whole panel. Columns of a step of 64 bytes are unpacked between the instructions
+// on the tiles of the step before: that takes longer than the above, but never stops reading the panel. cells [2
+// steps].
 template <class Numbers>
 void unpack_between(const TileRows& rows, Numbers& numbers, Inputs inputs, char* cells) {
     using Block = TileBlock<DotBf16, 1, 4>;
@@ -93,7 +103,8 @@ void unpack_between(const TileRows& rows, Numbers& numbers, Inputs inputs, char*
         numbers.fetch(at / 2, bytes / 2);
         numbers.template unpack<0, 4>(at / 2, bytes / 2, reinterpret_cast<uint16_t*>(place(at)));
     };
-    for (int64_t at = inputs.begin; at < std::min(end, inputs.begin + AMX_BYTES); at += CHUNK_BYTES) unpack(at, CHUNK_BYTES);
+    for (int64_t at = inputs.begin; at < std::min(end, inputs.begin + AMX_BYTES); at += CHUNK_BYTES)
+        unpack(at, CHUNK_BYTES);
     for (int64_t at = inputs.begin; at < end; at += AMX_BYTES) {
         const bool more = at + AMX_BYTES < end;
         Block::step(rows.at + at, rows.lda, rows.next, place(at), 4 * AMX_BYTES, [&](int part) ALWAYS {
@@ -118,8 +129,8 @@ void add_group(const Weight& w, int64_t panel, int64_t g, int64_t rows, const fl
         }
 }
 
-// The rows of a unit of work in blocks of two tiles: of 32 rows, or of the lows and highs of 16. The last block has as many rows as the others, the first of
-// which are in the block before it too, so that tiles are configured once.
+// The rows of a unit of work in blocks of two tiles: of 32 rows, or of the lows and highs of 16. The last block has as
+// many rows as the others, the first of which are in the block before it too, so that tiles are configured once.
 struct RowBlocks {
     const Product& job;
     int64_t begin, end;
@@ -132,7 +143,8 @@ struct RowBlocks {
     int64_t repeated(int64_t block) const { return begin + block * height() - first(block); }
     TileRows tiles(int64_t block) const {
         const void* const at = static_cast<const uint16_t*>(job.a) + first(block) * job.lda;
-        return planes ? TileRows::planes(at, 2 * job.lda, rows(), job.weight->kpad) : TileRows::consecutive(at, 2 * job.lda, rows());
+        return planes ? TileRows::planes(at, 2 * job.lda, rows(), job.weight->kpad)
+                      : TileRows::consecutive(at, 2 * job.lda, rows());
     }
 };
 
@@ -146,7 +158,11 @@ class SlicedProduct {
     // `groups`: of inputs whose sums are scaled separately. sums [blocks, HEIGHT, PANEL].
     SlicedProduct(const RowBlocks& blocks, int64_t groups, float* sums)
         : blocks_(blocks), w_(*blocks.job.weight), groups_(groups), group_(groups > 1 ? w_.group * Dot::SIZE : 0),
-          slice_(groups > 1 ? std::max<int64_t>(SLICE_BYTES / group_, 1) * group_ : blocks.count() > 1 ? SLICE_BYTES : PIECE_BYTES),
+          slice_(
+              groups > 1           ? std::max<int64_t>(SLICE_BYTES / group_, 1) * group_
+              : blocks.count() > 1 ? SLICE_BYTES
+                                   : PIECE_BYTES
+          ),
           cells_(reinterpret_cast<char*>(own_memory<2>((slice_ + AMX_BYTES) * V * AMX_BYTES / 16))), sums_(sums) {
         Block::begin(blocks.tiles(0));
     }
@@ -155,10 +171,13 @@ class SlicedProduct {
 
     int64_t slice() const { return slice_; }  // in bytes of a row
     // How often a stream is asked while `bytes` of the rows are multiplied.
-    static int64_t steps(int64_t bytes, int64_t blocks) { return (bytes / CHUNK_BYTES + bytes / AMX_BYTES * blocks + 1) * (COUNT / V); }
+    static int64_t steps(int64_t bytes, int64_t blocks) {
+        return (bytes / CHUNK_BYTES + bytes / AMX_BYTES * blocks + 1) * (COUNT / V);
+    }
 
-    // Adds the products with bytes [inputs.begin, inputs.end) of the rows to the sums, which begin with the first inputs. before(block, slice): called
-    // before each slice of a block; after(block, sums): after the last inputs of the weight.
+    // Adds the products with bytes [inputs.begin, inputs.end) of the rows to the sums, which begin with the first
+    // inputs. before(block, slice): called before each slice of a block; after(block, sums): after the last inputs of
+    // the weight.
     template <class Numbers, class Before, class After>
     void add(Numbers& numbers, int64_t panel, Inputs inputs, Stream& stream, const Before& before, const After& after) {
         for (int64_t at = inputs.begin; at < inputs.end; at += slice_) {
@@ -169,7 +188,9 @@ class SlicedProduct {
 
   private:
     template <int FIRST, class Numbers, class Before, class After>
-    void add_slice(Numbers& numbers, int64_t panel, Inputs slice, Stream& stream, const Before& before, const After& after) {
+    void add_slice(
+        Numbers& numbers, int64_t panel, Inputs slice, Stream& stream, const Before& before, const After& after
+    ) {
         const bool ends = slice.end == w_.kpad * Dot::SIZE && FIRST + V == COUNT;
         for (int64_t block = 0; block < blocks_.count(); block++) {
             float* const sums = sums_ + block * HEIGHT * PANEL;

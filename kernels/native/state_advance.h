@@ -19,9 +19,11 @@ class BlockAdvance {
     static constexpr int64_t STEPS = Shape::STEPS;
 
   public:
-    BlockAdvance(const Shape& shape, uint32_t* scratch) : s_(shape), b_(scratch), x_(b_ + (Shape::TILES ? 2 : 1) * STEPS * 2 * s_.row) {}
+    BlockAdvance(const Shape& shape, uint32_t* scratch)
+        : s_(shape), b_(scratch), x_(b_ + (Shape::TILES ? 2 : 1) * STEPS * 2 * s_.row) {}
 
-    static int64_t scratch(const Shape& s) { return STEPS * ((Shape::TILES ? 2 : 1) * 2 * s.row + STATE_SLICE); }  // words
+    // words
+    static int64_t scratch(const Shape& s) { return STEPS * ((Shape::TILES ? 2 : 1) * 2 * s.row + STATE_SLICE); }
 
     // The state after the first `count` tokens of the block, from that before it; they may be in the same place.
     void run(Pending pending, int64_t count, const S* before, S* after) const {
@@ -62,7 +64,8 @@ class BlockAdvance {
                 Words both[2];
                 const auto* rows = reinterpret_cast<const uint16_t*>(b + 2 * step * s_.row + at);
                 Cells::between(rows, rows + 2 * s_.row, 32, both);
-                store_words(b_ + step * 2 * s_.row + 2 * at, both[0]), store_words(b_ + step * 2 * s_.row + 2 * at + 16, both[1]);
+                store_words(b_ + step * 2 * s_.row + 2 * at, both[0]),
+                    store_words(b_ + step * 2 * s_.row + 2 * at + 16, both[1]);
             }
         return b_;
     }
@@ -75,7 +78,8 @@ class BlockAdvance {
                 const Words cell = load_words(x + step * s_.lanes + 16 * v);
                 uint32_t* to = x_ + (step * V + v) * 16;
                 if constexpr (Shape::PAIRS) {
-                    const Floats low = as_floats(shift_left32<16>(cell)), high = as_floats(cell & splat_word(int32_t(0xffff0000)));
+                    const Floats low = as_floats(shift_left32<16>(cell)),
+                                 high = as_floats(cell & splat_word(int32_t(0xffff0000)));
                     store_words(to, Cells::beside(low * splat(left[2 * step]), high * splat(left[2 * step + 1])));
                 } else {
                     store_words(to, as_words(as_floats(cell) * splat(left[step])));
@@ -93,7 +97,9 @@ class BlockAdvance {
             UpdateTiles::multiply<V>(b + at * STEPS, sums);
             for (int64_t r = 0; r < 16; r += 4) {
                 Floats sum[4][V];
-                unrolled<4>([&](int i) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[i][v] = load_floats(sums + (r + i) * STATE_SLICE + 16 * v); }); });
+                unrolled<4>([&](int i) ALWAYS {
+                    unrolled<V>([&](int v) ALWAYS { sum[i][v] = load_floats(sums + (r + i) * STATE_SLICE + 16 * v); });
+                });
                 if (from) add_state<Shape, S, 4, V>(from, s_.rest_at(), at + r, 0, total, sum);
                 store_state<Shape, S, 4, V>(to, s_.rest_at(), at + r, 0, sum);
             }

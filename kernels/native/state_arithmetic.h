@@ -1,5 +1,5 @@
-// The arithmetic of recurrent states: products of rows with columns of cells, and numbers that are stored as a bfloat16, which products
-// need, and the rest of their float32.
+// The arithmetic of recurrent states: products of rows with columns of cells, and numbers that are stored as a
+// bfloat16, which products need, and the rest of their float32.
 
 #pragma once
 
@@ -14,8 +14,8 @@ namespace {
 
 constexpr int64_t STATE_AHEAD = 48;  // lines of a state that are prefetched before a single token needs them
 
-// Memory that is prefetched while columns are multiplied: columns STATE_AHEAD lines ahead, from column `from` on `skip` words further; and
-// lines of `next`, one for each column.
+// Memory that is prefetched while columns are multiplied: columns STATE_AHEAD lines ahead, from column `from` on `skip`
+// words further; and lines of `next`, one for each column.
 struct StateAhead {
     const uint32_t* next;
     int64_t lines, from, skip;
@@ -68,7 +68,8 @@ inline Floats products_with(const uint32_t* c, const uint32_t* b, int64_t row, i
     return sums_of(pairs);
 }
 
-// Puts 16 channels of token t of a block in cells that are `ld` apart, of an even one with those of the next token or zeros.
+// Puts 16 channels of token t of a block in cells that are `ld` apart, of an even one with those of the next token or
+// zeros.
 template <class Cells>
 inline void put_in_cells(uint32_t* cells, int64_t ld, int64_t t, Floats x, Floats next) {
     uint32_t* to = cells + t / Cells::EACH * ld;
@@ -107,12 +108,15 @@ inline ALWAYS void add_state(const S* state, int64_t rest, int64_t at, int v, Fl
                     const Words left = load_words(p + rest);
                     a = add32(a, shift_right32<16>(shift_left32<16>(left))), b = add32(b, shift_right32<16>(left));
                 }
-                sum[2 * r][w] = fmadd(as_floats(a), decay, sum[2 * r][w]), sum[2 * r + 1][w] = fmadd(as_floats(b), decay, sum[2 * r + 1][w]);
+                sum[2 * r][w] = fmadd(as_floats(a), decay, sum[2 * r][w]),
+                        sum[2 * r + 1][w] = fmadd(as_floats(b), decay, sum[2 * r + 1][w]);
             });
         });
     } else {
         unrolled<R>([&](int r) ALWAYS {
-            unrolled<W>([&](int w) ALWAYS { sum[r][w] = fmadd(load_all(state + (at + r) * 16 * V + 16 * (v + w)), decay, sum[r][w]); });
+            unrolled<W>([&](int w) ALWAYS {
+                sum[r][w] = fmadd(load_all(state + (at + r) * 16 * V + 16 * (v + w)), decay, sum[r][w]);
+            });
         });
     }
 }

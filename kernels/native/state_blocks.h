@@ -1,9 +1,10 @@
-// Recurrent states in blocks of 16 tokens: a slot has the state at the last multiple of 16 tokens, and the inputs of the recurrence for
-// the tokens since then ("pending"). README.md has the maths and the reasons. The names are those of Mamba-2. In the gated delta rule,
-// keys are B, a token's change of the state is x dt, and both its key and its query read the state, as C does.
+// Recurrent states in blocks of 16 tokens: a slot has the state at the last multiple of 16 tokens, and the inputs of
+// the recurrence for the tokens since then ("pending"). README.md has the maths and the reasons. The names are those of
+// Mamba-2. In the gated delta rule, keys are B, a token's change of the state is x dt, and both its key and its query
+// read the state, as C does.
 //
-// Everything is computed from the state before the block and the block's tokens up to the own one, in one order: a token's
-// output has the same bits however the tokens were divided into steps.
+// Everything is computed from the state before the block and the block's tokens up to the own one, in one order: a
+// token's output has the same bits however the tokens were divided into steps.
 
 #pragma once
 
@@ -21,13 +22,13 @@
 
 namespace {
 
-struct BlockTokens {  // of Mamba-2
+struct BlockTokens {                  // of Mamba-2
     const float *steps, *log_decays;  // dt, dt A: [tokens, heads]
     const float *x, *b, *c;           // [tokens, heads * head], [tokens, n]
     const float* d;                   // [heads]
 };
 
-struct DeltaTokens {  // of the gated delta rule
+struct DeltaTokens {                  // of the gated delta rule
     const float *betas, *log_decays;  // [tokens, heads]
     const float *k, *q;               // [tokens, n]
 };
@@ -58,11 +59,14 @@ class Blocks {
   public:
     // `reads`: rows of C of a token. `more`: whether another group's memory follows in a slot.
     Blocks(const Shape& shape, int64_t reads, bool more, float* scratch)
-        : s_(shape), reads_(reads), more_(more), growth_(scratch), weights_(reinterpret_cast<uint32_t*>(growth_ + s_.heads * GRID)),
-          c_(weights_ + reads * s_.heads * GRID * STEPS), widened_(c_ + reads * GRID * s_.row), advance_(shape, widened_ + widened(shape)) {}
+        : s_(shape), reads_(reads), more_(more), growth_(scratch),
+          weights_(reinterpret_cast<uint32_t*>(growth_ + s_.heads * GRID)),
+          c_(weights_ + reads * s_.heads * GRID * STEPS), widened_(c_ + reads * GRID * s_.row),
+          advance_(shape, widened_ + widened(shape)) {}
 
     static int64_t scratch(const Shape& s, int64_t reads) {  // words
-        return s.heads * GRID * (1 + reads * STEPS) + reads * GRID * s.row + widened(s) + BlockAdvance<Cells, S>::scratch(s);
+        return s.heads * GRID * (1 + reads * STEPS) + reads * GRID * s.row + widened(s) +
+               BlockAdvance<Cells, S>::scratch(s);
     }
 
     // Adds tokens [first, first + count) to the pending ones.
@@ -74,7 +78,9 @@ class Blocks {
             for (int64_t lane = 0; lane < s_.lanes; lane += 16) {
                 const Mask mask = lanes(s_.head - lane);
                 const float* x = in.x + first * width + h * s_.head + lane;
-                const auto weighed = [&](int64_t t) { return load16(x + t * width, mask) * splat(in.steps[(first + t) * s_.heads + h]); };
+                const auto weighed = [&](int64_t t) {
+                    return load16(x + t * width, mask) * splat(in.steps[(first + t) * s_.heads + h]);
+                };
                 for (int64_t t = 0; t < count;) {
                     const bool both = Shape::PAIRS && (begin + t) % 2 == 0 && t + 1 < count;
                     put_in_cells<Cells>(cells + lane, s_.lanes, begin + t, weighed(t), both ? weighed(t + 1) : zero());
@@ -83,7 +89,9 @@ class Blocks {
             }
         for (int64_t t = 0; t < count; t++)
             for (int64_t at = 0; at < s_.row; at += 16) {
-                store_words(pending.words + s_.b_at + (begin + t) * s_.row + at, Cells::row(in.b + (first + t) * s_.n, s_.n, at));
+                store_words(
+                    pending.words + s_.b_at + (begin + t) * s_.row + at, Cells::row(in.b + (first + t) * s_.n, s_.n, at)
+                );
                 store_words(c_ + t * s_.row + at, Cells::row(in.c + (first + t) * s_.n, s_.n, at));
             }
     }
@@ -106,12 +114,13 @@ class Blocks {
         const int64_t count = pending.count() + 1;
         for (int64_t at = 0; at < s_.x_at + s_.steps_of(count) * s_.lanes; at += 16) prefetch_far(pending.words + at);
         for (int64_t at = 0; at < count * s_.row; at += 16) prefetch_far(pending.words + s_.b_at + at);
-        for (int64_t line = 0; state && line < STATE_AHEAD; line++) prefetch_far(reinterpret_cast<const uint32_t*>(state) + 16 * line);
+        for (int64_t line = 0; state && line < STATE_AHEAD; line++)
+            prefetch_far(reinterpret_cast<const uint32_t*>(state) + 16 * line);
     }
 
-    // Divides `tokens` into parts that end where blocks end, and advances the state, from `before` to `after`, after each part that completes a
-    // block. visit(begin, first, count, state) adds tokens [first, first + count), which begin at `begin` within their block, to the pending
-    // ones. Returns where the state is afterwards.
+    // Divides `tokens` into parts that end where blocks end, and advances the state, from `before` to `after`, after
+    // each part that completes a block. visit(begin, first, count, state) adds tokens [first, first + count), which
+    // begin at `begin` within their block, to the pending ones. Returns where the state is afterwards.
     template <typename Visit>
     const S* each_part(Pending pending, int64_t tokens, const S* before, S* after, Visit&& visit) const {
         for (int64_t first = 0; first < tokens;) {
@@ -124,24 +133,35 @@ class Blocks {
         return before;
     }
 
-    // out [count, heads * head]: the outputs of tokens [begin, begin + count) of the block, the last ones taken, which are tokens `first`
-    // and so on of `in`. `state`: null for zeros.
-    void read(Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const BlockTokens& in, float* out, const ReadNext& next) const {
+    // out [count, heads * head]: the outputs of tokens [begin, begin + count) of the block, the last ones taken, which
+    // are tokens `first` and so on of `in`. `state`: null for zeros.
+    void read(
+        Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const BlockTokens& in, float* out,
+        const ReadNext& next
+    ) const {
         grow(pending);
         for (int64_t t = 0; t < count; t++) weigh_tokens(pending, t, begin + t, begin + t + 1);
 #if AMX_TILES
         if constexpr (Shape::TILES) return read_in_tiles(pending, begin, first, count, state, in, out, next);
 #endif
-        each_tokens<4>(pending, begin, first, count, state, next, [&](auto vectors, auto group, const uint32_t* cells, const StateAhead* ahead, int64_t h, int64_t lane, int64_t t) {
-            const uint32_t* taken = pending.words + s_.x_at + h * STEPS * s_.lanes + lane;
-            const float* x = in.x + first * s_.heads * s_.head + h * s_.head + lane;
-            read_rows<vectors(), group()>(cells, ahead, taken, x, in.d[h], h, begin, t, s_.head - lane, out + h * s_.head + lane);
-        });
+        each_tokens<4>(
+            pending, begin, first, count, state, next,
+            [&](auto vectors, auto group, const uint32_t* cells, const StateAhead* ahead, int64_t h, int64_t lane,
+                int64_t t) {
+                const uint32_t* taken = pending.words + s_.x_at + h * STEPS * s_.lanes + lane;
+                const float* x = in.x + first * s_.heads * s_.head + h * s_.head + lane;
+                read_rows<vectors(), group()>(
+                    cells, ahead, taken, x, in.d[h], h, begin, t, s_.head - lane, out + h * s_.head + lane
+                );
+            }
+        );
     }
 
-    // The same for the gated delta rule, whose tokens' changes are added to the pending ones. `out` has the tokens' values before.
+    // The same for the gated delta rule, whose tokens' changes are added to the pending ones. `out` has the tokens'
+    // values before.
     void solve(
-        Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const DeltaTokens& in, float* out, const ReadNext& next
+        Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const DeltaTokens& in, float* out,
+        const ReadNext& next
     ) const {
         grow(pending);
         for (int64_t t = 0; t < count; t++) {
@@ -151,20 +171,29 @@ class Blocks {
 #if AMX_TILES
         if constexpr (Shape::TILES) return solve_in_tiles(pending, begin, first, count, state, in, out, next);
 #endif
-        each_tokens<2>(pending, begin, first, count, state, next, [&](auto vectors, auto group, const uint32_t* cells, const StateAhead* ahead, int64_t h, int64_t lane, int64_t t) {
-            uint32_t* changes = pending.words + s_.x_at + h * STEPS * s_.lanes + lane;
-            const float* betas = in.betas + first * s_.heads + h;
-            solve_rows<vectors(), group()>(cells, ahead, nullptr, changes, betas, h, begin, t, s_.head - lane, out + h * s_.head + lane);
-        });
+        each_tokens<2>(
+            pending, begin, first, count, state, next,
+            [&](auto vectors, auto group, const uint32_t* cells, const StateAhead* ahead, int64_t h, int64_t lane,
+                int64_t t) {
+                uint32_t* changes = pending.words + s_.x_at + h * STEPS * s_.lanes + lane;
+                const float* betas = in.betas + first * s_.heads + h;
+                solve_rows<vectors(), group()>(
+                    cells, ahead, nullptr, changes, betas, h, begin, t, s_.head - lane, out + h * s_.head + lane
+                );
+            }
+        );
     }
 
     // The state after the first `count` tokens of the block, from that before it; they may be in the same place.
-    void advance(Pending pending, int64_t count, const S* before, S* after) const { advance_.run(pending, count, before, after); }
+    void advance(Pending pending, int64_t count, const S* before, S* after) const {
+        advance_.run(pending, count, before, after);
+    }
 
   private:
     static int64_t widened(const Shape& s) { return Shape::PAIRS || sizeof(S) == 4 ? 0 : s.n * STATE_SLICE; }
 
-    // While a slice is multiplied: the pending tokens of the next head, or behind the last one those of the next group, and its state.
+    // While a slice is multiplied: the pending tokens of the next head, or behind the last one those of the next group,
+    // and its state.
     StateAhead ahead_of(Pending pending, int64_t h, int64_t lane, int64_t vectors, int64_t tokens) const {
         const int64_t taken = s_.steps_of(tokens) * s_.lanes;
         if (h + 1 < s_.heads) return {pending.words + s_.x_at + (h + 1) * STEPS * s_.lanes, taken / 16, s_.cells, 0};
@@ -172,23 +201,27 @@ class Blocks {
         const uint32_t* next = pending.words + s_.pending_words;
         StateAhead ahead{next, (s_.x_at + taken) / 16, s_.cells, 0};
         if (lane) ahead.next = next + s_.b_at, ahead.lines = tokens * s_.row / 16;
-        if (lane + 16 * vectors >= s_.lanes) ahead.from = s_.cells - STATE_AHEAD / vectors, ahead.skip = Shape::SPLIT ? s_.rest_at() : 0;
+        if (lane + 16 * vectors >= s_.lanes)
+            ahead.from = s_.cells - STATE_AHEAD / vectors, ahead.skip = Shape::SPLIT ? s_.rest_at() : 0;
         return ahead;
     }
 
-    // Appends the sums of log decays of these tokens. Before a block's first tokens, clears the cells of x dt: weights of 0 are multiplied with all.
+    // Appends the sums of log decays of these tokens. Before a block's first tokens, clears the cells of x dt: weights
+    // of 0 are multiplied with all.
     void take_decays(Pending pending, int64_t first, int64_t count, const float* log_decays) const {
         const int64_t begin = pending.count();
         float* sums = pending.sums();
         for (int64_t h = 0; h < s_.heads; h++) {
             float sum = begin ? sums[h * GRID + begin - 1] : 0.0f;
-            for (int64_t t = 0; t < count; t++) sums[h * GRID + begin + t] = sum += log_decays[(first + t) * s_.heads + h];
+            for (int64_t t = 0; t < count; t++)
+                sums[h * GRID + begin + t] = sum += log_decays[(first + t) * s_.heads + h];
         }
         if (!begin && count < GRID) std::memset(pending.words + s_.x_at, 0, 4 * s_.heads * STEPS * s_.lanes);
     }
 
     void grow(Pending pending) const {
-        for (int64_t h = 0; h < s_.heads; h++) store_floats(growth_ + h * GRID, decay_of<Cells>(load_floats(pending.sums() + h * GRID)));
+        for (int64_t h = 0; h < s_.heads; h++)
+            store_floats(growth_ + h * GRID, decay_of<Cells>(load_floats(pending.sums() + h * GRID)));
     }
 
     // The weights that token `token` of the block gives to its first `known` tokens, by row `row` of C.
@@ -202,8 +235,8 @@ class Blocks {
     }
     uint32_t* weights_of(int64_t h, int64_t row) const { return weights_ + (h * reads_ * GRID + row) * STEPS; }
 
-    // The last `count` tokens, slice by slice, MOST at a time: each(vectors, group, cells, ahead, h, lane, t), of a group of tokens from t
-    // on, with the slice's cells of the state, and what to prefetch meanwhile.
+    // The last `count` tokens, slice by slice, MOST at a time: each(vectors, group, cells, ahead, h, lane, t), of a
+    // group of tokens from t on, with the slice's cells of the state, and what to prefetch meanwhile.
     template <int MOST, typename Each>
     void each_tokens(
         Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const ReadNext& next, Each&& each
@@ -214,7 +247,9 @@ class Blocks {
                 const StateAhead ahead = ahead_of(pending, h, lane, vectors(), begin + 1);
                 each(vectors, std::integral_constant<int, 1>(), cells, &ahead, h, lane, 0);
             } else {
-                in_groups<MOST>(count, [&](auto group, int64_t t) { each(vectors, group, cells, nullptr, h, lane, t); });
+                in_groups<MOST>(count, [&](auto group, int64_t t) {
+                    each(vectors, group, cells, nullptr, h, lane, t);
+                });
             }
             for (int64_t t = 0; t < count; t++) next.prefetch(first + t, h * s_.head + lane);
         });
@@ -230,10 +265,12 @@ class Blocks {
         }
     }
 
-    // Tokens [t, t + R) of the last ones: products of C with the state, which has decayed since, and of weights with the `taken` x dt; D x.
+    // Tokens [t, t + R) of the last ones: products of C with the state, which has decayed since, and of weights with
+    // the `taken` x dt; D x.
     template <int V, int R>
     void read_rows(
-        const uint32_t* cells, const StateAhead* ahead, const uint32_t* taken, const float* x, float d, int64_t h, int64_t begin, int64_t t, int64_t left, float* out
+        const uint32_t* cells, const StateAhead* ahead, const uint32_t* taken, const float* x, float d, int64_t h,
+        int64_t begin, int64_t t, int64_t left, float* out
     ) const {
         constexpr int W = beside(R, V);
         const int64_t width = s_.heads * s_.head, steps = s_.steps_of(begin + t + R);
@@ -260,14 +297,19 @@ class Blocks {
 
 #if AMX_TILES
     // `read` by tiles: of all tokens, the products with a slice of the state, and those of weights with x dt.
-    void read_in_tiles(Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const BlockTokens& in, float* out, const ReadNext& next) const {
+    void read_in_tiles(
+        Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const BlockTokens& in, float* out,
+        const ReadNext& next
+    ) const {
         const int64_t width = s_.heads * s_.head;
         StateTiles::begin(count);
         s_.each_slice([&](int64_t h, int64_t lane, auto vectors) {
             constexpr int V = vectors();
             alignas(64) float of_state[GRID * STATE_SLICE], of_tokens[GRID * STATE_SLICE];
             multiply_state<V>(pending, begin, count, state, h, lane, of_state);
-            StateTiles::multiply_weights<V>(weights_of(h, 0), pending.words + s_.x_at + h * STEPS * s_.lanes + lane, s_.lanes, of_tokens);
+            StateTiles::multiply_weights<V>(
+                weights_of(h, 0), pending.words + s_.x_at + h * STEPS * s_.lanes + lane, s_.lanes, of_tokens
+            );
             const float* x = in.x + first * width + h * s_.head + lane;
             float* to = out + h * s_.head + lane;
             const Floats d = splat(in.d[h]);
@@ -286,7 +328,10 @@ class Blocks {
     }
 
     // `solve` by tiles: of all tokens, the products with a slice of the state.
-    void solve_in_tiles(Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const DeltaTokens& in, float* out, const ReadNext& next) const {
+    void solve_in_tiles(
+        Pending pending, int64_t begin, int64_t first, int64_t count, const S* state, const DeltaTokens& in, float* out,
+        const ReadNext& next
+    ) const {
         s_.each_slice([&](int64_t h, int64_t lane, auto vectors) {
             constexpr int V = vectors();
             alignas(64) float of_state[2 * GRID * STATE_SLICE];
@@ -299,55 +344,76 @@ class Blocks {
             in_groups<2>(count, [&](auto group, int64_t t) {
                 const float* const known = state ? of_state + 2 * t * STATE_SLICE : nullptr;
                 const float* betas = in.betas + first * s_.heads + h;
-                solve_rows<V, group()>(nullptr, nullptr, known, changes, betas, h, begin, t, s_.head - lane, out + h * s_.head + lane);
+                solve_rows<V, group()>(
+                    nullptr, nullptr, known, changes, betas, h, begin, t, s_.head - lane, out + h * s_.head + lane
+                );
             });
             for (int64_t t = 0; t < count; t++) next.prefetch(first + t, h * s_.head + lane);
         });
     }
 
-    // sums [reads * count, STATE_SLICE]: products of the tokens' rows of C with a slice of the state, if there is one. Tiles are configured for
-    // all of these rows, or for GRID of them.
+    // sums [reads * count, STATE_SLICE]: products of the tokens' rows of C with a slice of the state, if there is one.
+    // Tiles are configured for all of these rows, or for GRID of them.
     template <int V>
-    void multiply_state(Pending pending, int64_t begin, int64_t count, const S* state, int64_t h, int64_t lane, float* sums) const {
+    void multiply_state(
+        Pending pending, int64_t begin, int64_t count, const S* state, int64_t h, int64_t lane, float* sums
+    ) const {
         if (!state) return;
         const uint32_t* cells = reinterpret_cast<const uint32_t*>(s_.slice_of(state, h, lane));
         const StateAhead ahead = ahead_of(pending, h, lane, V, begin + 1);
         for (int64_t row = 0; row < reads_ * count; row += GRID)
             StateTiles::multiply<V>(
-                c_ + row * s_.row, s_.row, std::min(reads_ * count, GRID), s_.cells, cells, count == 1 ? &ahead : nullptr, sums + row * STATE_SLICE);
+                c_ + row * s_.row, s_.row, std::min(reads_ * count, GRID), s_.cells, cells,
+                count == 1 ? &ahead : nullptr, sums + row * STATE_SLICE
+            );
     }
 #endif
 
-    // Tokens [t, t + N) of the last ones: change = beta (value - what the key reads); what the query reads, the change included.
-    // Reads are products with the state, which has decayed since, and of weights with `changes`. `of_state`: the first ones, [2 N, STATE_SLICE],
-    // where `cells` is null.
+    // Tokens [t, t + N) of the last ones: change = beta (value - what the key reads); what the query reads, the change
+    // included. Reads are products with the state, which has decayed since, and of weights with `changes`. `of_state`:
+    // the first ones, [2 N, STATE_SLICE], where `cells` is null.
     template <int V, int N>
     void solve_rows(
-        const uint32_t* cells, const StateAhead* ahead, const float* of_state, uint32_t* changes, const float* betas, int64_t h, int64_t begin, int64_t t, int64_t left, float* out
+        const uint32_t* cells, const StateAhead* ahead, const float* of_state, uint32_t* changes, const float* betas,
+        int64_t h, int64_t begin, int64_t t, int64_t left, float* out
     ) const {
         constexpr int W = beside(2 * N, V);
         const int64_t width = s_.heads * s_.head;
         for (int v = 0; v < V; v += W) {
             Floats sum[2 * N][W];
             set_zero(sum);
-            if (cells) multiply_cells<Cells>(sum, c_ + 2 * t * s_.row, s_.row, 1, s_.cells, cells + 16 * v, 16 * V, ahead);
+            if (cells)
+                multiply_cells<Cells>(sum, c_ + 2 * t * s_.row, s_.row, 1, s_.cells, cells + 16 * v, 16 * V, ahead);
             if (of_state)
                 unrolled<2 * N>([&](int r) ALWAYS {
-                    unrolled<W>([&](int w) ALWAYS { sum[r][w] = load_floats(of_state + r * STATE_SLICE + 16 * (v + w)); });
+                    unrolled<W>([&](int w) ALWAYS {
+                        sum[r][w] = load_floats(of_state + r * STATE_SLICE + 16 * (v + w));
+                    });
                 });
             unrolled<N>([&](int r) ALWAYS {
                 const int64_t token = begin + t + r;
                 const Floats growth = splat(growth_[h * GRID + token]), beta = splat(betas[(t + r) * s_.heads]);
                 float* own = out + (t + r) * width;
                 Floats by_key[1][W], by_query[1][W];
-                unrolled<W>([&](int w) ALWAYS { by_key[0][w] = sum[2 * r][w] * growth, by_query[0][w] = sum[2 * r + 1][w] * growth; });
-                multiply_cells<Cells>(by_key, weights_of(h, 2 * (t + r)), 0, 1, s_.steps_of(token), changes + 16 * v, s_.lanes);
+                unrolled<W>([&](int w) ALWAYS {
+                    by_key[0][w] = sum[2 * r][w] * growth, by_query[0][w] = sum[2 * r + 1][w] * growth;
+                });
+                multiply_cells<Cells>(
+                    by_key, weights_of(h, 2 * (t + r)), 0, 1, s_.steps_of(token), changes + 16 * v, s_.lanes
+                );
                 unrolled<W>([&](int w) ALWAYS {
                     const int64_t at = 16 * (v + w);
-                    put_in_cells<Cells>(changes + at, s_.lanes, token, beta * (load16(own + at, lanes(left - at)) - by_key[0][w]), zero());
+                    put_in_cells<Cells>(
+                        changes + at, s_.lanes, token, beta * (load16(own + at, lanes(left - at)) - by_key[0][w]),
+                        zero()
+                    );
                 });
-                multiply_cells<Cells>(by_query, weights_of(h, 2 * (t + r) + 1), 0, 1, s_.steps_of(token + 1), changes + 16 * v, s_.lanes);
-                unrolled<W>([&](int w) ALWAYS { store16(own + 16 * (v + w), lanes(left - 16 * (v + w)), by_query[0][w]); });
+                multiply_cells<Cells>(
+                    by_query, weights_of(h, 2 * (t + r) + 1), 0, 1, s_.steps_of(token + 1), changes + 16 * v, s_.lanes
+                );
+                unrolled<W>([&](int w) ALWAYS {
+                    store16(own + 16 * (v + w), lanes(left - 16 * (v + w)), by_query[0][w]);
+                });
             });
         }
     }

@@ -14,7 +14,8 @@
 
 namespace {
 
-enum class Form : int64_t { BLOCKS = 0, PLAIN = 1, WRITTEN = 2 };  // WRITTEN: torch operations will write it without reading it
+// WRITTEN: torch operations will write it without reading it
+enum class Form : int64_t { BLOCKS = 0, PLAIN = 1, WRITTEN = 2 };
 
 struct PlainStrides {  // of a state in the form of torch operations: elements from a channel, or an input, to the next
     int64_t channel, input;
@@ -41,7 +42,8 @@ void each_number(const BlockShape<Cells, S>& shape, P* state, F&& f) {
         P* slice = shape.slice_of(state, h, lane);
         for (int64_t at = 0; at < shape.rows; at += 2)
             for (int v = 0; v < V; v++) {
-                if (Shape::PAIRS || at + 2 <= shape.rows) one_number<Shape, S, 2, V>(slice, shape.rest_at(), at, v, h, lane, f);
+                if (Shape::PAIRS || at + 2 <= shape.rows)
+                    one_number<Shape, S, 2, V>(slice, shape.rest_at(), at, v, h, lane, f);
                 else if constexpr (!Shape::PAIRS) one_number<Shape, S, 1, V>(slice, shape.rest_at(), at, v, h, lane, f);
             }
     });
@@ -55,7 +57,7 @@ int64_t plain_at(const BlockShape<Cells, S>& shape, PlainStrides strides, int64_
 // Copies a state without pending tokens from its slices to numbers with these strides, and back.
 template <class Cells, typename S>
 void state_to_plain(const BlockShape<Cells, S>& shape, const S* state, PlainStrides strides, S* plain) {
-    each_number(shape, state, [&](Floats (&sum)[2][1], int64_t at, int64_t h, int64_t lane) {
+    each_number(shape, state, [&](Floats(&sum)[2][1], int64_t at, int64_t h, int64_t lane) {
         alignas(64) float numbers[16];
         for (int64_t r = 0; r < 2 && at + r < shape.n; r++) {
             store_floats(numbers, sum[r][0]);
@@ -67,7 +69,7 @@ void state_to_plain(const BlockShape<Cells, S>& shape, const S* state, PlainStri
 }
 template <class Cells, typename S>
 void state_from_plain(const BlockShape<Cells, S>& shape, const S* plain, PlainStrides strides, S* state) {
-    each_number(shape, state, [&](Floats (&sum)[2][1], int64_t at, int64_t h, int64_t lane) {
+    each_number(shape, state, [&](Floats(&sum)[2][1], int64_t at, int64_t h, int64_t lane) {
         for (int64_t r = 0; r < 2; r++) {
             alignas(64) float numbers[16] = {};
             for (int64_t i = 0; i < 16 && lane + i < shape.head && at + r < shape.n; i++)
@@ -78,8 +80,8 @@ void state_from_plain(const BlockShape<Cells, S>& shape, const S* plain, PlainSt
     });
 }
 
-// Converts a slot's state of one layer to this form, unless it has it. A group's memory in one form overlaps that of other groups in the other.
-// with_group(group, work): calls work with one of the groups.
+// Converts a slot's state of one layer to this form, unless it has it. A group's memory in one form overlaps that of
+// other groups in the other. with_group(group, work): calls work with one of the groups.
 template <typename S, typename WithGroup>
 void convert_state(const Op& op, int64_t groups, int64_t slot, Form form, WithGroup&& with_group) {
     S* plain = static_cast<S*>(op.states) + slot * op.state_stride;

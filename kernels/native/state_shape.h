@@ -11,11 +11,13 @@
 
 namespace {
 
-constexpr int64_t GRID = 16;         // tokens of a block: as many as a vector has lanes
-constexpr int32_t PLAIN = -1;        // instead of the number of pending tokens: the state has the form of torch operations
+constexpr int64_t GRID = 16;  // tokens of a block: as many as a vector has lanes
+// Instead of the number of pending tokens: the state has the form of torch operations
+constexpr int32_t PLAIN = -1;
 constexpr int64_t STATE_SLICE = 64;  // channels that are computed together; the rest of a head in slices of 32 and 16
 
-// The cells that products multiply: pairs of bfloat16 if the model is in bfloat16 and there are instructions for them, else float32.
+// The cells that products multiply: pairs of bfloat16 if the model is in bfloat16 and there are instructions for them,
+// else float32.
 template <typename T>
 using StateCells = std::conditional_t<BF16_PAIRS && std::is_same_v<T, uint16_t>, Bf16Cells, F32Cells>;
 
@@ -29,17 +31,21 @@ struct BlockShape {
     static constexpr int64_t STEPS = GRID / Cells::EACH;  // cells of 16 tokens
 
     BlockShape(int64_t heads, int64_t head, int64_t n)
-        : heads(heads), head(head), n(n), lanes(rounded_up(head, 16)), rows(rounded_up(n, Cells::EACH)), cells(rows / Cells::EACH),
-          row(rounded_up(cells, 16)), x_at(16 + heads * GRID), b_at(x_at + heads * STEPS * lanes), pending_words(b_at + GRID * row) {}
+        : heads(heads), head(head), n(n), lanes(rounded_up(head, 16)), rows(rounded_up(n, Cells::EACH)),
+          cells(rows / Cells::EACH), row(rounded_up(cells, 16)), x_at(16 + heads * GRID),
+          b_at(x_at + heads * STEPS * lanes), pending_words(b_at + GRID * row) {}
 
-    // A state is [heads, slices, cells, channels of a slice] words of bfloat16 pairs, and if SPLIT as many words again for the rest of float32:
-    // a number's bits are those of its bfloat16, rounded half up, followed by 16 zeros, plus a signed rest of 16 bits. Without pairs it is
-    // [heads, slices, n, channels of a slice] numbers of type S.
-    int64_t state_bytes() const { return rounded_up(heads * lanes * (PAIRS ? 4 * cells * (SPLIT ? 2 : 1) : n * sizeof(S)), 64); }
+    // A state is [heads, slices, cells, channels of a slice] words of bfloat16 pairs, and if SPLIT as many words again
+    // for the rest of float32: a number's bits are those of its bfloat16, rounded half up, followed by 16 zeros, plus a
+    // signed rest of 16 bits. Without pairs it is [heads, slices, n, channels of a slice] numbers of type S.
+    int64_t state_bytes() const {
+        return rounded_up(heads * lanes * (PAIRS ? 4 * cells * (SPLIT ? 2 : 1) : n * sizeof(S)), 64);
+    }
     int64_t bytes() const { return state_bytes() + 4 * pending_words; }
     int64_t rest_at() const { return heads * lanes * cells; }
     int64_t numbers() const { return heads * head * n; }  // without padding
-    static int64_t steps_of(int64_t tokens) { return (tokens + Cells::EACH - 1) / Cells::EACH; }  // cells of so many tokens
+    // cells of so many tokens
+    static int64_t steps_of(int64_t tokens) { return (tokens + Cells::EACH - 1) / Cells::EACH; }
 
     // A slice of a head's channels, from `lane` on.
     template <typename P>
@@ -59,8 +65,10 @@ struct BlockShape {
     }
 
     const int64_t heads, head, n;
-    const int64_t lanes, rows, cells, row;  // channels of a head and inputs of a state with padding; cells of a row of B
-    // Words of pending tokens: their count in the first 16; sums of dt A [heads, 16]; x dt [heads, STEPS, lanes]; B [16, row]
+    // channels of a head and inputs of a state with padding; cells of a row of B
+    const int64_t lanes, rows, cells, row;
+    // Words of pending tokens: their count in the first 16; sums of dt A [heads, 16]; x dt [heads, STEPS, lanes]; B
+    // [16, row]
     const int64_t x_at, b_at, pending_words;
 };
 

@@ -17,7 +17,8 @@ namespace {
 
 constexpr int64_t WEIGHT_BYTES = 2 * GRID;  // of a token's weights, and of one input of B of a block's tokens
 
-// Up to 16 rows times V vectors of a slice. Tiles 0 to 3 are sums; 4 rows of C and 5 a state's cells; 6 rows of weights and 7 x dt.
+// Up to 16 rows times V vectors of a slice. Tiles 0 to 3 are sums; 4 rows of C and 5 a state's cells; 6 rows of weights
+// and 7 x dt.
 struct StateTiles {
     static void begin(int64_t rows) {
         TileConfig config = full_tiles();
@@ -28,7 +29,10 @@ struct StateTiles {
 
     // sums [rows, STATE_SLICE] = products of `count` cells of rows, `row` words apart, with a slice of a state.
     template <int V>
-    static void multiply(const uint32_t* a, int64_t row, int64_t rows, int64_t count, const uint32_t* b, const StateAhead* ahead, float* sums) {
+    static void multiply(
+        const uint32_t* a, int64_t row, int64_t rows, int64_t count, const uint32_t* b, const StateAhead* ahead,
+        float* sums
+    ) {
         zero_tiles<V>();
         for (int64_t k = 0; k < count; k += AMX_ROWS, a += AMX_ROWS, b += AMX_ROWS * 16 * V) {
             const int64_t cells = std::min(count - k, AMX_ROWS);
@@ -79,7 +83,8 @@ struct StateTiles {
     }
 };
 
-// 16 rows of a state, which are inputs of B, times V vectors of x dt, summed over a block's tokens. Tiles 0 and 1 are sums, 2 is B, 4 to 7 are x dt.
+// 16 rows of a state, which are inputs of B, times V vectors of x dt, summed over a block's tokens. Tiles 0 and 1 are
+// sums, 2 is B, 4 to 7 are x dt.
 struct UpdateTiles {
     static void begin() {
         TileConfig config = full_tiles();

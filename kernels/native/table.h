@@ -1,4 +1,5 @@
-// Rows of embeddings as numbers: of a packed weight, where they are tied to the vocabulary projection, or of a compact table.
+// Rows of embeddings as numbers: of a packed weight, where they are tied to the vocabulary projection, or of a compact
+// table.
 
 #pragma once
 
@@ -22,7 +23,8 @@ inline float e4m3_to_float(uint8_t v) {
     return v & 128 ? -size : size;
 }
 
-// One row of a weight that is not gated, number by number, as `Quantised.dequantise` computes it (pack.h has the layouts).
+// One row of a weight that is not gated, number by number, as `Quantised.dequantise` computes it (pack.h has the
+// layouts).
 class PackedRow {
   public:
     PackedRow(const Weight& w, int64_t row) : w_(w), r_(row % PANEL), panel_(row / PANEL) {
@@ -31,7 +33,11 @@ class PackedRow {
 
     void read(float* to) const {
         switch (w_.kind) {
-            case BF16: each(to, w_.k, [&](int64_t i) { return bf16_to_float(word(2 * (i / 2 * 2 * PANEL + r_ * 2 + i % 2))); }); break;
+            case BF16:
+                each(to, w_.k, [&](int64_t i) {
+                    return bf16_to_float(word(2 * (i / 2 * 2 * PANEL + r_ * 2 + i % 2)));
+                });
+                break;
             case COMPACT_BF16: read_compact(w_, panel_, r_, to); break;
             case INT8: read_int8(to); break;
             case INT4: by_group(to, w_.group, [&](int64_t i) { return float(int4(i)); }, w_.zeros, 8.0f); break;
@@ -52,13 +58,16 @@ class PackedRow {
         const int64_t groups = (w_.k + group - 1) / group;
         for (int64_t g = 0; g < groups; g++) {
             const int64_t at = (panel_ * groups + g) * PANEL + r_, end = std::min(w_.k, (g + 1) * group);
-            const float scale = w_.bf16_scale ? bf16_to_float(w_.bf16_scale[at]) : w_.scale[at], less = zeros ? zeros[at] : zero;
+            const float scale = w_.bf16_scale ? bf16_to_float(w_.bf16_scale[at]) : w_.scale[at],
+                        less = zeros ? zeros[at] : zero;
             for (int64_t i = g * group; i < end; i++) to[i] = (number(i) - less) * scale;
         }
     }
     void read_int8(float* to) const {
         const float scale = w_.scale[panel_ * PANEL + r_];
-        each(to, w_.k, [&](int64_t i) { return float(int8_t(data_[(i / 4 * PANEL + r_) * 4 + i % 4] ^ 0x80)) * scale; });
+        each(to, w_.k, [&](int64_t i) {
+            return float(int8_t(data_[(i / 4 * PANEL + r_) * 4 + i % 4] ^ 0x80)) * scale;
+        });
     }
     void read_nvfp4(float* to) const {
         static constexpr float sizes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
@@ -67,7 +76,8 @@ class PackedRow {
             const uint8_t *block = data_ + begin / 16 * 9 * PANEL, byte = block[r_];
             const float scale = scales_.of[byte];
             for (int64_t j = 0; j < 16; j++) {
-                const uint8_t two = block[PANEL + j / 8 * 4 * PANEL + in_pairs(j % 4)], code = j & 4 ? two >> 4 : two & 15;
+                const uint8_t two = block[PANEL + j / 8 * 4 * PANEL + in_pairs(j % 4)],
+                              code = j & 4 ? two >> 4 : two & 15;
                 to[begin + j] = (code & 8 ? -sizes[code & 7] : sizes[code]) * scale * outer;
             }
         }
@@ -81,13 +91,9 @@ class PackedRow {
         const uint8_t two = data_[(i / 4 * (PANEL / 2) + r_ % (PANEL / 2)) * 4 + i % 4];
         return r_ < PANEL / 2 ? two & 15 : two >> 4;
     }
-    int uint4(int64_t i) const {
-        return word((i / 8 * PANEL + r_) * 4 + i % 2 * 2) >> (i % 8 / 2 * 4) & 15;
-    }
+    int uint4(int64_t i) const { return word((i / 8 * PANEL + r_) * 4 + i % 2 * 2) >> (i % 8 / 2 * 4) & 15; }
     // Where the byte of input i is: 4 inputs of 4 outputs lie together, the lower two inputs of each first.
-    int64_t in_pairs(int64_t i) const {
-        return i / 4 * 4 * PANEL + r_ / 4 * 16 + i % 4 / 2 * 8 + r_ % 4 * 2 + i % 2;
-    }
+    int64_t in_pairs(int64_t i) const { return i / 4 * 4 * PANEL + r_ / 4 * 16 + i % 4 / 2 * 8 + r_ % 4 * 2 + i % 2; }
 
     struct E4m3 {
         float of[256];
@@ -120,10 +126,13 @@ inline void table_row(const Weight& table, int64_t id, bool is_bf16, float* to) 
 
 class TableJob : public Job {
   public:
-    TableJob(const Weight& table, const int64_t* ids, int64_t count, float* out) : table_(table), ids_(ids), count_(count), out_(out) {}
+    TableJob(const Weight& table, const int64_t* ids, int64_t count, float* out)
+        : table_(table), ids_(ids), count_(count), out_(out) {}
     int64_t phases() const override { return 1; }
     int64_t units(int64_t) const override { return count_; }
-    void run(int64_t, int64_t unit, std::vector<float>&) const override { table_row(table_, ids_[unit], false, out_ + unit * table_.k); }
+    void run(int64_t, int64_t unit, std::vector<float>&) const override {
+        table_row(table_, ids_[unit], false, out_ + unit * table_.k);
+    }
 
   private:
     const Weight& table_;

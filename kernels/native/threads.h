@@ -18,9 +18,9 @@
 
 namespace {
 
-// A job is a sequence of phases, a phase a number of units of work; a phase begins when all units of the one before it are
-// done. Each thread has a lane of neighbouring units, so that it reads weights sequentially, and takes units of other lanes
-// when its own is empty.
+// A job is a sequence of phases, a phase a number of units of work; a phase begins when all units of the one before it
+// are done. Each thread has a lane of neighbouring units, so that it reads weights sequentially, and takes units of
+// other lanes when its own is empty.
 class Job {
   public:
     virtual int64_t phases() const = 0;
@@ -37,9 +37,9 @@ inline uint64_t& jobs_of_thread() {
     return jobs;
 }
 
-// The calling thread and its helpers. No thread waits for a helper that has not taken a unit: one that sleeps, or that has lost
-// its core, costs no more than its absence. Therefore each counter contains the number of its job, and a late helper takes no
-// unit of a finished job.
+// The calling thread and its helpers. No thread waits for a helper that has not taken a unit: one that sleeps, or that
+// has lost its core, costs no more than its absence. Therefore each counter contains the number of its job, and a late
+// helper takes no unit of a finished job.
 class Pool {
   public:
     void run(const Job& job, int64_t threads) {
@@ -54,7 +54,8 @@ class Pool {
             for (; helpers_ < threads - 1; helpers_++) std::thread(&Pool::help, this, helpers_).detach();
         } catch (const std::system_error&) {
         }  // no more threads can be started: the existing ones do the work
-        const int64_t phases = job.phases(), each = threads + 1;  // counters of a phase: one for each thread's lane, and one of the units that are not done
+        // counters of a phase: one for each thread's lane, and one of the units that are not done
+        const int64_t phases = job.phases(), each = threads + 1;
         if (phases * each > int64_t(counters_.size())) {
             for (auto& old : counters_) old.value.store(0);
             retired_.push_back(std::move(counters_));  // a late helper may still read them
@@ -64,7 +65,9 @@ class Pool {
         for (int64_t i = 0; i < phases; i++) {
             const int64_t units = job.units(i);
             for (int64_t lane = 0; lane < threads; lane++)
-                counters_[i * each + lane].start(number, lane_begin(units, threads, lane + 1) - lane_begin(units, threads, lane), units);
+                counters_[i * each + lane].start(
+                    number, lane_begin(units, threads, lane + 1) - lane_begin(units, threads, lane), units
+                );
             counters_[i * each + threads].start(number, units, units);
         }
         job_.store(&job, std::memory_order_relaxed);
@@ -89,7 +92,8 @@ class Pool {
             if (mine) busy.clear(std::memory_order_release);
         }
     };
-    struct alignas(64) Counter {  // number of the job << 40 | units that are left to take, or to do; 2^40 would take days
+    // number of the job << 40 | units that are left to take, or to do; 2^40 would take days
+    struct alignas(64) Counter {
         std::atomic<uint64_t> value{0};
         std::atomic<int64_t> units{0};  // of the phase
         Counter() = default;
@@ -148,7 +152,8 @@ class Pool {
     void help(int64_t index) {
         uint32_t seen = 0;
         for (;;) {
-            for (int spins = 0; spins < IDLE_SPINS && signal_.load(std::memory_order_acquire) == seen; spins++) spin_pause();
+            for (int spins = 0; spins < IDLE_SPINS && signal_.load(std::memory_order_acquire) == seen; spins++)
+                spin_pause();
             sleepers_.fetch_add(1, std::memory_order_seq_cst);
             while (signal_.load(std::memory_order_seq_cst) == seen) futex(FUTEX_WAIT_PRIVATE, int(seen));
             sleepers_.fetch_sub(1, std::memory_order_seq_cst);
@@ -156,7 +161,9 @@ class Pool {
             if (index >= wanted_.load(std::memory_order_relaxed)) continue;
             const uint64_t layout = layout_.load(std::memory_order_acquire);
             const int64_t threads = layout & 0xffffffff;
-            work(shared_.load(std::memory_order_acquire), layout >> 32, threads, std::min(index + 1, threads - 1), seen);
+            work(
+                shared_.load(std::memory_order_acquire), layout >> 32, threads, std::min(index + 1, threads - 1), seen
+            );
         }
     }
 

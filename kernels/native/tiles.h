@@ -18,10 +18,12 @@
 
 namespace {
 
-constexpr int64_t LINE = 64;        // bytes that are read from memory together
-constexpr int64_t STRIDE = 4;       // steps through the inputs between two prefetches
-constexpr int64_t WIDENED = 512;     // inputs of rows that are widened together: with 6 rows they stay in the first-level cache
-constexpr int64_t FETCHED = 9216;    // how far ahead a first pass over a panel of packed numbers prefetches, in bytes: 16 groups of nvfp4
+constexpr int64_t LINE = 64;   // bytes that are read from memory together
+constexpr int64_t STRIDE = 4;  // steps through the inputs between two prefetches
+// Inputs of rows that are widened together: with 6 rows they stay in the first-level cache
+constexpr int64_t WIDENED = 512;
+// How far ahead a first pass over a panel of packed numbers prefetches, in bytes: 16 groups of nvfp4
+constexpr int64_t FETCHED = 9216;
 constexpr int64_t FETCHED_STEPS = 16;  // steps through the inputs that a first pass over a panel reads ahead
 
 inline Words broadcast_word(const void* p) {
@@ -30,8 +32,8 @@ inline Words broadcast_word(const void* p) {
     return splat_word(v);
 }
 
-// A word of a row of integers, in all lanes. Where their products are several instructions, GCC would otherwise compute those of all rows first and
-// keep sums in memory.
+// A word of a row of integers, in all lanes. Where their products are several instructions, GCC would otherwise compute
+// those of all rows first and keep sums in memory.
 inline Words word_of_row(const void* p) { return BYTE_DOTS ? broadcast_word(p) : in_register(broadcast_word(p)); }
 
 // Memory that is needed next, prefetched into the second-level cache while the current panel is multiplied: some lines
@@ -51,7 +53,8 @@ struct Ahead {
 
 constexpr int64_t SPREAD = 4;  // tiles of rows over which reading the next panel is spread
 
-// The part of `bytes` at `next` that tile `tile` of `pieces` prefetches: only the last tiles prefetch. `looks`: how often a tile does it.
+// The part of `bytes` at `next` that tile `tile` of `pieces` prefetches: only the last tiles prefetch. `looks`: how
+// often a tile does it.
 Ahead ahead_of(int64_t tile, int64_t pieces, const char* next, int64_t bytes, int64_t looks) {
     const int64_t spread = std::min(pieces, SPREAD), share = tile - (pieces - spread);
     if (!next || share < 0) return {nullptr, nullptr, 0};
@@ -71,7 +74,8 @@ inline ALWAYS void unrolled(const F& f) {
     unrolled(std::make_integer_sequence<int, N>(), f);
 }
 
-// Visits `count` rows in groups of MOST, the rest in one smaller group: visit(size, first), the size as an integral constant.
+// Visits `count` rows in groups of MOST, the rest in one smaller group: visit(size, first), the size as an integral
+// constant.
 template <int MOST, typename Visit>
 inline ALWAYS void in_groups(int64_t count, Visit&& visit) {
     static_assert(MOST == 2 || MOST == 4);
@@ -86,8 +90,9 @@ struct Inputs {  // [begin, end) of a product's, begin a multiple of 2
     int64_t begin, end;
 };
 
-// Sums of R rows and V vectors of outputs, zero or from [R, PANEL], and back. Loops over sums that are not unrolled would
-// have GCC keep them in memory throughout: in the products' loops each sum would be stored after each pair of inputs.
+// Sums of R rows and V vectors of outputs, zero or from [R, PANEL], and back. Loops over sums that are not unrolled
+// would have GCC keep them in memory throughout: in the products' loops each sum would be stored after each pair of
+// inputs.
 template <int R, int V>
 inline __attribute__((always_inline)) void set_zero(Floats (&sum)[R][V]) {
 #pragma GCC unroll 6
@@ -112,8 +117,8 @@ inline __attribute__((always_inline)) void store_sums(const Floats (&sum)[R][V],
         for (int v = 0; v < V; v++) store_floats(sums + r * PANEL + v * 16, sum[r][v]);
 }
 
-// A thread's memory, aligned to cache lines, for `floats` numbers: of a panel (WHICH 0), of rows or of sums (1), and of a slice of a panel (2), in the form
-// that they are multiplied in.
+// A thread's memory, aligned to cache lines, for `floats` numbers: of a panel (WHICH 0), of rows or of sums (1), and of
+// a slice of a panel (2), in the form that they are multiplied in.
 template <int WHICH>
 inline float* own_memory(int64_t floats) {
     static thread_local std::vector<float> memory;
@@ -121,8 +126,9 @@ inline float* own_memory(int64_t floats) {
     return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
 }
 
-// Whether the last call of this thread in this job was for the same panel. If so, the panel is still unpacked in its memory: units of several
-// blocks of rows of a panel follow each other. `panel`: -1 for a part of a panel, which is not used again.
+// Whether the last call of this thread in this job was for the same panel. If so, the panel is still unpacked in its
+// memory: units of several blocks of rows of a panel follow each other. `panel`: -1 for a part of a panel, which is not
+// used again.
 bool is_unpacked(const Weight& w, int64_t panel) {
     struct Panel {
         uint64_t job;
@@ -131,12 +137,14 @@ bool is_unpacked(const Weight& w, int64_t panel) {
     };
     static thread_local Panel last = {0, nullptr, 0, -1};
     const Panel now{jobs_of_thread(), w.data, w.operand, panel};
-    const bool same = now.job == last.job && now.weight == last.weight && now.operand == last.operand && panel == last.panel && panel >= 0;
+    const bool same = now.job == last.job && now.weight == last.weight && now.operand == last.operand &&
+                      panel == last.panel && panel >= 0;
     last = now;
     return same;
 }
 
-// R rows times 16 * W columns of a panel, [count][PANEL] float32, added to `sum`. `others`: vectors beside these follow.
+// R rows times 16 * W columns of a panel, [count][PANEL] float32, added to `sum`. `others`: vectors beside these
+// follow.
 template <int R, int W>
 inline __attribute__((always_inline)) void add_inputs(
     const float* a, int64_t lda, int64_t count, const float* b, bool others, Ahead& ahead, Floats (&sum)[R][W]
@@ -185,7 +193,8 @@ inline __attribute__((always_inline)) void add_inputs(
 }
 #endif
 
-// The sums of `count` inputs, added to `sums` unless these are the first ones. Never inlined: the loop needs most of the registers.
+// The sums of `count` inputs, added to `sums` unless these are the first ones. Never inlined: the loop needs most of
+// the registers.
 template <int R, int W, class T>
 __attribute__((noinline)) void add_slice(
     const T* a, int64_t lda, int64_t count, const T* b, bool from_zero, bool others, Ahead ahead, float* sums
@@ -196,23 +205,25 @@ __attribute__((noinline)) void add_slice(
     store_sums(sum, sums);
 }
 
-// Tiles of bfloat16 weights: R rows times 16 * V columns, from column 16 * first of a panel, for as many vectors at a time as there
-// are registers for. Sums begin with the first inputs.
+// Tiles of bfloat16 weights: R rows times 16 * V columns, from column 16 * first of a panel, for as many vectors at a
+// time as there are registers for. Sums begin with the first inputs.
 #if PAIR_PRODUCTS
 template <int R, int V>
 void tile_bf16(
-    const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, float*, bool, Ahead ahead,
-    float* sums
+    const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, float*, bool,
+    Ahead ahead, float* sums
 ) {
     constexpr int W = vectors_beside(R) < V ? vectors_beside(R) : V;
     const uint16_t* b = static_cast<const uint16_t*>(w.data) + (panel * w.kpad + inputs.begin) * PANEL + first * 32;
     for (int v = 0; v < V; v += W)
         add_slice<R, W>(
-            a + inputs.begin, lda, inputs.end - inputs.begin, b + v * 32, !inputs.begin, W < V && v == 0, v ? Ahead{} : ahead, sums + v * 16);
+            a + inputs.begin, lda, inputs.end - inputs.begin, b + v * 32, !inputs.begin, W < V && v == 0,
+            v ? Ahead{} : ahead, sums + v * 16
+        );
 }
 #elif !AMX_TILES
-// Without instructions for bfloat16, numbers are widened to float32. A row's numbers are widened once for some inputs. A panel's are
-// widened in registers by the first tile of rows, which stores them if others follow.
+// Without instructions for bfloat16, numbers are widened to float32. A row's numbers are widened once for some inputs.
+// A panel's are widened in registers by the first tile of rows, which stores them if others follow.
 template <int R, int W>
 inline __attribute__((always_inline)) void add_column(
     const float* rows, int64_t input, const Floats (&column)[W], Floats (&sum)[R][W]
@@ -234,7 +245,8 @@ inline __attribute__((always_inline)) void keep_column(const Floats (&column)[W]
 // `rows`: [R, WIDENED] float32. KEPT: stores the columns as float32 in `keep`, [count][PANEL].
 template <int R, int W, bool KEPT>
 __attribute__((noinline)) void add_widened(
-    const float* rows, int64_t count, const uint16_t* b, bool from_zero, bool others, float* keep, Ahead ahead, float* sums
+    const float* rows, int64_t count, const uint16_t* b, bool from_zero, bool others, float* keep, Ahead ahead,
+    float* sums
 ) {
     Floats sum[R][W];
     load_sums(from_zero, sums, sum);
@@ -251,7 +263,8 @@ __attribute__((noinline)) void add_widened(
             const uint16_t* again = b;  // loaded twice: there is no register to keep both inputs in
             asm("" : "+r"(again));
 #pragma GCC unroll 4
-            for (int v = 0; v < W; v++) column[v] = as_floats(load_words(again + v * 32) & splat_word(int32_t(0xffff0000)));
+            for (int v = 0; v < W; v++)
+                column[v] = as_floats(load_words(again + v * 32) & splat_word(int32_t(0xffff0000)));
             if constexpr (KEPT) keep_column(column, keep + PANEL), keep += 2 * PANEL;
             add_column(rows, i + 1, column, sum);
         }
@@ -268,11 +281,12 @@ inline void widen_rows(const uint16_t* a, int64_t lda, int64_t rows, int64_t cou
     }
 }
 
-// `unpacked`: null if there is only one tile; else the first tile stores these inputs of the panel there for the others.
+// `unpacked`: null if there is only one tile; else the first tile stores these inputs of the panel there for the
+// others.
 template <int R, int V>
 void tile_bf16(
-    const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, float* unpacked, bool first_rows,
-    Ahead ahead, float* sums
+    const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Inputs inputs, float* unpacked,
+    bool first_rows, Ahead ahead, float* sums
 ) {
     constexpr int W = vectors_beside(R) < V ? vectors_beside(R) : V;
     const uint16_t* b = static_cast<const uint16_t*>(w.data) + (panel * w.kpad + inputs.begin) * PANEL + first * 32;
@@ -285,7 +299,9 @@ void tile_bf16(
             const Ahead then = v ? Ahead{} : ahead;
             float* const kept = unpacked ? unpacked + offset + (first + v) * 16 : nullptr;
             if (unpacked && !first_rows) {
-                add_slice<R, W>(rows, WIDENED, count, static_cast<const float*>(kept), !begin, others, then, sums + v * 16);
+                add_slice<R, W>(
+                    rows, WIDENED, count, static_cast<const float*>(kept), !begin, others, then, sums + v * 16
+                );
             } else {
                 const auto add = unpacked ? add_widened<R, W, true> : add_widened<R, W, false>;
                 add(rows, count, b + offset + v * 32, !begin, others, kept, then, sums + v * 16);
@@ -296,7 +312,8 @@ void tile_bf16(
 }
 #endif
 
-// Between a loop and the use of its sums: without it, GCC would store each sum in every iteration, or before and after the loop.
+// Between a loop and the use of its sums: without it, GCC would store each sum in every iteration, or before and after
+// the loop.
 template <class T, int R, int V>
 inline ALWAYS void in_registers(T (&sum)[R][V]) {
     unrolled<R>([&](int r) ALWAYS { unrolled<V>([&](int v) ALWAYS { sum[r][v] = in_register(sum[r][v]); }); });
@@ -311,19 +328,23 @@ inline ALWAYS void add_bytes_of(const int8_t* a, int64_t lda, const Words (&colu
     });
 }
 
-// Products of unsigned 1-byte integers with 2-byte integers. A sum is that of the products with a row's numbers (INTEGER_HALVES), or those
-// with its lows and its highs.
+// Products of unsigned 1-byte integers with 2-byte integers. A sum is that of the products with a row's numbers
+// (INTEGER_HALVES), or those with its lows and its highs.
 constexpr int PARTS = INTEGER_HALVES ? 1 : 2;
 
 // R rows times four inputs of V vectors of outputs.
 template <int R, int V>
-inline ALWAYS void add_products(const int8_t* a, int64_t lda, int64_t highs, const Words (&column)[V], Words (&sum)[V][R][PARTS]) {
+inline ALWAYS void add_products(
+    const int8_t* a, int64_t lda, int64_t highs, const Words (&column)[V], Words (&sum)[V][R][PARTS]
+) {
 #if !BYTE_DOTS && !AMX_TILES
     Words even[V], odd[V];
     unrolled<V>([&](int v) ALWAYS { even[v] = column[v] & splat_half(255), odd[v] = shift_right16(column[v], 8); });
     unrolled<R>([&](int r) ALWAYS {
         const Words first = word_of_row(a + r * lda), second = word_of_row(a + r * lda + highs);
-        unrolled<V>([&](int v) ALWAYS { sum[v][r][0] = dot_halves(dot_halves(sum[v][r][0], even[v], first), odd[v], second); });
+        unrolled<V>([&](int v) ALWAYS {
+            sum[v][r][0] = dot_halves(dot_halves(sum[v][r][0], even[v], first), odd[v], second);
+        });
     });
 #else
     unrolled<2 * R>([&](int i) ALWAYS {
@@ -333,8 +354,8 @@ inline ALWAYS void add_products(const int8_t* a, int64_t lda, int64_t highs, con
 #endif
 }
 
-// Sums of R rows begin with the corrections for the weights' offset, which are stored after the rows. A sum that leaves 32 bits on the way is right
-// in the end, because both wrap around.
+// Sums of R rows begin with the corrections for the weights' offset, which are stored after the rows. A sum that leaves
+// 32 bits on the way is right in the end, because both wrap around.
 template <int R, int V>
 inline ALWAYS void begin_sums(const int8_t* behind, int64_t lda, Words (&sum)[V][R][PARTS]) {
     unrolled<R>([&](int r) ALWAYS {
@@ -349,7 +370,10 @@ struct LongSum {
     Words low, high;
     // 256 highs + lows.
     static inline ALWAYS LongSum of(Words lows, Words highs) {
-        return {add32(lows & splat_word(0xffff), shift_left32<8>(highs & splat_word(255))), add32(shift_right32<16>(lows), shift_right32<8>(highs))};
+        return {
+            add32(lows & splat_word(0xffff), shift_left32<8>(highs & splat_word(255))),
+            add32(shift_right32<16>(lows), shift_right32<8>(highs))
+        };
     }
     static inline ALWAYS LongSum of(const Words (&sum)[PARTS]) {
         if constexpr (PARTS == 2) return of(sum[0], sum[1]);
@@ -358,22 +382,30 @@ struct LongSum {
     inline ALWAYS void add(LongSum other) { low = add32(low, other.low), high = add32(high, other.high); }
     // Rounded once: both parts are exact, whatever the order of the products was.
     inline ALWAYS Floats rounded() const {
-        return fmadd(to_floats(add32(high, shift_right32<16>(low))), splat(65536.0f), to_floats(low & splat_word(0xffff)));
+        return fmadd(
+            to_floats(add32(high, shift_right32<16>(low))), splat(65536.0f), to_floats(low & splat_word(0xffff))
+        );
     }
 };
 
-// Inputs whose products are summed in 32 bits: 255 x 32,639 each (INTEGER_HALVES). Sums of lows and of highs fit for all inputs of a row.
+// Inputs whose products are summed in 32 bits: 255 x 32,639 each (INTEGER_HALVES). Sums of lows and of highs fit for
+// all inputs of a row.
 constexpr int64_t SUMMED_HALVES = 256;
 
-// Products of some inputs with V vectors of a panel, from `b` on, are added to `total`. `behind`: the corrections after the rows.
+// Products of some inputs with V vectors of a panel, from `b` on, are added to `total`. `behind`: the corrections after
+// the rows.
 template <int R, int V>
 __attribute__((noinline)) void add_int8(
-    const int8_t* a, int64_t lda, int64_t highs, int64_t inputs, const int8_t* behind, const uint8_t* b, Ahead& ahead, LongSum (&total)[V][R]
+    const int8_t* a, int64_t lda, int64_t highs, int64_t inputs, const int8_t* behind, const uint8_t* b, Ahead& ahead,
+    LongSum (&total)[V][R]
 ) {
     const int8_t* const a_end = a + inputs / 4 * FOUR_INPUTS;
     Words sum[V][R][PARTS];
     if constexpr (PARTS == 2 && !SIGNED_DOTS) begin_sums<R, V>(behind, lda, sum);
-    else unrolled<V>([&](int v) ALWAYS { unrolled<R * PARTS>([&](int i) ALWAYS { sum[v][i / PARTS][i % PARTS] = zero_words(); }); });
+    else
+        unrolled<V>([&](int v) ALWAYS {
+            unrolled<R * PARTS>([&](int i) ALWAYS { sum[v][i / PARTS][i % PARTS] = zero_words(); });
+        });
     while (a < a_end) {
         const int8_t* const stop = ahead.step() ? std::min(a_end, a + FOUR_INPUTS * STRIDE) : a_end;
         for (; a < stop; a += FOUR_INPUTS, b += 4 * PANEL) {
@@ -389,7 +421,8 @@ __attribute__((noinline)) void add_int8(
 // From column 16 * first on.
 template <int R, int V>
 void tile_int8(
-    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int64_t first, Ahead ahead, float* out
+    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int64_t first, Ahead ahead,
+    float* out
 ) {
     constexpr int W = integers_beside(R) < V ? integers_beside(R) : V;
     const int64_t each = INTEGER_HALVES ? SUMMED_HALVES : w.kpad;
@@ -404,8 +437,9 @@ void tile_int8(
         }
         for (int64_t at = 0; at < w.kpad; at += each)
             add_int8<R, W>(
-                a + at / 4 * FOUR_INPUTS, lda, highs_at(w.kpad), std::min(each, w.kpad - at), behind, columns + at * PANEL + v * 64, ahead,
-                total);
+                a + at / 4 * FOUR_INPUTS, lda, highs_at(w.kpad), std::min(each, w.kpad - at), behind,
+                columns + at * PANEL + v * 64, ahead, total
+            );
         for (int i = 0; i < W; i++) {
             const Floats scale = load_floats(w.scale + panel * PANEL + (first + v + i) * 16);
             for (int r = 0; r < R; r++)
@@ -414,8 +448,8 @@ void tile_int8(
     }
 }
 
-// Four inputs of vectors [first, first + V) of an int4 panel, as bytes of 0 to 15. A byte of the panel holds the same input of
-// columns 0..31 (low half) and 32..63 (high half).
+// Four inputs of vectors [first, first + V) of an int4 panel, as bytes of 0 to 15. A byte of the panel holds the same
+// input of columns 0..31 (low half) and 32..63 (high half).
 template <int V>
 inline ALWAYS void unpack_int4(const uint8_t* b, int64_t first, Words (&column)[V]) {
     const Words low = splat_byte(15);
@@ -437,7 +471,8 @@ inline ALWAYS Floats group_sum(const Words (&sum)[PARTS]) {
 // Vectors [first, first + V) of a panel.
 template <int R, int V>
 __attribute__((noinline)) void add_int4(
-    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int first, Ahead ahead, float* out
+    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int first, Ahead ahead,
+    float* out
 ) {
     const int64_t groups = w.kpad / GROUP, highs = highs_at(w.kpad);
     const uint8_t* b = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL / 2;
@@ -466,13 +501,17 @@ __attribute__((noinline)) void add_int4(
 }
 
 template <int R>
-void tile_int4(const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, Ahead ahead, float* out) {
+void tile_int4(
+    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, Ahead ahead, float* out
+) {
     constexpr int W = VECTOR_REGISTERS == 1 ? 4 : 1;
     for (int v = 0; v < 4; v += W) add_int4<R, W>(a, lda, scales, w, panel, v, v ? Ahead{} : ahead, out + v * 16);
 }
 
 // The scales of a group's 16 outputs.
-inline Floats group_scales(const Weight& w, int64_t at) { return w.bf16_scale ? load_bf16(w.bf16_scale + at) : load_floats(w.scale + at); }
+inline Floats group_scales(const Weight& w, int64_t at) {
+    return w.bf16_scale ? load_bf16(w.bf16_scale + at) : load_floats(w.scale + at);
+}
 
 // float32 weights stay in rows: columns of a panel are dot products, some at a time.
 template <int R>

@@ -1,9 +1,9 @@
-// Tiles of AMX of matrix products: blocks of rows times vectors of 16 columns of a panel. A panel's rows of 64 outputs are
-// what these tiles need, so weights are stored as for the other instruction sets.
+// Tiles of AMX of matrix products: blocks of rows times vectors of 16 columns of a panel. A panel's rows of 64 outputs
+// are what these tiles need, so weights are stored as for the other instruction sets.
 //
-// 32 inputs of bfloat16 are one step: even and odd inputs are summed from zero on, and both sums are then added. A row's bits
-// depend on no other row, but are not those of dot_pairs: every product with rows of bfloat16 uses tiles, of one row as of many.
-// Sums of bytes are exact, so few rows may use dot_bytes instead.
+// 32 inputs of bfloat16 are one step: even and odd inputs are summed from zero on, and both sums are then added. A
+// row's bits depend on no other row, but are not those of dot_pairs: every product with rows of bfloat16 uses tiles, of
+// one row as of many. Sums of bytes are exact, so few rows may use dot_bytes instead.
 
 #pragma once
 
@@ -25,17 +25,21 @@ namespace {
 struct DotBf16 {
     static constexpr int64_t SIZE = 2;  // bytes of an input
     template <int C, int A, int B>
-    static void add() { dot_bf16<C, A, B>(); }
+    static void add() {
+        dot_bf16<C, A, B>();
+    }
 };
 struct DotBytes {
     static constexpr int64_t SIZE = 1;
     template <int C, int A, int B>
-    static void add() { dot_bytes4<C, A, B>(); }
+    static void add() {
+        dot_bytes4<C, A, B>();
+    }
 };
 
 // Rows of one or two tiles, each of at most AMX_ROWS, in memory.
 struct TileRows {
-    const char* at;  // the first row of a tile ...
+    const char* at;     // the first row of a tile ...
     int64_t lda, next;  // ... bytes from there to the next row, and to the first row of the other tile
     int64_t count[2];   // rows of each tile
 
@@ -50,7 +54,8 @@ struct TileRows {
 };
 
 // T tiles of rows times V vectors of columns. Two tiles of rows times two vectors load four tiles for four products;
-// one times four loads five. Tiles 0 to 3 are sums (of tile t and vector v: t * V + v), 4 and with T == 2 also 5 rows, the others columns.
+// one times four loads five. Tiles 0 to 3 are sums (of tile t and vector v: t * V + v), 4 and with T == 2 also 5 rows,
+// the others columns.
 template <class Dot, int T, int V>
 struct TileBlock {
     static_assert(T * V <= 4);
@@ -67,8 +72,8 @@ struct TileBlock {
     }
     static void zero() { zero_tiles<T * V>(); }
 
-    // Adds products of bytes [from, from + length) of the rows with columns from `b` on, whose rows are `ldb` bytes apart. ahead.step(): called once
-    // for each 64 bytes of the rows.
+    // Adds products of bytes [from, from + length) of the rows with columns from `b` on, whose rows are `ldb` bytes
+    // apart. ahead.step(): called once for each 64 bytes of the rows.
     template <class Ahead>
     static void add(const TileRows& rows, int64_t from, const char* b, int64_t ldb, int64_t length, Ahead& ahead) {
         const char* const a = rows.at + from;
@@ -78,9 +83,11 @@ struct TileBlock {
             step(a + at, rows.lda, rows.next, b, ldb, [](int) {});
         }
         if (at == length) return;
-        alignas(64) char x[T][AMX_ROWS][AMX_BYTES] = {}, columns[AMX_ROWS][V * AMX_BYTES] = {};  // the other inputs are zeros
+        // the other inputs are zeros
+        alignas(64) char x[T][AMX_ROWS][AMX_BYTES] = {}, columns[AMX_ROWS][V * AMX_BYTES] = {};
         for (int t = 0; t < T; t++)
-            for (int64_t r = 0; r < rows.count[t]; r++) std::memcpy(x[t][r], a + t * rows.next + r * rows.lda + at, length - at);
+            for (int64_t r = 0; r < rows.count[t]; r++)
+                std::memcpy(x[t][r], a + t * rows.next + r * rows.lda + at, length - at);
         for (int64_t i = 0; i < (length - at) / 4; i++) std::memcpy(columns[i], b + i * ldb, V * AMX_BYTES);
         step(x[0][0], AMX_BYTES, AMX_ROWS * AMX_BYTES, columns[0], V * AMX_BYTES, [](int) {});
     }
@@ -89,26 +96,34 @@ struct TileBlock {
         each_sum([&](auto tile, int64_t at) ALWAYS { store_tile<tile()>(static_cast<char*>(sums) + at, LD_SUMS); });
     }
     static void load(const void* sums) {
-        each_sum([&](auto tile, int64_t at) ALWAYS { load_tile<tile()>(static_cast<const char*>(sums) + at, LD_SUMS); });
+        each_sum([&](auto tile, int64_t at) ALWAYS {
+            load_tile<tile()>(static_cast<const char*>(sums) + at, LD_SUMS);
+        });
     }
 
-    // Adds products of 64 bytes of the rows with columns, and calls between(0), between(1) ... after each of the T * V products.
+    // Adds products of 64 bytes of the rows with columns, and calls between(0), between(1) ... after each of the T * V
+    // products.
     template <class Between>
-    static ALWAYS void step(const char* a, int64_t lda, int64_t next, const char* b, int64_t ldb, const Between& between) {
+    static ALWAYS void step(
+        const char* a, int64_t lda, int64_t next, const char* b, int64_t ldb, const Between& between
+    ) {
         step(a, lda, next, b, ldb, between, std::make_integer_sequence<int, T * V>());
     }
 
   private:
     // visit(tile, bytes): each tile of sums, and where it begins in memory.
     template <class Visit>
-    static ALWAYS void each_sum(const Visit& visit) { each_sum(visit, std::make_integer_sequence<int, T * V>()); }
+    static ALWAYS void each_sum(const Visit& visit) {
+        each_sum(visit, std::make_integer_sequence<int, T * V>());
+    }
     template <class Visit, int... I>
     static ALWAYS void each_sum(const Visit& visit, std::integer_sequence<int, I...>) {
         (visit(std::integral_constant<int, I>(), I / V * AMX_ROWS * LD_SUMS + I % V * AMX_BYTES), ...);
     }
     template <class Between, int... I>
     static ALWAYS void step(
-        const char* a, int64_t lda, int64_t next, const char* b, int64_t ldb, const Between& between, std::integer_sequence<int, I...>
+        const char* a, int64_t lda, int64_t next, const char* b, int64_t ldb, const Between& between,
+        std::integer_sequence<int, I...>
     ) {
         ((product<I / V, I % V>(a, lda, next, b, ldb), between(I)), ...);
     }

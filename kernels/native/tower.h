@@ -15,7 +15,15 @@
 
 namespace {
 
-enum TowerCode : int64_t { TOWER_LINEAR = 0, TOWER_EMBED = 1, TOWER_NORM = 2, TOWER_GATE = 3, TOWER_TOKEN = 4, TOWER_ATTENTION = 5, TOWER_ROTATE = 6 };
+enum TowerCode : int64_t {
+    TOWER_LINEAR = 0,
+    TOWER_EMBED = 1,
+    TOWER_NORM = 2,
+    TOWER_GATE = 3,
+    TOWER_TOKEN = 4,
+    TOWER_ATTENTION = 5,
+    TOWER_ROTATE = 6
+};
 enum Of : int64_t { OF_ROWS = 0, OF_PATCHES = 1, OF_TOKENS = 2 };
 enum Place : int64_t { IN_PIXELS = 0, IN_NORMED = 1, IN_WIDE = 2, IN_STREAM = 3, IN_OUT = 4 };
 
@@ -26,9 +34,10 @@ extern "C" {  // tower.py mirrors these
 struct TowerOp {
     int64_t code, of;  // what it does, and to which rows
     Weight weight;     // LINEAR
-    int64_t from, ld_from, to, ld_to, store;  // LINEAR: places, with elements between rows; GATE: ld_from of what lies in `wide`
-    int64_t activation;                       // LINEAR, GATE
-    const float *norm, *bias;                 // NORM; TOKEN, or null: of a layer norm
+    // LINEAR: places, with elements between rows; GATE: ld_from of what lies in `wide`
+    int64_t from, ld_from, to, ld_to, store;
+    int64_t activation;        // LINEAR, GATE
+    const float *norm, *bias;  // NORM; TOKEN, or null: of a layer norm
     float eps;
 };
 
@@ -36,10 +45,11 @@ struct Tower {
     int64_t count;
     const TowerOp* ops;
     int64_t threads, kind;  // kind: BF16 or F32, of operands, positions and results
-    int64_t hidden, heads, merged, scratch;  // merged: rows under a token; scratch: floats that an operation on a row may need
+    // merged: rows under a token; scratch: floats that an operation on a row may need
+    int64_t hidden, heads, merged, scratch;
     int64_t table_rows;
     const float *table, *token_norm;  // [table_rows, hidden]; [merged * hidden], or null
-    float token_eps, scale;  // scale: of attention's scores
+    float token_eps, scale;           // scale: of attention's scores
 };
 
 struct TowerStep {  // tower rows, patches of the images, tokens for the decoder
@@ -48,9 +58,10 @@ struct TowerStep {  // tower rows, patches of the images, tokens for the decoder
     const void *pixels, *positions;      // [patches, k of the projection], [patches, hidden]
     const int64_t *source, *token_rows;  // [rows]: a table row, or table_rows + a patch; [tokens, merged]
     int64_t sequences;
-    const int32_t* bounds;               // [sequences + 1]: rows of one image attend to one another
-    const float* rotations;              // [patches, hidden / heads], or null: cosines of pairs of a head's features, and sines
-    void *normed, *wide, *out;           // what products read and write in between; [tokens, n of the last product]
+    const int32_t* bounds;  // [sequences + 1]: rows of one image attend to one another
+    // [patches, hidden / heads], or null: cosines of pairs of a head's features, and sines
+    const float* rotations;
+    void *normed, *wide, *out;  // what products read and write in between; [tokens, n of the last product]
 };
 }
 
@@ -87,7 +98,8 @@ class TowerJob : public Job {
         const TowerOp& op = tower_.ops[first_ + phase];
         const int64_t rows = rows_of(op);
         if (op.code == TOWER_LINEAR) {
-            const Product job{&op.weight, place(op.from), op.ld_from, nullptr, place(op.to), op.ld_to, op.store, Activation(op.activation)};
+            const Product job{&op.weight,   place(op.from), op.ld_from, nullptr,
+                              place(op.to), op.ld_to,       op.store,   Activation(op.activation)};
             run_unit(job, Units(op.weight, rows, tower_.threads), unit, rows);
             return;
         }
@@ -126,8 +138,8 @@ class TowerJob : public Job {
         const int64_t hidden = tower_.hidden, bf16 = tower_.kind == BF16, head = hidden / tower_.heads;
         char* q = static_cast<char*>(step_.wide);
         const int64_t bytes = hidden * (bf16 ? 2 : 4);
-        return {q, q + bytes, q + 2 * bytes, step_.normed, 3 * hidden, head, hidden, bf16, bf16, tower_.kind, tower_.heads, head,
-                step_.sequences, step_.bounds, tower_.scale};
+        return {q,    q + bytes,   q + 2 * bytes, step_.normed, 3 * hidden,      head,         hidden,      bf16,
+                bf16, tower_.kind, tower_.heads,  head,         step_.sequences, step_.bounds, tower_.scale};
     }
 
     // A row of the stream: an entry of the table, or an embedded patch plus its position.
@@ -139,7 +151,8 @@ class TowerJob : public Job {
             return;
         }
         const float* embedded = static_cast<const float*>(step_.wide) + patch * width;
-        if (tower_.kind == BF16) add_position(embedded, static_cast<const uint16_t*>(step_.positions) + patch * width, x);
+        if (tower_.kind == BF16)
+            add_position(embedded, static_cast<const uint16_t*>(step_.positions) + patch * width, x);
         else add_position(embedded, static_cast<const float*>(step_.positions) + patch * width, x);
     }
 
@@ -202,8 +215,8 @@ class TowerJob : public Job {
         for (int64_t i = 0; i < count; i++) out[i] = load(from, i);
     }
 
-    // Concatenates the rows under an image token, each after the final norm if there is one, then applies the RMS norm if
-    // there is one.
+    // Concatenates the rows under an image token, each after the final norm if there is one, then applies the RMS norm
+    // if there is one.
     void token(const TowerOp& op, int64_t token, float* scratch) const {
         const int64_t width = tower_.hidden, merged = tower_.merged, all = width * merged;
         for (int64_t i = 0; i < merged; i++) {

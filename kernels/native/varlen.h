@@ -34,7 +34,9 @@ struct PackedSequence {  // one head of it; `first`: the unit's first query
     }
     int64_t last(int64_t) const { return rows - 1; }
     template <typename Cells>
-    Words query(Cells, int64_t i, int64_t cell) const { return Cells::row(row(a.q, first + i), a.width, cell); }
+    Words query(Cells, int64_t i, int64_t cell) const {
+        return Cells::row(row(a.q, first + i), a.width, cell);
+    }
     void fetch_query(int64_t i) const { fetch(row(a.q, first + i), a.width); }
     struct Lines {
         const T *keys, *values;
@@ -43,8 +45,12 @@ struct PackedSequence {  // one head of it; `first`: the unit's first query
             for (int64_t i = 0; i < count; i++) fetch(keys + i * stride, width), fetch(values + i * stride, width);
         }
         template <typename Cells>
-        Words key(Cells, int64_t i, int64_t cell) const { return Cells::row(keys + i * stride, width, cell); }
-        Floats value(int64_t i, int64_t feature) const { return load16(values + i * stride + feature, lanes(width - feature)); }
+        Words key(Cells, int64_t i, int64_t cell) const {
+            return Cells::row(keys + i * stride, width, cell);
+        }
+        Floats value(int64_t i, int64_t feature) const {
+            return load16(values + i * stride + feature, lanes(width - feature));
+        }
     };
     Lines lines(int64_t position, int64_t count) const {
         return {row(a.k, position), row(a.v, position), a.stride, a.width, count};

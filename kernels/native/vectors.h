@@ -1,27 +1,28 @@
-// Vectors of the instruction set that this is compiled for. Floats: 16 float32; Words: 64 bytes, as words of 32 bits, halves
-// of 16 or bytes; Mask: a bit for each of 16 lanes. Floats have + - * /, Words & and |. Each header defines the same functions,
-// with these meanings where a name does not say it:
+// Vectors of the instruction set that this is compiled for. Floats: 16 float32; Words: 64 bytes, as words of 32 bits,
+// halves of 16 or bytes; Mask: a bit for each of 16 lanes. Floats have + - * /, Words & and |. Each header defines the
+// same functions, with these meanings where a name does not say it:
 //
 //   splat            all lanes alike
 //   load16(p, m)     lanes of the mask, zero elsewhere; load_or: `otherwise` elsewhere; store_some: lanes of the mask
-//   load_bf16        sixteen bfloat16, as float32; store_bf16: rounded to nearest, ties to even; rounded_bf16: what would be loaded
+//   load_bf16        sixteen bfloat16, as float32; store_bf16: rounded to nearest, ties to even; rounded_bf16: what
+//   would be loaded
 //                    again
-//   larger, smaller  the second argument if one is NaN; `larger`, and `largest_of` for all lanes, also take words, as signed numbers
-//   nearest          the nearest integer, ties to even; from_nearest: what is left; above_floor: x - floor(x), finite for infinities
-//   times_power      p * 2^floor(n)
-//   rough_inverse    1 / x within 2^-14 of itself
-//   total_of         the sum of all lanes; fold: of two vectors of partial sums one, eight of the first, eight of the second;
-//                    sums_of: eight of these to the sums of sixteen vectors; sums_of_eights: of the lower and of the upper
-//                    eight lanes, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
+//   larger, smaller  the second argument if one is NaN; `larger`, and `largest_of` for all lanes, also take words, as
+//   signed numbers nearest          the nearest integer, ties to even; from_nearest: what is left; above_floor: x -
+//   floor(x), finite for infinities times_power      p * 2^floor(n) rough_inverse    1 / x within 2^-14 of itself
+//   total_of         the sum of all lanes; fold: of two vectors of partial sums one, eight of the first, eight of the
+//   second;
+//                    sums_of: eight of these to the sums of sixteen vectors; sums_of_eights: of the lower and of the
+//                    upper eight lanes, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
 //   low_bytes        of each 16 bytes the lower 8 of both, alternating; likewise high_bytes, low_words, high_pairs ...
 //   transpose_quarters  quarter j of vector i becomes quarter i of vector j
-//   shuffle_bytes    within each 16 bytes; lookup_bytes: in a table of 128 (bit 7 of an index is ignored); lookup_halves: of 32
-//   dot_bytes        sum + 4 products of unsigned and signed bytes, in each word
-//   dot_stored       the same for bytes without_offset, which removes an offset of 128 if products take signed bytes only
-//   dot_halves       sum + 2 products of signed halves, in each word, and dot_in_halves: sum + 2 products of bytes below 128 and signed
+//   shuffle_bytes    within each 16 bytes; lookup_bytes: in a table of 128 (bit 7 of an index is ignored);
+//   lookup_halves: of 32 dot_bytes        sum + 4 products of unsigned and signed bytes, in each word dot_stored the
+//   same for bytes without_offset, which removes an offset of 128 if products take signed bytes only dot_halves sum + 2
+//   products of signed halves, in each word, and dot_in_halves: sum + 2 products of bytes below 128 and signed
 //                    bytes, in each half, which must hold it; both where no instruction adds four products of bytes
-//   store_low_bytes  the lowest byte of each word; store_bytes: words that are signed bytes, of four vectors, which it returns
-//   in_register      prevents the compiler from loading a value again for each use
+//   store_low_bytes  the lowest byte of each word; store_bytes: words that are signed bytes, of four vectors, which it
+//   returns in_register      prevents the compiler from loading a value again for each use
 
 #pragma once
 
@@ -53,16 +54,22 @@ namespace {
 
 #if !SIGNED_DOTS
 inline Words without_offset(Words unsigned_bytes) { return unsigned_bytes; }
-inline Words dot_stored(Words sum, Words unsigned_bytes, Words signed_bytes) { return dot_bytes(sum, unsigned_bytes, signed_bytes); }
+inline Words dot_stored(Words sum, Words unsigned_bytes, Words signed_bytes) {
+    return dot_bytes(sum, unsigned_bytes, signed_bytes);
+}
 #endif
 
-// How many vectors of columns a tile of so many rows multiplies at a time: their sums, a row and the columns fit the registers.
+// How many vectors of columns a tile of so many rows multiplies at a time: their sums, a row and the columns fit the
+// registers.
 constexpr int vectors_beside(int rows) {
     const int most = (REGISTERS - 2) / VECTOR_REGISTERS;
     return rows == 1 || (rows + 1) * 4 <= most ? 4 : (rows + 1) * 2 <= most ? 2 : 1;
 }
-constexpr int integers_beside(int rows) { return VECTOR_REGISTERS == 1 ? 4 : rows == 1 ? 2 : 1; }  // whose rows count twice
+// whose rows count twice
+constexpr int integers_beside(int rows) { return VECTOR_REGISTERS == 1 ? 4 : rows == 1 ? 2 : 1; }
 // Where products of bytes are several instructions, their parts need registers too.
-constexpr int bytes_beside(int rows) { return BYTE_DOTS || rows == 1 ? vectors_beside(rows) : (vectors_beside(rows) + 1) / 2; }
+constexpr int bytes_beside(int rows) {
+    return BYTE_DOTS || rows == 1 ? vectors_beside(rows) : (vectors_beside(rows) + 1) / 2;
+}
 
 }  // namespace

@@ -13,7 +13,7 @@ using Floats = __m512;
 using Words = __m512i;
 using Mask = __mmask16;
 
-constexpr int REGISTERS = 32;       // vector registers ...
+constexpr int REGISTERS = 32;        // vector registers ...
 constexpr int VECTOR_REGISTERS = 1;  // ... of which Floats takes this many
 
 inline void spin_pause() { _mm_pause(); }
@@ -23,7 +23,7 @@ inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(
 inline void fetch_line(const char* p) { asm volatile("prefetcht1 %0" : : "m"(*p)); }
 inline void fetch_to_write(const char* p) { asm volatile("prefetchw %0" : : "m"(*p)); }
 
-// -- floats ------------------------------------------------------------------------------------------------------------------
+// -- floats -----------------------------------------------------------------------------------------------------------
 
 inline Floats zero() { return _mm512_setzero_ps(); }
 inline Floats splat(float x) { return _mm512_set1_ps(x); }
@@ -74,19 +74,27 @@ inline void sums_of_eights(Floats x, float (&sums)[2]) {
     sums[0] = _mm512_cvtss_f32(x), sums[1] = _mm256_cvtss_f32(_mm512_extractf32x8_ps(x, 1));
 }
 
-// -- words -------------------------------------------------------------------------------------------------------------------
+// -- words ------------------------------------------------------------------------------------------------------------
 
 inline Words zero_words() { return _mm512_setzero_si512(); }
 inline Words splat_word(int32_t x) { return _mm512_set1_epi32(x); }
 inline Words splat_half(int16_t x) { return _mm512_set1_epi16(x); }
 inline Words splat_byte(int8_t x) { return _mm512_set1_epi8(x); }
-inline Words splat_quarter(const void* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
+inline Words splat_quarter(const void* p) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+}
 inline Words load_words(const void* p) { return _mm512_loadu_si512(p); }
 inline void store_words(void* p, Words v) { _mm512_storeu_si512(p, v); }
-inline void store_low_half(void* p, Words v) { _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_castsi512_si256(v)); }
-inline void store_high_half(void* p, Words v) { _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_extracti64x4_epi64(v, 1)); }
+inline void store_low_half(void* p, Words v) {
+    _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_castsi512_si256(v));
+}
+inline void store_high_half(void* p, Words v) {
+    _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_extracti64x4_epi64(v, 1));
+}
 template <int J>
-inline void store_quarter(void* p, Words v) { _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_extracti32x4_epi32(v, J)); }
+inline void store_quarter(void* p, Words v) {
+    _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_extracti32x4_epi32(v, J));
+}
 inline Words as_words(Floats x) { return _mm512_castps_si512(x); }
 inline Floats as_floats(Words x) { return _mm512_castsi512_ps(x); }
 inline Words to_integers(Floats x) { return _mm512_cvtps_epi32(x); }
@@ -96,9 +104,13 @@ inline Words sub32(Words a, Words b) { return _mm512_sub_epi32(a, b); }
 inline Words add16(Words a, Words b) { return _mm512_add_epi16(a, b); }
 inline Words sub16_saturating(Words a, Words b) { return _mm512_subs_epi16(a, b); }
 template <int N>
-inline Words shift_left32(Words a) { return _mm512_slli_epi32(a, N); }
+inline Words shift_left32(Words a) {
+    return _mm512_slli_epi32(a, N);
+}
 template <int N>
-inline Words shift_right32(Words a) { return _mm512_srai_epi32(a, N); }
+inline Words shift_right32(Words a) {
+    return _mm512_srai_epi32(a, N);
+}
 inline Words shift_right16(Words a, int n) { return _mm512_srli_epi16(a, n); }
 inline Words choose_bits(Words mask, Words yes, Words no) { return _mm512_ternarylogic_epi32(mask, yes, no, 0xca); }
 inline Words or_and(Words a, Words b, Words c) { return _mm512_ternarylogic_epi32(a, b, c, 0xf8); }
@@ -128,10 +140,14 @@ struct HalfTable {
     Words halves;
     explicit HalfTable(const uint16_t (&halves)[32]) : halves(load_words(halves)) {}
 };
-inline Words lookup_halves(Words index, const HalfTable& table) { return _mm512_permutexvar_epi16(index, table.halves); }
+inline Words lookup_halves(Words index, const HalfTable& table) {
+    return _mm512_permutexvar_epi16(index, table.halves);
+}
 
 #if defined(__AVX512VBMI__)
-inline Words lookup_bytes(const Words (&table)[2], Words index) { return _mm512_permutex2var_epi8(table[0], index, table[1]); }
+inline Words lookup_bytes(const Words (&table)[2], Words index) {
+    return _mm512_permutex2var_epi8(table[0], index, table[1]);
+}
 #else
 #define SLOW_BYTE_TABLES 1
 // One shuffle for each 16 of the table, which gives 0 where bit 7 of its index is set.
@@ -163,12 +179,16 @@ inline void store_bytes_in_fours(int8_t* p, Words low, Words high) {
 }
 
 inline Words store_bytes(int8_t* p, const Words (&x)[4]) {
-    const Words packed = _mm512_packs_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3]));  // in each quarter, 4 of each
-    const Words bytes = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), packed);
+    // in each quarter, 4 of each
+    const Words packed = _mm512_packs_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3]));
+    const Words bytes =
+        _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), packed);
     _mm512_storeu_si512(p, bytes);
     return bytes;
 }
-inline void store_low_bytes(int8_t* p, Words v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v)); }
+inline void store_low_bytes(int8_t* p, Words v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v));
+}
 
 #if defined(__AVX512VNNI__)
 #define BYTE_DOTS 1
@@ -188,10 +208,12 @@ inline Words dot_in_halves(Words sum, Words unsigned_bytes, Words signed_bytes) 
 }
 #endif
 
-// -- bfloat16 ----------------------------------------------------------------------------------------------------------------
+// -- bfloat16 ---------------------------------------------------------------------------------------------------------
 
 inline Floats load_bf16(const uint16_t* p) {
-    return as_floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+    return as_floats(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16)
+    );
 }
 inline Floats load16(const uint16_t* p, Mask m) {
     return as_floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16));
@@ -202,7 +224,9 @@ inline __m256i to_bf16(Floats v) { return (__m256i)_mm512_cvtneps_pbh(v); }
 inline __m256i to_bf16(Floats v) {  // NaN stays NaN
     const Words bits = as_words(v), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), splat_word(1));
     const Words near = _mm512_srli_epi32(add32(bits, add32(odd, splat_word(0x7fff))), 16);
-    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), splat_word(0x7fc0)));
+    return _mm512_cvtepi32_epi16(
+        _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), splat_word(0x7fc0))
+    );
 }
 #endif
 inline void store_bf16(uint16_t* p, Floats v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16(v)); }
@@ -215,7 +239,7 @@ inline Floats rounded_bf16(Floats v) { return as_floats(_mm512_slli_epi32(_mm512
 inline Floats dot_pairs(Floats sum, Words a, Words b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 // The same with the pair at `a` for all lanes, which is read again each time and takes no register.
 inline Floats dot_pairs_at(Floats sum, const uint16_t* a, Words b) {
-    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(b), "m"(*reinterpret_cast<const char(*)[4]>(a)));
+    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(b), "m"(*reinterpret_cast<const char (*)[4]>(a)));
     return sum;
 }
 inline Words load_pairs(const uint16_t* p, int64_t left) {
@@ -225,12 +249,16 @@ inline Words load_pairs(const uint16_t* p, int64_t left) {
 inline Words pairs_after(Floats low, Floats high) { return (Words)_mm512_cvtne2ps_pbh(high, low); }
 inline Words pairs_beside(Floats a, Floats b) {
     const Words order = _mm512_set_epi16(
-        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1,
+        16, 0
+    );
     return _mm512_permutexvar_epi16(order, (Words)_mm512_cvtne2ps_pbh(b, a));
 }
 inline void pairs_between(Words a, Words b, Words (&pairs)[2]) {
     const Words low = _mm512_set_epi16(
-        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1,
+        32, 0
+    );
     pairs[0] = _mm512_permutex2var_epi16(a, low, b);
     pairs[1] = _mm512_permutex2var_epi16(a, add16(low, splat_half(16)), b);
 }

@@ -1,7 +1,8 @@
-// Vectors of instruction sets whose registers are shorter than 64 bytes: the vocabulary of vectors.h on halves of halves.
+// Vectors of instruction sets whose registers are shorter than 64 bytes: the vocabulary of vectors.h on halves of
+// halves.
 //
-// A part is one register, defined by parts_avx2.h or parts_neon.h with the operations that have instructions of their own; the
-// others are GCC's vector operations. All sums across lanes add in the same order as with AVX-512.
+// A part is one register, defined by parts_avx2.h or parts_neon.h with the operations that have instructions of their
+// own; the others are GCC's vector operations. All sums across lanes add in the same order as with AVX-512.
 
 #pragma once
 
@@ -34,20 +35,28 @@ using Mask = uint16_t;
 constexpr Mask ALL = 0xffff;
 
 #define FORWARD inline __attribute__((always_inline))
-#define OF_ONE(name) \
-    template <class V> \
-    FORWARD Two<V> name(Two<V> a) { return {name(a.low), name(a.high)}; }
-#define OF_TWO(name) \
-    template <class V> \
-    FORWARD Two<V> name(Two<V> a, Two<V> b) { return {name(a.low, b.low), name(a.high, b.high)}; }
-#define OF_THREE(name) \
-    template <class V> \
-    FORWARD Two<V> name(Two<V> a, Two<V> b, Two<V> c) { return {name(a.low, b.low, c.low), name(a.high, b.high, c.high)}; }
-#define OPERATOR(symbol) \
-    template <class V> \
-    FORWARD Two<V> operator symbol(Two<V> a, Two<V> b) { return {a.low symbol b.low, a.high symbol b.high}; }
+#define OF_ONE(name)                        \
+    template <class V>                      \
+    FORWARD Two<V> name(Two<V> a) {         \
+        return {name(a.low), name(a.high)}; \
+    }
+#define OF_TWO(name)                                       \
+    template <class V>                                     \
+    FORWARD Two<V> name(Two<V> a, Two<V> b) {              \
+        return {name(a.low, b.low), name(a.high, b.high)}; \
+    }
+#define OF_THREE(name)                                                    \
+    template <class V>                                                    \
+    FORWARD Two<V> name(Two<V> a, Two<V> b, Two<V> c) {                   \
+        return {name(a.low, b.low, c.low), name(a.high, b.high, c.high)}; \
+    }
+#define OPERATOR(symbol)                                   \
+    template <class V>                                     \
+    FORWARD Two<V> operator symbol(Two<V> a, Two<V> b) {   \
+        return {a.low symbol b.low, a.high symbol b.high}; \
+    }
 
-// -- operations on a part that are the same for all ---------------------------------------------------------------------------
+// -- operations on a part that are the same for all -------------------------------------------------------------------
 
 FORWARD FloatPart as_floats(WordPart x) { return (FloatPart)x; }
 FORWARD FloatPart in_register(FloatPart x) { return (FloatPart)in_register((WordPart)x); }
@@ -59,9 +68,13 @@ FORWARD WordPart add16(WordPart a, WordPart b) { return (WordPart)((HalfPart)a +
 FORWARD WordPart choose_bits(WordPart mask, WordPart yes, WordPart no) { return (mask & yes) | (~mask & no); }
 FORWARD WordPart or_and(WordPart a, WordPart b, WordPart c) { return a | (b & c); }
 template <int N>
-FORWARD WordPart shift_left32(WordPart a) { return a << N; }
+FORWARD WordPart shift_left32(WordPart a) {
+    return a << N;
+}
 template <int N>
-FORWARD WordPart shift_right32(WordPart a) { return (WordPart)((IntegerPart)a >> N); }
+FORWARD WordPart shift_right32(WordPart a) {
+    return (WordPart)((IntegerPart)a >> N);
+}
 FORWARD WordPart shift_right16(WordPart a, int n) { return (WordPart)((HalfPart)a >> n); }
 FORWARD FloatPart to_floats(WordPart a) { return __builtin_convertvector((IntegerPart)a, FloatPart); }
 FORWARD FloatPart magnitude(FloatPart x) { return as_floats(as_words(x) & 0x7fffffffu); }
@@ -88,16 +101,19 @@ FORWARD FloatPart rounded_bf16(FloatPart x) {
 FORWARD FloatPart select(uint32_t mask, FloatPart yes, FloatPart no) { return (LANE_BITS & mask) != 0u ? yes : no; }
 FORWARD uint32_t at_least(FloatPart a, FloatPart b) { return bits_of_lanes((WordPart)(a >= b)); }
 FORWARD uint32_t above(FloatPart a, FloatPart b) { return bits_of_lanes((WordPart)(a > b)); }
-FORWARD uint32_t at_least(WordPart a, WordPart b) { return bits_of_lanes((WordPart)((IntegerPart)a >= (IntegerPart)b)); }
+FORWARD uint32_t at_least(WordPart a, WordPart b) {
+    return bits_of_lanes((WordPart)((IntegerPart)a >= (IntegerPart)b));
+}
 FORWARD Four total_four(Four x) { return x + __builtin_shuffle(x, FourWords{2, 3, 0, 1}); }
 
-// -- two of them --------------------------------------------------------------------------------------------------------------
+// -- two of them ------------------------------------------------------------------------------------------------------
 
 OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/) OPERATOR(&) OPERATOR(|)
 OF_ONE(magnitude) OF_ONE(nearest) OF_ONE(from_nearest) OF_ONE(above_floor) OF_ONE(rounded_bf16) OF_ONE(in_register)
 OF_TWO(larger) OF_TWO(smaller) OF_TWO(times_power)
 OF_TWO(add32) OF_TWO(sub32) OF_TWO(add16) OF_TWO(sub16_saturating)
-OF_TWO(low_bytes) OF_TWO(high_bytes) OF_TWO(low_words) OF_TWO(high_words) OF_TWO(low_pairs) OF_TWO(high_pairs) OF_TWO(shuffle_bytes)
+OF_TWO(low_bytes) OF_TWO(high_bytes) OF_TWO(low_words) OF_TWO(high_words) OF_TWO(low_pairs) OF_TWO(high_pairs)
+OF_TWO(shuffle_bytes)
 OF_THREE(fmadd) OF_THREE(fnmadd) OF_THREE(fmsub) OF_THREE(choose_bits) OF_THREE(or_and) OF_THREE(dot_bytes)
 #if !BYTE_DOTS
 OF_THREE(dot_halves) OF_THREE(dot_in_halves)
@@ -111,27 +127,45 @@ OF_ONE(without_offset) OF_THREE(dot_stored)
 #undef OPERATOR
 
 template <class V>
-FORWARD auto as_floats(Two<V> x) -> Two<decltype(as_floats(x.low))> { return {as_floats(x.low), as_floats(x.high)}; }
+FORWARD auto as_floats(Two<V> x) -> Two<decltype(as_floats(x.low))> {
+    return {as_floats(x.low), as_floats(x.high)};
+}
 template <class V>
-FORWARD auto as_words(Two<V> x) -> Two<decltype(as_words(x.low))> { return {as_words(x.low), as_words(x.high)}; }
+FORWARD auto as_words(Two<V> x) -> Two<decltype(as_words(x.low))> {
+    return {as_words(x.low), as_words(x.high)};
+}
 template <class V>
-FORWARD auto to_floats(Two<V> x) -> Two<decltype(to_floats(x.low))> { return {to_floats(x.low), to_floats(x.high)}; }
+FORWARD auto to_floats(Two<V> x) -> Two<decltype(to_floats(x.low))> {
+    return {to_floats(x.low), to_floats(x.high)};
+}
 template <class V>
-FORWARD auto to_integers(Two<V> x) -> Two<decltype(to_integers(x.low))> { return {to_integers(x.low), to_integers(x.high)}; }
+FORWARD auto to_integers(Two<V> x) -> Two<decltype(to_integers(x.low))> {
+    return {to_integers(x.low), to_integers(x.high)};
+}
 template <int N, class V>
-FORWARD Two<V> shift_left32(Two<V> x) { return {shift_left32<N>(x.low), shift_left32<N>(x.high)}; }
+FORWARD Two<V> shift_left32(Two<V> x) {
+    return {shift_left32<N>(x.low), shift_left32<N>(x.high)};
+}
 template <int N, class V>
-FORWARD Two<V> shift_right32(Two<V> x) { return {shift_right32<N>(x.low), shift_right32<N>(x.high)}; }
+FORWARD Two<V> shift_right32(Two<V> x) {
+    return {shift_right32<N>(x.low), shift_right32<N>(x.high)};
+}
 template <class V>
-FORWARD Two<V> shift_right16(Two<V> x, int n) { return {shift_right16(x.low, n), shift_right16(x.high, n)}; }
+FORWARD Two<V> shift_right16(Two<V> x, int n) {
+    return {shift_right16(x.low, n), shift_right16(x.high, n)};
+}
 template <class V>
 FORWARD Two<V> select(uint32_t mask, Two<V> yes, Two<V> no) {
     return {select(mask, yes.low, no.low), select(mask >> LanesOf<V>::COUNT, yes.high, no.high)};
 }
 template <class V>
-FORWARD uint32_t at_least(Two<V> a, Two<V> b) { return at_least(a.low, b.low) | at_least(a.high, b.high) << LanesOf<V>::COUNT; }
+FORWARD uint32_t at_least(Two<V> a, Two<V> b) {
+    return at_least(a.low, b.low) | at_least(a.high, b.high) << LanesOf<V>::COUNT;
+}
 template <class V>
-FORWARD uint32_t above(Two<V> a, Two<V> b) { return above(a.low, b.low) | above(a.high, b.high) << LanesOf<V>::COUNT; }
+FORWARD uint32_t above(Two<V> a, Two<V> b) {
+    return above(a.low, b.low) | above(a.high, b.high) << LanesOf<V>::COUNT;
+}
 
 #if PART_BYTES == 32
 using Floats = Two<FloatPart>;
@@ -142,7 +176,9 @@ FORWARD Words splat_words(WordPart x) { return {x, x}; }
 FORWARD Four half_sum(FloatPart x) { return lower_quarter(x) + upper_quarter(x); }
 FORWARD Four half_largest(FloatPart x) { return larger(lower_quarter(x), upper_quarter(x)); }
 template <int J>
-FORWARD FourWords quarter(Words x) { return part_quarter<J % 2>(J / 2 ? x.high : x.low); }
+FORWARD FourWords quarter(Words x) {
+    return part_quarter<J % 2>(J / 2 ? x.high : x.low);
+}
 FORWARD Floats of_quarters(Four a, Four b, Four c, Four d) { return {joined_part(a, b), joined_part(c, d)}; }
 #else
 using Floats = Two<Two<FloatPart>>;
@@ -153,7 +189,9 @@ FORWARD Words splat_words(WordPart x) { return {{x, x}, {x, x}}; }
 FORWARD Four half_sum(Two<FloatPart> x) { return x.low + x.high; }
 FORWARD Four half_largest(Two<FloatPart> x) { return larger(x.low, x.high); }
 template <int J>
-FORWARD FourWords quarter(Words x) { return J == 0 ? x.low.low : J == 1 ? x.low.high : J == 2 ? x.high.low : x.high.high; }
+FORWARD FourWords quarter(Words x) {
+    return J == 0 ? x.low.low : J == 1 ? x.low.high : J == 2 ? x.high.low : x.high.high;
+}
 FORWARD Floats of_quarters(Four a, Four b, Four c, Four d) { return {{a, b}, {c, d}}; }
 #endif
 
@@ -164,7 +202,7 @@ FORWARD Words splat_half(int16_t x) { return splat_words((WordPart)(HalfPart{} +
 FORWARD Words splat_byte(int8_t x) { return splat_words((WordPart)(BytePart{} + uint8_t(x))); }
 FORWARD Words zero_words() { return splat_words(WordPart{}); }
 
-// -- memory -------------------------------------------------------------------------------------------------------------------
+// -- memory -----------------------------------------------------------------------------------------------------------
 
 // Part by part: GCC keeps in memory what is copied as a whole.
 template <class V>
@@ -182,9 +220,13 @@ FORWARD void load_to(WordPart& v, const char* p) { v = load_part<WordPart>(p); }
 FORWARD void store_from(const FloatPart& v, char* p) { std::memcpy(p, &v, sizeof(v)); }
 FORWARD void store_from(const WordPart& v, char* p) { std::memcpy(p, &v, sizeof(v)); }
 template <class V>
-FORWARD void load_to(Two<V>& v, const char* p) { load_to(v.low, p), load_to(v.high, p + LanesOf<V>::COUNT * 4); }
+FORWARD void load_to(Two<V>& v, const char* p) {
+    load_to(v.low, p), load_to(v.high, p + LanesOf<V>::COUNT * 4);
+}
 template <class V>
-FORWARD void store_from(const Two<V>& v, char* p) { store_from(v.low, p), store_from(v.high, p + LanesOf<V>::COUNT * 4); }
+FORWARD void store_from(const Two<V>& v, char* p) {
+    store_from(v.low, p), store_from(v.high, p + LanesOf<V>::COUNT * 4);
+}
 
 FORWARD Floats load_floats(const float* p) {
     Floats v;
@@ -221,10 +263,12 @@ __attribute__((noinline)) void store_some(float* p, Mask m, Floats v) {
     for (int i = 0; i < 16; i++)
         if (m >> i & 1) p[i] = each[i];
 }
-FORWARD Floats load_or(Floats otherwise, Mask m, const float* p) { return m == ALL ? load_floats(p) : load_lanes(otherwise, m, p); }
+FORWARD Floats load_or(Floats otherwise, Mask m, const float* p) {
+    return m == ALL ? load_floats(p) : load_lanes(otherwise, m, p);
+}
 FORWARD Floats load16(const float* p, Mask m) { return load_or(zero(), m, p); }
 
-// -- across lanes -------------------------------------------------------------------------------------------------------------
+// -- across lanes -----------------------------------------------------------------------------------------------------
 
 FORWARD float total_of(Floats x) {
     const Four four = total_four(half_sum(x.low + x.high));
@@ -259,7 +303,9 @@ FORWARD void sums_of_eights(Floats x, float (&sums)[2]) {
 
 template <int J>
 FORWARD Words quarters_of(const Words (&x)[4]) {
-    return as_words(of_quarters((Four)quarter<J>(x[0]), (Four)quarter<J>(x[1]), (Four)quarter<J>(x[2]), (Four)quarter<J>(x[3])));
+    return as_words(
+        of_quarters((Four)quarter<J>(x[0]), (Four)quarter<J>(x[1]), (Four)quarter<J>(x[2]), (Four)quarter<J>(x[3]))
+    );
 }
 FORWARD void transpose_quarters(Words (&x)[4]) {
     const Words found[4] = {quarters_of<0>(x), quarters_of<1>(x), quarters_of<2>(x), quarters_of<3>(x)};
@@ -279,7 +325,7 @@ inline Floats sums_of(const Floats pairs[8]) {
     return of_quarters(sum[0], sum[1], sum[2], sum[3]);
 }
 
-// -- bytes --------------------------------------------------------------------------------------------------------------------
+// -- bytes ------------------------------------------------------------------------------------------------------------
 
 template <class V>
 FORWARD Two<V> lookup_bytes_of(const uint8_t* table, Two<V> index) {
@@ -311,7 +357,9 @@ FORWARD void low_bytes_to(int8_t* p, WordPart v) {
     std::memcpy(p, &narrow, sizeof(narrow));
 }
 template <class V>
-FORWARD void low_bytes_to(int8_t* p, Two<V> v) { low_bytes_to(p, v.low), low_bytes_to(p + LanesOf<V>::COUNT, v.high); }
+FORWARD void low_bytes_to(int8_t* p, Two<V> v) {
+    low_bytes_to(p, v.low), low_bytes_to(p + LanesOf<V>::COUNT, v.high);
+}
 FORWARD void store_low_bytes(int8_t* p, Words v) { low_bytes_to(p, v); }
 FORWARD Words store_bytes(int8_t* p, const Words (&x)[4]) {
     for (int i = 0; i < 4; i++) store_low_bytes(p + 16 * i, x[i]);
@@ -325,7 +373,7 @@ inline void store_bytes_in_fours(int8_t* p, Words low, Words high) {
     for (int i = 0; i < 16; i++) p[i / 4 * 8 + i % 4] = int8_t(lows[i]), p[i / 4 * 8 + 4 + i % 4] = int8_t(highs[i]);
 }
 
-// -- bfloat16 -----------------------------------------------------------------------------------------------------------------
+// -- bfloat16 ---------------------------------------------------------------------------------------------------------
 
 FORWARD void widen_to(FloatPart& v, const uint16_t* p) {
     v = as_floats(__builtin_convertvector(load_part<NarrowPart>(p), WordPart) << 16);
@@ -335,9 +383,13 @@ FORWARD void narrow_from(FloatPart v, uint16_t* p) {
     std::memcpy(p, &narrow, sizeof(narrow));
 }
 template <class V>
-FORWARD void widen_to(Two<V>& v, const uint16_t* p) { widen_to(v.low, p), widen_to(v.high, p + LanesOf<V>::COUNT); }
+FORWARD void widen_to(Two<V>& v, const uint16_t* p) {
+    widen_to(v.low, p), widen_to(v.high, p + LanesOf<V>::COUNT);
+}
 template <class V>
-FORWARD void narrow_from(Two<V> v, uint16_t* p) { narrow_from(v.low, p), narrow_from(v.high, p + LanesOf<V>::COUNT); }
+FORWARD void narrow_from(Two<V> v, uint16_t* p) {
+    narrow_from(v.low, p), narrow_from(v.high, p + LanesOf<V>::COUNT);
+}
 FORWARD Floats load_bf16(const uint16_t* p) {
     Floats v;
     widen_to(v, p);
@@ -365,7 +417,9 @@ FORWARD Floats load16(const uint16_t* p, Mask m) { return m == ALL ? load_bf16(p
 
 #if BF16_PAIRS  // of registers of 16 bytes
 template <class F, class W>
-FORWARD Two<F> dot_pairs(Two<F> sum, Two<W> a, Two<W> b) { return {dot_pairs(sum.low, a.low, b.low), dot_pairs(sum.high, a.high, b.high)}; }
+FORWARD Two<F> dot_pairs(Two<F> sum, Two<W> a, Two<W> b) {
+    return {dot_pairs(sum.low, a.low, b.low), dot_pairs(sum.high, a.high, b.high)};
+}
 FORWARD Floats dot_pairs_at(Floats sum, const uint16_t* a, Words b) {
     int32_t pair;
     std::memcpy(&pair, a, 4);
@@ -376,14 +430,18 @@ __attribute__((noinline)) Words load_some_pairs(const uint16_t* p, int64_t left)
     if (left > 0) std::memcpy(each, p, left * sizeof(uint16_t));
     return load_words(each);
 }
-FORWARD Words load_pairs(const uint16_t* p, int64_t left) { return left >= 32 ? load_words(p) : load_some_pairs(p, left); }
+FORWARD Words load_pairs(const uint16_t* p, int64_t left) {
+    return left >= 32 ? load_words(p) : load_some_pairs(p, left);
+}
 FORWARD Words pairs_after(Floats low, Floats high) { return {to_bf16(low), to_bf16(high)}; }
 template <class V>
 FORWARD auto pairs_beside(Two<V> a, Two<V> b) -> Two<decltype(pairs_beside(a.low, b.low))> {
     return {pairs_beside(a.low, b.low), pairs_beside(a.high, b.high)};
 }
 FORWARD Words halves_between(Two<WordPart> a, Two<WordPart> b) {
-    return {{low_halves(a.low, b.low), high_halves(a.low, b.low)}, {low_halves(a.high, b.high), high_halves(a.high, b.high)}};
+    return {
+        {low_halves(a.low, b.low), high_halves(a.low, b.low)}, {low_halves(a.high, b.high), high_halves(a.high, b.high)}
+    };
 }
 FORWARD void pairs_between(Words a, Words b, Words (&pairs)[2]) {
     pairs[0] = halves_between(a.low, b.low), pairs[1] = halves_between(a.high, b.high);

@@ -9,25 +9,29 @@
 
 namespace {
 
-// Keys [begin, end) of a row and their values. The numbers of one key in two neighbouring heads are `apart` numbers from each other.
+// Keys [begin, end) of a row and their values. The numbers of one key in two neighbouring heads are `apart` numbers
+// from each other.
 template <typename T>
 struct Window {
     int64_t begin, end, apart;
     const T *const *keys, *const *values;  // of the first head, from `begin` on
 
     // The last key is repeated behind the end.
-    const T* row(const T* const* rows, int64_t at, int64_t head) const { return rows[std::min(at, end - 1) - begin] + head * apart; }
+    const T* row(const T* const* rows, int64_t at, int64_t head) const {
+        return rows[std::min(at, end - 1) - begin] + head * apart;
+    }
 };
 
-// Keys and values that are needed later: a few lines of 64 bytes are prefetched between computations, because a processor ignores
-// prefetches while it waits for as many lines as it can. Lines alternate between keys and values, and rows between two pages:
-// neighbouring lines would come from one memory channel.
+// Keys and values that are needed later: a few lines of 64 bytes are prefetched between computations, because a
+// processor ignores prefetches while it waits for as many lines as it can. Lines alternate between keys and values, and
+// rows between two pages: neighbouring lines would come from one memory channel.
 template <typename T, int64_t SPAN>
 class Upcoming {
   public:
     Upcoming() = default;  // nothing is needed
     // SPAN keys and as many values of so many bytes, `skip` numbers behind these pointers.
-    Upcoming(const T* const* keys, const T* const* values, int64_t bytes, int64_t skip) : keys_(keys), values_(values), bytes_(bytes), skip_(skip), row_(0) {
+    Upcoming(const T* const* keys, const T* const* values, int64_t bytes, int64_t skip)
+        : keys_(keys), values_(values), bytes_(bytes), skip_(skip), row_(0) {
         look_up();
     }
     // The next lines of a key and of a value, `times` of each.
@@ -47,7 +51,8 @@ class Upcoming {
   private:
     inline __attribute__((always_inline)) void look_up() {
         const int64_t i = row_ % 2 * (SPAN / 2) + row_ / 2;
-        key_ = reinterpret_cast<const char*>(keys_[i] + skip_), value_ = reinterpret_cast<const char*>(values_[i] + skip_);
+        key_ = reinterpret_cast<const char*>(keys_[i] + skip_),
+        value_ = reinterpret_cast<const char*>(values_[i] + skip_);
     }
 
     const T *const *keys_ = nullptr, *const *values_ = nullptr;

@@ -1,5 +1,5 @@
-// Reads the arguments of one product or attention from standard input, runs it with the compiled code, and writes its results
-// to standard output: for processors that only an emulator runs. compiled_elsewhere.py writes and reads.
+// Reads the arguments of one product or attention from standard input, runs it with the compiled code, and writes its
+// results to standard output: for processors that only an emulator runs. compiled_elsewhere.py writes and reads.
 
 #include <unistd.h>
 
@@ -21,21 +21,30 @@ std::vector<T> take(int64_t count) {
 
 void product() {
     const std::vector<int64_t> head = take<int64_t>(17);
-    const int64_t n = head[1], k = head[2], rows = head[7], is_bf16 = head[8], operand_ld = head[10], width = is_bf16 ? 2 : 4;
+    const int64_t n = head[1], k = head[2], rows = head[7], is_bf16 = head[8], operand_ld = head[10],
+                  width = is_bf16 ? 2 : 4;
     const auto data = take<char>(head[11]);
     const auto scale = take<float>(head[12]), outer = take<float>(head[13]);
     const auto bf16_scale = take<uint16_t>(head[14]);
     const auto compact = take<int64_t>(head[15]), exceptions = take<int64_t>(head[16]);
     const auto x = take<char>(rows * k * width);
-    Weight weight{head[0], n, k, head[3], data.data(), head[12] ? scale.data() : nullptr, nullptr, head[4], head[5], head[6], nullptr,
-                  head[13] ? outer.data() : nullptr, head[14] ? bf16_scale.data() : nullptr, compact.data(), exceptions.data()};
+    Weight weight{};
+    weight.kind = head[0], weight.n = n, weight.k = k, weight.kpad = head[3], weight.data = data.data();
+    weight.gated = head[4], weight.operand = head[5], weight.group = head[6];
+    if (head[12]) weight.scale = scale.data();
+    if (head[13]) weight.outer = outer.data();
+    if (head[14]) weight.bf16_scale = bf16_scale.data();
+    weight.compact = compact.data(), weight.exceptions = exceptions.data();
     std::vector<char> out(rows * n * width);
     std::vector<float> operand(rows * operand_ld + 16), scales(rows);
-    saccade_linear(&weight, x.data(), k, is_bf16, out.data(), n, rows, head[9], 2, operand.data(), operand_ld, scales.data());
+    saccade_linear(
+        &weight, x.data(), k, is_bf16, out.data(), n, rows, head[9], 2, operand.data(), operand_ld, scales.data()
+    );
     fwrite(out.data(), 1, out.size(), stdout);
 }
 
-// The first head of a sequence, as `attend_few` reads it: `before` keys and values are stored in bfloat16, the others fresh.
+// The first head of a sequence, as `attend_few` reads it: `before` keys and values are stored in bfloat16, the others
+// fresh.
 struct FewKeys {
     const float* qkv;  // [rows, 3, heads, width]
     int64_t rows, heads, width, first, before;
@@ -65,13 +74,15 @@ struct FewKeys {
     const FewKeys& of(int64_t) const { return *this; }
     int64_t last(int64_t) const { return rows - 1; }
     template <typename Cells>
-    Words query(Cells, int64_t i, int64_t cell) const { return Cells::row(row(0, first + i), width, cell); }
+    Words query(Cells, int64_t i, int64_t cell) const {
+        return Cells::row(row(0, first + i), width, cell);
+    }
     void write(int64_t i, const float* numbers) const { std::copy(numbers, numbers + width, out + i * width); }
 };
 
 #if WITH_ATTENTION
-// Attention over each of several sequences with products of bfloat16, and for the first head of a single sequence the last
-// queries once more, as a decode row has it.
+// Attention over each of several sequences with products of bfloat16, and for the first head of a single sequence the
+// last queries once more, as a decode row has it.
 void attention() {
     const std::vector<int64_t> head = take<int64_t>(4);
     const int64_t heads = head[0], width = head[1], sequences = head[2], before = head[3];
@@ -80,9 +91,10 @@ void attention() {
     const auto qkv = take<float>(rows * 3 * side);
     std::vector<float> out(rows * side), few(count * width), scratch;
     const float scale = 1.0f / std::sqrt(float(width));
-    const VarlenAttention all{
-        qkv.data(), qkv.data() + side, qkv.data() + 2 * side, out.data(), 3 * side, width, side, 0, 0, BF16, heads, width, sequences,
-        bounds.data(), scale};
+    VarlenAttention all{};
+    all.q = qkv.data(), all.k = qkv.data() + side, all.v = qkv.data() + 2 * side, all.out = out.data();
+    all.stride = 3 * side, all.head_stride = width, all.out_stride = side, all.kind = BF16;
+    all.heads = heads, all.width = width, all.sequences = sequences, all.bounds = bounds.data(), all.scale = scale;
     saccade_varlen_attention(&all, 2);
     fwrite(out.data(), sizeof(float), out.size(), stdout);
     if (sequences > 1 || width % Bf16Cells::EACH) return;

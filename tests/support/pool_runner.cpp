@@ -1,5 +1,5 @@
-// Many jobs of the thread team from two threads at once, whose phases read what the phases before them have written: under a
-// thread sanitizer, a missing order between two accesses is an error.
+// Many jobs of the thread team from two threads at once, whose phases read what the phases before them have written:
+// under a thread sanitizer, a missing order between two accesses is an error.
 
 #include <cstdio>
 #include <cstdlib>
