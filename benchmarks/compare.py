@@ -344,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sides = [
                 (models.released_names(path, arguments.folder) if omni else path, omni, l) for path, omni, l in sides
             ]
-        options = ("--device", arguments.device)
+        options: tuple[str, ...] = ("--device", arguments.device)
         for name in ("weights", "activations", "instruction_set"):
             if given := getattr(arguments, name):
                 options = (*options, f"--{name.replace('_', '-')}", given)

@@ -26,7 +26,7 @@ import random
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from encoder.item import EncoderItem
 from encoder.packing import pack
 from encoder.runner import EncoderOptions, EncoderRunner
 from encoder.tune import packed_ladder, tuned_ladder
+from families.nemotron_h_omni.tower import RadioTower
 from families.nemotron_h_omni.vision import RadioVision
 from kernels.host_memory import keep_freed_memory
 from kernels.native.tower import Code, TowerOp, TowerStep
@@ -110,17 +111,21 @@ def destinations(images: Sequence[EncoderItem], config: RadioVision) -> list[tor
     return [torch.empty(image.tokens, config.text_hidden_size, dtype=DTYPE) for image in images]
 
 
+def tower_of(path: Path) -> RadioVision:
+    """The tower of `models.omni_model`."""
+    config = open_checkpoint(str(path)).config.vision
+    assert isinstance(config, RadioVision)
+    return config
+
+
 def make_runner(
     path: Path, *, graphs: str, token_budgets: tuple[int, ...] | None = None, max_images: int | None = None,
     native: str = "auto",
 ) -> EncoderRunner:  # fmt: skip
-    checkpoint = open_checkpoint(str(path))
-    config = checkpoint.config.vision
-    assert config is not None
     options = EncoderOptions(
         dtype=DTYPE, graphs=graphs, token_budgets=token_budgets, max_images=max_images, native=native
     )
-    return EncoderRunner(config, options, checkpoint.vision_weights())
+    return EncoderRunner(tower_of(path), options, open_checkpoint(str(path)).vision_weights())
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -135,8 +140,7 @@ def seconds(call: Callable[[], object]) -> float:
 def measure_mixes(path: Path, count: int, rounds: int, rates: list[float]) -> list[dict[str, Any]]:
     """`rates`: measured rates of a large product, in FLOP/s; each round adds one, and the best is the ceiling."""
     rows = []
-    eager = make_runner(path, graphs="off")
-    config = eager.spec
+    eager, config = make_runner(path, graphs="off"), tower_of(path)
     for mix in MIXES:
         images = random_images(mix, count, config)
         out = destinations(images, config)
@@ -189,9 +193,10 @@ def measure_mixes(path: Path, count: int, rounds: int, rates: list[float]) -> li
 def measure_operations(path: Path, rounds: int, rates: list[float]) -> list[dict[str, Any]]:
     """`rates` as in `measure_mixes`. Operations run one at a time here, so each share is a share of their sum."""
     runner = make_runner(path, graphs="off", native="on")
-    config, images = runner.spec, random_images("uniform", 8, runner.spec)
+    config = tower_of(path)
+    images = random_images("uniform", 8, config)
     out = destinations(images, config)
-    times: Counter[str] = Counter()
+    times: dict[str, float] = defaultdict(float)
     work: Counter[str] = Counter()
 
     def hear(op: TowerOp, step: TowerStep, took: float) -> None:
@@ -201,18 +206,18 @@ def measure_operations(path: Path, rounds: int, rates: list[float]) -> list[dict
         work[name] += 2 * weight.n * weight.k * (step.rows, step.patches, step.tokens)[op.of]
 
     runner.encode(images, out)
-    assert runner.tower.native is not None
-    runner.tower.native.on_operation = hear
+    tower = runner.tower
+    assert isinstance(tower, RadioTower) and tower.native is not None
+    tower.native.on_operation = hear
     for _ in range(rounds):
         rates.append(machine.bf16_rate())
         runner.encode(images, out)
     work["attention"] = round(rounds * flops(images, config)) - sum(work.values())
-    rows = []
-    for name, took in times.most_common():
-        row = {"operation": name, "share": took / times.total(), "seconds": took / rounds}
-        row["gemm_fraction"] = work[name] / took / max(rates)
-        rows.append(row)
-        print(f"{name:13} {row['share']:4.0%} of the time   {row['gemm_fraction']:4.0%} of the GEMM rate", flush=True)
+    rows: list[dict[str, Any]] = []
+    for name, took in sorted(times.items(), key=lambda each: -each[1]):
+        share, rate = took / sum(times.values()), work[name] / took / max(rates)
+        rows.append({"operation": name, "share": share, "seconds": took / rounds, "gemm_fraction": rate})
+        print(f"{name:13} {share:4.0%} of the time   {rate:4.0%} of the GEMM rate", flush=True)
     return rows
 
 
@@ -224,8 +229,9 @@ def measure_peer(path: Path, rounds: int) -> dict[str, Any]:
     kind: Any = NemotronH_Omni_Reasoning_V3
     peer = kind.from_pretrained(path, dtype=DTYPE, attn_implementation="sdpa").eval()
     runner = make_runner(path, graphs="auto")
-    images = random_images("uniform", 16, runner.spec)
-    out = destinations(images, runner.spec)
+    config = tower_of(path)
+    images = random_images("uniform", 16, config)
+    out = destinations(images, config)
     patches = torch.cat([image.patches for image in images])
     grids = torch.tensor([image.grid for image in images])
 

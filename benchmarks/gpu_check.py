@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ def check_layers(device: str, scale: str) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     for name, config in decoders(scale).items():
         print(f"layers of {name}", file=sys.stderr, flush=True)
-        numbers[name] = hold(lambda dtype, config=config: logprobs(config, device, dtype, lengths))  # type: ignore[misc]
+        numbers[name] = hold(partial(logprobs, config, device, lengths=lengths))
     numbers["radio-h"] = hold(lambda dtype: rows_of(tower, device, dtype, grids, "off"))
     return numbers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def kernel_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
     for name, top_p, mask in (("plain", 1.0, None), ("top-p", 0.9, None), ("masked", 1.0, masks)):
         reals = [torch.full((rows,), v, dtype=torch.float64, device=setting.device) for v in (1.0, top_p, 0.0)]
         params = RowParams(reals[0].float(), whole, reals[1], reals[2], whole, whole, whole, mask)
-        yield Measure(f"sample {name}", lambda w=params: sample(logits, w), bytes=2.0 * logits.numel())
+        yield Measure(f"sample {name}", partial(sample, logits, params), bytes=2.0 * logits.numel())
 
 
 def update_measures(setting: Setting, shape: ModelShape, batch: int) -> Iterator[Measure]:
@@ -223,16 +224,18 @@ def delta_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
     heads, keys, width = shape.delta_value_heads, shape.delta_key_heads, shape.delta_head_dim
     rate, bias = (-torch.rand(heads, device=setting.device) for _ in range(2))
 
-    def tokens_of(tokens: int) -> tuple[torch.Tensor, ...]:
+    def tokens_of(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         q, k = (setting.random(tokens, keys, width) for _ in range(2))
-        return q, k, setting.random(tokens, heads, width), *(setting.random(tokens, heads) for _ in range(2))
+        v = setting.random(tokens, heads, width)
+        b, a = (setting.random(tokens, heads) for _ in range(2))
+        return q, k, v, b, a
 
     for batch in (1, 32, 64, 256) if setting.full else (2,):
         pool, slots = setting.random(batch, heads, width, width, dtype=torch.float32), torch.randperm(batch)
         given = (pool, slots.to(setting.device), *tokens_of(batch), rate, bias)
         yield Measure(
             f"gated_delta_update b{batch}",
-            lambda given=given: gated_delta_update(*given),
+            partial(gated_delta_update, *given),
             bytes=8.0 * pool.numel(),
             changes=(pool,),
         )
@@ -266,9 +269,7 @@ def attention_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]
         q, lengths = setting.random(rows, heads, width), torch.full((rows,), length, device=setting.device)
         yield Measure(
             f"decode_attention b{rows} {length}",
-            lambda length=length, lengths=lengths, pool=pool, q=q, tables=tables: decode_attention(
-                q, pool, tables, lengths, scale, length
-            ),
+            partial(decode_attention, q, pool, tables, lengths, scale, length),
             bytes=4.0 * rows * length * kv_heads * width,
         )
     tokens = setting.pick(8192, 40)
@@ -287,7 +288,8 @@ def attention_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]
 
 
 def fused_attention(dense: list[torch.Tensor], **options: Any) -> torch.Tensor:
-    return F.scaled_dot_product_attention(*dense, **options)
+    q, k, v = dense
+    return F.scaled_dot_product_attention(q, k, v, **options)
 
 
 def product_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
@@ -299,11 +301,18 @@ def product_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
         x = setting.random(rows, inputs)
         yield Measure(
             f"product {rows}",
-            lambda x=x: linear(x),
+            partial(linear, x),
             bytes=2.0 * (outputs * inputs + rows * (outputs + inputs)),
             flops=2.0 * rows * outputs * inputs,
-            peers={"torch": lambda x=x: F.linear(x, weight)},
+            peers={"torch": partial(F.linear, x, weight)},
         )
+
+
+def shares_of(
+    route: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]], x: Tensor, router: Tensor, count: int
+) -> Tensor:
+    """The shares of the chosen experts; equal scores may be chosen in any order."""
+    return route(x, router, count)[1]
 
 
 def expert_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
@@ -317,16 +326,16 @@ def expert_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
         x = setting.random(tokens, width)
         yield Measure(
             f"route_softmax {tokens}",
-            lambda x=x: route_softmax(x, router, shape.experts_per_token)[1],
+            partial(shares_of, route_softmax, x, router, shape.experts_per_token),
             bytes=4.0 * router.numel() + 2.0 * x.numel(),
-            peers={"torch": lambda x=x: reference.route_softmax(x, router, shape.experts_per_token)[1]},
+            peers={"torch": partial(shares_of, reference.route_softmax, x, router, shape.experts_per_token)},
         )
         ids = torch.rand(tokens, count, device=setting.device).topk(shape.experts_per_token)[1]
         shares = torch.rand(tokens, shape.experts_per_token, device=setting.device)
         touched = count if ids.is_meta else int(ids.unique().numel())  # meta: benchmarks.gpu_sweep only compiles
         yield Measure(
             f"run_experts {tokens}",
-            lambda ids=ids, shares=shares, x=x: run_experts(x, ids, shares, experts),
+            partial(run_experts, x, ids, shares, experts),
             bytes=2.0 * products * touched * inner * width,
             flops=2.0 * products * ids.numel() * inner * width,
         )
@@ -369,7 +378,7 @@ def outcome(measure: Measure, call: Callable[[], object], before: Sequence[Tenso
         tensor.copy_(value)
     result: Any = call()
     result = result[0] if isinstance(result, tuple) else result
-    return result.float().reshape(-1)  # type: ignore[no-any-return]
+    return result.float().reshape(-1)
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
@@ -424,4 +433,4 @@ def part_kernels(setting: Setting, ceilings: dict[str, float], record: Record) -
         if shape.experts:
             sources.append(tower_measures(setting, shape))
         for measure in (measure for source in sources for measure in source):
-            record.take(shape.name, measure.name, lambda measure=measure: result_of(setting, ceilings, measure))  # type: ignore[misc]
+            record.take(shape.name, measure.name, partial(result_of, setting, ceilings, measure))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def part_runners(setting: Setting, ceilings: dict[str, float], record: Record) -
         torch.cuda.empty_cache()
     record.take("", "tower", lambda: tower_rate(setting, ceilings))
     for count in (1, 2, 4, 8, 16) if setting.full else (1, 2):
-        record.take("images", str(count), lambda count=count: images_by_graph(setting, count))  # type: ignore[misc]
+        record.take("images", str(count), partial(images_by_graph, setting, count))
 
 
 def decode_steps(setting: Setting, ceilings: dict[str, float], record: Record) -> None:
@@ -38,7 +39,7 @@ def decode_steps(setting: Setting, ceilings: dict[str, float], record: Record) -
         return
     runner = made[0]
     for batch in batches:
-        record.take("decode", str(batch), lambda batch=batch: decode_step(setting, ceilings, runner, batch))  # type: ignore[misc]
+        record.take("decode", str(batch), partial(decode_step, setting, ceilings, runner, batch))
     stats = runner.stats()
     counted = {name: value for name, value in stats.items() if "replays" in name or "eager" in name or "graph" in name}
     record.take("decode", "graphs", lambda: counted)
@@ -135,9 +136,8 @@ def images_by_graph(setting: Setting, count: int) -> dict[str, float]:
     times: dict[str, list[float]] = {graphs: [] for graphs in sides}
     for _ in range(setting.pick(40, 2) + 2):
         for graphs, (runner, images, out) in sides.items():
-            call = lambda r=runner, i=images, o=out: r.encode(i, o)  # noqa: E731
-            times[graphs].append(_synchronised(setting, call) * 1e3)
-    row = {}
+            times[graphs].append(_synchronised(setting, partial(runner.encode, images, out)) * 1e3)
+    row: dict[str, float] = {}
     for graphs, name in (("on", "graph"), ("off", "eager")):
         kept = times[graphs][2:]
         row |= {f"{name}_mean_ms": statistics.fmean(kept), f"{name}_p99_ms": machine.percentile(kept, 0.99)}

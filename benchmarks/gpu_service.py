@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def part_service(setting: Setting, ceilings: dict[str, float], record: Record) -
     with ServerProcess(arguments) as server, saccade.Client(server.address) as client:
         ask(client, setting, 0)
         for callers in (1, 8, 64) if setting.full else (1, 2):
-            record.take("demo", str(callers), lambda callers=callers: by_callers(client, setting, callers))  # type: ignore[misc]
+            record.take("demo", str(callers), partial(by_callers, client, setting, callers))
 
 
 def ask(client: saccade.Client, setting: Setting, seed: int) -> tuple[float, int]:

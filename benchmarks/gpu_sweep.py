@@ -36,13 +36,13 @@ from kernels.chunk_scan import kernel as chunk_scan
 from kernels.dispatch import forced
 from kernels.gated_delta import scan_kernel as delta_scan
 from kernels.gated_delta import step_kernel as delta_step
-from kernels.launch import architecture, recording
+from kernels.launch import ARCHITECTURES, architecture, recording
 from kernels.moe import kernel as moe
 from kernels.paged_attention import kernel as attention
 from kernels.patch_embed import kernel as patch_embed
 from kernels.rotary import kernel as rotary
 from kernels.shapes import NANO_3_OMNI, NANO_V2_12B_VL, QWEN_35B_A3B, ModelShape
-from kernels.tiles import Tile
+from kernels.tiles import AttentionTile, Tile
 from kernels.varlen_attention import kernel as varlen_attention
 
 Measures = Callable[[Setting, ModelShape], Iterator[gpu_kernels.Measure]]
@@ -98,23 +98,23 @@ EXPERTS = [f"run_experts {tokens}" for tokens in (1, 64, 4096)]
 SWEEPS: dict[str, Sweep] = {
     "attention-prompt": Sweep(
         attention.TILES,
-        _tiles(attention.Tile, (128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 3)),
+        _tiles(AttentionTile, (128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 3)),
         ATTENTION, PROMPT, NEMOTRONS, 2,
     ),
     "attention-prompt-wide": Sweep(
         attention.TILES_WIDE,
-        _tiles(attention.Tile, (64, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 1), (128, 32, 8, 3)),
+        _tiles(AttentionTile, (64, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 1), (128, 32, 8, 3)),
         ATTENTION, PROMPT, QWEN, 2,
     ),
     "attention-rows": Sweep(
         attention.TILES,
-        _tiles(attention.Tile, (16, 64, 4, 3), (16, 64, 4, 4), (16, 64, 4, 5), (16, 64, 2, 4), (16, 64, 8, 3)),
+        _tiles(AttentionTile, (16, 64, 4, 3), (16, 64, 4, 4), (16, 64, 4, 5), (16, 64, 2, 4), (16, 64, 8, 3)),
         ATTENTION, ROWS, NEMOTRONS, 0,
     ),
     "attention-images": Sweep(
         varlen_attention.TILES,
         [(tile, tile) for tile in _tiles(
-            varlen_attention.Tile, (128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 8, 2),
+            AttentionTile, (128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 8, 2),
         )],
         gpu_kernels.tower_measures, ["varlen_attention"], (NANO_3_OMNI, QWEN_35B_A3B),
     ),
@@ -160,7 +160,7 @@ SWEEPS: dict[str, Sweep] = {
     ),
     "patches": Sweep(
         patch_embed.TILES,
-        _tiles(patch_embed.Tile, (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4)),
+        _tiles(Tile, (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4)),
         gpu_kernels.tower_measures, ["patch_embed"], (NANO_3_OMNI, QWEN_35B_A3B),
     ),
 }  # fmt: skip
@@ -198,11 +198,11 @@ def sweep_on(setting: Setting, names: Sequence[str], seconds: float) -> dict[str
             with SWEEPS[name].using(target, candidate):
                 try:
                     # A measure that changes its arguments and does not say so cannot be compared.
-                    error = (
+                    differs = (
                         0.0 if name == "rotary" else gpu_kernels.relative_difference(outcome(measure, before), expected)
                     )
-                    took = timed(setting, measure.call, 8) if error < 0.01 else float("inf")
-                    rows.append((took, error, str(candidate)))
+                    took = timed(setting, measure.call, 8) if differs < 0.01 else float("inf")
+                    rows.append((took, differs, str(candidate)))
                 except Exception as failure:  # a candidate may need more than the device has
                     rows.append((float("inf"), None, f"{candidate}: {type(failure).__name__}: {failure}"[:300]))
         rows.sort(key=lambda row: row[0])
@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build")))
     parser.add_argument("--compile", type=Path, metavar="DIR", help="only compile all candidates, into this folder")
     parser.add_argument("--cache", default="/tmp/triton", help="place of that folder on the GPU machine")
-    parser.add_argument("--target", choices=aot.ARCHITECTURES, default="sm_90", help="architecture for --compile")
+    parser.add_argument("--target", choices=ARCHITECTURES, default="sm_90", help="architecture for --compile")
     arguments = parser.parse_args(argv)
     names = arguments.names or list(SWEEPS)
     if unknown := sorted(set(names) - set(SWEEPS)):

@@ -155,14 +155,15 @@ def measure_overlap(path: Path, threads: int, rounds: int) -> list[dict[str, Any
                 if number:  # the first pair warms up
                     together.append(pair[0])
                     apart.append(pair[1])
-        row = {
-            "way": way, "overlapped_s": statistics.median(together), "encode_then_prefill_s": statistics.median(apart),
-            "ratio": statistics.median(b / a for a, b in zip(together, apart)), "all": [together, apart],
-        }  # fmt: skip
-        rows.append(row)
+        overlapped, one_by_one = statistics.median(together), statistics.median(apart)
+        ratio = statistics.median(b / a for a, b in zip(together, apart))
+        rows.append({
+            "way": way, "overlapped_s": overlapped, "encode_then_prefill_s": one_by_one, "ratio": ratio,
+            "all": [together, apart],
+        })  # fmt: skip
         print(
-            f"{way:8} first token after {1e3 * row['overlapped_s']:7.1f} ms, encode-then-prefill "
-            f"{1e3 * row['encode_then_prefill_s']:7.1f} ms, ratio {row['ratio']:.2f}",
+            f"{way:8} first token after {1e3 * overlapped:7.1f} ms, encode-then-prefill {1e3 * one_by_one:7.1f} ms, "
+            f"ratio {ratio:.2f}",
             flush=True,
         )
     return rows
@@ -222,7 +223,7 @@ class Bench:
         checkpoint = open_checkpoint(options.model)
         vision = resolve_vision(options, checkpoint)
         assert vision is not None
-        self.handoff = Handoff(256 << 20, vision.text_hidden_size, torch.bfloat16)
+        self.handoff = Handoff(256 << 20, vision.row_width, torch.bfloat16)
         self._changed = threading.Event()
         make: dict[str, Callable[[], Encoding]] = {
             "turns": lambda: local_encoder(options, checkpoint, vision, self.handoff),
@@ -277,12 +278,9 @@ def measure_latency(path: Path, threads: int, rounds: int) -> list[dict[str, Any
             median = statistics.median(took)
             base = base or median
             size = image.encoder_item.nbytes
-            row = {"way": way, "bytes": size, "median_s": median, "added_s": median - base, "all": took}
-            rows.append(row)
-            print(
-                f"{size / 1e6:5.1f} MB {way:8} {1e3 * median:7.2f} ms, added {1e3 * row['added_s']:6.2f} ms",
-                flush=True,
-            )
+            added = median - base
+            rows.append({"way": way, "bytes": size, "median_s": median, "added_s": added, "all": took})
+            print(f"{size / 1e6:5.1f} MB {way:8} {1e3 * median:7.2f} ms, added {1e3 * added:6.2f} ms", flush=True)
     return rows
 
 

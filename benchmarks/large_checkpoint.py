@@ -12,6 +12,7 @@ seconds of an answer about an image through gRPC. Fewer `--experts` make a small
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import json
 import math
@@ -183,17 +184,17 @@ def measure(folder: Path, new_tokens: int) -> dict[str, Any]:
         result["peak_bytes"], result["resident_bytes"] = memory(server.pid)
         with saccade.Client(server.address) as client:
             prompt = list(range(100, 100 + PROMPT))
-            fixed = {"temperature": 0, "ignore_eos": True}
-            client.generate(prompt, max_tokens=2, **fixed)
+            generate = functools.partial(client.generate, temperature=0, ignore_eos=True)
+            generate(prompt, max_tokens=2)
             started = time.perf_counter()
-            client.generate(prompt, max_tokens=1, **fixed)
+            generate(prompt, max_tokens=1)
             first = time.perf_counter() - started
-            answer = client.generate(prompt, max_tokens=1 + new_tokens, **fixed)
+            answer = generate(prompt, max_tokens=1 + new_tokens)
             result["prompt_seconds"] = first
             result["tokens_s"] = new_tokens / (time.perf_counter() - started - 2 * first)
             result["answer"] = list(answer.token_ids)
             started = time.perf_counter()
-            seen = client.generate([*prompt, IMAGE_TOKEN], images=[test_image()], max_tokens=8, **fixed)
+            seen = generate([*prompt, IMAGE_TOKEN], images=[test_image()], max_tokens=8)
             result["image_seconds"] = time.perf_counter() - started
             result["image_answer"] = list(seen.token_ids)
             result["image_prompt_tokens"] = seen.usage.prompt_tokens

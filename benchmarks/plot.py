@@ -51,8 +51,8 @@ def decode_plot(result: dict[str, Any], peer: str, path: Path) -> bool:
     for name, line in lines.items():
         points = [place(x, y) for x, y in zip(xs, line, strict=True)]
         draw.line(points, COLOURS[name], width=3)
-        for x, y in points:
-            draw.ellipse((x - 5, y - 5, x + 5, y + 5), COLOURS[name])
+        for across, down in points:
+            draw.ellipse((across - 5, down - 5, across + 5, down + 5), COLOURS[name])
         draw.text(
             (points[-1][0] + 12, points[-1][1]), f"{names[name]} {line[-1]:,.0f}", COLOURS[name], small, anchor="lm"
         )

@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,8 +78,8 @@ def measure(config: VisionSpec, dtype: str, seconds: float) -> list[dict[str, An
         data = scene(height, width, form)
         watch = Stopwatch()
         ways: dict[str, Callable[[], object]] = {
-            "here": lambda data=data, watch=watch: here.image(data, watch),
-            "worker": lambda data=data: pool.image(data, Stopwatch()),
+            "here": partial(here.image, data, watch),
+            "worker": partial(pool.image, data, Stopwatch()),
         }
         found = in_turn(ways, seconds)
         decode, resize, patch = (

@@ -45,7 +45,7 @@ from kernels.linear import Packed
 from kernels.native.structs import Code, DeltaShape, Kind, Op
 from service.common.config import EngineOptions
 from service.common.helper_process import SPINNING
-from service.engine.build import decoder_options
+from service.engine.runner_options import decoder_options
 from service.model.checkpoint import Checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -118,7 +118,7 @@ class FaultRun:
                 "--rows-per-file", "256", "--actors", "2", "--concurrency", "16", "--quiet",
             ]  # fmt: skip
             self.start()
-            ends.callback(lambda: self.driver is not None and self.driver.kill())
+            ends.callback(self.end_driver)
             self.strike_until_done(strikes)
         found = parquet.read_table(self.folder / "out", columns=["id", "error"])
         ids = found["id"].to_pylist()
@@ -174,10 +174,13 @@ class FaultRun:
         }  # fmt: skip
         self.peaks = {name: max(peak, now[name]) for name, peak in self.peaks.items()}
 
-    def kill_driver(self) -> None:
+    def end_driver(self) -> None:
         assert self.driver is not None
         self.driver.kill()
         self.driver.wait()
+
+    def kill_driver(self) -> None:
+        self.end_driver()
         self.start()
         self.strikes.append("driver")
 

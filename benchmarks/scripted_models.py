@@ -102,7 +102,7 @@ def nemotron_model(folder: Path, shape: Mapping[str, Any] = NEMOTRON_H, script: 
     if (path / "complete").exists():
         return path
     torch.manual_seed(0)
-    model: Any = NemotronHForCausalLM(NemotronHConfig(**shape)).to(torch.bfloat16)
+    model = NemotronHForCausalLM(NemotronHConfig(**shape)).bfloat16()
     weights = dict(model.state_dict())
     attention = shape["layers_block_type"].index("full_attention")
     parts = {0: f"model.layers.{attention}.", 1: f"model.layers.{shape['layers_block_type'].index('mlp')}."}

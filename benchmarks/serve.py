@@ -133,7 +133,7 @@ def ceiling(model: str, scale: float) -> dict[str, Any]:
     for chunk in (1, 16):
         engine = FakeEngine(vocabulary=vocabulary, model=Path(model).name)
         with RunningServer(model, engine=engine) as server:  # in this process, so without image workers
-            engine.loop = server.loop  # type: ignore[attr-defined]
+            engine.loop = server.loop
             arguments = [sys.executable, "-c", READER, server.address, str(streams), str(tokens), str(chunk)]
             processes = [
                 subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -355,15 +355,10 @@ def pages(model: str, scale: float) -> dict[str, Any]:
         folder = Path(name)
         for number in range(PAGES):
             _page(number).save(folder / f"{number:02}.jpg", quality=85)
-        options = {
-            "dtype": None,
-            "max_seqs": 32,
-            "max_len": 8192,
-            "max_queue": 1024,
-            "max_inflight_bytes": 2**30,
-            "image_workers": 1,
-        }
-        with RunningServer(str(tiny_qwen_model(folder)), **options) as server:
+        with RunningServer(
+            str(tiny_qwen_model(folder)), dtype=None, max_seqs=32, max_len=8192, max_queue=1024,
+            max_inflight_bytes=2**30, image_workers=1,
+        ) as server:  # fmt: skip
             arguments = [sys.executable, "-c", PAGE_SENDER, server.address, str(folder), str(requests)]
             sender = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
             assert sender.stdin is not None and sender.stdout is not None

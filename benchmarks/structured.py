@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import random
@@ -26,7 +27,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ def compiling(arguments: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rate(client: saccade.Client, lengths: list[int | None]) -> float:
+def rate(client: saccade.Client, lengths: Sequence[int | None]) -> float:
     """Tokens per second of concurrent requests with these numbers of output tokens; None: as the schema determines."""
 
     def one(seed: int, tokens: int | None) -> int:
@@ -193,9 +194,9 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
         for batch in BATCHES:
             free, under = lengths[:batch], [None] * batch
             sides: dict[str, Callable[[], float]] = {
-                "plain": lambda free=free: rate(plain, free),
-                "schema": lambda under=under: rate(plain, under),
-                "forced": lambda under=under: rate(forcing, under),
+                "plain": functools.partial(rate, plain, free),
+                "schema": functools.partial(rate, plain, under),
+                "forced": functools.partial(rate, forcing, under),
             }  # fmt: skip
             timed = in_turn(sides, arguments.rounds if batch > 1 else 3 * arguments.rounds)
             every = timed["all"]
@@ -225,8 +226,8 @@ def peer(arguments: argparse.Namespace) -> dict[str, Any]:
                     return float(answer["tokens"] / answer["seconds"])
 
                 sides: dict[str, Callable[[], float]] = {
-                    "ours plain": lambda free=free: rate(ours, free),
-                    "ours schema": lambda free=free: rate(ours, [None] * len(free)),
+                    "ours plain": functools.partial(rate, ours, free),
+                    "ours schema": functools.partial(rate, ours, [None] * len(free)),
                     "peer plain": lambda: theirs(None),
                     "peer schema": lambda: theirs(RECORD),
                 }  # fmt: skip
@@ -257,7 +258,7 @@ def hostile(arguments: argparse.Namespace) -> dict[str, Any]:
         started = time.perf_counter()
         try:
             answer = client.generate("Go", response_format=HOSTILE[name], max_tokens=60, temperature=1.0, timeout=60)
-            end = answer.finish_reason
+            end = str(answer.finish_reason)
         except errors.InvalidArgument as error:
             end = f"{error}"[:100]
         except errors.SaccadeError as error:

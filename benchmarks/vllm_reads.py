@@ -75,7 +75,8 @@ def compare(path: Path, scratch: Path) -> dict[str, Any]:
     (scratch / "prompts.json").write_text(json.dumps(ids))
     environment = {**os.environ, **SETTINGS, "LD_PRELOAD": str(PYTHON.parent.parent / "lib" / "libiomp5.so")}
     environment.pop("PYTHONPATH", None)
-    command = [PYTHON, __file__, "--score", path.resolve(), scratch / "prompts.json", scratch / "scores.json"]
+    files = (path.resolve(), scratch / "prompts.json", scratch / "scores.json")
+    command = [str(PYTHON), __file__, "--score", *map(str, files)]
     done = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         told = [line for line in done.stderr.splitlines() if line.strip()]

@@ -40,10 +40,10 @@ def test_a_wrong_result_fails_the_check(
 ) -> None:
     honest, calls = gpu_check.logprobs, []
 
-    def off(*given: Any) -> torch.Tensor:
+    def off(*given: Any, **named: Any) -> torch.Tensor:
         """Makes the first of three calls, that of the kernels, wrong by 0.02."""
         calls.append(given)
-        return honest(*given) * (1.02 if len(calls) % 3 == 1 else 1.0)
+        return honest(*given, **named) * (1.02 if len(calls) % 3 == 1 else 1.0)
 
     monkeypatch.setattr(gpu_check, "logprobs", off)
     assert gpu_check.main(["layers", *CPU, str(tmp_path)]) == 1

@@ -66,9 +66,12 @@ class Encoder:
         watched = ["--metrics-port", str(self.metrics_port)]
         self.process = ServerProcess([*COMMON, "--role", "encoder", *watched], port=self.port)
 
+    def stop(self) -> None:
+        self.process.stop()
+
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
-        self.process.stop()
+        self.stop()
 
 
 def one_round(
@@ -102,7 +105,7 @@ def run(scale: float) -> Outcome:
     with ExitStack() as ends:
         encoders = [Encoder(), Encoder()]
         for encoder in encoders:
-            ends.callback(lambda encoder=encoder: encoder.process.stop())
+            ends.callback(encoder.stop)
         addresses = ",".join(encoder.process.address for encoder in encoders)
         port = free_port()
         role = [
