@@ -46,22 +46,35 @@ EVALUATION_CAPTIONS = 60
 WARMUP_STEPS = 50
 
 
+def _norm(config: NemotronHConfig) -> nn.Module:
+    return nemotron_h.NemotronHRMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+
+
+class AttentionLayer(nn.Module):
+    """The parts of the first layer: the combination of hidden state and embedding, and attention."""
+
+    def __init__(self, config: NemotronHConfig) -> None:
+        super().__init__()
+        self.enorm, self.hnorm, self.norm = _norm(config), _norm(config), _norm(config)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.mixer = nemotron_h.NemotronHAttention(config, layer_idx=0)
+
+
+class ExpertsLayer(nn.Module):
+    """The parts of the second layer: experts, and the last norm."""
+
+    def __init__(self, config: NemotronHConfig) -> None:
+        super().__init__()
+        self.norm, self.final_layernorm = _norm(config), _norm(config)
+        self.mixer = nemotron_h.NemotronHMoE(config)
+
+
 class Head(nn.Module):
     """One prediction step. Parameter names are those of released checkpoints, without `mtp.`."""
 
     def __init__(self, config: NemotronHConfig) -> None:
         super().__init__()
-        hidden, eps = config.hidden_size, config.layer_norm_epsilon
-
-        def norm() -> nn.Module:
-            return nemotron_h.NemotronHRMSNorm(hidden, eps=eps)
-
-        first, second = nn.Module(), nn.Module()
-        first.enorm, first.hnorm, first.norm = norm(), norm(), norm()
-        first.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
-        first.mixer = nemotron_h.NemotronHAttention(config, layer_idx=0)
-        second.norm, second.final_layernorm = norm(), norm()
-        second.mixer = nemotron_h.NemotronHMoE(config)
+        first, second = AttentionLayer(config), ExpertsLayer(config)
         self.layers = nn.ModuleList([first, second])
         self.heads, self.width = config.num_attention_heads, config.head_dim
         self.groups = self.heads // config.num_key_value_heads
@@ -69,13 +82,14 @@ class Head(nn.Module):
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.02)
         with torch.no_grad():  # initially passes the trunk's hidden state of the token before on
-            first.eh_proj.weight[:, hidden:].add_(torch.eye(hidden))
+            first.eh_proj.weight[:, config.hidden_size :].add_(torch.eye(config.hidden_size))
 
     def forward(self, embedded: list[Tensor], hidden: Tensor) -> list[Tensor]:
         """`embedded[j]`: `[B, L, d]`, the embedding of the token j after each position; `hidden`: the trunk's hidden
         states of the token before it. Returns the head's hidden states `[B, L, d]` for each of these tokens. Entries of
         later tokens are visible only at their own position; those of the first tokens at all later positions."""
         first, second = self.layers
+        assert isinstance(first, AttentionLayer) and isinstance(second, ExpertsLayer)
         outs: list[Tensor] = []
         keys: list[Tensor] = []
         values: list[Tensor] = []
@@ -151,7 +165,9 @@ class Run:
         self.rate = rate
         self.trunk = Trunk(model)
         self.digest = trunk_digest(model)
-        self.head = Head(self.trunk.trainee.model.config.get_text_config())
+        config = self.trunk.trainee.model.config.get_text_config()
+        assert isinstance(config, NemotronHConfig)
+        self.head = Head(config)
         matrices = [p for n, p in self.head.named_parameters() if p.ndim > 1 and "gate" not in n]
         others = [p for n, p in self.head.named_parameters() if p.ndim < 2 or "gate" in n]
         self.optimisers = [Muon(matrices, MUON_RATE), torch.optim.AdamW(others, ADAM_RATE, betas=(0.9, 0.97))]
