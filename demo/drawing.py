@@ -15,7 +15,7 @@ from demo.world import COLOURS, HELD_OUT_DIGITS, NOVEL, PLACES, SHAPES, Box, Col
 @functools.cache
 def _digits() -> tuple[np.ndarray, np.ndarray]:
     """The handwritten digits: `[1797, 8, 8]` uint8 ink (0..255) and `[1797]` labels."""
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    from sklearn.datasets import load_digits
 
     digits = load_digits()
     return (digits.images * (255 / 16)).round().astype(np.uint8), digits.target

@@ -30,7 +30,7 @@ def quick(model: Path) -> Iterator[RunningServer]:
     engine = FakeEngine(vocabulary=VOCAB, max_len=MAX_LEN)
     # Decoding images in this process would slow its event loop down.
     with RunningServer(str(model), engine=engine, image_workers=1) as running:
-        engine.loop = running.loop  # type: ignore[attr-defined]
+        engine.loop = running.loop
         yield running
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import deque
 from concurrent.futures import Future
@@ -15,6 +16,8 @@ class FakeEngine:
 
     def __init__(self, *, vocabulary: int, max_len: int = 100_000, model: str = "demo") -> None:
         self.info = EngineInfo(model, "fake", max_len, 1024, 10_000, "float32")
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The frontend's, with which the engine keeps pace."""
         self._vocabulary = vocabulary
         self._incoming: deque[tuple[str, Any]] = deque()
         self._live: dict[str, list[int]] = {}
@@ -60,11 +63,10 @@ class FakeEngine:
     def _release_when_taken(self) -> None:
         """The frontend's loop runs callbacks in order, so the frontend has taken the previous step when this one
         runs."""
-        loop = getattr(self, "loop", None)
-        if loop is None:
+        if self.loop is None:
             self._paused.release()
         else:
-            loop.call_soon_threadsafe(self._paused.release)
+            self.loop.call_soon_threadsafe(self._paused.release)
 
     def submit(self, request: EngineRequest) -> None:
         for name in request.names:
