@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import CodeType, FrameType, GeneratorType
@@ -162,11 +162,11 @@ def sizes_of(model: str, file: bytes) -> dict[str, int]:
     }  # fmt: skip
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--calls", action="store_true", help="print every call too")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     from PIL import Image
 
     import saccade

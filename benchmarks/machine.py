@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import importlib.metadata
@@ -120,13 +121,25 @@ def bf16_rate(side: int = 2048, device: str = "cpu") -> float:
     return max(matmul_rate(dtype, side) for dtype, rate in tried.items() if rate > best / 4)
 
 
-def ceilings(device: str = "cpu") -> dict[str, float]:
+def add_rough(parser: argparse.ArgumentParser) -> None:
+    """`--rough`."""
+    parser.add_argument("--rough", action="store_true", help="measure the machine's limits quickly and badly")
+
+
+ROUGH_SIDE = 128
+"""Side of the products of `--rough`."""
+
+
+def ceilings(device: str = "cpu", *, rough: bool = False) -> dict[str, float]:
     """Read bandwidth in GB/s and rate of bfloat16 products in GFLOP/s, measured with larger sizes on a GPU. On a CPU
-    also the nanoseconds of a round trip between two cores, if they can be measured."""
+    also the nanoseconds of a round trip between two cores, if they can be measured. `rough`: without it, and with sizes
+    that show only whether a benchmark works."""
     size, side = (1 << 30, 2048) if device == "cpu" else (1 << 33, 8192)
+    if rough:
+        size, side = 1 << 22, ROUGH_SIDE
     bandwidth, rate = read_bandwidth(size, device=device), bf16_rate(side, device)
     found = {"read_gb_s": bandwidth / 1e9, "bf16_gflop_s": rate / 1e9}
-    if device == "cpu" and (trip := round_trip()) is not None:
+    if device == "cpu" and not rough and (trip := round_trip()) is not None:
         found["round_trip_ns"] = trip * 1e9
     return found
 

@@ -44,11 +44,13 @@ VISION: dict[str, Any] = {
 IMAGE_RULE = {"patch_size": 16, "min_num_patches": 64, "max_num_patches": 1024}
 
 THIN_PATCH = 64
+TEXT_NAME, OMNI_NAME = "nemotron-h-116m", "omni-116m-radio-s"
+"""Folders of the text model and of the one with images."""
 
 
 def text_model(folder: Path) -> Path:
     """The 116 M decoder alone, in bf16."""
-    return _write(folder / "nemotron-h-116m", vision=False)
+    return write(folder / TEXT_NAME, vision=False)
 
 
 def written_model(folder: Path) -> Path:
@@ -64,7 +66,7 @@ def written_model(folder: Path) -> Path:
 
 def omni_model(folder: Path) -> Path:
     """The same decoder with the ViT, in bf16."""
-    return _write(folder / "omni-116m-radio-s", vision=True)
+    return write(folder / OMNI_NAME, vision=True)
 
 
 RELEASED_CONFIG = """from transformers import NemotronHConfig, PretrainedConfig
@@ -150,13 +152,14 @@ def thin_omni_model(folder: Path) -> Path:
     text = {**TEXT, "layers_block_type": [KINDS["M"]], "mamba_num_heads": 4}
     tower = {**VISION, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "patch_size": THIN_PATCH}
     rule = {"patch_size": THIN_PATCH, "min_num_patches": 16, "max_num_patches": 1024}
-    return _write(folder / "omni-thin", vision=True, text=text, tower=tower, rule=rule)
+    return write(folder / "omni-thin", vision=True, text=text, tower=tower, rule=rule)
 
 
-def _write(
+def write(
     path: Path, *, vision: bool, text: dict[str, Any] = TEXT, tower: dict[str, Any] = VISION,
     rule: dict[str, Any] = IMAGE_RULE,
 ) -> Path:  # fmt: skip
+    """Writes a random `nemotron_h` checkpoint in bf16, or one of the Omni architecture; an existing one is kept."""
     if (path / "complete").exists():
         return path
     from transformers import NemotronHConfig, NemotronHForCausalLM

@@ -1,6 +1,7 @@
 """Cost of preparing an image for the encoder: images per second on one core, by size and format.
 
-    python -m benchmarks.preprocess [--family nemotron_h_omni | --model demo] [--seconds 1.0] [--write]
+    python -m benchmarks.preprocess [--family nemotron_h_omni | --model demo] [--sizes 64x64 1920x1080] [--seconds 1.0]
+                                    [--write]
 
 For each size and format: decode, resize and cut into patches, in this process and in a worker process (as a server
 does). The two alternate, so that both run under the same conditions. The last line on stdout is JSON.
@@ -44,6 +45,12 @@ RULES: dict[str, VisionSpec] = {
 FORMATS = ("JPEG", "PNG", "WEBP")
 
 
+def size(text: str) -> tuple[int, int]:
+    """(height, width) of WIDTHxHEIGHT."""
+    width, height = map(int, text.split("x"))
+    return height, width
+
+
 def scene(height: int, width: int, form: str) -> bytes:
     """A file with the size of a photograph's: smooth shapes and a little noise."""
     rows, columns = np.mgrid[0:height, 0:width]
@@ -69,12 +76,12 @@ def in_turn(ways: dict[str, Callable[[], object]], seconds: float) -> dict[str, 
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def measure(config: VisionSpec, dtype: str, seconds: float) -> list[dict[str, Any]]:
+def measure(config: VisionSpec, dtype: str, seconds: float, sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
     limits = MediaLimits()
     here = Patcher(limits, config, dtype)
     pool = ImagePool(limits, 1, image_seconds=60, video_seconds=60, vision=config, dtype=dtype)
     rows = []
-    for (height, width), form in itertools.product(SIZES, FORMATS):
+    for (height, width), form in itertools.product(sizes, FORMATS):
         data = scene(height, width, form)
         watch = Stopwatch()
         ways: dict[str, Callable[[], object]] = {
@@ -114,6 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--family", choices=list(RULES), default="nemotron_h_omni", help="use the released image rule of this family"
     )
     parser.add_argument("--model", help="use the image rule of this model instead")
+    parser.add_argument("--sizes", nargs="+", type=size, default=SIZES, metavar="WIDTHxHEIGHT")
     parser.add_argument("--seconds", type=float, default=1.0, help="duration for each size and format")
     parser.add_argument("--write", action="store_true", help="write a dated file to benchmarks/results")
     arguments = parser.parse_args(argv)
@@ -133,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seconds": arguments.seconds,
         "load": machine.load(),
         "machine": machine.describe(),
-        "rows": measure(config, "bfloat16", arguments.seconds),
+        "rows": measure(config, "bfloat16", arguments.seconds, arguments.sizes),
     }
     if arguments.write:
         print(write_result(f"preprocess-{arguments.family}", result), file=sys.stderr)

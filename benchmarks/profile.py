@@ -1,7 +1,7 @@
 """Time of the parts of a decode step and of a prefill, compared with the lower bound on this machine.
 
     python -m benchmarks.profile [--family qwen3_5] [--only decode,prefill] [--weights int8] [--activations int8]
-                                 [--state-dtype bfloat16] [--threads N] [--write]
+                                 [--state-dtype bfloat16] [--threads N] [--rough] [--write]
 
 Runs the decoder in this process on the family's text model of `benchmarks.workloads`. The operations of the compiled
 step are called one at a time, which adds a few microseconds to each. The lower bound of a part is the larger of its
@@ -231,10 +231,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--write", action="store_true", help="write the page under docs")
+    machine.add_rough(parser)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    load, ceilings = machine.load_before(), machine.ceilings()
+    load, ceilings = machine.load_before(), machine.ceilings(rough=arguments.rough)
     subject = SUBJECTS[arguments.family]
     checkpoint = Checkpoint(subject.text(arguments.folder))
     given = EngineOptions(dtype="bfloat16", max_seqs=32, state_cache="none", state_dtype=arguments.state_dtype)

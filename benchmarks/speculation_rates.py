@@ -142,10 +142,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     add_options(parser)
+    machine.add_rough(parser)
     options = parser.parse_args(argv)
     options.folder.mkdir(parents=True, exist_ok=True)
     load = machine.load_before()
-    ceilings = {name: round(value, 1) for name, value in machine.ceilings().items()}
+    ceilings = {name: round(value, 1) for name, value in machine.ceilings(rough=options.rough).items()}
     found = [cell for model in options.model for cell in cells(model, MODELS[model](options.folder), options)]
     print(
         show([[f.name for f in dataclasses.fields(Cell)], *([str(v) for v in dataclasses.astuple(c)] for c in found)])

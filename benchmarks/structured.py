@@ -1,6 +1,6 @@
 """Structured output: whether answers conform to random schemas, and the cost of compiling and of using a schema.
 
-    python -m benchmarks.structured answers compile speed peer hostile [--write]
+    python -m benchmarks.structured answers compile speed peer hostile [--folder DIR] [--write]
 
 `answers`: answers of models with random weights (benchmarks/random_models.py), through gRPC, under random schemas, at a
 high temperature so that likely tokens often violate the grammar. Every answer that ends by itself must be valid for
@@ -37,7 +37,7 @@ import jsonschema
 import saccade
 from benchmarks import machine, models, random_models
 from benchmarks.hostile_formats import HOSTILE
-from benchmarks.record import FOLDER, write_result
+from benchmarks.record import add_options, write_result
 from benchmarks.schemas import Schema, common_schema, random_schema
 from benchmarks.sides import Peer
 from saccade import errors
@@ -123,7 +123,7 @@ def answers(arguments: argparse.Namespace) -> dict[str, Any]:
     """Counts by family. Characters that end values get a bias, because random text hardly ever ends otherwise."""
     found: dict[str, Any] = {"max_tokens": MAX_TOKENS, "passed": True}
     for family, make in random_models.FAMILIES.items():
-        with served(make(FOLDER)) as client:
+        with served(make(arguments.folder)) as client:
             found[family] = answered(client, arguments.schemas, random_models.ending_bias(client))
         found["passed"] &= not found[family]["invalid"] and not found[family]["refused"]
         print(f"{family}: {found[family]}", flush=True)
@@ -132,7 +132,7 @@ def answers(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def compiling(arguments: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds for each of many common schemas, on the 116 M model's vocabulary."""
-    checkpoint = open_checkpoint(str(models.written_model(FOLDER)), None)
+    checkpoint = open_checkpoint(str(models.written_model(arguments.folder)), None)
     ends = checkpoint.config.eos_token_ids
     constraining = Constraining(checkpoint.path / "tokenizer.json", checkpoint.config.decoder.vocab_size, ends)
 
@@ -188,7 +188,7 @@ def in_turn(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, Any
 def speed(arguments: argparse.Namespace) -> dict[str, Any]:
     """`cost`: share of the plain rate that is lost with a schema; `gain`: gain of forced tokens over the rate with the
     schema. Both are medians over rounds."""
-    model, found = models.written_model(FOLDER), dict[str, Any]()
+    model, found = models.written_model(arguments.folder), dict[str, Any]()
     with served(model) as plain, served(model, "--forced-tokens", "on") as forcing:
         lengths = schema_lengths(plain)
         for batch in BATCHES:
@@ -209,8 +209,8 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def peer(arguments: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second of both sides, with and without the schema, and the number of the peer's invalid answers."""
-    model, found = models.written_model(FOLDER), dict[str, Any]()
-    log = FOLDER / "vllm-structured.log"
+    model, found = models.written_model(arguments.folder), dict[str, Any]()
+    log = arguments.folder / "vllm-structured.log"
     with served(model, "--dtype", "bfloat16", "--state-cache", "none") as ours:
         prompt = list(ours.tokenize("Go", raw=True).token_ids)
         other = Peer("vllm", model, False, log, tokenizer=True)
@@ -291,15 +291,15 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--schemas", type=int, default=2000, metavar="N", help="random schemas of each family")
     parser.add_argument("--compile", type=int, default=200, metavar="N", help="common schemas")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peer-rounds", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="write dated results under benchmarks/results")
-    arguments, passed, results = parser.parse_args(), True, dict[str, Any]()
+    add_options(parser)
+    arguments, passed, results = parser.parse_args(argv), True, dict[str, Any]()
     for part in arguments.parts:
         load = machine.load()
         results[part] = PARTS[part](arguments)
