@@ -91,14 +91,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=12)
     add_options(parser)
     arguments = parser.parse_args(argv)
-    load, checkpoint = machine.load_before(), Checkpoint(text_model(arguments.folder))
+    before, checkpoint = machine.before(), Checkpoint(text_model(arguments.folder))
     rows = []
     for count in arguments.requests.split(","):
         rows.append(row := measure(checkpoint, int(count), arguments.steps))
         print(f"{row['requests']:5} requests: step {row['step_ms']:8.2f} ms, bookkeeping {row['bookkeeping_ms']:6.3f} "
               f"ms, {row['share']:.2%}", flush=True)  # fmt: skip
     result = {
-        **machine.header("bookkeeping", argv, load),
+        **machine.header("bookkeeping", argv, before),
         "rows": rows,
     }
     if arguments.write:

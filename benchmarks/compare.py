@@ -331,10 +331,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.peer == "llamacpp":
         only -= {"omni"}  # llama.cpp's server needs separate tower files for images
         peer_weights = PEER_WEIGHTS[arguments.weights]
-    load = machine.load_before()
+    before = machine.before()
     concurrent = [int(count) for count in arguments.concurrent.split(",")]
     ceilings = machine.ceilings(arguments.device)
-    print(json.dumps({**machine.describe(), **ceilings, "load": load}))
+    print(json.dumps({**machine.describe(), **ceilings, "load": before.load}))
     with tempfile.TemporaryDirectory() as folder:
         text, omni = workloads(subject, Path(folder), only, concurrent, arguments.new_tokens, arguments.prompt)
         sides = [(subject.text(arguments.folder), False, text)]
@@ -355,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         how = Sides(arguments.peer, options, arguments.folder, arguments.device, most, peer_weights, arguments.stream)
         rows = measure(how, sides, arguments.rounds)
     result = {
-        **machine.header("compare", argv, load),
+        **machine.header("compare", argv, before),
         "peer_weights": peer_weights,
         "ceilings": ceilings,
         "rows": rows,

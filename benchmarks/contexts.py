@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_options(parser)
     arguments = parser.parse_args(argv)
     lengths = [int(length) for length in arguments.lengths.split(",")]
-    load, ceilings = machine.load_before(), machine.ceilings()
+    before, ceilings = machine.before(), machine.ceilings()
     rows = {
         kind: measure(model(kind, arguments.folder), lengths, arguments.new_tokens, arguments.rounds)
         for kind in PATTERNS
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     per_token = 2 * STORED * TEXT["num_key_value_heads"] * TEXT["head_dim"] * len(PATTERNS["attention"])
     first, last = rows["attention"][0], rows["attention"][-1]
     result: dict[str, Any] = {
-        **machine.header("contexts", argv, load),
+        **machine.header("contexts", argv, before),
         "ceilings": ceilings,
         "rows": rows,
     }

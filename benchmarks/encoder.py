@@ -357,15 +357,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--only takes {', '.join(PARTS)}, got {arguments.only}")
     keep_freed_memory()  # as in the engine process; it also speeds up transformers, which runs in this process
     torch.set_num_threads(arguments.threads)
-    load = machine.load_before()
+    before = machine.before()
     ceiling = Ceiling(machine.ROUGH_SIDE if arguments.rough else 2048)
     ceiling.measure()
-    print(json.dumps({**machine.describe(), "bf16_gflop_s": ceiling.best / 1e9, "load": load}), flush=True)
+    print(json.dumps({**machine.describe(), "bf16_gflop_s": ceiling.best / 1e9, "load": before.load}), flush=True)
     started = time.perf_counter()
-    result: dict[str, Any] = {
-        **machine.header("encoder", argv, load),
-        "threads": torch.get_num_threads(),
-    }
+    result: dict[str, Any] = {}
     arguments.folder.mkdir(parents=True, exist_ok=True)
     if {"mixes", "operations", "peer"} & set(parts):
         path = models.omni_model(arguments.folder)
@@ -382,6 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result["preprocess"] = measure_preprocessing(arguments.rounds)
     result["bf16_gflop_s"] = ceiling.best / 1e9
     result["seconds"] = time.perf_counter() - started
+    result = {**machine.header("encoder", argv, before), "threads": torch.get_num_threads(), **result}
     if arguments.write:
         print(f"written to {write_result('encoder', result)}", file=sys.stderr)
     print(json.dumps(summary(result)))

@@ -346,20 +346,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = arguments.only.split(",")
     if not set(parts) <= set(PARTS):
         parser.error(f"--only takes {', '.join(PARTS)}, got {arguments.only}")
-    load = machine.load_before()
-    print(json.dumps({**machine.describe(), "load": load}), flush=True)
+    before = machine.before()
+    print(json.dumps({**machine.describe(), "load": before.load}), flush=True)
     started = time.perf_counter()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {
-        **machine.header("handoff", argv, load),
-        "threads": arguments.threads,
-    }
+    result: dict[str, Any] = {}
     measures = {"overlap": measure_overlap, "gaps": measure_gaps, "latency": measure_latency, "bytes": measure_bytes}
     for part in parts:
         thin = part in ("latency", "bytes")
         path = models.thin_omni_model(arguments.folder) if thin else models.omni_model(arguments.folder)
         result[part] = measures[part](path, 1 if thin else arguments.threads, arguments.rounds)
     result["seconds"] = time.perf_counter() - started
+    result = {**machine.header("handoff", argv, before), "threads": arguments.threads, **result}
     if arguments.write:
         print(f"written to {write_result('handoff', result)}", file=sys.stderr)
     print(json.dumps(summary(result)))

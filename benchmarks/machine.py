@@ -9,13 +9,15 @@ import importlib.metadata
 import math
 import os
 import platform
+import resource
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,22 +76,61 @@ def load() -> float:
     return os.getloadavg()[0]
 
 
-def load_before() -> float:
-    """The load before a run, with a warning if other programs disturb the numbers."""
+class ProcessorTime(NamedTuple):
+    """Seconds of all processors of the machine since it started."""
+
+    total: float
+    busy: float
+    own: float
+    """Of this process and of those of its descendants that have ended."""
+
+    @classmethod
+    def now(cls) -> ProcessorTime | None:
+        """None on systems without /proc/stat."""
+        if not (stat := Path("/proc/stat")).exists():
+            return None
+        user, nice, system, idle, waiting, *rest = map(int, stat.read_text().split("\n", 1)[0].split()[1:9])
+        busy = user + nice + system + sum(rest)
+        tick = os.sysconf("SC_CLK_TCK")
+        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        own = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+        return cls((busy + idle + waiting) / tick, busy / tick, own)
+
+    def others(self, end: ProcessorTime) -> float:
+        """Share of the machine's time from here to `end` that other programs, or other virtual machines, used."""
+        total, busy, own = (after - before for before, after in zip(self, end))
+        return max(0.0, busy - own) / total if total else 0.0
+
+
+@dataclass(frozen=True)
+class Before:
+    """The machine before a run."""
+
+    load: float
+    time: ProcessorTime | None
+
+
+def before() -> Before:
+    """To be called before a run; prints a warning if other programs disturb the numbers."""
     if (found := load()) > 0.5:
         print(f"warning: the load is {found:.1f}; on a busy machine only the ratios mean anything", file=sys.stderr)
-    return found
+    return Before(found, ProcessorTime.now())
 
 
-def header(benchmark: str, argv: Sequence[str] | None, load: float) -> dict[str, Any]:
-    """What a result of `python -m benchmarks.BENCHMARK` begins with; `argv`: its arguments if they are not those of
-    the process; `load`: before the run."""
-    return {
+def header(benchmark: str, argv: Sequence[str] | None, before: Before) -> dict[str, Any]:
+    """What a result of `python -m benchmarks.BENCHMARK` begins with, made after the run, when the programs that it has
+    started have ended; `argv`: its arguments if they are not those of the process.
+
+    `others_share` shows whether anything else ran meanwhile (`ProcessorTime.others`)."""
+    found: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "command": " ".join([f"python -m benchmarks.{benchmark}", *(sys.argv[1:] if argv is None else argv)]),
         "machine": describe() | gpu(),
-        "load_before": load,
+        "load_before": before.load,
     }
+    if before.time is not None and (now := ProcessorTime.now()) is not None:
+        found["others_share"] = round(before.time.others(now), 3)
+    return found
 
 
 def read_bandwidth(size: int = 1 << 30, repeats: int = 5, device: str = "cpu") -> float:

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_options(parser)
     arguments = parser.parse_args(argv)
     subject, found = SUBJECTS[arguments.family], dict[str, int]()
-    load = machine.load_before()
+    before = machine.before()
     model = subject.text(arguments.folder)
     with tempfile.TemporaryDirectory() as folder:
         loads, _ = workloads(subject, Path(folder), {"decode", "prefill"}, [1, 8, 32], 64)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             finally:
                 peer.close()
     result = {
-        **machine.header("memory", argv, load),
+        **machine.header("memory", argv, before),
         "family": arguments.family,
         "peak_bytes": found,
     }

@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    load, ceilings = machine.load_before(), machine.ceilings(rough=arguments.rough)
+    before, ceilings = machine.before(), machine.ceilings(rough=arguments.rough)
     subject = SUBJECTS[arguments.family]
     checkpoint = Checkpoint(subject.text(arguments.folder))
     given = EngineOptions(dtype="bfloat16", max_seqs=32, state_cache="none", state_dtype=arguments.state_dtype)
@@ -254,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         profile = prefill_profile(runner, count, length)
         text, summary[f"prefill {count}x{length}"] = table(f"Prefill, {count} x {length} tokens", profile, ceilings)
         sections.append(text)
-    facts = {**machine.describe(), **{k: round(v, 1) for k, v in ceilings.items()}, "load": load}
+    facts = {**machine.describe(), **{k: round(v, 1) for k, v in ceilings.items()}, "load": before.load}
     weights = "+".join(filter(None, (arguments.weights or "bfloat16", arguments.activations)))
     page = "\n\n".join(
         [

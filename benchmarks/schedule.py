@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--write", action="store_true", help="write the result to benchmarks/results")
     arguments = parser.parse_args(argv)
-    load = machine.load_before()
+    before = machine.before()
     counts = [int(count) for count in arguments.requests.split(",")]
     lines = [measure(n, arguments.pages, arguments.steps, what) for what in SITUATIONS for n in counts]
     growth = {}
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     met = {what: value <= GROWTH for what, value in growth.items()}
     result = {
-        **machine.header("schedule", argv, load),
+        **machine.header("schedule", argv, before),
         "growth_per_request": growth,
         "met": met,
         "steps": lines,

@@ -145,14 +145,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine.add_rough(parser)
     options = parser.parse_args(argv)
     options.folder.mkdir(parents=True, exist_ok=True)
-    load = machine.load_before()
+    before = machine.before()
     ceilings = {name: round(value, 1) for name, value in machine.ceilings(rough=options.rough).items()}
     found = [cell for model in options.model for cell in cells(model, MODELS[model](options.folder), options)]
     print(
         show([[f.name for f in dataclasses.fields(Cell)], *([str(v) for v in dataclasses.astuple(c)] for c in found)])
     )
     result = {
-        **machine.header("speculation_rates", argv, load),
+        **machine.header("speculation_rates", argv, before),
         "ceilings": ceilings,
         "draft_tokens": options.draft_tokens,
         "draft_vocab": options.draft_vocab,

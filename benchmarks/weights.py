@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command_line.error(str(error))
     concurrent = [int(count) for count in arguments.concurrent.split(",")]
     subject = replace(subject, prompts=arguments.prompts or subject.prompts)
-    model, load = subject.text(arguments.folder), machine.load_before()
+    model, before = subject.text(arguments.folder), machine.before()
     ceilings = machine.ceilings()
     sides: dict[str, Ours | Peer] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 side.close()
     print("peak memory      " + "   ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in memory.items()))
     result = {
-        **machine.header("weights", argv, load),
+        **machine.header("weights", argv, before),
         "ceilings": ceilings,
         "model": model.name,
         "rows": rows,

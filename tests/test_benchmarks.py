@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from tiny_decoder import greedy_params, request, run, tiny_config, tokens
 
-from benchmarks import bookkeeping, large_checkpoint, sized_models
+from benchmarks import bookkeeping, large_checkpoint, machine, sized_models
 from benchmarks.compare import Measured, length_options, typical
 from benchmarks.floors import Floor, Machine, Tower
+from benchmarks.machine import ProcessorTime
 from benchmarks.round_trip import round_trip
 from benchmarks.sides import Timed
 from benchmarks.workloads import SUBJECTS, Workload, workloads
@@ -113,6 +114,16 @@ def test_a_large_checkpoint_in_small(tmp_path: Path) -> None:
 def test_the_limits_of_a_workload_are_medians_of_those_beside_its_rounds() -> None:
     measured = [{"read_gb_s": gigabytes, "bf16_gflop_s": 400.0} for gigabytes in (57.0, 35.0, 36.0)]
     assert typical(measured) == {"read_gb_s": 36.0, "bf16_gflop_s": 400.0}
+
+
+def test_the_share_of_other_programs() -> None:
+    start = ProcessorTime(total=100.0, busy=40.0, own=5.0)
+    assert start.others(ProcessorTime(110.0, 46.0, 9.0)) == pytest.approx(0.2)
+    assert start.others(ProcessorTime(110.0, 44.0, 9.1)) == 0.0, "the kernel counts in hundredths of a second"
+    assert start.others(start) == 0.0
+    header = machine.header("schedule", ["--steps", "1"], machine.before())
+    assert header["command"] == "python -m benchmarks.schedule --steps 1" and header["load_before"] >= 0
+    assert 0 <= header.get("others_share", 0) <= 1
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core sends itself no messages")
