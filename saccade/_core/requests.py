@@ -422,12 +422,13 @@ def tokenize_request(
     raw: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     continue_final_message: bool = False,
+    late_system_as_user: bool = False,
     model: str = "",
 ) -> inference_pb2.TokenizeRequest:
     """The message for `tokenize`."""
     built = build_request(
         prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model,
-        continue_final_message=continue_final_message,
+        continue_final_message=continue_final_message, late_system_as_user=late_system_as_user,
     )  # fmt: skip
     request = inference_pb2.TokenizeRequest(model=built.model)
     _copy_input(built, request)

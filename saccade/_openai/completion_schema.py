@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from saccade._openai.schema import Continuing, DefaultsOfOthers, Message, Sampling, Strict, TokenId
+from saccade._openai.schema import DefaultsOfOthers, Message, Sampling, Strict, Templated, TokenId
 
 SPECIAL_TOKENS = (
     "Whether text prompts get the special tokens that the tokenizer adds to texts, such as a beginning-of-sequence "
@@ -84,13 +84,13 @@ class Embeddings(Strict):
     user: str | None = Field(None, description="Ignored.")
 
 
-class Tokenize(Continuing):
-    """The body of `/tokenize`: a prompt, which is tokenized literally, or messages."""
+class Tokenize(Templated):
+    """The body of `/tokenize`: a prompt, which is tokenized literally, or messages, with what the prompt of a chat
+    completion depends on."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = Field(None, description=f"{SPECIAL_TOKENS} Messages have those of the template.")
 
@@ -98,8 +98,9 @@ class Tokenize(Continuing):
     def _one_input(self) -> Tokenize:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("expected either prompt or messages")
-        if self.continue_final_message and self.messages is None:
-            raise ValueError("continue_final_message: needs messages")
+        given = [name for name in Templated.model_fields if name != "add_generation_prompt" and getattr(self, name)]
+        if given and self.messages is None:
+            raise ValueError(f"{given[0]}: needs messages")
         if self.add_special_tokens and self.messages is not None:
             raise ValueError("add_special_tokens: expected false or none with messages, which have the template's")
         return self

@@ -319,17 +319,12 @@ class Continuing(Strict):
         return self
 
 
-class ChatCompletion(Continuing, Sampling, DefaultsOfOthers):
-    """The body of `/v1/chat/completions`."""
+class Templated(Continuing):
+    """What the chat template reads besides the messages."""
 
-    messages: Messages[Message]
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
-    max_reasoning_tokens: int | None = Field(None, ge=0)
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -338,6 +333,16 @@ class ChatCompletion(Continuing, Sampling, DefaultsOfOthers):
         description="System messages after others are given to the chat template as the user's if it rejects them, as "
         "it is done for `/v1/messages` and `/v1/responses`.",
     )
+
+
+class ChatCompletion(Templated, Sampling, DefaultsOfOthers):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Messages[Message]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    max_reasoning_tokens: int | None = Field(None, ge=0)
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
     echo: Literal[False] | None = None

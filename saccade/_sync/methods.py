@@ -232,6 +232,7 @@ class Methods(Session):
         raw: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
+        late_system_as_user: bool = False,
         model: str = "",
         timeout: float | None = None,
     ) -> Tokens:
@@ -240,7 +241,7 @@ class Methods(Session):
         def build() -> inference_pb2.TokenizeRequest:
             return tokenize_request(
                 prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs,
-                continue_final_message=continue_final_message, model=model,
+                continue_final_message=continue_final_message, late_system_as_user=late_system_as_user, model=model,
             )  # fmt: skip
 
         return self._run(tokenize_steps(build, self._calls.upload_above), timeout)

@@ -8,10 +8,11 @@ from typing import Any
 
 from saccade._core.requests import build_request, embed_request
 from saccade._core.results import embedding_from
-from saccade._openai.chat import message_dicts
+from saccade._openai.chat import chat_request
 from saccade._openai.completion_schema import Detokenize, Embeddings, Tokenize, prompt_list
 from saccade._openai.fields import CHAT, DETOKENIZE, prompt_rules
 from saccade._openai.problems import validated
+from saccade._openai.schema import ChatCompletion, Templated
 from saccade.errors import InvalidArgument
 from saccade.types import Embedding
 from saccade.v1 import inference_pb2, model_pb2
@@ -85,12 +86,9 @@ def _tokenize_request(body: Tokenize) -> inference_pb2.TokenizeRequest:
         built = build_request(body.prompt or "", raw=True)
         built.prompt.add_special_tokens = body.add_special_tokens is not False
         return inference_pb2.TokenizeRequest(model=body.model or "", prompt=built.prompt)
-    messages = message_dicts(body.messages, no_paths)
-    built = build_request(
-        messages, chat_template_kwargs=body.chat_template_kwargs,
-        continue_final_message=bool(body.continue_final_message),
-    )  # fmt: skip
-    return inference_pb2.TokenizeRequest(model=body.model or "", chat=built.chat)
+    same = {name: getattr(body, name) for name in Templated.model_fields}
+    chat = chat_request(ChatCompletion.model_construct(messages=body.messages, **same), no_paths).chat
+    return inference_pb2.TokenizeRequest(model=body.model or "", chat=chat)
 
 
 async def detokenize(call: HttpCall) -> None:

@@ -1,4 +1,5 @@
-"""Special tokens that a tokenizer adds to texts: completions, embeddings and `/tokenize` have them, chats do not."""
+"""Special tokens that a tokenizer adds to texts: completions, embeddings and `/tokenize` have them, chats do not. And
+system messages that a template rejects."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import httpx
 import pytest
 from running import RunningServer
 from running_http import RunningHttp
-from served import SPECIAL, make_served
+from served import SPECIAL, TEMPLATE, make_served
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -25,6 +26,10 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.post_processor = TemplateProcessing(single=["<s>", "$A"], special_tokens=[("<s>", BOS)])
     tokenizer.save(str(file))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}"
+        "{% endif %}{% endfor %}" + TEMPLATE
+    )
     with RunningServer(str(folder), max_seqs=4, max_len=600) as running:
         yield running.address
 
@@ -71,3 +76,17 @@ def test_echo_has_their_log_probabilities(post: Any) -> None:
 def test_messages_have_those_of_the_template(post: Any) -> None:
     refused = post("/tokenize", messages=[{"role": "user", "content": "a"}], add_special_tokens=True)
     assert "add_special_tokens" in refused["error"]["message"]
+
+
+def test_late_system_messages_are_counted_as_they_are_read(post: Any, address: str) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
+    late: dict[str, Any] = {"late_system_as_user": True}
+    asked = {"messages": messages, "max_tokens": 1}
+    with saccade.Client(address) as client:
+        told = client.tokenize(messages, **late)
+        assert told.prompt_tokens == client.chat(messages, max_tokens=1, **late).usage.prompt_tokens
+        with pytest.raises(saccade.errors.InvalidArgument, match="system first"):
+            client.tokenize(messages)
+    assert ids_of(post, messages=messages, **late) == told.token_ids
+    assert post("/v1/chat/completions", **asked, **late)["usage"]["prompt_tokens"] == told.prompt_tokens
+    assert "system first" in post("/tokenize", messages=messages)["error"]["message"]

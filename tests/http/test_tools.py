@@ -94,6 +94,14 @@ def test_results_are_in_the_prompt_of_the_next_turn(client: openai.OpenAI) -> No
         assert usage is not None
         sizes.append(usage.prompt_tokens)
     assert sizes[0] < sizes[1] < sizes[2]
+    path, body = "/../tokenize", {"messages": turns, "tools": TOOLS, "tool_choice": "auto"}
+    assert client.post(path, cast_to=dict[str, Any], body=body)["count"] == sizes[-1]
+    for wrong in (
+        {"tools": TOOLS}, {"tool_choice": "auto"}, {"enable_thinking": True}, {"late_system_as_user": True},
+        {"chat_template_kwargs": {"a": 1}},
+    ):  # fmt: skip
+        with pytest.raises(openai.BadRequestError, match=f"{[*wrong][0]}: needs messages"):
+            client.post(path, cast_to=object, body={"prompt": "?", **wrong})
     with pytest.raises(openai.BadRequestError, match="c2"):
         stray: Any = [*ASK, {"role": "tool", "tool_call_id": "c2", "content": "sunny"}]
         client.chat.completions.create(model="", messages=stray, tools=TOOLS, max_tokens=1)

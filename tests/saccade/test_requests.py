@@ -70,6 +70,7 @@ def test_a_message_to_continue_needs_the_chat_template() -> None:
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "It is"}]
     assert build_request(messages, continue_final_message=True).chat.continue_final_message
     assert tokenize_request(messages, continue_final_message=True).chat.continue_final_message
+    assert tokenize_request(messages, late_system_as_user=True).chat.late_system_as_user
     assert build_request("Hi", raw=True, continue_final_message=False).WhichOneof("input") == "prompt"
     with pytest.raises(errors.InvalidArgument, match="continue_final_message: raw prompts and token ids"):
         build_request([1, 2], continue_final_message=True)
