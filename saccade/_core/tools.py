@@ -14,7 +14,8 @@ from saccade.v1 import inference_pb2, types_pb2
 
 ToolInput: TypeAlias = Tool | Mapping[str, Any]
 ToolChoice: TypeAlias = str | Mapping[str, Any]
-"""`auto`, `none`, `required`, the name of a tool, or `{"type": "function", "function": {"name": ...}}`."""
+"""`auto`, `none`, `required`, the name of a tool, or OpenAI's `{"type": "function", "function": {"name": ...}}` and
+`{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}`."""
 
 MODES = {
     "auto": types_pb2.TOOL_MODE_AUTO,
@@ -33,7 +34,10 @@ def set_tools(
     for i, tool in enumerate(tools):
         chat.tools.append(_tool_message(tool, f"tools[{i}]"))
     names = [tool.name for tool in chat.tools]
-    if isinstance(choice, Mapping):
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        _set_allowed(chat.tool_choice, choice, names)
+        choice = None
+    elif isinstance(choice, Mapping):
         name = _function(choice, "tool_choice").get("name")
         if not isinstance(name, str):
             raise InvalidArgument("tool_choice: expected the name of a function")
@@ -53,6 +57,24 @@ def set_tools(
         chat.tool_choice.name = choice
     if parallel is not None:
         chat.parallel_tool_calls = check_flag("parallel_tool_calls", parallel)
+
+
+def _set_allowed(message: types_pb2.ToolChoice, choice: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Sets a choice among some of the tools, in the form of chat completions or in that of responses."""
+    inner = choice.get("allowed_tools", choice)
+    if not isinstance(inner, Mapping):
+        raise InvalidArgument(f"tool_choice.allowed_tools: expected a dict, got {type(inner).__name__}")
+    if inner.get("mode") not in ("auto", "required"):
+        raise InvalidArgument(f"tool_choice.mode: expected auto or required, got {inner.get('mode')!r}")
+    tools = inner.get("tools")
+    if not isinstance(tools, Sequence) or isinstance(tools, str) or not tools:
+        raise InvalidArgument("tool_choice.tools: expected a list of at least one tool")
+    message.mode = MODES[inner["mode"]]
+    for i, tool in enumerate(tools):
+        name = _function(tool, f"tool_choice.tools[{i}]").get("name")
+        if name not in names:
+            raise InvalidArgument(f"tool_choice.tools[{i}]: {name!r} is none of the {len(names)} tools")
+        message.allowed.append(name)
 
 
 def add_calls(message: types_pb2.ChatMessage, calls: Any, name: str) -> None:

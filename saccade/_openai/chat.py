@@ -10,10 +10,12 @@ from saccade._core.images import image_message
 from saccade._core.requests import build_request
 from saccade._core.tools import MODES
 from saccade._openai.schema import (
+    AllowedToolChoice,
     ChatCompletion,
     ImagePart,
     ImageUrlPart,
     Message,
+    NamedTool,
     Part,
     Sampling,
     TextPart,
@@ -137,11 +139,15 @@ def _set_tools(chat: inference_pb2.ChatInput, body: ChatCompletion) -> None:
             name=function.name, description=function.description or "", strict=bool(function.strict),
             parameters_json="" if function.parameters is None else json.dumps(function.parameters, ensure_ascii=False),
         )  # fmt: skip
-    if isinstance(body.tool_choice, str):
-        if body.tools or body.tool_choice == "required":
-            chat.tool_choice.mode = MODES[body.tool_choice]
-    elif body.tool_choice is not None:
-        chat.tool_choice.name = body.tool_choice.function.name
+    match body.tool_choice:
+        case str(mode):
+            if body.tools or mode == "required":
+                chat.tool_choice.mode = MODES[mode]
+        case NamedTool(function=named):
+            chat.tool_choice.name = named.name
+        case AllowedToolChoice(allowed_tools=allowed):
+            chat.tool_choice.mode = MODES[allowed.mode]
+            chat.tool_choice.allowed.extend(tool.function.name for tool in allowed.tools)
     if body.parallel_tool_calls is not None and body.tools:
         chat.parallel_tool_calls = body.parallel_tool_calls
     for message, built in zip(body.messages, chat.messages, strict=True):

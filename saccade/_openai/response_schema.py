@@ -9,7 +9,17 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from saccade._openai.problems import validated
-from saccade._openai.schema import CachedPart, ChatCompletion, DirectCaller, LogitBias, Strict, Strings, TextOr, TokenId
+from saccade._openai.schema import (
+    CachedPart,
+    ChatCompletion,
+    DirectCaller,
+    LogitBias,
+    Strict,
+    Strings,
+    TextOr,
+    TokenId,
+    choice_kind,
+)
 
 
 class InputText(CachedPart):
@@ -151,9 +161,19 @@ class ResponseToolName(Strict):
     name: str
 
 
+class ResponseAllowedTools(Strict):
+    """The only tools that may be called; all of `tools` are in the prompt."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[ResponseToolName] = Field(min_length=1)
+
+
 ResponseToolChoice: TypeAlias = Annotated[
-    Annotated[Literal["auto", "none", "required"], Tag("<mode>")] | Annotated[ResponseToolName, Tag("<name>")],
-    Discriminator(lambda value: "<mode>" if isinstance(value, str) else "<name>"),
+    Annotated[Literal["auto", "none", "required"], Tag("<mode>")]
+    | Annotated[ResponseToolName, Tag("<name>")]
+    | Annotated[ResponseAllowedTools, Tag("<allowed>")],
+    Discriminator(choice_kind),
 ]
 
 
@@ -278,12 +298,20 @@ def chat_of(body: ResponseRequest) -> ChatCompletion:
     }  # fmt: skip
     if body.tools:
         options["tools"] = [{"type": "function", "function": function} for function in _functions(body)]
-    if isinstance(body.tool_choice, str):
-        options["tool_choice"] = body.tool_choice
-    elif body.tool_choice is not None:
-        options["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
+    match body.tool_choice:
+        case ResponseToolName(name=name):
+            options["tool_choice"] = _named(name)
+        case ResponseAllowedTools(mode=mode, tools=tools):
+            allowed = {"mode": mode, "tools": [_named(tool.name) for tool in tools]}
+            options["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
+        case choice:
+            options["tool_choice"] = choice
     given = {name: value for name, value in options.items() if value is not None}
     return validated(ChatCompletion, {"messages": messages, **given})
+
+
+def _named(function: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": function}}
 
 
 def _join_system(messages: list[dict[str, Any]]) -> None:

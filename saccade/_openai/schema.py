@@ -173,9 +173,31 @@ class NamedTool(Strict):
     function: FunctionName
 
 
+class AllowedTools(Strict):
+    """The only tools that may be called; all of `tools` are in the prompt."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedToolChoice(Strict):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def choice_kind(value: Any) -> str:
+    """The tag of a `tool_choice`: `<mode>` of a string, `<allowed>` or `<name>` of an object."""
+    if isinstance(value, str):
+        return "<mode>"
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<allowed>" if kind == "allowed_tools" else "<name>"
+
+
 ToolChoice: TypeAlias = Annotated[
-    Annotated[Literal["auto", "none", "required"], Tag("<mode>")] | Annotated[NamedTool, Tag("<name>")],
-    Discriminator(lambda value: "<mode>" if isinstance(value, str) else "<name>"),
+    Annotated[Literal["auto", "none", "required"], Tag("<mode>")]
+    | Annotated[NamedTool, Tag("<name>")]
+    | Annotated[AllowedToolChoice, Tag("<allowed>")],
+    Discriminator(choice_kind),
 ]
 
 

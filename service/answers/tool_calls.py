@@ -34,7 +34,7 @@ def with_tools(spec: GenerateSpec, assets: ModelAssets) -> GenerateSpec:
     _check_continued(spec, markup)
     constraint = spec.constraint or ConstraintSpec()
     answer = constraint.format
-    if use.choice == "auto" and answer is None and not any(tool.strict for tool in use.tools):
+    if use.free and answer is None:
         return spec
     if answer is not None and answer.kind == "structural_tags":
         raise errors.InvalidArgument(
@@ -65,7 +65,7 @@ def calls_format(markup: ToolMarkup, use: ToolUse, answer: TextFormat | None = N
     required = use.choice == "required"
     tools = [
         {"name": tool.name, "schema": tool.parameters if required or tool.strict else None}
-        for tool in use.tools if use.name in ("", tool.name)
+        for tool in use.tools if not use.allowed or tool.name in use.allowed
     ]  # fmt: skip
     begin = {"begin": markup.begin, "end": markup.end, "body": markup.body}
     format = None if answer is None else (answer.kind, answer.source)
@@ -110,7 +110,7 @@ class CallSplit:
         they are the same if the request is sent again. `or_format`: `TextFormat.calls_or_answer`."""
         self._markup, self._use, self._name, self._or_format = markup, use, name, or_format
         self.silent = silent
-        self.in_reasoning = use.choice == "auto" and not or_format and not any(tool.strict for tool in use.tools)
+        self.in_reasoning = use.free and not or_format
         """Whether reasoning may contain calls: not if a constraint produces the calls, which applies after it."""
         self._tools: dict[str, Mapping[str, Any]] = {tool.name: tool.parameters for tool in use.tools}
         self._before = 0

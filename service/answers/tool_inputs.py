@@ -45,11 +45,11 @@ def tool_use_from_proto(chat: inference_pb2.ChatInput) -> ToolUse | None:
                 f"chat.tools[{i}].name is {name!r}, which is also the name of chat.tools[{names.index(name)}]",
                 field=f"chat.tools[{i}].name",
             )
-    choice, name = _choice(chat.tool_choice, names)
+    choice, allowed = _choice(chat.tool_choice, names)
     if not tools:
         return None
     parallel = chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True
-    return ToolUse(tuple(tools), choice, name, parallel)
+    return ToolUse(tuple(tools), choice, allowed, parallel)
 
 
 def _tool(tool: types_pb2.Tool, field: str) -> Tool:
@@ -72,9 +72,21 @@ def _tool(tool: types_pb2.Tool, field: str) -> Tool:
     return Tool(tool.name, tool.description, parameters, tool.strict)
 
 
-def _choice(choice: types_pb2.ToolChoice, names: Sequence[str]) -> tuple[Any, str]:
-    """The mode, and the name of the only tool that may be called; empty: any."""
+def _choice(choice: types_pb2.ToolChoice, names: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
+    """The mode, and the names of the only tools that may be called; empty: any."""
     field = "chat.tool_choice"
+    _check_count(f"{field}.allowed", len(choice.allowed), MAX_TOOLS)
+    if choice.allowed and choice.mode not in (types_pb2.TOOL_MODE_AUTO, types_pb2.TOOL_MODE_REQUIRED):
+        raise errors.InvalidArgument(
+            f"{field}.allowed needs the mode auto (1) or required (3); {choice.WhichOneof('kind') or 'no mode'} is set",
+            field=f"{field}.allowed",
+        )
+    for i, allowed in enumerate(choice.allowed):
+        if allowed not in names:
+            raise errors.InvalidArgument(
+                f"{field}.allowed[{i}] is {allowed[:100]!r}, which is none of the {len(names)} tools",
+                field=f"{field}.allowed[{i}]",
+            )
     match choice.WhichOneof("kind"):
         case "name":
             if choice.name not in names:
@@ -82,7 +94,7 @@ def _choice(choice: types_pb2.ToolChoice, names: Sequence[str]) -> tuple[Any, st
                     f"{field}.name is {choice.name[:100]!r}, which is none of the {len(names)} tools",
                     field=f"{field}.name",
                 )
-            return "required", choice.name
+            return "required", (choice.name,)
         case "mode":
             if choice.mode not in _MODES:
                 raise errors.InvalidArgument(
@@ -91,8 +103,8 @@ def _choice(choice: types_pb2.ToolChoice, names: Sequence[str]) -> tuple[Any, st
                 )
             if choice.mode == types_pb2.TOOL_MODE_REQUIRED and not names:
                 raise errors.InvalidArgument(f"{field} requires a call, but there are no tools", field=field)
-            return _MODES[choice.mode], ""
-    return "auto", ""
+            return _MODES[choice.mode], tuple(choice.allowed)
+    return "auto", ()
 
 
 def calls_from_proto(message: types_pb2.ChatMessage, field: str) -> tuple[ToolCall, ...]:

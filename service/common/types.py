@@ -51,10 +51,16 @@ class ToolUse:
 
     tools: tuple[Tool, ...]
     choice: Literal["auto", "none", "required"] = "auto"
-    name: str = ""
-    """If set, the only tool that may be called; `choice` is `required` then."""
+    allowed: tuple[str, ...] = ()
+    """Names of the only tools that may be called; empty: any of them."""
     parallel: bool = True
     """Whether one answer may contain several calls."""
+
+    @property
+    def free(self) -> bool:
+        """Whether the model decides by itself what it calls and with which arguments, so that no constraint is
+        needed."""
+        return self.choice == "auto" and not self.allowed and not any(tool.strict for tool in self.tools)
 
 
 @dataclass(frozen=True)

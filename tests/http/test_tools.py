@@ -82,6 +82,36 @@ def test_chat_completions_call_tools_as_grpc_does(client: openai.OpenAI, grpc_cl
         client.chat.completions.create(**fixed, tool_choice={"type": "function", "function": {"name": "snow"}})
 
 
+def test_only_some_of_the_tools_may_be_called(client: openai.OpenAI) -> None:
+    """All of them are in the prompt, so that its cached parts can be used."""
+    now: Any = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    fixed: dict[str, Any] = {"model": "", "messages": ASK, "max_tokens": 60, "tools": [*TOOLS, now], **FIXED}
+    allowed: Any = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
+    made = client.chat.completions.create(**fixed, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    (call,) = made.choices[0].message.tool_calls or ()
+    assert isinstance(call, openai.types.chat.ChatCompletionMessageFunctionToolCall) and call.function.name == "now"
+    auto: Any = {"type": "allowed_tools", "allowed_tools": {**allowed, "mode": "auto"}}
+    free = [client.chat.completions.create(**fixed, tool_choice=choice).usage for choice in (auto, "auto")]
+    assert {usage and usage.prompt_tokens for usage in free} == {made.usage and made.usage.prompt_tokens}
+
+    choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}
+    tools: Any = [{"type": "function", **tool["function"]} for tool in fixed["tools"]]
+    response = client.responses.create(model="", input="?", tools=tools, tool_choice=choice, **FIXED)
+    assert [item.name for item in response.output if item.type == "function_call"] == ["now"]
+    assert response.tool_choice.model_dump() == choice if not isinstance(response.tool_choice, str) else False
+
+    allowed["tools"][0]["function"]["name"] = choice["tools"][0]["name"] = "snow"
+    with pytest.raises(openai.BadRequestError, match="'snow', which is none of the 2 tools") as error:
+        client.chat.completions.create(**fixed, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    assert error.value.param == "tool_choice.allowed_tools.tools[0].function.name"
+    with pytest.raises(openai.BadRequestError) as error:
+        client.responses.create(model="", input="?", tools=tools, tool_choice=choice)
+    assert error.value.param == "tool_choice.tools[0].name"
+    with pytest.raises(openai.BadRequestError, match="allowed_tools.tools"):
+        nothing: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}
+        client.chat.completions.create(**fixed, tool_choice=nothing)
+
+
 def test_results_are_in_the_prompt_of_the_next_turn(client: openai.OpenAI) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     turns: list[Any] = [

@@ -43,6 +43,10 @@ def test_tools_in_all_their_forms() -> None:
     assert request.chat.HasField("parallel_tool_calls") and not request.chat.parallel_tool_calls
     for choice in ("a", {"type": "function", "function": {"name": "a"}}, {"name": "a"}):
         assert build_request("?", tools=tools, tool_choice=choice).chat.tool_choice.name == "a"
+    some = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "b"}}, {"name": "c"}]}
+    for allowed in ({"type": "allowed_tools", "allowed_tools": some}, {"type": "allowed_tools", **some}):
+        chosen = build_request("?", tools=tools, tool_choice=allowed).chat.tool_choice
+        assert (chosen.mode, chosen.allowed) == (types_pb2.TOOL_MODE_AUTO, ["b", "c"])
     assert build_request("?", tool_choice="auto").prompt.text == "?", "nothing to choose"
 
 
@@ -64,6 +68,15 @@ def test_tools_in_all_their_forms() -> None:
         ({"tools": [{"name": "a"}], "tool_choice": ["a"]}, "tool_choice: expected a string or a dict, got list"),
         ({"tool_choice": "required"}, "tool_choice: required needs one tool or more, got none"),
         ({"tools": [{"name": "a"}], "tool_choice": {"name": 3}}, "expected the name of a function"),
+        *(
+            ({"tools": [{"name": "a"}], "tool_choice": {"type": "allowed_tools", **choice}}, words)
+            for choice, words in (
+                ({"allowed_tools": "a"}, "tool_choice.allowed_tools: expected a dict, got str"),
+                ({"mode": "none", "tools": [{"name": "a"}]}, "tool_choice.mode: expected auto or required, got 'none'"),
+                ({"mode": "auto", "tools": []}, "tool_choice.tools: expected a list of at least one tool"),
+                ({"mode": "auto", "tools": [{"name": "a"}, {"name": "b"}]}, r"tools\[1\]: 'b' is none of the 1 tools"),
+            )
+        ),
     ],
 )
 def test_wrong_tools_are_named(options: dict[str, Any], words: str) -> None:

@@ -276,10 +276,12 @@ def test_calls_that_keep_to_a_schema_have_a_constraint_after_the_reasoning(asset
         return answered(assets, "x", **fields)[1][0].constraint
 
     assert constraint(**using()) is None, "nothing to enforce"
-    required = constraint(**using(choice="required", name="now"))
+    required = constraint(**using(choice="required", allowed=("now",)))
     source = json.loads(required.format.source)
     assert required.format.kind == "tool_calls" and source["required"] and source["parallel"]
     assert source["tools"] == [{"name": "now", "schema": TOOLS["now"]}]
+    some = json.loads(constraint(**using(allowed=("now",))).format.source)
+    assert not some["required"] and some["tools"] == [{"name": "now", "schema": None}]
     thinking = constraint(**using(choice="required", thinking=True))
     assert thinking.reasoning is not None and thinking.format.kind == "tool_calls"
     given = ConstraintSpec(TextFormat("json_object"), bad_words=("x",))

@@ -54,7 +54,7 @@ def test_tools_become_an_argument_of_the_template() -> None:
         {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
     ]  # fmt: skip
     use = value.tool_use
-    assert use is not None and (use.choice, use.name, use.parallel) == ("required", "now", False)
+    assert use is not None and (use.choice, use.allowed, use.parallel) == ("required", ("now",), False)
     assert [(tool.name, tool.strict) for tool in use.tools] == [("weather", True), ("now", False)]
 
 
@@ -65,6 +65,12 @@ def test_tools_become_an_argument_of_the_template() -> None:
 def test_the_modes_of_tool_choice(choice: dict[str, Any], expected: str) -> None:
     use = converted(tools=[{"name": "f"}], toolChoice=choice).tool_use
     assert use == ToolUse(use.tools, expected) if use else False  # type: ignore[arg-type]
+
+
+def test_some_of_the_tools_may_be_called() -> None:
+    choice = {"mode": 1, "allowed": ["g"]}
+    use = converted(tools=[{"name": "f"}, {"name": "g"}], toolChoice=choice).tool_use
+    assert use == ToolUse(use.tools, "auto", ("g",)) if use else False
 
 
 def test_without_tools_there_is_nothing_to_choose() -> None:
@@ -136,9 +142,16 @@ def test_malformed_tools_are_refused(tools: list[Any], field: str, words: str) -
         ({"toolChoice": {"name": "g"}, "tools": [{"name": "f"}]}, "chat.tool_choice.name", "none of the 1 tools"),
         ({"toolChoice": {"mode": 7}, "tools": [{"name": "f"}]}, "chat.tool_choice.mode", "is 7; it must be"),
         ({"toolChoice": {"mode": 3}}, "chat.tool_choice", "there are no tools"),
+        ({"toolChoice": {"mode": 1, "allowed": ["f", "g"]}, "tools": [{"name": "f"}]}, "chat.tool_choice.allowed[1]",
+         "'g', which is none of the 1 tools"),
+        ({"toolChoice": {"mode": 3, "allowed": ["g"]}}, "chat.tool_choice.allowed[0]", "none of the 0 tools"),
+        ({"toolChoice": {"mode": 2, "allowed": ["f"]}, "tools": [{"name": "f"}]}, "chat.tool_choice.allowed",
+         "needs the mode auto"),
+        ({"toolChoice": {"name": "f", "allowed": ["f"]}, "tools": [{"name": "f"}]}, "chat.tool_choice.allowed",
+         "name is set"),
         ({"tools": [{"name": "f"}], "chatTemplateKwargs": {"tools": []}}, "chat.tools", "chat_template_kwargs"),
     ],
-)
+)  # fmt: skip
 def test_a_malformed_choice_is_refused(chat: dict[str, Any], field: str, words: str) -> None:
     refused(field, words, **chat)
 

@@ -83,9 +83,9 @@ def test_required_calls_parse_and_validate(
     markup: ToolMarkup, constraining: Constraining, tokenizer: Tokenizer
 ) -> None:
     rng, ended, several = random.Random(markup.body), 0, 0
-    for name, parallel in (("", True), ("", False), ("weather", True)):
+    for names, parallel in (((), True), ((), False), (("weather", "now"), True)):
         tools = {tool.name: tool for tool in TOOLS}
-        first = begun(constraining, markup, ToolUse(TOOLS, "required", name, parallel))
+        first = begun(constraining, markup, ToolUse(TOOLS, "required", names, parallel))
         for _ in range(12):
             drawn = walk(first.copy(), rng, most=900, end=0.6, prefer=tokenizer.encode('}"]\n</parameter></function>'))
             if drawn[-1] != END:
@@ -94,7 +94,7 @@ def test_required_calls_parse_and_validate(
             assert rest == "" and calls and (parallel or len(calls) == 1)
             several += len(calls) > 1
             for called, arguments in calls:
-                assert name in ("", called)
+                assert not names or called in names
                 jsonschema.validate(arguments, {"type": "object", **tools[called].parameters},
                                     format_checker=jsonschema.FormatChecker())  # fmt: skip
             ended += 1
@@ -128,6 +128,11 @@ def test_strict_tools_are_held_to_their_schemas_when_they_are_called(
     for token in tokenizer.encode(f"a{markup.begin}"):
         made.accept(token)
     assert END not in allowed(made), "a call has begun"
+    one = begun(constraining, markup, ToolUse(tools, allowed=("loose",)))
+    assert one.valid_prefix(plain) == len(plain)
+    for name, fine in (("strict", False), ("loose", True)):
+        tokens = tokenizer.encode(written(name, "n", "7"))
+        assert (one.valid_prefix(tokens) == len(tokens)) == fine, name
 
 
 @pytest.mark.parametrize("markup", MARKUPS, ids=lambda markup: markup.body)
