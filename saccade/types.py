@@ -243,6 +243,8 @@ class Generation:
     media: list[MediaLayout] = field(default_factory=list)
     """For each image and clip, in the order of the prompt; empty from servers that do not send it."""
     tool_calls: list[ToolCall] = field(default_factory=list)
+    prompt_token_ids: list[int] | None = None
+    """With `return_prompt_token_ids`: the prompt as `Tokens.token_ids` has it."""
 
     @property
     def message(self) -> ChatMessage:

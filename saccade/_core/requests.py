@@ -74,6 +74,7 @@ class Sampling(TypedDict, total=False):
     parallel_tool_calls: bool | None
     continue_final_message: bool
     late_system_as_user: bool
+    return_prompt_token_ids: bool
 
 
 class AllSampling(Sampling, total=False):
@@ -133,6 +134,9 @@ def build_request(
     _set_sampling(request.sampling, sampling)
     with _naming("continued_token_ids"):
         request.continued_token_ids.extend(_token_ids(sampling.get("continued_token_ids") or ()))
+    request.return_prompt_token_ids = check_flag(
+        "return_prompt_token_ids", sampling.get("return_prompt_token_ids") or False
+    )
     if (priority := sampling.get("priority")) is not None:
         request.priority = check_integer("priority", priority)
     check_request(request)

@@ -180,6 +180,7 @@ class _Facts(TypedDict):
     seed: int
     prompt_logprobs: list[TokenLogprob | None] | None
     media: list[MediaLayout]
+    prompt_token_ids: list[int] | None
 
 
 def _generation(samples: list[Sample], **facts: Unpack[_Facts]) -> Generation:
@@ -224,6 +225,7 @@ def generation_from(response: inference_pb2.GenerateResponse, sampling: types_pb
         seed=response.seed,
         prompt_logprobs=prompt_logprobs_from(response.prompt_logprobs, samples, sampling),
         media=layouts_from(response.media),
+        prompt_token_ids=list(response.prompt_token_ids) or None,
     )
 
 
@@ -298,6 +300,7 @@ class Assembler:
             seed=started.seed,
             prompt_logprobs=prompt_logprobs_from(self._finished[0].prompt_logprobs, samples, self.request.sampling),
             media=layouts_from(started.media),
+            prompt_token_ids=list(started.prompt_token_ids) or None,
         )
 
     def _sample(self, index: int) -> Sample:

@@ -10,7 +10,8 @@ from saccade.types import Generation, MediaLayout, Sample, TokenLogprob, Usage
 
 
 def completion(answer: Generation) -> dict[str, Any]:
-    """The body of a chat completion that is not streamed."""
+    """The body of a chat completion that is not streamed. It has token ids if the answer has those of the prompt."""
+    ids = answer.prompt_token_ids
     return {
         "id": f"chatcmpl-{answer.request_id}",
         "object": "chat.completion",
@@ -18,7 +19,10 @@ def completion(answer: Generation) -> dict[str, Any]:
         "model": answer.model,
         "system_fingerprint": answer.model_version,
         "seed": answer.seed,
-        "choices": [_choice(sample) for sample in answer.samples],
+        "choices": [
+            _choice(sample) | ({} if ids is None else {"token_ids": sample.token_ids}) for sample in answer.samples
+        ],
+        **({} if ids is None else {"prompt_token_ids": ids}),
         "usage": usage_object([sample.usage for sample in answer.samples]),
     }
 

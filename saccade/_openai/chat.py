@@ -71,6 +71,7 @@ def sampling_options(body: Sampling) -> dict[str, Any]:
         options[name] = options[name] or ()
     options["logit_bias"] = {int(key): value for key, value in (body.logit_bias or {}).items()}
     options["model"] = body.model or ""
+    options["return_prompt_token_ids"] = bool(body.return_token_ids)
     return options
 
 

@@ -299,6 +299,11 @@ class Sampling(Strict):
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = Field(
+        None,
+        description="Choices have `token_ids`, and the answer (of completions: each choice) has `prompt_token_ids`, "
+        "with one image token id for each image and each temporal patch; in a stream, they come with its first chunks.",
+    )
     user: str | None = Field(None, description="Ignored.")
 
     @model_validator(mode="after")
@@ -314,7 +319,6 @@ class DefaultsOfOthers(Strict):
 
     skip_special_tokens: Literal[True] | None = None
     include_stop_str_in_output: Literal[False] | None = None
-    return_token_ids: Literal[False] | None = None
     use_beam_search: Literal[False] | None = None
     length_penalty: float | None = Field(None, description="Ignored: it is about beam search.")
     spaces_between_special_tokens: bool | None = Field(None, description="Ignored: texts have no special tokens.")

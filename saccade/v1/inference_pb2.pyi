@@ -64,7 +64,7 @@ class TokensInput(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., images: _Optional[_Iterable[_Union[_types_pb2.Image, _Mapping]]] = ..., videos: _Optional[_Iterable[_Union[_types_pb2.Video, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "chat", "prompt", "tokens", "sampling", "continued_token_ids", "priority")
+    __slots__ = ("request_id", "model", "chat", "prompt", "tokens", "sampling", "continued_token_ids", "priority", "return_prompt_token_ids")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CONTINUED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     chat: ChatInput
@@ -81,7 +82,8 @@ class GenerateRequest(_message.Message):
     sampling: _types_pb2.SamplingParams
     continued_token_ids: _containers.RepeatedScalarFieldContainer[int]
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., prompt: _Optional[_Union[PromptInput, _Mapping]] = ..., tokens: _Optional[_Union[TokensInput, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., continued_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ...) -> None: ...
+    return_prompt_token_ids: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., prompt: _Optional[_Union[PromptInput, _Mapping]] = ..., tokens: _Optional[_Union[TokensInput, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., continued_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., return_prompt_token_ids: _Optional[bool] = ...) -> None: ...
 
 class Sample(_message.Message):
     __slots__ = ("index", "text", "token_ids", "logprobs", "finish_reason", "usage", "stop_string", "stop_token_id", "reasoning", "tool_calls")
@@ -108,7 +110,7 @@ class Sample(_message.Message):
     def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[_types_pb2.ToolCall, _Mapping]]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "model", "model_version", "seed", "samples", "prompt_logprobs", "media")
+    __slots__ = ("request_id", "model", "model_version", "seed", "samples", "prompt_logprobs", "media", "prompt_token_ids")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +118,7 @@ class GenerateResponse(_message.Message):
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MEDIA_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     model_version: str
@@ -123,7 +126,8 @@ class GenerateResponse(_message.Message):
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.PromptLogprob]
     media: _containers.RepeatedCompositeFieldContainer[_types_pb2.MediaLayout]
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_version: _Optional[str] = ..., seed: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.PromptLogprob, _Mapping]]] = ..., media: _Optional[_Iterable[_Union[_types_pb2.MediaLayout, _Mapping]]] = ...) -> None: ...
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_version: _Optional[str] = ..., seed: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.PromptLogprob, _Mapping]]] = ..., media: _Optional[_Iterable[_Union[_types_pb2.MediaLayout, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StreamGenerateRequest(_message.Message):
     __slots__ = ("request", "chunk_tokens", "max_chunk_delay")
@@ -146,7 +150,7 @@ class StreamGenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens", "image_tokens", "model", "model_version", "seed", "video_tokens", "media")
+    __slots__ = ("request_id", "prompt_tokens", "image_tokens", "model", "model_version", "seed", "video_tokens", "media", "prompt_token_ids")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IMAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +159,7 @@ class Started(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     VIDEO_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MEDIA_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_tokens: int
     image_tokens: int
@@ -163,7 +168,8 @@ class Started(_message.Message):
     seed: int
     video_tokens: int
     media: _containers.RepeatedCompositeFieldContainer[_types_pb2.MediaLayout]
-    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., model: _Optional[str] = ..., model_version: _Optional[str] = ..., seed: _Optional[int] = ..., video_tokens: _Optional[int] = ..., media: _Optional[_Iterable[_Union[_types_pb2.MediaLayout, _Mapping]]] = ...) -> None: ...
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., model: _Optional[str] = ..., model_version: _Optional[str] = ..., seed: _Optional[int] = ..., video_tokens: _Optional[int] = ..., media: _Optional[_Iterable[_Union[_types_pb2.MediaLayout, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("index", "text", "token_ids", "logprobs", "sequence", "reasoning", "tool_calls")

@@ -71,7 +71,7 @@ class Answer:
         prompt, info = self._prompt, self._info
         return Started(
             self._spec.request_id, len(prompt.ids), prompt.image_tokens, info.model, info.revision, self._params.seed,
-            prompt.video_tokens, prompt.media,
+            prompt.video_tokens, prompt.media, prompt.narrow_ids if self._spec.return_prompt_ids else (),
         )  # fmt: skip
 
     def request(self, names: list[str], salt: bytes, timeout: float | None) -> EngineRequest:

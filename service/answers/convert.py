@@ -78,6 +78,7 @@ def spec_from_proto(request: inference_pb2.GenerateRequest, *, whole: bool = Fal
         constraint=constraint,
         max_reasoning_tokens=sampling.max_reasoning_tokens if sampling.HasField("max_reasoning_tokens") else None,
         thinking=asked_thinking(value),
+        return_prompt_ids=request.return_prompt_token_ids,
         whole=whole,
     )
 
@@ -158,7 +159,7 @@ def event_to_proto(event: Event) -> inference_pb2.StreamGenerateResponse:
             started = inference_pb2.Started(
                 request_id=event.request_id, prompt_tokens=event.prompt_tokens, image_tokens=event.image_tokens,
                 model=event.model, model_version=event.version, seed=event.seed,
-                video_tokens=event.video_tokens, media=_media(event.media),
+                video_tokens=event.video_tokens, media=_media(event.media), prompt_token_ids=event.prompt_ids,
             )  # fmt: skip
             return inference_pb2.StreamGenerateResponse(started=started)
         case Delta():
@@ -275,6 +276,7 @@ class ResponseBuilder:
             samples=[self._samples[i] for i in sorted(self._samples)],
             prompt_logprobs=self._prompt,
             media=_media(self._started.media),
+            prompt_token_ids=self._started.prompt_ids,
         )
 
 

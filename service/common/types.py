@@ -209,6 +209,8 @@ class GenerateSpec:
     """Whether the request asks for reasoning or for none; None: the chat template decides."""
     constrain_reasoning: bool = False
     """Whether the constraint holds from the first token on, even if that is reasoning."""
+    return_prompt_ids: bool = False
+    """Whether the answer has the token ids of the prompt."""
     whole: bool = False
     """Whether the caller reads the answer only at its end, so that a few large deltas are enough."""
 
@@ -320,6 +322,8 @@ class Started:
     video_tokens: int = 0
     media: tuple[MediaLayout, ...] = ()
     """For each image and clip, in the order of the prompt."""
+    prompt_ids: tuple[int, ...] = ()
+    """If the request asks for them: the token ids of the prompt, as in `Tokenized`."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class ChatEvents(ChunkEvents):
     """`chat.completion.chunk`s."""
 
     def __init__(self, call: HttpCall, body: ChatCompletion) -> None:
-        super().__init__(f"chatcmpl-{call.request_id}", "chat.completion.chunk", body.stream_options)
+        super().__init__(f"chatcmpl-{call.request_id}", "chat.completion.chunk", body)
         self._n = body.n or 1
         self._roles = b""
         """The chunks that begin the samples. They are held back until the first token, because programs that measure
@@ -91,7 +91,10 @@ class ChatEvents(ChunkEvents):
     def begin(self, started: inference_pb2.Started) -> bytes:
         super().begin(started)
         self._roles = b"".join(
-            self.choice(i, '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null')
+            self.choice(
+                i, '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null',
+                more=self.prompt_ids,
+            )
             for i in range(self._n)
         )  # fmt: skip
         return self.without_choices(None, started_extension(started)) if self.usage_asked else b""
@@ -110,11 +113,11 @@ class ChatEvents(ChunkEvents):
             fields.append(f'"reasoning":{thought},"reasoning_content":{thought}')
         if calls := delta.tool_calls:
             fields.append(f'"tool_calls":{compact([_call_piece(call) for call in calls])}')
-        if not fields:
+        if not fields and not (self.ids_asked and delta.token_ids):
             return self._after_roles(b"")
         logprobs = "null" if not delta.logprobs else compact(logprobs_object(delta.logprobs))
         return self._after_roles(self.choice(
-            delta.index, f'"delta":{{{",".join(fields)}}},"logprobs":{logprobs},"finish_reason":null'
+            delta.index, f'"delta":{{{",".join(fields)}}},"logprobs":{logprobs},"finish_reason":null', delta.token_ids,
         ))  # fmt: skip
 
     def end(self, answer: Generation) -> bytes:

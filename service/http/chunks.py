@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from saccade._openai.schema import StreamOptions
+from saccade._openai.schema import Sampling
 from saccade.types import Delta
 from saccade.v1 import inference_pb2
 from service.http.json_text import compact, quoted
@@ -17,18 +18,24 @@ DONE = b"data: [DONE]\n\n"
 class ChunkEvents(Events):
     """Writes chunks; a subclass says which and when."""
 
-    def __init__(self, answer_id: str, kind: str, options: StreamOptions | None) -> None:
+    def __init__(self, answer_id: str, kind: str, body: Sampling) -> None:
         """`kind`: the chunks' field `object`."""
+        options = body.stream_options
+        self.ids_asked = bool(body.return_token_ids)
         self.usage_asked = bool(options and options.include_usage)
         self._continuous = bool(options and options.continuous_usage_stats)
         self._id, self._kind = answer_id, kind
         self._head = ""
         self._prompt_tokens = 0
+        self.prompt_ids = ""
+        """The JSON of the field `prompt_token_ids`, after a comma, if token ids are asked for."""
         self._generated: dict[int, int] = {}
         """Tokens of each choice so far."""
 
     def begin(self, started: inference_pb2.Started) -> bytes:
         self._prompt_tokens = started.prompt_tokens
+        if self.ids_asked:
+            self.prompt_ids = f',"prompt_token_ids":{compact(list(started.prompt_token_ids))}'
         self._head = (
             f'data: {{"id":"{self._id}","object":"{self._kind}",'
             f'"created":{int(time.time())},"model":{quoted(started.model)},'
@@ -40,9 +47,12 @@ class ChunkEvents(Events):
         """Counts the tokens of a delta for `continuous_usage_stats`."""
         self._generated[delta.index] = self._generated.get(delta.index, 0) + len(delta.token_ids)
 
-    def choice(self, index: int, fields: str) -> bytes:
-        """The chunk of one choice. `fields`: the JSON of those that follow its index."""
-        return f'{self._head}{{"index":{index},{fields}}}]{self._usage(index)}}}\n\n'.encode("utf-8", "replace")
+    def choice(self, index: int, fields: str, ids: Sequence[int] = (), *, more: str = "") -> bytes:
+        """The chunk of one choice. `fields`: the JSON of those that follow its index. `ids`: of its tokens. `more`:
+        fields of the chunk, after a comma."""
+        told = f',"token_ids":{compact(list(ids))}' if self.ids_asked else ""
+        chunk = f'{self._head}{{"index":{index},{fields}{told}}}]{more}{self._usage(index)}}}\n\n'
+        return chunk.encode("utf-8", "replace")
 
     def without_choices(self, usage: dict[str, Any] | None, extension: dict[str, Any]) -> bytes:
         """The first or the last chunk of a stream with usage. `extension`: its field `saccade`."""

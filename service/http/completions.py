@@ -116,6 +116,15 @@ def _choice(body: Completion, index: int, sample: Sample, answer: Generation, ec
         "text": echo.text + generated,
         "logprobs": logprobs,
         **_ending(body, sample),
+        **(_token_ids(body, sample, answer) if body.return_token_ids else {}),
+    }
+
+
+def _token_ids(body: Completion, sample: Sample, answer: Generation) -> dict[str, Any]:
+    """With `max_tokens` 0, the one token that was generated does not count."""
+    return {
+        "token_ids": [] if body.max_tokens == 0 else sample.token_ids,
+        "prompt_token_ids": answer.prompt_token_ids,
     }
 
 
@@ -185,9 +194,11 @@ class CompletionEvents(ChunkEvents):
     """`text_completion` chunks."""
 
     def __init__(self, call: HttpCall, body: Completion, echo: str) -> None:
-        super().__init__(f"cmpl-{call.request_id}", "text_completion", body.stream_options)
+        super().__init__(f"cmpl-{call.request_id}", "text_completion", body)
         self._body, self._echo = body, echo
         self._offsets: dict[int, int] = {}
+        self._begun: set[int] = set()
+        """Choices that have had a chunk."""
 
     def begin(self, started: inference_pb2.Started) -> bytes:
         super().begin(started)
@@ -195,14 +206,18 @@ class CompletionEvents(ChunkEvents):
             return b""
         return b"".join(self._chunk(i, quoted(self._echo), "null") for i in range(self._body.n or 1))
 
-    def _chunk(self, index: int, text: str, logprobs: str, ending: str = '"finish_reason":null') -> bytes:
-        return self.choice(index, f'"text":{text},"logprobs":{logprobs},{ending}')
+    def _chunk(
+        self, index: int, text: str, logprobs: str, ending: str = '"finish_reason":null', ids: Sequence[int] = ()
+    ) -> bytes:
+        first = self.prompt_ids if index not in self._begun else ""
+        self._begun.add(index)
+        return self.choice(index, f'"text":{text},"logprobs":{logprobs},{ending}{first}', ids)
 
     def piece(self, delta: Delta) -> bytes:
         if self._body.max_tokens != 0:
             self.count(delta)
         text = delta.reasoning + delta.text
-        if not text and not delta.logprobs or self._body.max_tokens == 0:
+        if self._body.max_tokens == 0 or not (text or delta.logprobs or (self.ids_asked and delta.token_ids)):
             return b""
         logprobs = "null"
         if delta.logprobs:
@@ -212,7 +227,7 @@ class CompletionEvents(ChunkEvents):
             made["text_offset"] = [at + offset for offset in made["text_offset"]]
             self._offsets[delta.index] = at + sum(len(text) for _, text, _ in scored)
             logprobs = compact(made)
-        return self._chunk(delta.index, quoted(text), logprobs)
+        return self._chunk(delta.index, quoted(text), logprobs, ids=delta.token_ids)
 
     def end(self, answer: Generation) -> bytes:
         chunks = [self._chunk(s.index, '""', "null", compact(_ending(self._body, s))[1:-1]) for s in answer.samples]

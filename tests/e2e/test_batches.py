@@ -70,7 +70,7 @@ def answers(path: Path) -> dict[str, Any]:
 def test_a_batch_from_beginning_to_end(server: RunningServer, client: saccade.Client, tmp_path: Path) -> None:
     media = client.media.upload(png(3))
     sources = [None, data_url(png(2)), f"media:{media.media_id}"]
-    rows = [row(i, source=sources[i % 3]) for i in range(20)] + [row(20, tokens=10_000)]
+    rows = [row(i, source=sources[i % 3], return_token_ids=i > 0) for i in range(20)] + [row(20, tokens=10_000)]
     (tmp_path / "in.jsonl").write_bytes(lines(rows))
     batch = client.batches.create(tmp_path / "in.jsonl", ordered=True, metadata={"run": "7"}, input_name="in")
     seen = list(client.batches.watch(batch.batch_id))
@@ -86,7 +86,11 @@ def test_a_batch_from_beginning_to_end(server: RunningServer, client: saccade.Cl
     for i in (0, 1, 2, 19):
         images = [[], [png(2)], [media]][i % 3]
         wanted = client.generate(f"row {i}", images=images, max_tokens=6, seed=i)
-        assert found[str(i)]["body"]["choices"][0]["message"]["content"] == wanted.text
+        (choice,) = found[str(i)]["body"]["choices"]
+        assert choice["message"]["content"] == wanted.text
+        assert choice.get("token_ids") == (wanted.token_ids if i else None)
+        prompt = client.tokenize(f"row {i}", images=images).token_ids
+        assert found[str(i)]["body"].get("prompt_token_ids") == (prompt if i else None)
     # from the middle, as after a download that broke off
     partial = tmp_path / "partial.jsonl"
     partial.write_bytes(path.read_bytes()[:777])

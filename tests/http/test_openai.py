@@ -179,10 +179,57 @@ def test_defaults_of_vllm_are_accepted_spelled_out(client: openai.OpenAI, route:
     for name, value in (
         ("skip_special_tokens", True),
         ("include_stop_str_in_output", False),
-        ("return_token_ids", False),
     ):
         with pytest.raises(openai.BadRequestError, match=f"{name}: input should be {value}, got {not value}"):
             create(**fixed, extra_body={name: not value})
+
+
+def test_token_ids(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
+    """As in vLLM: those of the prompt are the answer's in chat completions, and each choice's in completions."""
+    asked: dict[str, Any] = {"model": "", "max_tokens": 20, "temperature": 1.0, "seed": 4, "n": 2}
+    ids: dict[str, Any] = {"extra_body": {"return_token_ids": True}}
+    image = {"type": "image_url", "image_url": {"url": data_url(png(1))}}
+    messages: list[Any] = [{"role": "user", "content": [image, {"type": "text", "text": "what is it?"}]}]
+    same = grpc_client.chat(messages, max_tokens=20, temperature=1.0, seed=4, n=2, return_prompt_token_ids=True)
+    prompt = grpc_client.tokenize(messages).token_ids
+    expected = [sample.token_ids for sample in same.samples]
+    assert same.prompt_token_ids == prompt and all(expected)
+    with grpc_client.stream(messages, max_tokens=2, return_prompt_token_ids=True) as stream:
+        assert stream.final().prompt_token_ids == prompt
+    assert grpc_client.chat(messages, max_tokens=1).prompt_token_ids is None
+
+    whole: Any = client.chat.completions.create(**asked, messages=messages, **ids)
+    assert whole.prompt_token_ids == prompt and [choice.token_ids for choice in whole.choices] == expected
+    joined: list[list[int]] = [[], []]
+    roles = 0
+    for chunk in client.chat.completions.create(**asked, messages=messages, stream=True, **ids):
+        found: Any = chunk
+        for choice in found.choices:
+            joined[choice.index] += choice.token_ids
+            if choice.delta.role:
+                roles += 1
+                assert found.prompt_token_ids == prompt
+    assert joined == expected and roles == 2
+    assert "token_ids" not in client.chat.completions.create(**asked, messages=messages).model_dump_json()
+
+    text, more = "abcd", grpc_client.tokenize("abcd", raw=True).token_ids
+    made: Any = client.completions.create(**asked, prompt=[text, text], **ids)
+    assert {tuple(choice.prompt_token_ids) for choice in made.choices} == {tuple(more)}
+    alone = grpc_client.generate(more, max_tokens=20, temperature=1.0, seed=4, n=2)
+    assert [choice.token_ids for choice in made.choices] == [sample.token_ids for sample in alone.samples] * 2
+    joined = [[], []]
+    for streamed in client.completions.create(**asked, prompt=more, stream=True, **ids):
+        for part in streamed.choices:
+            first: Any = part
+            assert joined[part.index] or first.prompt_token_ids == more
+            joined[part.index] += first.token_ids
+    assert joined == [sample.token_ids for sample in alone.samples]
+    echo: Any = {"model": "", "prompt": text, "max_tokens": 0, "echo": True, **ids}
+    scored: Any = client.completions.create(**echo).choices[0]
+    assert (scored.token_ids, scored.prompt_token_ids) == ([], more)
+    chunks: list[Any] = list(client.completions.create(**echo, stream=True))
+    assert [chunk.choices[0].token_ids for chunk in chunks] == [[]] * len(chunks)
+    assert chunks[0].choices[0].prompt_token_ids == more
 
 
 def test_a_message_is_continued(client: openai.OpenAI, grpc_client: saccade.Client) -> None:
