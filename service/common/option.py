@@ -35,6 +35,11 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+def without_brackets(host: str) -> str:
+    """The host, if it is an IPv6 address in brackets, as in `host_port`, without them."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
 def host_port(host: str, port: int) -> str:
     """`host:port`, as clients write it: IPv6 addresses in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -44,7 +49,7 @@ def cannot_listen(host_option: str, port_option: str, host: str, port: int, erro
     """The error for an address that cannot be bound. It names the option at fault: the host's if this machine has no
     such address, else the port's."""
     where = host_port(host, port)
-    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+    if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
         return ConfigError(
             f"{host_option}: cannot listen on {where}: {error.strerror}; an address of this machine would work, such "
             "as 127.0.0.1"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import socket
 
 from service.common.config import ConfigError, HttpFrontOptions, HttpOptions
-from service.common.option import cannot_listen, host_port
+from service.common.option import cannot_listen, host_port, without_brackets
 from service.common.tls import is_loopback
 
 ANY_HOST = "*"
@@ -34,15 +35,19 @@ def check_exposure(options: HttpFrontOptions) -> None:
 
 def bind(options: HttpOptions, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError."""
-    host = options.http_host.strip("[]")
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise cannot_listen("http_host", "http_port", host, port, error) from None
+    host = without_brackets(options.http_host)
+    with contextlib.ExitStack() as failing:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            # A name like localhost may have addresses of both kinds.
+            family, kind, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+            listener = failing.enter_context(socket.socket(family, kind))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(2048)
+        except OSError as error:
+            raise cannot_listen("http_host", "http_port", host, port, error) from None
+        failing.pop_all()
     return listener
 
 

@@ -183,18 +183,18 @@ def _hold(held: contextlib.ExitStack, host: str, port: int) -> None:
     failure: OSError | None = None
     listening = False
     for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        listener = socket.socket(family, kind)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            listener.bind(address)
-            listener.listen(1)
-        except OSError as error:
-            listener.close()
-            failure = error
-        else:
-            held.enter_context(listener)
-            listening = True
+        with contextlib.ExitStack() as failing:
+            try:
+                listener = failing.enter_context(socket.socket(family, kind))  # fails on a machine without IPv6
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listener.bind(address)
+                listener.listen(1)
+            except OSError as error:
+                failure = error
+            else:
+                held.push(failing.pop_all())
+                listening = True
     if failure is not None and not listening:
         raise failure

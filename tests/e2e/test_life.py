@@ -425,7 +425,7 @@ def test_the_server_starts_from_another_folder_and_tells_an_address_for_clients(
     """Helper processes find the checkout by themselves. An IPv6 address has colons of its own."""
     try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6):
-            host = "::1"
+            host = "[::1]"
     except OSError:  # this machine has no IPv6
         host = "127.0.0.1"
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport saccade\n"
@@ -435,7 +435,7 @@ def test_the_server_starts_from_another_folder_and_tells_an_address_for_clients(
     code += "    with saccade.Client(s.address) as c: print(s.address, c.generate('a', max_tokens=2).usage)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert "completion_tokens=2" in done.stdout, done.stderr
-    assert done.stdout.startswith("[::1]:" if host == "::1" else "127.0.0.1:")
+    assert done.stdout.startswith(f"{host}:")
 
 
 def test_a_client_that_is_dropped_without_being_closed_ends_its_engine(text_model: Path) -> None:

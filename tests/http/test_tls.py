@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import ssl
@@ -74,6 +75,21 @@ def test_half_of_a_pair_is_refused(tmp_path: Path) -> None:
         tls_context(HttpFrontOptions(servers=("127.0.0.1:1",), tls_cert=str(key), tls_key=str(certificate)))
 
 
-def test_an_ipv6_address_may_be_in_brackets() -> None:
-    with bind(HttpOptions(http_host="[::1]"), 0) as listener:
-        assert url_of(listener, False) == f"http://[::1]:{listener.getsockname()[1]}"
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_may_be_in_brackets(server: RunningServer, host: str) -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with RunningHttp([server.address], http_host=host) as http:
+        assert http.url == f"http://[::1]:{http.port}"
+        assert httpx.get(f"{http.url}/ready").status_code == 200
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    for host in ("192.0.2.1", "[2001:db8::1]", "no.such.host.invalid"):
+        with pytest.raises(ConfigError, match=f"^http_host: cannot listen on {re.escape(host)}:0: "):
+            bind(HttpOptions(http_host=host), 0)
+    with bind(HttpOptions(http_host="localhost"), 0) as listener:
+        assert url_of(listener, False) == f"http://127.0.0.1:{listener.getsockname()[1]}"

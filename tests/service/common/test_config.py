@@ -40,6 +40,12 @@ def test_flags_lists_and_sizes_on_the_command_line() -> None:
     assert options.memory_bytes == 3 * 2**29 and options.grace == 0
 
 
+def test_an_ipv6_address_may_be_in_brackets() -> None:
+    for host in ("::1", "[::1]"):
+        options = parse("--host", host, "--metrics-host", host)
+        assert (options.host, options.metrics_host) == ("::1", "::1")
+
+
 def test_what_is_on_unless_told_has_a_flag_that_turns_it_off() -> None:
     assert parse().warmup and not parse("--no-warmup").warmup
     assert not parse("--no-warmup", env={"SACCADE_WARMUP": "1"}).warmup
