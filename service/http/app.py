@@ -104,7 +104,8 @@ def make_app(options: HttpFrontOptions, engine: AsyncLocalConnection | None = No
         middleware.append(
             Middleware(
                 CORSMiddleware, allow_origins=list(options.http_cors_origins), allow_methods=["*"],
-                allow_headers=["*"], expose_headers=["x-request-id", "retry-after", "x-saccade-ignored"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after", "x-saccade-ignored", "content-range"],
             )
         )  # fmt: skip
     app = Starlette(

@@ -26,6 +26,7 @@ from saccade.errors import (
 from service.common.config import HttpFrontOptions
 from service.http.file_store import FileStore
 from service.http.json_text import compact
+from service.http.ranges import Unsatisfiable
 from service.http.upstream import Caller, Upstream
 
 log = logging.getLogger(__name__)
@@ -311,6 +312,8 @@ def http_status(error: SaccadeError) -> int:
     """The status of an error's answer."""
     if isinstance(error, WrongContent):
         return 415
+    if isinstance(error, Unsatisfiable):
+        return 416
     if isinstance(error, Unimplemented):  # the request asks for something that the server does not support
         return 400
     if isinstance(error, DeadlineExceeded) and error.reason == "SLOW_WRITER":

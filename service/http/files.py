@@ -21,6 +21,7 @@ from service.http.batches import check_access, find_batch
 from service.http.call import ClientGone, HttpCall, path_values
 from service.http.file_store import StoredFile, owner_of, stored_file
 from service.http.pages import index_of, limit_of, page_object, query_of
+from service.http.ranges import Unsatisfiable, cut, parse_range, range_wanted
 from service.http.upstream import Connection
 
 OUTPUT, ERRORS = "file-output-", "file-errors-"
@@ -143,12 +144,7 @@ async def get_file(call: HttpCall) -> None:
         await call.respond(_uploaded(found))
         return
     batch, connection = found
-    size = _output_size(call, batch)
-    if size is None:
-        size = 0
-        async with call.connected(), contextlib.aclosing(_output(call, batch, connection)) as pieces:
-            async for piece in pieces:
-                size += len(piece)
+    size = await _counted_size(call, batch, connection)
     name = f"{batch.batch_id}_{'errors' if _of_errors(call) else 'output'}.jsonl"
     file_id = path_values(call.scope)["file_id"]
     await call.respond(_file(file_id, name, size, batch.ended or 0, batch.expires, "batch_output"))
@@ -174,27 +170,62 @@ async def delete_file(call: HttpCall) -> None:
 
 
 async def content(call: HttpCall) -> None:
-    """The bytes of a file; for an output of a batch, its answers or its failed rows."""
+    """The bytes of a file, or those of one `range`; for an output of a batch, its answers or its failed rows."""
     found = await _find(call)
-    size: int | None
-    if isinstance(found, StoredFile):
-        pieces, size = _read(found.path), found.size
+    etag = f'"{path_values(call.scope)["file_id"]}"'  # a file never changes
+    status, headers = 200, [("accept-ranges", "bytes"), ("etag", etag)]
+    length: int | None
+    wanted = range_wanted(call.scope["method"], call.headers, etag)
+    if wanted is not None:
+        size = found.size if isinstance(found, StoredFile) else await _counted_size(call, *found)
+        try:
+            part = parse_range(wanted, size)
+        except Unsatisfiable:
+            call.notes.append(("content-range", f"bytes */{size}"))
+            raise
+        status, length = 206, len(part)
+        pieces = _part(call, found, part)
+        headers.append(("content-range", f"bytes {part.start}-{part.stop - 1}/{size}"))
+    elif isinstance(found, StoredFile):
+        pieces, length = _read(found.path), found.size
     else:
-        pieces, size = _output(call, *found), _output_size(call, found[0])
-    length = [] if size is None else [("content-length", str(size))]
+        pieces, length = _output(call, *found), _output_size(call, found[0])
+    if length is not None:
+        headers.append(("content-length", str(length)))
     async with call.connected():
         async with contextlib.aclosing(pieces) as source:
             async for piece in source:
                 if not call.started:
-                    await call.start(200, "application/jsonl", length)
+                    await call.start(status, "application/jsonl", headers)
                 await call.write(piece)
         if not call.started:
-            await call.start(200, "application/jsonl", length)
+            await call.start(status, "application/jsonl", headers)
         await call.end()
 
 
-async def _read(path: Path) -> AsyncGenerator[bytes, None]:
+def _part(call: HttpCall, found: StoredFile | tuple[Batch, Connection], part: range) -> AsyncGenerator[bytes, None]:
+    """Bytes of a file. Those before them are read, too, only if they have to be counted."""
+    if isinstance(found, StoredFile):
+        return cut(_read(found.path, part.start), 0, len(part))
+    if _output_size(call, found[0]) is None:
+        return cut(_output(call, *found), part.start, len(part))
+    return cut(_all_output(call, *found, part.start), 0, len(part))
+
+
+async def _counted_size(call: HttpCall, batch: Batch, connection: Connection) -> int:
+    """Bytes of the batch's file that the call names."""
+    size = _output_size(call, batch)
+    if size is None:
+        size = 0
+        async with call.connected(), contextlib.aclosing(_output(call, batch, connection)) as pieces:
+            async for piece in pieces:
+                size += len(piece)
+    return size
+
+
+async def _read(path: Path, first: int = 0) -> AsyncGenerator[bytes, None]:
     with open(path, "rb") as file:
+        file.seek(first)
         while chunk := await asyncio.to_thread(file.read, 2**20):
             yield chunk
 
@@ -216,16 +247,25 @@ async def _output(call: HttpCall, batch: Batch, connection: Connection) -> Async
     """The content of the batch's file that the call names: its answers or its errors, in whole lines. It takes as long
     as its reader, unless the call has a deadline of its own."""
     failed = _of_errors(call)
-    request = batch_pb2.DownloadBatchOutputRequest(batch_id=batch.batch_id)
-    timeout = call.timeout() if "x-request-timeout" in call.headers else None
-    messages = call.caller().messages("batch", "DownloadBatchOutput", request, on=connection, timeout=timeout)
     rest = b""
-    async with contextlib.aclosing(messages) as source:
-        async for message in source:
-            *lines, rest = (rest + message.data).split(b"\n")
+    async with contextlib.aclosing(_all_output(call, batch, connection)) as source:
+        async for piece in source:
+            *lines, rest = (rest + piece).split(b"\n")
             chosen = [line + b"\n" for line in lines if (json.loads(line)["error"] is not None) == failed]
             if chosen:
                 yield b"".join(chosen)
+
+
+async def _all_output(
+    call: HttpCall, batch: Batch, connection: Connection, offset: int = 0
+) -> AsyncGenerator[bytes, None]:
+    """What the batch has written, answers and errors, from the byte `offset` on."""
+    request = batch_pb2.DownloadBatchOutputRequest(batch_id=batch.batch_id, offset=offset)
+    timeout = call.timeout() if "x-request-timeout" in call.headers else None
+    messages = call.caller().messages("batch", "DownloadBatchOutput", request, on=connection, timeout=timeout)
+    async with contextlib.aclosing(messages) as source:
+        async for message in source:
+            yield message.data
 
 
 async def _find(call: HttpCall) -> StoredFile | tuple[Batch, Connection]:

@@ -122,6 +122,55 @@ def test_an_output_is_sent_as_it_is_read(server: RunningServer, http: RunningHtt
         client.files.delete(f"file-output-{batch_id}")
 
 
+def test_a_part_of_a_file(server: RunningServer, http: RunningHttp) -> None:
+    def get(file_id: str, **headers: str) -> httpx.Response:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        url = f"{http.url}/v1/files/{file_id}/content"
+        return httpx.get(url, headers={"authorization": "Bearer none", **named}, timeout=60)
+
+    with client_of(http) as client:
+        failing = json.dumps({**json.loads(ROW), "custom_id": "b", "body": {**BODY, "max_tokens": 10**6}}).encode()
+        file = client.files.create(file=("in.jsonl", b"\n".join([ROW, failing])), purpose="batch")
+        made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        while (batch := client.batches.retrieve(made.id)).status != "completed":
+            pass
+        whole_batch, _ = large_output(server, client, 2)
+        assert batch.output_file_id and batch.error_file_id
+        for file_id in (file.id, batch.output_file_id, batch.error_file_id, f"file-output-{whole_batch}"):
+            whole = get(file_id)
+            size, etag = len(whole.content), whole.headers["etag"]
+            assert (whole.status_code, whole.headers["accept-ranges"]) == (200, "bytes")
+            for given, first, last in (
+                ("bytes=0-0", 0, 0), ("bytes=5-20", 5, 20), (f"bytes={size - 9}-", size - 9, size - 1),
+                ("BYTES = 7-999999999999", 7, size - 1), ("bytes=-9", size - 9, size - 1),
+                ("bytes=-999999999999", 0, size - 1),
+            ):  # fmt: skip
+                part = get(file_id, range=given, if_range=etag)
+                assert (part.status_code, part.content) == (206, whole.content[first : last + 1]), given
+                assert part.headers["content-range"] == f"bytes {first}-{last}/{size}"
+                assert part.headers["content-length"] == str(last + 1 - first) and part.headers["etag"] == etag
+            for given in (f"bytes={size}-", "bytes=-0"):
+                none = get(file_id, range=given)
+                assert (none.status_code, none.headers["content-range"]) == (416, f"bytes */{size}")
+                assert str(size) in none.json()["error"]["message"] and given in none.json()["error"]["message"]
+        for ignored in (
+            {"range": "bytes=0-1,3-4"}, {"range": "lines=0-1"}, {"range": "bytes=0-1", "if_range": '"other"'},
+            {"range": "bytes=0-1", "if_range": "Mon, 30 Nov 2026 00:00:00 GMT"},
+        ):  # fmt: skip
+            assert (answer := get(file.id, **ignored)).status_code == 200 and answer.content == ROW + b"\n" + failing
+        for malformed in ("bytes=", "bytes=-", "bytes=4-3", "bytes=a-", "bytes=+1-2", "bytes=1"):
+            wrong = get(file.id, range=malformed)
+            assert wrong.status_code == 400 and "range: expected bytes=FIRST-LAST" in wrong.json()["error"]["message"]
+        empty = get(f"file-errors-{whole_batch}", range="bytes=0-")
+        assert (empty.status_code, empty.headers["content-range"]) == (416, "bytes */0")
+        head = httpx.head(
+            f"{http.url}/v1/files/{file.id}/content", headers={"authorization": "Bearer none", "range": "bytes=0-1"}
+        )
+        assert head.status_code == 200
+        for name in (file.id, batch.output_file_id, f"file-output-{whole_batch}"):
+            client.files.delete(name)
+
+
 def test_a_batch_of_a_file_that_is_deleted_meanwhile(http: RunningHttp) -> None:
     with client_of(http) as client:
         ask: Any = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
