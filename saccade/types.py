@@ -183,6 +183,8 @@ class Delta:
     reasoning: str = ""
     """The model's reasoning, which comes before its text."""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    cached_tokens: int = field(default=0, compare=False)
+    """With the first delta of a sample: as in `Usage`."""
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ def delta_from(message: inference_pb2.Delta, with_logprobs: bool) -> Delta:
         sequence=message.sequence,
         reasoning=message.reasoning,
         tool_calls=[ToolCallDelta(part.index, part.arguments, part.id, part.name) for part in message.tool_calls],
+        cached_tokens=message.cached_tokens,
     )
 
 

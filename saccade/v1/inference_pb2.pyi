@@ -172,7 +172,7 @@ class Started(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., model: _Optional[str] = ..., model_version: _Optional[str] = ..., seed: _Optional[int] = ..., video_tokens: _Optional[int] = ..., media: _Optional[_Iterable[_Union[_types_pb2.MediaLayout, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("index", "text", "token_ids", "logprobs", "sequence", "reasoning", "tool_calls")
+    __slots__ = ("index", "text", "token_ids", "logprobs", "sequence", "reasoning", "tool_calls", "cached_tokens")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +180,7 @@ class Delta(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     index: int
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -187,7 +188,8 @@ class Delta(_message.Message):
     sequence: int
     reasoning: str
     tool_calls: _containers.RepeatedCompositeFieldContainer[_types_pb2.ToolCallDelta]
-    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., sequence: _Optional[int] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[_types_pb2.ToolCallDelta, _Mapping]]] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., sequence: _Optional[int] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[_types_pb2.ToolCallDelta, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("index", "finish_reason", "usage", "stop_string", "stop_token_id", "prompt_logprobs")

@@ -184,7 +184,10 @@ class Answer:
         if not any(shown) and not ids:
             return []
         sample = self._samples[index]
-        delta = Delta(index, shown.text, tuple(ids), tuple(logprobs), sample.sequence, shown.reasoning, shown.calls)
+        cached = 0 if sample.sequence else sample.cached_tokens
+        delta = Delta(
+            index, shown.text, tuple(ids), tuple(logprobs), sample.sequence, shown.reasoning, shown.calls, cached
+        )
         sample.sequence += 1
         return [delta]
 

@@ -166,7 +166,7 @@ def event_to_proto(event: Event) -> inference_pb2.StreamGenerateResponse:
             delta = inference_pb2.Delta(
                 index=event.index, text=event.text, token_ids=event.token_ids,
                 logprobs=[_logprob(p) for p in event.logprobs], sequence=event.sequence, reasoning=event.reasoning,
-                tool_calls=merged_calls(event.calls),
+                tool_calls=merged_calls(event.calls), cached_tokens=event.cached_tokens,
             )  # fmt: skip
             return inference_pb2.StreamGenerateResponse(delta=delta)
     finished = inference_pb2.Finished(

@@ -348,6 +348,8 @@ class Delta:
     reasoning: str = ""
     """New text of the reasoning, which precedes `text`."""
     calls: tuple[CallDelta, ...] = ()
+    cached_tokens: int = 0
+    """With the first delta of a sample: as in `Usage`."""
 
 
 @dataclass(frozen=True)

@@ -128,13 +128,16 @@ def _ending(answer: Generation, max_tokens: int) -> dict[str, Any]:
 
 
 def _usage(answer: Generation) -> dict[str, Any]:
-    """Anthropic's input tokens are those that were not read from a cache."""
     usage = answer.usage
+    return _input_usage(usage.prompt_tokens, usage.cached_tokens) | {"output_tokens": usage.completion_tokens}
+
+
+def _input_usage(prompt: int, cached: int) -> dict[str, Any]:
+    """Anthropic's input tokens are those that were not read from a cache."""
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_read_input_tokens": usage.cached_tokens,
+        "input_tokens": prompt - cached,
+        "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
-        "output_tokens": usage.completion_tokens,
     }
 
 
@@ -147,12 +150,22 @@ class MessageEvents(Events):
         """The kind of the block that is being written."""
         self._block: dict[str, Any] = {}
         self._parts: list[str] = []
+        self._begun = False
+        """Whether the message has begun. It begins with the first token: how much of the prompt was cached is not known
+        before."""
         self.message: dict[str, Any] = {}
         """The message so far: its blocks that are complete; after `end`, the whole."""
 
     def begin(self, started: inference_pb2.Started) -> bytes:
         self.message = _message(self._id, started.model)
-        self.message["usage"]["input_tokens"] = started.prompt_tokens
+        self.message["usage"] = _input_usage(started.prompt_tokens, 0) | {"output_tokens": 0}
+        return b""
+
+    def _start(self, cached: int) -> bytes:
+        if self._begun:
+            return b""
+        self._begun, usage = True, self.message["usage"]
+        usage |= _input_usage(usage["input_tokens"], cached)
         return named_event("message_start", message=self.message)
 
     @property
@@ -179,7 +192,7 @@ class MessageEvents(Events):
 
     def piece(self, delta: Delta) -> bytes:
         rest, begun = calls_of(delta)
-        data = b"".join(map(self._arguments, rest))
+        data = self._start(delta.cached_tokens) + b"".join(map(self._arguments, rest))
         if delta.reasoning:
             if self._kind != "thinking":
                 data += self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
@@ -205,7 +218,7 @@ class MessageEvents(Events):
     def end(self, answer: Generation) -> bytes:
         ending = _ending(answer, self._max_tokens)
         more = {"usage": _usage(answer), "saccade": extension(answer)}
-        data = self._close()
+        data = self._start(answer.usage.cached_tokens) + self._close()
         self.message |= {**ending, **more}
         return data + named_event("message_delta", delta=ending, **more) + named_event("message_stop")
 

@@ -118,6 +118,24 @@ def test_a_stream_says_the_same(client: anthropic.Anthropic) -> None:
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", text[3:5])
 
 
+def test_a_stream_begins_with_the_cached_part_of_the_prompt(
+    client: anthropic.Anthropic, grpc_client: saccade.Client
+) -> None:
+    asked: Any = {**ASK, "system": "cached " * 40, "extra_body": GREEDY}
+    client.messages.create(**asked)
+    with client.messages.stream(**asked) as stream:
+        (begun,) = [event.message.usage for event in stream if event.type == "message_start"]
+        final = stream.get_final_message().usage
+    whole = client.messages.create(**asked).usage
+    assert begun.cache_read_input_tokens and begun.cache_creation_input_tokens == 0
+    for usage in (final, whole):
+        assert usage.cache_read_input_tokens == begun.cache_read_input_tokens
+        assert usage.input_tokens == begun.input_tokens
+    with grpc_client.stream("what is it?", max_tokens=20, temperature=0, ignore_eos=True) as again:
+        deltas = list(again)
+        assert sum(delta.cached_tokens for delta in deltas) == again.final().usage.cached_tokens
+
+
 def test_a_final_message_of_the_assistant_is_continued(
     client: anthropic.Anthropic, grpc_client: saccade.Client
 ) -> None:
