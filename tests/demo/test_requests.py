@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -32,10 +33,15 @@ MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 IMAGE = {"type": "image"}
 
 
-def template(messages: list[dict[str, Any]], **arguments: Any) -> str:
+@functools.cache
+def compiled_template() -> Template:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # as transformers has it
-    return environment.from_string(CHAT_TEMPLATE).render(messages=messages, **arguments)
+    return environment.from_string(CHAT_TEMPLATE)
+
+
+def template(messages: list[dict[str, Any]], **arguments: Any) -> str:
+    return compiled_template().render(messages=messages, **arguments)
 
 
 @pytest.mark.parametrize("kind", JSON_KINDS)
