@@ -18,6 +18,7 @@ import pytest
 import torch
 from full_disk import file_size_limit
 from images import png
+from log_levels import LogLevels
 from resident import file_bytes, file_bytes_after_import
 from running import RunningServer, children
 from waiting import until
@@ -211,7 +212,12 @@ class Told:
         pass
 
 
-def test_what_a_killed_process_leaves_to_the_next_one(options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_process_leaves_to_the_next_one(
+    options: EngineOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the log level, which a process has from the one that starts it, and gets with an image if it has changed."""
+    levels = LogLevels(tmp_path, monkeypatch)
+    caplog.set_level(logging.ERROR)
     vision = resolve_vision(options, open_checkpoint(options.model))
     assert vision is not None
     link, told = ProcessLink(options, segment_bytes=1 << 18), Told()
@@ -228,7 +234,14 @@ def test_what_a_killed_process_leaves_to_the_next_one(options: EngineOptions, mo
         assert told.events.get(timeout=60) == ("lost", [])
         return pid
 
+    def level() -> int | None:
+        assert link.pid is not None
+        return levels.of(link.pid)
+
+    assert level() == logging.ERROR
+    caplog.set_level(logging.INFO)
     assert send(1, 4) == ("written", [1])
+    assert level() == logging.INFO
     large = (1 << 16) // (vision.patch_dim * 4) // 2 * 2
     with file_size_limit(1 << 10):
         words, failed = send(2, large)
@@ -238,6 +251,7 @@ def test_what_a_killed_process_leaves_to_the_next_one(options: EngineOptions, mo
     # image's lease has run out. Nor is that process told of segments that only the last one had: a machine without
     # memory closes segments and, often, kills a process, and the next one would end over their numbers.
     assert send(3, 4) == ("written", [3])
+    assert level() == logging.INFO
 
     # A link that is closed while the process starts again: the new process is told to end. It was killed after 10 s.
     monkeypatch.setattr(process_link, "END_SECONDS", 200.0)  # a start takes more than 10 s on a busy machine

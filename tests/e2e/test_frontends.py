@@ -4,8 +4,8 @@ them."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
+import logging
 import os
 import signal
 import socket
@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,6 +23,7 @@ import grpc
 import pytest
 from faults import check_same, long_requests, open_stream
 from images import png
+from log_levels import LogLevels
 from resident import file_bytes, file_bytes_after_import
 from rpc import ask, connect
 from running import RunningServer, children
@@ -150,6 +150,7 @@ def test_the_engine_does_not_keep_what_only_its_imports_read(frontends: ServerPr
 
 
 def test_a_killed_frontend_is_replaced_and_an_engine_too(frontends: ServerProcess) -> None:
+    """Streams of both kinds of clients go on."""
     requests = long_requests(8, IMAGE_TOKEN)
     many = clients(frontends.address, 8, max_retries=60)
     wanted = [open_stream(many[0], request).final() for request in requests]
@@ -164,8 +165,22 @@ def test_a_killed_frontend_is_replaced_and_an_engine_too(frontends: ServerProces
             answer: saccade.Generation = stream.final()
             return answer
 
+        def read_from_asyncio(pair: Any, begun: threading.Barrier = begun) -> saccade.Generation:
+            async def main() -> saccade.Generation:
+                async with saccade.AsyncClient(frontends.address, max_retries=60) as client:
+                    stream = open_stream(client, pair[1])
+                    await anext(stream)
+                    begun.wait(120)
+                    answer: saccade.Generation = await stream.final()
+                    return answer
+
+            return asyncio.run(main())
+
         with ThreadPoolExecutor(8) as pool:
-            futures = [pool.submit(read, pair) for pair in zip(many, requests, strict=True)]
+            futures = [
+                pool.submit(read_from_asyncio if number % 2 else read, pair)
+                for number, pair in enumerate(zip(many, requests, strict=True))
+            ]
             begun.wait(120)
             os.kill(before[0], signal.SIGKILL)
             check_same([future.result(120) for future in futures], wanted)
@@ -286,70 +301,33 @@ def test_frontends_that_hang_are_replaced_also_during_a_drain_and_killed_at_the_
             asyncio.run(hub.stop())
 
 
-TELL_LEVEL = """
-import logging, os, signal, sys
-
-def tell(*_):
-    try:
-        with open(f"{os.path.dirname(__file__)}/{os.getpid()}.new", "w") as file:
-            file.write(str(logging.getLogger().level))
-        os.replace(file.name, file.name.removesuffix(".new"))
-    except OSError:
-        pass  # the next signal came meanwhile and was faster
-
-signal.signal(signal.SIGURG, tell)
-"""
-"""A module that Python imports when it starts: on SIGURG, which others ignore, the process writes its log level to a
-file."""
-
-
 @pytest.mark.parametrize("frontends", [1, 2])
 def test_a_log_level_reaches_all_processes(
-    model: Path, text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frontends: int
+    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frontends: int
 ) -> None:
-    """Those that are replaced later, too; the encoder's, which only the server with two frontends has, with its next
-    image."""
-    (tmp_path / "sitecustomize.py").write_text(TELL_LEVEL)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    options = ["--admin", "--http-port", "0", "--frontends", str(frontends)]
-    if images := frontends > 1:
-        options.append("--encoder-process")
-    path = str(model if images else text_model)
-
-    with ServerProcess([path, *ARGUMENTS, *options]) as server, saccade.Client(server.address) as client:
+    """Those that are replaced later, too. An encoder process gets that of its engine: test_encoder_process.py."""
+    levels = LogLevels(tmp_path, monkeypatch)
+    arguments = [*ARGUMENTS, "--admin", "--http-port", "0", "--frontends", str(frontends)]
+    with ServerProcess([str(text_model), *arguments]) as server:
+        names = ("service.servers.engine_process", "service.servers.frontend_process", "service.http.process")
 
         def processes() -> list[int]:
-            engines = children(server.pid, "service.servers.engine_process")
-            encoders = [pid for engine in engines for pid in children(engine, "service.servers.encoder_process")]
-            others = ("service.servers.frontend_process", "service.http.process")
-            return [server.pid, *engines, *encoders, *(pid for name in others for pid in children(server.pid, name))]
+            return [server.pid, *(pid for name in names for pid in children(server.pid, name))]
 
-        def wait_for(level: str) -> None:
-            for number in range(200):
-                client.generate("x", images=[png(number)] if images else [], max_tokens=1)
-                pids = processes()
-                files = [tmp_path / str(pid) for pid in pids]
-                for file in files:
-                    file.unlink(missing_ok=True)
-                while processes() == pids and not all(file.exists() for file in files):
-                    for pid in pids:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGURG)
-                    time.sleep(0.01)
-                levels = {file.read_text() for file in files if file.exists()}
-                if levels == {level} and len(pids) == count and all(file.exists() for file in files):
-                    return
-            pytest.fail(f"after 200 requests the log levels are {levels}")
+        def wait_for(level: int) -> None:
+            until(lambda: len(pids := processes()) == count and {levels.of(pid) for pid in pids} == {level})
 
-        count = 3 if frontends == 1 else 6
-        assert len(processes()) == count
+        count = 3 if frontends == 1 else 5
+        wait_for(logging.ERROR)
         with connect(server.address) as stubs:
-            answer = stubs.admin.UpdateLogLevel(admin_pb2.UpdateLogLevelRequest(level="warning"))
+            answer = stubs.admin.UpdateLogLevel(admin_pb2.UpdateLogLevelRequest(level="info"))
         assert answer.previous_level == "error"
-        wait_for("30")
+        wait_for(logging.INFO)
         replaced = "service.http.process" if frontends == 1 else "service.servers.frontend_process"
-        os.kill(children(server.pid, replaced)[0], signal.SIGKILL)
-        wait_for("30")
+        killed = children(server.pid, replaced)[0]
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: killed not in processes())
+        wait_for(logging.INFO)
 
 
 @pytest.mark.parametrize("shared", ["port", "media_dir"])
