@@ -98,12 +98,6 @@ def plain(model: Path, near: RunningEncoder) -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def far(model: Path) -> Iterator[ServerProcess]:
-    with process(model) as running:
-        yield running
-
-
 def test_remote_equals_local(client: saccade.Client, plain: RunningServer, near: RunningEncoder) -> None:
     """Greedy and sampled, with one image, several, a repeated image, and none."""
     requests: list[dict[str, Any]] = [
@@ -144,10 +138,10 @@ def test_many_requests_for_one_image_are_one_encoding(plain: RunningServer, near
 
 
 def test_an_encoder_that_is_killed_over_an_image_is_followed_by_another(
-    model: Path, client: saccade.Client, far: ServerProcess
+    model: Path, client: saccade.Client, near: RunningEncoder
 ) -> None:
     shared = sorted(os.listdir("/dev/shm"))
-    with process(model) as doomed, decoder(model, doomed, far) as running:
+    with process(model) as doomed, decoder(model, doomed, near) as running:
         with saccade.Client(running.address) as remote, ThreadPoolExecutor(2) as pool, stopped(doomed):
             hit = pool.submit(ask, remote, 200)
             running.until(given(1))
@@ -162,11 +156,29 @@ def test_an_encoder_that_is_killed_over_an_image_is_followed_by_another(
     assert sorted(os.listdir("/dev/shm")) == shared
 
 
-def test_an_encoder_that_is_late_is_not_used_until_it_wakes_and_finishes_what_it_has_when_it_stops(
-    model: Path, client: saccade.Client, far: ServerProcess
+def test_an_encoder_that_stands_still_wakes_and_stops(
+    model: Path, client: saccade.Client, near: RunningEncoder
 ) -> None:
-    with process(model) as late, decoder(model, late, far, encoder_lease=LEASE) as running:
-        with saccade.Client(running.address) as remote:
+    """A waiter that leaves takes nothing from the others. A late encoder is not used until it wakes, and finishes what
+    it has when it stops."""
+    with process(model) as late:
+        with decoder(model, late) as running, saccade.Client(running.address) as remote:
+            with ThreadPoolExecutor(3) as pool, stopped(late):
+                leaving = remote.stream("bye", images=[png(400)], max_tokens=5)
+                others = [pool.submit(ask, remote, 400) for _ in range(2)]
+                running.until(lambda s: s["handoff"]["leases"] == 3)
+                leaving.close()
+                running.until(lambda s: s["handoff"]["leases"] == 2)
+                alone = remote.stream("bye", images=[png(401)], max_tokens=5)
+                running.until(given(2))
+                alone.close()
+                running.until(lambda s: s["encoder"]["cancelled"] == 1)
+                os.kill(late.pid, signal.SIGCONT)
+                assert others[0].result() == others[1].result() == ask(client, 400)
+            stats = running.drained()
+            assert stats["encoder"]["written"] == 1 and stats["handoff"]["failures"] == 0
+
+        with decoder(model, late, near, encoder_lease=LEASE) as running, saccade.Client(running.address) as remote:
             with stopped(late):
                 assert ask(remote, 300) == ask(client, 300)
                 stats = running.until(
@@ -187,27 +199,7 @@ def test_an_encoder_that_is_late_is_not_used_until_it_wakes_and_finishes_what_it
             assert late.stop() == 0
             running.until(lambda s: s["encoder"]["encoders"][late.address]["up_now"] == 0)
             assert ask(remote, 501) == ask(client, 501)
-        assert running.drained()["handoff"]["failures"] == 0
-
-
-def test_a_waiter_that_leaves_takes_nothing_from_the_others(
-    model: Path, client: saccade.Client, far: ServerProcess
-) -> None:
-    with decoder(model, far) as running, saccade.Client(running.address) as remote:
-        with ThreadPoolExecutor(3) as pool, stopped(far):
-            leaving = remote.stream("bye", images=[png(400)], max_tokens=5)
-            others = [pool.submit(ask, remote, 400) for _ in range(2)]
-            running.until(lambda s: s["handoff"]["leases"] == 3)
-            leaving.close()
-            running.until(lambda s: s["handoff"]["leases"] == 2)
-            alone = remote.stream("bye", images=[png(401)], max_tokens=5)
-            running.until(given(2))
-            alone.close()
-            running.until(lambda s: s["encoder"]["cancelled"] == 1)
-            os.kill(far.pid, signal.SIGCONT)
-            assert others[0].result() == others[1].result() == ask(client, 400)
-        stats = running.drained()
-        assert stats["encoder"]["written"] == 1 and stats["handoff"]["failures"] == 0
+            assert running.drained()["handoff"]["failures"] == 0
 
 
 def test_without_an_encoder_images_are_refused_and_text_is_answered(model: Path, client: saccade.Client) -> None:
