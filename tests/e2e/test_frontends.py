@@ -224,30 +224,11 @@ def test_a_frontend_that_does_not_get_ready_is_killed(
             asyncio.run(hub.stop())
 
 
-def test_a_frontend_that_cannot_be_started_is_tried_again(
+def test_frontends_that_hang_are_replaced_also_during_a_drain_and_killed_at_the_end(
     text_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = ServerOptions(model=str(text_model), max_seqs=2, max_len=600, frontends=1, warmup=False)
-    with reserved_port(options) as port:
-        hub = Hub(options, port)
-        try:
-            hub.start()
-            first = hub._frontends[0]
-            with monkeypatch.context() as broken:
-                broken.setattr(sys, "executable", "/none")
-                first.process.kill()
-                until(lambda: "No such file" in caplog.text)
-            until(lambda: hub._frontends[0] is not first)
-            hub._frontends[0].serving.result(60)
-        finally:
-            asyncio.run(hub.stop(grace=0.0))
-
-
-def test_frontends_that_hang_are_replaced_also_during_a_drain_and_killed_at_the_end(
-    text_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     """At the end also by the second of two calls, while the thread of the first one, which was cancelled, still waits
-    for them."""
+    for them. One that cannot be started is tried again."""
     monkeypatch.setattr(service.servers.frontends, "END_SECONDS", 0.5)
     monkeypatch.setattr(service.servers.frontends, "BEAT_SECONDS", 0.1)
     options = ServerOptions(
@@ -282,6 +263,11 @@ def test_frontends_that_hang_are_replaced_also_during_a_drain_and_killed_at_the_
             assert first.process.returncode == -signal.SIGKILL
             assert second in before and second.process.poll() is None, "it had always answered"
             hub._options = options
+            with monkeypatch.context() as broken:
+                broken.setattr(sys, "executable", "/none")
+                second.process.kill()
+                until(lambda: "No such file" in caplog.text)
+            before = others_of([first, second])
             with connect(f"127.0.0.1:{port}") as stubs:
                 stubs.admin.Drain(admin_pb2.DrainRequest())
             for frontend in before:
