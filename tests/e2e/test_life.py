@@ -133,15 +133,17 @@ def restarting(text_model: Path) -> Iterator[RunningServer]:
 
 def test_an_engine_that_stands_still_for_a_moment_is_left_alone_and_holds_nobody_up(restarting: RunningServer) -> None:
     """Meanwhile, more bytes are sent to it than the socket's buffer holds."""
-    running = restarting
+    running, count = restarting, 200
+    request = ask(max_tokens=1)
+    request.sampling.logit_bias.update({token: 1.0 + token for token in range(280)})
+    with socket.socket(socket.AF_UNIX) as one:
+        assert count * request.ByteSize() > 1.5 * one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     with connect(running.address) as stubs:
         health, pid = health_pb2_grpc.HealthStub(stubs.channel), running.engine.pid  # type: ignore[attr-defined]
         os.kill(pid, signal.SIGSTOP)
         try:
-            calls = [
-                stubs.inference.Generate.future(ask("x" * 500, max_tokens=1, request_id=str(i))) for i in range(400)
-            ]
-            while running.server.frontend.live < 400:
+            calls = [stubs.inference.Generate.future(request) for _ in range(count)]
+            while running.server.frontend.live < count:
                 assert not any(call.done() for call in calls)
                 assert health.Check(health_pb2.HealthCheckRequest(), timeout=30).status
             assert health.Check(health_pb2.HealthCheckRequest(), timeout=30).status
