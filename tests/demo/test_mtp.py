@@ -31,6 +31,7 @@ def asked(client: saccade.LocalClient, seeds: range, **sampling: Any) -> list[tu
     return found
 
 
+LIMITS: dict[str, Any] = {"dtype": "float32", "threads": 1, "graphs": "off", "max_seqs": 2, "max_len": 512}
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "stop-string": {"temperature": 0, "stop": [" and", "circle"]},
@@ -41,7 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, list[tuple[str, list[int], str]]]:
-    with saccade.LocalClient("demo", dtype="float32", threads=1, max_seqs=2, max_len=512) as client:
+    with saccade.LocalClient("demo", **LIMITS) as client:
         return {name: asked(client, range(3), **way) for name, way in WAYS.items()}
 
 
@@ -58,8 +59,7 @@ def plain() -> dict[str, list[tuple[str, list[int], str]]]:
 def test_answers_are_the_same_and_drafts_are_mostly_right(
     plain: dict[str, list[tuple[str, list[int], str]]], options: dict[str, Any]
 ) -> None:
-    fixed = {"dtype": "float32", "threads": 1, "max_seqs": 2, "max_len": 512, "draft_policy": "fixed"}
-    with saccade.LocalClient("demo", **fixed, **options) as client:
+    with saccade.LocalClient("demo", **LIMITS, draft_policy="fixed", **options) as client:
         for name, way in WAYS.items():
             assert asked(client, range(3), **way) == plain[name]
         stats = client._service.stats(integrity=True)["decoder"]

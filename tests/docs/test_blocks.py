@@ -33,12 +33,13 @@ MAKE = re.compile(r"(?:make [a-z-]+(?: [A-Z_]+=(?:\"[^\"]*\"|\S+))*\s*(?:#.*)?\n
 
 
 def command_of(text: str) -> list[str]:
-    """The command of a block that starts a server, on free ports, with one thread and one image worker."""
+    """The command of a block that starts a server, on free ports, with one thread and one image worker; the encoder's
+    graphs are not timed."""
     words = shlex.split(text, comments=True)
     for option in ("--http-port", "--port"):
         if option in words:
             words[words.index(option) + 1] = "0"
-    return [*words, "--port", "0", "--threads", "1", "--image-workers", "1", "--log-level", "error"]
+    return [*words, "--port", "0", "--threads", "1", "--image-workers", "1", "--graphs", "off", "--log-level", "error"]
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def bare(tmp_path: Path) -> dict[str, str]:
 
 def test_the_core_serves_without_what_it_does_not_need(bare: dict[str, str], tmp_path: Path) -> None:
     log = tmp_path / "log"
-    small = ["--threads", "1", "--image-workers", "1"]
+    small = ["--threads", "1", "--image-workers", "1", "--graphs", "off"]
     command = [sys.executable, "-m", "service", "serve", "demo", "--port", "0", *small]
     with log.open("w") as errors:
         server = subprocess.Popen(command, env=bare, cwd=tmp_path, stdout=subprocess.PIPE, stderr=errors, text=True)

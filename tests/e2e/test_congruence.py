@@ -265,7 +265,7 @@ def test_times_that_run_out(any_client: Any) -> None:
         any_client.generate("x", timeout=0.01, **long)
     with pytest.raises(errors.DeadlineExceeded):
         any_client.with_options(timeout=0.01).stream("x", **long).final()
-    new = png(next(NEW_IMAGES), (1600, 1600))
+    new = png(next(NEW_IMAGES), (800, 800))
     with pytest.raises(errors.DeadlineExceeded) as caught:
         any_client.stream("x", first_token_timeout=0.001, images=[new], **long).final()
     assert caught.value.reason == "FIRST_TOKEN_TIMEOUT"

@@ -10,7 +10,8 @@ PROMPTS = [[1, 5, 9, 20], [1, 5, 9, 21], [40, 41]]
 
 
 def answers(overlap: str) -> list[Any]:
-    with saccade.LocalClient(model="demo", dtype="float32", max_seqs=4, overlap=overlap) as client:
+    fixed: dict[str, Any] = {"dtype": "float32", "threads": 1, "graphs": "off", "max_seqs": 4}
+    with saccade.LocalClient(model="demo", **fixed, overlap=overlap) as client:
         found: list[Any] = []
         for index, prompt in enumerate(PROMPTS):
             whole = client.generate(prompt, max_tokens=20, temperature=0.5 * index, seed=3, n=1 + index, logprobs=0)

@@ -82,7 +82,8 @@ REAL = {
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[str]:
-    with ServerProcess(["demo", "--log-level", "error", "--threads", "1", "--image-workers", "1"]) as server:
+    small = ["--threads", "1", "--image-workers", "1", "--graphs", "off"]
+    with ServerProcess(["demo", "--log-level", "error", *small]) as server:
         yield server.address
 
 
