@@ -211,7 +211,7 @@ def test_a_frontend_that_does_not_get_ready_is_killed(
     (tmp_path / "sitecustomize.py").write_text(STOPS_ITSELF)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(service.servers.frontends, "BEAT_SECONDS", 0.1)
-    options = ServerOptions(model=str(text_model), max_seqs=2, max_len=600, frontends=1)
+    options = ServerOptions(model=str(text_model), port=0, max_seqs=2, max_len=600, frontends=1)
     with reserved_port(options) as port:
         hub = Hub(options, port)
         hub._options = replace(options, load_timeout=0.2)  # the engine has had the default
@@ -230,8 +230,8 @@ def test_frontends_that_hang_are_replaced_also_during_a_drain_and_killed_at_the_
     monkeypatch.setattr(service.servers.frontends, "END_SECONDS", 0.5)
     monkeypatch.setattr(service.servers.frontends, "BEAT_SECONDS", 0.1)
     options = ServerOptions(
-        model=str(text_model), max_seqs=2, max_len=600, frontends=2, admin=True, warmup=False, image_workers=1,
-        log_level="error",
+        model=str(text_model), port=0, max_seqs=2, max_len=600, frontends=2, admin=True, warmup=False,
+        image_workers=1, log_level="error",
     )  # fmt: skip
 
     async def stop_twice(hub: Hub) -> None:
