@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
-_MULTIPLIERS = torch.tensor([0xD2511F53, 0xCD9E8D57])
+_MULTIPLIERS = torch.tensor([0xCD9E8D57, 0xD2511F53])
+"""Of the third and the first word of the counter."""
 _STEPS = torch.tensor([0x9E3779B9, 0xBB67AE85])
 """Added to the key after each round."""
 
@@ -18,13 +19,10 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
     """Ten rounds. counter `[..., 4]` and key `[..., 2]` hold 32-bit words in int64; so does the result `[..., 4]`."""
     even, odd = counter[..., 0::2], counter[..., 1::2]
     multipliers, steps = _MULTIPLIERS.to(counter.device), _STEPS.to(counter.device)
-    lows, highs = multipliers & 0xFFFF, multipliers >> 16
     for _ in range(10):
-        # High and low words of the 64-bit products, in halves so that no signed 64-bit number overflows.
-        low, high = even * lows, even * highs
-        middle = (low >> 16) + (high & 0xFFFF)
-        above, below = (high >> 16) + (middle >> 16), ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
-        even, odd = above.flip(-1) ^ odd ^ key, below.flip(-1)
+        # Products have 64 bits: signed numbers wrap around, and the mask removes the sign that the shift copies.
+        products = even.flip(-1) * multipliers
+        even, odd = ((products >> 32) ^ odd ^ key) & _MASK, products & _MASK
         key = (key + steps) & _MASK
     return torch.stack((even, odd), -1).flatten(-2)
 

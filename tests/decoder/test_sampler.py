@@ -58,17 +58,19 @@ def naive(logits: Tensor, of: Sequence) -> int:
         row = [value if token in allowed else -math.inf for token, value in enumerate(row)]
     if params.greedy:
         return row.index(max(row))
-    weights = [math.exp((value - max(row)) / params.temperature) for value in row]
+    largest = max(row)
+    weights = [math.exp((value - largest) / params.temperature) for value in row]
     order = sorted(range(len(row)), key=lambda token: (-row[token], token))
     filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
     if params.top_k:
         order = order[: params.top_k]
-    mass, kept = sum(weights[token] for token in order), []
+    mass, sum_kept, kept = sum(weights[token] for token in order), 0.0, []
     for token in order:
-        if sum(weights[t] for t in kept) >= params.top_p * mass:
+        if sum_kept >= params.top_p * mass:
             break
         if weights[token] >= params.min_p:
             kept.append(token)
+            sum_kept += weights[token]
     if not filtered:
         kept = list(range(len(row)))
     target = uniform(params.seed, of.request.sample_index, len(of.tokens), 1).item() * sum(weights[t] for t in kept)
