@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from encoder.frames import open_video
 from encoder.media_limits import MAX_ASPECT
 from encoder.runner import EncoderOptions, EncoderRunner
 from encoder.stopwatch import Stopwatch
-from families import CheckpointError
+from families import CheckpointError, VisionSpec
 from families.minicpmv4_6.slicing import Slicing
 from families.minicpmv4_6.vision import SlicingVision
 from service.answers.prompts import prompt_ids, widen
@@ -156,26 +157,35 @@ def test_frames_are_the_released_processors(total: int, fps: float, count: int, 
     assert rule.sample_file(total, count, lambda: fps) == [min(int(index), total - 1) for index in wanted]
 
 
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VisionSpec, ImagePool]]:
+    """An image worker, and the model for which it prepares videos."""
+    vision = vision_of(make_minicpm(tmp_path_factory.mktemp("model"), 7))
+    with closing(ImagePool(MediaLimits(), 1, image_seconds=60, video_seconds=60, vision=vision)) as pool:
+        yield vision, pool
+
+
 @pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP"])
-def test_a_frame_that_is_shown_for_long_is_sampled_several_times(tmp_path: Path, form: str) -> None:
-    tiny = make_minicpm(tmp_path, 7)
+def test_a_frame_that_is_shown_for_long_is_sampled_several_times(
+    worker: tuple[VisionSpec, ImagePool], form: str
+) -> None:
+    vision, pool = worker
     images = [random_image(random.Random(seed)).resize((80, 60)) for seed in range(3)]
     buffer = io.BytesIO()
     options: dict[str, Any] = {"lossless": True} if form == "WEBP" else {}
     images[0].save(buffer, form, save_all=True, append_images=images[1:], duration=2000, loop=0, **options)
-    clip, limits, vision = buffer.getvalue(), MediaLimits(), vision_of(tiny)
+    clip = buffer.getvalue()
     frames = list(open_video(clip).frames([0, 1, 2]))
     rule = vision.video_rule
     assert rule is not None
     indices = rule.sample_file(3, 8, lambda: 0.5)
     assert indices == [0, 0, 1, 1, 2, 2]
     expected = rule.patchify([frames[index] for index in indices], torch.float32, keep_bytes=True)
-    local = Patcher(limits, vision, "float32")
+    local = Patcher(MediaLimits(), vision, "float32")
     assert torch.equal(local.video(clip, 8, Stopwatch()).item.encoder_item.patches, expected.patches)
-    with closing(ImagePool(limits, 1, image_seconds=60, video_seconds=60, vision=vision)) as pool:
-        item = pool.video(clip, 8, Stopwatch()).item
-        assert item.layout == expected.description and item.file is not None
-        assert torch.equal(replace(item, file=None).opened(item.file.take()).encoder_item.patches, expected.patches)
+    item = pool.video(clip, 8, Stopwatch()).item
+    assert item.layout == expected.description and item.file is not None
+    assert torch.equal(replace(item, file=None).opened(item.file.take()).encoder_item.patches, expected.patches)
 
 
 @given(
