@@ -10,6 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -37,20 +38,30 @@ AXES: dict[str, tuple[Any, ...]] = {
 """Options of `answers` that may be combined, with their values."""
 
 
-def pairwise(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """A small number of combinations that together contain every pair of values of different axes."""
-    draw, names = random.Random(seed), sorted(axes)
-    open_pairs = {
-        ((one, a), (two, b)) for one, two in combinations(names, 2) for a in axes[one] for b in axes[two]
+def pairwise(axes: Mapping[str, Sequence[Any]], attempts: int = 6) -> list[dict[str, Any]]:
+    """A small number of combinations that together contain every pair of values of different axes: the fewest of some
+    attempts."""
+    return min((_pairwise(axes, random.Random(seed)) for seed in range(attempts)), key=len)
+
+
+def _pairwise(axes: Mapping[str, Sequence[Any]], draw: random.Random) -> list[dict[str, Any]]:
+    """Each combination begins with a missing pair; axis by axis it gets the value with the most missing pairs."""
+    names = sorted(axes)
+    missing = {
+        ((one, a), (two, b)): None for one, two in combinations(names, 2) for a in axes[one] for b in axes[two]
     }  # fmt: skip
     found = []
-    while open_pairs:
-        tried = [{name: draw.choice(axes[name]) for name in names} for _ in range(60)]
-        best = max(tried, key=lambda case: sum(pair in open_pairs for pair in combinations(case.items(), 2)))
-        met = set(combinations(best.items(), 2)) & open_pairs
-        if met:
-            open_pairs -= met
-            found.append(best)
+    while missing:
+        case = dict(draw.choice(list(missing)))
+        for name in draw.sample(names, len(names)):
+            if name not in case:
+                values = draw.sample(axes[name], len(axes[name]))
+                case[name] = max(values, key=lambda value: sum(
+                    tuple(sorted(((name, value), other), key=itemgetter(0))) in missing for other in case.items()
+                ))  # fmt: skip
+        found.append({name: case[name] for name in names})
+        for pair in combinations(found[-1].items(), 2):
+            missing.pop(pair, None)
     return found
 
 
