@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +221,12 @@ def test_which_layers_of_qwen_next_have_experts(tmp_path: Path) -> None:
     assert {type(layer.mixers[0][1]) for layer in load_config(tmp_path).decoder.layers[1::2]} == {Mlp}
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder with a family's model, which tests copy before they change it."""
+    return cache(lambda family: make_text_checkpoint(tmp_path_factory.mktemp(family), family, 1).path)
+
+
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
@@ -247,8 +256,10 @@ def test_which_layers_of_qwen_next_have_experts(tmp_path: Path) -> None:
         ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ],
 )
-def test_configurations_that_are_refused(tmp_path: Path, family: str, change: dict[str, Any], message: str) -> None:
-    make_text_checkpoint(tmp_path, family, 1)
+def test_configurations_that_are_refused(
+    written: Callable[[str], Path], tmp_path: Path, family: str, change: dict[str, Any], message: str
+) -> None:
+    shutil.copytree(written(family), tmp_path, dirs_exist_ok=True)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(CheckpointError, match=message):

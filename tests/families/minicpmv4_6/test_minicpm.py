@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from families import CheckpointError
 from families.minicpmv4_6.slicing import best_slices
 from families.minicpmv4_6.vision import SlicingVision
 from service.answers.prompts import prompt_ids, widen
-from service.commands.server_process import ServerProcess
 from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
 from service.engine.types import EngineInfo
 from service.media.prepared import PreparedItem
@@ -163,13 +163,12 @@ def test_slices_cross_between_processes(tmp_path: Path, where: str) -> None:
         assert client.tokenize("what?", videos=[frames]).media[0].slices != (0, 0)
     with ExitStack() as stack:
         if where == "process":
-            arguments = [str(tmp_path), "--max-len", "2048", "--threads", "1", "--dtype", "float32", "--no-warmup"]
-            arguments += ["--max-seqs", "2", "--image-workers", "1", "--encoder-process", "--graphs", "off"]
-            server: ServerProcess | RunningServer = stack.enter_context(ServerProcess(arguments))
+            elsewhere: dict[str, Any] = {"engine_process": True, "encoder_process": True, "image_workers": 1}
         else:
             encoder = stack.enter_context(RunningEncoder(str(tmp_path), graphs="off"))
-            elsewhere: dict[str, Any] = {"role": "decoder", "encoders": (encoder.address,)}
-            server = stack.enter_context(RunningServer(str(tmp_path), max_len=2048, max_seqs=2, **elsewhere))
+            elsewhere = {"role": "decoder", "encoders": (encoder.address,)}
+        limits: dict[str, Any] = {"max_len": 2048, "max_seqs": 2, "graphs": "off"}
+        server = stack.enter_context(RunningServer(str(tmp_path), **limits, **elsewhere))
         remote = stack.enter_context(saccade.Client(server.address))
         answer = remote.generate("what?", **common)
     assert answer.token_ids == expected.token_ids
@@ -213,6 +212,12 @@ def test_bytes_become_the_same_numbers(tmp_path: Path) -> None:
     assert torch.equal(tower.as_floats(kept.encoder_item.patches), floats.encoder_item.patches)
 
 
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder, which tests copy before they change it."""
+    return make_minicpm(tmp_path_factory.mktemp("model"), 0).path
+
+
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
@@ -247,9 +252,9 @@ def test_bytes_become_the_same_numbers(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_served_is_refused_by_name(
-    tmp_path: Path, file: str, changes: dict[str, object], message: str
+    settings: Path, tmp_path: Path, file: str, changes: dict[str, object], message: str
 ) -> None:
-    make_minicpm(tmp_path, 0)
+    shutil.copytree(settings, tmp_path, dirs_exist_ok=True)
     path = tmp_path / file
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(CheckpointError, match=message):

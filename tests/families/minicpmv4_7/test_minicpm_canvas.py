@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,10 +132,16 @@ def test_a_prompt_without_markers_is_one_requests_error(tmp_path: Path) -> None:
         assert client.generate("x", images=[image], max_tokens=2).token_ids
 
 
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder, which tests copy before they change it."""
+    return make_minicpm(tmp_path_factory.mktemp("model"), 0, canvas=True).path
+
+
 @pytest.mark.parametrize("name", MARKERS)
 @pytest.mark.parametrize("value", [None, 10**6, "x"])
-def test_markers_are_checked(tmp_path: Path, name: str, value: object) -> None:
-    make_minicpm(tmp_path, 0, canvas=True)
+def test_markers_are_checked(settings: Path, tmp_path: Path, name: str, value: object) -> None:
+    shutil.copytree(settings, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {f"{name}_id": value}))
     with pytest.raises(CheckpointError, match=f"{name}_id .* is not a token id"):
