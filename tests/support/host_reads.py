@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,14 +28,27 @@ COPIES: set[Any] = {torch.tensor, torch.as_tensor, torch.from_numpy}
 READING_OPS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
 
 
+@cache
+def _name(file: str) -> str | None:
+    """Of a file of the project."""
+    path = Path(file)
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else None
+
+
+@cache
+def _reads(func: Any) -> tuple[str, bool, bool]:
+    """The operation's name, whether it reads, and whether it does so if it is given a mask."""
+    name = func.overloadpacket.__name__
+    return name, name.startswith(READING_OPS), name.startswith("index")
+
+
 def _line() -> str | None:
     """The innermost line of the project's code that makes the call; None inside a kernel's reference or in a test."""
     frame = sys._getframe(1)
     innermost = None
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT):
-            name = path.relative_to(ROOT).as_posix()
+        name = _name(frame.f_code.co_filename)
+        if name is not None:
             if name.endswith("/reference.py") or name == "kernels/transfer.py":
                 return None
             if name.startswith("tests/"):
@@ -90,9 +104,9 @@ class _Ops(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name = func.overloadpacket.__name__
-        indices = args[1] if name.startswith("index") and len(args) > 1 and isinstance(args[1], list | tuple) else ()
+        name, reads, indexes = _reads(func)
+        indices = args[1] if indexes and len(args) > 1 and isinstance(args[1], list | tuple) else ()
         masks = any(isinstance(index, Tensor) and index.dtype == torch.bool for index in indices)
-        if masks or any(name.startswith(op) for op in READING_OPS):
+        if masks or reads:
             self.reads.note(f"a read (aten.{name}{' of a mask' if masks else ''})")
         return func(*args, **(kwargs or {}))
